@@ -35,8 +35,7 @@ from ramify.clients.base import Request
 from ramify.clients.scripted import NUM_IDS, ByteTokenIds
 from ramify.models.dense import DenseModel
 from ramify.models.load import Policy
-from ramify.tasks.base import Item
-from ramify.tasks.simple import SimpleTask
+from ramify.tasks.base import Item, SimpleTask
 from ramify.train import group_records
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec

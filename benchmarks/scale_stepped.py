@@ -26,8 +26,7 @@ from ramify import RLM, Limits
 from ramify.clients.base import Price, Request
 from ramify.clients.scripted import ByteTokenIds
 from ramify.sandbox.base import SandboxSpec
-from ramify.tasks.base import Item, generated
-from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
+from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward, generated
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import Schedule

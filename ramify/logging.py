@@ -474,6 +474,9 @@ def configure(show: Callable[[str], None], verbosity: int = 0) -> Console:
     """Attach the console of this process, replacing an earlier one. ``verbosity`` is the number of
     ``-v``: 1 for INFO, 2 for DEBUG. A wrong ``RAMIFY_LOG`` is reported by ``show``."""
     levels, problems = levels_of(os.environ.get(VARIABLE, ""))
+    if (form := os.environ.get(FORMAT_VARIABLE, "")) not in ("", "text", "json"):
+        show(f"ramify: {FORMAT_VARIABLE}: '{form}' is ignored; write json, or text")
+        os.environ[FORMAT_VARIABLE] = ""
     if problems:
         show(f"ramify: {'; '.join(problems)}")
         # Child processes need not report it again.

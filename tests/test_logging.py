@@ -501,6 +501,15 @@ def test_a_wrong_setting_is_one_line_and_the_command_continues(tmp_path: Path) -
     assert done.stderr.count("RAMIFY_LOG") == 1
 
 
+def test_a_wrong_format_is_one_line(tmp_path: Path) -> None:
+    done = run_cli("runs", RAMIFY_LOG_FORMAT="jsn", RAMIFY_HOME=str(tmp_path))
+    first = done.stderr.splitlines()[0]
+    assert (done.returncode, first) == (
+        0,
+        "ramify: RAMIFY_LOG_FORMAT: 'jsn' is ignored; write json, or text",
+    )
+
+
 def test_importing_adds_a_null_handler_and_only_logging() -> None:
     script = (
         "import sys; before = set(sys.modules); import logging; known = set(sys.modules);"

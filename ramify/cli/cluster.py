@@ -11,7 +11,6 @@ ramify/cluster/simulate.py) and the settings to try (see ramify/cluster/simulate
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -223,6 +222,8 @@ def _numbers(name: str, text: str | None) -> list[int]:
 
 
 def _calibrated(model: str, slots: int) -> EngineRate:
+    import asyncio
+
     from ramify.clients.pool import ClientPool
     from ramify.cluster.rate import calibrate
 

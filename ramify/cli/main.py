@@ -44,7 +44,7 @@ COMMANDS = {
     "runs rm": ("ramify.cli.runs_command", "delete stored runs"),
     "runs prune": ("ramify.cli.runs_command", "delete old runs"),
     "show": ("ramify.cli.show", "print the turns, code and answers of a run"),
-    "replay": ("ramify.cli.resume", "re-run a run's code against its recorded replies"),
+    "replay": ("ramify.cli.show", "re-run a run's code against its recorded replies"),
     "plugins": ("ramify.cli.plugins_command", "list everything that can be chosen by name"),
     "doctor": ("ramify.cli.doctor", "check API keys, sandbox, extras, store and configuration"),
 }

@@ -26,8 +26,29 @@ TABLES = {
 }
 """Table of the file -> key -> the environment variable that overrides it."""
 OTHER_VARIABLES = frozenset(
-    {"RAMIFY_CONFIG", "RAMIFY_DEBUG", *(name for keys in TABLES.values() for name in keys.values())}
+    {
+        "RAMIFY_CONFIG",
+        "RAMIFY_DEBUG",
+        "RAMIFY_LOG",
+        "RAMIFY_LOG_FORMAT",
+        "RAMIFY_SERVE_KEY",
+        "RAMIFY_VIEW_TOKEN",
+        *(name for keys in TABLES.values() for name in keys.values()),
+    }
 )
+INTERNAL_VARIABLES = frozenset(
+    {
+        "RAMIFY_CONNECT_KEY",
+        "RAMIFY_CONNECT_NAME",
+        "RAMIFY_CONNECT_TO",
+        "RAMIFY_ENGINE_KEY",
+        "RAMIFY_RANK_DEVICE",
+        "RAMIFY_RANK_TIMEOUT_S",
+        "RAMIFY_RUN_ID",
+        "RAMIFY_RUN_LOG",
+    }
+)
+"""Variables that a process of Ramify sets for those that it starts."""
 
 
 def config_path(environ: Mapping[str, str] = os.environ) -> Path:
@@ -73,7 +94,7 @@ def unknown_variables(
     """Yield a warning for each ``RAMIFY_*`` variable that is not a setting."""
     known = {*map(variable, kinds), *OTHER_VARIABLES}
     for name in sorted(environ):
-        if name.startswith("RAMIFY_") and name not in known:
+        if name.startswith("RAMIFY_") and name not in known | INTERNAL_VARIABLES:
             yield f"{name} is not a variable that ramify reads: {nearest(name, known)}"
 
 

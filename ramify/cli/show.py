@@ -1,4 +1,5 @@
-"""``ramify show``: print a stored run as text, as one JSON object, or as its events.
+"""``ramify show``: print a stored run as text, as one JSON object, or as its events. ``ramify
+replay``: re-run its cells against its recorded replies, and compare.
 
     run 20260301-142501-…  "Which host failed first?"
     final · 3 turns, 312 calls · 45.2k tokens · $0.12 · 14 s
@@ -10,7 +11,8 @@
       answer: db3
 
 Text from models and documents is stripped of escape sequences, except with ``--json`` and
-``--events``, which are for programs.
+``--events``, which are for programs. A replay calls no model and writes nothing; each difference
+names its call, turn and cell. Not here: how the run's settings are rebuilt (see resume.py).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 import msgspec
 
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec
-from ramify.cli.terminal_text import clean, dollars, moment, one_line, seconds
+from ramify.cli.terminal_text import StderrNotes, clean, dollars, many, moment, one_line, seconds
 from ramify.errors import ConfigError, nearest
 from ramify.store.journal import writer
 from ramify.store.store import Store
@@ -195,7 +197,7 @@ def _write(line: bytes) -> None:
     sys.stdout.buffer.write(line + b"\n")
 
 
-COMMAND = CommandSpec(
+SHOW = CommandSpec(
     "show",
     "Show what happened in a run: its turns, code, output, sub-calls and answer.\n\n"
     "RUN is a run's id, the start of an id, the path of a journal, or last.",
@@ -212,3 +214,102 @@ COMMAND = CommandSpec(
         ),
     ),
 )
+
+
+_MAX_DIFFERENCES = 10
+
+
+def replay(words: list[str], json: bool | None, allow_weaker: bool | None) -> int:
+    import asyncio
+
+    from ramify.cli.resume import find, rebuild
+
+    run = words[0]
+    StderrNotes().take_warnings()
+    store, recorded = find(run)
+    rlm = rebuild(recorded.started, store, stand_ins=True, allow_weaker=bool(allow_weaker))
+
+    async def repeat() -> Trajectory:
+        async with rlm:
+            return (await rlm.areplay(run)).trajectory
+
+    new, old = asyncio.run(repeat()), store.load(run)
+    changes = list(differences(old, new))
+    if json:
+        report = {"run": old.id, "same": not changes, "differences": changes}
+        print(msgspec.json.encode(report).decode())
+    else:
+        print(_verdict(old, changes))
+    return ExitCode.ERROR if changes else ExitCode.ANSWERED
+
+
+def differences(old: Trajectory, new: Trajectory) -> Iterator[str]:
+    """Yield a line for each cell, call and answer that differs between the two runs."""
+    calls = {call.id: call for call in new.calls}
+    for call in old.calls:
+        replayed = calls.pop(call.id, None)
+        if replayed is None:
+            yield f"call {call.id} was not made again"
+        else:
+            yield from _call_differences(call, replayed)
+    yield from (f"call {id} is new" for id in calls)
+    if old.answer != new.answer:
+        yield f"the answer was {_shown(old.answer)} and is now {_shown(new.answer)}"
+
+
+def _call_differences(old: Call, new: Call) -> Iterator[str]:
+    if len(old.turns) != len(new.turns):
+        yield f"call {old.id} took {len(old.turns)} turns and now takes {len(new.turns)}"
+    for turn, (old_turn, new_turn) in enumerate(zip(old.turns, new.turns, strict=False)):
+        for cell, cells in enumerate(zip(old_turn.cells, new_turn.cells, strict=False)):
+            for name in ("stdout", "value", "error"):
+                before, after = (getattr(result, name) for result in cells)
+                if before != after:
+                    place = f"call {old.id}, turn {turn}, cell {cell}"
+                    yield f"{place}: {name} was {_shown(before)} and is now {_shown(after)}"
+    if (old.answer, old.stop) != (new.answer, new.stop):
+        yield (
+            f"call {old.id} ended {old.stop} with {_shown(old.answer)} "
+            f"and now ends {new.stop} with {_shown(new.answer)}"
+        )
+
+
+def _verdict(old: Trajectory, changes: list[str]) -> str:
+    cells = sum(len(turn.cells) for call in old.calls for turn in call.turns)
+    if not changes:
+        return f"same: {many(len(old.calls), 'call')}, {many(cells, 'cell')}, and the answer"
+    more = (
+        [f"… and {len(changes) - _MAX_DIFFERENCES:,} more"]
+        if len(changes) > _MAX_DIFFERENCES
+        else []
+    )
+    return clean(
+        "\n".join(
+            [
+                f"different in {many(len(changes), 'place')}:",
+                *(f"  {line}" for line in changes[:_MAX_DIFFERENCES]),
+                *more,
+            ]
+        )
+    )
+
+
+def _shown(value: Any) -> str:
+    return one_line(repr(value), 100)
+
+
+REPLAY = CommandSpec(
+    "replay",
+    """\
+Re-run a stored run's code against its recorded replies, and compare the results. No model is
+called. The exit code is 0 if every result is the same, 1 if not.""",
+    replay,
+    "RUN",
+    1,
+    1,
+    (
+        OptionSpec("json", bool, "print one JSON object", has_no=False),
+        OptionSpec("allow_weaker", bool, "accept weaker isolation than the run had", has_no=False),
+    ),
+)
+COMMANDS = (SHOW, REPLAY)

@@ -1,7 +1,7 @@
 """``ramify view``: serve the viewer until Ctrl-C, or export one run as an offline HTML file.
 
 Not here: the server (see ramify/viewer/view_server.py) and the exported page (see
-ramify/viewer/export.py).
+ramify/viewer/page_script.py).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _key_of_file(library: RunLibrary, path: str) -> str:
 
 
 def _export(library: RunLibrary, keys: list[str], export: str) -> int:
-    from ramify.viewer.export import page
+    from ramify.viewer.page_script import page
 
     if len(keys) != 1:
         raise UsageError(

@@ -17,7 +17,7 @@ for a failure and ``{"match": "capital", "reply": …}`` for a rule.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -190,6 +190,11 @@ class Script:
     """
 
     def __init__(self, lines: Lines, name: str = "the script") -> None:
+        if isinstance(lines, str) or not (callable(lines) or isinstance(lines, Iterable)):
+            raise ConfigError(
+                f"{name} is a {type(lines).__name__}: give a list of replies or rules, or a "
+                "function from messages to a reply"
+            )
         self.tell: ReplyFunction = lines if callable(lines) else _reply_function(tuple(lines), name)
         """Return the reply to these messages. Raises Refused if the script has no reply."""
 

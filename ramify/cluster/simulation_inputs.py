@@ -288,7 +288,7 @@ def _cache_tokens(folder: Path, policy: dict[str, Any]) -> int:
 def _rate(trees: Sequence[Trajectory], sizes: RunSizes, hidden: float) -> EngineRate:
     """Fit the engine's rate to the recorded requests. Discarded rollouts ran at the same time but
     are not recorded; ``hidden`` accounts for them."""
-    requests = [each for tree in trees for root in _roots(tree) for each in _requests(*root)]
+    requests = [each for tree in trees for root in _roots(tree) for each in _replayed(*root)[0]]
     return fit(requests, sizes.engines, sizes.slots, hidden=hidden)
 
 
@@ -338,14 +338,9 @@ def _roots(tree: Trajectory) -> Iterator[tuple[CallShape, float]]:
         yield root, tree.started_at + started_s
 
 
-def _requests(call: CallShape, at_s: float) -> Iterator[MeasuredRequest]:
-    """Yield the requests of ``call`` and its descendants, timed according to their order."""
-    yield from _replayed(call, at_s)[0]
-
-
 def _replayed(call: CallShape, at_s: float) -> tuple[list[MeasuredRequest], float]:
-    """Return the requests of ``call``, which began at ``at_s``, and of its descendants, and when
-    the call ended."""
+    """Return the requests of ``call``, which began at ``at_s``, and of its descendants, timed
+    according to their order, and when the call ended."""
     requests: list[MeasuredRequest] = []
     for index, turn in enumerate(call.turns):
         requests.append(MeasuredRequest(at_s, at_s + turn.seconds, turn.new, turn.sampled))

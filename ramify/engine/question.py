@@ -99,7 +99,35 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
                     f"unknown option '{name}': {nearest(name, self.__struct_fields__)}"
                 )
         given = {} if options is None else _set_fields(options)
-        return msgspec.structs.replace(self, **{**given, **changes})
+        updated = msgspec.structs.replace(self, **{**given, **changes})
+        _check_kinds(updated)
+        return updated
+
+
+_KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("limits", lambda value: isinstance(value, Limits), "a ramify.Limits(…)"),
+    ("sampling", lambda value: isinstance(value, Sampling), "a ramify.Sampling(…)"),
+    ("on_event", callable, "a function of an event"),
+    ("metadata", lambda value: isinstance(value, Mapping), "a dict"),
+)
+"""Option, whether a value has the right type, and the right type in words."""
+
+
+def _check_kinds(options: RunOptions) -> None:
+    """Raise ConfigError if an option has a value of a wrong type."""
+    for name, is_right, needed in _KINDS:
+        value = getattr(options, name)
+        if value is not None and not is_right(value):
+            raise ConfigError(f"{name} is a {type(value).__name__}: give {needed}")
+    for name in ("cite", "cache", "direct"):
+        value = getattr(options, name)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} is a {type(value).__name__}: give True or False")
+    if options.sampling is not None:
+        try:
+            msgspec.convert(msgspec.to_builtins(options.sampling), Sampling)
+        except (msgspec.ValidationError, TypeError) as error:
+            raise ConfigError(f"sampling: {error}".replace("`", "")) from None
 
 
 class RlmKeywords(TypedDict, total=False):
@@ -188,7 +216,9 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         text, context = query, prompt
     if isinstance(text, RunOptions):
         raise ConfigError("the question is a RunOptions: give options=…")
-    if not isinstance(text, str) or not text.strip():
+    if not isinstance(text, str):
+        raise ConfigError(f"the question is a {type(text).__name__}: give a text")
+    if not text.strip():
         raise ConfigError("the question is empty: say what you want to know")
     if context is not None and _num_chars(context) == 0 and not tools:
         raise ConfigError(

@@ -97,11 +97,13 @@ class RLM:
         spec = (
             SandboxSpec(provider=sandbox) if isinstance(sandbox, str) else sandbox or SandboxSpec()
         )
-        for name, value, kind in (("limits", limits, Limits), ("sandbox", spec, SandboxSpec)):
-            if not isinstance(value, kind):
+        for name, value, kind in (("sandbox", spec, SandboxSpec), ("store", store, Store)):
+            if value is not None and not isinstance(value, kind):
                 raise ConfigError(
                     f"{name} is a {type(value).__name__}: give a ramify.{kind.__name__}(…)"
                 )
+        if not isinstance(branches, int):
+            raise ConfigError(f"branches is a {type(branches).__name__}: give a number")
         if branches < 1 or (branches > 1 and options.search is not None):
             problem = (
                 "a search was given too: give only one of them"

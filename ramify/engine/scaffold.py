@@ -261,6 +261,8 @@ def scaffold_of(given: Scaffold | str | None, model: object = None) -> Scaffold:
     client or a list of them). Raises ConfigError."""
     if isinstance(given, Scaffold):
         return given
+    if given is not None and not isinstance(given, str):
+        raise ConfigError(f"scaffold is a {type(given).__name__}: give a name or a Scaffold")
     name = given or made_for(model) or "default"
     found = SCAFFOLDS.of(name)
     if not isinstance(found, Scaffold):

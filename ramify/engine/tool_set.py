@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import keyword
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ramify.engine import observe
@@ -56,6 +56,10 @@ class ToolSet:
     once."""
 
     def __init__(self, tools: Tools | None) -> None:
+        if tools is not None and not isinstance(tools, Iterable):
+            raise ConfigError(
+                f"tools is a {type(tools).__name__}: give a list of functions, or a dict by name"
+            )
         named = (
             dict(tools)
             if isinstance(tools, Mapping)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -32,10 +32,12 @@ from ramify.errors import RamifyError
 from ramify.logging import RoomLogger
 from ramify.serve import chat_completions, responses
 from ramify.serve.answer_request import AnswerRequest
+from ramify.serve.chat_completions import ChatStream
 from ramify.serve.completions import encode
 from ramify.serve.keys import ApiKeys
 from ramify.serve.prompt import LONG_CHARS, RunPrompt, prompt_of
 from ramify.serve.questions import ServedAnswer, ServedQuestion, ServedQuestions
+from ramify.serve.responses import ResponseStream
 from ramify.serve.web import (
     METRICS_TYPE,
     HttpListener,
@@ -59,18 +61,6 @@ _UNPACKED = 8
 """Maximum size of unpacked attachments, as a multiple of the maximum body size."""
 
 
-class StreamEvents(Protocol):
-    """Events of one streamed answer in the format of an API, such as ``ChatStream``."""
-
-    def begin(self) -> bytes: ...
-
-    def progress(self, text: str) -> bytes: ...
-
-    def end(self, answer: ServedAnswer) -> Iterator[bytes]: ...
-
-    def fail(self, error: RequestRejected) -> Iterator[bytes]: ...
-
-
 class ApiFormat(Protocol):
     """Interface of the modules ``chat_completions`` and ``responses``."""
 
@@ -88,7 +78,9 @@ class ApiFormat(Protocol):
         self, answer: ServedAnswer, request: AnswerRequest, id: str, model: str
     ) -> dict[str, Any]: ...
 
-    def open_stream(self, request: AnswerRequest, id: str, model: str) -> StreamEvents: ...
+    def open_stream(
+        self, request: AnswerRequest, id: str, model: str
+    ) -> ChatStream | ResponseStream: ...
 
 
 APIS: tuple[ApiFormat, ...] = (chat_completions, responses)

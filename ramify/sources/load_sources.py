@@ -72,6 +72,8 @@ def _expand(name: str) -> list[tuple[str, bool]]:
     several."""
     if name == _STDIN:
         return [(name, True)]
+    if not name.strip():
+        raise SourceError("a path is empty: name a file, a folder, or '-' for standard input")
     if "://" in name:
         raise SourceError(
             f"{name} is an address, not a path: fetch it first, as in curl -sL URL | ramify ask … -"

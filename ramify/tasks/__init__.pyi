@@ -2,8 +2,10 @@
 from ramify.tasks.base import GeneratedSplit as GeneratedSplit
 from ramify.tasks.base import Item as Item
 from ramify.tasks.base import Score as Score
+from ramify.tasks.base import SimpleTask as SimpleTask
 from ramify.tasks.base import Task as Task
 from ramify.tasks.base import TaskStart as TaskStart
+from ramify.tasks.base import WholeTrajectoryReward as WholeTrajectoryReward
 from ramify.tasks.base import generated as generated
 from ramify.tasks.base import items_of as items_of
 from ramify.tasks.base import task_of as task_of
@@ -29,8 +31,6 @@ from ramify.tasks.scoring.rubric import Rubric as Rubric
 from ramify.tasks.scoring.rubric import RubricScore as RubricScore
 from ramify.tasks.scoring.unit_tests import UnitTestScore as UnitTestScore
 from ramify.tasks.scoring.unit_tests import unit_tests as unit_tests
-from ramify.tasks.simple import SimpleTask as SimpleTask
-from ramify.tasks.simple import WholeTrajectoryReward as WholeTrajectoryReward
 from ramify.tasks.text_env import env_task as env_task
 from ramify.tasks.validation import validate as validate
 from ramify.tasks.verifiers import from_verifiers as from_verifiers

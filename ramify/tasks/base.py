@@ -4,13 +4,24 @@
                                                                                      │
                                                                           Score <──score
 
-To write a task, give a function that makes an item and one that scores an answer (``simple.py``)::
+To write a task, give a function that makes an item and one that scores an answer::
 
     def make(rng: random.Random) -> Item:
         words = rng.choices(["teal", "coral", "mint"], k=1000)
         return Item("How often does 'teal' occur?", " ".join(words), gold=words.count("teal"))
 
     task = SimpleTask("teal", generated("teal", make), numeric)
+
+A reward takes the answer and the item, or the whole trajectory. It returns a number, several
+numbers by name, or a ``Score``::
+
+    SimpleTask("teal", splits, lambda answer, item: float(answer == item.gold))
+    SimpleTask(
+        "teal",
+        splits,
+        WholeTrajectoryReward(lambda item, trajectory: {"correct": …, "short": …}),
+        weights={"short": 0.1},
+    )
 
 Not here: how an item is run (see ``evaluate/attempt.py``) and how rewards are used (see
 ``train/``).
@@ -191,7 +202,13 @@ class GeneratedSplit(Sequence[Item]):
             )
         index %= self._size
         name = f"{self.task}/{self.split}/{index}"
-        item = self._make(random.Random(f"{name}/{self.seed}"))
+        try:
+            item = self._make(random.Random(f"{name}/{self.seed}"))
+        except (ArithmeticError, LookupError, NameError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"item {name} cannot be made: {type(error).__name__}: {error}; see the task's "
+                "make function and options (RAMIFY_DEBUG=1 shows where)"
+            ) from error
         return msgspec.structs.replace(item, id=name)
 
     def _check_reachable(self, index: int | slice) -> None:
@@ -339,3 +356,61 @@ def _check(task: Task, item: Item, trajectory: Trajectory, score: Score) -> None
                 raise RamifyError(
                     f"{where}: reward '{name}' is {value!r}; it must be a finite number"
                 )
+
+
+Worth = float | Mapping[str, float] | Score
+"""Return type of a reward function."""
+AnswerReward = Callable[[Any, Item], Worth]
+"""Reward function: (answer, item) -> reward. The answer is None if the rollout gave none."""
+
+
+class WholeTrajectoryReward(msgspec.Struct, frozen=True):
+    """Wraps a reward function of the whole trajectory: ``fn(item, trajectory)``.
+
+    Example:
+        tasks.WholeTrajectoryReward(lambda item, run: {"brief": float(len(run.calls) < 10)})
+    """
+
+    reward: Callable[[Item, Trajectory], Worth]
+
+
+class SimpleTask(msgspec.Struct, frozen=True):
+    """Task made of splits and a reward function. Implements ``base.Task``.
+
+    Example:
+        tasks.SimpleTask("logs", tasks.generated("logs", make), tasks.numeric)
+    """
+
+    name: str
+    splits: Mapping[str, Sequence[Item]]
+    reward: AnswerReward | WholeTrajectoryReward
+    """Called with (answer, item), unless it is a ``WholeTrajectoryReward``."""
+    weights: Mapping[str, float] = {}
+    begin: Callable[[Item], Awaitable[TaskStart]] | None = None
+    """Creates the initial state of a rollout. None: a session with the item's context only."""
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.splits:
+            raise ConfigError(f"task {self.name!r} needs a name and at least one split")
+        if not callable(self.reward) and not isinstance(self.reward, WholeTrajectoryReward):
+            raise ConfigError(
+                f"task '{self.name}': its reward is a {type(self.reward).__name__}; give a function"
+            )
+
+    async def prepare(self, item: Item) -> TaskStart:
+        return TaskStart(context=item.context) if self.begin is None else await self.begin(item)
+
+    def score(self, item: Item, trajectory: Trajectory) -> Score:
+        reward, answer = self.reward, trajectory.answer
+        return as_score(
+            reward.reward(item, trajectory)
+            if isinstance(reward, WholeTrajectoryReward)
+            else reward(answer, item)
+        )
+
+
+def as_score(worth: Worth) -> Score:
+    """Convert the result of a reward function. A single number becomes the reward ``correct``."""
+    if isinstance(worth, Score):
+        return worth
+    return Score(dict(worth)) if isinstance(worth, Mapping) else Score({"correct": float(worth)})

@@ -23,9 +23,15 @@ from typing import Any, overload
 import msgspec
 
 from ramify.errors import ConfigError, SourceError
-from ramify.tasks.base import DATA_SUFFIXES, SPLITS, Item
+from ramify.tasks.base import (
+    DATA_SUFFIXES,
+    SPLITS,
+    AnswerReward,
+    Item,
+    SimpleTask,
+    WholeTrajectoryReward,
+)
 from ramify.tasks.scoring import SCORERS
-from ramify.tasks.simple import AnswerReward, SimpleTask, WholeTrajectoryReward
 
 Row = Mapping[str, Any]
 Source = Any

@@ -15,9 +15,8 @@ import itertools
 import random
 
 from ramify.errors import ConfigError
-from ramify.tasks.base import Item, generated
+from ramify.tasks.base import Item, SimpleTask, generated
 from ramify.tasks.scoring import normalised
-from ramify.tasks.simple import SimpleTask
 
 _ADJECTIVES = (
     *("quiet", "cold", "red", "hollow", "bright", "narrow"),

@@ -23,9 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ramify.errors import RamifyError
-from ramify.tasks.base import Item, Score, TaskStart
+from ramify.tasks.base import Item, Score, SimpleTask, TaskStart, WholeTrajectoryReward
 from ramify.tasks.scoring.answer_text import as_text
-from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.types.trajectory import Trajectory
 
 ENDED = "(the episode has ended)"

@@ -23,9 +23,8 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, overload
 
 from ramify.errors import ConfigError, RamifyError
-from ramify.tasks.base import ENDLESS, Item, Score
+from ramify.tasks.base import ENDLESS, Item, Score, SimpleTask, WholeTrajectoryReward
 from ramify.tasks.scoring.answer_text import as_text
-from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.types.trajectory import Trajectory
 
 MAX_QUESTION_CHARS = 20_000

@@ -75,7 +75,7 @@ def _set(value: Any, path: Sequence[str], text: str, dotted_name: str, choices: 
 
 def _value(owner: msgspec.Struct, field: str, text: str, dotted_name: str, choices: Choices) -> Any:
     if dotted_name in choices and text not in ("null", "none", ""):
-        return choices[dotted_name].of(text)()
+        return choices[dotted_name].build(text)
     kind = typing.get_type_hints(type(owner)).get(field, Any)
     tagged = _by_tag(kind, text)
     if tagged is not None:

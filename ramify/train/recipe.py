@@ -48,7 +48,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
         )
         raise ConfigError(f"the recipe {path} cannot be executed: {error!r}; {advice}") from error
     if not isinstance(run, Run):
-        raise ConfigError(f"{path} has no `def run() -> Run` (ramify.train.config.Run)")
+        raise ConfigError(f"{path} has no `def run() -> Run` (ramify.train.Run)")
     return override(run, overrides, CHOICES)
 
 

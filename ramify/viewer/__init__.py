@@ -11,8 +11,7 @@
            │
            ▼
          feed.py ──> view_server.py ──HTTP, server-sent events──> static/*.js
-                       guard.py page_script.py    access control; the page as one script
-         export.py                             one run as an offline file
+                       guard.py page_script.py    access control; the page as a script or a file
 
 Text from models and documents travels as JSON and is put on the page as text, never as HTML.
 """

@@ -15,7 +15,7 @@ MINE = """
 import random
 from ramify.tasks.base import Item, generated
 from ramify.tasks.scoring import numeric
-from ramify.tasks.simple import SimpleTask
+from ramify.tasks.base import SimpleTask
 
 def make(rng: random.Random) -> Item:
     words = rng.choices(["teal", "coral", "mint"], k=50)

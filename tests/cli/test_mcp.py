@@ -32,7 +32,7 @@ server.run()
 TASK = """\
 from ramify.tasks.base import Item, generated
 from ramify.tasks.scoring import numeric
-from ramify.tasks.simple import SimpleTask
+from ramify.tasks.base import SimpleTask
 
 sums = SimpleTask("sums", generated("sums", lambda rng: Item("40 + 2?", "text", gold=42)), numeric)
 """

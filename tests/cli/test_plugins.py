@@ -34,7 +34,7 @@ from ramify.clients.scripted import ScriptedClient
 from ramify.engine.scaffold import Scaffold
 from ramify.sandbox.process import open_provider as open_process
 from ramify.tasks.base import Item, generated
-from ramify.tasks.simple import SimpleTask
+from ramify.tasks.base import SimpleTask
 from ramify.train.advantages import ALGORITHMS
 
 CLOUD = ProviderSpec(title="Acme Cloud", url="http://127.0.0.1:9", url_variable="ACME_URL",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import ramify
 from ramify.cli.ask import KINDS
 from ramify.cli.settings import fill, unknown_variables
 from ramify.errors import ConfigError
@@ -100,6 +102,13 @@ def test_unknown_variables_are_named() -> None:
     assert line.startswith(
         "RAMIFY_MAX_COSTS is not a variable that ramify reads: did you mean 'RAMIFY_MAX_COST'?"
     )
+
+
+def test_every_variable_that_the_package_reads_is_known() -> None:
+    sources = Path(ramify.__file__).parent.rglob("*.py")
+    named = {name for path in sources for name in re.findall(r"RAMIFY_[A-Z_]+\b", path.read_text())}
+    assert {"RAMIFY_LOG", "RAMIFY_SERVE_KEY", "RAMIFY_VIEW_TOKEN"} < named
+    assert list(unknown_variables(KINDS, dict.fromkeys(named, "x"))) == []
 
 
 def test_the_command_reads_them(shell: Shell) -> None:

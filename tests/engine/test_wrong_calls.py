@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ramify import RLM, Limits, ScriptedClient, Store
+from ramify import RLM, Limits, Sampling, ScriptedClient, Store
 from ramify.errors import ConfigError
 
 
@@ -37,12 +37,49 @@ from ramify.errors import ConfigError
             {"tools": [3]},
             "the tool 3 has no usable name: give tools as a dict of name to function",
         ),
+        ("openai:a", {"tools": 3}, "tools is a int: give a list of functions, or a dict by name"),
+        ("openai:a", {"scaffold": 3}, "scaffold is a int: give a name or a Scaffold"),
+        ("openai:a", {"store": "runs"}, "store is a str: give a ramify.Store(…)"),
+        ("openai:a", {"branches": "3"}, "branches is a str: give a number"),
     ],
 )
 def test_what_it_is_made_of(model: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         RLM(model, **options)
     assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("limits", {"max_turns": 3}, "limits is a dict: give a ramify.Limits(…)"),
+        ("sampling", 0.5, "sampling is a float: give a ramify.Sampling(…)"),
+        (
+            "sampling",
+            Sampling(temperature="hot"),  # type: ignore[arg-type]
+            "sampling: Expected float | null, got str - at $.temperature",
+        ),
+        ("on_event", 5, "on_event is a int: give a function of an event"),
+        ("metadata", 5, "metadata is a int: give a dict"),
+        ("cite", "yes", "cite is a str: give True or False"),
+        ("query", 5, "the question is a int: give a text"),
+    ],
+)
+def test_an_option_of_a_wrong_type(option: str, value: Any, said: str) -> None:
+    asked: dict[str, Any] = {"query": "How many?", option: value}
+    with RLM(ScriptedClient(["one"])) as rlm, pytest.raises(ConfigError) as caught:
+        rlm.completion("some text", **asked)
+    assert str(caught.value) == said
+
+
+def test_a_limit_that_is_not_a_number() -> None:
+    with pytest.raises(ConfigError, match=r"^limit max_turns='3' is not a number: give one$"):
+        Limits(max_turns="3")  # type: ignore[arg-type]
+
+
+def test_a_script_that_is_one_text() -> None:
+    with pytest.raises(ConfigError, match=r"^scripted:test is a str: give a list of replies"):
+        ScriptedClient("FINAL(3)")
 
 
 def test_a_limit_of_zero() -> None:

@@ -9,9 +9,8 @@ from typing import Any
 from ramify import RLM, Limits, SandboxSpec, ScriptedClient
 from ramify.clients.base import Price
 from ramify.evaluate.run import Evaluation, EvaluationPlan, evaluate
-from ramify.tasks.base import Item
+from ramify.tasks.base import Item, SimpleTask
 from ramify.tasks.scoring import exact
-from ramify.tasks.simple import SimpleTask
 from ramify.types.message import Message
 
 ITEMS = [

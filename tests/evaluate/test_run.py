@@ -23,8 +23,7 @@ from ramify.evaluate.run import (
     read_evaluation,
 )
 from ramify.evaluate.statistics import MeanEstimate
-from ramify.tasks.base import TaskStart
-from ramify.tasks.simple import SimpleTask
+from ramify.tasks.base import SimpleTask, TaskStart
 from ramify.types.message import Message
 from ramify.types.trajectory import Stop, Trajectory
 from tests.engine.helpers import at_once, client

@@ -365,6 +365,8 @@ def test_what_is_named_and_cannot_be_read_is_one_line_with_a_remedy(tmp_path: Pa
         load(["https://x.org/a"])
     with pytest.raises(SourceError, match="nothing to read: name a file, a folder, or '-'"):
         load([])
+    with pytest.raises(SourceError, match=r"^a path is empty: name a file, a folder, or '-'"):
+        load([""])
 
 
 def test_more_than_may_be_read_is_refused_before_it_is_read(tmp_path: Path):

@@ -17,14 +17,15 @@ from ramify.tasks.base import (
     GeneratedSplit,
     Item,
     Score,
+    SimpleTask,
     Task,
+    WholeTrajectoryReward,
     generated,
     items_of,
     scored,
     total,
 )
 from ramify.tasks.scoring import exact, numeric
-from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.tasks.validation import answered, validate
 
 
@@ -89,6 +90,14 @@ def test_the_end_of_a_split() -> None:
     with pytest.raises(IndexError, match="teal/test has 3 items; item 3 does not exist"):
         stream[3]
     assert TEAL.splits["train"][10**11].id == "teal/train/100000000000"
+
+
+def test_an_item_that_cannot_be_made_is_named() -> None:
+    def make(rng: random.Random) -> Item:
+        return Item("?", rng.choice([]))
+
+    with pytest.raises(ConfigError, match=r"^item bad/test/3 cannot be made: IndexError: "):
+        generated("bad", make)["test"][3]
 
 
 def test_an_unknown_split_names_the_nearest() -> None:

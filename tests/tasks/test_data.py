@@ -181,7 +181,7 @@ def test_a_file_that_is_not_parquet(tmp_path: Path) -> None:
 MINE = """
 from ramify.tasks.base import Item, generated
 from ramify.tasks.scoring import exact
-from ramify.tasks.simple import SimpleTask
+from ramify.tasks.base import SimpleTask
 
 def mine(size: int = 3):
     return SimpleTask("mine", generated("mine", lambda rng: Item("?", gold=rng.random()), size=size), exact)

@@ -10,8 +10,7 @@ from typing import Any
 
 from ramify.engine.limits import Limits
 from ramify.sandbox.base import SandboxSpec
-from ramify.tasks.base import Item, generated
-from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
+from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward, generated
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.config import (
     EvaluateSpec,

@@ -20,8 +20,7 @@ from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.weight_sync.held_weights import sweep
 from ramify.inference.weight_sync.shared_memory import SharedMemorySync
 from ramify.sandbox.base import SandboxSpec
-from ramify.tasks.base import Item, generated
-from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
+from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward, generated
 from ramify.train import group_records
 from ramify.train.config import EvaluateSpec, Run, Schedule, TaskSpec
 from ramify.train.metrics import StepMetrics, read_metrics

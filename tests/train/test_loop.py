@@ -18,8 +18,7 @@ from ramify.clients.base import Request, Sampling
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import SamplingDefaults, load_policy
-from ramify.tasks.base import Item, generated
-from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
+from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward, generated
 from ramify.train.advantages.sft import SFT
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.single import SingleBackend

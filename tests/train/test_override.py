@@ -88,6 +88,8 @@ def test_classes_are_chosen_by_name() -> None:
             "algorithm=no.such.Thing",
             "algorithm 'no.such.Thing' cannot be loaded: No module named 'no'",
         ),
+        ("algorithm=math:hypot2", "has no attribute 'hypot2'"),
+        ("algorithm=operator:neg", "algorithm 'operator:neg': .* takes exactly one argument"),
         ("algorithm.credit=rout", r"unknown credit 'rout': did you mean 'root'\?"),
     ],
 )

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from ramify.errors import ConfigError, TrainError
-from ramify.tasks.base import Item
-from ramify.tasks.simple import SimpleTask
+from ramify.tasks.base import Item, SimpleTask
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.losses.loss import LossSpec

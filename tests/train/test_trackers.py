@@ -159,6 +159,7 @@ def test_a_run_that_fails_is_told_so(tmp_path: Path, told: list[Any]) -> None:
             {},
             "needs a package that is not installed: pip install no_such_package_at_all",
         ),
+        (("math:pi",), {}, "^tracker 'math:pi' is a float, not a class$"),
         ((NOTING,), {NOTING: {"lable": 1}}, "has no option 'lable': did you mean 'label'"),
     ],
 )

@@ -197,9 +197,8 @@ def evaluation(store: Store, wrong: tuple[int, ...] = (1, 3)) -> tuple[str, str]
     which one is wrong at the items in ``wrong``; each looks at its text through a tool. A judge
     scored the first run's turns afterwards."""
     from ramify.evaluate.run import EvaluationPlan, EvaluationRecords, evaluate
-    from ramify.tasks.base import Item
+    from ramify.tasks.base import Item, SimpleTask
     from ramify.tasks.scoring import exact
-    from ramify.tasks.simple import SimpleTask
 
     words = ["rain", "snow", "fog", "hail", "wind"]
     items = [

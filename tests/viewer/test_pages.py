@@ -12,7 +12,7 @@ import pytest
 
 from ramify import Store
 from ramify.types.event import ScoreAdded
-from ramify.viewer.export import page as exported
+from ramify.viewer.page_script import page as exported
 from ramify.viewer.run_library import RunLibrary
 from tests.viewer import golden
 from tests.viewer.browser import NARROW, WIDE, Loop, photograph, served, tab

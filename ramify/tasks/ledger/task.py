@@ -33,7 +33,14 @@ import msgspec
 
 from ramify.errors import ConfigError, nearest
 from ramify.sandbox.base import digest_of
-from ramify.tasks.base import GeneratedSplit, Item, Score, generated
+from ramify.tasks.base import (
+    GeneratedSplit,
+    Item,
+    Score,
+    SimpleTask,
+    WholeTrajectoryReward,
+    generated,
+)
 from ramify.tasks.ledger.ledger_rows import (
     COMBINED,
     HELD_OUT_FORMATS,
@@ -52,7 +59,6 @@ from ramify.tasks.ledger.ledger_rows import (
     solve,
 )
 from ramify.tasks.scoring import exact
-from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.types.trajectory import Call, ContextRef, Trajectory
 
 MARKS = ("###", "===", "---")

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from ramify.errors import ConfigError
 from ramify.sandbox.base import Session
-from ramify.tasks.base import Item, Score, TaskStart, generated
+from ramify.tasks.base import Item, Score, SimpleTask, TaskStart, WholeTrajectoryReward, generated
 from ramify.tasks.programs.program_library import (
     MAX_OPERAND,
     MODULUS,
@@ -29,7 +29,6 @@ from ramify.tasks.programs.program_library import (
     library,
 )
 from ramify.tasks.scoring import exact
-from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.types.trajectory import Cell, Trajectory
 
 _ANSWER = re.compile(r"FINAL\(\d{1,2}\)")

@@ -31,11 +31,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ramify.errors import ConfigError
-from ramify.tasks.base import Item, Score
+from ramify.tasks.base import AnswerReward, Item, Score, SimpleTask, WholeTrajectoryReward, as_score
 from ramify.tasks.data import DatasetItems, rows_of
 from ramify.tasks.scoring import SCORERS, exact, math_answer
 from ramify.tasks.scoring.answer_text import as_text
-from ramify.tasks.simple import AnswerReward, SimpleTask, WholeTrajectoryReward, as_score
 from ramify.types.trajectory import Trajectory, Turn
 
 QUESTIONS = ("prompt", "problem", "Problem", "question")

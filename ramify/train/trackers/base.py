@@ -214,6 +214,8 @@ def _leaves(config: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, An
 
 def _class_of(name: str, options: Mapping[str, Any]) -> Any:
     kind = TRACKERS.of(name)
+    if not callable(kind):
+        raise ConfigError(f"tracker '{name}' is a {type(kind).__name__}, not a class")
     modules = getattr(kind, "modules", ())
     if modules and not any(find_spec(module) for module in modules):
         how = f"pip install 'ramify[{kind.extra}]'" if kind.extra else f"pip install {modules[0]}"

@@ -14,8 +14,7 @@ from ramify import RLM, Limits, ScriptedClient
 from ramify.clients.scripted import ByteTokenIds
 from ramify.errors import ConfigError
 from ramify.progress import ProgressState, subscribe
-from ramify.tasks.base import Item
-from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
+from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward
 from ramify.train.group_records import account
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.group_queue import GroupQueue, StepGroups

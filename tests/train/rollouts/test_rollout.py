@@ -12,8 +12,7 @@ import pytest
 from ramify import RLM, Limits, ScriptedClient
 from ramify.clients.scripted import ByteTokenIds, ScriptedFailure, refused
 from ramify.errors import ConfigError, Refused
-from ramify.tasks.base import Item, Score, TaskStart
-from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
+from ramify.tasks.base import Item, Score, SimpleTask, TaskStart, WholeTrajectoryReward
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.types.message import Message
 from ramify.types.trajectory import Group, Stop, Trajectory

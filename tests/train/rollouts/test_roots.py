@@ -14,9 +14,8 @@ from ramify import RLM, Limits, ScriptedClient
 from ramify.clients.scripted import ByteTokenIds
 from ramify.evaluate.run import evaluate
 from ramify.store.store import Store
-from ramify.tasks.base import Item, items_of, task_of
+from ramify.tasks.base import Item, SimpleTask, items_of, task_of
 from ramify.tasks.scoring import exact
-from ramify.tasks.simple import SimpleTask
 from ramify.train.recipe import load_recipe
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions, RootCount
 from tests.evaluate.helpers import SPEC, plan
