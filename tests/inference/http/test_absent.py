@@ -8,12 +8,15 @@ began with.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from ramify.actors.child_process import Process
+from ramify.actors.launcher import free_port
+from ramify.actors.process_slots import SlotMember
 from ramify.errors import ServerFailed, TrainError
 from ramify.inference.http.http_engines import HttpEngines
 from ramify.inference.http.inference_spec import InferenceSpec
@@ -121,28 +124,50 @@ def test_one_that_was_started_anew_unnoticed_is_not_sampled_from() -> None:
     run(test)
 
 
-class InHere:
-    """An engine that this test starts, as if it were a process: restarted, it is at another
-    address, like one whose machine is gone."""
+class EnginesInThisLoop:
+    """A launcher of engines that run in this test's loop. A slot that is renewed is on another
+    address, like one whose machine is gone, and what is started there waits for ``may_come``."""
 
-    def __init__(self, log: Path) -> None:
-        self.log, self.url, self.ended = log, "", None
+    address = "127.0.0.1"
+    where = "engine 0"
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._host = self.address
         self.servers: list[PolicyServer] = []
         self.may_come = asyncio.Event()
 
-    async def open(self) -> None:
+    def address_of(self, member: SlotMember) -> str:
+        return self._host
+
+    def free_port(self, member: SlotMember) -> int:
+        return free_port(self._host)
+
+    def renew(self, member: SlotMember) -> None:
+        self._host = "127.0.0.2"
+
+    def start(
+        self, member: SlotMember, command: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> Process:
+        port = int(command[command.index("--port") + 1])
+        asyncio.run_coroutine_threadsafe(self._serve(self._host, port), self._loop)
+        return self
+
+    async def _serve(self, host: str, port: int) -> None:
+        if self.servers:
+            await self.may_come.wait()
         local = LocalClient(policy(), slots=8)
-        server = PolicyServer(local, name="mine", port=0, weight_transfer=True)
+        server = PolicyServer(local, name="mine", host=host, port=port, weight_transfer=True)
         await server.__aenter__()
         self.servers.append(server)
-        self.url = server.url.removesuffix("/v1")
 
-    async def restart(self) -> None:
-        await self.may_come.wait()
-        await self.open()
+    def poll(self) -> None:
+        return None
 
-    def said(self) -> str:
+    def exit_reason(self) -> str:
         return ""
+
+    def end(self, grace_s: float = 0.0) -> None: ...
 
     def close(self) -> None: ...
 
@@ -155,19 +180,18 @@ def test_who_only_asks_is_told_where_a_moved_engine_is_once_it_has_the_newest_we
     said: list[str] = []
 
     async def test() -> None:
-        process = InHere(tmp_path)
-        await process.open()
+        launcher = EnginesInThisLoop()
         trained, asked = policy(), []
         ours = HttpEngines(trained, InferenceSpec(probe_s=60.0), name="ours")
         world = World(trained, [], [], said)
         world.engines = ours
-        await ours.start(tmp_path, lambda _: None, lambda *_: process)
+        await ours.start(tmp_path, lambda _: None, launcher)
         ours.membership.on_return = lambda: _welcome(world, 1)
         await world.train(1)
 
         async def tell(url: str) -> None:
             await ours.look_after(url, "them")
-            process.may_come.set()
+            launcher.may_come.set()
             while not ours.answering:
                 await asyncio.sleep(0)  # sees it as soon as it may be asked
             theirs.listed(ours.answering)
@@ -184,21 +208,22 @@ def test_who_only_asks_is_told_where_a_moved_engine_is_once_it_has_the_newest_we
         )
         theirs.follow(1)
         expected = await theirs.complete(request(3, 20))
-        first = process.url
-        await process.servers[0].__aexit__(None, None, None)
+        first = ours.answering[0]
+        await launcher.servers[0].__aexit__(None, None, None)
         again = await theirs.complete(request(3, 20))
         assert (again.token_ids, again.versions) == (expected.token_ids, expected.versions)
-        assert theirs.answering == ours.answering == (process.url,) != (first,)
+        (moved,) = ours.answering
+        assert (theirs.answering, moved == first) == ((moved,), False)
         assert len(asked) == 1
         ends = [line for line in said if not line.endswith("the run brings it back")]
         assert ends[0].startswith(f"{first} no longer answers; the failed request: by them")
         assert ends[1:3] == [
-            f"the engine of {first} was started again at {process.url}",
-            f"an engine is back, with version 1 of the weights; now there are {process.url}",
+            f"the engine of {first} was started again at {moved}",
+            f"an engine is back, with version 1 of the weights; now there are {moved}",
         ]
         await theirs.close()
         await ours.close()
-        await process.servers[1].__aexit__(None, None, None)
+        await launcher.servers[1].__aexit__(None, None, None)
 
     with heard(said.append, said.append):
         run(test)
