@@ -15,8 +15,9 @@ exceptions. A call whose level no output takes costs two comparisons.
 
 ``RAMIFY_LOG=engine=debug,train=info`` (or ``RAMIFY_LOG=debug``) writes records to stderr, in
 library code too; ``RAMIFY_LOG_FORMAT=json`` writes them, and run logs, as JSON lines. A wrong part
-is reported in one line and ignored: a setting for diagnosis must not stop a run. Not here: progress
-(see progress.py) and the events of a run (see types/event.py).
+is reported in one line and ignored: a setting for diagnosis must not stop a run. Progress (see
+progress.py) is recorded only by ``progress=info``. Not here: the events of a run (see
+types/event.py).
 """
 
 from __future__ import annotations
@@ -95,9 +96,9 @@ class RoomLogger:
         """True if a record of ``level`` goes anywhere: ask before preparing expensive fields."""
         return level >= _lowest or self._logger.isEnabledFor(level)
 
-    def debug(self, event: str, message: str, /, **fields: Any) -> None:
-        if _lowest <= DEBUG or self._logger.isEnabledFor(DEBUG):
-            self._emit(DEBUG, event, message, fields)
+    def debug(self, event: str, message: str, /, *, shown: bool = False, **fields: Any) -> None:
+        if shown or _lowest <= DEBUG or self._logger.isEnabledFor(DEBUG):
+            self._emit(DEBUG, event, message, fields, shown)
 
     def info(self, event: str, message: str, /, *, shown: bool = False, **fields: Any) -> None:
         if _lowest <= INFO or self._logger.isEnabledFor(INFO):
@@ -105,11 +106,7 @@ class RoomLogger:
 
     def warning(self, event: str, message: str, /, *, shown: bool = False, **fields: Any) -> None:
         if event == "warning":
-            listener, collected = _on_warning.get(), _collected.get()
-            if listener is not None:
-                listener(_cut(without_secrets(message)))
-            elif collected is not None:
-                collected.append(_cut(without_secrets(message)))
+            _tell_run(message)
         self._emit(WARNING, event, message, fields, shown)
 
     def error(
@@ -130,8 +127,10 @@ class RoomLogger:
     ) -> None:
         """``warnings.warn``, and a record of the event ``warning``, which the current run's journal
         keeps."""
-        self.warning("warning", message, category=category.__name__)
-        warnings.warn(message, category, stacklevel=stacklevel + 1)
+        _tell_run(message)
+        fields = {"category": category.__name__}
+        self._emit(WARNING, "warning", message, fields, depth=stacklevel)
+        warnings.warn(without_secrets(message), category, stacklevel=stacklevel + 1)
 
     def forward(self, sent: SentRecord, process: str) -> None:
         """Emit a record of another process here, under its own run."""
@@ -148,7 +147,9 @@ class RoomLogger:
         fields: Mapping[str, Any],
         shown: bool = False,
         error: BaseException | None = None,
+        depth: int = 1,
     ) -> None:
+        """``depth`` is the number of calls between this class and the place of the record."""
         logger, secrets = self._logger, SecretRedactor()
         runs = _runs.get() or _process_runs
         extra = {
@@ -162,7 +163,7 @@ class RoomLogger:
             "shown": shown,
             "is_delivered": True,
         }
-        path, line, function, _ = logger.findCaller(stacklevel=3)
+        path, line, function, _ = logger.findCaller(stacklevel=depth + 2)
         text = _cut(without_secrets(message, secrets))
         record = logger.makeRecord(logger.name, level, path, line, text, (), None, function, extra)
         if _process:
@@ -200,6 +201,15 @@ class SentRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
 
+def _tell_run(message: str) -> None:
+    """Pass a warning to the current run, or keep it for the next one."""
+    listener, collected = _on_warning.get(), _collected.get()
+    if listener is not None:
+        listener(_cut(without_secrets(message)))
+    elif collected is not None:
+        collected.append(_cut(without_secrets(message)))
+
+
 # --- runs
 
 
@@ -225,6 +235,17 @@ def in_run(
         _on_warning.reset(listening)
         if all_threads:
             _process_runs = before
+
+
+@contextlib.contextmanager
+def in_outermost_run() -> Iterator[None]:
+    """Give the records of the block the id of the outermost run, for events that concern it but
+    that a run inside it, such as a rollout, noticed."""
+    token = _runs.set((_runs.get() or _process_runs)[:1])
+    try:
+        yield
+    finally:
+        _runs.reset(token)
 
 
 @contextlib.contextmanager
@@ -347,12 +368,16 @@ class Console:
         """``show`` prints one line. ``levels`` maps a room, or ``""`` for all, to its level."""
         self.show = show
         self.levels = dict(levels or {})
+        self.hidden: set[str] = set()
+        """Events that the command prints itself, unless the format is JSON."""
 
     @property
     def lowest(self) -> int:
         return min(self.levels.values(), default=INFO)
 
     def takes(self, record: LogRecord) -> bool:
+        if _event(record) in self.hidden and not wants_json():
+            return False
         is_wanted = record.levelno >= _level_in(self.levels, room_of(record))
         return is_wanted or getattr(record, "shown", False)
 
@@ -435,7 +460,8 @@ ROOMS = [
 
 
 def _level_in(levels: Mapping[str, int], room: str) -> int:
-    return levels.get(room, levels.get("", OFF))
+    # Progress is displayed by other means: it is recorded only if its room is named.
+    return levels.get(room, OFF if room == "progress" else levels.get("", OFF))
 
 
 def _with_floor(level: int) -> dict[str, int]:

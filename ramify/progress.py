@@ -8,7 +8,8 @@
 
 Progress is global to the process, as logging is, so listeners are not passed down through the
 layers. Without a listener, a report costs one attribute and one comparison. Reporters need not
-throttle their calls: listeners do.
+throttle their calls: listeners do. With ``RAMIFY_LOG=progress=info``, each task leaves a log record
+at its beginning, every ten seconds, and at its end.
 
 Not here: the events of a run (see ``types/event.py``) and the metrics of a training step (see
 ``train/metrics.py``).
@@ -18,10 +19,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
+import time
 from collections.abc import Callable, Iterator
+from logging import INFO
 
 import msgspec
 
+from ramify.logging import RoomLogger
+
+_log = RoomLogger("progress")
+_RECORD_EVERY_S = 10.0
 _ids = itertools.count()
 _listeners: tuple[Listener, ...] = ()
 _pulses: tuple[Callable[[], object], ...] = ()
@@ -69,13 +77,14 @@ class ProgressTask:
         self.note = note
         self.done = first
         self.first = first
+        self._recorded_at = -math.inf
 
     def at(self, done: float, note: str | None = None) -> None:
         """Set progress to ``done``. A ``note`` replaces the last one."""
         self.done = done
         if note is not None:
             self.note = note
-        if _listeners:
+        if _listeners or _log.wants(INFO):
             self._notify()
 
     def more(self, num: float = 1, note: str | None = None) -> None:
@@ -86,8 +95,20 @@ class ProgressTask:
         state = ProgressState(
             self.id, self.what, self.done, self.total, self.unit, self.note, is_over, self.first
         )
+        if _log.wants(INFO):
+            self._record(is_over)
         for listener in _listeners:
             listener(state)
+
+    def _record(self, is_over: bool) -> None:
+        now = time.monotonic()
+        if is_over or now - self._recorded_at >= _RECORD_EVERY_S:
+            self._recorded_at = now
+            amount = f"{self.done:g}" if self.total is None else f"{self.done:g} of {self.total:g}"
+            text = f"{self.what}: {amount} {self.unit}".rstrip()
+            _log.info(
+                "progress", text, done=self.done, total=self.total, note=self.note, over=is_over
+            )
 
 
 @contextlib.contextmanager

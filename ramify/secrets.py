@@ -5,23 +5,28 @@
 
 Ramify itself never writes a key, but a session's output or a provider's error may contain one.
 Known secrets are the values of environment variables whose names end in ``_KEY``, ``_TOKEN``,
-``_SECRET`` or ``_PASSWORD``, values that are given by name, and those that were passed to
-``remember``.
+``_SECRET`` or ``_PASSWORD``, values that are given by name, and keys that were given in code, which
+clients and servers pass to ``remember``. They are found as they are and as URLs, JSON and ``repr``
+write them.
 
-Not covered: encoded forms such as base64, and the contexts that a user supplies. Those are stored
-unchanged.
+Not covered: other encoded forms such as base64, keys given in code that are shorter than 8
+characters, and the contexts that a user supplies. Those are stored unchanged.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Mapping
+from urllib.parse import quote, quote_plus
 
 import msgspec
 
 ENDINGS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 MIN_CHARS = 12
+_MIN_REMEMBERED_CHARS = 8
+"""A shorter key is a word such as ``EMPTY`` or ``ollama``, which ordinary text contains."""
 MARK = "«redacted»"
 KINDS = "(?:key|token|secret|password|passwd|authorization|credentials?)"
 LOGIN = re.compile(r"//[^/@\s]+@")
@@ -48,25 +53,39 @@ _remembered: dict[str, str] = {}
 
 
 class SecretRedactor:
-    """Secret values of this process, prepared for searching in encoded JSON."""
+    """Secret values of this process, prepared for searching in encoded JSON. Includes those that
+    are remembered later."""
 
     def __init__(
         self, given: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None
     ) -> None:
         environ = os.environ if environ is None else environ
-        names = {value: name for name, value in environ.items() if name.upper().endswith(ENDINGS)}
-        names.update(_remembered)
-        names.update({value: name for name, value in (given or {}).items()})
+        known = {v: name for name, v in environ.items() if name.upper().endswith(ENDINGS)}
+        known.update({value: name for name, value in (given or {}).items()})
+        self._known = {value: name for value, name in known.items() if _is_secret(value)}
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._num_remembered = len(_remembered)
+        names = {
+            form: name
+            for value, name in {**_remembered, **self._known}.items()
+            for form in forms_of(value)
+        }
         # Longest first, because one secret may contain another.
-        self._names = {v: names[v] for v in sorted(names, key=len, reverse=True) if _is_secret(v)}
-        self._encoded = [msgspec.json.encode(_clean(value))[1:-1] for value in self._names]
+        self._names = {form: names[form] for form in sorted(names, key=len, reverse=True)}
+        self._encoded = [msgspec.json.encode(_clean(form))[1:-1] for form in self._names]
 
     def found_in(self, line: bytes) -> bool:
         """True if an encoded line contains a secret. Makes one fast search per secret."""
+        if len(_remembered) != self._num_remembered:
+            self._prepare()
         return any(secret in line for secret in self._encoded)
 
     def redact(self, text: str) -> str:
         """``"key sk-123…"`` -> ``"key «redacted OPENAI_API_KEY»"``"""
+        if len(_remembered) != self._num_remembered:
+            self._prepare()
         for value, name in self._names.items():
             if value in text:
                 text = text.replace(value, f"«redacted {name}»")
@@ -74,9 +93,24 @@ class SecretRedactor:
 
 
 def remember(name: str, value: str) -> None:
-    """Redact ``value`` from now on: a secret that was given in code, not by a variable."""
-    if value:
+    """Redact ``value`` from now on, in every log and journal: a key that was given in code."""
+    if len(value) >= _MIN_REMEMBERED_CHARS:
         _remembered[value] = name
+
+
+@functools.lru_cache(256)
+def forms_of(value: str) -> tuple[str, ...]:
+    """``value`` as it is, and as URLs, JSON and ``repr`` write it."""
+    clean = _clean(value)
+    forms = (
+        value,
+        quote(clean),
+        quote(clean, safe=""),
+        quote_plus(clean),
+        msgspec.json.encode(clean).decode()[1:-1],
+        repr(value)[1:-1],
+    )
+    return tuple(dict.fromkeys(forms))
 
 
 def names_a_secret(name: str) -> bool:

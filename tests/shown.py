@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from logging import INFO, WARNING, LogRecord
 from pathlib import Path
 from typing import Any
 
-from ramify.logging import attached, text_of
+from ramify.logging import RUN_LOG, attached, text_of
 from ramify.train import execute
 from ramify.train.checkpoint import CheckpointState
 from ramify.train.config import Run
@@ -41,6 +42,13 @@ def heard(say: Say = _drop, inform: Say = _drop) -> Iterator[None]:
     """Pass the lines to ``say`` and ``inform`` while the block runs."""
     with attached(ShownLines(say, inform)):
         yield
+
+
+def logged(out: Path, event: str) -> list[tuple[str, str]]:
+    """(run, process) of each record of ``event`` in the log of a training run."""
+    pattern = re.compile(rf"\S+ [A-Z]+ \w+ (\S+) (?:\[([^]]*)\] )?{event}: ")
+    lines = (out / RUN_LOG).read_text().splitlines()
+    return [(found[1], found[2] or "") for line in lines if (found := pattern.match(line))]
 
 
 def train(

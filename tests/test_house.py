@@ -33,6 +33,7 @@ ALSO = {
     ("inference", "models"),
     ("plugins", "errors"),
     ("logging", "secrets"),
+    ("progress", "logging"),
     *((room, "actors") for room in FLOORS[1]),
 }
 """Every room starts its processes through ``actors``."""

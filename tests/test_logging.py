@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 import json
 import logging
 import os
+import random
 import re
 import signal
 import subprocess
@@ -15,17 +17,24 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
 import ramify
 from ramify import RLM, Limits, SandboxSpec, Store
-from ramify.clients.script import rate_limited, server_error
+from ramify.clients.pool import ClientPool
+from ramify.clients.script import rate_limited, server_error, unreachable
 from ramify.clients.scripted import ScriptedClient
 from ramify.clients.scripted_server import ScriptedServer
+from ramify.engine.limits import Ledger, ResourceAmount
 from ramify.logging import RUN_LOG, LogFile, RoomLogger, attached, in_run, levels_of
+from ramify.progress import report_progress
+from ramify.serve.keys import ApiKey, ApiKeys
 from ramify.train.execute import train
 from ramify.types.event import NoteAdded
+from ramify.types.message import Usage
+from tests.clients.helpers import Books, Says, request
 from tests.train.small import small
 
 SANDBOX = SandboxSpec(provider="inprocess", allow_weaker=True)
@@ -95,6 +104,86 @@ def test_a_session_that_dies(records: list[logging.LogRecord]) -> None:
 
     result = asyncio.run(main())
     assert of(records, "session_died") == [("ramify.engine", result.run_id)]
+
+
+def waits(found: list[logging.LogRecord]) -> list[tuple[str, str]]:
+    """(run, reason) of each record of a wait."""
+    return [
+        (record.run, record.fields["reason"])  # type: ignore[attr-defined]
+        for record in found
+        if record.event == "wait"  # type: ignore[attr-defined]
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "num"), [(1.3, 2), (0.05, 0)])
+def test_a_wait_because_of_a_rate_limit(
+    seconds: float, num: int, records: list[logging.LogRecord]
+) -> None:
+    """The request that was limited, and one that comes later."""
+
+    async def main() -> None:
+        async with ScriptedServer([rate_limited(seconds), "a", "b"]) as server:
+            pool = ClientPool(base_urls={"openai": server.url}, keys={"openai": KEY})
+            client = pool.client("openai:m")
+            first = asyncio.ensure_future(pool.ask(client, request(), Books()))
+            while not of(records, "retry"):
+                await asyncio.sleep(0.01)
+            await asyncio.gather(first, pool.ask(client, request(), Books()))
+            await pool.close()
+
+    with in_run("mine"):
+        asyncio.run(main())
+    assert of(records, "retry") == [("ramify.clients", "mine")]
+    assert waits(records) == [("mine", "rate_limit")] * num
+
+
+def test_a_wait_for_the_budget(records: list[logging.LogRecord]) -> None:
+    """A second request fits into the budget only after the first has cost less than it might."""
+    ledger, amount = Ledger(Limits(max_tokens=100), priced=False), ResourceAmount(1, 80)
+
+    class Account(Books):
+        async def reserve(self) -> None:
+            await ledger.reserve(amount)
+            await super().reserve()
+
+        def settle(self, usage: Usage, cost: float | None) -> None:
+            ledger.settle(amount, Usage(5, 5, calls=1), cost)
+            super().settle(usage, cost)
+
+    async def main() -> None:
+        async with ScriptedServer(["a", "b"], latency_s=1.2) as server:
+            pool = ClientPool(base_urls={"openai": server.url}, keys={"openai": KEY})
+            asks = [pool.ask(pool.client("openai:m"), request(), Account()) for _ in range(2)]
+            await asyncio.gather(*asks)
+            await pool.close()
+
+    with in_run("mine"):
+        asyncio.run(main())
+    assert waits(records) == [("mine", "budget")]
+
+
+def test_patience_for_a_model_that_cannot_be_reached(records: list[logging.LogRecord]) -> None:
+    async def no_time(seconds: float) -> None:
+        pass
+
+    async def main() -> None:
+        client = ScriptedClient([*[unreachable()] * 5, "a"])
+        pool = ClientPool(sleep=no_time, rng=random.Random(0))
+        await pool.ask(pool.adopt(client), request(), Books(), patience_s=300.0)
+
+    with in_run("mine"):
+        asyncio.run(main())
+    assert of(records, "retry") == [("ramify.clients", "mine")]
+    assert waits(records) == [("mine", "unreachable")]
+
+
+def test_a_warning_is_at_the_place_of_its_caller(records: list[logging.LogRecord]) -> None:
+    with pytest.warns(UserWarning, match="odd") as warned:
+        RoomLogger("engine").warn("odd")
+    RoomLogger("engine").warning("warning", "odd")
+    lines = [(record.filename, record.funcName) for record in records]
+    assert lines == [("test_logging.py", "test_a_warning_is_at_the_place_of_its_caller")] * 2
+    assert (warned[0].filename, warned[0].lineno) == (records[0].pathname, records[0].lineno)
 
 
 def test_a_training_run_keeps_a_log_and_continues_it(
@@ -218,7 +307,131 @@ def test_a_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert "it said: «redacted MY_OWN_TOKEN»" in (tmp_path / "log").read_text()
 
 
+ODD_KEY = '7-4/+%q"=zk' + "-0123456789" * 4
+"""No pattern finds it, and URLs, JSON and ``repr`` write it in other ways."""
+
+
+def forms(key: str) -> list[str]:
+    return [key, quote(key, safe=""), json.dumps(key)[1:-1], key[:16], key[-16:]]
+
+
+def test_a_key_of_any_shape_that_was_given_in_code(
+    tmp_path: Path, records: list[logging.LogRecord]
+) -> None:
+    """A server sends the key back in everything that it can; nothing keeps it."""
+    store = Store(tmp_path)
+    echo = f"{'x' * 270} {ODD_KEY} https://host/{quote(ODD_KEY, safe='')}?a={ODD_KEY} {ODD_KEY!r}"
+    body = json.dumps({"error": {"message": echo}}).encode()
+
+    async def main() -> BaseException:
+        with attached(LogFile(tmp_path / RUN_LOG)):
+            replies = [(500, body, {"x-key": ODD_KEY}), (400, body, {})]
+            async with Says(lambda _: replies.pop(0)) as server:
+                pool = {"keys": {"openai": ODD_KEY}, "base_urls": {"openai": server.root}}
+                client = ClientPool(**pool).client("openai:m")
+                async with RLM(client, sandbox=SANDBOX, store=store) as rlm:
+                    with pytest.raises(ramify.ModelError) as caught:
+                        await rlm.acompletion(f"say {ODD_KEY}", "?")
+                try:
+                    raise OSError(f"{ODD_KEY!r}") from caught.value
+                except OSError as error:
+                    RoomLogger("engine").error("failed", f"no {ODD_KEY}", error=error)
+                await client.close()
+            return caught.value
+
+    failure = asyncio.run(main())
+    journal = next(tmp_path.rglob("*.jsonl")).read_text()
+    texts = [(tmp_path / RUN_LOG).read_text(), journal, str(failure)]
+    texts += [f"{logging.Formatter().format(record)} {vars(record)}" for record in records]
+    assert "500" in texts[0]
+    assert [form for form in forms(ODD_KEY) if any(form in text for text in texts)] == []
+
+
+def test_a_key_of_a_server_is_redacted(tmp_path: Path) -> None:
+    digest = hashlib.sha256(b"an-odd-one").hexdigest()
+    keys = ApiKeys({"a": ApiKey(key="anotherodd"), "b": ApiKey(sha256=digest)})
+    keys.caller("an-odd-one")
+    with attached(LogFile(tmp_path / "log")):
+        RoomLogger("serve").info("x", "keys: anotherodd, an-odd-one")
+    assert "keys: «redacted key of a», «redacted key of b»" in (tmp_path / "log").read_text()
+
+
 # --- files, levels and settings
+
+
+def test_progress_is_recorded_if_its_room_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for setting in ("debug", "progress=info"):
+        monkeypatch.setenv("RAMIFY_LOG", setting)
+        with (
+            attached(LogFile(tmp_path / setting)),
+            in_run("mine"),
+            report_progress("reading", total=3, unit="files") as task,
+        ):
+            for _ in range(3):
+                task.more()
+    assert not (tmp_path / "debug").exists()
+    lines = [
+        line.split(" ", 3)[3] for line in (tmp_path / "progress=info").read_text().splitlines()
+    ]
+    assert [line.partition("  ")[0] for line in lines] == [
+        "mine progress: reading: 0 of 3 files",
+        "mine progress: reading: 3 of 3 files",
+    ]
+
+
+def test_warnings_about_sources_are_in_the_journal(tmp_path: Path) -> None:
+    folder, store = tmp_path / "folder", Store(tmp_path / "store")
+    folder.mkdir()
+    (folder / "a.txt").write_text("text " * 100)
+    (folder / "b.txt").write_bytes(b"caf\xe9 " * 100)
+    (folder / "c.bin").write_bytes(bytes(range(256)))
+
+    async def main() -> Any:
+        async with RLM(ScriptedClient(["FINAL(1)"]), sandbox=SANDBOX, store=store) as rlm:
+            return await rlm.acompletion(ramify.load(folder), "?")
+
+    assert store.load(asyncio.run(main()).run_id).warnings == [
+        "not loaded (1), is binary: c.bin",
+        "b.txt: not UTF-8, read as Windows-1252",
+    ]
+
+
+def test_an_evaluation_keeps_a_log_beside_its_results(tmp_path: Path) -> None:
+    words = [
+        "eval",
+        "needle",
+        "--items",
+        "1",
+        "--model",
+        "tiny",
+        "--max-turns",
+        "2",
+        "--no-validate",
+    ]
+    done = run_cli(*words, "--allow-weaker", "--sandbox", "inprocess", RAMIFY_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (results,) = (tmp_path / "evaluations").glob("*.jsonl")
+    events = [line.split()[3:5] for line in results.with_suffix(".log").read_text().splitlines()]
+    assert [events[0], events[-1]] == [
+        [results.stem, "run_started:"],
+        [results.stem, "run_ended:"],
+    ]
+
+
+def test_each_retry_is_one_line_with_v(tmp_path: Path) -> None:
+    async def main() -> subprocess.CompletedProcess[str]:
+        async with ScriptedServer([server_error(500, "it fell over"), "FINAL(1)"]) as server:
+            model = f"openai:m@{server.url}"
+            return await asyncio.to_thread(
+                run_cli, "ask", "why?", "-v", "--model", model, RAMIFY_HOME=str(tmp_path)
+            )
+
+    done = asyncio.run(main())
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("it fell over") == 1
+    assert done.stderr.count("trying again") == 1
 
 
 def test_lines_are_bounded_and_whole(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
     restarts = RestartCount(3, log, "worker")
     restarts.failed(1, "worker 1 ended")    True: restart it; False: it was lost 4 times in a row
+    restarts.failed(1, "no memory")         the same for a restart that failed
+    restarts.back(1, "worker 1 is back")
     restarts.succeeded(1)                   it did its work: earlier losses no longer count
 
-Each decision is one log record, ``restart`` or ``worker_lost``, with the reason. Not here: what
-counts as work (its caller decides that).
+A loss leaves one log record with the reason: ``restart``, or ``worker_lost`` if the process is
+given up. A restart that fails leaves ``restart_failed``. Not here: what counts as work (its caller
+decides that).
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from ramify.errors import RamifyError
-from ramify.logging import RoomLogger
+from ramify.logging import RoomLogger, in_outermost_run
 
 LONGEST_PAUSE_S = 30.0
 T = TypeVar("T")
@@ -35,24 +38,51 @@ class RestartCount:
         self._log = log
         self._kind = kind
         self._losses: Counter[Name] = Counter()
+        self._away: set[Name] = set()
+        """Processes that are being restarted."""
 
-    def failed(self, name: Name, why: str, again: str = "restarted", **fields: Any) -> bool:
+    def failed(
+        self,
+        name: Name,
+        why: str,
+        again: str = "it is restarted",
+        given_up: str = "it is given up",
+        *,
+        event: str = "restart",
+        **fields: Any,
+    ) -> bool:
         """Count a loss, or a restart that failed, and record the decision with ``fields``; returns
-        whether to restart the process."""
+        whether to restart the process. ``again`` and ``given_up`` say what follows a loss;
+        ``event`` is another name for a process that is not restarted here."""
         is_restarted = self.lost(name)
-        self._log.warning(
-            "restart" if is_restarted else f"{self._kind}_lost",
-            f"{why}; it is {again if is_restarted else 'given up'}",
-            shown=True,
-            attempt=self._losses[name],
-            **{self._kind: name, **fields},
-        )
+        if name in self._away:
+            event, again = "restart_failed", "it is tried again"
+        if is_restarted:
+            self._away.add(name)
+        with in_outermost_run():
+            self._log.warning(
+                event if is_restarted else f"{self._kind}_lost",
+                "; ".join(filter(None, (why, again if is_restarted else given_up))),
+                shown=True,
+                attempt=self._losses[name],
+                **{self._kind: name, **fields},
+            )
         return is_restarted
 
     def lost(self, name: Name) -> bool:
-        """As ``failed``, without a record: the caller writes one."""
+        """As ``failed``, without a record."""
         self._losses[name] += 1
         return self._losses[name] <= self._restarts
+
+    def back(self, name: Name, text: str) -> None:
+        """As ``started``, and show ``text`` on a console. Its record has level DEBUG, because the
+        restart is already recorded."""
+        self.started(name)
+        self._log.debug("back", text, shown=True, **{self._kind: name})
+
+    def started(self, name: Name) -> None:
+        """Record that a restart has succeeded: the next failure is another loss."""
+        self._away.discard(name)
 
     def succeeded(self, name: Name) -> None:
         """Record that the process did its work: earlier losses no longer count."""

@@ -31,6 +31,7 @@ from ramify.engine.question import RunOptions
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle
 from ramify.errors import ModelError, ReplyCut, ReplyFiltered
+from ramify.logging import current_console
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,
@@ -48,6 +49,10 @@ if TYPE_CHECKING:
     from ramify.sources.base import LoadedContext
 
 
+_AS_STEPS = ("retry", "limit", "session_died")
+"""Log records of which a step says the same."""
+
+
 class StepLines:
     """Prints a run's events while it is in progress, in place of the live view: with ``--progress
     json`` each step is a JSON object; with ``--verbose`` it is a line; otherwise nothing."""
@@ -55,6 +60,11 @@ class StepLines:
     def __init__(self, notes: StderrNotes, screen: ProgressScreen) -> None:
         self._notes = notes
         self._screen = screen
+        self._failed: AttemptFailed | None = None
+        """The last event, if it is an attempt whose failure has not been printed."""
+        console = current_console()
+        if notes.verbose and screen.form != "json" and console is not None:
+            console.hidden.update(_AS_STEPS)
 
     def apply(self, event: AnyEvent) -> None:
         if self._screen.form == "json":
@@ -65,7 +75,19 @@ class StepLines:
                     else getattr(event, "call", "")
                 )
                 self._screen.event("step", kind=event.__struct_config__.tag, call=call, text=line)
-        elif self._notes.verbose and (line := line_of(event)):
+        elif self._notes.verbose:
+            self._say_step(event)
+
+    def _say_step(self, event: AnyEvent) -> None:
+        """Print a step, but not a failure that the note about its retry repeats, nor a warning,
+        which is already printed."""
+        failed, self._failed = self._failed, None
+        note = event if isinstance(event, NoteAdded) else None
+        if failed is not None and not (note and note.text.startswith(failed.error)):
+            self._notes.say(f"{failed.at_s:7.2f} s  {line_of(failed)}")
+        if isinstance(event, AttemptFailed):
+            self._failed = event
+        elif not (note and note.is_warning) and (line := line_of(event)):
             self._notes.say(f"{event.at_s:7.2f} s  {line}")
 
     @contextlib.contextmanager

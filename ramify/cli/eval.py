@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from ramify.cli.progress_screen import ProgressScreen, form_of
 from ramify.cli.settings import fill, unknown_variables
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import StderrNotes, dollars, error_line, write
+from ramify.logging import RoomLogger, run_log
 from ramify.progress import ProgressTask, report_progress
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from ramify.train.trackers.base import RunTrackers
     from ramify.types.trajectory import Trajectory
 
+_log = RoomLogger("evaluate")
 _OUTPUT = ("store", "json", "quiet", "verbose", "progress")
 """Settings that do not affect the result of an attempt."""
 OF_AN_EVALUATION = (
@@ -120,6 +122,19 @@ def evaluate(
         )
 
 
+@contextlib.contextmanager
+def _logged(record: EvaluationRecord | None) -> Iterator[None]:
+    """Keep a log beside the results: ``ID.log``."""
+    if record is None:
+        yield
+        return
+    with run_log(record.path.with_suffix(".log"), record.id) as log:
+        log.begin()
+        _log.info("run_started", f"evaluating {record.plan.model} on {record.plan.task}")
+        yield
+        _log.info("run_ended", f"{len(record.outcomes)} attempts are recorded")
+
+
 class _Command:
     """One evaluation from the command line."""
 
@@ -165,7 +180,7 @@ class _Command:
         if record is None and records is not None:
             record = records.create(plan)
         try:
-            with self._tracked(plan, record, resume is not None):
+            with _logged(record), self._tracked(plan, record, resume is not None):
                 return self._evaluated(task, plan, record, other)
         finally:
             if record is not None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, mcp_tools, open_store, sandbox_spec
@@ -21,10 +23,10 @@ from ramify.cli.stop_signals import on_stop
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import StderrNotes, write
 from ramify.errors import ConfigError
+from ramify.logging import RoomLogger, run_log
+from ramify.store.private_files import make_folder
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ramify.engine.mcp_tools import McpTools
     from ramify.serve.keys import ApiKeys
     from ramify.serve.run_server import RunServer
@@ -50,6 +52,7 @@ def begin(given: dict[str, Any], command: str) -> tuple[dict[str, Any] | None, S
 
 
 _KEY = "RAMIFY_SERVE_KEY"
+_log = RoomLogger("serve")
 OF_A_SERVER = (
     OptionSpec("host", str, "address to listen on (default: 127.0.0.1; others need a key)", "HOST"),
     OptionSpec("port", int, "port to listen on; 0 picks a free one (default: 8000)"),
@@ -63,6 +66,7 @@ OF_A_SERVER = (
     OptionSpec(
         "grace", float, "seconds that current runs get after the first Ctrl-C (default: 30)"
     ),
+    OptionSpec("log", str, "log file (default: serve.log in the store, if there is one)", "FILE"),
 )
 
 
@@ -77,10 +81,27 @@ def serve(words: list[str], **given: Any) -> int:
         if value is not None and not value >= least:
             raise UsageError(f"--{name.replace('_', '-')} {value}: give at least {least}")
     grace_s = 30.0 if server_options["grace"] is None else server_options["grace"]
-    with exporting(notes), mcp_tools(settings) as tools:
-        server = _server(settings, server_options, open_store(settings), tools)
+    store = open_store(settings)
+    logged = _logged(server_options["log"], store)
+    with logged, exporting(notes), mcp_tools(settings) as tools:
+        server = _server(settings, server_options, store, tools)
         asyncio.run(_serve(server, grace_s, notes))
     return ExitCode.ANSWERED
+
+
+@contextlib.contextmanager
+def _logged(given: str | None, store: Store | None) -> Iterator[None]:
+    """Keep the log of this server. Raises UsageError for a path that cannot be a log."""
+    if given is not None and (not Path(given).parent.is_dir() or Path(given).is_dir()):
+        raise UsageError(f"--log {given}: give a file in a folder that exists")
+    if store is not None and given is None:
+        given = str(make_folder(store.root) / "serve.log")
+    if given is None:
+        yield
+        return
+    with run_log(Path(given), f"serve-{os.getpid()}") as log:
+        log.begin()
+        yield
 
 
 def _server(
@@ -134,7 +155,9 @@ async def _serve(server: RunServer, grace_s: float, notes: StderrNotes) -> None:
         with ProgressScreen(notes, form_of(None, notes)):  # a local policy is loaded here
             await stack.enter_async_context(server)
         write(f"{server.name} at {server.url} (Ctrl-C to stop)")
+        _log.info("server_ready", f"{server.name} answers at {server.url}", url=server.url)
         await first_stop.wait()
+        _log.info("server_ending", f"{server.num_runs} runs may end", runs=server.num_runs)
         draining = asyncio.ensure_future(server.drain(grace_s))
         stopping_now = asyncio.ensure_future(second_stop.wait())
         if server.num_runs:

@@ -14,7 +14,7 @@ from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.progress_screen import ProgressScreen, form_of
 from ramify.cli.stop_signals import on_stop
 from ramify.cli.terminal_text import StderrNotes, write
-from ramify.logging import join_run
+from ramify.logging import RoomLogger, join_run
 from ramify.progress import report_progress
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ramify.serve.policy import PolicyServer
 
 _KEY = "RAMIFY_SERVE_KEY"
+_log = RoomLogger("serve")
 
 
 def serve_policy(
@@ -88,6 +89,7 @@ async def _serve(server: PolicyServer, client: LocalClient) -> None:
     on_stop(stopped.set)
     async with server:
         write(f"{server.name} at {server.url} (Ctrl-C to stop)")
+        _log.info("engine_ready", f"the engine answers at {server.url}", engine=server.url)
         await stopped.wait()
     await client.close()
 

@@ -47,10 +47,10 @@ def supervise(
         raise UsageError(f"--restarts {restarts}: give at least 1, or leave it out")
     if os.environ.get("WORLD_SIZE"):
         raise UsageError("--restarts does not work under torchrun: use torchrun --max-restarts")
-    since, furthest = time.time(), -1
+    since, furthest, name = time.time(), -1, folder.resolve().name
     losses = RestartCount(restarts, _log, "trainer")
     command = [sys.executable, "-m", "ramify", "train", *words, "--out", str(folder), *options]
-    with run_log(folder / RUN_LOG, folder.resolve().name) as log, ForegroundProcess() as trainer:
+    with run_log(folder / RUN_LOG, name) as log, ForegroundProcess() as trainer:
         log.begin()
         while True:
             code = trainer.run([*command, *(("--resume", resume) if resume else ())])
@@ -68,11 +68,11 @@ def supervise(
             if step is None and furthest < 0 and code > 0:
                 return code  # the trainer has already printed the reason
             if step is not None and step > furthest:
-                losses.succeeded("")
+                losses.succeeded(name)
             furthest = max(furthest, step or 0)
             how = exit_reason(code)
-            is_restarted, attempt = losses.lost(""), losses.num_losses("")
-            if not is_restarted:
+            attempt = losses.num_losses(name) + 1
+            if attempt > restarts:
                 text = (
                     f"the trainer {how} at step {furthest}: failure {attempt} in a row without "
                     f"progress, so it is not restarted (--restarts {restarts})"
@@ -82,15 +82,14 @@ def supervise(
                 return ExitCode.ERROR
             checkpoint = _checkpoint(folder, since)
             resume = str(checkpoint) if checkpoint is not None else resume
-            _log.warning(
-                "restart",
-                f"the trainer {how} after step {furthest}; restarting from "
-                f"{resume or 'the beginning'}",
-                shown=True,
+            losses.failed(
+                name,
+                f"the trainer {how} after step {furthest}",
+                f"restarting from {resume or 'the beginning'}",
                 step=furthest,
-                attempt=attempt,
             )
-            trainer.pause(losses.pause_s(""))
+            trainer.pause(losses.pause_s(name))
+            losses.started(name)
 
 
 def _step(folder: Path, since: float) -> int | None:

@@ -137,6 +137,7 @@ class StderrNotes:
         each."""
         if (console := current_console()) is not None:
             console.show = self.say
+            console.hidden.add("warning")
         # Python hides a DeprecationWarning outside of __main__.
         warnings.simplefilter("default", OldNameWarning)
         warnings.showwarning = lambda message, *_, **__: self.say(f"ramify: warning: {message}")

@@ -24,6 +24,7 @@ from ramify.clients.chat_json import is_strict, without_surrogates
 from ramify.clients.failures import from_status, redacted
 from ramify.clients.providers import no_key, split_name, split_url
 from ramify.errors import BadReply, ConfigError, ModelError, Refused, ReplyLost, Unreachable
+from ramify.secrets import remember
 from ramify.types.message import Message, Reply, ToolCall, Usage
 
 _NEVER_SENT = ("ConnectError", "ConnectTimeout", "ProxyError", "PoolTimeout", "UnsupportedProtocol")
@@ -60,6 +61,7 @@ class AnthropicClient:
         if not (key or token):
             raise no_key(name, "ANTHROPIC_API_KEY")
         self._secret = key or token or ""
+        remember("ANTHROPIC_API_KEY", self._secret)
         self._sdk = anthropic.AsyncAnthropic(
             api_key=key,
             auth_token=token,
@@ -184,9 +186,8 @@ class AnthropicClient:
 
     def _broken(self, error: Exception) -> ModelError:
         cause = error.__cause__ or error
-        reason = redacted(
-            " ".join(str(cause).split())[:200] or type(cause).__name__, (self._secret,)
-        )
+        text = " ".join(redacted(str(cause), (self._secret,)).split())
+        reason = text[:200] or type(cause).__name__
         if type(error).__name__ == "APIResponseValidationError":
             return BadReply(
                 f"{self.name}: {self._sdk.base_url} answered something that is not a message "

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ModelError, RateLimited, Refused, ReplyLost, ServerFailed
+from ramify.secrets import forms_of
 
 _LOOKS_LIKE_A_KEY = re.compile(r"\b((?:sk|pk|rk|gsk|xai|key)[-_]|AIza|Bearer\s+)[\w*.+/=-]{8,}")
 _TOO_LONG = re.compile(
@@ -45,7 +46,7 @@ def from_status(
 ) -> ModelError:
     """Return the error for a response that is not a 2xx. ``where`` names the model and its
     address."""
-    message = redacted(message_of(body), secrets)
+    message = message_of(body, secrets)
     text = f"{where} answered {status}: {message}" if message else f"{where} answered {status}"
     if status in (429, 529) or (status == 503 and retry_after_s(headers, body) is not None):
         if _NO_MONEY.search(message) and status == 429:
@@ -72,15 +73,16 @@ def _refused(
     return Refused(text)
 
 
-def message_of(body: bytes) -> str:
+def message_of(body: bytes, secrets: Iterable[str] = ()) -> str:
     """Return the message of an error body in any provider's format: one line of at most 300
-    characters."""
+    characters, without ``secrets``."""
     try:
         parsed = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        text = body[:2000].decode("utf-8", "replace")
+        text = body[:20_000].decode("utf-8", "replace")
         parsed = "a web page" if text.lstrip()[:1] == "<" else text
-    return " ".join(_error_text(parsed).split())[:300]
+    # Secrets are removed first, because half of one would not be recognized.
+    return " ".join(redacted(_error_text(parsed), secrets).split())[:300]
 
 
 def _error_text(parsed: Any) -> str:
@@ -99,8 +101,8 @@ def _error_text(parsed: Any) -> str:
 def redacted(text: str, secrets: Iterable[str] = ()) -> str:
     """Return ``text`` without the given secrets and without anything that looks like a key."""
     for secret in secrets:
-        if len(secret) >= 6:
-            text = text.replace(secret, "***")
+        for form in forms_of(secret) if len(secret) >= 6 else ():
+            text = text.replace(form, "***")
     return _LOOKS_LIKE_A_KEY.sub(r"\1***", text)
 
 

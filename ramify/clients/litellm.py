@@ -119,7 +119,7 @@ class LiteLLMClient:
         )
 
     def _failure(self, error: Exception) -> ModelError:
-        message = redacted(" ".join(str(error).split())[:300], (self._endpoint.secret,))
+        message = " ".join(redacted(str(error), (self._endpoint.secret,)).split())[:300]
         if isinstance(error, self._litellm.exceptions.ContextWindowExceededError):
             refused = Refused(
                 f"{self.name}: {message}; shorten the prompt or name a model with a larger window"

@@ -99,7 +99,9 @@ class OpenAIClient:
                 raise self._bad(
                     f"answered {kind} instead of JSON; check the base URL{hint}", paid=False
                 ) from None
-            start = redacted(answer.body[:80].decode("utf-8", "replace"), (self._endpoint.secret,))
+            start = redacted(
+                answer.body[:2000].decode("utf-8", "replace"), (self._endpoint.secret,)
+            )[:80]
             raise self._bad(
                 f"answered {kind} that is not a chat completion ({error}): {start!r}"
             ) from None

@@ -26,7 +26,7 @@ import math
 import os
 import random
 import sys
-from collections import deque
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
@@ -35,114 +35,17 @@ import msgspec
 
 from ramify.clients.base import ASSUMED_WINDOW, Client, Request, RequestBudget, believed, dollars
 from ramify.clients.http1 import Http1Client, HttpOrigin, RequestRoute
+from ramify.clients.limiter import Limiter
 from ramify.clients.providers import CLIENTS, PriceTable, ProviderSpec, resolve, split_name
 from ramify.errors import ConfigError, ModelError, RateLimited, ReplyLost, Unreachable
 from ramify.logging import RoomLogger
+from ramify.secrets import remember
 from ramify.types.message import Reply
 
 if TYPE_CHECKING:
     from ramify.clients.https import HttpsClient
 
 _log = RoomLogger("clients")
-
-
-class Limiter:
-    """Allows ``max_in_flight`` requests at a time, first come, first served, and fewer after rate
-    limits. For one event loop.
-
-    The gate starts fully open. A rate limit halves its width, once for all requests that were in
-    flight together, and pauses all requests for the time that the server asked for. Every success
-    widens the gate again, by about a thirtieth of the limit per round of requests. The gate owns no
-    task: a request that leaves admits the next one, so an uncontended pass costs a microsecond.
-    """
-
-    def __init__(self, max_in_flight: int) -> None:
-        self.in_flight = 0
-        self.passed = 0
-        """Number of requests that succeeded so far."""
-        self._most = max_in_flight
-        self._allowed = float(max_in_flight)
-        self._step = max(1.0, max_in_flight / 32)
-        self._round = 0
-        """Number of the current round. Requests of one round entered at the same width, and only
-        the first rate limit of a round narrows it."""
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._opens_at: float | None = None
-        """Event-loop time at which a pause ends."""
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def width(self) -> int:
-        """Maximum number of requests in flight now."""
-        return int(self._allowed)
-
-    def opens_in_s(self) -> float:
-        """Seconds until the current pause ends; 0 if there is none."""
-        return (
-            0.0
-            if self._opens_at is None
-            else max(0.0, self._opens_at - asyncio.get_running_loop().time())
-        )
-
-    async def acquire(self) -> int:
-        """Wait for a slot. Returns the round, to be passed to ``slow_down``."""
-        if self._waiting or self._opens_at is not None or self.in_flight >= self.width:
-            await self._wait_for_slot()
-        else:
-            self.in_flight += 1
-        return self._round
-
-    def release(self) -> None:
-        self.in_flight -= 1
-        if self._waiting:
-            self._admit()
-
-    def speed_up(self) -> None:
-        """Record a success and widen the gate."""
-        self.passed += 1
-        if self._allowed < self._most:
-            self._allowed = min(self._most, self._allowed + self._step / self._allowed)
-
-    def slow_down(self, round: int, pause_s: float) -> None:
-        """Record a rate limit of a request from ``round`` and admit no request for ``pause_s``."""
-        if round == self._round:
-            self._round += 1
-            self._allowed = max(1.0, min(self._allowed, self.in_flight) / 2)
-        opens_at = asyncio.get_running_loop().time() + pause_s
-        if self._opens_at is None or opens_at > self._opens_at:
-            self._opens_at = opens_at
-            self._schedule_open()
-
-    async def _wait_for_slot(self) -> None:
-        slot = asyncio.get_running_loop().create_future()
-        self._waiting.append(slot)
-        self._admit()
-        try:
-            await slot
-        except asyncio.CancelledError:
-            # The slot was handed over at the moment of cancellation, so pass it on.
-            if slot.done() and not slot.cancelled():
-                self.release()
-            raise
-
-    def _admit(self) -> None:
-        if self._opens_at is not None:
-            return
-        while self._waiting and self.in_flight < self.width:
-            slot = self._waiting.popleft()
-            if not slot.done():
-                self.in_flight += 1
-                slot.set_result(None)
-
-    def _schedule_open(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        assert self._opens_at is not None
-        self._timer = asyncio.get_running_loop().call_at(self._opens_at, self._open)
-
-    def _open(self) -> None:
-        self._opens_at = self._timer = None
-        self._admit()
 
 
 _KEEPALIVE_S = 4.0
@@ -236,6 +139,13 @@ _FIRST_WAIT_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
 _FIRST_PATIENCE_S = 30.0
 """Patience for a model that has never answered: a wrong address is more likely than an outage."""
+_LONG_WAIT_S = 1.0
+"""A shorter wait leaves no record."""
+_WAITED_FOR = {
+    "budget": "the part of the budget that other requests held",
+    "rate_limit": "a slot, because of a rate limit",
+    "unreachable": "an answer, because it could not be reached",
+}
 _LOCAL_WINDOW = 32_768
 """Context window (tokens) that is assumed for a local model of unknown window."""
 
@@ -275,6 +185,8 @@ class ClientPool:
         self.max_wait_s = max_wait_s
         self._prices = prices
         self._keys = dict(keys or {})
+        for provider, key in self._keys.items():
+            remember(f"{provider} key", key)
         self._base_urls = dict(base_urls or {})
         self._random = rng or random.Random()
         self._sleep = sleep
@@ -318,46 +230,54 @@ class ClientPool:
         gate = self._gates.get(client.name)
         if gate is None:
             gate = self._gates[client.name] = Limiter(self.max_in_flight)
-        failed, began, waited_s = 0, math.inf, 0.0
-        while True:
-            passed = gate.passed
-            try:
-                return await self._attempt(client, request, account, gate, failed, on_send)
-            except ModelError as error:
-                on_send = None
-                limited = isinstance(error, RateLimited)
-                failed += not (limited and gate.passed > passed)
-                now = asyncio.get_running_loop().time()
-                began = min(began, now)
-                out_s = max(waited_s, now - began)
-                left_s = (
-                    patience_s if gate.passed else min(patience_s / 10, _FIRST_PATIENCE_S)
-                ) - out_s
-                most = self._most_attempts(error, left_s)
-                if not error.transient or failed >= most or _asked_s(error) > self.max_wait_s:
-                    raise
-                wait_s = gate.opens_in_s() if limited else self._wait_s(error, failed)
-                wait_s = min(wait_s, left_s) if most == math.inf else wait_s
-                tried = (
-                    f"attempt {failed} of {most}"
-                    if most < math.inf
-                    else f"for {left_s:.0f} s at most"
-                )
-                tried = tried if failed else "others got through"
-                text = f"{error}; trying again in {wait_s:.1f} s ({tried})"
-                _log.warning(
-                    "retry",
-                    text,
-                    model=client.name,
-                    reason=type(error).__name__,
-                    attempt=failed,
-                    wait_s=wait_s,
-                )
-                if on_retry is not None:
-                    on_retry(text)
-            if not limited:  # after a rate limit, the limiter pauses all requests instead
-                waited_s += wait_s
-                await self._sleep(wait_s)
+        failed, polls, began = 0, 0, math.inf
+        waited_s = out_s = wait_s = 0.0
+        try:
+            while True:
+                passed = gate.passed
+                try:
+                    return await self._attempt(client, request, account, gate, failed, on_send)
+                except ModelError as error:
+                    on_send = None
+                    limited = isinstance(error, RateLimited)
+                    failed += not (limited and gate.passed > passed)
+                    now = asyncio.get_running_loop().time()
+                    began = min(began, now)
+                    out_s, wait_s = max(waited_s, now - began), 0.0
+                    left_s = (
+                        patience_s if gate.passed else min(patience_s / 10, _FIRST_PATIENCE_S)
+                    ) - out_s
+                    most = self._most_attempts(error, left_s)
+                    if not error.transient or failed >= most or _asked_s(error) > self.max_wait_s:
+                        raise
+                    wait_s = gate.opens_in_s() if limited else self._wait_s(error, failed)
+                    wait_s = min(wait_s, left_s) if most == math.inf else wait_s
+                    tried = (
+                        f"attempt {failed} of {most}"
+                        if most < math.inf
+                        else f"for {left_s:.0f} s at most"
+                    )
+                    tried = tried if failed else "others got through"
+                    text = f"{error}; trying again in {wait_s:.1f} s ({tried})"
+                    polls += most == math.inf
+                    # An unreachable model is tried many times: one record is enough.
+                    log = _log.warning if polls < 2 else _log.debug
+                    log(
+                        "retry",
+                        text,
+                        model=client.name,
+                        reason=type(error).__name__,
+                        attempt=failed,
+                        wait_s=wait_s,
+                    )
+                    if on_retry is not None:
+                        on_retry(text)
+                if not limited:  # after a rate limit, the limiter pauses all requests instead
+                    waited_s += wait_s
+                    await self._sleep(wait_s)
+        finally:
+            if polls:
+                _record_wait(client, "unreachable", out_s + wait_s)
 
     async def close(self) -> None:
         """Close the connections and every client that was connected here. Idempotent."""
@@ -390,9 +310,13 @@ class ClientPool:
         failed: int,
         on_send: Callable[[], None] | None,
     ) -> Reply:
-        await account.reserve()
+        began = time.perf_counter()
         try:
-            entered = await self._enter(gate)
+            await account.reserve()
+        finally:
+            _record_wait(client, "budget", time.perf_counter() - began)
+        try:
+            entered = await self._enter(client, gate)
         except BaseException:
             account.release(f"{client.name}: given up before it was sent")
             raise
@@ -424,8 +348,13 @@ class ClientPool:
         account.settle(reply.usage, reply.cost)
         return reply
 
-    async def _enter(self, gate: Limiter) -> int:
-        entered = await gate.acquire()
+    async def _enter(self, client: Client, gate: Limiter) -> int:
+        began, was_slowed = time.perf_counter(), gate.is_slowed
+        try:
+            entered = await gate.acquire()
+        finally:
+            if was_slowed or gate.is_slowed:
+                _record_wait(client, "rate_limit", time.perf_counter() - began)
         try:
             await self._gate.acquire()
         except BaseException:
@@ -459,6 +388,13 @@ class ClientPool:
                 f"provider '{provider}' gives a {type(client).__name__}, not a Client"
             )
         return client
+
+
+def _record_wait(client: Client, reason: str, wait_s: float) -> None:
+    """Leave one record of a wait that is over, if it was long."""
+    if wait_s >= _LONG_WAIT_S:
+        text = f"{client.name}: waited {wait_s:.1f} s for {_WAITED_FOR[reason]}"
+        _log.info("wait", text, model=client.name, reason=reason, wait_s=wait_s)
 
 
 def _asked_s(error: ModelError) -> float:

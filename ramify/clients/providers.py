@@ -31,6 +31,7 @@ import msgspec
 from ramify.clients.base import Price
 from ramify.errors import ConfigError, nearest
 from ramify.plugins import Registry, is_reference
+from ramify.secrets import remember
 
 _AT_URL = re.compile(r"^(?P<model>.*)@(?P<url>https?://.+)$")
 _LIKE_AN_ADDRESS = re.compile(
@@ -218,6 +219,9 @@ class Endpoint(msgspec.Struct, frozen=True):
     secret: str
     limit_field: str
     cache_key: bool
+
+    def __post_init__(self) -> None:
+        remember(self.provider.key_variables[0] or "key", self.secret)
 
     def __repr__(self) -> str:
         return f"Endpoint({self.model!r}, {self.url!r})"

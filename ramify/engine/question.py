@@ -174,6 +174,8 @@ class Question(msgspec.Struct, frozen=True):
     """Prepares each new session before its first cell."""
     direct: bool = True
     """True if one direct call may answer it. If False, the root always has a session."""
+    warnings: tuple[str, ...] = ()
+    """About the sources: files that are not in the context."""
 
     def is_direct(self, scaffold: Scaffold, window: int, has_tools: bool) -> bool:
         """True if the context is small enough for one direct call and nothing requires a
@@ -193,9 +195,10 @@ class Question(msgspec.Struct, frozen=True):
 
 def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     """Return the question of ``completion(prompt, query)``. Raises ConfigError if it is empty."""
-    about, tools, on_session = "", {}, None
+    about, tools, on_session, warnings = "", {}, None, ()
     if isinstance(prompt, SourceContext):
         on_session = getattr(prompt, "on_session", None)  # the setup of a task
+        warnings = tuple(getattr(prompt, "warnings", tuple)())
         about, tools, prompt = prompt.manifest(), dict(prompt.tools), prompt.context
     if hasattr(prompt, "read"):
         raise ConfigError(
@@ -233,6 +236,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         check,
         cite,
         on_session,
+        warnings=warnings,
     )
 
 

@@ -27,7 +27,7 @@ from ramify.engine.rlm_loop import RlmLoop
 from ramify.engine.run_state import EventRecorder, RunState
 from ramify.engine.typed import Citation, CitedAnswer
 from ramify.errors import ConfigError, RamifyError, SandboxError
-from ramify.logging import in_run, take_collected
+from ramify.logging import RoomLogger, in_run, take_collected
 from ramify.sandbox.context import SharedContext
 from ramify.types.event import AnyEvent, RunEnded, RunStarted
 from ramify.types.message import Usage
@@ -36,6 +36,9 @@ from ramify.types.trajectory import Fork, Stop, Trajectory
 if TYPE_CHECKING:
     from ramify.store.call_cache import CallCache
     from ramify.store.recorded_replies import RecordedReplies
+
+
+_log = RoomLogger("sources")
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -145,6 +148,8 @@ class RunHandle:
         with in_run(self.id, self._warn):
             for text in take_collected():
                 self._warn(text)
+            for text in self._question.warnings:
+                _log.warning("warning", text)
             return await self._drive_in_run()
 
     def _warn(self, text: str) -> None:

@@ -25,6 +25,7 @@ import msgspec
 
 from ramify.engine.limits import DEFAULT_MAX_COST, Limits
 from ramify.errors import ConfigError, StoreError
+from ramify.secrets import remember
 from ramify.serve.web import RequestRejected
 from ramify.types.message import Usage
 
@@ -176,6 +177,7 @@ class ApiKeys:
         for name, key in keys.items():
             if fault := key.fault():
                 raise ConfigError(f"key '{name}': {fault}")
+            remember(f"key of {name}", key.key or "")
         self.callers = {
             name: ApiCaller(name, key, spent.get(name, KeyUsage())) for name, key in keys.items()
         }
@@ -203,6 +205,8 @@ class ApiKeys:
                 status=401,
                 code="invalid_api_key",
             )
+        if caller.key.sha256:  # the key itself is only known now
+            remember(f"key of {caller.name}", key)
         return caller
 
     def save(self) -> None:

@@ -33,6 +33,7 @@ from ramify.clients.base import KnownPrefix, Request
 from ramify.errors import ModelError, RamifyError, Refused
 from ramify.inference.http.engine_server import pressure_text
 from ramify.inference.local.local_client import LocalClient
+from ramify.secrets import remember
 from ramify.serve import completions, token_completions
 from ramify.serve.completions import CompletionRequest
 from ramify.serve.sleep import WAIT_S
@@ -73,6 +74,7 @@ class PolicyServer:
         self.name = name
         self._client = client
         self._key = key
+        remember("RAMIFY_SERVE_KEY", key or "")
         self._in_flight = 0
         self._waiting = 0
         self._paths = _KnownPaths()

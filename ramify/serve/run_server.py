@@ -209,6 +209,7 @@ class RunServer:
                 f"{http.method} {http.path}: {why}", status=error.status
             ).response()
         except RamifyError as error:
+            _log.warning("request_failed", f"{http.method} {http.path}: {error}")
             return RequestRejected(str(error), status=500).response()
         except ConnectionResetError:  # the client disconnected in the middle of an event
             return web.Response(status=_GONE)

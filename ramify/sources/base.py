@@ -23,6 +23,8 @@ from ramify.progress import ProgressTask
 
 MAX_FILE_S = 60.0
 """Time limit for parsing one file of a kind that can take arbitrarily long."""
+NOT_UTF8 = "not UTF-8, read as Windows-1252"
+"""Detail of a text that may have been decoded wrongly."""
 _SHOWN = 6
 """Maximum number of names in a list before "and 12 more"."""
 
@@ -109,12 +111,20 @@ class LoadedContext(msgspec.Struct, frozen=True):
                 for item in self.items
                 if item.kind in ("sqlite", "pdf")
             ][:_SHOWN]
+        return [*map(_printable, lines), *self.warnings()]
+
+    def warnings(self) -> list[str]:
+        """Say which files are not in the context, or not as they are on disk, one line for each
+        reason."""
         reasons: dict[str, list[str]] = {}
         for problem in self.problems:
             reasons.setdefault(problem.reason, []).append(problem.name)
-        lines += [
+        lines = [
             f"not loaded ({len(names):,}), {reason}: {listing(names)}"
             for reason, names in reasons.items()
+        ]
+        lines += [f"{item.name}: {item.detail}" for item in self.items if NOT_UTF8 in item.detail][
+            :_SHOWN
         ]
         lines += [
             f"left out ({len(names):,}), {reason}: {listing(names)}"

@@ -11,7 +11,7 @@ import codecs
 
 import msgspec
 
-from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.base import NOT_UTF8, SourceLoader, UnreadableSource
 from ramify.sources.file_kinds import HEAD_BYTES, SourceFile
 
 _MARKS = (
@@ -53,7 +53,7 @@ def decode(data: bytes) -> tuple[str, str]:
     try:
         return data.decode("utf-8"), ""
     except UnicodeDecodeError:
-        return data.decode("cp1252", "replace"), "not UTF-8, read as Windows-1252"
+        return data.decode("cp1252", "replace"), NOT_UTF8
 
 
 def describe(name: str, text: str) -> tuple[str, str]:

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ramify.secrets import KINDS, LOGIN, MARK, QUERY, SecretRedactor, names_a_secret
+from ramify.secrets import KINDS, LOGIN, MARK, QUERY, SecretRedactor, names_a_secret, remember
 
 _START = "«redacted"
 _FLAG = re.compile(rf"--?([\w-]+-)?(api_?)?{KINDS}", re.IGNORECASE)
@@ -25,7 +25,8 @@ _FLAG_WITH_VALUE = re.compile(rf"^(--?(?:[\w-]+-)?(?:api_?)?{KINDS}=).+$", re.IG
 
 
 def redacted(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` (plain values) without its secrets. Idempotent."""
+    """``config`` (plain values) without its secrets, which are redacted everywhere from now on.
+    Idempotent."""
     secrets = SecretRedactor()
     return {key: _redacted(value, str(key), secrets) for key, value in config.items()}
 
@@ -56,6 +57,7 @@ def _redacted(value: Any, name: str, secrets: SecretRedactor) -> Any:
     if not isinstance(value, str) or not value:
         return value
     if names_a_secret(name):
+        remember(name, value)
         return MARK
     return _FLAG_WITH_VALUE.sub(
         rf"\1{MARK}", QUERY.sub(rf"\1{MARK}", LOGIN.sub(f"//{MARK}@", secrets.redact(value)))

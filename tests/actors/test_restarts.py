@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from ramify.actors.child_process import ChildProcess
 from ramify.actors.restarts import RestartCount, until_started
 from ramify.errors import ConfigError
-from ramify.logging import RoomLogger
-from tests.shown import heard
+from ramify.logging import RUN_LOG, LogFile, RoomLogger, attached, in_run
+from tests.shown import heard, logged
 
 
 def counted(restarts: int) -> RestartCount:
@@ -30,16 +31,22 @@ def test_losses_in_a_row_are_counted_by_name() -> None:
     assert not counted(0).lost("a")
 
 
-def test_each_decision_is_one_record() -> None:
+def test_each_decision_is_one_record_and_each_loss_one_restart(tmp_path: Path) -> None:
     said: list[str] = []
-    restarts = counted(1)
-    with heard(said.append):
+    restarts = counted(2)
+    with heard(said.append, said.append), attached(LogFile(tmp_path / RUN_LOG)), in_run("mine"):
         assert restarts.failed(7, "worker 7 ended")
-        assert not restarts.failed(7, "worker 7 did not come back", "tried again")
+        assert restarts.failed(7, "worker 7 did not connect")
+        restarts.back(7, "worker 7 is back")
+        assert not restarts.failed(7, "worker 7 ended")
     assert said == [
         "worker 7 ended; it is restarted",
-        "worker 7 did not come back; it is given up",
+        "worker 7 did not connect; it is tried again",
+        "worker 7 is back",
+        "worker 7 ended; it is given up",
     ]
+    counts = [logged(tmp_path, event) for event in ("restart", "restart_failed", "worker_lost")]
+    assert counts == [[("mine", "")]] * 3
 
 
 def test_pauses_grow_up_to_a_limit() -> None:

@@ -27,7 +27,7 @@ from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.types.trajectory import Trajectory
 from tests.processes import kill
-from tests.shown import train
+from tests.shown import logged, train
 from tests.train.small import _even, _make, small, weights_of
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
@@ -111,6 +111,7 @@ def test_a_killed_engine_changes_nothing(calm: Path, tmp_path: Path) -> None:
     assert " was killed by signal 9; its log ends: " in said[0]
     assert said[0].endswith("no engine is left; it is started again")
     assert "an engine is back, with version" in said[1]
+    assert logged(tmp_path, "restart") == [(tmp_path.name, "")]
     last = [each.values for each in read_metrics(tmp_path) if "rl_loss" in each.values][-1]
     assert (last["engines"], last["engines_lost"], last["engines_back"]) == (1, 1, 1)
 
@@ -183,6 +184,7 @@ def test_a_killed_trainer_goes_on_from_its_last_checkpoint(
         f"the trainer was killed by signal 9 after step {step}; restarting from {checkpoint}"
         in log.read_text()
     )
+    assert logged(tmp_path / "out", "restart") == [("out", "")]
     same(tmp_path / "out", calm)
 
 

@@ -39,6 +39,7 @@ from ramify.inference.http.membership import EngineList, EngineMembership
 from ramify.inference.http.server_checks import check, until_up
 from ramify.logging import RoomLogger
 from ramify.models.load import Policy
+from ramify.secrets import remember
 
 _log = RoomLogger("inference")
 _MAX_TREES = 65_536
@@ -61,6 +62,7 @@ class EngineFleet:
         self._dtype = str(policy.dtype).removeprefix("torch.")
         self._window = policy.window
         self._key = os.environ.get(spec.key_variable, "")
+        remember(spec.key_variable, self._key)
         check_ports(spec)
         self._processes: dict[str, EngineProcess] = {}
         """Each address that a process has had -> the process."""
@@ -324,22 +326,16 @@ class EngineFleet:
         process = self._processes.get(server.url)
         if self.listed is not None:
             self.listed.remove(server.url)
-        is_expected = self.membership.record_loss(server.url, why)
         num, of = len(self.alive), len(self._urls)
-        left = f"continuing with {num} of {of} engines" if num else "no engine is left"
+        rest = f"continuing with {num} of {of} engines" if num else "no engine is left"
         back = (
             "it is started again"
             if process is not None
             else f"waiting for it for at most {self.spec.return_s:g} s"
         )
         back = back if self.listed is None else "the run brings it back"
-        _log.warning(
-            "restart" if is_expected and process is not None else "engine_lost",
-            f"{why}; {left}{f'; {back}' if is_expected else ''}",
-            shown=True,
-            engine=server.url,
-            left=num,
-        )
+        event = "engine_lost" if process is None else "restart"
+        self.membership.record_loss(server.url, why, rest, back, event=event, left=num)
         await server.close()
 
     async def _bring(self, url: str) -> EngineServer:
@@ -351,7 +347,7 @@ class EngineFleet:
         if process is not None:
             await process.restart()
             if process.url not in self._processes:
-                _log.info(
+                _log.debug(
                     "engine_moved",
                     f"the engine of {url} was started again at {process.url}",
                     shown=True,

@@ -28,6 +28,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import Any
 
 from ramify.actors.restarts import RestartCount, until_started
 from ramify.errors import ConfigError
@@ -75,14 +76,13 @@ class EngineMembership:
         """Whether an engine is being brought back."""
         return bool(self._coming)
 
-    def record_loss(self, url: str, why: str) -> bool:
-        """Record the loss of an engine; returns whether it is expected back."""
+    def record_loss(self, url: str, why: str, rest: str, again: str, **fields: Any) -> None:
+        """Record the loss of an engine, and expect it back unless it is given up. ``rest`` says
+        which engines remain, ``again`` how it comes back; ``fields`` are those of the record."""
         self.num_lost += 1
         self.reasons.append(why)
-        if not self._restarts.lost(url):
-            return False
-        self.expect(url)
-        return True
+        if self._restarts.failed(url, f"{why}; {rest}", again, "", **fields):
+            self.expect(url)
 
     def record_update(self) -> None:
         """Record that all live engines have taken a new version: earlier losses no longer count."""
@@ -126,6 +126,7 @@ class EngineMembership:
             server = await until_started(partial(self._bring, url), partial(self._failed, url))
             if server is None:
                 return
+            self._restarts.started(url)
             self._restarts.moved(url, server.url)
             self.ready.append(server)
         finally:
@@ -136,7 +137,7 @@ class EngineMembership:
 
     def _failed(self, url: str, error: Exception) -> bool:
         self.reasons.append(f"{url} did not come back: {error}")
-        return self._restarts.failed(url, self.reasons[-1], "tried again")
+        return self._restarts.failed(url, self.reasons[-1])
 
 
 class EngineList:

@@ -78,8 +78,8 @@ class EngineWeightSync:
                 return False
             await self._give(sources, version)
         names = ", ".join(server.url for server in self._fleet.alive)
-        _log.info(
-            "engine_back",
+        _log.debug(
+            "back",
             f"an engine is back, with version {version} of the weights; now there are {names}",
             shown=True,
             version=version,

@@ -28,13 +28,14 @@ from ramify.actors.connect_back import Listener, connect
 from ramify.actors.launcher import STOPPED_S, Launcher
 from ramify.actors.process_slots import SlotMember
 from ramify.errors import ConfigError, TrainError
-from ramify.logging import join_run
+from ramify.logging import RoomLogger, join_run
 from ramify.train.backends.base import ShardSpec
 from ramify.train.backends.rendezvous import began, come, gather
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT, _DEVICE = "RAMIFY_RANK_TIMEOUT_S", "RAMIFY_RANK_DEVICE"
 _START_S = 120.0
+_log = RoomLogger("train")
 """Time limit in seconds for a rank to start, including its imports."""
 
 
@@ -223,6 +224,7 @@ def follow(world: RankInfo) -> NoReturn:
     pulse = RankHeartbeat()
     rank = RankModels(world.rank, world.size, _device(device, world), timeout_s, pulse)
     talk, watch = _connect_back(world)
+    _log.info("rank_ready", f"rank {world.rank} of {world.size} is ready", rank=world.rank)
     follow(rank, pulse, talk, watch, world.rank, timeout_s)
     rank.wait()
     dist.destroy_process_group()

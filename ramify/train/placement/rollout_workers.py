@@ -286,7 +286,7 @@ class RolloutWorkers:
             )
             if worker is not None:
                 text = f"rollout worker {number} is back ({worker.process.where})"
-                _log.info("back", text, shown=True, worker=number)
+                self._restarts.back(number, text)
         finally:
             self._restarting.pop(number, None)
             if not self._is_closing and not self._alive and not self._restarting:
@@ -294,7 +294,7 @@ class RolloutWorkers:
 
     def _failed(self, number: int, error: Exception) -> bool:
         self._reasons.append(f"rollout worker {number} did not restart: {error}")
-        return self._restarts.failed(number, self._reasons[-1], "tried again")
+        return self._restarts.failed(number, self._reasons[-1])
 
     # --- supervision
 

@@ -106,7 +106,7 @@ class RunServices:
                 restarts.succeeded(service.name)
             if not failed(why) or not await until_started(restarted, failed):
                 return
-            _log.info("back", f"{service.description} is back", shown=True, service=service.name)
+            restarts.back(service.name, f"{service.description} is back")
 
 
 class _RunningService:

@@ -32,7 +32,7 @@ from ramify.train.losses import ImportanceSampling, LossTokens
 from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import read_metrics
 from tests.processes import below, kill
-from tests.shown import heard
+from tests.shown import heard, logged
 from tests.train.small import small, weights_of
 from tests.train.test_faults import GATE, LINUX
 
@@ -137,6 +137,8 @@ def test_a_run_is_that_of_one_process_and_after_a_lost_rank_the_same_to_the_bit(
         assert supervise([str(recipe)], ["--plain"], killed, None, 1) == 0
     checkpoint = killed / "checkpoints/step-000001"
     assert said == [f"the trainer ended with status 1 after step 1; restarting from {checkpoint}"]
+    assert logged(killed, "restart") == [("killed", "")]
+    assert logged(killed, "rank_ready") == [("killed", "rank 1")] * 2
     assert steady(killed) == steady(two)
     ours, theirs = (weights_of(out / "checkpoints/step-000002") for out in (killed, two))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs | ours)

@@ -31,7 +31,7 @@ from ramify.train.placement.rollout_worker import RolloutWorkerSpec, WorkerMessa
 from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.resource_counts import settled
 from ramify.types.trajectory import Trajectory
-from tests.shown import heard, train
+from tests.shown import heard, logged, train
 from tests.train.backends.test_ranks import tuned
 
 RUNNERS = PlacementSpec(rollouts=RoleSpec(count=1))
@@ -101,6 +101,7 @@ def test_groups_are_those_of_one_process_also_where_the_only_runner_is_lost(tmp_
     lost = next(number for number, text in enumerate(said) if text.startswith(killed[0]))
     assert said[lost].endswith("0 other workers remain; it is restarted")
     assert re.match(r"rollout worker 0 is back \(process \d+ on ", said[lost + 1])
+    assert logged(tmp_path / "two", "restart") == [("two", "")]
     assert not list(_pids("RAMIFY_CONNECT_NAME=", str(tmp_path)))
 
 
