@@ -300,7 +300,7 @@ def _load(location: str, what: str) -> Any:
     """The object at ``module:name`` or ``file.py:name``, or a module. Raises ConfigError, which
     begins with ``what``."""
     place, _, name = location.rpartition(":")
-    if location.startswith(":") or location.endswith((".py", ":")):
+    if location.startswith(":") or location.endswith((".py", ":", ".")):
         raise ConfigError(f"{what} names no object: write module:name or file.py:name")
     try:
         if place.endswith(".py"):

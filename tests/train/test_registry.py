@@ -157,7 +157,7 @@ def test_what_cannot_be_stored_is_not_registered() -> None:
         POLICY_LOSSES.build({"clip_low": 1})
 
 
-@pytest.mark.parametrize("name", [":", "mine.py", "module:"])
+@pytest.mark.parametrize("name", [":", "mine.py", "module:", "."])
 def test_a_reference_without_an_object(name: str) -> None:
     with pytest.raises(ConfigError, match=r"names no object: write module:name or file\.py:name$"):
         ALGORITHMS.of(name)
