@@ -9,7 +9,9 @@ from logging import INFO, WARNING, LogRecord
 from pathlib import Path
 from typing import Any
 
-from ramify.logging import RUN_LOG, attached, text_of
+from ramify.log_outputs import RUN_LOG
+from ramify.log_text import text_of
+from ramify.logging import attached
 from ramify.train import execute
 from ramify.train.checkpoint import CheckpointState
 from ramify.train.config import Run

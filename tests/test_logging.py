@@ -28,7 +28,8 @@ from ramify.clients.script import rate_limited, server_error, unreachable
 from ramify.clients.scripted import ScriptedClient
 from ramify.clients.scripted_server import ScriptedServer
 from ramify.engine.limits import Ledger, ResourceAmount
-from ramify.logging import RUN_LOG, LogFile, RoomLogger, attached, in_run, levels_of
+from ramify.log_outputs import RUN_LOG, LogFile, levels_of
+from ramify.logging import RoomLogger, attached, in_run
 from ramify.progress import report_progress
 from ramify.serve.keys import ApiKey, ApiKeys
 from ramify.train.execute import train

@@ -31,7 +31,7 @@ from ramify.engine.question import RunOptions
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle
 from ramify.errors import ModelError, ReplyCut, ReplyFiltered
-from ramify.logging import current_console
+from ramify.log_outputs import current_console
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,

@@ -25,7 +25,8 @@ from ramify.cli.progress_screen import ProgressScreen, form_of
 from ramify.cli.settings import fill, unknown_variables
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import StderrNotes, dollars, error_line, write
-from ramify.logging import RoomLogger, run_log
+from ramify.log_outputs import run_log
+from ramify.logging import RoomLogger
 from ramify.progress import ProgressTask, report_progress
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from ramify.cli.stop_signals import on_stop
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import StderrNotes, write
 from ramify.errors import ConfigError
-from ramify.logging import RoomLogger, run_log
+from ramify.log_outputs import run_log
+from ramify.logging import RoomLogger
 from ramify.store.private_files import make_folder
 
 if TYPE_CHECKING:

@@ -25,7 +25,8 @@ from ramify.actors.foreground_process import ForegroundProcess
 from ramify.actors.restarts import RestartCount
 from ramify.cli.parser import ExitCode, UsageError
 from ramify.cli.terminal_text import error_line
-from ramify.logging import RUN_LOG, RoomLogger, run_log
+from ramify.log_outputs import RUN_LOG, run_log
+from ramify.logging import RoomLogger
 from ramify.train.lock import holder
 from ramify.train.metrics import FILE, read_metrics
 

@@ -19,7 +19,8 @@ import warnings
 from collections.abc import Callable
 
 from ramify.errors import OldNameWarning
-from ramify.logging import RoomLogger, current_console
+from ramify.log_outputs import current_console
+from ramify.logging import RoomLogger
 
 _log = RoomLogger("cli")
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from numbers import Real
 from typing import NamedTuple
 
 import msgspec
@@ -64,7 +63,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if isinstance(value, bool | str) or not isinstance(value, Real | None):
+            if isinstance(value, bool) or not isinstance(value, int | float | None):
                 raise ConfigError(f"limit {name}={value!r:.80} is not a number: give one")
             low = 0 if name == "max_depth" else 1 if isinstance(value, int) else math.ulp(0.0)
             if value is not None and not value >= low:

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.logging import RUN_LOG, LogFile, RoomLogger, run_log
+from ramify.log_outputs import RUN_LOG, LogFile, run_log
+from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.train.assemble import assemble
 from ramify.train.backends import launch

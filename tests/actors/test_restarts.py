@@ -10,7 +10,8 @@ import pytest
 from ramify.actors.child_process import ChildProcess
 from ramify.actors.restarts import RestartCount, until_started
 from ramify.errors import ConfigError
-from ramify.logging import RUN_LOG, LogFile, RoomLogger, attached, in_run
+from ramify.log_outputs import RUN_LOG, LogFile
+from ramify.logging import RoomLogger, attached, in_run
 from tests.shown import heard, logged
 
 

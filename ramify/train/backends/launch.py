@@ -28,7 +28,8 @@ from ramify.actors.connect_back import Listener, connect
 from ramify.actors.launcher import STOPPED_S, Launcher
 from ramify.actors.process_slots import SlotMember
 from ramify.errors import ConfigError, TrainError
-from ramify.logging import RoomLogger, join_run
+from ramify.log_outputs import join_run
+from ramify.logging import RoomLogger
 from ramify.train.backends.base import ShardSpec
 from ramify.train.backends.rendezvous import began, come, gather
 

@@ -29,7 +29,8 @@ from ramify.clients.base import Sampling
 from ramify.engine.limits import Limits
 from ramify.errors import RamifyError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.logging import Sender, SentRecord, attach
+from ramify.log_outputs import Sender
+from ramify.logging import SentRecord, attach
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item
 
