@@ -1,4 +1,4 @@
-"""Where log records go in addition to Python's ``logging``: a terminal, a run's log, another process.
+"""Where log records go, apart from Python's ``logging``: a terminal, a file, another process.
 
     ``-v``, RAMIFY_LOG=engine=debug,info ── levels_of ──▶ Console (stderr)
     OUT/run.log ◀── LogFile ◀── run_log (this process)  join_run (its child processes)
