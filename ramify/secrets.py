@@ -124,11 +124,16 @@ def without_secrets(text: str, known: SecretRedactor | None = None) -> str:
 
     ``"https://me:pw@host/v1?key=k"`` -> ``"https://«redacted»@host/v1?key=«redacted»"``
     """
-    text = (known or SecretRedactor()).redact(text)
-    text = LOGIN.sub(f"//{MARK}@", text)
-    for pattern in (QUERY, _NAMED, _KEY_SHAPED):
+    text = (known or SecretRedactor()).redact(without_url_secrets(text))
+    for pattern in (_NAMED, _KEY_SHAPED):
         text = pattern.sub(rf"\1{MARK}", text)
     return text
+
+
+def without_url_secrets(text: str) -> str:
+    """``text`` without logins and keys in URLs. Known secrets are replaced after that: their
+    marks have spaces, and URLs have none."""
+    return QUERY.sub(rf"\1{MARK}", LOGIN.sub(f"//{MARK}@", text))
 
 
 def _is_secret(value: str) -> bool:

@@ -104,7 +104,8 @@ class RunHandle:
         self._answered_by = ""
         self._requested_stop: Stop | None = None
         self._thread = threading.get_ident()
-        self._task = asyncio.get_running_loop().create_task(self._drive())
+        with in_run(self.id, self._warn):  # the task inherits it
+            self._task = asyncio.get_running_loop().create_task(self._drive())
 
     # --- for the caller ---------------------------------------------------------------------------
 
@@ -144,14 +145,6 @@ class RunHandle:
 
     # --- the run itself ---------------------------------------------------------------------------
 
-    async def _drive(self) -> Result:
-        with in_run(self.id, self._warn):
-            for text in take_collected():
-                self._warn(text)
-            for text in self._question.warnings:
-                _log.warning("warning", text)
-            return await self._drive_in_run()
-
     def _warn(self, text: str) -> None:
         """Put a warning, from any thread, into the record."""
         loop = self._task.get_loop()
@@ -160,7 +153,11 @@ class RunHandle:
         else:
             loop.call_soon_threadsafe(self.recorder.warn, text)
 
-    async def _drive_in_run(self) -> Result:
+    async def _drive(self) -> Result:
+        for text in take_collected():
+            self._warn(text)
+        for text in self._question.warnings:
+            _log.warning("warning", text)
         outcome = CallOutcome(Stop.ERROR, error="the run did not start")
         run: RunState | None = None
         try:

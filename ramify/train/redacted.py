@@ -17,7 +17,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ramify.secrets import KINDS, LOGIN, MARK, QUERY, SecretRedactor, names_a_secret, remember
+from ramify.secrets import (
+    KINDS,
+    MARK,
+    SecretRedactor,
+    names_a_secret,
+    remember,
+    without_url_secrets,
+)
 
 _START = "«redacted"
 _FLAG = re.compile(rf"--?([\w-]+-)?(api_?)?{KINDS}", re.IGNORECASE)
@@ -59,9 +66,7 @@ def _redacted(value: Any, name: str, secrets: SecretRedactor) -> Any:
     if names_a_secret(name):
         remember(name, value)
         return MARK
-    return _FLAG_WITH_VALUE.sub(
-        rf"\1{MARK}", QUERY.sub(rf"\1{MARK}", LOGIN.sub(f"//{MARK}@", secrets.redact(value)))
-    )
+    return _FLAG_WITH_VALUE.sub(rf"\1{MARK}", secrets.redact(without_url_secrets(value)))
 
 
 def _items(values: Sequence[Any], name: str, secrets: SecretRedactor) -> Iterator[Any]:

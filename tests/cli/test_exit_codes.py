@@ -179,6 +179,7 @@ WRONG_VALUES = {
     **dict.fromkeys(("memory", "max_body", "max_size", "older_than", "split", "track"), "lots"),
     **dict.fromkeys(("measured", "calibrate", "keys", "weights_root", "against"), "nowhere"),
     **dict.fromkeys(("api_key", "token"), ""),
+    "log": "nowhere/serve.log",
     **dict.fromkeys(("answer_schema", "resume", "mount"), "nowhere.json"),
     **dict.fromkeys(("model", "sub_model"), "opnai:x"),
     "scaffold": "minimum",
