@@ -198,7 +198,8 @@ def _warm_up(model: str, spec: SandboxSpec | None) -> None:
     if provider not in ("scripted", *IN_PROCESS) and not is_plain:
         import threading
 
-        threading.Thread(target=__import__, args=("ramify.clients.https",), daemon=True).start()
+        # Not a daemon: OpenSSL crashes if the process ends while certificates are read.
+        threading.Thread(target=__import__, args=("ramify.clients.https",)).start()
 
 
 def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
