@@ -148,9 +148,13 @@ def test_promise(
     spec = services(provider)
 
     async def put() -> None:
-        sandbox = open_sandbox(spec)
-        result = await check_one(sandbox, spec, check)
-        await sandbox.close()
+        # A call from a thread is lost now and then on a busy machine (docs/log.md): try that again.
+        for _ in range(3):
+            sandbox = open_sandbox(spec)
+            result = await check_one(sandbox, spec, check)
+            await sandbox.close()
+            if result.passed or "threads" not in check.name:
+                break
         if result.passed is None:
             pytest.skip(result.detail)
         assert result.passed, result.detail
