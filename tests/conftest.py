@@ -20,6 +20,8 @@ FIRST = ("sandbox", "viewer", "docs", "train", "cli", "inference", "serve")
 """Rooms whose files take longest. They come first, so that no process of many is left alone with
 one at the end."""
 _HERE = Path(__file__).parent
+for _name in [name for name in os.environ if name.startswith("RAMIFY_")]:
+    del os.environ[_name]  # a developer's settings are no part of a test
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # as in scripts/test: sums of two threads are rounded otherwise

@@ -145,6 +145,12 @@ class FrameAssembler:
             if at < end:
                 self._held = bytearray(data[at:])
 
+    def keep(self, data: memoryview) -> None:
+        """Keep ``data`` for the next ``feed``."""
+        if self._held is None:
+            self._held, self._need = bytearray(), 0
+        self._held += data
+
     def held_bytes(self) -> int:
         """Return the size of the unfinished frames."""
         return len(self._held) if self._held is not None else 0

@@ -338,11 +338,10 @@ class RemoteTransport:
 
     async def _read(self) -> None:
         try:
-            self._take()
+            await self._take()
             while data := await self._stream.receive():
-                await self._flows.wait()
                 self._feed(data)
-                self._take()
+                await self._take()
             self._ends("its box ended")
         except (ProtocolError, ValueError) as error:
             self._ends(f"it broke the protocol: {error}")
@@ -363,7 +362,8 @@ class RemoteTransport:
         elif len(self._line) > _MAX_PACKET_BYTES:
             raise ProtocolError(f"a line of {len(self._line):,} bytes")
 
-    def _take(self) -> None:
+    async def _take(self) -> None:
+        """Handle the complete packets, each when the session wants more."""
         at, data = 0, self._data
         while len(data) - at >= HEAD.size:
             kind, size = HEAD.unpack_from(data, at)
@@ -374,6 +374,8 @@ class RemoteTransport:
                 )
             if len(data) < end:
                 break
+            if not self._flows.is_set():
+                await self._flows.wait()
             self._handle(kind, bytes(data[at + HEAD.size : end]))
             at = end
         if at:

@@ -88,6 +88,9 @@ class SessionWire:
     # -- from the guest
 
     def _feed(self, data: memoryview) -> None:
+        if self._holds:  # a service delivers what it had received before ``pause``
+            self._assembler.keep(data)
+            return
         until = time.perf_counter() + _TURN_S
         try:
             frames = self._assembler.feed(data)

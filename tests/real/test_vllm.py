@@ -1,4 +1,4 @@
-"""vLLM itself, where RAMIFY_VLLM names its program (``…/bin/vllm``; its CPU build will do): weights
+"""vLLM itself, where TEST_VLLM names its program (``…/bin/vllm``; its CPU build will do): weights
 by our weight sync methods through its own routes, and the output matrix that is tied to the embeddings, which
 its ``reload_weights`` leaves as it was.
 
@@ -25,7 +25,7 @@ from ramify.models.load import load_policy, save_policy
 from ramify.train.backends.lora import attach, merged, unmerged
 from ramify.types.message import Message
 
-VLLM = os.environ.get("RAMIFY_VLLM", "")
+VLLM = os.environ.get("TEST_VLLM", "")
 OPTIONS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -36,7 +36,7 @@ OPTIONS = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not VLLM, reason="RAMIFY_VLLM names no program of vLLM")
+@pytest.mark.skipif(not VLLM, reason="TEST_VLLM names no program of vLLM")
 @pytest.mark.parametrize("weight_sync", ["shared", "delta"])
 def test_weights_through_vllms_own_routes(
     weight_sync: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -96,7 +96,7 @@ def test_weights_through_vllms_own_routes(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not VLLM, reason="RAMIFY_VLLM names no program of vLLM")
+@pytest.mark.skipif(not VLLM, reason="TEST_VLLM names no program of vLLM")
 def test_adapters_are_added_up_inside_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where vLLM has fused a matrix that has one with others that have none."""
     for name, value in OPTIONS.items():

@@ -140,6 +140,15 @@ def test_a_lie_ends_the_session(lie: str) -> None:
     assert transport.events[-1] == "close"
 
 
+def test_what_arrives_while_a_large_value_is_decoded_is_kept() -> None:
+    large = said({**CALL, "value": [[[1] * 20_000], {}]})
+    second = said({**CALL, "id": 2})
+    transport = LyingDoor(large, second[:9], second[9:], said({**DONE, "value": "7"}))
+    ran = asyncio.run(run(transport))
+    assert (ran.cell.value, ran.cell.error, ran.cell.died) == ("7", None, False)
+    assert "kill" not in transport.events
+
+
 def test_half_a_frame_and_silence_meet_the_time_limit() -> None:
     transport = LyingDoor(said(DONE)[:-3])
     with pytest.raises(SessionDied, match=r"did not stop within 0\.05 s of an interrupt \(time\)"):

@@ -1,7 +1,7 @@
 """A real browser over a real server: headless Chromium, driven by Playwright.
 
 Where either is missing the browser's tests are skipped, and the run's last lines say so
-(``tests/conftest.py`` prints them). Screenshots go to the folder that ``RAMIFY_ARTEFACTS`` names,
+(``tests/conftest.py`` prints them). Screenshots go to the folder that ``TEST_ARTEFACTS`` names,
 else beside the test's other files.
 """
 
@@ -36,13 +36,13 @@ def why_not() -> str:
     return (
         ""
         if executable()
-        else "there is no Chromium: apt-get install chromium, or set RAMIFY_CHROMIUM"
+        else "there is no Chromium: apt-get install chromium, or set TEST_CHROMIUM"
     )
 
 
 def executable() -> str | None:
     return (
-        os.environ.get("RAMIFY_CHROMIUM")
+        os.environ.get("TEST_CHROMIUM")
         or shutil.which("chromium")
         or shutil.which("chromium-browser")
     )
@@ -129,7 +129,7 @@ def tab(browser: Any, size: Sequence[int] = WIDE, **options: Any) -> Iterator[Ta
 def photograph(page: Any, name: str, folder: Path) -> None:
     """Save a light and a dark screenshot if an artefact folder is set; check that nothing overflows
     to the side."""
-    artefacts = os.environ.get("RAMIFY_ARTEFACTS")
+    artefacts = os.environ.get("TEST_ARTEFACTS")
     folder = Path(artefacts or folder)
     folder.mkdir(parents=True, exist_ok=True)
     for scheme in ("dark", "light") if artefacts else ("light",):
