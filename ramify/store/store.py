@@ -91,7 +91,7 @@ class RunSummary(msgspec.Struct, omit_defaults=True):
     reason: str = ""
     """One sentence on why the run ended; empty for a final answer."""
     root_turns: int = 0
-    """Turns of the root call."""
+    """Turns of the root call of the last question."""
     task: str = ""
 
 
@@ -155,6 +155,7 @@ def _add(summary: RunSummary, event: _Glance) -> None:
     match event.type:
         case "RunStarted":
             summary.num_questions, summary.stop = summary.num_questions + 1, None
+            summary.root_turns = 0
             if summary.num_questions == 1:
                 summary.question, summary.started_at = event.question, event.started_at
                 summary.task = event.task
@@ -166,7 +167,7 @@ def _add(summary: RunSummary, event: _Glance) -> None:
             summary.model = summary.model or event.model
         case "Replied":
             _charge(summary, event.reply.usage, event.reply.cost)
-            summary.root_turns += event.call == "0"
+            summary.root_turns += event.call.isdecimal()
         case "Attempted":
             _charge(summary, event.usage, event.cost)
         case "RunEnded":

@@ -79,10 +79,10 @@ export class Picture {
     this.later();
   }
 
-  // As tall as its lanes need; hidden for a run of one call, which has no tree.
+  // As tall as its lanes need; hidden for a run of one plain call, which has no tree.
   resize() {
     const calls = this.run.calls, start = this.start();
-    this.element.hidden = calls.length < 2;
+    this.element.hidden = !calls.length || (calls.length === 1 && calls[0].kind !== "rlm");
     const bands = this.lanes.bands.filter((band) => band.num), gaps = GAP * Math.max(bands.length - 1, 0);
     const tall = this.lanes.bands.reduce((sum, band, index) => sum + band.num * LANES[index % 2], AXIS + gaps + 8);
     const least = AXIS + gaps + 8 + bands.length * LEAST[0];
