@@ -50,8 +50,8 @@ class RamifyError(Exception):
 
 
 class Suspended(RamifyError):
-    """A stored run waits until a person has removed the cause of a failure. ``run_id`` names it, and
-    ``resume()`` continues it and returns its result; no recorded reply is paid for again.
+    """A stored run waits until a person has removed the cause of a failure. ``run_id`` names it,
+    and ``resume()`` continues it and returns its result; no recorded reply is paid for again.
 
     Example:
         except ramify.Suspended as error:
@@ -281,8 +281,8 @@ class HostCallError(Exception):
 
 
 def can_be_fixed(error: BaseException | None) -> bool:
-    """Whether a person can remove the cause of ``error`` (a network, a quota, a key, a full disk), so
-    that the same run can be continued."""
+    """Whether a person can remove the cause of ``error`` (a network, a quota, a key, a full disk).
+    The run can then be continued."""
     if isinstance(error, StoreError):
         return not isinstance(error, UnknownRun | RunInUse | ReplayDiverged)
     is_refused_key = isinstance(error, Refused) and error.needs_key

@@ -42,7 +42,7 @@ MEANINGS = {
     ExitCode.USAGE: "usage error: a wrong option, setting, recipe or name; nothing was run",
     ExitCode.CUT_SHORT: "stopped by a limit or by Ctrl-C; the best answer so far was printed",
     ExitCode.NO_ANSWER: "ended without an answer",
-    ExitCode.SUSPENDED: "suspended: no network, quota, key or disk space; --resume continues the run",
+    ExitCode.SUSPENDED: "suspended (no network, quota, key or disk space); continue with --resume",
     ExitCode.STOPPED: "stopped by a second Ctrl-C",
 }
 
