@@ -177,7 +177,8 @@ class RLM:
 
         Options are given as keywords (``answer_type=int, cite=True``), as a ``RunOptions``, or
         both. Raises ConfigError for invalid input, and the error of the model or sandbox if that
-        prevented an answer. Reaching a limit is not an error: see ``Result.stop``.
+        prevented an answer. Reaching a limit is not an error: see ``Result.stop``. Raises Suspended
+        if the run is stored and a person can remove the cause.
         """
         return self._in_thread(self.acompletion(prompt, query, options, **changes))
 
@@ -190,7 +191,7 @@ class RLM:
     ) -> Result:
         """``completion`` on the caller's event loop. Cancelling it cancels the whole tree of
         calls."""
-        return checked(await self.start(prompt, query, options, **changes))
+        return checked(await self.start(prompt, query, options, **changes), self.resume)
 
     async def stream(
         self,
@@ -205,7 +206,7 @@ class RLM:
         try:
             async for event in running.events():
                 yield event
-            checked(await running)
+            checked(await running, self.resume)
         finally:
             running.cancel()
 
@@ -257,7 +258,9 @@ class RLM:
         c.aask(…)``. Options given here are the defaults of its questions.
         """
         chosen = self._options.updated(options, changes)
-        return Conversation(self._setup, self._shared, self.store, prompt, chosen)
+        return Conversation(
+            self._setup, self._shared, self.store, prompt, chosen, resume=self.resume
+        )
 
     # --- resume and replay ------------------------------------------------------------------------
 
@@ -275,7 +278,7 @@ class RLM:
         self._rerun_options(options, changes)  # reports a wrong one even if the run has ended
         if self._recording(run, "resume").ended is not None:
             return self._from_record(run)
-        return checked(await self.restart(run, options, **changes))
+        return checked(await self.restart(run, options, **changes), self.resume)
 
     def restart(
         self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
@@ -315,7 +318,7 @@ class RLM:
         recording = self._recording(run, "replay", strict=True)
         listeners = checked_listener(options.on_event)
         recorder = EventRecorder(recording.started.id, None, listeners)
-        return checked(await self._rerun(recording, options, recorder))
+        return checked(await self._rerun(recording, options, recorder), self.resume)
 
     def resume(
         self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
