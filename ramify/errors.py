@@ -4,17 +4,19 @@
     ├── ConfigError         invalid option, model name, key, schema or limit: fix the call
     ├── SourceError         an input cannot be read
     ├── ModelError          a language model gave no usable reply
-    │   ├── RateLimited         429, or 503 with a time to wait      (retried)
-    │   ├── Unreachable         never sent: refused, no route, DNS   (retried)
-    │   ├── ReplyLost           sent, but the reply did not arrive   (retried; may be billed)
-    │   ├── ServerFailed        a 5xx                                (retried)
-    │   ├── BadReply            not the API: HTML, no choices        (not retried)
+    │   ├── RateLimited         429, or 503 with a time to wait      (retried, fixable)
+    │   ├── Unreachable         never sent: refused, no route, DNS   (retried, fixable)
+    │   ├── ReplyLost           sent, but the reply did not arrive   (retried, fixable)
+    │   ├── ServerFailed        a 5xx                                (retried, fixable)
+    │   ├── BadReply            not the API: HTML, no choices        (retried, fixable)
     │   ├── ReplyCut            truncated at its length limit (``.text`` holds what arrived)
     │   ├── ReplyFiltered       stopped by a content filter, or refused by the model
-    │   └── Refused             4xx: key, quota, unknown model, prompt too long
+    │   └── Refused             4xx: unknown model, prompt too long
+    │       └── AccountRefused      the key was rejected, or its quota is spent (fixable)
     ├── SandboxError        a session could not be started, or failed
     │   └── SessionDied         the process behind a session ended
     ├── StoreError          a journal or blob cannot be read or written
+    │   ├── DiskFull            a file could not be written          (fixable)
     │   ├── UnknownRun          no run or evaluation matches the name, or several do
     │   ├── RunInUse            another process is writing the run, evaluation or training folder
     │   └── ReplayDiverged      a replay sent a request that was not recorded
@@ -26,7 +28,9 @@
     except ramify.RamifyError as error:
         print(error)            # one line: what failed, where, what was received, what to do
 
-Reaching a limit is not an error for a run: it returns its best answer and its ``Stop``.
+A fixable error is also a ``FixableError``: once a person has repaired the cause, the same run can
+continue. A retried one is raised when the patience for its request is used up. Reaching a limit is
+not an error for a run: it returns its best answer and its ``Stop``.
 """
 
 from __future__ import annotations
@@ -68,6 +72,11 @@ class SourceError(RamifyError):
     """
 
 
+class FixableError(RamifyError):
+    """A failure whose cause a person can repair: the network, a server, a key, a quota or a disk.
+    The same run can then continue."""
+
+
 class ModelError(RamifyError):
     """A language model gave no usable reply.
 
@@ -80,9 +89,11 @@ class ModelError(RamifyError):
     """True if the provider may have billed the attempt although it reported no usage."""
     transient = False
     """True if the same request may succeed when it is sent again."""
+    waited_s = 0.0
+    """Seconds for which the request was retried before this error was raised."""
 
 
-class RateLimited(ModelError):
+class RateLimited(ModelError, FixableError):
     """The server asked the client to slow down.
 
     >>> inference.RateLimited("429", retry_after_s=1.5).retry_after_s    # seconds
@@ -96,7 +107,7 @@ class RateLimited(ModelError):
         self.retry_after_s = retry_after_s
 
 
-class Unreachable(ModelError):
+class Unreachable(ModelError, FixableError):
     """The request was never sent: connection refused, no route, or unknown host name.
 
     Example:
@@ -106,7 +117,7 @@ class Unreachable(ModelError):
     transient = True
 
 
-class ReplyLost(ModelError):
+class ReplyLost(ModelError, FixableError):
     """The request was sent, but no complete reply arrived: dropped connection or timeout.
 
     Example:
@@ -117,7 +128,7 @@ class ReplyLost(ModelError):
     may_be_paid = True
 
 
-class ServerFailed(ModelError):
+class ServerFailed(ModelError, FixableError):
     """The server answered with a 5xx status.
 
     Example:
@@ -127,13 +138,14 @@ class ServerFailed(ModelError):
     transient = True
 
 
-class BadReply(ModelError):
+class BadReply(ModelError, FixableError):
     """The server answered 200, but the body does not have the shape of the API.
 
     Example:
         inference.BadReply("openai:m: answered HTML instead of JSON")
     """
 
+    transient = True
     may_be_paid = True
 
 
@@ -172,6 +184,14 @@ class Refused(ModelError):
     """True if the request was rejected because the prompt does not fit the model's window."""
 
 
+class AccountRefused(Refused, FixableError):
+    """The server rejected the key, or the account has no quota left.
+
+    Example:
+        inference.AccountRefused("openai:m: 401, wrong key; check the key in OPENAI_API_KEY")
+    """
+
+
 class SandboxError(RamifyError):
     """A session could not be started, or violated its protocol.
 
@@ -207,6 +227,10 @@ class StoreError(RamifyError):
     Example:
         ramify.Store("/read-only")    # a folder that cannot be written
     """
+
+
+class DiskFull(StoreError, FixableError):
+    """A file could not be written: the disk is full, or its folder cannot be written."""
 
 
 class UnknownRun(StoreError):

@@ -15,7 +15,14 @@ from typing import Any
 
 import msgspec
 
-from ramify.errors import ModelError, RateLimited, Refused, ReplyLost, ServerFailed
+from ramify.errors import (
+    AccountRefused,
+    ModelError,
+    RateLimited,
+    Refused,
+    ReplyLost,
+    ServerFailed,
+)
 from ramify.secrets import forms_of
 
 _LOOKS_LIKE_A_KEY = re.compile(r"\b((?:sk|pk|rk|gsk|xai|key)[-_]|AIza|Bearer\s+)[\w*.+/=-]{8,}")
@@ -50,7 +57,7 @@ def from_status(
     text = f"{where} answered {status}: {message}" if message else f"{where} answered {status}"
     if status in (429, 529) or (status == 503 and retry_after_s(headers, body) is not None):
         if _NO_MONEY.search(message) and status == 429:
-            return Refused(f"{text}; the account has no quota left")
+            return AccountRefused(f"{text}; the account has no quota left")
         return RateLimited(text, retry_after_s(headers, body))
     if status in (504, 524):
         return ReplyLost(f"{text}; a gateway gave up waiting")
@@ -66,8 +73,10 @@ def _refused(
         error = Refused(f"{text}; shorten the prompt or name a model with a larger window")
         error.too_long = True
         return error
-    if status in (401, 403) and key_variable:
-        return Refused(f"{text}; check the key in {key_variable}")
+    if status == 402 or (status in (400, 403) and _NO_MONEY.search(message)):
+        return AccountRefused(f"{text}; the account has no quota left")
+    if status in (401, 403):
+        return AccountRefused(f"{text}; check the key in {key_variable}" if key_variable else text)
     if status in _NOT_THERE and "html" in headers.get("content-type", "").lower():
         return Refused(f"{text}; check the base URL: most end in /v1")
     return Refused(text)

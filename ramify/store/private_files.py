@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Protocol
 
-from ramify.errors import StoreError
+from ramify.errors import DiskFull, StoreError
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
@@ -30,7 +30,7 @@ def make_folder(path: Path) -> Path:
     try:
         path.mkdir(FOLDER_MODE, exist_ok=True)
     except OSError as error:
-        raise StoreError(
+        raise DiskFull(
             f"cannot create the folder {path}: {error.strerror}; set RAMIFY_HOME to a writable one"
         ) from error
     return path
@@ -47,7 +47,7 @@ def write_all(fd: int, data: Bytes, path: Path) -> None:
         while written < len(view):
             written += os.write(fd, view[written:])
     except OSError as error:
-        raise StoreError(
+        raise DiskFull(
             f"cannot write {path}: {error.strerror}; free some space, or set RAMIFY_HOME"
         ) from error
 
