@@ -4,19 +4,18 @@
     ├── ConfigError         invalid option, model name, key, schema or limit: fix the call
     ├── SourceError         an input cannot be read
     ├── ModelError          a language model gave no usable reply
-    │   ├── RateLimited         429, or 503 with a time to wait      (retried, fixable)
-    │   ├── Unreachable         never sent: refused, no route, DNS   (retried, fixable)
-    │   ├── ReplyLost           sent, but the reply did not arrive   (retried, fixable)
-    │   ├── ServerFailed        a 5xx                                (retried, fixable)
-    │   ├── BadReply            not the API: HTML, no choices        (retried, fixable)
+    │   ├── RateLimited         429, or 503 with a time to wait      (retried)
+    │   ├── Unreachable         never sent: refused, no route, DNS   (retried)
+    │   ├── ReplyLost           sent, but the reply did not arrive   (retried; may be billed)
+    │   ├── ServerFailed        a 5xx                                (retried)
+    │   ├── BadReply            not the API: HTML, no choices        (retried; may be billed)
     │   ├── ReplyCut            truncated at its length limit (``.text`` holds what arrived)
     │   ├── ReplyFiltered       stopped by a content filter, or refused by the model
-    │   └── Refused             4xx: unknown model, prompt too long
-    │       └── AccountRefused      the key was rejected, or its quota is spent (fixable)
+    │   └── Refused             4xx: key, quota, unknown model, prompt too long
     ├── SandboxError        a session could not be started, or failed
     │   └── SessionDied         the process behind a session ended
+    ├── Suspended           the run waits for a person; ``.resume()`` continues it
     ├── StoreError          a journal or blob cannot be read or written
-    │   ├── DiskFull            a file could not be written          (fixable)
     │   ├── UnknownRun          no run or evaluation matches the name, or several do
     │   ├── RunInUse            another process is writing the run, evaluation or training folder
     │   └── ReplayDiverged      a replay sent a request that was not recorded
@@ -28,17 +27,17 @@
     except ramify.RamifyError as error:
         print(error)            # one line: what failed, where, what was received, what to do
 
-A fixable error is also a ``FixableError``: once a person has repaired the cause, the same run can
-continue. A retried one is raised when the patience for its request is used up. Reaching a limit is
-not an error for a run: it returns its best answer and its ``Stop``.
+Reaching a limit is not an error for a run: it returns its best answer and its ``Stop``. A failure
+that a person can fix (see ``can_be_fixed``) suspends a stored run.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 
 class RamifyError(Exception):
@@ -48,6 +47,23 @@ class RamifyError(Exception):
         except ramify.RamifyError as error:
             print(error)    # what failed, where, what was received, what to do
     """
+
+
+class Suspended(RamifyError):
+    """A stored run waits until a person has removed the cause of a failure. ``run_id`` names it,
+    and ``resume()`` continues it and returns its result; no recorded reply is paid for again.
+
+    Example:
+        except ramify.Suspended as error:
+            input(f"{error}\\nPress Enter when it is fixed.")
+            result = error.resume()
+    """
+
+    def __init__(self, message: str, run_id: str, resume: Callable[[], Any]) -> None:
+        super().__init__(message)
+        self.run_id = run_id
+        self.resume = resume
+        """Blocks. In a coroutine, use ``await rlm.aresume(error.run_id)``."""
 
 
 class ConfigError(RamifyError):
@@ -72,11 +88,6 @@ class SourceError(RamifyError):
     """
 
 
-class FixableError(RamifyError):
-    """A failure whose cause a person can repair: the network, a server, a key, a quota or a disk.
-    The same run can then continue."""
-
-
 class ModelError(RamifyError):
     """A language model gave no usable reply.
 
@@ -93,7 +104,7 @@ class ModelError(RamifyError):
     """Seconds for which the request was retried before this error was raised."""
 
 
-class RateLimited(ModelError, FixableError):
+class RateLimited(ModelError):
     """The server asked the client to slow down.
 
     >>> inference.RateLimited("429", retry_after_s=1.5).retry_after_s    # seconds
@@ -107,7 +118,7 @@ class RateLimited(ModelError, FixableError):
         self.retry_after_s = retry_after_s
 
 
-class Unreachable(ModelError, FixableError):
+class Unreachable(ModelError):
     """The request was never sent: connection refused, no route, or unknown host name.
 
     Example:
@@ -117,7 +128,7 @@ class Unreachable(ModelError, FixableError):
     transient = True
 
 
-class ReplyLost(ModelError, FixableError):
+class ReplyLost(ModelError):
     """The request was sent, but no complete reply arrived: dropped connection or timeout.
 
     Example:
@@ -128,7 +139,7 @@ class ReplyLost(ModelError, FixableError):
     may_be_paid = True
 
 
-class ServerFailed(ModelError, FixableError):
+class ServerFailed(ModelError):
     """The server answered with a 5xx status.
 
     Example:
@@ -138,7 +149,7 @@ class ServerFailed(ModelError, FixableError):
     transient = True
 
 
-class BadReply(ModelError, FixableError):
+class BadReply(ModelError):
     """The server answered 200, but the body does not have the shape of the API.
 
     Example:
@@ -182,14 +193,8 @@ class Refused(ModelError):
 
     too_long = False
     """True if the request was rejected because the prompt does not fit the model's window."""
-
-
-class AccountRefused(Refused, FixableError):
-    """The server rejected the key, or the account has no quota left.
-
-    Example:
-        inference.AccountRefused("openai:m: 401, wrong key; check the key in OPENAI_API_KEY")
-    """
+    needs_key = False
+    """True if the key is wrong, or its quota or credit is used up."""
 
 
 class SandboxError(RamifyError):
@@ -227,10 +232,6 @@ class StoreError(RamifyError):
     Example:
         ramify.Store("/read-only")    # a folder that cannot be written
     """
-
-
-class DiskFull(StoreError, FixableError):
-    """A file could not be written: the disk is full, or its folder cannot be written."""
 
 
 class UnknownRun(StoreError):
@@ -280,6 +281,15 @@ class HostCallError(Exception):
         super().__init__(message)
         self.kind = kind
         self.data = dict(data or {})
+
+
+def can_be_fixed(error: BaseException | None) -> bool:
+    """Whether a person can remove the cause of ``error`` (a network, a quota, a key, a full disk).
+    The run can then be continued."""
+    if isinstance(error, StoreError):
+        return not isinstance(error, UnknownRun | RunInUse | ReplayDiverged)
+    is_refused_key = isinstance(error, Refused) and error.needs_key
+    return is_refused_key or (isinstance(error, ModelError) and error.transient)
 
 
 def cannot_listen(host: str, port: int, error: OSError | OverflowError) -> ConfigError:

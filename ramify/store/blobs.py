@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ramify.errors import DiskFull, StoreError
+from ramify.errors import StoreError
 from ramify.store.private_files import FILE_MODE, Bytes, FsyncFlusher, make_folder, write_all
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -130,7 +130,7 @@ class BlobStore:
         try:
             fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
         except OSError as error:
-            raise DiskFull(
+            raise StoreError(
                 f"cannot write {lock}: {error.strerror}; free some space, or set RAMIFY_HOME"
             ) from error
         try:
@@ -155,7 +155,7 @@ def _write(path: Path, data: memoryview) -> None:
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
     except OSError as error:
-        raise DiskFull(f"cannot write the blob {path}: {error.strerror}") from error
+        raise StoreError(f"cannot write the blob {path}: {error.strerror}") from error
     try:
         write_all(fd, data, path)
     finally:

@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.errors import DiskFull, RunInUse, StoreError
+from ramify.errors import RunInUse, StoreError
 from ramify.secrets import SecretRedactor
 from ramify.store.blobs import BlobStore
 from ramify.store.private_files import FILE_MODE, Bytes, FsyncFlusher, write_all
@@ -124,7 +124,7 @@ class Journal:
                 f"journal {self.path} is closed: open it again with store.reopen({self.id!r})"
             )
         if self._gap is not None:
-            raise type(self._gap)(str(self._gap))
+            raise StoreError(str(self._gap))
         if self._failure is not None:
             raise _not_on_disk(self.path, self._failure)
 
@@ -220,8 +220,8 @@ def cut_torn_line(fd: int) -> int:
     return size - end
 
 
-def _not_on_disk(path: Path, error: OSError) -> DiskFull:
-    return DiskFull(
+def _not_on_disk(path: Path, error: OSError) -> StoreError:
+    return StoreError(
         f"{path} may not be on the disk: {error.strerror}; free some space, or set RAMIFY_HOME"
     )
 

@@ -7,12 +7,13 @@ one thread per store that flushes written files, so that no event loop waits for
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
 from typing import Protocol
 
-from ramify.errors import DiskFull, StoreError
+from ramify.errors import ConfigError, StoreError
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
@@ -30,7 +31,8 @@ def make_folder(path: Path) -> Path:
     try:
         path.mkdir(FOLDER_MODE, exist_ok=True)
     except OSError as error:
-        raise DiskFull(
+        kind = StoreError if error.errno in (errno.ENOSPC, errno.EDQUOT) else ConfigError
+        raise kind(
             f"cannot create the folder {path}: {error.strerror}; set RAMIFY_HOME to a writable one"
         ) from error
     return path
@@ -47,7 +49,7 @@ def write_all(fd: int, data: Bytes, path: Path) -> None:
         while written < len(view):
             written += os.write(fd, view[written:])
     except OSError as error:
-        raise DiskFull(
+        raise StoreError(
             f"cannot write {path}: {error.strerror}; free some space, or set RAMIFY_HOME"
         ) from error
 

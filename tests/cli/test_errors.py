@@ -224,7 +224,7 @@ def server(tmp_path: Path) -> Iterator[str]:
 
 
 def test_servers_that_are_not_the_api(shell: Shell, server: str) -> None:
-    pages = shell.run("ask", "-q", "-m", f"openai:m@{server}", "--patience", "0.001", "hm?")
+    pages = shell.run("ask", "-q", "-m", f"openai:m@{server}", "--patience", "1e-9", "hm?")
     assert (pages.code, pages.out, pages.err.count("\n")) == (1, "", 1)
     assert "text/html" in pages.err
     empty = shell.run("ask", "-q", "-m", f"openai:m@{server}", "--patience", "0.1", "hm?")

@@ -6,7 +6,6 @@ import pytest
 from ramify.clients.base import Price, Request, Sampling, Tool
 from ramify.clients.pool import ClientPool
 from ramify.errors import (
-    AccountRefused,
     BadReply,
     ConfigError,
     ModelError,
@@ -222,7 +221,7 @@ def failed(kind, message):
     [
         (
             (401, failed("authentication_error", f"bad {KEY}"), {}),
-            AccountRefused,
+            Refused,
             "401: bad *** (authentication_error); check the key in ANTHROPIC_API_KEY",
         ),
         (

@@ -49,7 +49,7 @@ def test_replies_failures_prices_and_windows():
             return outcomes, books.kinds, client.price, client.window
 
     assert run(main()) == (
-        ["hello", "RateLimited", "ReplyLost", "AccountRefused", "Refused", "x"],
+        ["hello", "RateLimited", "ReplyLost", "Refused", "Refused", "x"],
         ["settle", "release", "forfeit", "release", "release", "settle"],
         Price(0.15, 0.6, 0.075),
         128_000,

@@ -8,7 +8,6 @@ from ramify.clients.base import Request, Sampling, Tool
 from ramify.clients.pool import ClientPool
 from ramify.clients.scripted_server import ScriptedServer
 from ramify.errors import (
-    AccountRefused,
     BadReply,
     ConfigError,
     ModelError,
@@ -332,17 +331,12 @@ LONG = {"error": {"message": "This model's maximum context length is 8 tokens"}}
         (
             BAD,
             401,
-            AccountRefused,
+            Refused,
             "401: Incorrect API key provided: *** (invalid_api_key); check the key in "
             "OPENAI_API_KEY",
         ),
         (LONG, 400, Refused, "shorten the prompt or name a model with a larger window"),
-        (
-            {"error": {"message": "You exceeded your current quota"}},
-            429,
-            AccountRefused,
-            "no quota left",
-        ),
+        ({"error": {"message": "You exceeded your current quota"}}, 429, Refused, "no quota left"),
         ({"error": {"message": "Slow down"}}, 429, RateLimited, "429: Slow down"),
         (b"<html>", 404, Refused, "404: a web page"),
         ({"detail": [{"msg": "field required"}]}, 422, Refused, "422: field required"),

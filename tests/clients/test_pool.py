@@ -26,7 +26,6 @@ from ramify.clients.scripted import (
 from ramify.clients.scripted_server import ScriptedServer
 from ramify.errors import (
     ConfigError,
-    FixableError,
     LimitReached,
     ModelError,
     RateLimited,
@@ -34,6 +33,7 @@ from ramify.errors import (
     ReplyLost,
     ServerFailed,
     Unreachable,
+    can_be_fixed,
 )
 from ramify.types.message import Usage
 from tests.clients.helpers import Books, request, run
@@ -131,8 +131,8 @@ def test_patience_outlives_an_outage_of_five_minutes(failure, patience_s, surviv
         try:
             reply = await pool(sleep=clock).ask(client, request(), books, None, patience_s)
             outcome = reply.message.content
-        except FixableError as error:
-            outcome = error.waited_s
+        except ModelError as error:
+            outcome = error.waited_s if can_be_fixed(error) else None
         assert books.open == 0
         return outcome, sum(clock.naps)
 
