@@ -367,7 +367,7 @@ class RequestRetries:
         self._num_retries = 0
 
     def are_worth(self, error: ModelError) -> bool:
-        """True if a server's request to wait, if there is one, is within the patience that is left."""
+        """True if the time that a server asked to wait is within the remaining patience."""
         return _asked_s(error) <= (self._left_s() if self._patience_s else self._pool.max_wait_s)
 
     def wait_after(self, error: ModelError, gate: Limiter, others_passed: bool) -> float | None:
