@@ -61,7 +61,7 @@ SETTINGS = (
     OptionSpec("max_tokens", int, "maximum total tokens, input plus output (default: 20000000)"),
     OptionSpec("max_reply_tokens", int, "maximum tokens per reply (default: 8192)"),
     OptionSpec("max_concurrency", int, "maximum concurrent model requests (default: 64)"),
-    OptionSpec("patience", float, "seconds to keep retrying an unreachable model (default: 300)"),
+    OptionSpec("patience", float, "seconds to keep retrying a failing model (default: 600)"),
     OptionSpec(
         "branches",
         int,
