@@ -1,6 +1,6 @@
 """The output of cells, on its way to the host.
 
-Decides how prints get here (``Stream``), where they are stored until the host has them (a spool),
+Decides how prints get here (``Stream``), their store until the host has them (a spool),
 which bytes of a stream that is too long are kept (``HeadTailBuffer``), and when output is sent, and
 how much. Up to its limit the host gets everything; beyond the limit it gets only the newest part,
 at most every 50 ms and at the cell's end. If there is a file for it, the output of Python code, C
