@@ -36,7 +36,7 @@ from ramify.errors import (
     can_be_fixed,
 )
 from ramify.logging import RoomLogger, in_run, take_collected
-from ramify.sandbox.context import SharedContext
+from ramify.sandbox.base import SharedContext
 from ramify.types.event import AnyEvent, RunEnded, RunStarted
 from ramify.types.message import Usage
 from ramify.types.trajectory import Fork, Stop, Trajectory
