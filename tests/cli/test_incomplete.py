@@ -78,7 +78,7 @@ def test_a_run_that_found_no_network_is_gone_on_with(shell: Shell) -> None:
     assert (failed.code, failed.out) == (5, "")
     suspended, total = failed.err.splitlines()
     assert re.fullmatch(
-        r"ramify: suspended after [\d.]+ s: openai:m: cannot reach .* \(connection refused\); "
+        r"ramify: suspended after [\d.]+ s: openai:m@.*: cannot reach .* \(connection refused\); "
         r"continue with: ramify ask --resume last",
         suspended,
     )
