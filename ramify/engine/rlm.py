@@ -49,8 +49,7 @@ from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.engine.tool_set import Tools, ToolSet
 from ramify.engine.typed import Citation, CitedAnswer
 from ramify.errors import ConfigError, ReplayDiverged
-from ramify.sandbox.base import SandboxSpec, check_provider
-from ramify.sandbox.context import SharedContext
+from ramify.sandbox.base import SandboxSpec, SharedContext, check_provider
 from ramify.store.journal import Journal
 from ramify.store.recorded_replies import RecordedReplies
 from ramify.store.store import Store

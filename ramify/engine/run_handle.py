@@ -28,7 +28,7 @@ from ramify.engine.run_state import EventRecorder, RunState
 from ramify.engine.typed import Citation, CitedAnswer
 from ramify.errors import ConfigError, RamifyError, SandboxError
 from ramify.logging import RoomLogger, in_run, take_collected
-from ramify.sandbox.context import SharedContext
+from ramify.sandbox.base import SharedContext
 from ramify.types.event import AnyEvent, RunEnded, RunStarted
 from ramify.types.message import Usage
 from ramify.types.trajectory import Fork, Stop, Trajectory

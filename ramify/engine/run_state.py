@@ -46,7 +46,7 @@ from ramify.types.trajectory import Fork, Stop, Trajectory
 if TYPE_CHECKING:
     from ramify.engine.scaffold import Scaffold
     from ramify.engine.tool_set import ToolSet
-    from ramify.sandbox.context import SharedContext
+    from ramify.sandbox.base import SharedContext
     from ramify.store.call_cache import CallCache
     from ramify.store.journal import Journal
     from ramify.store.recorded_replies import RecordedReplies

@@ -7,12 +7,13 @@ one thread per store that flushes written files, so that no event loop waits for
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
 from typing import Protocol
 
-from ramify.errors import StoreError
+from ramify.errors import ConfigError, StoreError
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
@@ -30,7 +31,8 @@ def make_folder(path: Path) -> Path:
     try:
         path.mkdir(FOLDER_MODE, exist_ok=True)
     except OSError as error:
-        raise StoreError(
+        kind = StoreError if error.errno in (errno.ENOSPC, errno.EDQUOT) else ConfigError
+        raise kind(
             f"cannot create the folder {path}: {error.strerror}; set RAMIFY_HOME to a writable one"
         ) from error
     return path

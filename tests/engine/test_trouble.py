@@ -73,7 +73,7 @@ def killed_after(recorded: list[bytes], num: int, folder: Path) -> Store:
 
 
 def _contexts() -> dict[str, bytes]:
-    from ramify.sandbox.context import SharedContext
+    from ramify.sandbox.base import SharedContext
 
     context = SharedContext("text")
     return {context.digest: bytes(context.buffer())}
