@@ -153,7 +153,7 @@ def note_rewritten_history(run: Run, policy: Policy) -> None:
         return
     text = (
         f"the chat template rewrites earlier turns ({policy.renderer.unstable}): each turn is a "
-        "path of its own, which is computed from where it was rewritten"
+        "separate path, and what follows the first change is computed again"
     )
     if run.rl.loss.is_over_sequences:
         text += "; rl.loss takes all paths of a call as one sequence, in one batch"
