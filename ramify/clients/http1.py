@@ -84,7 +84,7 @@ class RequestRoute(msgspec.Struct, frozen=True):
 
 
 def _reason(error: OSError) -> str:
-    """Return why a connection failed. An error about several addresses has no number of its own."""
+    """Return why a connection failed. An error about several addresses has no number itself."""
     number = error.errno or next(map(int, re.findall(r"\[Errno (\d+)\]", str(error))), 0)
     return os.strerror(number).lower() if number > 0 else error.strerror or str(error)
 
