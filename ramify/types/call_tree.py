@@ -298,6 +298,7 @@ _WITHOUT_REASON = {
     Stop.NO_CODE: "the last replies had no code, so the last one is the answer",
     Stop.CANCELLED: "it was cancelled",
     Stop.ERROR: "it failed",
+    Stop.SUSPENDED: "it waits for a failure to be fixed: continue it with ramify ask --resume",
 }
 """Reasons for journals that store none."""
 
