@@ -56,9 +56,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Children of one call that run at once. Each has its own session."""
     max_reply_tokens: int = 8192
     """Maximum tokens of any single reply."""
-    patience_s: float = 300.0
-    """How long a request is retried while its model cannot be reached. A model that has never
-    answered gets a tenth of it, at most 30 s."""
+    patience_s: float = 600.0
+    """How long a request is retried while its model cannot be reached or gives no usable reply:
+    refused connections, rate limits, 5xx, web pages. Never past ``max_seconds``."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

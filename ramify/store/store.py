@@ -5,6 +5,7 @@
     ROOT/blobs/ab/DIGEST        contexts and long outputs, stored once     (blobs.py)
     ROOT/index.sqlite           summaries for a listing; may be deleted
     ROOT/cache/replies.sqlite   the optional call cache                    (call_cache.py)
+    ROOT/ramify.reserve         space for the last replies, if the disk gets full
 
 ROOT is the argument, otherwise ``$RAMIFY_HOME``, otherwise the platform's folder for user data. All
 of it is accessible by its owner alone.
@@ -36,7 +37,7 @@ from ramify.store.journal import (
     read_events,
     writer,
 )
-from ramify.store.private_files import FsyncFlusher, make_folder
+from ramify.store.private_files import FsyncFlusher, keep_reserve, make_folder
 from ramify.store.prune import PruneResult, StorePruner
 from ramify.types.event import AnyEvent, TrajectoryFold
 from ramify.types.message import Usage
@@ -295,6 +296,7 @@ class Store:
                 f"{run_id!r} cannot name a run: use letters, digits, '-', '_' and '.', at most 128"
             )
         self._pruner.warn_if_full()
+        keep_reserve(self.root)
         path = self._runs / f"{run_id}.jsonl"
         try:
             fd = open_locked(path, os.O_CREAT | os.O_EXCL)

@@ -33,6 +33,7 @@ from ramify.train.preflight import (
     check_schedules,
     check_signals,
     check_task,
+    note_rewritten_history,
 )
 from ramify.train.resource_counts import settled, sleeping
 from ramify.train.stages import SftStage, TrainingStage, WarmUpStage
@@ -116,6 +117,7 @@ def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
     compute = decided(run.compute, policy.dtype, policy.device.type)
     serving = serving_of(run, policy, kind.is_here)
     check_prompts(run, task, scaffold, policy)
+    note_rewritten_history(run, policy)
     rows = (
         rows_of(run.sft, demonstrations, policy, scaffold, task.weights)
         if run.sft is not None

@@ -318,7 +318,8 @@ class Trainer:
         """One optimizer step."""
         backend = self.publisher.backend
         assert backend is not None
-        batches = pack(part.rows, backend.packing, part.denominators)
+        whole_calls = stage.loss.is_over_sequences
+        batches = pack(part.rows, backend.packing, part.denominators, whole_calls=whole_calls)
         if self.publisher.check is not None:
             self.publisher.check.weights(part.rows, batches)
         measured = backend.forward_backward(batches, stage.loss)

@@ -47,6 +47,8 @@ class Stop(enum.StrEnum):
     NO_CODE = "no_code"
     ERROR = "error"
     CANCELLED = "cancelled"
+    SUSPENDED = "suspended"
+    """The run waits until a person has removed the cause of a failure. It can be resumed."""
 
     def is_truncated(self) -> bool:
         """True if a limit cut the call short, so its answer is the best one so far."""

@@ -254,7 +254,7 @@ def test_the_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pyte
     assert Store().root.is_relative_to(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        StoreError, match=r"cannot create the folder .*file: File exists; set RAMIFY_HOME"
+        ConfigError, match=r"cannot create the folder .*file: File exists; set RAMIFY_HOME"
     ):
         Store(tmp_path / "file" / "x")
 
