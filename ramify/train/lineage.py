@@ -1,4 +1,5 @@
-"""The lineage of a run: where it was resumed or forked, and what its configuration changed there.
+"""The lineage of a run: the steps at which it was resumed or forked, and the changes of its
+configuration.
 
     OUT/lineage.jsonl   {"step": 40, "checkpoint": "runs/a/checkpoints/step-000040",
                          "changes": [{"field": "rl.steps", "was": 40, "now": 80}]}
