@@ -67,8 +67,9 @@ def _sites_of(tree: ast.Module) -> list[tuple[ast.AST, str, list[str]]]:
                 ]
                 found.append((node, node.func.id, [w for w in words if len(w) >= _MIN_WORDS]))
     for node in ast.walk(tree):
-        is_query = isinstance(node, ast.Name) and node.id in QUERIES and node not in called
-        if is_query and isinstance(node.ctx, ast.Load):
+        if not isinstance(node, ast.Name) or node in called or node.id not in QUERIES:
+            continue
+        if isinstance(node.ctx, ast.Load):
             found.append((node, node.id, []))
     return sorted(
         found, key=lambda each: (getattr(each[0], "lineno", 0), getattr(each[0], "col_offset", 0))

@@ -224,7 +224,7 @@ class DataFlow:
             if isinstance(child, ast.Name | ast.Call)
         ]
         parameters = {arg.arg for arg in ast.walk(node) if isinstance(arg, ast.arg)}
-        self.env = {**before, node.name: Flow(*_parts(union(inner), parameters))}
+        self.env = {**before, node.name: _without(union(inner), parameters)}
         self._cell.is_straight &= prints == len(self._cell.prints)
 
     def _assign(self, target: ast.expr, flow: Flow, *, adds: bool = False) -> None:
@@ -233,7 +233,7 @@ class DataFlow:
                 control = union(self._control)
                 if control:
                     whole = union([flow, control])
-                    flow = Flow(*_parts(whole), items=flow.items)
+                    flow = _with_items(whole, flow.items)
                 if adds:
                     flow = union([self.env.get(name, NOTHING), flow])
                 self.env[name] = flow
@@ -261,7 +261,7 @@ class DataFlow:
         is_known = key is not None and (old.items is not None or not old)
         items = {**(old.items or {}), key: flow} if is_known else None
         whole = union([old, flow, self._flow(target.slice), *self._control])
-        self.env[name] = Flow(*_parts(whole), items=items)
+        self.env[name] = _with_items(whole, items)
         self.defined[name] = (*self._place, target.lineno)
         if name == "answer" and key == "content":
             self.final = flow
@@ -298,14 +298,15 @@ class DataFlow:
                 flows = [self._flow(part) for part in parts]
                 has_star = any(isinstance(part, ast.Starred) for part in parts)
                 items = None if has_star else dict(enumerate(flows))
-                return Flow(*_parts(union(flows)), items=items)
+                return _with_items(union(flows), items)
             case ast.Dict(keys=keys, values=values):
                 flows = [self._flow(value) for value in values]
                 names = [_constant(key) if key else None for key in keys]
                 extra = [self._flow(key) for key in keys if key is not None]
                 is_known = None not in names
-                items = dict(zip(names, flows, strict=True)) if is_known else None
-                return Flow(*_parts(union([*flows, *extra])), items=items)
+                whole = union([*flows, *extra])
+                by_key: dict[Any, Flow] = dict(zip(names, flows, strict=True))
+                return _with_items(whole, by_key if is_known else None)
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp():
                 return self._comprehension(node, [node.elt])
             case ast.DictComp():
@@ -388,7 +389,7 @@ class DataFlow:
         else:
             flow = flows[0] if len(flows) == 1 else union(flows)
         control = union(self._control)
-        self.final = Flow(*_parts(union([flow, control])), items=flow.items) if control else flow
+        self.final = _with_items(union([flow, control]), flow.items) if control else flow
 
     def _name_of(self, name: str) -> Flow:
         return _with_names(self.env.get(name, NOTHING), frozenset([name]))
@@ -406,7 +407,7 @@ class DataFlow:
         single = self._one_by_one(node, parts, items, whole)
         self._loops -= 1
         self.env = before
-        return Flow(*_parts(whole), items=single)
+        return _with_items(whole, single)
 
     def _one_by_one(
         self, node: Any, parts: Sequence[ast.expr], items: dict[Any, Flow] | None, whole: Flow
@@ -433,12 +434,16 @@ class DataFlow:
         if parts and all(inner):
             keys = inner[0].keys() if inner[0] else ()
             items = {key: union(each.get(key, NOTHING) for each in inner if each) for key in keys}
-            return Flow(*_parts(flow), items=items)
+            return _with_items(flow, items)
         return flow.whole()
 
 
-def _parts(flow: Flow, without: set[str] | None = None) -> tuple[Any, ...]:
-    return flow.calls, flow.guesses, flow.from_context, flow.names - (without or set())
+def _with_items(flow: Flow, items: dict[Any, Flow] | None) -> Flow:
+    return Flow(flow.calls, flow.guesses, flow.from_context, flow.names, items)
+
+
+def _without(flow: Flow, names: set[str]) -> Flow:
+    return Flow(flow.calls, flow.guesses, flow.from_context, flow.names - names)
 
 
 def _with_names(flow: Flow, names: frozenset[str]) -> Flow:

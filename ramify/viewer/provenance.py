@@ -29,6 +29,7 @@ from ramify.viewer.returned_values import (
     ValueSpan,
     find_values,
     is_telling,
+    leaves,
 )
 from ramify.viewer.watched_run import WatchedRun
 
@@ -249,9 +250,12 @@ class _CallLinks:
     def _seen_before(self, text: str) -> None:
         """Link a value of the answer that no call returned to the first output that shows it."""
         taken = [(link.start, link.end) for link in self._links if link.part == "answer"]
-        matches = [(m.start(), m.end(), m[0]) for m in NUMBER.finditer(text)]
-        if stripped := text.strip():
-            matches.append((text.index(stripped), text.index(stripped) + len(stripped), stripped))
+        matches = [
+            (at, at + len(leaf), leaf)
+            for leaf in sorted(leaves(self._call.answer), key=len, reverse=True)
+            if (at := text.find(leaf)) >= 0 and is_telling(leaf)
+        ]
+        matches += [(m.start(), m.end(), m[0]) for m in NUMBER.finditer(text)]
         for start, end, value in matches:
             if any(a < end and start < b for a, b in taken):
                 continue

@@ -46,7 +46,7 @@ class ReturnedValues:
 
     def add(self, id: str, answer: Any) -> None:
         texts: list[str] = []
-        for leaf in _leaves(answer):
+        for leaf in leaves(answer):
             texts.append(leaf)
             self._by_key.setdefault(_key(leaf), set()).add(id)
             if len(leaf) <= 2_000:
@@ -86,7 +86,7 @@ def is_telling(text: str) -> bool:
     return len(text) >= _MIN_TEXT
 
 
-def _leaves(answer: Any) -> Iterator[str]:
+def leaves(answer: Any) -> Iterator[str]:
     """Texts of a value: the whole, and items of lists and dicts, also of those written as JSON."""
     stack, num = [answer], 0
     while stack and num < _MAX_LEAVES:
@@ -134,7 +134,8 @@ def find_values(text: str, returned: ReturnedValues, calls: frozenset[str]) -> l
 
 
 def _occurrences(text: str, value: str, calls: frozenset[str], taken: bytearray) -> list[ValueSpan]:
-    found, at = [], text.find(value)
+    found: list[ValueSpan] = []
+    at = text.find(value)
     while at >= 0 and len(found) < 20:
         end = at + len(value)
         before, after = text[at - 1 : at], text[end : end + 1]
