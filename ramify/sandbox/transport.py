@@ -68,7 +68,7 @@ class Transport(Protocol):
 
 
 _MEANT = {70: "its process could not be set up", 71: "it got no new connection after a fork"}
-"""Exit statuses of our own."""
+"""Exit statuses that this package uses."""
 
 
 def how_it_ended(status: int) -> str:

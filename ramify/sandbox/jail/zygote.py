@@ -150,8 +150,8 @@ class StoredLibrary:
 
 
 def _store_library() -> None:
-    """Load what is left of the standard library: compiled modules at once, others when a session
-    imports them."""
+    """Make the rest of the standard library importable: load its compiled modules now, and store the
+    others, which sessions import when they need them."""
     folders = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
     for folder in map(os.path.realpath, folders):
         with contextlib.suppress(OSError):
@@ -160,7 +160,7 @@ def _store_library() -> None:
                 if name in sys.stdlib_module_names - {"_tkinter"}:
                     with contextlib.suppress(ImportError):
                         importlib.import_module(name)
-    sys.meta_path.append(StoredLibrary([*map(os.path.realpath, folders)]))  # type: ignore[arg-type]
+    sys.meta_path.append(StoredLibrary([*map(os.path.realpath, folders)]))
 
 
 class Zygote(forkserver.ForkServer):
