@@ -126,11 +126,13 @@ class StoredLibrary:
     def _store(self, folder: str, package: str) -> None:
         for entry in os.scandir(folder):
             name, _, end = entry.name.partition(".")
-            if entry.is_dir() and name.isidentifier() and entry.name not in _NOT_STORED:
+            if not name.isidentifier() or entry.name in _NOT_STORED:
+                continue
+            if entry.is_dir(follow_symlinks=False):
                 self._store(entry.path, f"{package}{name}.")
-            elif end == "py" and name.isidentifier():
-                with open(entry.path, "rb") as file:
-                    full = package.rstrip(".") if name == "__init__" else package + name
+            elif end == "py":
+                full = package.rstrip(".") if name == "__init__" else package + name
+                with contextlib.suppress(OSError), open(entry.path, "rb") as file:
                     self._modules[full] = entry.path, file.read()
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
@@ -150,17 +152,18 @@ class StoredLibrary:
 
 
 def _store_library() -> None:
-    """Make the rest of the standard library importable: load its compiled modules now, and store the
-    others, which sessions import when they need them."""
-    folders = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
-    for folder in map(os.path.realpath, folders):
+    """Make the rest of the standard library importable: load its compiled modules now, and store
+    the others, which sessions import when they need them."""
+    places = map(os.path.realpath, map(sysconfig.get_path, ("stdlib", "platstdlib")))
+    folders = [place for place in dict.fromkeys(places) if os.path.isdir(place)]
+    for folder in folders:
         with contextlib.suppress(OSError):
             for file in os.listdir(f"{folder}/lib-dynload"):
                 name = file.partition(".")[0]
                 if name in sys.stdlib_module_names - {"_tkinter"}:
                     with contextlib.suppress(ImportError):
                         importlib.import_module(name)
-    sys.meta_path.append(StoredLibrary([*map(os.path.realpath, folders)]))
+    sys.meta_path.append(StoredLibrary(folders))
 
 
 class Zygote(forkserver.ForkServer):
