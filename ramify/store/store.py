@@ -156,6 +156,8 @@ def _add(summary: RunSummary, event: _Glance) -> None:
             _charge(summary, event.usage, event.cost)
         case "RunEnded":
             summary.stop = event.stop
+        case "RunResumed":
+            summary.stop = None
 
 
 def _charge(summary: RunSummary, usage: Usage, cost: float | None) -> None:
