@@ -28,6 +28,7 @@ import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -310,10 +311,22 @@ def _load(location: str, what: str) -> Any:
         raise ConfigError(f"{what}: {error}") from error
     except FileNotFoundError as error:
         raise ConfigError(f"{what}: file {error.filename} does not exist") from error
+    except ModuleNotFoundError as error:
+        if os.path.isfile(location):
+            raise ConfigError(f"{what} is a file, not an object: write file.py:name") from error
+        raise ConfigError(f"{what} cannot be loaded: {error}") from error
+    except AttributeError as error:
+        raise ConfigError(f"{what} cannot be loaded: {error}{_alike(error)}") from error
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         is_plain = isinstance(error, ImportError | AttributeError | SyntaxError | OSError)
         reason = " ".join(str(error).split()) if is_plain else repr(error)
         raise ConfigError(f"{what} cannot be loaded: {reason}") from error
+
+
+def _alike(error: AttributeError) -> str:
+    """The end of an error about a module's attribute that does not exist: the nearest name."""
+    close = get_close_matches(error.name or "", getattr(error.obj, "__dict__", ()), n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def _moved(location: str) -> str:

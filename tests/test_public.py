@@ -28,7 +28,7 @@ PUBLIC = {
         PreparedContext ProgressState RLM RamifyError ReplayDiverged ReplyReceived
         RequestStarted Result RunEnded RunOptions RunStarted Sampling Sandbox SandboxCapabilities
         SandboxError SandboxSpec Scaffold ScoreAdded ScriptedClient Session SourceError Stop
-        Store StoreError ToolAnswered TrainError Trajectory Turn Usage WeakSandboxWarning
+        Store StoreError Suspended ToolAnswered TrainError Trajectory Turn Usage WeakSandboxWarning
         by_score evaluate inference load open_sandbox subscribe tasks testing train vote
     """,
     "ramify.tasks": """

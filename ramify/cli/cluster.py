@@ -126,28 +126,16 @@ def simulate(
         raise UsageError("--devices tries every split: remove --engines and --ranks")
     if engine_devices is not None and devices is None:
         raise UsageError("--engine-devices applies to --devices: give --devices as well")
-    if straggler_factor is not None and not (
-        straggler_factor == 0 or 1 <= straggler_factor < float("inf")
-    ):
-        raise UsageError(
-            f"--straggler-factor {straggler_factor:g}: give a multiple of the median that is at "
-            "least 1, or 0 for never"
-        )
-    if grace_steps is not None and grace_steps < 0:
-        raise UsageError(f"--grace-steps {grace_steps}: give 0 or more")
-    if scaling is not None and not 0 < scaling < math.inf:
-        raise UsageError(f"--scaling {scaling:g}: give a positive number")
-    for name, number in (
-        ("engine-devices", engine_devices),
-        ("concurrency", concurrency),
-        ("items", items),
-        ("group", group),
-        ("last", last),
-        ("steps", steps),
-        ("devices", devices),
-    ):
-        if number is not None and number < 1:
-            raise UsageError(f"--{name} {number}: give 1 or more")
+    _check_shares(straggler_factor, grace_steps, scaling)
+    _check_counts(
+        engine_devices=engine_devices,
+        concurrency=concurrency,
+        items=items,
+        group=group,
+        last=last,
+        steps=steps,
+        devices=devices,
+    )
     choices_of = {
         name: _numbers(name, text)
         for name, text in (
@@ -191,20 +179,34 @@ def simulate(
     predicted = predict(inputs, settings, steps=steps or STEPS, seed=seed or 0)
     if json:
         print(_as_json(inputs, predicted))
-    else:
-        print(
-            "\n".join(
-                [
-                    *_about(inputs),
-                    *_assumed(inputs, settings, bool(calibrate)),
-                    "",
-                    *_table(predicted),
-                ]
-            )
-        )
-        if len(predicted) > 1:
-            print(f"most steps per hour: {_named(best(predicted))}")
+        return ExitCode.ANSWERED
+    print(*_about(inputs), *_assumed(inputs, settings, bool(calibrate)), sep="\n")
+    print("", *_table(predicted), sep="\n")
+    if len(predicted) > 1:
+        print(f"most steps per hour: {_named(best(predicted))}")
     return ExitCode.ANSWERED
+
+
+def _check_shares(
+    straggler_factor: float | None, grace_steps: int | None, scaling: float | None
+) -> None:
+    if straggler_factor is not None and not (
+        straggler_factor == 0 or 1 <= straggler_factor < math.inf
+    ):
+        raise UsageError(
+            f"--straggler-factor {straggler_factor:g}: give a multiple of the median that is at "
+            "least 1, or 0 for never"
+        )
+    if grace_steps is not None and grace_steps < 0:
+        raise UsageError(f"--grace-steps {grace_steps}: give 0 or more")
+    if scaling is not None and not 0 < scaling < math.inf:
+        raise UsageError(f"--scaling {scaling:g}: give a positive number")
+
+
+def _check_counts(**counts: int | None) -> None:
+    for name, number in counts.items():
+        if number is not None and number < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {number}: give 1 or more")
 
 
 def _numbers(name: str, text: str | None) -> list[int]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
@@ -237,9 +238,11 @@ def split_name(name: str) -> tuple[str, str]:
         attribute, colon, model = model.partition(":")
         provider = f"{provider}:{attribute}"
     if not colon:
+        alike = get_close_matches(name, ["tiny", *CLIENTS], n=1)
+        hint = f"; did you mean '{alike[0]}{':MODEL' * (alike[0] != 'tiny')}'?" if alike else ""
         raise ConfigError(
             f"model '{name}' has no provider: write provider:model, such as "
-            f"openai:{name or 'gpt-5'}"
+            f"openai:{name or 'gpt-5'}{hint}"
         )
     if not is_reference(provider) and provider not in CLIENTS:
         raise ConfigError(

@@ -144,19 +144,7 @@ def measured(
             "above 0 and at most 1"
         )
     lines = [each for each in metric_file.read_metrics(run) if each.stage == "rl"]
-    done = {
-        each.step: each for each in lines if "learn_s" in each.values and "work_s" in each.values
-    }
-    if not done:
-        raise ConfigError(
-            f"{run} has no {metric_file.FILE} with steps of reinforcement learning: give a run "
-            f"that got through one; {HOW}"
-        )
-    if len(done) < 2:
-        raise ConfigError(
-            f"{run} has one step of reinforcement learning, which does not show the time between "
-            f"two steps: give a run of at least two; {HOW}"
-        )
+    done = _done(run, lines)
     saved = dict(_saved(run))
     if last is not None:
         saved = dict(list(saved.items())[-last:])
@@ -208,6 +196,25 @@ def measured(
         ],
         step_s=[step_seconds[step] for step in sorted(step_seconds)],
     )
+
+
+def _done(run: Path, lines: list[metric_file.StepMetrics]) -> dict[int, metric_file.StepMetrics]:
+    """The steps of reinforcement learning with their times. Raises ConfigError if they
+    are fewer than two."""
+    done = {
+        each.step: each for each in lines if "learn_s" in each.values and "work_s" in each.values
+    }
+    if not done:
+        raise ConfigError(
+            f"{run} has no {metric_file.FILE} with steps of reinforcement learning: give a run "
+            f"that got through one; {HOW}"
+        )
+    if len(done) < 2:
+        raise ConfigError(
+            f"{run} has one step of reinforcement learning, which does not show the time between "
+            f"two steps: give a run of at least two; {HOW}"
+        )
+    return done
 
 
 # --- trees ----------------------------------------------------------------------------------------

@@ -7,12 +7,13 @@ one thread per store that flushes written files, so that no event loop waits for
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
 from typing import Protocol
 
-from ramify.errors import StoreError
+from ramify.errors import ConfigError, StoreError
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
@@ -30,7 +31,8 @@ def make_folder(path: Path) -> Path:
     try:
         path.mkdir(FOLDER_MODE, exist_ok=True)
     except OSError as error:
-        raise StoreError(
+        kind = StoreError if error.errno in (errno.ENOSPC, errno.EDQUOT) else ConfigError
+        raise kind(
             f"cannot create the folder {path}: {error.strerror}; set RAMIFY_HOME to a writable one"
         ) from error
     return path
@@ -50,6 +52,45 @@ def write_all(fd: int, data: Bytes, path: Path) -> None:
         raise StoreError(
             f"cannot write {path}: {error.strerror}; free some space, or set RAMIFY_HOME"
         ) from error
+
+
+RESERVE_BYTES = 4 << 20
+"""Space that a store keeps free on its disk, so that the replies that arrive after the disk is full
+can still be written."""
+_RESERVE = "ramify.reserve"
+
+
+def keep_reserve(root: Path) -> None:
+    """Reserve space on the disk of the store at ``root``, if there is enough."""
+    path = root / _RESERVE
+    if reserve_bytes(root) >= RESERVE_BYTES:
+        return
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(fd, 0, RESERVE_BYTES)
+        finally:
+            os.close(fd)
+    except OSError:
+        return  # the disk is nearly full
+
+
+def reserve_bytes(root: Path) -> int:
+    """Size of the reserve of the store at ``root``."""
+    try:
+        return (root / _RESERVE).stat().st_size
+    except OSError:
+        return 0
+
+
+def release_reserve(root: Path) -> bool:
+    """Free the reserve of the store at ``root``. Returns False if there is none."""
+    try:
+        (root / _RESERVE).unlink()
+    except OSError:
+        return False
+    return True
 
 
 def remove_file(path: Path) -> int:

@@ -54,6 +54,8 @@ def test_a_summary_says_what_the_fold_would(store: Store):
         trajectory.stop,
         JOURNAL.stat().st_size,
         rewards=trajectory.rewards,
+        answer=trajectory.answer,
+        root_turns=len(trajectory.calls[-1].turns),
     )
 
 
@@ -254,7 +256,7 @@ def test_the_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pyte
     assert Store().root.is_relative_to(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        StoreError, match=r"cannot create the folder .*file: File exists; set RAMIFY_HOME"
+        ConfigError, match=r"cannot create the folder .*file: File exists; set RAMIFY_HOME"
     ):
         Store(tmp_path / "file" / "x")
 
