@@ -180,7 +180,7 @@ def _own_output(module: nn.Module) -> None:
 
 
 def _sum_gradients(module: nn.Module, group: Any) -> None:
-    """Sum the gradient of a whole parameter, to which each rank adds the part that comes from the heads it has.
+    """Sum the gradient of a whole parameter: each rank has the part that comes from its heads.
 
     The style of transformers sums what is accumulated, so it counts earlier batches twice if
     weights stay gathered over a step. Here each batch's gradient is summed once."""
