@@ -8,7 +8,7 @@
     │   ├── Unreachable         never sent: refused, no route, DNS   (retried)
     │   ├── ReplyLost           sent, but the reply did not arrive   (retried; may be billed)
     │   ├── ServerFailed        a 5xx                                (retried)
-    │   ├── BadReply            not the API: HTML, no choices        (not retried)
+    │   ├── BadReply            not the API: HTML, no choices        (retried; may be billed)
     │   ├── ReplyCut            truncated at its length limit (``.text`` holds what arrived)
     │   ├── ReplyFiltered       stopped by a content filter, or refused by the model
     │   └── Refused             4xx: key, quota, unknown model, prompt too long
@@ -100,6 +100,8 @@ class ModelError(RamifyError):
     """True if the provider may have billed the attempt although it reported no usage."""
     transient = False
     """True if the same request may succeed when it is sent again."""
+    waited_s = 0.0
+    """Seconds for which the request was retried before this error was raised."""
 
 
 class RateLimited(ModelError):
@@ -154,6 +156,7 @@ class BadReply(ModelError):
         inference.BadReply("openai:m: answered HTML instead of JSON")
     """
 
+    transient = True
     may_be_paid = True
 
 

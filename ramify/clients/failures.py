@@ -66,9 +66,11 @@ def _refused(
         error = Refused(f"{text}; shorten the prompt or name a model with a larger window")
         error.too_long = True
         return error
-    if status in (401, 402, 403):
+    if status == 402 or (status in (400, 403) and _NO_MONEY.search(message)):
+        return _needs_key(f"{text}; the account has no quota left")
+    if status in (401, 403):
         key = f"; check the key in {key_variable}" if key_variable else ""
-        return _needs_key(text if status == 402 else f"{text}{key}")
+        return _needs_key(f"{text}{key}")
     if status in _NOT_THERE and "html" in headers.get("content-type", "").lower():
         return Refused(f"{text}; check the base URL: most end in /v1")
     return Refused(text)
