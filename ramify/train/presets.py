@@ -92,7 +92,7 @@ PRESETS: Mapping[str, Preset] = {
         },
         rollout={"group": 8, "temperature": 1.0, "top_p": None, "top_k": None},
         differences=(
-            "A call of a tree is a sequence of its own for the correction; there, a rollout is "
+            "Each call of a tree is a separate sequence for the correction; there, a rollout is "
             "one sequence.",
             "CISPO has an upper bound alone, which is 0.2 unless it is set: its help recommends "
             "5, here `rl.loss.policy.clip_high=4`.",
