@@ -342,6 +342,7 @@ class TrajectoryFold:
                     self.trajectory.cost = event.cost
             case RunResumed():
                 self.trajectory.stop, self.trajectory.answer = None, None
+                self.trajectory.reason = ""
                 for id, first in event.forgets.items():
                     call = self._calls[id]
                     del call.turns[first:]
