@@ -27,6 +27,7 @@ from ramify.errors import ReplayDiverged as ReplayDiverged
 from ramify.errors import SandboxError as SandboxError
 from ramify.errors import SourceError as SourceError
 from ramify.errors import StoreError as StoreError
+from ramify.errors import Suspended as Suspended
 from ramify.errors import TrainError as TrainError
 from ramify.errors import WeakSandboxWarning as WeakSandboxWarning
 from ramify.progress import ProgressState as ProgressState

@@ -8,12 +8,13 @@
     │   ├── Unreachable         never sent: refused, no route, DNS   (retried)
     │   ├── ReplyLost           sent, but the reply did not arrive   (retried; may be billed)
     │   ├── ServerFailed        a 5xx                                (retried)
-    │   ├── BadReply            not the API: HTML, no choices        (not retried)
+    │   ├── BadReply            not the API: HTML, no choices        (retried; may be billed)
     │   ├── ReplyCut            truncated at its length limit (``.text`` holds what arrived)
     │   ├── ReplyFiltered       stopped by a content filter, or refused by the model
     │   └── Refused             4xx: key, quota, unknown model, prompt too long
     ├── SandboxError        a session could not be started, or failed
     │   └── SessionDied         the process behind a session ended
+    ├── Suspended           the run waits for a person; ``.resume()`` continues it
     ├── StoreError          a journal or blob cannot be read or written
     │   ├── UnknownRun          no run or evaluation matches the name, or several do
     │   ├── RunInUse            another process is writing the run, evaluation or training folder
@@ -26,15 +27,17 @@
     except ramify.RamifyError as error:
         print(error)            # one line: what failed, where, what was received, what to do
 
-Reaching a limit is not an error for a run: it returns its best answer and its ``Stop``.
+Reaching a limit is not an error for a run: it returns its best answer and its ``Stop``. A failure
+that a person can fix (see ``can_be_fixed``) suspends a stored run.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 
 class RamifyError(Exception):
@@ -44,6 +47,23 @@ class RamifyError(Exception):
         except ramify.RamifyError as error:
             print(error)    # what failed, where, what was received, what to do
     """
+
+
+class Suspended(RamifyError):
+    """A stored run waits until a person has removed the cause of a failure. ``run_id`` names it,
+    and ``resume()`` continues it and returns its result; no recorded reply is paid for again.
+
+    Example:
+        except ramify.Suspended as error:
+            input(f"{error}\\nPress Enter when it is fixed.")
+            result = error.resume()
+    """
+
+    def __init__(self, message: str, run_id: str, resume: Callable[[], Any]) -> None:
+        super().__init__(message)
+        self.run_id = run_id
+        self.resume = resume
+        """Blocks. In a coroutine, use ``await rlm.aresume(error.run_id)``."""
 
 
 class ConfigError(RamifyError):
@@ -80,6 +100,8 @@ class ModelError(RamifyError):
     """True if the provider may have billed the attempt although it reported no usage."""
     transient = False
     """True if the same request may succeed when it is sent again."""
+    waited_s = 0.0
+    """Seconds for which the request was retried before this error was raised."""
 
 
 class RateLimited(ModelError):
@@ -134,6 +156,7 @@ class BadReply(ModelError):
         inference.BadReply("openai:m: answered HTML instead of JSON")
     """
 
+    transient = True
     may_be_paid = True
 
 
@@ -170,6 +193,8 @@ class Refused(ModelError):
 
     too_long = False
     """True if the request was rejected because the prompt does not fit the model's window."""
+    needs_key = False
+    """True if the key is wrong, or its quota or credit is used up."""
 
 
 class SandboxError(RamifyError):
@@ -256,6 +281,15 @@ class HostCallError(Exception):
         super().__init__(message)
         self.kind = kind
         self.data = dict(data or {})
+
+
+def can_be_fixed(error: BaseException | None) -> bool:
+    """Whether a person can remove the cause of ``error`` (a network, a quota, a key, a full disk).
+    The run can then be continued."""
+    if isinstance(error, StoreError):
+        return not isinstance(error, UnknownRun | RunInUse | ReplayDiverged)
+    is_refused_key = isinstance(error, Refused) and error.needs_key
+    return is_refused_key or (isinstance(error, ModelError) and error.transient)
 
 
 def cannot_listen(host: str, port: int, error: OSError | OverflowError) -> ConfigError:

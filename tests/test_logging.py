@@ -175,7 +175,7 @@ def test_patience_for_a_model_that_cannot_be_reached(records: list[logging.LogRe
     with in_run("mine"):
         asyncio.run(main())
     assert of(records, "retry") == [("ramify.clients", "mine")]
-    assert waits(records) == [("mine", "unreachable")]
+    assert waits(records) == [("mine", "outage")]
 
 
 def test_a_warning_is_at_the_place_of_its_caller(records: list[logging.LogRecord]) -> None:

@@ -61,7 +61,7 @@ SETTINGS = (
     OptionSpec("max_tokens", int, "maximum total tokens, input plus output (default: 20000000)"),
     OptionSpec("max_reply_tokens", int, "maximum tokens per reply (default: 8192)"),
     OptionSpec("max_concurrency", int, "maximum concurrent model requests (default: 64)"),
-    OptionSpec("patience", float, "seconds to keep retrying an unreachable model (default: 300)"),
+    OptionSpec("patience", float, "seconds to keep retrying a failing model (default: 600)"),
     OptionSpec(
         "branches",
         int,
@@ -222,7 +222,7 @@ def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
     if absent := next((path for path, _ in spec.mounts if not os.path.exists(path)), None):
         raise ConfigError(f"sandbox mounts: there is no '{absent}' on this machine")
     if spec.packages and spec.provider in LOCAL_SANDBOXES:
-        from ramify.sandbox.packages import locate
+        from ramify.sandbox.forkserver_channel import locate
 
         locate(spec.packages)
     return spec

@@ -30,6 +30,7 @@ class ExitCode(enum.IntEnum):
     USAGE = 2
     CUT_SHORT = 3
     NO_ANSWER = 4
+    SUSPENDED = 5
     STOPPED = 130
     BROKEN_PIPE = 141
     TERMINATED = 143
@@ -41,6 +42,7 @@ MEANINGS = {
     ExitCode.USAGE: "usage error: a wrong option, setting, recipe or name; nothing was run",
     ExitCode.CUT_SHORT: "stopped by a limit or by Ctrl-C; the best answer so far was printed",
     ExitCode.NO_ANSWER: "ended without an answer",
+    ExitCode.SUSPENDED: "suspended (no network, quota, key or disk space); continue with --resume",
     ExitCode.STOPPED: "stopped by a second Ctrl-C",
 }
 
@@ -53,6 +55,8 @@ def exit_of(stop: Stop, answer: Any) -> ExitCode:
     """Exit code of a run that ended with ``stop``."""
     if stop is Stop.ERROR:
         return ExitCode.ERROR
+    if stop is Stop.SUSPENDED:
+        return ExitCode.SUSPENDED
     if answer is None:
         return ExitCode.NO_ANSWER
     return ExitCode.CUT_SHORT if stop.is_truncated() else ExitCode.ANSWERED

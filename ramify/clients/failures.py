@@ -50,7 +50,7 @@ def from_status(
     text = f"{where} answered {status}: {message}" if message else f"{where} answered {status}"
     if status in (429, 529) or (status == 503 and retry_after_s(headers, body) is not None):
         if _NO_MONEY.search(message) and status == 429:
-            return Refused(f"{text}; the account has no quota left")
+            return _needs_key(f"{text}; the account has no quota left")
         return RateLimited(text, retry_after_s(headers, body))
     if status in (504, 524):
         return ReplyLost(f"{text}; a gateway gave up waiting")
@@ -66,11 +66,20 @@ def _refused(
         error = Refused(f"{text}; shorten the prompt or name a model with a larger window")
         error.too_long = True
         return error
-    if status in (401, 403) and key_variable:
-        return Refused(f"{text}; check the key in {key_variable}")
+    if status == 402 or (status in (400, 403) and _NO_MONEY.search(message)):
+        return _needs_key(f"{text}; the account has no quota left")
+    if status in (401, 403):
+        key = f"; check the key in {key_variable}" if key_variable else ""
+        return _needs_key(f"{text}{key}")
     if status in _NOT_THERE and "html" in headers.get("content-type", "").lower():
         return Refused(f"{text}; check the base URL: most end in /v1")
     return Refused(text)
+
+
+def _needs_key(text: str) -> Refused:
+    error = Refused(text)
+    error.needs_key = True
+    return error
 
 
 def message_of(body: bytes, secrets: Iterable[str] = ()) -> str:

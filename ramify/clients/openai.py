@@ -55,10 +55,12 @@ class OpenAIClient:
 
     def _refusal(self, answer: HttpResponse) -> ModelError:
         if 300 <= answer.status < 400:
-            return self._bad(
+            moved = self._bad(
                 f"moved to {answer.headers.get('location', '?')}; use that as the base URL",
                 paid=False,
             )
+            moved.transient = False
+            return moved
         error = from_status(
             self._where(),
             answer.status,

@@ -7,9 +7,8 @@
          ─ wait and retry, if the error is transient
 
 Every model has its own limiter, so a rate-limited model does not slow the others. ``max_in_flight``
-applies to each model and to all models together. A rate limit counts as a failed attempt only if no
-other request of that model succeeded meanwhile: a busy server lets its queue through however long
-it is, and a closed one is given up.
+applies to each model and to all models together. How long a failing request is retried is decided
+by ``RequestRetries``.
 
     http://, no proxy   ── http1.py     our own small client: local models and services
     everything else     ── https.py     aiohttp: TLS, proxies, compression
@@ -37,7 +36,7 @@ from ramify.clients.base import ASSUMED_WINDOW, Client, Request, RequestBudget, 
 from ramify.clients.http1 import Http1Client, HttpOrigin, RequestRoute
 from ramify.clients.limiter import Limiter
 from ramify.clients.providers import CLIENTS, PriceTable, ProviderSpec, resolve, split_name
-from ramify.errors import ConfigError, ModelError, RateLimited, ReplyLost, Unreachable
+from ramify.errors import ConfigError, ModelError, RateLimited, ReplyLost
 from ramify.logging import RoomLogger
 from ramify.secrets import remember
 from ramify.types.message import Reply
@@ -137,14 +136,12 @@ Sleep = Callable[[float], Awaitable[object]]
 
 _FIRST_WAIT_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
-_FIRST_PATIENCE_S = 30.0
-"""Patience for a model that has never answered: a wrong address is more likely than an outage."""
 _LONG_WAIT_S = 1.0
 """A shorter wait leaves no record."""
 _WAITED_FOR = {
     "budget": "the part of the budget that other requests held",
     "rate_limit": "a slot, because of a rate limit",
-    "unreachable": "an answer, because it could not be reached",
+    "outage": "an answer, because its requests failed",
 }
 _LOCAL_WINDOW = 32_768
 """Context window (tokens) that is assumed for a local model of unknown window."""
@@ -224,60 +221,25 @@ class ClientPool:
 
         Raises the last attempt's ModelError, or what ``account.reserve`` raises. ``on_send`` is
         called once, when the request is about to be sent for the first time. ``on_retry`` receives
-        one readable line for each failure that is retried. A model that cannot be reached is
-        retried for ``patience_s``, however many attempts that takes.
+        one readable line for each failure that is retried. With ``patience_s``, a transient failure
+        is retried for that long, however many attempts that takes; without, ``max_attempts`` times.
         """
         gate = self._gates.get(client.name)
         if gate is None:
             gate = self._gates[client.name] = Limiter(self.max_in_flight)
-        failed, polls, began = 0, 0, math.inf
-        waited_s = out_s = wait_s = 0.0
+        retries = RequestRetries(self, client, patience_s, on_retry)
         try:
             while True:
                 passed = gate.passed
                 try:
-                    return await self._attempt(client, request, account, gate, failed, on_send)
+                    return await self._attempt(client, request, account, gate, retries, on_send)
                 except ModelError as error:
                     on_send = None
-                    limited = isinstance(error, RateLimited)
-                    failed += not (limited and gate.passed > passed)
-                    now = asyncio.get_running_loop().time()
-                    began = min(began, now)
-                    out_s, wait_s = max(waited_s, now - began), 0.0
-                    left_s = (
-                        patience_s if gate.passed else min(patience_s / 10, _FIRST_PATIENCE_S)
-                    ) - out_s
-                    most = self._most_attempts(error, left_s)
-                    if not error.transient or failed >= most or _asked_s(error) > self.max_wait_s:
-                        raise
-                    wait_s = gate.opens_in_s() if limited else self._wait_s(error, failed)
-                    wait_s = min(wait_s, left_s) if most == math.inf else wait_s
-                    tried = (
-                        f"attempt {failed} of {most}"
-                        if most < math.inf
-                        else f"for {left_s:.0f} s at most"
-                    )
-                    tried = tried if failed else "others got through"
-                    text = f"{error}; trying again in {wait_s:.1f} s ({tried})"
-                    polls += most == math.inf
-                    # An unreachable model is tried many times: one record is enough.
-                    log = _log.warning if polls < 2 else _log.debug
-                    log(
-                        "retry",
-                        text,
-                        model=client.name,
-                        reason=type(error).__name__,
-                        attempt=failed,
-                        wait_s=wait_s,
-                    )
-                    if on_retry is not None:
-                        on_retry(text)
-                if not limited:  # after a rate limit, the limiter pauses all requests instead
-                    waited_s += wait_s
+                    wait_s = retries.wait_after(error, gate, gate.passed > passed)
+                if wait_s is not None:
                     await self._sleep(wait_s)
         finally:
-            if polls:
-                _record_wait(client, "unreachable", out_s + wait_s)
+            retries.record()
 
     async def close(self) -> None:
         """Close the connections and every client that was connected here. Idempotent."""
@@ -289,25 +251,13 @@ class ClientPool:
         finally:
             await self._wire.close()
 
-    def _most_attempts(self, error: ModelError, left_s: float) -> float:
-        """Return how often a request may be attempted after ``error``.
-
-        A request that was never sent costs nothing, so it is retried while patience lasts. A broken
-        connection may cost a reply each time, so it gets only twice the usual attempts.
-        """
-        if left_s <= 0:
-            return self.max_attempts
-        if isinstance(error, Unreachable):
-            return math.inf
-        return 2 * self.max_attempts if isinstance(error, ReplyLost) else self.max_attempts
-
     async def _attempt(
         self,
         client: Client,
         request: Request,
         account: RequestBudget,
         gate: Limiter,
-        failed: int,
+        retries: RequestRetries,
         on_send: Callable[[], None] | None,
     ) -> Reply:
         began = time.perf_counter()
@@ -330,8 +280,8 @@ class ClientPool:
             account.forfeit(str(lost))
             raise lost from None
         except ModelError as error:
-            if isinstance(error, RateLimited) and _asked_s(error) <= self.max_wait_s:
-                gate.slow_down(entered, self._wait_s(error, failed + 1))
+            if isinstance(error, RateLimited) and retries.are_worth(error):
+                gate.slow_down(entered, self.backoff_s(error, retries.failed + 1))
             (account.forfeit if error.may_be_paid else account.release)(str(error))
             raise
         except ConfigError as error:  # such as a missing certificate bundle: nothing was sent
@@ -362,7 +312,7 @@ class ClientPool:
             raise
         return entered
 
-    def _wait_s(self, error: ModelError, failed: int) -> float:
+    def backoff_s(self, error: ModelError, failed: int) -> float:
         """Seconds until the next attempt: as the server asked, or exponential backoff with full
         jitter."""
         backoff_s = self._random.uniform(
@@ -388,6 +338,99 @@ class ClientPool:
                 f"provider '{provider}' gives a {type(client).__name__}, not a Client"
             )
         return client
+
+
+class RequestRetries:
+    """Decides how often and how long one request is retried.
+
+    With patience, a transient failure is retried until the request has been failing for that long.
+    A rate limit does not count while other requests of the model get through: a busy server lets
+    its queue through however long it is.
+    """
+
+    def __init__(
+        self,
+        pool: ClientPool,
+        client: Client,
+        patience_s: float,
+        on_retry: Callable[[str], None] | None,
+    ) -> None:
+        self.failed = 0
+        """Number of failed attempts."""
+        self._pool = pool
+        self._client = client
+        self._patience_s = patience_s
+        self._on_retry = on_retry
+        self._began_s = math.inf
+        """Event-loop time of the first failure."""
+        self._waited_s = 0.0
+        self._num_retries = 0
+
+    def are_worth(self, error: ModelError) -> bool:
+        """True if the time that a server asked to wait is within the remaining patience."""
+        return _asked_s(error) <= (self._left_s() if self._patience_s else self._pool.max_wait_s)
+
+    def wait_after(self, error: ModelError, gate: Limiter, others_passed: bool) -> float | None:
+        """Return the seconds to wait before the next attempt, or None if the limiter pauses it.
+        Raises ``error`` if the request is given up."""
+        is_limited = isinstance(error, RateLimited)
+        if is_limited and others_passed:
+            self._began_s, self._waited_s = math.inf, 0.0
+        else:
+            self.failed += 1
+        self._began_s = min(self._began_s, _now_s())
+        if not error.transient or self._is_used_up() or not self.are_worth(error):
+            error.waited_s = self._out_s()
+            raise error
+        wait_s = gate.opens_in_s() if is_limited else self._pool.backoff_s(error, self.failed)
+        if self._patience_s:
+            wait_s = min(wait_s, self._left_s())
+        self._report(error, wait_s)
+        self._waited_s += wait_s
+        return None if is_limited else wait_s
+
+    def record(self) -> None:
+        """Record the end of a long wait."""
+        if self._patience_s and self._num_retries:
+            _record_wait(self._client, "outage", self._out_s())
+
+    def _is_used_up(self) -> bool:
+        if self._patience_s:
+            return self._left_s() <= 0
+        return self.failed >= self._pool.max_attempts
+
+    def _left_s(self) -> float:
+        return self._patience_s - self._out_s()
+
+    def _out_s(self) -> float:
+        """Seconds for which the request has been failing; at least what it has waited."""
+        return max(self._waited_s, _now_s() - self._began_s) if self.failed else 0.0
+
+    def _report(self, error: ModelError, wait_s: float) -> None:
+        tried = (
+            f"for {self._left_s():.0f} s at most"
+            if self._patience_s
+            else f"attempt {self.failed} of {self._pool.max_attempts}"
+        )
+        tried = tried if self.failed else "others got through"
+        text = f"{error}; trying again in {wait_s:.1f} s ({tried})"
+        self._num_retries += 1
+        # A request may be retried many times while patience lasts: one record is enough.
+        log = _log.warning if self._num_retries < 2 or not self._patience_s else _log.debug
+        log(
+            "retry",
+            text,
+            model=self._client.name,
+            reason=type(error).__name__,
+            attempt=self.failed,
+            wait_s=wait_s,
+        )
+        if self._on_retry is not None:
+            self._on_retry(text)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _record_wait(client: Client, reason: str, wait_s: float) -> None:

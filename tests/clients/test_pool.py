@@ -25,7 +25,6 @@ from ramify.clients.scripted import (
 )
 from ramify.clients.scripted_server import ScriptedServer
 from ramify.errors import (
-    BadReply,
     ConfigError,
     LimitReached,
     ModelError,
@@ -34,6 +33,7 @@ from ramify.errors import (
     ReplyLost,
     ServerFailed,
     Unreachable,
+    can_be_fixed,
 )
 from ramify.types.message import Usage
 from tests.clients.helpers import Books, request, run
@@ -86,6 +86,9 @@ def test_a_reply_comes_with_its_cost_and_is_settled_once():
         (unreachable(), "release"),
         (dropped(), "forfeit"),
         (cut(), "forfeit"),
+        (html(), "release"),
+        (malformed(), "forfeit"),
+        (no_choices(), "forfeit"),
     ],
     ids=lambda value: getattr(value, "fail", value),
 )
@@ -97,20 +100,58 @@ def test_what_may_pass_is_tried_again(failure, kind):
     assert "trying again in" in told[0]
 
 
+def test_what_will_not_pass_is_raised_at_once():
+    outcome, books, told = ask([refused(), "hello"])
+    assert type(outcome) is Refused
+    assert (books.kinds, told) == (["release"], [])
+
+
+class VirtualTime(Naps):
+    """A sleep after which an outage of ``outage_s`` ends."""
+
+    def script(self, failure, outage_s):
+        while sum(self.naps) < outage_s:
+            yield failure
+        yield "hello"
+
+
 @pytest.mark.parametrize(
-    ("failure", "error", "kind"),
-    [
-        (refused(), Refused, "release"),
-        (html(), BadReply, "release"),
-        (malformed(), BadReply, "forfeit"),
-        (no_choices(), BadReply, "forfeit"),
-    ],
-    ids=lambda value: getattr(value, "fail", ""),
+    "failure",
+    [unreachable(), dropped(), cut(), server_error(), html(), malformed(), no_choices()],
+    ids=lambda value: value.fail,
 )
-def test_what_will_not_pass_is_raised_at_once(failure, error, kind):
-    outcome, books, told = ask([failure, "hello"])
-    assert type(outcome) is error
-    assert (books.kinds, told) == ([kind], [])
+@pytest.mark.parametrize(
+    ("patience_s", "survives"), [(600.0, True), (301.0, True), (299.0, False), (60.0, False)]
+)
+def test_patience_outlives_an_outage_of_five_minutes(failure, patience_s, survives):
+    async def main():
+        clock, books = VirtualTime(), Books()
+        steps = clock.script(failure, 300.0)
+        client = ScriptedClient(lambda _: next(steps), price=Price(1.0, 2.0))
+        try:
+            reply = await pool(sleep=clock).ask(client, request(), books, None, patience_s)
+            outcome = reply.message.content
+        except ModelError as error:
+            outcome = error.waited_s if can_be_fixed(error) else None
+        assert books.open == 0
+        return outcome, sum(clock.naps)
+
+    outcome, waited_s = run(main())
+    if survives:
+        assert outcome == "hello"
+        assert 300.0 <= waited_s <= patience_s
+    else:
+        assert (outcome, waited_s) == (pytest.approx(patience_s), pytest.approx(patience_s))
+
+
+def test_a_wait_longer_than_the_patience_that_is_left_is_not_waited_for():
+    async def main():
+        clock, client = Naps(), ScriptedClient([rate_limited(601.0), "hello"])
+        with pytest.raises(RateLimited) as raised:
+            await pool(sleep=clock).ask(client, request(), Books(), None, 600.0)
+        return clock.naps, raised.value.waited_s < 1.0
+
+    assert run(main()) == ([], True)
 
 
 @pytest.mark.parametrize(

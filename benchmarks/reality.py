@@ -1,0 +1,41 @@
+"""Benchmarks of a run under everyday failures: misbehaving providers, outages, limits and careless
+models.
+
+    python benchmarks/reality.py            print a table; --quick for fewer cases
+    python benchmarks/reality.py --json     also print, as the last line, {"figures": [{"name", …},
+    …]}
+
+Every provider is a real server on loopback, which ``reality_providers.py`` simulates; waits run on
+a fast clock (``FastLoop``). The exit code is 1 if a figure misses its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+
+import reality_providers
+from engine import Figure, show
+
+FIGURES: tuple[Callable[[bool], Iterator[Figure]], ...] = (reality_providers.outages,)
+"""Functions that measure figures; the argument is True for the quick form."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Figures of runs under everyday failures.")
+    parser.add_argument("--quick", action="store_true", help="fewer cases")
+    parser.add_argument(
+        "--json", action="store_true", help="print the figures as JSON on the last line"
+    )
+    options = parser.parse_args()
+    found = [figure for measure in FIGURES for figure in measure(options.quick)]
+    show(found)
+    if options.json:
+        print(json.dumps({"figures": [figure.as_json() for figure in found]}))
+    return 1 if any(figure.holds is False for figure in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
