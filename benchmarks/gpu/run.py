@@ -87,7 +87,7 @@ def _one(stage: str, asked: argparse.Namespace, out: Path) -> int:
     kit = Kit(stage, asked.device, out, quick=asked.quick, trace=asked.trace)
     try:
         importlib.import_module(f"stage_{stage}").measure(kit)
-    except Exception:  # noqa: BLE001  (what was measured before is written; the others go on)
+    except Exception:  # noqa: BLE001  (what was measured before is written; the other stages continue)
         traceback.print_exc()
         return 1
     if not kit.num_measured:
