@@ -1,7 +1,7 @@
 """What all stages of the GPU kit share: the device and its data sheet, models from a configuration,
 figures with the range that was expected before they were measured, and the file of a stage.
 
-    kit = Kit(...)                       one stage, in a process of its own
+    kit = Kit(...)                       one stage, in a separate process
     with kit.figure("name", …): …        a failure or a missing capability costs one figure
     OUT/gpu/STAGE.json                   written again after every figure
 
@@ -103,7 +103,7 @@ class GpuFigure(msgspec.Struct, kw_only=True):
     holds: bool | None
     """Whether ``value`` is within ``floor`` and ``expected``; None if there is neither."""
     note: str = ""
-    """Why there is no value, or what bounds it."""
+    """Why it was not measured, or what bounds it."""
 
 
 class Skipped(Exception):

@@ -9,7 +9,7 @@
     OUT/gpu/STAGE.json      written again after every figure, so that a lost machine loses little
     OUT/gpu/page.md         all figures of all stages, and the machine
 
-Each stage is a process of its own: its failure or its end by the clock leaves the others alone. The
+Each stage is a separate process: its failure or its end by the clock leaves the others alone. The
 exit code is 1 if a stage failed or measured nothing, or if a figure is outside its range. The last
 line is {"figures": […]} of all stages.
 """
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def _stage(stage: str, asked: argparse.Namespace, out: Path) -> str:
-    """Run a stage in a process of its own; returns why it failed, or nothing."""
+    """Run a stage in a separate process; returns why it failed, or nothing."""
     (out / f"{stage}.json").unlink(missing_ok=True)
     command = [sys.executable, str(HERE / "run.py"), stage, "--here", "--device", asked.device]
     command += ["--out", str(asked.out), *(["--quick"] if asked.quick else [])]
