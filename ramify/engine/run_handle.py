@@ -335,6 +335,7 @@ class RunHandle:
                         usage=run.requests.ledger.usage if run else Usage(),
                         cost=run.requests.ledger.cost if run else None,
                         answered_by=self._answered_by,
+                        reason=self._reason(outcome, run),
                     )
                 )
         except StoreError as error:  # its journal ends as if killed
@@ -345,6 +346,13 @@ class RunHandle:
             if self._conversation is None:
                 self.recorder.close()
         return outcome
+
+    def _reason(self, outcome: CallOutcome, run: RunState | None) -> str:
+        """The reason of the call that gave the answer, or of a failure outside of every call."""
+        calls = [call for call in self.recorder.trajectory.calls if call.parent is None]
+        if calls and calls[-1].stop == outcome.stop and not self._answered_by:
+            return calls[-1].reason
+        return run.reason(outcome, 0) if run else outcome.error or ""
 
     def _result(self, outcome: CallOutcome, run: RunState) -> Result:
         answer, citations = outcome.answer, ()

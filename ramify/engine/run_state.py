@@ -32,7 +32,7 @@ from ramify.engine.call import CallOutcome, LiveCall, context_ref, jsonable
 from ramify.engine.model_requests import ModelRequests, closed
 from ramify.engine.question import Listener, Question
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels
-from ramify.errors import ConfigError, RamifyError
+from ramify.errors import ConfigError, RamifyError, ReplyCut
 from ramify.logging import RoomLogger
 from ramify.sandbox.base import Session
 from ramify.types.event import (
@@ -368,8 +368,37 @@ class RunState:
                 stop=Stop.SUSPENDED if is_suspended else outcome.stop,
                 answer=jsonable(outcome.answer),
                 error=outcome.error,
+                reason=self.reason(outcome, call.num_turns_before + call.turn),
             )
         )
+
+    def reason(self, outcome: CallOutcome, num_turns: int) -> str:
+        """Return one sentence on why a call with ``num_turns`` turns ended, with the numbers of
+        the limit that ended it; empty for a final answer."""
+        limits, stop = self.setup.limits, outcome.stop
+        if stop is Stop.FINAL:
+            return ""
+        if self.suspension is not None and stop in (Stop.SUSPENDED, Stop.CANCELLED):
+            return str(self.suspension)
+        if stop is Stop.ERROR or isinstance(outcome.failure, ReplyCut):
+            return outcome.error or ""
+        if stop is Stop.MAX_TURNS:
+            used = min(num_turns, limits.max_turns)  # without the request for a final reply
+            return f"{used} of {limits.max_turns} turns were used: raise max_turns"
+        if stop is Stop.DEADLINE:
+            kept = f", and the last {limits.last_word_s:g} s are kept for the final reply"
+            return (
+                f"{self.recorder.now():.3g} s of {limits.max_seconds:g} s had passed{kept}: raise "
+                "max_seconds"
+            )
+        if stop is Stop.NO_CODE:
+            return (
+                f"{self.scaffold.max_idle} replies in a row had neither code nor FINAL(…), so the "
+                "last one was taken as the answer"
+            )
+        if stop is Stop.CANCELLED and self.closing is Stop.CANCELLED:
+            return "it was asked to finish before it had a final answer"
+        return self.requests.ledger.refusals.get(stop) or outcome.error or ""
 
     def _report_limit(self, call: LiveCall, stop: Stop) -> None:
         """Log a limit once: each call has its own turns, and all calls share the other limits."""
