@@ -5,7 +5,7 @@
     root    papers()                                        titles and abstracts
             rlm_query_batched(questions, [context["P2"], context["P5"]])
     child   search("lodavine yield"), extract_section("Results")      passages with their positions
-            FINAL([[1840, 1912]])                           characters of its own paper
+            FINAL([[1840, 1912]])                           characters of the child's paper
     root    FINAL([["P2", 1840, 1912], ["P5", 77, 151]])
 
     evidence()                                              generated from a seed
@@ -32,7 +32,7 @@ import msgspec
 from ramify.clients.base import Client
 from ramify.errors import ConfigError
 from ramify.sandbox.base import Session, digest_of
-from ramify.tasks.base import SPLITS, Item, Score, Task, TaskStart, generated
+from ramify.tasks.base import SPLITS, Item, Score, TaskStart, generated
 from ramify.tasks.data import Row, dataset, rows_of
 from ramify.tasks.scoring.interval import interval_f1
 from ramify.tasks.scoring.rubric import Rubric, RubricScore
@@ -393,7 +393,7 @@ def _loaded(split: str, source: Any, num_papers: int) -> Sequence[Item]:
     rows = list(_flat(rows_of(source), num_papers))
     if not rows:
         raise ConfigError(f"evidence: {split}={source!r:.60} has no question with evidence")
-    loaded: Task = dataset({split: rows}, item=item_of, reward=interval_f1, name="evidence")
+    loaded = dataset({split: rows}, item=item_of, reward=interval_f1, name="evidence")
     return loaded.splits[split]
 
 
