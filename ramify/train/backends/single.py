@@ -137,7 +137,7 @@ class SingleBackend:
         gradients, norm = self._gradients()
         max_norm = self._optim.max_grad_norm
         if max_norm is not None and norm > max_norm:
-            torch._foreach_mul_(gradients, max_norm / norm)
+            self._spread.scale(gradients, max_norm / norm)
         if gradients:
             self._optimizers.step(lr)
         self.clear_gradient()
@@ -253,14 +253,14 @@ class SingleBackend:
         logprobs, entropies, values = self._spread.run(
             lambda: self._run_model(batch, streams, entropy)
         )
-        _, sequences = np.unique(batch.owners[:, 0], return_inverse=True)
+        calls, num_calls = whole_step.calls_of(batch)
         return LossEntries(
             logprobs=logprobs[:, 0],
             streams=streams,
             denominators=batch.denominators,
             entropy=entropies if entropy in ("value", "gradient") else None,
             teacher_ids_logprobs=logprobs[:, 1:] if logprobs.shape[1] > 1 else None,
-            sequences=(self._tensor(sequences), len(batch.sequences)),
+            sequences=(self._tensor(calls), num_calls),
             values=None if values is None else values[:, 0],
         )
 
