@@ -33,7 +33,7 @@ def assign_sites(tree: ast.Module, made: Sequence[MadeCall]) -> dict[ast.AST, li
     """Assign the sub-calls of a cell to the places in its code that made them.
 
     A place is recognised by its kind, by the literal words of its prompt, and, where each place
-    runs once, by the order. Calls that cannot be told apart are assigned to every place of their
+    runs once, by the order. Calls that look the same are assigned to every place of their
     kind.
     """
     sites = _sites_of(tree)

@@ -6,7 +6,7 @@
 
 The code is only parsed, never run. The result is an upper bound: a value may come from fewer calls
 than its ``Flow`` names, never from others, unless the code uses something that this file does not
-follow (``exec``, attributes of its own classes). Conditions count: a count that grows under ``if
+follow (``exec``, attributes of classes it defines). Conditions count: a count that grows under ``if
 "yes" in reply`` comes from that reply. Not here: where the values appear in texts (see
 provenance.py).
 """
@@ -95,7 +95,7 @@ class DataFlow:
         """``guess`` returns the earlier sub-calls that returned the value of a literal."""
         self.env: dict[str, Flow] = {"context": Flow(from_context=True)}
         self.defined: dict[str, tuple[int, int, int]] = {}
-        """Variable -> (turn, cell, line) where it was last assigned."""
+        """Variable -> (turn, cell, line) of its last assignment."""
         self.final: Flow | None = None
         """What was given to ``FINAL`` last."""
         self._guess = guess

@@ -318,7 +318,7 @@ def _order(id: str) -> list[int]:
 
 
 def _position(text: str, value: str) -> int:
-    """Where ``value`` is in ``text`` as a word of its own; -1 if nowhere."""
+    """Where ``value`` is in ``text`` as a separate word; -1 if nowhere."""
     match = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w])", text) if value else None
     return match.start() if match else -1
 
