@@ -46,8 +46,7 @@ from sandbox_peers import (
     ipykernel,
 )
 
-from ramify.sandbox.base import Sandbox, SandboxSpec, Session, open_sandbox
-from ramify.sandbox.context import SharedContext
+from ramify.sandbox.base import Sandbox, SandboxSpec, Session, SharedContext, open_sandbox
 
 MB = 1_000_000
 Figures = AsyncIterator[Figure]

@@ -90,9 +90,8 @@ class MinimalServer:
     def __init__(self) -> None:
         import subprocess
 
-        from ramify.sandbox.forkserver_channel import ENVIRONMENT
-        from ramify.sandbox.guest_files import FOLDER, LOADER
-        from ramify.sandbox.jail.probe import EMPTY, MODULES
+        from ramify.sandbox.forkserver_channel import ENVIRONMENT, FOLDER, LOADER
+        from ramify.sandbox.jail.provider import EMPTY, MODULES
 
         ours, theirs = socket.socketpair()
         boot = f"{LOADER}\nimport runpy\nload(sys.argv[1], sys.argv[3:-1])\n"

@@ -16,8 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ramify.sandbox.base import SandboxSpec, open_sandbox
-from ramify.sandbox.context import SharedContext
+from ramify.sandbox.base import SandboxSpec, SharedContext, open_sandbox
 
 MB = 1_000_000
 SESSIONS = 64

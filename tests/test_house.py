@@ -50,7 +50,6 @@ STANDARD_LIBRARY_ONLY = [
         f"sandbox/{name}"
         for name in (
             "guest",
-            "shared_buffers.py",
             "process_setup.py",
             "forkserver.py",
             "session_supervisor.py",
@@ -58,7 +57,7 @@ STANDARD_LIBRARY_ONLY = [
     ),
     *(
         f"sandbox/jail/{name}.py"
-        for name in ("confine", "hooks", "primitives", "seccomp", "walls", "zygote")
+        for name in ("confine", "primitives", "seccomp", "walls", "zygote")
     ),
 ]
 """Files, and folders whose modules may import each other, by relative names: they are loaded under

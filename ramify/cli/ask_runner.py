@@ -273,7 +273,13 @@ def _print(
         _print_json(result, run_id)
     elif result.answer is not None:
         _print_answer(result, notes, has_schema)
-    if result.answer is None or code is ExitCode.ERROR:
+    if code is ExitCode.SUSPENDED:
+        took = seconds(result.trajectory.seconds)
+        error_line(
+            f"suspended after {took}: {result.error}; continue with: ramify ask --resume "
+            f"{_shortest_name(result.run_id)}"
+        )
+    elif result.answer is None or code is ExitCode.ERROR:
         error_line(_why(result))
     elif isinstance(result.failure, ReplyCut):
         notes.say(f"ramify: {result.error}")
@@ -283,6 +289,13 @@ def _print(
         notes.say(f"continue this run with: ramify ask --resume {run_id}")
     notes.say(summary(result.trajectory, run_id))
     return code
+
+
+def _shortest_name(run_id: str) -> str:
+    """``last``, or the id of a run that is not the last one."""
+    from ramify.store.store import Store
+
+    return "last" if Store().path("last").stem == run_id else run_id
 
 
 def _why(result: Result) -> str:

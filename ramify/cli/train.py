@@ -23,7 +23,7 @@ import msgspec
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.progress_screen import OPTION, ProgressScreen, form_of
 from ramify.cli.telemetry import exporting
-from ramify.cli.terminal_text import StderrNotes, error_line, write
+from ramify.cli.terminal_text import StderrNotes, error_line
 from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.train.metrics import StepMetrics, read_metrics
@@ -173,7 +173,7 @@ def train(
             from ramify.train.recipe import load_recipe, stored  # imports everything heavy
             from ramify.train.resource_counts import by
 
-            run = load_recipe(recipes[0]) if recipes else stored(str(resume))
+            run = load_recipe(recipes[0]) if recipes else stored(str(resume), overrides)
             # The placement comes first, so that the overrides can change its fields.
             run = by(run, placement) if placement else run
             run = override(run, overrides, CHOICES)
@@ -195,7 +195,6 @@ def train(
             )
         except KeyboardInterrupt:
             screen.close()
-            write(f"stopped; continue with: ramify train --resume {folder}")
             return ExitCode.STOPPED
     print(f"trained policy in {folder}/policy: ramify ask --model local:{folder}/policy …")
     return ExitCode.ANSWERED

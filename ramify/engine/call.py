@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Client, KnownPrefix, Request
-from ramify.sandbox.context import SharedContext
+from ramify.sandbox.base import SharedContext
 from ramify.types.message import Message, Reply, encodable
 from ramify.types.trajectory import CallKind, ContextRef, Parent, Stop
 

@@ -38,7 +38,7 @@ from ramify.errors import (
     ReplyFiltered,
     SandboxError,
 )
-from ramify.sandbox.context import SharedContext
+from ramify.sandbox.base import SharedContext
 from ramify.types.event import ToolAnswered
 from ramify.types.message import Message
 from ramify.types.trajectory import Parent, Stop

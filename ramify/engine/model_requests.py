@@ -24,7 +24,15 @@ from ramify.clients.providers import reasons
 from ramify.engine import retool
 from ramify.engine.call import LiveCall
 from ramify.engine.limits import Ledger, Limits, ResourceAmount, bound
-from ramify.errors import ConfigError, LimitReached, Refused, ReplyCut, ReplyFiltered
+from ramify.errors import (
+    ConfigError,
+    LimitReached,
+    ModelError,
+    Refused,
+    ReplyCut,
+    ReplyFiltered,
+    can_be_fixed,
+)
 from ramify.types.event import AttemptFailed, ReplyReceived, RequestStarted
 from ramify.types.message import Message, Reply, Usage, sendable
 from ramify.types.trajectory import Stop
@@ -62,6 +70,8 @@ class ModelRequests:
             self.ledger.cost = None  # until a model with a known price has replied
         self._reply_tokens: dict[tuple[str, bool], int] = {}
         """(model, True for a sub-call) -> maximum tokens of a reply."""
+        self.under_way: set[TurnRequest] = set()
+        """Requests that may have been sent and whose outcome is not recorded."""
         self._repeated: set[tuple[str, int]] = set()
         """(call, turn) of the recorded attempts that were repeated."""
 
@@ -82,7 +92,7 @@ class ModelRequests:
         ``last_word`` names the limit at which this is the final request, whose cost was held back.
         ``longer`` multiplies the reply's maximum length.
         Raises ModelError if the model gave no reply or a filtered one, and LimitReached if the run
-        may not ask any more.
+        may not ask any more. A failure that a person can fix suspends the run.
         """
         reused = len(call.messages) if reused is None else reused
         limit = self.reply_tokens(call, longer)
@@ -97,24 +107,38 @@ class ModelRequests:
             reply, reused_ids = found
         else:
             self._check_open(turn)
-            sending = self.pool.ask(
-                call.client,
-                turn.request,
-                turn,
-                on_send=turn.announce,
-                on_retry=lambda text: self.run.note(call, text),
-                patience_s=self.run.setup.limits.patience_s,
-            )
-            if last_word:
-                full_reply = await self.run.until_deadline(sending)
-            else:
-                with self.run.until_closing():
-                    full_reply = await sending
-            reply, reused_ids = self._received(turn, full_reply)
+            reply, reused_ids = await self._sent(turn)
         turn.answered(reply, reused_ids, found is not None)
+        self.over(turn)
         if reply.finish == "content_filter":
             raise _filtered(call.client.name, reply)
         return reply
+
+    async def _sent(self, turn: TurnRequest) -> tuple[Reply, int]:
+        """Send a request; returns what ``_received`` does."""
+        run, call = self.run, turn.call
+        sending = self.pool.ask(
+            call.client,
+            turn.request,
+            turn,
+            on_send=turn.announce,
+            on_retry=lambda text: run.note(call, text),
+            patience_s=run.setup.limits.patience_s,
+        )
+        try:
+            if turn.last_word:
+                return self._received(turn, await run.until_deadline(sending))
+            with run.until_closing():
+                return self._received(turn, await sending)
+        except ModelError as error:
+            if can_be_fixed(error) and run.closing is None:
+                await run.suspended(error)
+            raise
+
+    def over(self, turn: TurnRequest) -> None:
+        """Note that the outcome of ``turn`` is recorded."""
+        self.under_way.discard(turn)
+        self.run.suspend_if_quiet()
 
     async def whole(self, call: LiveCall, reply: Reply, new: Sequence[Message]) -> Reply:
         """Return ``reply`` to ``new``, the last turn of ``call``, complete if possible.
@@ -342,6 +366,10 @@ class TurnRequest:
 
     async def reserve(self) -> None:
         await self._requests.ledger.reserve(self._amount)
+        if self._requests.run.suspension is not None:
+            self._requests.ledger.free(self._amount)
+            await self._requests.run.suspended(self._requests.run.suspension)
+        self._requests.under_way.add(self)
 
     def settle(self, usage: Usage, cost: float | None) -> None:
         if usage.unknown_calls:
@@ -380,6 +408,7 @@ class TurnRequest:
                 cost=cost,
             )
         )
+        self._requests.over(self)
 
 
 def prompt_hash(model: str, request: Request) -> str:

@@ -49,8 +49,7 @@ from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.engine.tool_set import Tools, ToolSet
 from ramify.engine.typed import Citation, CitedAnswer
 from ramify.errors import ConfigError, ReplayDiverged
-from ramify.sandbox.base import SandboxSpec, check_provider
-from ramify.sandbox.context import SharedContext
+from ramify.sandbox.base import SandboxSpec, SharedContext, check_provider
 from ramify.store.journal import Journal
 from ramify.store.recorded_replies import RecordedReplies
 from ramify.store.store import Store
@@ -177,7 +176,8 @@ class RLM:
 
         Options are given as keywords (``answer_type=int, cite=True``), as a ``RunOptions``, or
         both. Raises ConfigError for invalid input, and the error of the model or sandbox if that
-        prevented an answer. Reaching a limit is not an error: see ``Result.stop``.
+        prevented an answer. Reaching a limit is not an error: see ``Result.stop``. Raises Suspended
+        if the run is stored and a person can remove the cause.
         """
         return self._in_thread(self.acompletion(prompt, query, options, **changes))
 
@@ -190,7 +190,7 @@ class RLM:
     ) -> Result:
         """``completion`` on the caller's event loop. Cancelling it cancels the whole tree of
         calls."""
-        return checked(await self.start(prompt, query, options, **changes))
+        return checked(await self.start(prompt, query, options, **changes), self.resume)
 
     async def stream(
         self,
@@ -205,7 +205,7 @@ class RLM:
         try:
             async for event in running.events():
                 yield event
-            checked(await running)
+            checked(await running, self.resume)
         finally:
             running.cancel()
 
@@ -257,7 +257,9 @@ class RLM:
         c.aask(…)``. Options given here are the defaults of its questions.
         """
         chosen = self._options.updated(options, changes)
-        return Conversation(self._setup, self._shared, self.store, prompt, chosen)
+        return Conversation(
+            self._setup, self._shared, self.store, prompt, chosen, resume=self.resume
+        )
 
     # --- resume and replay ------------------------------------------------------------------------
 
@@ -275,7 +277,7 @@ class RLM:
         self._rerun_options(options, changes)  # reports a wrong one even if the run has ended
         if self._recording(run, "resume").ended is not None:
             return self._from_record(run)
-        return checked(await self.restart(run, options, **changes))
+        return checked(await self.restart(run, options, **changes), self.resume)
 
     def restart(
         self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
@@ -315,7 +317,7 @@ class RLM:
         recording = self._recording(run, "replay", strict=True)
         listeners = checked_listener(options.on_event)
         recorder = EventRecorder(recording.started.id, None, listeners)
-        return checked(await self._rerun(recording, options, recorder))
+        return checked(await self._rerun(recording, options, recorder), self.resume)
 
     def resume(
         self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]

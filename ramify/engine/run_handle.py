@@ -8,10 +8,11 @@ between, the journal ends with what is known.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,9 +27,16 @@ from ramify.engine.resources import LoopResources, RlmSetup, RunModels, SharedRe
 from ramify.engine.rlm_loop import RlmLoop
 from ramify.engine.run_state import EventRecorder, RunState
 from ramify.engine.typed import Citation, CitedAnswer
-from ramify.errors import ConfigError, RamifyError, SandboxError
+from ramify.errors import (
+    ConfigError,
+    RamifyError,
+    SandboxError,
+    StoreError,
+    Suspended,
+    can_be_fixed,
+)
 from ramify.logging import RoomLogger, in_run, take_collected
-from ramify.sandbox.context import SharedContext
+from ramify.sandbox.base import SharedContext
 from ramify.types.event import AnyEvent, RunEnded, RunStarted
 from ramify.types.message import Usage
 from ramify.types.trajectory import Fork, Stop, Trajectory
@@ -185,17 +193,25 @@ class RunHandle:
                 outcome = await answer(run, models.rlm(0), context)
         except asyncio.CancelledError:
             outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
-            raise
+            if run is None or run.suspension is None or self._task.uncancel():
+                raise
+            outcome = self._failed(run.suspension)
         except RamifyError as error:
-            outcome = CallOutcome(Stop.ERROR, error=str(error), failure=error)
+            outcome = self._failed(error)
             if run is None:
                 raise
         except BaseException as error:
             outcome = CallOutcome(Stop.ERROR, error=repr(error), failure=error)
             raise
         finally:
-            self._ended(outcome, run)
+            outcome = self._ended(outcome, run)
         return self._result(outcome, run)
+
+    def _failed(self, error: RamifyError) -> CallOutcome:
+        """Return the outcome of a run that ``error`` ended, or suspended if it is stored."""
+        is_suspended = self.recorder.is_stored and can_be_fixed(error)
+        stop = Stop.SUSPENDED if is_suspended else Stop.ERROR
+        return CallOutcome(stop, error=str(error), failure=error)
 
     async def _context(self, resources: LoopResources) -> SharedContext | None:
         """Return the context, encoded once (in a thread if it is large), and stored by content if
@@ -294,7 +310,7 @@ class RunHandle:
         try:
             outcome = await (branched or loop).answer(message, self._question.kind)
         except RamifyError as error:
-            outcome = CallOutcome(Stop.ERROR, error=str(error), failure=error)
+            outcome = self._failed(error)
         finally:
             chosen, own = (branched.chosen, branched.own) if branched else (loop, None)
             if conversation is None:
@@ -305,7 +321,9 @@ class RunHandle:
         self._answered_by = chosen.call.id if own else ""
         return outcome
 
-    def _ended(self, outcome: CallOutcome, run: RunState | None) -> None:
+    def _ended(self, outcome: CallOutcome, run: RunState | None) -> CallOutcome:
+        """Record the end of the run and release what it holds. Returns the run's outcome, which is
+        another one if the end could not be written."""
         try:
             if self.recorder.trajectory.id:
                 self.recorder.emit(
@@ -317,13 +335,24 @@ class RunHandle:
                         usage=run.requests.ledger.usage if run else Usage(),
                         cost=run.requests.ledger.cost if run else None,
                         answered_by=self._answered_by,
+                        reason=self._reason(outcome, run),
                     )
                 )
+        except StoreError as error:  # its journal ends as if killed
+            return self._failed(error)
         finally:
             if run is not None:
                 run.finish()
             if self._conversation is None:
                 self.recorder.close()
+        return outcome
+
+    def _reason(self, outcome: CallOutcome, run: RunState | None) -> str:
+        """The reason of the call that gave the answer, or of a failure outside of every call."""
+        calls = [call for call in self.recorder.trajectory.calls if call.parent is None]
+        if calls and calls[-1].stop == outcome.stop and not self._answered_by:
+            return calls[-1].reason
+        return run.reason(outcome, 0) if run else outcome.error or ""
 
     def _result(self, outcome: CallOutcome, run: RunState) -> Result:
         answer, citations = outcome.answer, ()
@@ -355,8 +384,15 @@ def as_text(answer: Any) -> str:
         return json.dumps(plain, separators=(",", ":"))
 
 
-def checked(result: Result) -> Result:
-    """Return ``result``, or raise the error that left it without an answer."""
+def checked(result: Result, resume: Callable[[str], Result]) -> Result:
+    """Return ``result``, or raise the error that left it without an answer. ``resume`` continues a
+    run by its id."""
+    if result.stop is Stop.SUSPENDED:
+        raise Suspended(
+            f"the run is suspended: {result.error}; continue it with resume({result.run_id!r})",
+            result.run_id,
+            functools.partial(resume, result.run_id),
+        ) from result.failure
     if result.stop is Stop.ERROR and result.answer is None:
         raise (
             result.failure

@@ -2,9 +2,10 @@
 added.
 
 It renders a conversation once without and once with the added messages, and takes the difference.
-That is only right if a template never changes what it wrote before. A few canned conversations are
-tested when a policy is loaded, and ``unstable`` contains the result: if it is not empty, ``prompt``
-works but ``extend`` does not.
+That is only right if a template never changes what it wrote before. Canned conversations are tested
+when a policy is loaded, one of them long, since some templates only rewrite replies far back or
+their thinking. ``unstable`` contains the result: if it is not empty, ``prompt`` works but
+``extend`` does not.
 
 If the end of a reply's header and the beginning of the reply would form one token, a path has two
 tokens and a fresh ``prompt`` one.
@@ -35,7 +36,25 @@ _TALK = (
     Message("assistant", "Five."),
     Message("user", "Sure? Ümläut 1,234"),
 )
-CANNED: tuple[tuple[Message, ...], ...] = (_TALK, (Message("system", "Answer briefly."), *_TALK))
+_NUM_REPLIES = 24
+"""Replies of a long conversation; a template that rewrites only replies further back is not
+recognized."""
+
+
+def _long_talk(thought: str) -> tuple[Message, ...]:
+    """A conversation of many replies, each of which begins with ``thought``."""
+    turns = (
+        (Message("user", f"Line {number}?"), Message("assistant", f"{thought}It has {number}."))
+        for number in range(_NUM_REPLIES)
+    )
+    return (*(message for turn in turns for message in turn), Message("user", "And all?"))
+
+
+CANNED: tuple[tuple[Message, ...], ...] = (
+    _TALK,
+    (Message("system", "Answer briefly."), *_TALK),
+    _long_talk(""),
+)
 """Conversations that every renderer must write as the template does."""
 
 
@@ -132,7 +151,8 @@ class TemplateRenderer:
 
     def _why_unstable(self) -> str:
         """Why extending differs from rendering from scratch; empty if it does not."""
-        for talk in filter(self._template.accepts, CANNED):
+        thinking = [_long_talk("<think>\nCount.\n</think>\n\n")] if self._thinks else []
+        for talk in filter(self._template.accepts, [*CANNED, *thinking]):
             for end in range(len(talk)):
                 if talk[end].role == "assistant" and (reason := self._differs(talk, end)):
                     return reason

@@ -37,14 +37,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ramify.sandbox import shared_buffers
     from ramify.sandbox.guest import (
         frames,
         guest,
         interpreter,
-        packed,
-        shown,
-        spools,
+        notebook,
+        output,
         values,
     )
     from ramify.sandbox.process_setup import (
@@ -58,8 +56,7 @@ if TYPE_CHECKING:
         tie_to_parent,
     )
 else:
-    import ramify_shared_buffers as shared_buffers
-    from ramify_guest import frames, guest, interpreter, packed, shown, spools, values
+    from ramify_guest import frames, guest, interpreter, notebook, output, values
     from ramify_process_setup import (
         adopt_orphans,
         keep_only,
@@ -291,7 +288,7 @@ class ForkServer:
         self.children = {}
         try:
             with mmap.mmap(context, 0, prot=mmap.PROT_READ) as data, memoryview(data) as view:
-                self._context, _ = packed.unpack_value(view)
+                self._context, _ = frames.unpack_value(view)
         except Exception as error:  # noqa: BLE001  (reported to the host, which raises it)
             self.control.send({"op": "failed", "message": f"its context did not decode: {error}"})
             os._exit(1)
@@ -309,12 +306,12 @@ class ForkServer:
         session = guest.Guest(
             wire,
             wire,
-            spools.FileOutputSpool(spool),
+            output.FileOutputSpool(spool),
             max_output_bytes=self.config["max_output_bytes"],
             owns_process=True,
             memory_limits=memory,
             can_fork=True,
-            shared_buffers=shared_buffers.SharedMemoryBuffers(buffers[0], is_host=False)
+            shared_buffers=frames.SharedMemoryBuffers(buffers[0], is_host=False)
             if buffers
             else None,
             apart=self.apart,
@@ -417,7 +414,7 @@ def _warm_up() -> None:
     try:
         raise ValueError
     except ValueError as error:
-        shown.show_error(error)
+        notebook.show_error(error)
     values.portable([1, "a", (2.0, None)])
     _rehearse(16)
 
@@ -439,7 +436,7 @@ def _rehearse(cells: int) -> None:
         guest.Guest(
             wire,
             wire,
-            spools.FileOutputSpool(spool),
+            output.FileOutputSpool(spool),
             max_output_bytes=1000,
             owns_process=False,
             can_fork=True,

@@ -24,14 +24,13 @@ import types
 from typing import Any, TextIO
 
 from ramify.errors import ConfigError, SandboxError
-from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec
-from ramify.sandbox.context import SharedContext
+from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec, SharedContext
+from ramify.sandbox.forkserver_channel import locate
+from ramify.sandbox.guest.frames import SharedMemoryBuffers
 from ramify.sandbox.guest.guest import Guest
-from ramify.sandbox.guest.spools import MemoryOutputSpool
-from ramify.sandbox.packages import locate
+from ramify.sandbox.guest.output import MemoryOutputSpool
+from ramify.sandbox.running_cell import SessionHooks, limits_of
 from ramify.sandbox.session import GuestSession
-from ramify.sandbox.session_state import SessionHooks, limits_of
-from ramify.sandbox.shared_buffers import SharedMemoryBuffers
 from ramify.sandbox.transport import SCRATCH_BYTES, SocketStream
 
 WARNING = (

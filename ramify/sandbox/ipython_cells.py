@@ -22,14 +22,11 @@ from IPython.core.inputtransformer2 import leading_empty_lines
 from traitlets.config import Config
 
 if TYPE_CHECKING:
-    from ramify.sandbox.guest.notebook import GuestNotebook
-    from ramify.sandbox.guest.shown import safe_repr
-    from ramify.sandbox.guest.source import remember_source
+    from ramify.sandbox.guest.notebook import GuestNotebook, remember_source, safe_repr
 
     notebook: GuestNotebook
 else:
-    from ramify_guest.shown import safe_repr
-    from ramify_guest.source import remember_source
+    from ramify_guest.notebook import remember_source, safe_repr
 
     notebook = notebook  # noqa: F821  (the guest defines it in its modules)
 

@@ -27,11 +27,11 @@ from ramify.sandbox.base import (
     PreparedContext,
     SandboxCapabilities,
     SandboxSpec,
+    SharedContext,
 )
-from ramify.sandbox.context import SharedContext
-from ramify.sandbox.guest.calls import HostError
-from ramify.sandbox.guest.packed import portable_to_host
-from ramify.sandbox.guest.shown import VALUE_CHARS, cut, safe_repr
+from ramify.sandbox.guest.frames import portable_to_host
+from ramify.sandbox.guest.guest import HostError
+from ramify.sandbox.guest.notebook import VALUE_CHARS, cut, safe_repr
 from ramify.sandbox.guest.values import CodecError, ValueEncoder, portable
 from ramify.sandbox.monty_cells import MontyCell, as_builtin, inspect_cell, is_plain
 from ramify.types.trajectory import Cell

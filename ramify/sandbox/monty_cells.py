@@ -11,8 +11,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from ramify.sandbox.base import Answer
-from ramify.sandbox.guest.calls import HostError
-from ramify.sandbox.guest.tails import HeadTailBuffer
+from ramify.sandbox.guest.guest import HostError
+from ramify.sandbox.guest.output import HeadTailBuffer
 from ramify.sandbox.guest.values import CodecError, ValueEncoder
 
 

@@ -25,13 +25,16 @@ from collections.abc import Coroutine
 from typing import Any
 
 from ramify.errors import ConfigError, SandboxError
-from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec
-from ramify.sandbox.context import SharedContext
-from ramify.sandbox.forkserver_channel import ForkServerChannel, StartedForkServer, start_server
-from ramify.sandbox.packages import locate
+from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec, SharedContext
+from ramify.sandbox.forkserver_channel import (
+    ForkServerChannel,
+    StartedForkServer,
+    locate,
+    start_server,
+)
 from ramify.sandbox.process_transport import ProcessTransport, SessionMemoryFiles
+from ramify.sandbox.running_cell import SessionHooks, limits_of
 from ramify.sandbox.session import GuestSession
-from ramify.sandbox.session_state import SessionHooks, limits_of
 from ramify.sandbox.transport import ReadBuffers
 
 WARNING = (

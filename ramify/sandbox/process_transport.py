@@ -19,10 +19,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ramify.errors import SandboxError
-from ramify.sandbox.base import SandboxCapabilities
-from ramify.sandbox.context import anonymous_file
+from ramify.sandbox.base import SandboxCapabilities, anonymous_file
 from ramify.sandbox.forkserver_channel import ForkServerChannel
-from ramify.sandbox.shared_buffers import ScratchBuffer, SharedMemoryBuffers, make_file
+from ramify.sandbox.guest.frames import ScratchBuffer, SharedMemoryBuffers, make_file
 from ramify.sandbox.transport import ReadBuffers, SocketStream, how_it_ended
 
 _MAX_LEFTOVER_BYTES = 16 << 20

@@ -1,9 +1,9 @@
 """Sessions on a service that starts commands elsewhere: a container engine or a cloud.
 
-Decides how the guest gets there (its files are the first data sent, so nothing is installed; see
-``guest_files.py``), how the guest's bytes and control messages share one stream, and how streams
-are read that carry only text or begin with a greeting. Not here: the services. Each is a
-``SandboxService`` of a few lines (see ``docker.py``, ``cloud/``).
+Decides how the guest gets there (its files are the first data sent, so nothing is installed), how
+the guest's bytes and control messages share one stream, and how streams are read that carry only
+text or begin with a greeting. Not here: the services. Each is a ``SandboxService`` of a few lines
+(see ``docker.py``, ``cloud/``).
 
     GuestSession ─ RemoteTransport ─packets─> ByteStream ··> session_supervisor.py ─fork─> guest/
 
@@ -22,13 +22,12 @@ from typing import Any, Literal, Protocol
 
 from ramify.errors import ConfigError, SandboxError
 from ramify.logging import RoomLogger
-from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec
-from ramify.sandbox.context import SharedContext
-from ramify.sandbox.forkserver_channel import ENVIRONMENT
+from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec, SharedContext
+from ramify.sandbox.forkserver_channel import ENVIRONMENT, LOADER, texts
+from ramify.sandbox.guest.frames import SharedMemoryBuffers
 from ramify.sandbox.guest.values import ProtocolError
-from ramify.sandbox.guest_files import LOADER, texts
+from ramify.sandbox.running_cell import SessionHooks, limits_of
 from ramify.sandbox.session import GuestSession
-from ramify.sandbox.session_state import SessionHooks, limits_of
 from ramify.sandbox.session_supervisor import (
     DATA,
     END,
@@ -40,7 +39,6 @@ from ramify.sandbox.session_supervisor import (
     UNKNOWN,
     to_lines,
 )
-from ramify.sandbox.shared_buffers import SharedMemoryBuffers
 from ramify.sandbox.transport import how_it_ended
 
 _log = RoomLogger("sandbox")
@@ -55,7 +53,7 @@ _MAX_GREETING_BYTES = 1 << 16
 _MAX_PACKET_BYTES = 2 << 20
 """Maximum size of a packet from the other end, which a hostile guest may have taken over."""
 _MARK = b"ramify-guest-1\n"
-_MODULES = ("shared_buffers", "guest", "process_setup", "forkserver", "session_supervisor")
+_MODULES = ("guest", "process_setup", "forkserver", "session_supervisor")
 _BOOT = f"""{LOADER}
 os.dup2(1, 2)
 if sys.argv[1] == "terminal":

@@ -2,7 +2,7 @@
 
 Decides which frames may arrive in which order, when the cell's clock runs, and what happens to a
 cell that does not end. Not here: the frames (see ``session_wire.py``), the state of a running cell
-(see ``running_cell.py``), its calls (see ``session_calls.py``), and the guest (see ``guest/``).
+and its calls (see ``running_cell.py``), and the guest (see ``guest/``).
 
     run ──> run frame ──> … out* call* … ──> done ──> CellResult
               clock runs      └─ answer(name, args, kwargs), one task each; the clock pauses
@@ -18,14 +18,14 @@ import contextlib
 from typing import Any
 
 from ramify.errors import HostCallError, SandboxError, SessionDied
-from ramify.sandbox import host_frames
+from ramify.sandbox import session_wire
 from ramify.sandbox.base import Answer, CellResult, SandboxCapabilities
-from ramify.sandbox.guest.tails import HeadTailBuffer
+from ramify.sandbox.guest.output import HeadTailBuffer
 from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueEncoder
-from ramify.sandbox.running_cell import RunningCell
-from ramify.sandbox.session_state import (
+from ramify.sandbox.running_cell import (
     NO_HOOKS,
     GuestRefused,
+    RunningCell,
     SessionHooks,
     SessionLimits,
     SessionState,
@@ -320,7 +320,7 @@ class GuestSession:
             self._check_waits(cell)
             pending = dict(cell.calls.pending) if cell is not None else {}
             branch_transport = transport.begin_branch(
-                host_frames.request({"op": "fork", "id": id}), self._moved
+                session_wire.request({"op": "fork", "id": id}), self._moved
             )
             self._wire.hold_sending()
             branch = GuestSession(branch_transport, self._limits, self._hooks)
@@ -451,28 +451,28 @@ class GuestSession:
 
     # -- frames
 
-    def _take(self, message: host_frames.FromGuest, value: Any, weight: int) -> None:
+    def _take(self, message: session_wire.FromGuest, value: Any, weight: int) -> None:
         cell = self._cell
         if cell is not None and cell.end is None and self._state is not SessionState.SUSPENDED:
-            if type(message) is host_frames.CellDoneFrame:
+            if type(message) is session_wire.CellDoneFrame:
                 self._end_cell(cell, message, value)
                 return
-            if type(message) is host_frames.HostCallFrame:
+            if type(message) is session_wire.HostCallFrame:
                 cell.calls.take(message, value, weight, cell.stopped)
                 return
-            if type(message) is host_frames.OutputFrame:
+            if type(message) is session_wire.OutputFrame:
                 cell.output.add(value, message.skip)
                 cell.chars, self._upto = message.chars, message.upto
                 return
         if self._reply is not None and self._take_reply(message, value, *self._reply):
             return
-        if isinstance(message, host_frames.HelloFrame) and not self._hello.done():
+        if isinstance(message, session_wire.HelloFrame) and not self._hello.done():
             self.pid = message.pid
             self._hello.set_result(None)
         elif not self._failure:
             raise ProtocolError(f"a frame '{message.__struct_config__.tag}' that was not expected")
 
-    def _end_cell(self, cell: RunningCell, message: host_frames.CellDoneFrame, note: Any) -> None:
+    def _end_cell(self, cell: RunningCell, message: session_wire.CellDoneFrame, note: Any) -> None:
         if message.id != cell.id:
             raise ProtocolError(f"the end of cell {message.id}, while {cell.id} runs")
         if note is not None and not isinstance(note, dict):
@@ -483,14 +483,14 @@ class GuestSession:
         cell.ends((message, note))
 
     def _take_reply(
-        self, message: host_frames.FromGuest, value: Any, id: int, reply: asyncio.Future[Any]
+        self, message: session_wire.FromGuest, value: Any, id: int, reply: asyncio.Future[Any]
     ) -> bool:
         is_reply = isinstance(
-            message, host_frames.OkFrame | host_frames.ValueFrame | host_frames.FailedFrame
+            message, session_wire.OkFrame | session_wire.ValueFrame | session_wire.FailedFrame
         )
         if not is_reply or getattr(message, "id", None) != id or reply.done():
             return False
-        if isinstance(message, host_frames.FailedFrame):
+        if isinstance(message, session_wire.FailedFrame):
             reply.set_exception(GuestRefused(message.kind, message.message))
         else:
             reply.set_result(value)

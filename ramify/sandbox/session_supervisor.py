@@ -5,7 +5,7 @@ Decides how one stream of a service (the command's standard input and output) ca
 guest's bytes and the operations on its process: interrupt, kill, and the report of its end. So a
 service only needs to start a command. Not here: the host's end (see ``remote.py``) and the guest
 (see ``guest/``). Runs remotely with the standard library only: it is sent together with ``guest/``
-and ``forkserver.py``, and nothing is installed (see ``guest_files.py``).
+and ``forkserver.py``, and nothing is installed (see ``forkserver_channel.py``).
 
     packet = u8 kind | u32 length | bytes     as a line of base64 if the stream carries only text
 
@@ -164,14 +164,14 @@ class SessionSupervisor:
 def _live(server: Any, config: dict[str, Any], sock: socket.socket, spool: int) -> None:
     """Run the guest in its process, until it ends."""
     guest: Any = sys.modules["ramify_guest.guest"]
-    spools: Any = sys.modules["ramify_guest.spools"]
+    output: Any = sys.modules["ramify_guest.output"]
     (wire, spool), memory = server.enter(config["folder"], [sock.detach(), spool])
     random.seed(config["seed"])
     gc.enable()
     guest.Guest(
         wire,
         wire,
-        spools.FileOutputSpool(spool),
+        output.FileOutputSpool(spool),
         max_output_bytes=config["max_output_bytes"],
         owns_process=True,
         memory_limits=memory,

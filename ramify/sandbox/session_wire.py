@@ -1,9 +1,10 @@
 """The frames of one session: in order, checked, decoded, and never at the expense of other
 sessions.
 
-Decides how much of a guest's data the event loop handles at once, what is decoded in a thread, and
+Every frame from a guest is hostile until it has been checked here. Decides the schema of frames
+from a guest, how much of its data the event loop handles at once, what is decoded in a thread, and
 when frames to the guest have to wait. Not here: which frames may arrive when (see ``session.py``),
-their layout and limits (see ``host_frames.py``).
+and the layout of frames and values, with their limits (see ``guest/``).
 
     transport ──> frames ──small──────────────> received ──> session
                     └─large─> thread ─────────────┘   (later frames wait)
@@ -14,22 +15,309 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Annotated, Any
 
-from ramify.sandbox import host_frames
-from ramify.sandbox.guest.frames import open_frame
+import msgspec
+
+from ramify.sandbox.guest.frames import (
+    MAX_FRAME,
+    MAX_HEADER,
+    MAX_NESTING,
+    SharedMemoryBuffers,
+    check_blobs,
+    check_header,
+    frame,
+    open_frame,
+    split_blobs,
+)
+from ramify.sandbox.guest.notebook import VALUE_CHARS
 from ramify.sandbox.guest.output import MAX_FRAME_BYTES
-from ramify.sandbox.guest.values import ProtocolError, ValueEncoder
+from ramify.sandbox.guest.values import (
+    LimitError,
+    ProtocolError,
+    ValueDecoder,
+    ValueEncoder,
+    encoded,
+)
 from ramify.sandbox.transport import SCRATCH_BYTES, Transport
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+Shown = Annotated[str, msgspec.Meta(max_length=VALUE_CHARS + 100)]
+"""Text that the guest has cut to ``VALUE_CHARS``, with a note on how much is missing."""
+Name = Annotated[str, msgspec.Meta(max_length=1000)]
+NO_VALUE = msgspec.Raw(b"null")
+
+
+class _Frame(msgspec.Struct, tag_field="op", forbid_unknown_fields=True, gc=False, kw_only=True):
+    got: Count = 0
+    """Number of times that the guest has read from the shared memory buffers."""
+
+
+class HelloFrame(_Frame, tag="hello"):
+    """The guest is ready."""
+
+    pid: Count
+
+
+class OutputFrame(_Frame, tag="out"):
+    """The running cell printed the frame's only blob."""
+
+    skip: Count
+    """Number of bytes just before the blob that are not sent to the host."""
+    chars: Count
+    """Number of characters printed so far."""
+    upto: Count
+    """Offset in the output file from which data was not sent yet."""
+    blobs: list[Count]
+
+
+class HostCallFrame(_Frame, tag="call"):
+    """The running cell calls the host."""
+
+    id: Count
+    name: Name
+    value: msgspec.Raw
+    """[args, kwargs]"""
+    tags: bool = False
+    blobs: list[Count] = []
+    shelved: bool = False
+
+
+class CellDoneFrame(_Frame, tag="done"):
+    """The running cell has ended."""
+
+    id: Count
+    value: Shown | None
+    error: Shown | None
+    restored: Annotated[list[Name], msgspec.Meta(max_length=1000)]
+    note: msgspec.Raw
+    """A dict or None."""
+    chars: Count
+    tags: bool = False
+    blobs: list[Count] = []
+    shelved: bool = False
+
+
+class OkFrame(_Frame, tag="ok"):
+    id: Count
+
+
+class ValueFrame(_Frame, tag="value"):
+    id: Count
+    value: msgspec.Raw
+    tags: bool = False
+    blobs: list[Count] = []
+    shelved: bool = False
+
+
+class FailedFrame(_Frame, tag="failed"):
+    id: Count
+    kind: Name
+    message: Shown
+
+
+FromGuest = (
+    HelloFrame | OutputFrame | HostCallFrame | CellDoneFrame | OkFrame | ValueFrame | FailedFrame
+)
+LARGE_HEADER, LARGE_BLOBS = 1 << 13, 1 << 23
+"""Larger frames are decoded in a thread."""
+_PIECE_BYTES = 1 << 15
+"""Number of bytes of JSON that are decoded at once: a thread that decodes lets others run only
+between two pieces, and unusual numbers take 100 times as long as others."""
+_DECODE_S = 2.0
+"""Maximum CPU time for decoding one value."""
+_decoder = msgspec.json.Decoder(FromGuest)
+_list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+_dict_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_encoder = msgspec.json.Encoder()
+
+
+class FrameAssembler:
+    """Turns bytes from a guest into complete frames: views that are valid until the next ``feed``.
+    If the caller stops early, the rest is kept."""
+
+    __slots__ = ("_held", "_need")
+
+    def __init__(self) -> None:
+        self._held: bytearray | None = None
+        self._need = 0
+
+    def feed(self, data: memoryview) -> Generator[memoryview, None, None]:
+        if self._held is not None:
+            self._held += data
+            if len(self._held) < self._need:
+                return
+            data, self._held = memoryview(self._held), None
+        at, end = 0, len(data)
+        self._need = 4
+        try:
+            while end - at >= 4:
+                size = int.from_bytes(data[at : at + 4], "little")
+                if not 5 <= size <= MAX_FRAME:
+                    raise ProtocolError(
+                        f"a frame of {size:,} bytes, where 5 to {MAX_FRAME:,} are allowed"
+                    )
+                if end - at < 4 + size:
+                    self._need = 4 + size
+                    return
+                at += 4 + size
+                yield data[at - size : at]
+        finally:
+            if at < end:
+                self._held = bytearray(data[at:])
+
+    def keep(self, data: memoryview) -> None:
+        """Keep ``data`` for the next ``feed``."""
+        if self._held is None:
+            self._held, self._need = bytearray(), 0
+        self._held += data
+
+    def held_bytes(self) -> int:
+        """Return the size of the unfinished frames."""
+        return len(self._held) if self._held is not None else 0
+
+
+def is_large(view: memoryview) -> bool:
+    """Return True if decoding a frame may take long enough to delay other sessions."""
+    if len(view) <= LARGE_HEADER:
+        return False
+    header = len(open_frame(view)[0])
+    return header > LARGE_HEADER or len(view) - header > LARGE_BLOBS
+
+
+def parse(
+    view: memoryview,
+    shared_buffers: SharedMemoryBuffers | None = None,
+    *,
+    is_later: bool = False,
+) -> tuple[FromGuest, list[memoryview]]:
+    """Decode a frame and return it with its blobs. ``is_later``: the caller reads blobs from the
+    shared buffers afterwards, and calls ``note_read``. Raises ProtocolError."""
+    header, end = open_frame(view)
+    if len(header) > MAX_HEADER:
+        raise ProtocolError(f"a header of {len(header):,} bytes, where {MAX_HEADER:,} are allowed")
+    try:
+        if len(header) > MAX_NESTING:
+            check_header(bytes(header))
+        message: FromGuest = _decoder.decode(header)
+        check_blobs(len(getattr(message, "blobs", ())))
+    except LimitError as error:
+        raise ProtocolError(str(error)) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:
+        raise ProtocolError(f"a frame that is none: {str(error)[:200]}") from None
+    lengths = getattr(message, "blobs", ())
+    if getattr(message, "shelved", False):
+        if end != len(view):
+            raise ProtocolError("blobs twice")
+        return message, [] if is_later else shared_blobs(message, shared_buffers)
+    if not is_later:
+        note_read(message, shared_buffers)
+    if not lengths:
+        if end != len(view):
+            raise ProtocolError(f"{len(view) - end:,} bytes after a frame without blobs")
+        return message, []
+    return message, split_blobs(view, end, lengths)
+
+
+def note_read(message: FromGuest, shared_buffers: SharedMemoryBuffers | None) -> None:
+    """Mark the shared buffers as free once the guest has read them."""
+    if message.got and shared_buffers is not None and message.got == shared_buffers.put_count:
+        shared_buffers.is_free = True
+
+
+def shared_blobs(
+    message: FromGuest, shared_buffers: SharedMemoryBuffers | None
+) -> list[memoryview]:
+    """Read the blobs of ``message`` from the shared buffers. Raises ProtocolError."""
+    note_read(message, shared_buffers)
+    if shared_buffers is None:
+        raise ProtocolError("a frame with its blobs on a shelf, but no shelf exists")
+    if shared_buffers.owed is not None:
+        raise ProtocolError("blobs on a shelf that was not free")
+    shared_buffers.owed = getattr(message, "id", 0)
+    try:
+        return shared_buffers.take(getattr(message, "blobs", ()))
+    except (ValueError, OSError) as error:
+        raise ProtocolError(str(error)) from None
+
+
+def value_of(
+    message: HostCallFrame | CellDoneFrame | ValueFrame, data: msgspec.Raw, blobs: list[memoryview]
+) -> Any:
+    """Decode ``data``, a part of a message. Raises ProtocolError."""
+    try:
+        value = _decoded(data, time.thread_time() + _DECODE_S)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:
+        raise ProtocolError(f"a value that is none: {str(error)[:200]}") from None
+    return ValueDecoder(blobs, bounded=True).decode(value) if message.tags else value
+
+
+def _decoded(data: msgspec.Raw, deadline: float) -> Any:
+    """Decode JSON, in pieces if it is long."""
+    if len(data) <= _PIECE_BYTES:
+        return msgspec.json.decode(data)
+    if time.thread_time() > deadline:
+        raise ProtocolError(f"a value that takes more than {_DECODE_S:g} s to decode")
+    first = bytes(memoryview(data)[:1])
+    if first == b"{":
+        return {key: _decoded(item, deadline) for key, item in _dict_decoder.decode(data).items()}
+    if first != b"[":
+        return msgspec.json.decode(data)
+    items: list[Any] = []
+    for piece in _pieces(_list_decoder.decode(data)):
+        if time.thread_time() > deadline:
+            raise ProtocolError(f"a value that takes more than {_DECODE_S:g} s to decode")
+        if isinstance(piece, list):
+            items += msgspec.json.decode(b"[%b]" % b",".join(map(bytes, piece)))
+        else:
+            items.append(_decoded(piece, deadline))
+    return items
+
+
+def _pieces(items: list[msgspec.Raw]) -> Iterator[list[msgspec.Raw] | msgspec.Raw]:
+    """Yield neighbours that are short together, and long items alone."""
+    group: list[msgspec.Raw] = []
+    size = 0
+    for item in items:
+        if group and size + len(item) > _PIECE_BYTES:
+            yield group
+            group, size = [], 0
+        if len(item) > _PIECE_BYTES:
+            yield item
+        else:
+            group.append(item)
+            size += len(item) + 1
+    if group:
+        yield group
+
+
+def request(
+    header: dict[str, Any],
+    encoder: ValueEncoder | None = None,
+    shared_buffers: SharedMemoryBuffers | None = None,
+) -> list[Any]:
+    """Build a frame for a guest; long blobs go into ``shared_buffers`` if there is room."""
+    blobs: list[Any] = []
+    if encoder is not None and encoder.blobs:
+        blobs = encoder.blobs
+        header["blobs"] = [len(blob) for blob in blobs]
+        if shared_buffers is not None and shared_buffers.put(blobs, 0):
+            header["shelved"], blobs = True, []
+        elif encoder.defers:
+            blobs = encoded(blobs)
+    if encoder is not None and encoder.tags:
+        header["tags"] = True
+    return frame(_encoder.encode(header), blobs)
+
 
 _TURN_S = 0.005
 """Time after which the frames that have arrived wait for the next turn of the event loop."""
 _WEIGHT_OF_JSON = 16
 """Memory per byte of JSON: small Python values take many times the size of their JSON."""
 _EMPTY = memoryview(b"")
-_NO_VALUE = host_frames.NO_VALUE
+_NO_VALUE = NO_VALUE
 _decoding: list[ThreadPoolExecutor] = []
 """The threads that decode large frames, of all sessions; created for the first such frame."""
 
@@ -41,7 +329,7 @@ def in_thread(call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
     return asyncio.get_running_loop().run_in_executor(_decoding[0], call, *arguments)
 
 
-FrameTaker = Callable[[host_frames.FromGuest, Any, int], None]
+FrameTaker = Callable[[FromGuest, Any, int], None]
 """Gets a frame with its decoded value, note or output, and an estimate of the memory that it uses,
 in bytes. May raise ProtocolError."""
 
@@ -64,7 +352,7 @@ class SessionWire:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.last_id = 0
-        self._assembler = host_frames.FrameAssembler()
+        self._assembler = FrameAssembler()
         self._holds: set[str] = set()
         """Reasons not to handle more frames now."""
         self._decoding_bytes = 0
@@ -95,12 +383,12 @@ class SessionWire:
         try:
             frames = self._assembler.feed(data)
             while not self._holds and (view := next(frames, None)) is not None:
-                if host_frames.is_large(view):
+                if is_large(view):
                     self.hold("decoding")
                     held = view if len(view) > SCRATCH_BYTES else memoryview(bytes(view))
                     self._decoder = asyncio.ensure_future(self._decode(held))
                 else:
-                    message, blobs = host_frames.parse(view, self.transport.shared_buffers)
+                    message, blobs = parse(view, self.transport.shared_buffers)
                     self._received(message, *_opened(message, blobs, len(view)))
                 if time.perf_counter() > until:
                     self.hold("turn")
@@ -113,11 +401,11 @@ class SessionWire:
         """Decode a large frame while other sessions are served."""
         self._decoding_bytes = len(view) + _WEIGHT_OF_JSON * len(open_frame(view)[0])
         try:
-            parsing = functools.partial(host_frames.parse, view, is_later=True)
+            parsing = functools.partial(parse, view, is_later=True)
             message, blobs = await in_thread(parsing)
-            host_frames.note_read(message, self.transport.shared_buffers)
+            note_read(message, self.transport.shared_buffers)
             if getattr(message, "shelved", False):
-                shared = host_frames.shared_blobs(message, self.transport.shared_buffers)
+                shared = shared_blobs(message, self.transport.shared_buffers)
                 blobs = [memoryview(bytes(blob)) for blob in shared]
             self._received(message, *await in_thread(_opened, message, blobs, len(view)))
         except ProtocolError as error:
@@ -170,14 +458,14 @@ class SessionWire:
         ):
             shared_buffers.owed = None
         try:
-            parts = host_frames.request(header, encoder, shared_buffers)
+            parts = request(header, encoder, shared_buffers)
         except UnicodeEncodeError:
             # The code has lone surrogates: replace them, so that Python reports them in the cell.
             replaced = {
                 k: v.encode("utf-8", "replace").decode() if isinstance(v, str) else v
                 for k, v in header.items()
             }
-            parts = host_frames.request(replaced, encoder, shared_buffers)
+            parts = request(replaced, encoder, shared_buffers)
         self.transport.write(parts)
 
     def hold_sending(self) -> None:
@@ -190,19 +478,19 @@ class SessionWire:
             self.send(header, encoder)
 
 
-def _opened(message: host_frames.FromGuest, blobs: list[memoryview], size: int) -> tuple[Any, int]:
+def _opened(message: FromGuest, blobs: list[memoryview], size: int) -> tuple[Any, int]:
     """Return the value of a frame of ``size`` bytes, and an estimate of the memory it uses."""
     kind = type(message)
-    if kind is host_frames.CellDoneFrame:
+    if kind is CellDoneFrame:
         note = message.note  # type: ignore[union-attr]
-        return (None if note == _NO_VALUE else host_frames.value_of(message, note, blobs)), 0  # type: ignore[arg-type]
-    if kind is host_frames.OutputFrame:
+        return (None if note == _NO_VALUE else value_of(message, note, blobs)), 0  # type: ignore[arg-type]
+    if kind is OutputFrame:
         if len(blobs) != 1 or len(blobs[0]) > MAX_FRAME_BYTES:
             raise ProtocolError(f"output of {sum(map(len, blobs)):,} bytes in {len(blobs)} blobs")
         return bytes(blobs[0]), 0
-    if kind is host_frames.HostCallFrame or kind is host_frames.ValueFrame:
+    if kind is HostCallFrame or kind is ValueFrame:
         long = sum(map(len, blobs))
         short = size if message.shelved else size - long  # type: ignore[union-attr]
-        value = host_frames.value_of(message, message.value, blobs)  # type: ignore[arg-type,union-attr]
+        value = value_of(message, message.value, blobs)  # type: ignore[arg-type,union-attr]
         return value, long + _WEIGHT_OF_JSON * short
     return None, 0

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities
-from ramify.sandbox.shared_buffers import ScratchBuffer, SharedMemoryBuffers
+from ramify.sandbox.guest.frames import ScratchBuffer, SharedMemoryBuffers
 
 
 class Transport(Protocol):

@@ -205,7 +205,7 @@ class RecordedReplies:
         self.ended = None
         self._booked.update(self._requests)
         for id, ended in list(self._ends.items()):
-            is_stopped = ended.stop is Stop.CANCELLED and ended.answer is None
+            is_stopped = ended.stop in (Stop.CANCELLED, Stop.SUSPENDED) and ended.answer is None
             if is_stopped or (ended.stop is Stop.ERROR and id not in self._sub_calls):
                 del self._ends[id]
                 self._held.discard(_key(ended))
@@ -224,7 +224,7 @@ class RecordedReplies:
         """A replay repeats a failure; a resume tries again."""
         if end.stop is Stop.ERROR:
             return not self.strict
-        return end.stop is Stop.CANCELLED and end.answer is None
+        return end.stop is Stop.SUSPENDED or (end.stop is Stop.CANCELLED and end.answer is None)
 
     def _add(self, event: AnyEvent) -> None:
         if isinstance(event, ScoreAdded):

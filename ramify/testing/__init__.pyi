@@ -18,9 +18,9 @@ from ramify.clients.scripted import ScriptedClient as ScriptedClient
 from ramify.clients.scripted_server import ReceivedRequest as ReceivedRequest
 from ramify.clients.scripted_server import ScriptedServer as ScriptedServer
 from ramify.sandbox.conformance import CHECKS as CHECKS
+from ramify.sandbox.conformance import ConformanceResult as ConformanceResult
+from ramify.sandbox.conformance import check_one as check_one
+from ramify.sandbox.conformance import check_sandbox as check_sandbox
 from ramify.sandbox.conformance.base import ConformanceCheck as ConformanceCheck
 from ramify.sandbox.conformance.base import ConformanceError as ConformanceError
 from ramify.sandbox.conformance.base import SandboxProbe as SandboxProbe
-from ramify.sandbox.run_conformance import ConformanceResult as ConformanceResult
-from ramify.sandbox.run_conformance import check_one as check_one
-from ramify.sandbox.run_conformance import check_sandbox as check_sandbox

@@ -17,7 +17,7 @@ def main(words: list[str]) -> int:
 
             return serve(options)
         case ["sandbox", *options]:
-            from ramify.sandbox.run_conformance import main as check
+            from ramify.sandbox.conformance import main as check
 
             return check(options)
     asks_for_help = words[:1] in (["-h"], ["--help"])

@@ -33,6 +33,7 @@ from ramify.train.preflight import (
     check_schedules,
     check_signals,
     check_task,
+    note_rewritten_history,
 )
 from ramify.train.resource_counts import settled, sleeping
 from ramify.train.stages import SftStage, TrainingStage, WarmUpStage
@@ -95,8 +96,9 @@ class RunParts:
         check_weights(self.serving.model, read_weights(folder), str(folder))
 
 
-def assemble(recipe: Run) -> RunParts:
-    """The parts of the run that ``recipe`` describes. Raises ConfigError for mistakes in it."""
+def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
+    """The parts of the run that ``recipe`` describes. ``checkpoint``: where it will continue; a
+    tokenizer that was trained is taken from there. Raises ConfigError for mistakes in it."""
     run, placement_slots = settled(recipe)
     check_device(run)
     device = _device_of(run)
@@ -110,11 +112,12 @@ def assemble(recipe: Run) -> RunParts:
     check_schedules(run)
     engines = sleeping(run, device)
     demonstrations = list(demonstrations_of(run, task, scaffold))
-    policy = policy_of(run, demonstrations)
+    policy = policy_of(run, demonstrations, checkpoint)
     # Decided before the first backend converts the policy's weights.
     compute = decided(run.compute, policy.dtype, policy.device.type)
     serving = serving_of(run, policy, kind.is_here)
     check_prompts(run, task, scaffold, policy)
+    note_rewritten_history(run, policy)
     rows = (
         rows_of(run.sft, demonstrations, policy, scaffold, task.weights)
         if run.sft is not None
@@ -158,8 +161,11 @@ def _fixed_stages(run: Run, policy: Policy, rows: Sequence[TokenSequence]) -> li
     return stages
 
 
-def policy_of(run: Run, demonstrations: Sequence[Trajectory]) -> Policy:
-    """The initial policy of ``run``, with its tokenizer."""
+def policy_of(
+    run: Run, demonstrations: Sequence[Trajectory], checkpoint: Path | None = None
+) -> Policy:
+    """The initial policy of ``run``, with its tokenizer: that of ``checkpoint``, if given and if
+    one was trained."""
     import torch
     from transformers import AutoConfig
 
@@ -179,6 +185,8 @@ def policy_of(run: Run, demonstrations: Sequence[Trajectory]) -> Policy:
         tokenizer = load_tokenizer(Path(spec.tokenizer))
     elif spec.words:
         tokenizer = word_tokenizer(spec.words)
+    elif checkpoint is not None:
+        tokenizer = load_tokenizer(checkpoint / "policy")
     elif demonstrations:
         with report_progress("tokenizer", note="trained on the demonstrations"):
             tokenizer = train_tokenizer(_texts(demonstrations), spec.vocab_size)

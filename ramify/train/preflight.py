@@ -147,6 +147,19 @@ def check_prompts(run: Run, task: Task, scaffold: Scaffold, policy: Policy) -> N
             )
 
 
+def note_rewritten_history(run: Run, policy: Policy) -> None:
+    """Report a chat template that rewrites earlier turns, since that makes training expensive."""
+    if run.rl is None or not policy.renderer.unstable:
+        return
+    text = (
+        f"the chat template rewrites earlier turns ({policy.renderer.unstable}): each turn is a "
+        "separate path, and what follows the first change is computed again"
+    )
+    if run.rl.loss.is_over_sequences:
+        text += "; rl.loss takes all paths of a call as one sequence, in one batch"
+    _log.warning("history_rewritten", text, shown=True)
+
+
 def first_prompt(scaffold: Scaffold, run: Run, item: Item) -> list[Message]:
     """The first messages of a root call."""
     description = "" if scaffold.first else observe.describe(item.context)

@@ -185,6 +185,8 @@ class CallEnded(Event, frozen=True, tag="CallEnded"):
     stop: Stop
     answer: Any = None
     error: str | None = None
+    reason: str = ""
+    """One sentence on why the call ended, with the numbers; empty for ``FINAL``."""
 
 
 class RunEnded(Event, frozen=True, tag="RunEnded"):
@@ -201,6 +203,8 @@ class RunEnded(Event, frozen=True, tag="RunEnded"):
     cost: float | None = None
     answered_by: str = ""
     """Call id of the branch whose answer was chosen; empty if there was only one answer."""
+    reason: str = ""
+    """One sentence on why the run ended, with the numbers; empty for ``FINAL``."""
 
 
 class ScoreAdded(Event, frozen=True, tag="Scored"):
@@ -301,6 +305,7 @@ class TrajectoryFold:
                     event.error,
                     event.at_s,
                 )
+                call.reason = event.reason
                 if event.error:
                     self.trajectory.errors.append(f"call {event.id}: {event.error}")
             case RunStarted() if not self.trajectory.id:
@@ -312,9 +317,11 @@ class TrajectoryFold:
                 )
             case RunStarted():  # a conversation's next question
                 self.trajectory.stop, self.trajectory.answer = None, None
+                self.trajectory.reason = ""
             case RunEnded():
                 self.trajectory.stop, self.trajectory.answer = event.stop, event.answer
                 self.trajectory.answered_by = event.answered_by
+                self.trajectory.reason = event.reason
                 self.trajectory.seconds = event.at_s
                 # The cost is 0, not None, if the model has a price but no request was sent.
                 if self.trajectory.cost is None:

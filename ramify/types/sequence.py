@@ -193,6 +193,11 @@ def call_of(name: str) -> str:
     return name.partition("/path=")[0]
 
 
+def path_group(name: str, index: int) -> str | int:
+    """The key that the paths of one call share; ``index`` for a sequence without a name."""
+    return call_of(name) or index
+
+
 class TokenSpan(msgspec.Struct, frozen=True):
     """Tokens ``[start, end)`` of a path were sampled as the reply of ``turn`` of ``call``."""
 

@@ -84,6 +84,20 @@ COUNTING = """\
 {%- endfor %}{%- if add_generation_prompt %}{{ '<s>assistant 0\n' }}{%- endif %}"""
 """Each message says how many follow, so every new one changes all before it."""
 
+FORGETFUL = """\
+{%- for message in messages %}{{ '<s>' + message.role + '\n' }}
+{{- message.content[:3] if message.role == 'assistant' and loop.revindex > 20 else message.content }}{{ '</s>' }}
+{%- endfor %}{%- if add_generation_prompt %}{{ '<s>assistant\n' }}{%- endif %}"""
+"""Only replies far back are shortened."""
+FORGETFUL_CHATML = CHATML.replace(
+    "message.content +",
+    "(message.content[:3] if message.role == 'assistant' and loop.revindex > 20 else message.content) +",
+)
+STRIPS_THINKING = """\
+{%- for message in messages %}{{ '<s>' + message.role + '\n' }}
+{{- message.content.split('</think>')[-1] if message.role == 'assistant' else message.content }}{{ '</s>' }}
+{%- endfor %}{%- if add_generation_prompt %}{{ '<s>assistant\n' }}{%- endif %}"""
+
 _IM = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 _HEADERS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -94,6 +108,9 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
     "llama3": (LLAMA3, _HEADERS),
     "gemma": (GEMMA, ("<bos>", "<start_of_turn>", "<end_of_turn>")),
     "counting": (COUNTING, ("<s>", "</s>")),
+    "forgetful": (FORGETFUL, ("<s>", "</s>")),
+    "forgetful-chatml": (FORGETFUL_CHATML, _IM),
+    "strips-thinking": (STRIPS_THINKING, ("<s>", "</s>")),
 }
 """Name -> (template, special tokens)."""
 _TEXTS = [

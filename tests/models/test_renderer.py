@@ -32,6 +32,9 @@ CHOSEN = {
     "llama3": "llama3",
     "gemma": "template",
     "counting": "template",
+    "forgetful": "template",
+    "forgetful-chatml": "template",
+    "strips-thinking": "template",
 }
 
 
@@ -149,6 +152,11 @@ def test_a_template_that_changes_what_it_wrote_is_said_to() -> None:
     assert renderer.prompt([USER, REPLY]) == rendered("counting", [USER, REPLY])
     with pytest.raises(ConfigError, match="cannot be extended"):
         renderer.extend([MORE], after=[5])
+
+
+@pytest.mark.parametrize("name", ["forgetful", "forgetful-chatml", "strips-thinking"])
+def test_a_template_that_rewrites_only_old_replies_is_recognized(name: str) -> None:
+    assert "up to a reply it writes" in renderer_of(tokenizer_of(name)).unstable
 
 
 # --- thinking

@@ -14,6 +14,7 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
+    Lfm2Config,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
@@ -63,6 +64,9 @@ ROWS = {
     ),
     "gemma2": Gemma2Config(**SIZES, head_dim=12, final_logit_softcapping=5.0),
     "mistral": MistralConfig(**SIZES, sliding_window=4),
+    "lfm2": Lfm2Config(
+        **SIZES | {"initializer_range": 0.02}, layer_types=["conv", "full_attention"]
+    ),
 }
 ROWS_OF = [[3, 1, 4, 1, 5, 9], [3, 1, 4, 2, 6], [3, 1, 4, 2, 7, 1, 8]]
 FOREST = [

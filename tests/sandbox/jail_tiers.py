@@ -14,9 +14,8 @@ import sys
 import pytest
 
 from ramify.sandbox.base import SandboxSpec
-from ramify.sandbox.jail.probe import probe
-from ramify.sandbox.jail.provider import JailSandbox
-from ramify.sandbox.run_conformance import check_sandbox
+from ramify.sandbox.conformance import check_sandbox
+from ramify.sandbox.jail.provider import JailSandbox, probe
 
 TIERS = "ABC"
 _UNSHARE = {"x86_64": 272, "aarch64": 97}.get(os.uname().machine, 272)

@@ -17,11 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.errors import SessionDied
-from ramify.sandbox import host_frames
+from ramify.sandbox import session_wire
 from ramify.sandbox.base import CellResult, SandboxSpec, open_sandbox
-from ramify.sandbox.guest.bounds import MAX_BLOBS, MAX_CONTAINERS, MAX_ITEMS, MAX_NESTING, counts
-from ramify.sandbox.guest.frames import json_bytes
-from ramify.sandbox.guest.packed import portable_to_host
+from ramify.sandbox.guest.frames import (
+    MAX_BLOBS,
+    MAX_CONTAINERS,
+    MAX_ITEMS,
+    MAX_NESTING,
+    counts,
+    json_bytes,
+    portable_to_host,
+)
 from ramify.sandbox.guest.values import ValueEncoder
 from tests.sandbox.test_codec import same, values
 from tests.sandbox.test_session import LyingDoor, run, said
@@ -138,9 +144,9 @@ def test_what_a_lying_guest_sends_is_refused_with_its_limit(what: str) -> None:
     ],
 )
 def test_what_honest_guests_send_is_taken(value: Any) -> None:
-    message, blobs = host_frames.parse(memoryview(called(value))[4:])
-    assert isinstance(message, host_frames.HostCallFrame)
-    assert len(host_frames.value_of(message, message.value, blobs)[0]) == 1
+    message, blobs = session_wire.parse(memoryview(called(value))[4:])
+    assert isinstance(message, session_wire.HostCallFrame)
+    assert len(session_wire.value_of(message, message.value, blobs)[0]) == 1
 
 
 plain = st.recursive(
@@ -191,9 +197,9 @@ def test_what_a_guest_may_send_a_host_takes(value: Any) -> None:
     data = b"".join(
         [b"\x01", len(json_bytes(header)).to_bytes(4, "little"), json_bytes(header), *encoder.blobs]
     )
-    message, blobs = host_frames.parse(memoryview(data))
-    assert isinstance(message, host_frames.ValueFrame)
-    assert same(host_frames.value_of(message, message.value, blobs), value)
+    message, blobs = session_wire.parse(memoryview(data))
+    assert isinstance(message, session_wire.ValueFrame)
+    assert same(session_wire.value_of(message, message.value, blobs), value)
 
 
 async def echo(name: str, args: Any, kwargs: Any) -> Any:

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.sandbox.guest.frames import FrameReader, frame, write_all
-from ramify.sandbox.guest.packed import pack_value, unpack_value
-from ramify.sandbox.guest.tails import HeadTailBuffer
+from ramify.sandbox.guest.frames import FrameReader, frame, pack_value, unpack_value, write_all
+from ramify.sandbox.guest.output import HeadTailBuffer
 from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueDecoder, ValueEncoder
-from ramify.sandbox.host_frames import FrameAssembler, parse
+from ramify.sandbox.session_wire import FrameAssembler, parse
 
 text = st.text(st.characters(codec=None, exclude_categories=()), max_size=20)
 scalars = (

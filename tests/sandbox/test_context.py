@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ramify.errors import SandboxError
-from ramify.sandbox.context import SharedContext
+from ramify.sandbox.base import SharedContext
 
 
 @pytest.mark.parametrize(

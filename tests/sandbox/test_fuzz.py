@@ -20,12 +20,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ramify.errors import SandboxError, SessionDied
-from ramify.sandbox import host_frames
+from ramify.sandbox import session_wire
 from ramify.sandbox.base import CellResult, SandboxCapabilities
 from ramify.sandbox.guest.frames import frame
 from ramify.sandbox.guest.values import ProtocolError
+from ramify.sandbox.running_cell import SessionLimits
 from ramify.sandbox.session import GuestSession
-from ramify.sandbox.session_state import SessionLimits
 
 FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 HELLO = b"".join(frame(b'{"op":"hello","pid":1}'))
@@ -142,25 +142,25 @@ def streams(draw: st.DrawFn) -> list[bytes]:
 def test_reading_frames(pieces: list[bytes]) -> None:
     """Bytes -> messages and values, or a ProtocolError; the reader never holds more than it was
     fed."""
-    assembler, fed = host_frames.FrameAssembler(), 0
+    assembler, fed = session_wire.FrameAssembler(), 0
     with contextlib.suppress(ProtocolError):
         for piece in pieces:
             fed += len(piece)
             for view in assembler.feed(memoryview(piece)):
-                message, blobs = host_frames.parse(view)
-                if isinstance(message, host_frames.HostCallFrame | host_frames.ValueFrame):
-                    host_frames.value_of(message, message.value, blobs)
+                message, blobs = session_wire.parse(view)
+                if isinstance(message, session_wire.HostCallFrame | session_wire.ValueFrame):
+                    session_wire.value_of(message, message.value, blobs)
             assert len(assembler._held or b"") <= fed
 
 
 @FUZZ
 @given(st.lists(st.binary(max_size=64), max_size=6))
 def test_reading_noise(pieces: list[bytes]) -> None:
-    assembler = host_frames.FrameAssembler()
+    assembler = session_wire.FrameAssembler()
     with contextlib.suppress(ProtocolError):
         for piece in pieces:
             for view in assembler.feed(memoryview(piece)):
-                host_frames.parse(view)
+                session_wire.parse(view)
 
 
 class MemoryDoor:
@@ -271,7 +271,7 @@ def test_a_flood_is_not_kept() -> None:
 
 
 def test_a_long_frame_that_never_ends_is_held_once() -> None:
-    assembler, piece = host_frames.FrameAssembler(), memoryview(b"x" * 100_000)
+    assembler, piece = session_wire.FrameAssembler(), memoryview(b"x" * 100_000)
     list(assembler.feed(memoryview((200 << 20).to_bytes(4, "little"))))
     tracemalloc.start()
     for _ in range(300):

@@ -10,8 +10,7 @@ import pytest
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxSpec, open_sandbox
-from ramify.sandbox.conformance import CHECKS, ConformanceCheck, echo
-from ramify.sandbox.run_conformance import check_one
+from ramify.sandbox.conformance import CHECKS, ConformanceCheck, check_one, echo
 from ramify.types.trajectory import Cell
 
 SPEC = SandboxSpec(

@@ -21,12 +21,10 @@ import pytest
 from other_user import AS_NOBODY, VERSION, own_path, readable
 
 from ramify.errors import ConfigError, SandboxError, SessionDied
-from ramify.sandbox.base import SandboxSpec, open_sandbox
-from ramify.sandbox.context import SharedContext
+from ramify.sandbox.base import SandboxSpec, SharedContext, open_sandbox
 from ramify.sandbox.jail import provider
-from ramify.sandbox.jail.notify import pid_of
-from ramify.sandbox.jail.probe import probe
-from ramify.sandbox.jail.provider import JailSandbox
+from ramify.sandbox.jail.provider import JailSandbox, probe
+from ramify.sandbox.jail.watch import pid_of
 from ramify.sandbox.process import ProcessSandbox
 
 pytestmark = pytest.mark.skipif(

@@ -17,8 +17,8 @@ import pytest
 
 from ramify.errors import SandboxError
 from ramify.sandbox.guest.frames import frame
+from ramify.sandbox.running_cell import SessionLimits
 from ramify.sandbox.session import GuestSession
-from ramify.sandbox.session_state import SessionLimits
 from tests.sandbox.test_fuzz import HELLO
 from tests.sandbox.test_session import LyingDoor, said
 

@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 
 from ramify.errors import ConfigError, HostCallError, SandboxError
-from ramify.sandbox.base import SandboxSpec, open_sandbox
-from ramify.sandbox.conformance import CHECKS, ConformanceCheck, echo
-from ramify.sandbox.context import SharedContext
+from ramify.sandbox.base import SandboxSpec, SharedContext, open_sandbox
+from ramify.sandbox.conformance import CHECKS, ConformanceCheck, check_one, echo
 from ramify.sandbox.monty import CAPS, MontySession
-from ramify.sandbox.run_conformance import check_one
 
 SPEC = SandboxSpec(provider="monty", memory_bytes=256 << 20, max_output_bytes=100_000)
 CLAIMED = [check for check in CHECKS if all(getattr(CAPS, name) for name in check.needs)]
@@ -229,7 +227,7 @@ for name in ("fork", "memfd_create", "pidfd_open", "pipe2", "preadv", "readv", "
     vars(os).pop(name, None)
 sys.modules.update(dict.fromkeys(("fcntl", "grp", "pwd", "resource")))
 import ramify.sandbox.monty
-from ramify.sandbox.context import SharedContext
+from ramify.sandbox.base import SharedContext
 print(SharedContext.decode(SharedContext({"a": (1, 2)}).buffer()).value)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -165,7 +165,7 @@ def test_a_namespace_of_two_folders_and_a_link_to_a_checkout(place: Path, tier: 
 
 
 def test_the_working_folder_is_not_shown_for_a_built_in_module(place: Path) -> None:
-    script = "import sys\nfrom ramify.sandbox.packages import locate, readable\nprint(locate(['sys']), readable(['sys']))"
+    script = "import sys\nfrom ramify.sandbox.forkserver_channel import locate, readable\nprint(locate(['sys']), readable(['sys']))"
     env = {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-c", script],

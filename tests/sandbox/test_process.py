@@ -18,8 +18,7 @@ import msgspec
 import pytest
 
 from ramify.errors import ConfigError, SandboxError, SessionDied
-from ramify.sandbox.base import SandboxSpec, open_sandbox
-from ramify.sandbox.context import SharedContext
+from ramify.sandbox.base import SandboxSpec, SharedContext, open_sandbox
 from ramify.sandbox.process import ProcessSandbox
 from ramify.sandbox.process_transport import ProcessTransport
 
@@ -127,7 +126,7 @@ def test_everything_dies_with_a_killed_host(tmp_path: Path) -> None:
         textwrap.dedent("""
         import asyncio
         from ramify.sandbox.base import SandboxSpec, open_sandbox
-        from ramify.sandbox.context import SharedContext
+        from ramify.sandbox.base import SharedContext
         async def answer(*a): print(*a[1], flush=True)
         async def main():
             sandbox = open_sandbox(SandboxSpec(provider="process", cell_s=60))

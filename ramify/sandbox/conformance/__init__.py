@@ -1,30 +1,27 @@
-"""Conformance checks: every guarantee of ``sandbox/base.py`` as one small test for any provider.
-``run_conformance.py`` runs them."""
+"""The conformance suite, which every provider must pass before it is documented: each guarantee of
+``sandbox/base.py`` as one small test. It ships with the package:
+``python -m ramify.testing sandbox NAME``.
 
-from ramify.sandbox.conformance import (
-    cell_output,
-    contexts,
-    forking,
-    host_calls,
-    isolation,
-    notebook_semantics,
-    stopping,
-    value_codec,
-)
+Decides how the checks are run on a sandbox and reported. A check that needs a capability that the
+provider does not claim (see ``SandboxCapabilities``) is skipped, and the report says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+
+import msgspec
+
+from ramify.errors import RamifyError
+from ramify.sandbox.base import Sandbox, SandboxSpec, open_sandbox
+from ramify.sandbox.conformance import cells, host_calls, sharing, stopping
 from ramify.sandbox.conformance.base import ConformanceCheck, SandboxProbe, checks_by_module, echo
 
 CHECKS = [
     check
-    for part in (
-        notebook_semantics,
-        cell_output,
-        value_codec,
-        host_calls,
-        stopping,
-        contexts,
-        forking,
-        isolation,
-    )
+    for part in (cells, host_calls, stopping, sharing)
     for check in checks_by_module[part.__name__]
 ]
 """Every check of the conformance suite, in the order in which they run.
@@ -32,5 +29,91 @@ CHECKS = [
 >>> any(check.name.startswith("a closed session") for check in testing.CHECKS)
 True
 """
-
+CHECK_S = 60.0
+"""Time limit of one check."""
 __all__ = ["CHECKS", "ConformanceCheck", "SandboxProbe", "echo"]
+
+
+class ConformanceResult(msgspec.Struct, frozen=True):
+    """Result of one check.
+
+    Example:
+        ConformanceResult("values survive", passed=True, seconds=0.02)
+    """
+
+    check: str
+    passed: bool | None
+    """None: skipped."""
+    detail: str = ""
+    """What was wrong, or why it was skipped."""
+    seconds: float = 0.0
+
+
+async def check_sandbox(sandbox: Sandbox, spec: SandboxSpec) -> list[ConformanceResult]:
+    """Run every check on ``sandbox``, which ``spec`` describes. The sandbox stays open.
+
+    Example:
+        results = await testing.check_sandbox(ramify.open_sandbox(spec), spec)
+        assert [each for each in results if each.passed is False] == []
+    """
+    return [await check_one(sandbox, spec, check) for check in CHECKS]
+
+
+async def check_one(
+    sandbox: Sandbox, spec: SandboxSpec, check: ConformanceCheck
+) -> ConformanceResult:
+    """Run one check on ``sandbox``, in new sessions.
+
+    Example:
+        result = await testing.check_one(sandbox, spec, testing.CHECKS[0])
+    """
+    missing = [name for name in check.needs if not getattr(sandbox.caps, name)]
+    if missing:
+        return ConformanceResult(check.name, None, f"does not claim {', '.join(missing)}")
+    probe = SandboxProbe(sandbox, spec)
+    started = time.perf_counter()
+    try:
+        async with asyncio.timeout(CHECK_S):
+            await check.test(probe)
+        passed, detail = True, ""
+    except Exception as error:  # noqa: BLE001  (any exception means that the check failed)
+        passed, detail = False, f"{type(error).__name__}: {error}"
+    finally:
+        await probe.close()
+    return ConformanceResult(check.name, passed, detail, time.perf_counter() - started)
+
+
+async def _report(spec: SandboxSpec) -> bool:
+    sandbox = open_sandbox(spec)
+    print(f"sandbox '{spec.provider}'   {msgspec.json.encode(sandbox.caps).decode()}")
+    if sandbox.warning:
+        print(sandbox.warning)
+    is_good = True
+    try:
+        for check in CHECKS:
+            result = await check_one(sandbox, spec, check)
+            is_good = is_good and result.passed is not False
+            mark = {True: "passed", False: "FAILED", None: "-"}[result.passed]
+            print(f"{mark:<8}{result.seconds:6.2f} s  {check.name:<46}{result.detail}", flush=True)
+    finally:
+        await sandbox.close()
+    return is_good
+
+
+def main(arguments: list[str]) -> int:
+    """Return exit status 0 if all claims hold, 1 if not, and 2 for a wrong call."""
+    if len(arguments) > 1:
+        print("usage: python -m ramify.testing sandbox [PROVIDER]", file=sys.stderr)
+        return 2
+    try:
+        spec = SandboxSpec(
+            provider=arguments[0] if arguments else SandboxSpec().provider, memory_bytes=512 << 20
+        )
+        return 0 if asyncio.run(_report(spec)) else 1
+    except RamifyError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

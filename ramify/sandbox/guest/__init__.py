@@ -5,17 +5,16 @@ and output are sent, and how code calls the host. Not here: how the process was 
 confines it. To start a guest, pass two file descriptors and call ``Guest(...).serve()``. Standard
 library only; importing this package has no side effects.
 
-Where ramify is not installed, this folder is the package ``ramify_guest`` (see ``guest_files.py``).
+Where ramify is not installed, this folder is the package ``ramify_guest`` (see
+``forkserver_channel.py``).
 Its modules import each other by relative names only, and this file imports none of them.
 
-    guest.py  Guest: answers the host ──┬─> notebook.py     names and cells (source.py, shown.py)
-                                        ├─> interpreter.py  state that is restored after each cell
-                                        ├─> output.py       prints (streams.py, spools.py, tails.py)
-                                        ├─> calls.py        calls from code to the host
-                                        ├─> branches.py     forking
-                                        └─> inbox.py        threads that wait for frames
-    channel.py     frames to and from the host (frames.py, values.py, packed.py)
-    interrupts.py  when KeyboardInterrupt may be raised
+    guest.py  Guest: answers the host,  ──┬─> notebook.py     names and cells
+              calls from code to the host ├─> interpreter.py  state that is restored after each cell
+                                          ├─> output.py       prints
+                                          └─> branches.py     forking
+    channel.py  frames to and from the host (frames.py, values.py), and the threads that wait for
+                them; when KeyboardInterrupt may be raised
 
 The protocol; ``frames.py`` defines the layout:
 
@@ -26,6 +25,6 @@ The protocol; ``frames.py`` defines the layout:
             ok{id}  value{id,value}  failed{id,…}
 
 ``"blobs"`` in a header lists the lengths of the raw parts that follow it, or, with ``"shelved":
-true``, of those in the shared memory buffers (``shared_buffers.py``); ``"got"`` counts how often
+true``, of those in the shared memory buffers (``SharedMemoryBuffers``); ``"got"`` counts how often
 these were read. ``"tags": true`` means that ``value`` is not plain JSON.
 """

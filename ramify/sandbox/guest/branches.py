@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from .channel import GuestChannel
 from .notebook import GuestNotebook
-from .spools import FileOutputSpool, MemoryOutputSpool
+from .output import FileOutputSpool, MemoryOutputSpool
 
 with contextlib.suppress(ImportError):
     import resource

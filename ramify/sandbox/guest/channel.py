@@ -1,22 +1,26 @@
 """The guest's end of the connection: sends complete frames to the host from any thread, and reads
 the host's frames.
 
-Decides which part of a frame goes into the shared memory buffers, and that frames are never
-interleaved. Only the session's process may use the channel, not a process that it forked; a cell
-may use it only while it runs. Not here: which thread waits for which frame (see ``inbox.py``).
+Decides which part of a frame goes into the shared memory buffers, that frames are never
+interleaved, which of the waiting threads reads (one reads for all, and passes the role on when it
+has its own frame), and when KeyboardInterrupt may be raised (only while a cell runs, and never with
+half a frame sent). Only the session's process may use the channel, not a process that it forked; a
+cell may use it only while it runs. Not here: what frames mean, except for a fork request. The
+thread that reads it executes it at once, whatever other frames are awaited.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from .bounds import LimitError, check_blobs
 from .frames import (
     FrameReader,
+    check_blobs,
     check_size,
     frame,
     from_json,
@@ -25,7 +29,67 @@ from .frames import (
     split_blobs,
     write_all,
 )
-from .values import Buffer, ValueDecoder, ValueEncoder, encoded
+from .values import Buffer, LimitError, ValueDecoder, ValueEncoder, encoded
+
+_get_ident = threading.get_ident
+
+
+class GuestInterrupts:
+    """Interrupts of the thread that created this object. They are delayed between ``enter`` and
+    ``leave``."""
+
+    __slots__ = ("_depth", "_main", "_pending", "is_live")
+
+    def __init__(self) -> None:
+        self._main = _get_ident()
+        self.is_live = False
+        """True while a cell runs."""
+        self._depth = 0
+        self._pending = False
+
+    def may_raise(self) -> bool:
+        """Return True if KeyboardInterrupt may be raised now; if it must wait, it is raised
+        later."""
+        if self.is_live and self._depth:
+            self._pending = True
+            return False
+        return self.is_live
+
+    def enter(self) -> int:
+        """Begin a section without interrupts. Returns the depth before it, for ``leave``. Depths
+        are set, not counted, so that no interrupt can unbalance them."""
+        if _get_ident() != self._main:
+            return -1
+        before = self._depth
+        self._depth = before + 1
+        return before
+
+    def leave(self, before: int) -> None:
+        if before < 0:
+            return
+        self._depth = before
+        if self._pending and not before:
+            self._pending = False
+            raise KeyboardInterrupt
+
+    def wait(self, blocking: Callable[[], object]) -> None:
+        """Call a function that may block and holds no resources: an interrupt may be raised
+        there."""
+        if _get_ident() != self._main:
+            blocking()
+            return
+        previous_depth = self._depth
+        try:
+            self.leave(0)
+            blocking()
+        finally:
+            self._depth = previous_depth
+
+    def reset(self) -> None:
+        """Forget the state of a section that was interrupted."""
+        self._depth = 0
+        self._pending = False
+
 
 _getpid = os.getpid
 """Saved before any cell has run."""
@@ -162,3 +226,131 @@ def _receiver(fd: int) -> Any:
 
     end = socket.socket(fileno=fd)
     return end.recvmsg
+
+
+DROPPED: Any = object()
+"""Marks a ticket whose frame will never arrive."""
+
+
+class FrameTicket:
+    """A thread that waits for a frame. ``wake`` is released when the frame has arrived, or when it
+    is this thread's turn to read."""
+
+    __slots__ = ("frame", "wake")
+
+    def __init__(self) -> None:
+        self.wake = threading.Lock()
+        self.wake.acquire()
+        self.frame: Any = None
+        """Header and blobs."""
+
+    def rouse(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it is awake already
+            self.wake.release()
+
+
+class FrameInbox:
+    """All threads that wait for a frame: callers of the host, each for its answer, and the thread
+    that handles the host's requests."""
+
+    __slots__ = (
+        "_calls",
+        "_channel",
+        "_command",
+        "_ends_process",
+        "_fork",
+        "_interrupts",
+        "_leading",
+    )
+
+    def __init__(
+        self,
+        channel: GuestChannel,
+        interrupts: GuestInterrupts,
+        fork: Callable[[int], None],
+        *,
+        ends_process: bool,
+    ) -> None:
+        """``fork``: called with the id of a fork request. ``ends_process``: end the process when
+        the stream ends."""
+        self._channel = channel
+        self._interrupts = interrupts
+        self._fork = fork
+        self._ends_process = ends_process
+        self._leading = threading.Lock()
+        self._command = FrameTicket()
+        self._calls: dict[int, FrameTicket] = {}
+
+    def next_command(self) -> tuple[dict[str, Any], list[memoryview]]:
+        """Return the host's next request. Raises EOFError or OSError at the end of the stream."""
+        self.wait(self._command)
+        command: tuple[dict[str, Any], list[memoryview]] = self._command.frame
+        self._command.frame = None
+        return command
+
+    def expect(self, id: int, ticket: FrameTicket) -> None:
+        """Register ``ticket`` for the answer to call ``id``, which is about to be sent."""
+        self._calls[id] = ticket
+
+    def forget(self, ticket: FrameTicket) -> None:
+        """Remove a ticket whose thread waits no more."""
+        if ticket.frame is None:  # interrupted
+            for id, other in list(self._calls.items()):
+                if other is ticket:
+                    self._calls.pop(id, None)
+            self._pass_on()
+
+    def drop_calls(self) -> None:
+        """Release all waiting callers: they will get no answer."""
+        for ticket in list(self._calls.values()):
+            ticket.frame = DROPPED
+            ticket.rouse()
+        self._calls.clear()
+
+    def wait(self, ticket: FrameTicket) -> None:
+        """Wait until ``ticket`` has its frame."""
+        while ticket.frame is None:
+            if not self._leading.acquire(blocking=False):
+                self._interrupts.wait(ticket.wake.acquire)
+                continue
+            try:
+                while ticket.frame is None:
+                    self._read_step(ticket)
+            finally:
+                self._leading.release()
+                self._pass_on()
+
+    def _read_step(self, own_ticket: FrameTicket) -> None:
+        message = self._channel.next()
+        if message is not None:
+            self._dispatch(*message, own_ticket)
+            return
+        if self._interrupts.is_live and not self._channel.has_part():
+            self._interrupts.wait(self._channel.poll)
+        try:
+            self._channel.fill()
+        except (EOFError, OSError):
+            if self._ends_process:
+                os._exit(0)  # the host is gone
+            raise
+
+    def _dispatch(
+        self, header: dict[str, Any], blobs: list[memoryview], own_ticket: FrameTicket
+    ) -> None:
+        if header["op"] == "fork":
+            self._fork(header["id"])
+            return
+        ticket: FrameTicket | None = self._command
+        if header["op"] in ("ret", "err"):
+            ticket = self._calls.pop(header["id"], None)  # None: its caller was interrupted
+        if ticket is not None:
+            ticket.frame = (header, blobs)
+            if ticket is not own_ticket:
+                ticket.rouse()
+
+    def _pass_on(self) -> None:
+        """Let another waiting thread read the stream."""
+        for ticket in [*self._calls.values(), self._command]:
+            if ticket.frame is None:
+                ticket.rouse()
+                return

@@ -1,22 +1,129 @@
-"""Frames: the layout of a header and its blobs on a stream of bytes.
+"""Frames: the layout of a header and its blobs on a stream of bytes, how much one may hold, and the
+shared memory buffers that long blobs go through instead.
 
-Decides the layout, the maximum size of a frame, and how much is read or written at once. Not here:
-the content of headers (see the package) and the encoding of values (see ``values.py``).
+Decides the layout, how much is read or written at once, the maximum size of a frame, and the limits
+on its JSON, which are counted before it is decoded. The guest checks what it is about to send, so
+that a cell gets an exception. The host checks the same again, since a hostile guest checks nothing.
+Each limit keeps the host's work on one frame to some tens of milliseconds. Not here: the content of
+headers (see the package) and the encoding of values (see ``values.py``).
 
     frame = u32 length of the rest | u8 version | u32 header length | header (JSON) | blobs
             (all little endian)
+
+A packed value, such as a context or a blob of a store, is ``u32 header length | header | blobs``.
+
+A socket passes a megabyte in pieces of 200 kB, with a context switch for each piece; a memory file
+that both processes hold passes it at once. The file has a fixed size and two halves, one for each
+writer:
+
+    [0, HALF)         written by the guest     read by the host once it answers the call or
+                                               sends the next request
+    [HALF, 2 HALF)    written by the host      read by the guest as often as it reports in ``got``
+
+A half may be written again after its content was read. Until then, and if the blobs are smaller
+than ``MIN_BYTES`` or larger than a half, they are sent in their frame. Neither end maps the file:
+reading copies, so data cannot change after it was checked.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import itertools
 import json
 import os
+import re
 import struct
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from .bounds import MAX_NESTING, LimitError, check_blobs, check_header
-from .values import Buffer, ProtocolError
+from .values import Buffer, CodecError, LimitError, ProtocolError, ValueDecoder, ValueEncoder
+
+MAX_ITEMS = 500_000
+"""Maximum number of items in all lists and dicts of one frame together."""
+MAX_CONTAINERS = 50_000
+"""Maximum number of lists and dicts in one frame; a tuple, set, date, long string or bytes value
+also needs one."""
+MAX_KEYS = 100_000
+"""Maximum number of keys of all dicts in one frame together, of those whose keys are all text."""
+MAX_NESTING = 320
+"""Maximum nesting of a frame's JSON: a value with ``MAX_DEPTH`` levels needs up to three levels of
+JSON for each."""
+MAX_BLOBS = 20_000
+"""Maximum number of long strings and bytes values in one frame."""
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+"""A JSON string, even one without an end; matching takes linear time."""
+_WHOLE_STRINGS = re.compile(rb'[^"]*+(?:"(?:[^"\\]++|\\.)*+"[^"]*+)*+', re.DOTALL)
+"""As many strings as there are up to a limit, and what is between them."""
+_PIECE_BYTES = 1 << 18
+_STEP = bytes(1 if char in b"[{" else 0 for char in range(256))
+_NO_BRACKETS = bytes(char for char in range(256) if char not in b"[]{}")
+
+
+def check_header(text: bytes) -> None:
+    """Raise LimitError for JSON that is over a limit. Scans the text a few times at C speed and
+    decodes nothing."""
+    opens = text.count(b"[") + text.count(b"{")
+    commas = text.count(b",")
+    if opens <= MAX_NESTING and opens + commas <= MAX_KEYS:
+        return
+    # Brackets and commas inside strings do not count, but skipping each string takes time.
+    if text.count(b'"') - text.count(b'\\"') > 2 * MAX_ITEMS:
+        raise LimitError(
+            f"a value with more than {MAX_ITEMS:,} strings: at most {MAX_ITEMS:,} items at once"
+        )
+    bare = _bare(text)
+    items, containers = _counted(bare)
+    if items > MAX_ITEMS:
+        raise LimitError(f"a value with {items:,} items: at most {MAX_ITEMS:,} at once")
+    if containers > MAX_CONTAINERS:
+        raise LimitError(
+            f"a value with {containers:,} lists, dicts and the like: at most {MAX_CONTAINERS:,} at "
+            "once"
+        )
+    if (keys := bare.count(b":")) > MAX_KEYS:
+        raise LimitError(f"a value with {keys:,} keys of dicts: at most {MAX_KEYS:,} at once")
+    if containers > MAX_NESTING and _nesting(bare) > MAX_NESTING:
+        raise LimitError(f"a value nested deeper than {MAX_NESTING} levels of JSON")
+
+
+def _bare(text: bytes) -> bytes:
+    """Return JSON without its strings. Works in pieces, between which other threads run."""
+    parts, at = [], 0
+    while at < len(text):
+        end = _WHOLE_STRINGS.match(text, at, at + _PIECE_BYTES).end()  # type: ignore[union-attr]
+        if end == at:  # a long string begins here
+            end = _STRING.match(text, at).end()  # type: ignore[union-attr]
+        else:
+            parts.append(_STRING.sub(b"", text[at:end]))
+        at = end
+    return b"".join(parts)
+
+
+def counts(text: bytes) -> tuple[int, int, int]:
+    """Count the items, the containers and the nesting of JSON; an empty container counts as one
+    item."""
+    bare = _bare(text)
+    return *_counted(bare), _nesting(bare)
+
+
+def _counted(bare: bytes) -> tuple[int, int]:
+    containers = bare.count(b"[") + bare.count(b"{")
+    return containers + bare.count(b","), containers
+
+
+def _nesting(bare: bytes) -> int:
+    steps = bare.translate(_STEP, _NO_BRACKETS)
+    return max(itertools.accumulate(1 if step else -1 for step in steps), default=0)
+
+
+def check_blobs(count: int) -> None:
+    if count > MAX_BLOBS:
+        raise LimitError(
+            f"a value with {count:,} long strings and bytes values: at most {MAX_BLOBS:,} at once"
+        )
+
 
 VERSION = 1
 PREFIX = struct.Struct("<IBI")
@@ -162,3 +269,195 @@ def write_all(fd: int, parts: list[Buffer]) -> None:
             count -= len(parts.pop(0))
         if count:
             parts[0] = memoryview(parts[0])[count:]
+
+
+def pack_value(value: Any) -> tuple[list[Buffer], int]:
+    """Encode a single value. Returns its buffers, to be written one after the other, and the number
+    of characters in its strings. The format is ``u32 header length | header | blobs``."""
+    encoder = ValueEncoder()
+    header: dict[str, Any] = {"value": encoder.encode(value), "chars": encoder.chars}
+    if encoder.tags:
+        header["tags"] = True
+    if encoder.blobs:
+        header["blobs"] = [len(blob) for blob in encoder.blobs]
+    text = to_json(header).encode()
+    return [U32.pack(len(text)), text, *encoder.blobs], encoder.chars
+
+
+def unpack_value(data: Buffer) -> tuple[Any, int]:
+    """Decode the output of ``pack_value``: the value and its number of characters."""
+    view = memoryview(data)
+    if len(view) < 4:
+        raise ProtocolError("an encoded value of less than 4 bytes")
+    end = 4 + U32.unpack_from(view)[0]
+    try:
+        header = from_json(str(view[4:end], "utf-8"))
+        blobs = split_blobs(view, end, header.get("blobs", ()))
+        value = (
+            ValueDecoder(blobs).decode(header["value"]) if header.get("tags") else header["value"]
+        )
+        return value, header["chars"]
+    except (ValueError, LookupError, AttributeError, RecursionError) as error:
+        raise ProtocolError(f"an encoded value with a broken header: {error}") from None
+
+
+def portable_to_host(value: Any) -> Any:
+    """Return a copy of ``value`` as the host would receive it. Raises TypeError if the codec does
+    not support it, and ValueError if it is over a limit."""
+    encoder = ValueEncoder(bounded=True)
+    try:
+        data = encoder.encode(value)
+        check_size(json_bytes(data), encoder.blobs)
+    except CodecError as error:
+        raise TypeError(str(error)) from None
+    except LimitError as error:
+        raise ValueError(str(error)) from None
+    return ValueDecoder(encoder.blobs).decode(data)
+
+
+MIN_BYTES = 1 << 16
+HALF_BYTES = 8 << 20
+_F_ADD_SEALS, _SEALS = 1033, 0x2 | 0x4
+"""The file can never shrink or grow. The jail also seals it against writing, once the file is no
+longer in use."""
+_PUNCH, _KEEP_SIZE = 2, 1
+_MAX_PARTS = 64
+_PIECE = 1 << 18
+"""Text is encoded in pieces of this length: a buffer for all of it would be allocated each time,
+which costs more than the copy."""
+
+
+class ScratchBuffer:
+    """Reusable buffer that grows as needed: allocating memory costs more than copying the data."""
+
+    __slots__ = ("_data",)
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def of(self, size: int) -> memoryview:
+        if len(self._data) < size:
+            self._data = bytearray(size)
+        return memoryview(self._data)[:size]
+
+
+class SharedMemoryBuffers:
+    """One end's view of the shared file."""
+
+    __slots__ = (
+        "_at",
+        "_from",
+        "_is_used",
+        "_scratch",
+        "fd",
+        "got",
+        "is_free",
+        "key",
+        "owed",
+        "put_count",
+        "reported",
+    )
+
+    def __init__(self, fd: int, *, is_host: bool, scratch: ScratchBuffer | None = None) -> None:
+        """``scratch``: buffer into which ``take`` reads. The blobs are then valid until the next
+        ``take`` that uses the same buffer."""
+        self.fd = fd
+        self._scratch = scratch
+        self._at = HALF_BYTES if is_host else 0
+        self._from = 0 if is_host else HALF_BYTES
+        self._is_used = False
+        self.is_free = True
+        """True if the other end has read what this end wrote."""
+        self.owed: int | None = None
+        """On the host: the id of the frame whose blobs were read and which is not answered yet. The
+        guest must not write before the answer; otherwise it could make the host hold half a file of
+        data for every few bytes on the socket."""
+        self.key = -1
+        """The ``key`` of the last ``put``."""
+        self.put_count = 0
+        """Number of writes by this end."""
+        self.got = 0
+        """Number of reads by this end."""
+        self.reported = 0
+        """Last value of ``got`` that was sent to the other end."""
+
+    def put(self, blobs: Sequence[Any], key: int) -> bool:
+        """Write ``blobs`` (bytes, or ASCII text) for the other end. Returns False if they are too
+        short or too long, or if the last ones were not read yet."""
+        if not self.is_free or not MIN_BYTES <= sum(map(len, blobs)) <= HALF_BYTES:
+            return False
+        at = self._at
+        for part in _pieces(blobs):
+            view = memoryview(part)
+            while view:
+                count = os.pwrite(self.fd, view, at)
+                view, at = view[count:], at + count
+        self.is_free, self._is_used, self.key = False, True, key
+        self.put_count += 1
+        return True
+
+    def take(self, lengths: Sequence[int]) -> list[memoryview]:
+        """Read the blobs that the other end wrote. Raises ValueError if there is less data than
+        announced."""
+        size = sum(lengths)
+        if not 0 <= size <= HALF_BYTES:
+            raise ValueError(f"{size:,} bytes on a shelf for {HALF_BYTES:,}")
+        if self._scratch is None:
+            data = memoryview(os.pread(self.fd, size, self._from))
+        else:
+            data = self._scratch.of(size)
+            data = data[: os.preadv(self.fd, [data], self._from)]
+        if len(data) < size:
+            raise ValueError(f"{len(data):,} bytes on a shelf, where {size:,} were announced")
+        self.got += 1
+        self._is_used = True
+        blobs, at = [], 0
+        for length in lengths:
+            blobs.append(data[at : at + length])
+            at += length
+        return blobs
+
+    def empty(self) -> None:
+        """Release the memory of the file, if it was used."""
+        if self._is_used and self.is_free:
+            self._is_used = False
+            _libc.fallocate(
+                self.fd, _PUNCH | _KEEP_SIZE, ctypes.c_long(0), ctypes.c_long(2 * HALF_BYTES)
+            )
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _pieces(blobs: Sequence[Any]) -> Iterator[Any]:
+    if len(blobs) > _MAX_PARTS:
+        yield b"".join(blob.encode() if isinstance(blob, str) else blob for blob in blobs)
+        return
+    for blob in blobs:
+        if isinstance(blob, str):
+            yield from (blob[at : at + _PIECE].encode() for at in range(0, len(blob), _PIECE))
+        else:
+            yield blob
+
+
+def make_file() -> int:
+    """Create the file and return its descriptor, or -1 if the platform has no memory files."""
+    if sys.platform != "linux":
+        return -1
+    import fcntl  # not on Windows
+
+    fd = os.memfd_create("ramify-shelf", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, 2 * HALF_BYTES)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+_libc: Any = None
+with contextlib.suppress(OSError, TypeError):
+    _libc = ctypes.CDLL(None)

@@ -1,7 +1,10 @@
-"""The guest itself: answers the host's requests until the host is gone.
+"""The guest itself: answers the host's requests until the host is gone, and sends the calls of its
+cells to the host.
 
-Decides what each request does, and what happens before and after a cell. Not here: the parts that
-do the work (see the package's docstring).
+Decides what each request does, and what happens before and after a cell; that any thread of a
+running cell may call the host, what it receives, and that it never waits with half a frame sent.
+Not here: the parts that do the work (see the package's docstring), and which functions of the host
+can be called; the host decides that.
 """
 
 from __future__ import annotations
@@ -9,19 +12,89 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from .bounds import LimitError
 from .branches import ApartFork, GuestBranches
-from .calls import HostCalls, HostError
-from .channel import GuestChannel
-from .inbox import FrameInbox
+from .channel import DROPPED, FrameInbox, FrameTicket, GuestChannel, GuestInterrupts
+from .frames import portable_to_host, unpack_value
 from .interpreter import InterpreterState, MemoryLimit, complete_builtins
-from .interrupts import GuestInterrupts
-from .notebook import GuestNotebook
-from .output import CellOutput
-from .packed import portable_to_host, unpack_value
-from .shown import cut, show_error, text_of
-from .spools import FileOutputSpool, MemoryOutputSpool
-from .values import CodecError, ProtocolError, ValueEncoder
+from .notebook import GuestNotebook, cut, show_error, text_of
+from .output import CellOutput, FileOutputSpool, MemoryOutputSpool
+from .values import CodecError, LimitError, ProtocolError, ValueEncoder
+
+
+class HostError(Exception):
+    """What a call to the host raises. ``kind`` names the class that the host meant; ``data`` holds
+    its attributes."""
+
+    def __init__(self, kind: str, message: str, data: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.data = data or {}
+
+
+HostError.__module__ = "builtins"  # so that a traceback shows the name without a module
+
+
+class HostCalls:
+    """Sends the calls of one session, numbered, and waits for the answers."""
+
+    __slots__ = ("_channel", "_inbox", "_interrupts", "_last_id", "_output")
+
+    def __init__(
+        self,
+        channel: GuestChannel,
+        inbox: FrameInbox,
+        interrupts: GuestInterrupts,
+        output: CellOutput,
+    ) -> None:
+        self._channel = channel
+        self._inbox = inbox
+        self._interrupts = interrupts
+        self._output = output
+        self._last_id = 0
+
+    def call_host(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the host from any thread of a running cell. Raises HostError; TypeError for
+        arguments that the codec does not support; and ValueError for arguments over a limit."""
+        if not self._channel.is_ours():
+            raise HostError(
+                "RuntimeError",
+                f"{name}() was called in a forked process; call it in the session itself",
+            )
+        self._output.flush()
+        ticket = FrameTicket()
+        before = self._interrupts.enter()
+        try:
+            self._post(name, [list(args), kwargs], ticket)
+            self._inbox.wait(ticket)
+        except CodecError as error:
+            raise TypeError(str(error)) from None
+        except LimitError as error:
+            raise ValueError(f"{name}: {error}") from None
+        finally:
+            self._inbox.forget(ticket)
+            self._interrupts.leave(before)
+        if ticket.frame is DROPPED:
+            raise HostError("RuntimeError", f"{name}() was still waiting when its cell ended")
+        header, blobs = ticket.frame
+        if header["op"] == "err":
+            raise HostError(
+                header["kind"], header["message"], self._channel.value_of(header, blobs)
+            )
+        return self._channel.value_of(header, blobs)
+
+    def _post(self, name: str, arguments: Any, ticket: FrameTicket) -> None:
+        channel = self._channel
+        encoder = ValueEncoder(defers=channel.shared_buffers is not None, bounded=True)
+        value = encoder.encode(arguments)
+        with channel.sending:
+            if not channel.is_open:
+                raise HostError("RuntimeError", f"{name}() was called after its cell had ended")
+            self._last_id += 1
+            parts = channel.frame(
+                {"op": "call", "id": self._last_id, "name": name, "value": value}, encoder
+            )
+            self._inbox.expect(self._last_id, ticket)
+            channel.write(parts)
 
 
 class Guest:

@@ -1,25 +1,139 @@
 """The live namespace of a session, and how a cell runs in it.
 
 Decides what a cell sees (a true ``__main__``, reserved names that are restored, modules that the
-host has installed), its echo, its ``await``, and the text of its errors. Not here: the connection,
-the output and the interpreter around a cell (see ``guest.py``).
+host has installed, perhaps compiled), its echo (its last expression), its ``await``, how its code
+is named and where its lines are found, and the text of its values and errors: its length, and that
+a traceback shows the frames of the cell and of the code it called, but not the guest's. Not here:
+the connection, the output and the interpreter around a cell (see ``guest.py``).
 """
 
 from __future__ import annotations
+import __future__
 
+import ast
 import builtins
 import gc
+import linecache
+import marshal
+import os
 import sys
+import threading
+import traceback
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from .bounds import LimitError
+from .channel import GuestInterrupts
 from .interpreter import MemoryLimit
-from .interrupts import GuestInterrupts
-from .shown import VALUE_CHARS, cut, safe_repr, show_error, text_of
-from .source import CellCode, compiled, remember_source
-from .values import CodecError, ValueEncoder
+from .values import CodecError, LimitError, ValueEncoder, type_name
+
+VALUE_CHARS = 100_000
+"""Maximum length of an echo and of one exception's text."""
+_HERE = os.path.dirname(__file__) + os.sep
+"""Folder of the guest's own files."""
+
+
+def cut(text: str, limit: int) -> str:
+    """Return ``text``, or its head and tail with a note on how much is missing."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} [… {len(text) - 2 * half:,} characters left out …] {text[-half:]}"
+
+
+def safe_repr(value: Any) -> str:
+    """Return ``repr(value)`` with bounded length. Never raises an Exception, and never copies a
+    long string."""
+    kind = type(value)
+    if kind in (str, bytes) and len(value) > VALUE_CHARS:
+        half = VALUE_CHARS // 2
+        shown = f"{value[:half]!r} [… {len(value) - 2 * half:,} left out …] {value[-half:]!r}"
+        return shown if len(shown) <= VALUE_CHARS + 100 else cut(shown, VALUE_CHARS)
+    try:
+        return cut("".join([repr(value), ""]), VALUE_CHARS)
+    except Exception as error:  # noqa: BLE001  (whatever a repr does, the cell continues)
+        return f"<{type_name(kind)} whose repr raised {type(error).__name__}>"
+
+
+def text_of(error: BaseException) -> str:
+    """Return ``str(error)``, which may fail for an exception class defined in a cell."""
+    try:
+        return "".join([str(error), ""])
+    except BaseException as worse:  # noqa: BLE001  (whatever it does, the session continues)
+        return f"(its text cannot be had: {type(worse).__name__})"
+
+
+def show_error(error: BaseException, hidden: Collection[str] = ()) -> str:
+    """Return the traceback for the cell's author: without frames of the guest and of ``hidden``
+    files."""
+    shown = traceback.TracebackException(type(error), error, error.__traceback__, compact=True)
+    visited: set[int] = set()
+    stack = [shown]
+    while stack:
+        part = stack.pop()
+        if id(part) in visited:
+            continue
+        visited.add(id(part))
+        frames = [
+            entry
+            for entry in part.stack or ()
+            if not (entry.filename.startswith(_HERE) or entry.filename in hidden)
+        ]
+        part.stack = traceback.StackSummary.from_list(frames) if frames else None  # type: ignore[assignment]
+        stack += [p for p in (part.__cause__, part.__context__) if p is not None]
+        stack += getattr(part, "exceptions", None) or []
+    return cut("".join(shown.format()).rstrip("\n"), VALUE_CHARS)
+
+
+_COMPILE_FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+_FUTURES = 0
+for _name in __future__.all_feature_names:
+    _FUTURES |= getattr(__future__, _name).compiler_flag
+
+
+def remember_source(name: str, source: str) -> None:
+    """Let tracebacks and ``inspect`` find the lines of code that is in no file."""
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+
+
+_COMPILING = threading.Lock()
+"""Python 3.11 counts the depth of a syntax tree in one place for all threads. If two threads build
+trees at once, one may fail with "AST constructor recursion depth mismatch". In-process sessions are
+threads of one process."""
+
+
+class CellCode:
+    """A cell's compiled code: everything except the last expression, and that expression."""
+
+    __slots__ = ("body", "flags", "last")
+
+    def __init__(self, source: str, name: str, flags: int) -> None:
+        self.last = None
+        with _COMPILING:
+            tree = compile(source, name, "exec", flags | _COMPILE_FLAGS | ast.PyCF_ONLY_AST, True)
+            if tree.body and isinstance(tree.body[-1], ast.Expr):
+                last = ast.Expression(tree.body.pop().value)
+                self.body = self._compile(tree, name, flags)
+                self.last = self._compile(last, name, flags | (self.body.co_flags & _FUTURES))
+            else:
+                self.body = self._compile(tree, name, flags)
+        self.flags = flags | (self.body.co_flags & _FUTURES)
+
+    @staticmethod
+    def _compile(tree: Any, name: str, flags: int) -> types.CodeType:
+        mode = "eval" if isinstance(tree, ast.Expression) else "exec"
+        code: types.CodeType = compile(tree, name, mode, flags | _COMPILE_FLAGS, True)
+        return code
+
+
+def compiled(source: str, name: str, code: Any = None) -> types.CodeType:
+    """Return the code of a module to install. ``code``: what a host with the same Python has made
+    of it (``marshalled``)."""
+    if code:
+        module: types.CodeType = marshal.loads(code)
+        return module
+    return compile(source, name, "exec", 0, True)
+
 
 _CO_COROUTINE = 0x80
 _MISSING = object()

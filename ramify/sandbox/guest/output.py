@@ -1,21 +1,228 @@
 """The output of cells, on its way to the host.
 
-Decides when output is sent, and how much. Up to its limit the host gets everything; beyond the
-limit it gets only the newest part, at most every 50 ms and at the cell's end. Not here: how prints
-get here (see ``streams.py``) and how they are stored until then (see ``spools.py``).
+Decides how prints get here (``Stream``), their store until the host has them (a spool),
+which bytes of a stream that is too long are kept (``HeadTailBuffer``), and when output is sent, and
+how much. Up to its limit the host gets everything; beyond the limit it gets only the newest part,
+at most every 50 ms and at the cell's end. If there is a file for it, the output of Python code, C
+code and other processes is in one true order.
 """
 
 from __future__ import annotations
 
 import codecs
+import collections
+import io
+import os
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from .channel import GuestChannel
-from .interrupts import GuestInterrupts
-from .spools import FileOutputSpool, MemoryOutputSpool
-from .streams import Stream
-from .tails import HeadTailBuffer, TailBuffer
+from .channel import GuestChannel, GuestInterrupts
 from .values import Buffer
+
+
+class TailBuffer:
+    """The last ``limit`` bytes of a stream, or slightly more."""
+
+    __slots__ = ("_limit", "_parts", "_size", "lost")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._parts: collections.deque[Buffer] = collections.deque()
+        self._size = 0
+        self.lost = 0
+        """Number of bytes before the tail that were discarded."""
+
+    def add(self, data: Buffer) -> None:
+        self._parts.append(data)
+        self._size += len(data)
+        while self._size - len(self._parts[0]) >= self._limit:
+            gone = len(self._parts.popleft())
+            self._size -= gone
+            self.lost += gone
+
+    def take(self) -> tuple[bytes, int]:
+        """Return the tail, and how many bytes before it were lost since the last ``take``. The
+        buffer is empty afterwards."""
+        joined = b"".join(self._parts)
+        tail = joined[-self._limit :]
+        lost = self.lost + len(joined) - len(tail)
+        self._parts.clear()
+        self._size = self.lost = 0
+        return tail, lost
+
+    def drop(self) -> None:
+        """Discard everything."""
+        self.lost += self._size
+        self._parts.clear()
+        self._size = 0
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self._parts)
+
+    def __len__(self) -> int:
+        return self._size
+
+
+class HeadTailBuffer:
+    """At most ``limit`` bytes of a stream: half from its beginning and half from its end."""
+
+    __slots__ = ("_half", "_head", "_tail")
+
+    def __init__(self, limit: int) -> None:
+        self._half = max(limit // 2, 1)
+        self._head = bytearray()
+        self._tail = TailBuffer(self._half)
+
+    def add(self, data: Buffer, skipped: int = 0) -> None:
+        """Add more of the stream; ``skipped`` bytes just before it are already lost."""
+        if skipped:
+            self._tail.drop()
+            self._tail.lost += skipped
+        elif not len(self._tail) and not self._tail.lost:
+            room = self._half - len(self._head)
+            self._head += data[:room]
+            data = data[room:]
+        if len(data):
+            self._tail.add(data)
+
+    def text(self, chars: int) -> str:
+        """Return the kept part as text; a line between head and tail says how many of ``chars``
+        characters are missing."""
+        tail = bytes(self._tail)
+        if not self._tail.lost and len(tail) <= self._half:
+            return (self._head + tail).decode("utf-8", "replace")
+        head = _without_partial_end(bytes(self._head)).decode("utf-8", "replace")
+        end = tail[-self._half :].lstrip(_CONTINUATION).decode("utf-8", "replace")
+        return f"{head}\n[… {max(chars - len(head) - len(end), 0):,} characters left out …]\n{end}"
+
+
+_CONTINUATION = bytes(range(0x80, 0xC0))
+
+
+def _without_partial_end(data: bytes) -> bytes:
+    """Return ``data`` without a character that was cut off at its end."""
+    body = data.rstrip(_CONTINUATION)
+    if (
+        body
+        and body[-1] >= 0xC0
+        and len(data) - len(body) < (1 if body[-1] < 0xE0 else 2 if body[-1] < 0xF0 else 3)
+    ):
+        return body[:-1]
+    return data
+
+
+_CHUNK = 1 << 16
+_write = os.write
+"""Saved before any cell has run."""
+
+
+class FileOutputSpool:
+    """The target of descriptors 1 and 2: an anonymous file with all output in its true order.
+
+    The file is truncated after a long output was sent. If the host holds the file too, the output
+    of a killed session is not lost: the host continues to read from ``at``.
+    """
+
+    __slots__ = ("at", "fd")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.at = 0
+        """File offset from which ``take`` continues."""
+
+    def write(self, data: bytes) -> None:
+        while data:
+            data = data[_write(self.fd, data) :]
+
+    def take(self) -> Iterator[bytes]:
+        """Yield the output since the last call, in pieces."""
+        end = os.lseek(self.fd, 0, os.SEEK_END)
+        while self.at < end:
+            data = os.pread(self.fd, min(end - self.at, _CHUNK), self.at)
+            self.at += len(data)
+            yield data
+            end = os.lseek(self.fd, 0, os.SEEK_END)
+        if self.at >= _CHUNK:
+            os.ftruncate(self.fd, 0)
+            self.at = 0
+
+    def attach(self) -> None:
+        """Make the file descriptors 1 and 2 again; a cell may have closed or redirected them."""
+        os.dup2(self.fd, 1)
+        os.dup2(self.fd, 2)
+
+
+class MemoryOutputSpool:
+    """Spool for a guest that shares its process with others: it holds only the prints of Python
+    code."""
+
+    def __init__(self) -> None:
+        self._parts: collections.deque[bytes] = collections.deque()
+        self.at = 0
+
+    def write(self, data: bytes) -> None:
+        self._parts.append(data)
+
+    def take(self) -> Iterator[bytes]:
+        while self._parts:
+            data = self._parts.popleft()
+            self.at += len(data)
+            yield data
+
+    def attach(self) -> None:
+        pass
+
+
+class Stream(io.TextIOBase):
+    """``sys.stdout`` or ``sys.stderr`` of a session: both write to one place, in order."""
+
+    encoding = "utf-8"
+    errors = "backslashreplace"
+
+    def __init__(self, name: str, put: Callable[[bytes], None], number: int) -> None:
+        self.name = name
+        self._put = put
+        self._number = number
+        self.buffer = _Bytes(put)
+
+    def write(self, text: str) -> int:
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        self._put(text.encode("utf-8", "backslashreplace"))
+        return len(text)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._number
+
+    def reconfigure(self, **_: Any) -> None:
+        """Accepted and ignored, since scripts for terminals call it; a session always prints
+        UTF-8."""
+
+    def close(self) -> None:
+        """Do nothing: a session's streams stay open."""
+
+
+class _Bytes(io.BufferedIOBase):
+    """``sys.stdout.buffer``."""
+
+    def __init__(self, put: Callable[[bytes], None]) -> None:
+        self._put = put
+
+    def write(self, data: Any) -> int:
+        chunk = bytes(data)
+        self._put(chunk)
+        return len(chunk)
+
+    def writable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
 
 FLUSH_BYTES = 1 << 16
 FLUSH_S = 0.05

@@ -3,9 +3,10 @@ it.
 
 Decides which values are supported, by exact type: None, bool, int, float, complex, str, bytes,
 list, tuple, dict, set, frozenset, date, time, datetime, timedelta (a time zone as its offset), and
-OrderedDict, defaultdict and Counter as dict. Not here: the bytes around them (see ``frames.py``,
-``packed.py``) and their limits (see ``bounds.py``). Data from the other end may be hostile: it
-decodes to a value of these types or raises ProtocolError.
+OrderedDict, defaultdict and Counter as dict. Also decides how long integers may be, and how many
+keys may share their hash. Not here: the bytes around them, and limits that are counted before a
+value is decoded (see ``frames.py``). Data from the other end may be hostile: it decodes to a value
+of these types or raises ProtocolError.
 """
 
 from __future__ import annotations
@@ -13,10 +14,113 @@ from __future__ import annotations
 import collections
 import datetime
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .bounds import KeyCheck, LimitError, check_int, int_of
+MAX_INT_DIGITS = 4000
+"""Maximum number of decimal digits of an integer. Python itself writes 4,300, and JSON readers
+count the sign too."""
+MAX_EQUAL_HASHES = 2000
+"""Maximum number of keys in one set or dict whose hash equals that of another key: each is compared
+with all the others."""
+_INT_END = 10**MAX_INT_DIGITS
+_MAX_HEX = len(hex(-_INT_END))
+_FEW_KEYS = 32
+"""Up to this number, keys are not checked: comparing each with all others costs little."""
+_SALTED = {str, bytes}
+"""Types whose hash a session cannot predict."""
+_PIECE = 256
+"""Number of keys that are hashed between two checks of the clock."""
+_SLOW_S = 0.002
+"""CPU time of a piece whose keys collide: twenty times that of keys without collisions."""
+_MAX_SLOW = 16
+
+
+class LimitError(ValueError):
+    """A value from a session that is over a limit; the message names the limit."""
+
+
+def check_int(value: int) -> int:
+    if not -_INT_END < value < _INT_END:
+        raise LimitError(
+            f"an integer of more than {MAX_INT_DIGITS:,} digits: give it in parts, or as text such "
+            "as hex(n)"
+        )
+    return value
+
+
+def int_of(digits: Any) -> int:
+    """Parse the output of ``hex``. Raises LimitError for a long integer before it is created."""
+    if len(digits) > _MAX_HEX:
+        raise LimitError(f"an integer of more than {MAX_INT_DIGITS:,} digits")
+    return check_int(int(digits, 16))
+
+
+class KeyCheck:
+    """Checks the keys of one value's sets and dicts, whose hashes a session may have chosen to be
+    equal.
+
+    ``hash(n)`` is ``n`` modulo 2**61 - 1, and tuples and frozensets combine the hashes of their
+    items: a set of 40,000 multiples of that number takes 8 s to build.
+    """
+
+    __slots__ = ("_left",)
+
+    def __init__(self) -> None:
+        self._left = MAX_EQUAL_HASHES**2
+
+    def check(self, keys: Any) -> None:
+        """Raise LimitError if too many of ``keys`` have equal hashes."""
+        if len(keys) > _FEW_KEYS and not _SALTED.issuperset(map(type, keys)):
+            key_list = list(keys)
+            hashes: set[int] = set()
+            self._look(key_list, lambda piece: hashes.update(map(hash, piece)), hashes)
+
+    def fill(self, container: Any, keys: list[Any], values: list[Any] | None = None) -> Any:
+        """Add ``keys`` to ``container``, an empty set or dict, and return it. Raises LimitError if
+        that takes too long."""
+        self.check(keys)
+        add: Callable[[Any], Any] = container.update
+        if len(keys) <= _FEW_KEYS:
+            add(keys if values is None else zip(keys, values, strict=True))
+        elif values is None:
+            _in_pieces(add, keys)
+        else:
+            _in_pieces(add, list(zip(keys, values, strict=True)))
+        return container
+
+    def _look(self, keys: list[Any], add: Callable[[Any], Any], hashes: set[int]) -> None:
+        count = 0
+
+        def add_and_count(piece: Iterable[Any]) -> None:
+            nonlocal count
+            add(piece)
+            count = min(count + _PIECE, len(keys))
+            if (count - len(hashes)) ** 2 > self._left:
+                raise LimitError(
+                    f"a set or dict with more than {MAX_EQUAL_HASHES:,} keys of equal hashes: send "
+                    "them as a list"
+                )
+
+        _in_pieces(add_and_count, keys)
+        self._left -= (count - len(hashes)) ** 2
+
+
+def _in_pieces(add: Callable[[Any], Any], items: list[Any]) -> None:
+    """Call ``add`` on all of ``items``, in pieces. Keys with distinct hashes can still collide in
+    one place of the hash table. Only the clock shows this, and only for tens of thousands of
+    keys."""
+    slow = 0
+    for start in range(0, len(items), _PIECE):
+        began = time.thread_time()
+        add(items[start : start + _PIECE])
+        slow += time.thread_time() - began > _SLOW_S
+        if slow > _MAX_SLOW:
+            raise LimitError(
+                "a set or dict of numbers or tuples whose hashes collide: send them as a list"
+            )
+
 
 Buffer = Any
 """bytes, bytearray or memoryview of bytes."""
@@ -212,8 +316,8 @@ class ValueDecoder:
     __slots__ = ("_keys", "blobs")
 
     def __init__(self, blobs: Sequence[Buffer], *, bounded: bool = False) -> None:
-        """``bounded``: the value comes from a session; raise ProtocolError if it is over a limit of
-        ``bounds.py``."""
+        """``bounded``: the value comes from a session; raise ProtocolError if it is over a
+        limit."""
         self.blobs: list[Buffer | None] = list(blobs)
         self._keys = KeyCheck() if bounded else None
 

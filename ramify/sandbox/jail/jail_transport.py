@@ -1,7 +1,7 @@
 """The transport to a session of the jail: that of a process, plus its requests to create processes.
 
 Decides when descriptors are accepted from a session: once, before it has run any code. Not here:
-the answers to its requests (see ``notify.py``).
+the answers to its requests (see ``watch.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities
 from ramify.sandbox.forkserver_channel import ForkServerChannel
-from ramify.sandbox.jail.notify import ForkRequestListener, kill_strays, pid_of
+from ramify.sandbox.jail.watch import ForkRequestListener, kill_strays, pid_of
 from ramify.sandbox.process_transport import BranchTransport, ProcessTransport, SessionMemoryFiles
 from ramify.sandbox.transport import ReadBuffers
 
@@ -159,7 +159,7 @@ class JailBranchTransport(BranchTransport):
 
 class JailFork:
     """One fork in progress: the connections that the host gives to its two processes. Implements
-    ``notify.GrantedFork``.
+    ``watch.GrantedFork``.
 
         fork request ──> begin: old wire closed ──fork──┬─> origin asks: gets its new wire, moved
                                                         └─> branch asks: gets its wire, hello

@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ramify.sandbox import forkserver, process_setup
     from ramify.sandbox.guest import branches
-    from ramify.sandbox.jail import confine, hooks, primitives, seccomp, walls
+    from ramify.sandbox.jail import confine, primitives, seccomp, walls
 else:
     from ramify_guest import branches
 
     forkserver = sys.modules["ramify_forkserver"]
     process_setup = sys.modules["ramify_process_setup"]
     confine = sys.modules["ramify_jail_confine"]
-    hooks = sys.modules["ramify_jail_hooks"]
     primitives = sys.modules["ramify_jail_primitives"]
     seccomp = sys.modules["ramify_jail_seccomp"]
     walls = sys.modules["ramify_jail_walls"]
@@ -204,7 +203,7 @@ def _live(control: Any, config: dict[str, Any]) -> None:
     def preload(more: bool) -> None:
         if not config["probes"]:
             forkserver.preload(config["paths"], (*forkserver.PRELOAD, *(MORE if more else ())))
-            hooks.end()
+            confine.end_skipping()
             forkserver.preload([], config["packages"])
 
     built = walls.build(config, control.sock.close, preload)

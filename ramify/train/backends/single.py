@@ -253,14 +253,14 @@ class SingleBackend:
         logprobs, entropies, values = self._spread.run(
             lambda: self._run_model(batch, streams, entropy)
         )
-        _, sequences = np.unique(batch.owners[:, 0], return_inverse=True)
+        calls, num_calls = whole_step.calls_of(batch)
         return LossEntries(
             logprobs=logprobs[:, 0],
             streams=streams,
             denominators=batch.denominators,
             entropy=entropies if entropy in ("value", "gradient") else None,
             teacher_ids_logprobs=logprobs[:, 1:] if logprobs.shape[1] > 1 else None,
-            sequences=(self._tensor(sequences), len(batch.sequences)),
+            sequences=(self._tensor(calls), num_calls),
             values=None if values is None else values[:, 0],
         )
 

@@ -7,6 +7,7 @@ batch.
 A tree that is larger than a batch is cut between its leaves, and each piece repeats the path that
 leads to it: the same hidden states are computed twice, but each entry counts once. So the loss and
 the gradient are those of the uncut tree. A single path longer than ``max_tokens`` is its own piece.
+For a loss over sequences, all paths of one call are in one batch, even beyond ``max_tokens``.
 All decisions depend only on lengths and ids: the same sequences, in any order, give the same
 batches.
 
@@ -17,6 +18,7 @@ device computes it (``models/forest_attention.py``). Legend: E entries of a batc
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from typing import NamedTuple
@@ -27,7 +29,10 @@ import numpy.typing as npt
 
 from ramify.train.data.batch import BatchPiece, BatchWriter, entries
 from ramify.train.data.forest import Forest, ForestNode, forest
-from ramify.types.sequence import Batch, Floats, TokenSequence
+from ramify.types.sequence import Batch, Floats, TokenSequence, path_group
+
+Unit = str | int
+"""Key of sequences that must be in one batch."""
 
 
 class ComputeCost(msgspec.Struct, frozen=True):
@@ -67,9 +72,11 @@ def pack(
     sequences: Many[TokenSequence],
     packing: PackingSpec | None = None,
     denominators: Mapping[str, float] | None = None,
+    *,
+    whole_calls: bool = False,
 ) -> list[Batch]:
     """The batches of one optimizer step, of about equal cost. Sequences without any weight are
-    dropped.
+    dropped. ``whole_calls``: keep all paths of a call in one batch, as losses over sequences need.
 
     ``denominators``: the divisor of each component's sum; by default the sum of its weights over
     all sequences. Raises ValueError if a component has weights but no positive denominator, if a
@@ -84,7 +91,10 @@ def pack(
         return []
     writer = BatchWriter(sequences, learning, denominators)
     trees = _shared(forest([sequences[index] for index in learning]), packing)
-    pieces = [piece for tree in trees for piece in _cut(tree, packing)]
+    units = [
+        path_group(sequences[index].name, index) if whole_calls else index for index in learning
+    ]
+    pieces = _pieces(trees, units, packing)
     fill_tokens = min(packing.fill_tokens or packing.max_tokens, packing.max_tokens)
     return [writer.batch(bin) for bin in _balanced(pieces, fill_tokens, packing.multiple)]
 
@@ -208,35 +218,67 @@ def _first_kept(radix_forest: Forest, keeps: list[bool]) -> list[int]:
 # --- cutting and balancing
 
 
-def _cut(tree: _Tree, packing: PackingSpec) -> list[BatchPiece]:
-    """Pieces of at most ``max_tokens``, as far as single paths allow. Leaves are added to a piece
-    while they fit."""
+def _pieces(trees: list[_Tree], units: list[Unit], packing: PackingSpec) -> list[BatchPiece]:
+    """The pieces of all trees. ``units``: sequence -> what must stay in one piece with it."""
+    num_trees = Counter(
+        unit for tree in trees for unit in {units[sequence] for sequence, _ in tree.leaves}
+    )
+    spread = {unit for unit, num in num_trees.items() if num > 1}
+    pieces: list[BatchPiece] = []
+    parts: dict[Unit, list[BatchPiece]] = {unit: [] for unit in units if unit in spread}
+    for tree in trees:
+        leaves: dict[Unit, list[tuple[int, int]]] = {}
+        for sequence, leaf in tree.leaves:
+            leaves.setdefault(units[sequence], []).append((sequence, leaf))
+        for unit in spread & leaves.keys():
+            parts[unit] += _cut(tree, [leaves.pop(unit)], packing)
+        pieces += _cut(tree, list(leaves.values()), packing)
+    return [*pieces, *(_side_by_side(each) for each in parts.values())]
+
+
+def _cut(tree: _Tree, units: list[list[tuple[int, int]]], packing: PackingSpec) -> list[BatchPiece]:
+    """Pieces of at most ``max_tokens``, as far as single units allow. The leaves of a unit stay
+    together; units are added to a piece while they fit."""
     pieces: list[BatchPiece] = []
     present: set[int] = set()
     leaves: list[tuple[int, int]] = []
     size = 0
-    for sequence, leaf in tree.leaves:
-        new, num_new = _missing(tree, leaf, present)
+    for unit in units:
+        new, num_new = _missing(tree, unit, present)
         if leaves and size + num_new > packing.max_tokens:
             pieces.append(_piece(tree, present, leaves, packing.cost))
             present, leaves, size = set(), [], 0
-            new, num_new = _missing(tree, leaf, present)
-        present.update(new)
-        leaves.append((sequence, leaf))
+            new, num_new = _missing(tree, unit, present)
+        present |= new
+        leaves += unit
         size += num_new
-    return [*pieces, _piece(tree, present, leaves, packing.cost)]
+    return [*pieces, _piece(tree, present, leaves, packing.cost)] if leaves else pieces
 
 
-def _missing(tree: _Tree, leaf: int, present: set[int]) -> tuple[list[int], int]:
-    """The stretches on the path up from ``leaf`` that are not ``present``, and their number of
+def _missing(tree: _Tree, leaves: list[tuple[int, int]], present: set[int]) -> tuple[set[int], int]:
+    """The stretches on the paths up from ``leaves`` that are not ``present``, and their number of
     tokens."""
-    missing, num_tokens = [], 0
-    while leaf >= 0 and leaf not in present:
-        stretch = tree.stretches[leaf]
-        missing.append(leaf)
-        num_tokens += stretch.end - stretch.begin
-        leaf = stretch.parent
-    return missing, num_tokens
+    missing: set[int] = set()
+    for _, stretch in leaves:
+        while stretch >= 0 and stretch not in present and stretch not in missing:
+            missing.add(stretch)
+            stretch = tree.stretches[stretch].parent
+    return missing, sum(tree.stretches[each].end - tree.stretches[each].begin for each in missing)
+
+
+def _side_by_side(pieces: list[BatchPiece]) -> BatchPiece:
+    """``pieces`` of different trees as one."""
+    stretches: list[ForestNode] = []
+    leaves: list[tuple[int, int]] = []
+    for piece in pieces:
+        first = len(stretches)
+        stretches += [
+            node._replace(parent=node.parent + first if node.parent >= 0 else -1)
+            for node in piece.stretches
+        ]
+        leaves += [(sequence, leaf + first) for sequence, leaf in piece.leaves]
+    num_tokens, cost = sum(each.num_tokens for each in pieces), sum(each.cost for each in pieces)
+    return BatchPiece(stretches, leaves, num_tokens, cost)
 
 
 def _piece(

@@ -4,7 +4,10 @@ learned from.
     choose        tokens that some losses treat differently (``cov.py``), selected
                   by means over the whole step and by random numbers keyed by sequence and
                   position, so that the cut and the order of the step do not matter
-    check_whole   for a loss over sequences: each sequence is whole, in one batch
+    calls_of      for a loss over sequences: which entries belong to one call. A call whose history
+                  was cut or rendered again has several paths; its sequence is then all its
+                  sampled tokens, each counted once, on whichever path it carries weight
+    check_whole   for such a loss: each call is whole, in one batch
 
 Legend: E entries of a batch, N tokens of the step.
 """
@@ -23,7 +26,7 @@ import numpy.typing as npt
 from ramify.errors import TrainError
 from ramify.train.losses.base import LossStep, TokenSelectingLoss
 from ramify.train.losses.loss import LossSpec
-from ramify.types.sequence import Batch, Floats, call_of
+from ramify.types.sequence import Batch, Floats, Ints, path_group
 
 
 def chooses(loss: LossSpec) -> bool:
@@ -61,19 +64,29 @@ def choose(batches: Many[Batch], loss: LossSpec, logprobs: Many[Floats]) -> list
     return chosen_batches
 
 
+def calls_of(batch: Batch) -> tuple[Ints, int]:
+    """([E] index of each entry's call, from 0; the number of calls). Paths of one call have the
+    same index."""
+    owners, places = np.unique(batch.owners[:, 0], return_inverse=True)
+    numbers: dict[str | int, int] = {}
+    calls = [
+        numbers.setdefault(path_group(batch.sequences[owner], owner), len(numbers))
+        for owner in owners.tolist()
+    ]
+    return np.array(calls, np.int64)[places], len(numbers)
+
+
 def check_whole(batches: Many[Batch]) -> None:
-    """Raise TrainError if a sequence with policy-gradient weight occurs in two batches or two
-    rows."""
-    rows = Counter[str]()
+    """Raise TrainError if a call with policy-gradient weight occurs in two batches."""
+    places = Counter[str | int]()
     for batch in batches:
-        for index in np.unique(batch.owners[batch.streams["rl"] != 0, 0]).tolist():
-            rows[call_of(batch.sequences[index])] += 1
-    for name, num in rows.items():
+        learnt = np.unique(batch.owners[batch.streams["rl"] != 0, 0]).tolist()
+        places.update({path_group(batch.sequences[index], index) for index in learnt})
+    for name, num in places.items():
         if num > 1:
             raise TrainError(
-                f"the loss reads whole sequences, and {name} is split into {num}: its history was "
-                "cut or rendered again, or its rows were split; use a per-token loss, or a "
-                "scaffold whose histories only grow"
+                f"the loss reads whole calls, and {name} is in {num} batches: pack them with "
+                "whole_calls=True"
             )
 
 

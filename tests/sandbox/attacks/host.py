@@ -19,8 +19,7 @@ from attacks.arena import SPEC, answer
 from attacks.outer import impoverish
 from attacks.runner import Plan
 from ramify.errors import RamifyError
-from ramify.sandbox.base import SandboxSpec, open_sandbox
-from ramify.sandbox.context import SharedContext
+from ramify.sandbox.base import SandboxSpec, SharedContext, open_sandbox
 
 CELLS = (
     "while True: pass",

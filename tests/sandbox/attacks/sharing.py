@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attacks.base import attack
 from ramify.errors import RamifyError
-from ramify.sandbox.base import Session
-from ramify.sandbox.context import SharedContext
+from ramify.sandbox.base import Session, SharedContext
 
 if TYPE_CHECKING:
     from attacks.arena import Arena

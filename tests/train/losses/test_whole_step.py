@@ -1,5 +1,5 @@
 """What is known of a step before it is learnt from: which tokens clip_cov and kl_cov choose, which
-sequences are whole.
+calls are whole.
 
 Ten tokens with A = ±1 and l = -0.1 or -3, but the last, whose advantage is 8:
 
@@ -87,14 +87,18 @@ def test_the_choice_does_not_depend_on_how_a_step_is_cut_or_ordered() -> None:
     assert chosen_places(rows, PackingSpec(share=False, max_tokens=1)) == wanted
 
 
-def test_a_split_sequence_is_refused() -> None:
+def test_the_paths_of_a_call_are_one_sequence_in_one_batch() -> None:
     rows = tree()
-    whole_step.check_whole(pack(rows, PackingSpec(max_tokens=50)))
-    rows[2].name = "fork=1/path=1"
-    with pytest.raises(
-        TrainError,
-        match=r"reads whole sequences, and fork=1 is split into 2: its history was cut",
-    ):
-        whole_step.check_whole(pack(rows))
-    rows[2].rl[:] = 0  # imitated alone: no business of the policy's loss
-    whole_step.check_whole(pack(rows))
+    rows[2].name, rows[8].name = "t/call=0/path=0", "t/call=0/path=1"  # in two trees
+    cut = PackingSpec(max_tokens=50)
+    with pytest.raises(TrainError, match=r"reads whole calls, and t/call=0 is in 2 batches"):
+        whole_step.check_whole(pack(rows, cut))
+    batches = pack(rows, cut, whole_calls=True)
+    whole_step.check_whole(batches)
+    assert len(batches) > 3
+    (both,) = (batch for batch in batches if {2, 8} <= batch.sequences.keys())
+    calls, num = whole_step.calls_of(both)
+    assert num == len(both.sequences) - 1
+    assert len(set(calls[np.isin(both.owners[:, 0], [2, 8])].tolist())) == 1
+    rows[8].rl[:] = 0  # imitated alone: no business of the policy's loss
+    whole_step.check_whole(pack(rows, cut))
