@@ -324,7 +324,7 @@ def test_a_cut_reply_is_continued_from_its_end_where_the_server_can() -> None:
 
 
 def test_a_cut_reply_is_not_continued_beyond_a_limit() -> None:
-    """Of three calls, one is held for the final answer."""
+    """One of three calls is held for the final answer."""
     cut = [reply(code("FINAL('half')")[:-4], "length")] * 2
     result = in_session(*cut, "FINAL(last)", limits=Limits(max_calls=3))
     assert (result.stop, result.answer, result.usage.calls) == (Stop.MAX_CALLS, "last", 3)
