@@ -23,7 +23,7 @@ from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.tasks.base import Task, task_of
-from ramify.train.backends.base import BACKENDS, ComputeSpec, decided
+from ramify.train.backends.base import BACKENDS, ComputeSpec, OptimizerSpec, decided
 from ramify.train.config import Run
 from ramify.train.demonstrations import demonstrations_of, rows_of
 from ramify.train.preflight import (
@@ -113,6 +113,8 @@ def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
     engines = sleeping(run, device)
     demonstrations = list(demonstrations_of(run, task, scaffold))
     policy = policy_of(run, demonstrations, checkpoint)
+    if hasattr(kind, "check_model"):
+        kind.check_model(policy.config, run.compute, device, adapters_of(run), _optims(run))
     # Decided before the first backend converts the policy's weights.
     compute = decided(run.compute, policy.dtype, policy.device.type)
     serving = serving_of(run, policy, kind.is_here)
@@ -137,6 +139,23 @@ def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
         rows,
         fixed,
     )
+
+
+def adapters_of(run: Run) -> Any:
+    """The ``AdapterSpec`` of a run; None without adapters."""
+    from ramify.train.backends.adapters import AdapterSpec
+
+    lora = run.policy.lora
+    if lora is None:
+        return None
+    return AdapterSpec(rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=run.seed)
+
+
+def _optims(run: Run) -> list[OptimizerSpec]:
+    """The optimizers of all stages and of a separate critic."""
+    stages = [stage for stage in (run.warmup, run.sft, run.rl) if stage is not None]
+    critic = [] if run.rl is None else [run.rl.critic.optim]
+    return [optim for optim in [*(stage.optim for stage in stages), *critic] if optim is not None]
 
 
 def _device_of(run: Run) -> str:
