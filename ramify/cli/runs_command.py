@@ -18,7 +18,7 @@ _SHORT = len("20260301-142501-5gk0x7m")
 """Length of the part of an id that a table shows. It identifies the run; the rest of an id is
 words from the question."""
 _DROPPED_FIRST = ("when", "tokens", "calls", "model", "seconds", "answer")
-"""Columns that a narrow terminal leaves out, in this order; never the cost or the stop."""
+"""Columns that are dropped on a narrow terminal, in this order; never the cost or the stop."""
 _COLUMNS = ("run", "when", "question", "model", "stop", "calls", "tokens", "cost", "seconds")
 
 
