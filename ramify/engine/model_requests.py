@@ -20,7 +20,7 @@ import msgspec
 
 from ramify.clients.base import Client, Request, Tool
 from ramify.clients.pool import ClientPool
-from ramify.engine import retool
+from ramify.engine import observe, retool
 from ramify.engine.call import LiveCall
 from ramify.engine.limits import Ledger, Limits, ResourceAmount, bound
 from ramify.errors import (
@@ -140,20 +140,23 @@ class ModelRequests:
         Raises the error that the recorded run met instead of a reply."""
         call, recording = turn.call, self.run.recording
         if recording is not None:
+            turn.adopt(recording)
             recording.check(call.id, call.turn, turn.digest)
             self._repeat_attempts(recording, turn)
             reply = recording.reply(call.id, call.turn, turn.digest)
+            if reply is not None and recording.is_fork:
+                return _free(reply), recording.reused_ids(call.id, call.turn)
             if reply is not None:
                 self.ledger.charge(reply.usage, reply.cost)
                 return reply, recording.reused_ids(call.id, call.turn)
+            code = recording.given.get((call.id, call.turn))
+            if code is not None:
+                return call.without_path(self.run.scaffold.reply_with(code))
         # Branches send equal requests to get different replies, so they bypass the cache.
         if self.cache is not None and not call.is_branch:
             reply = self.cache.get(turn.digest)
             if reply is not None:
-                free = msgspec.structs.replace(
-                    reply, usage=Usage(), cost=None if reply.cost is None else 0.0
-                )
-                return call.without_path(free)
+                return call.without_path(_free(reply))
         return None
 
     def _repeat_attempts(self, recording: RecordedReplies, turn: TurnRequest) -> None:
@@ -226,6 +229,18 @@ class TurnRequest:
         max_input_tokens = call.max_input_tokens(self.request, reused)
         self._usage = Usage(max_input_tokens, sampling.max_tokens, calls=1, unknown_calls=1)
         self._amount = bound(max_input_tokens, sampling.max_tokens, call.client.price)
+
+    def adopt(self, recording: RecordedReplies) -> None:
+        """Use the recorded prompt if this one differs from it only in the limits that it states."""
+        recorded = recording.request(self.call.id, self.call.turn)
+        if recorded is None or not recording.has_other_limits:
+            return
+        here, there = (
+            [observe.without_limits(message) for message in prompt]
+            for prompt in (self._new, recorded.prompt)
+        )
+        if here == there and self._reused == recorded.reused:
+            self._new, self.digest = recorded.prompt, recorded.prompt_hash
 
     def announce(self) -> None:
         """Record that the request is about to be sent."""
@@ -307,6 +322,12 @@ class TurnRequest:
             )
         )
         self._requests.over(self)
+
+
+def _free(reply: Reply) -> Reply:
+    """Return ``reply`` as one that cost nothing now."""
+    cost = None if reply.cost is None else 0.0
+    return msgspec.structs.replace(reply, usage=Usage(), cost=cost)
 
 
 def prompt_hash(model: str, request: Request) -> str:
