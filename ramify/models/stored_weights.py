@@ -185,8 +185,8 @@ def is_read_in_parts(model: Any) -> bool:
 
 
 def disk_tensors(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """(name on disk, tensor) of the tensor ``name`` of a model; views of it, where that is
-    possible. It may be on the meta device."""
+    """(name on disk, tensor) of the tensor ``name`` of a model, as views of it if possible. It may
+    be on the meta device."""
     if not _conversions(model):
         yield name, tensor
         return
