@@ -129,6 +129,7 @@ class RlmLoop:
     async def step(self) -> CallOutcome | None:
         """Take one turn; returns the outcome if it was the last one."""
         run, call = self.run, self.call
+        run.pass_limit(call)
         stop = run.must_stop(call)
         if stop is None and self._is_root and run.scaffold.last_word:
             stop = run.requests.hold_last_word(call, self._pending)
@@ -136,6 +137,8 @@ class RlmLoop:
             return await self._last_word(stop)
         try:
             reply = await self._ask_within_window(tools=run.scaffold.tools())
+            if run.scaffold.takes_words:
+                reply = await run.requests.whole(call, reply, self._pending)
         except LimitReached as reached:
             return await self._last_word(Stop(reached.stop))
         except ModelError as error:
@@ -151,6 +154,7 @@ class RlmLoop:
         self._reused = None
         self._last_text = reply.message.content
         self._is_cut = reply.finish == "length"
+        run.pass_limit(call)
         try:
             outcome, messages = await self._act(run.scaffold.read(reply.message, self._is_cut))
         except SessionDied as died:
@@ -231,7 +235,7 @@ class RlmLoop:
         best = self._best()
         if not self._is_cut or best is None or self._best(use_prose=False) is not None:
             return CallOutcome(Stop.NO_CODE, best)
-        error = cut_reply(self.call, self.run.requests.sampling.max_tokens, self._last_text)
+        error = cut_reply(self.run.requests, self.call, self._last_text)
         return CallOutcome(Stop.MAX_TOKENS, best, str(error), error)
 
     def _conclude(
@@ -384,7 +388,11 @@ class RlmLoop:
                     continue
                 return CallOutcome(stop, self._best(), str(error), error)
             self._last_text = reply.message.content
-            return CallOutcome(stop, await self._last_answer(reply.message))
+            answer = await self._last_answer(reply.message)
+            if reply.finish == "length":
+                cut = cut_reply(self.run.requests, self.call, self._last_text)
+                return CallOutcome(stop, answer, str(cut), cut)
+            return CallOutcome(stop, answer)
         return self._cut_short(stop)
 
     def _cut_short(self, stop: Stop) -> CallOutcome:

@@ -12,7 +12,7 @@ import functools
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,6 +30,7 @@ from ramify.engine.typed import Citation, CitedAnswer
 from ramify.errors import (
     ConfigError,
     RamifyError,
+    ReplayDiverged,
     SandboxError,
     StoreError,
     Suspended,
@@ -100,7 +101,10 @@ class RunHandle:
         conversation: ConversationState | None = None,
         recording: RecordedReplies | None = None,
         cache: CallCache | None = None,
+        earlier: Sequence[Question] | None = None,
     ) -> None:
+        """``earlier`` are the questions of a recorded conversation that are repeated first; the
+        conversation then ends with this run."""
         self.recorder = recorder
         self._setup = setup
         self._question = question
@@ -108,6 +112,7 @@ class RunHandle:
         self._conversation = conversation
         self._recording = recording
         self._cache = cache
+        self._earlier = earlier
         self._run: RunState | None = None
         self._answered_by = ""
         self._requested_stop: Stop | None = None
@@ -170,6 +175,7 @@ class RunHandle:
         run: RunState | None = None
         try:
             async with self._shared.use() as resources:
+                await self._repeat_earlier()
                 context = await self._context(resources)
                 models = self._setup.connect(resources)
                 is_direct = self._is_direct(models)
@@ -204,8 +210,25 @@ class RunHandle:
             outcome = CallOutcome(Stop.ERROR, error=repr(error), failure=error)
             raise
         finally:
+            if self._earlier is not None and self._conversation is not None:
+                await self._conversation.close()
             outcome = self._ended(outcome, run)
         return self._result(outcome, run)
+
+    async def _repeat_earlier(self) -> None:
+        for question in self._earlier or ():
+            conversation, recording = self._conversation, self._recording
+            result = await RunHandle(
+                self._setup,
+                question,
+                self._shared,
+                self.recorder,
+                conversation=conversation,
+                recording=recording,
+            )
+            is_over = result.stop is Stop.SUSPENDED or isinstance(result.failure, ReplayDiverged)
+            if is_over and isinstance(result.failure, RamifyError):
+                raise result.failure
 
     def _failed(self, error: RamifyError) -> CallOutcome:
         """Return the outcome of a run that ``error`` ended, or suspended if it is stored."""
@@ -243,6 +266,7 @@ class RunHandle:
         schema = self._question.kind.schema if self._question.kind else None
         config = {
             **self._setup.config,
+            **({"conversation": True} if self._conversation is not None else {}),
             "answer_schema": schema,
             "cite": self._question.cite,
             "about": self._question.about,
@@ -343,7 +367,7 @@ class RunHandle:
         finally:
             if run is not None:
                 run.finish()
-            if self._conversation is None:
+            if self._conversation is None or self._earlier is not None:
                 self.recorder.close()
         return outcome
 

@@ -27,6 +27,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from logging import DEBUG
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import msgspec
+
 from ramify.engine import observe
 from ramify.engine.call import CallOutcome, LiveCall, context_ref, jsonable
 from ramify.engine.model_requests import ModelRequests, closed
@@ -37,10 +39,13 @@ from ramify.logging import RoomLogger
 from ramify.sandbox.base import Session
 from ramify.types.event import (
     AnyEvent,
+    AttemptFailed,
     CallEnded,
     CallStarted,
     NoteAdded,
+    ReplyReceived,
     RunEnded,
+    RunResumed,
     TrajectoryFold,
 )
 from ramify.types.message import Reply
@@ -102,8 +107,8 @@ class EventRecorder:
         self._journal = journal
         self._listeners = list(listeners)
         self._held = held
-        self._notes: list[AnyEvent] = []
-        """Notes of a resumed run that have not been written yet."""
+        self._unwritten: list[AnyEvent] | None = None if held is None else []
+        """New events of a resumed run that has done nothing worth writing yet."""
         self._root: str | None = None
         """Id of the root call in progress."""
         self._warnings: list[str] = []
@@ -125,8 +130,10 @@ class EventRecorder:
         """Seconds since the run started."""
         return round(time.perf_counter() - self._began, 6)
 
-    def emit(self, event: AnyEvent) -> None:
-        if self._journal is not None:
+    def emit(self, event: AnyEvent, *, is_written: bool = False) -> None:
+        """Record ``event``. ``is_written``: the journal has it, although a resume does not repeat
+        it."""
+        if self._journal is not None and not is_written:
             self._write(self._journal, event)
             if self._journal.trouble is not None and self.on_trouble is not None:
                 self.on_trouble(self._journal.trouble)
@@ -159,19 +166,17 @@ class EventRecorder:
             self.emit(NoteAdded(at_s=self.now(), call=self._root, text=note, is_warning=True))
 
     def _write(self, journal: Journal, event: AnyEvent) -> None:
-        """Write ``event`` unless the journal contains it. In a resumed run, a note is only written
-        together with the next new event, so a run that does nothing new leaves its journal
-        unchanged."""
-        if self._held is not None:
-            if self._held(event):
-                return
-            self._notes.append(event)
-            if isinstance(event, NoteAdded):
-                return
-            notes, self._notes = self._notes, []
-            for note in notes:
-                journal.append(note)
+        """Write ``event`` unless the journal contains it. A resumed run that asks nothing new and
+        gives no answer leaves its journal unchanged."""
+        if self._held is not None and self._held(event):
             return
+        if self._unwritten is not None:
+            self._unwritten.append(event)
+            if _is_minor(event):
+                return
+            earlier, self._unwritten = self._unwritten[:-1], None
+            for minor in earlier:
+                journal.append(minor)
         journal.append(event)
 
     def listen(self, listener: Listener) -> None:
@@ -200,6 +205,20 @@ class EventRecorder:
                     return
         finally:
             self.ignore(queue.put_nowait)
+
+
+def _is_minor(event: AnyEvent) -> bool:
+    """Whether ``event`` says nothing that a further resume needs."""
+    match event:
+        case NoteAdded() | CallStarted() | CallEnded() | RunResumed():
+            return True
+        case AttemptFailed():
+            return not event.usage.calls
+        case RunEnded():
+            is_unfinished = event.stop in (Stop.ERROR, Stop.SUSPENDED, Stop.CANCELLED)
+            return is_unfinished and event.answer is None
+        case _:
+            return False
 
 
 def _place(event: AnyEvent) -> str:
@@ -292,6 +311,21 @@ class RunState:
         if main is not None:
             main.cancel(_SUSPENDED)
 
+    def pass_limit(self, call: LiveCall) -> None:
+        """Continue past the limit that ended the recorded run at this turn of ``call``. What
+        followed is charged, but no longer counts."""
+        for gone in self.recording.forgotten(call.id, call.turn) if self.recording else ():
+            for event in gone.events:
+                self.recorder.emit(event, is_written=True)
+                if isinstance(event, ReplyReceived):
+                    self.requests.ledger.charge(event.reply.usage, event.reply.cost)
+            resumed = RunResumed(
+                at_s=self.recorder.now(),
+                limits=msgspec.to_builtins(self.setup.limits),
+                forgets={call.id: call.turn},
+            )
+            self.recorder.emit(resumed, is_written=gone.is_recorded)
+
     async def suspended(self, error: RamifyError) -> NoReturn:
         """``suspend``, and wait until this task is cancelled, so that no cell sees the failure."""
         self.suspend(error)
@@ -329,9 +363,9 @@ class RunState:
         """Return why ``call`` may not take another turn, or None. A repeated run stops where the
         recorded one stopped."""
         if self.recording is not None:
-            recorded = self.recording.last_word(call.id, call.turn)
+            recorded = self.recording.request(call.id, call.turn)
             if recorded is not None:
-                return recorded
+                return recorded.last_word
         num_turns = call.num_turns_before + call.turn
         max_turns = self.setup.limits.max_turns
         return self.closing or (Stop.MAX_TURNS if num_turns >= max_turns else None)

@@ -176,6 +176,8 @@ def _add(summary: RunSummary, event: _Glance) -> None:
             summary.answer = (
                 None if event.answer is None else cut(as_text(event.answer), MAX_ANSWER)
             )
+        case "RunResumed":
+            summary.stop, summary.reason, summary.answer = None, "", None
 
 
 def _charge(summary: RunSummary, usage: Usage, cost: float | None) -> None:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ramify.actors.launcher import Launcher, LocalLauncher, closing
 from ramify.engine.rlm import RLM
@@ -28,7 +28,7 @@ from ramify.store.call_cache import CallCache
 from ramify.store.store import Store
 from ramify.tasks.base import items_of
 from ramify.train.advantages.base import needs_of
-from ramify.train.assemble import RunParts, adapters_of
+from ramify.train.assemble import RunParts, adapters_of, device_of, read_in_parts
 from ramify.train.audited_client import AuditedClient
 from ramify.train.config import plain
 from ramify.train.cpu_seconds import CpuMeter
@@ -143,7 +143,6 @@ async def opened_run(
 async def _start(parts: RunParts, out: Path, opened: dict[str, Closable]) -> RolloutParts:
     """Acquire the placement slots, and start the processes other than the trainer's."""
     from ramify.inference.local.local_client import LocalClient
-    from ramify.models.load import save_policy
 
     client = opened["client"] = client_of(parts)
     hosts = _placed(parts)
@@ -159,9 +158,7 @@ async def _start(parts: RunParts, out: Path, opened: dict[str, Closable]) -> Rol
     audited = AuditedClient(client, rl.sample.max_token_staleness if rl is not None else 0)
     workers = None
     if not isinstance(client, LocalClient):
-        await client.start(
-            out / "inference", lambda folder: save_policy(parts.serving, folder), hosts
-        )
+        await client.start(out / "inference", parts.save_policy, hosts)
         workers = _workers(parts, client, audited, out, hosts)
     if workers is not None:
         opened["rollout_workers"] = workers
@@ -228,7 +225,6 @@ def _workers(
     hosts: Launcher | None,
 ) -> RolloutWorkers | None:
     """The rollout workers, not started yet, if the placement has any."""
-    from ramify.models.load import save_policy
 
     run, num = parts.run, parts.num_members("rollouts")
     if not num or run.rl is None:
@@ -236,7 +232,7 @@ def _workers(
     assert run.inference is not None
     checkpoint = out / "inference" / "checkpoint"
     if run.inference.urls:
-        save_policy(parts.serving, checkpoint)
+        parts.save_policy(checkpoint)
     return RolloutWorkers(
         hosts or LocalLauncher(),
         num,
@@ -323,7 +319,7 @@ def trainer_of(
         publisher,
         stages,
         partial(_backend, parts, trained),
-        SplitEvaluator(evaluating, run.evaluate.first, run.evaluate.final),
+        SplitEvaluator(evaluating, run.evaluate.first, run.evaluate.final, run.evaluate.keep),
         guard=run.guard,
         reference_of=lambda folder: trained.reference(folder, starts_at_base),
     )
@@ -335,17 +331,14 @@ def trained_model(parts: RunParts, out: Path, hosts: Closable | None = None) -> 
     if parts.kind.is_here:
         local: TrainedModel = parts.kind(parts.policy, parts.compute, out)
         return local
-    spec = run.policy
-    is_folder = (
-        bool(spec.path)
-        and type(parts.policy.model).__name__ == "DenseModel"
-        and Path(spec.path).is_dir()
-    )
-    source = Path(spec.path) if is_folder else parts.policy.model.state_dict()
+    folder = read_in_parts(run)
+    source = folder if folder is not None else parts.policy.model.state_dict()
     critic = (
         run.rl is not None and needs_of(run.rl.algorithm).values and run.rl.critic.model == "shared"
     )
-    placed = {} if hosts is None else {"hosts": hosts}
+    placed: dict[str, Any] = {} if hosts is None else {"hosts": hosts}
+    if parts.policy.device.type == "meta":
+        placed["device"] = device_of(run)
     sharded: TrainedModel = parts.kind(
         parts.policy,
         parts.compute,

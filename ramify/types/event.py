@@ -5,7 +5,7 @@ truncated anywhere, into a ``Trajectory``. The engine uses this fold in memory, 
 it on a file.
 
     run   RunStarted  call*  RunEnded       calls of one run interleave
-    call  CallStarted  turn*  CallEnded
+    call  CallStarted  turn*  CallEnded     RunResumed may follow the end, and then further turns
     turn  RequestStarted  AttemptFailed*  ReplyReceived  CellRan*
 
 ``ScoreAdded`` may occur at any time, also long after the end.
@@ -174,6 +174,19 @@ class NoteAdded(Event, frozen=True, tag="Noted"):
     """True for a warning about the run as a whole, such as one about a weak sandbox."""
 
 
+class RunResumed(Event, frozen=True, tag="RunResumed"):
+    """A call that a limit had ended continues with higher limits. Its last word no longer counts,
+    except for its cost, and the cell before it runs again.
+
+    Example:
+        RunResumed(limits={"max_turns": 60}, forgets={"0": 30})
+    """
+
+    limits: dict[str, Any]
+    forgets: dict[str, int]
+    """Call -> its first turn that no longer counts."""
+
+
 class CallEnded(Event, frozen=True, tag="CallEnded"):
     """A call ended, with its answer.
 
@@ -239,6 +252,7 @@ AnyEvent = (
     | CellRan
     | ToolAnswered
     | NoteAdded
+    | RunResumed
     | CallEnded
     | RunEnded
     | ScoreAdded
@@ -326,6 +340,15 @@ class TrajectoryFold:
                 # The cost is 0, not None, if the model has a price but no request was sent.
                 if self.trajectory.cost is None:
                     self.trajectory.cost = event.cost
+            case RunResumed():
+                self.trajectory.stop, self.trajectory.answer = None, None
+                self.trajectory.reason = ""
+                for id, first in event.forgets.items():
+                    call = self._calls[id]
+                    del call.turns[first:]
+                    if call.turns:
+                        call.turns[-1] = msgspec.structs.replace(call.turns[-1], cells=())
+                    call.stop, call.answer, call.error = None, None, None
             case ScoreAdded():
                 note_score(self.trajectory, event)
             case NoteAdded(is_warning=True):
