@@ -26,6 +26,7 @@ from ramify.tasks.base import Task, task_of
 from ramify.train.backends.base import BACKENDS, ComputeSpec, OptimizerSpec, decided
 from ramify.train.config import Run
 from ramify.train.demonstrations import demonstrations_of, rows_of
+from ramify.train.depth_models import check_models
 from ramify.train.preflight import (
     check_device,
     check_embedded,
@@ -125,6 +126,7 @@ def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
     check_inference(run)
     check_signals(run)
     check_schedules(run)
+    check_models(run.depths, run.frozen)
     engines = sleeping(run, device)
     demonstrations = list(demonstrations_of(run, task, scaffold))
     _check_model(run, kind, device)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import inspect
 import os
 import secrets
 import sys
@@ -20,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ramify.actors.launcher import Launcher, LocalLauncher
+from ramify.actors.launcher import Launcher, LocalLauncher, closing
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
 from ramify.logging import RoomLogger
@@ -33,8 +32,9 @@ from ramify.train.assemble import RunParts, adapters_of, device_of, read_in_part
 from ramify.train.audited_client import AuditedClient
 from ramify.train.config import plain
 from ramify.train.cpu_seconds import CpuMeter
+from ramify.train.depth_models import DepthModels, temperatures
 from ramify.train.evaluation_metrics import evaluate
-from ramify.train.metrics import StepMetrics
+from ramify.train.metrics import StepMetrics, latest_values
 from ramify.train.placement.rollout_worker import RolloutWorkerSpec
 from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.placement.services import RunServices
@@ -58,7 +58,15 @@ if TYPE_CHECKING:
     from ramify.train.backends.base import Backend, TrainedModel
 
 _log = RoomLogger("train")
-_CLOSED_IN_ORDER = ("teachers", "rollout_workers", "client", "trained", "services", "hosts")
+_CLOSED_IN_ORDER = (
+    "teachers",
+    "rollout_workers",
+    "depths",
+    "client",
+    "trained",
+    "services",
+    "hosts",
+)
 """Callers before the parts they call."""
 _SWITCH_S = 5e-4
 """How long one thread may keep the interpreter from another. The event loop's thread, which talks
@@ -81,6 +89,8 @@ class RolloutParts:
     rlm: RLM
     workers: RolloutWorkers | None
     """Processes that run rollouts; None: this process does."""
+    depths: DepthModels
+    """The models by depth."""
 
 
 @contextlib.asynccontextmanager
@@ -154,8 +164,9 @@ async def _start(parts: RunParts, out: Path, opened: dict[str, Closable]) -> Rol
         opened["rollout_workers"] = workers
         await workers.start()
     run = parts.run
-    rlm = RLM(audited, limits=run.limits, scaffold=parts.scaffold, sandbox=run.sandbox)
-    return RolloutParts(client, audited, rlm, workers)
+    depths = opened["depths"] = DepthModels(run.depths, run.frozen, audited, latest_values(out))
+    rlm = RLM(depths.clients, limits=run.limits, scaffold=parts.scaffold, sandbox=run.sandbox)
+    return RolloutParts(client, audited, rlm, workers, depths)
 
 
 def client_of(parts: RunParts) -> LocalClient | HttpEngines:
@@ -293,7 +304,7 @@ def trainer_of(
         config=plain(run),
         first_item=max(run.rl.sample.first_item if run.rl is not None else 0, demonstrated),
         listener=listener,
-        measures=measures,
+        measures=lambda: {**measures(), **rollouts.depths.step_metrics()},
         meter=meter,
     )
     limits = canary_limits(run, parts.dtype, parts.compute)
@@ -390,7 +401,7 @@ def _stages(
                 ),
                 algorithm=rl.algorithm,
                 sample=rl.sample,
-                temperature=rl.rollout.temperature,
+                temperature=temperatures(parts.run.depths, rl.rollout.temperature),
                 signals=signals,
             )
         )
@@ -453,38 +464,6 @@ def _signals(parts: RunParts, rollouts: RolloutParts, teachers: RunTeachers | No
         temperature=rl.rollout.temperature,
         wants_reference="ref_logprobs" in streams_of(rl.loss) | needs_of(rl.algorithm).streams,
     )
-
-
-# --- closing
-
-
-@contextlib.asynccontextmanager
-async def closing(parts: Mapping[str, Callable[[], object]]) -> AsyncIterator[None]:
-    """Close ``parts`` in order when the block ends, whatever happens in it and to each of them. The
-    first failure is raised; later ones are logged."""
-    async with contextlib.AsyncExitStack() as stack:
-        for part, close in reversed([*parts.items()]):
-            await stack.enter_async_context(_closed(part, close))
-        yield
-
-
-@contextlib.asynccontextmanager
-async def _closed(part: str, close: Callable[[], object]) -> AsyncIterator[None]:
-    try:
-        yield
-    except BaseException:
-        try:
-            await _done(close())
-        except Exception as error:  # noqa: BLE001 (the first error is raised)
-            text = f"{part} could not be closed: {type(error).__name__}: {error}"
-            _log.warning("close_failed", text, shown=True, part=part)
-        raise
-    await _done(close())
-
-
-async def _done(result: object) -> None:
-    if inspect.isawaitable(result):
-        await result
 
 
 def _close(opened: Mapping[str, Closable], part: str) -> object:
