@@ -147,7 +147,12 @@ def test_search_links_copy_tokens_and_the_journal(
             page.evaluate("navigator.clipboard.readText()")
             == "FINAL(' '.join(context.split()[-2:]))"
         )
-        page.locator(".turn-head .small").first.click()
+        page.locator(".turn-head .request").first.click()
+        page.get_by_role("button", name="copy curl").click()
+        page.locator("#toast", has_text="curl command copied").wait_for()
+        copied = page.evaluate("navigator.clipboard.readText()")
+        assert copied.startswith('curl "$BASE_URL/chat/completions" -H "Authorization: Bearer $')
+        page.locator(".turn-head .small:not(.request)").first.click()
         page.locator(".tok.sampled").first.wait_for()
         assert "version 3" in text(page, ".about")
         page.locator(".tok.sampled").first.hover()
@@ -357,7 +362,7 @@ def test_training(browser: Any, world: World, tmp_path: Path, size: tuple[int, i
         page.locator(".rollout").first.click()
         page.locator("canvas[data-drawn='32']").wait_for()
         assert text(page, ".badge.worth") == "correct 1 ✓"
-        page.locator(".turn-head .small").first.click()
+        page.locator(".turn-head .small:not(.request)").first.click()
         page.locator(".tok.sampled").first.wait_for()
         page.get_by_label("what the colour of a token says").select_option("advantage")
         page.locator(".tok.t-good").first.wait_for()
