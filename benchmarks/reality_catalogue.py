@@ -27,9 +27,9 @@ HALF = "It is 4"
 encode = msgspec.json.encode
 
 
-def turn(text: str) -> str:
-    """A turn that answers ``text``."""
-    return f"```repl\nFINAL({text!r})\n```"
+TURN = f"```repl\nFINAL({TRUTH!r})\n```"
+HALF_TURN = TURN[: TURN.index(HALF) + len(HALF)]
+"""A turn that answers, and its part."""
 
 
 class Misbehaviour(NamedTuple):
@@ -253,9 +253,9 @@ async def _ended(api: Api, case: Misbehaviour, is_direct: bool, times: float) ->
         nonlocal num_asked
         num_asked += 1
         if num_asked <= times:
-            case.answer(exchange, HALF if is_direct else turn(HALF))
+            case.answer(exchange, HALF if is_direct else HALF_TURN)
         else:
-            text = TRUTH if is_direct else turn(TRUTH)
+            text = TRUTH if is_direct else TURN
             exchange.send(200, encode(api.whole(text)))
 
     server = LoopbackServer(handle)

@@ -292,6 +292,11 @@ _BROKEN = {
 }
 
 
+def is_known_finish(reason: Any) -> bool:
+    """True if ``finish_of`` knows the reason."""
+    return str(reason).lower() in _FINISHES or str(reason).lower() in _BROKEN
+
+
 def finish_of(reason: Any, where: str) -> Finish:
     """Return the ``Finish`` for a finish reason; ``other`` if the server sent none (UNSET).
 

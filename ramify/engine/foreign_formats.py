@@ -89,8 +89,10 @@ def read_any(message: Message, is_cut: bool = False) -> ParsedAction:
     else:
         calls = []
     action = _without_prompts(read_action(message, is_cut))
-    if action.codes or action.final or action.tool_call_ids:
+    if action.codes or action.final:
         return action
+    if action.tool_call_ids:
+        return msgspec.structs.replace(action, was_attempted=True)
     if not calls and not _MARKS.search(message.content):
         return action
     text = without_thinking(message.content)

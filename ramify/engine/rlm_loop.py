@@ -226,7 +226,8 @@ class RlmLoop:
         model once; after another idle message, that message is the answer."""
         if action.was_attempted:
             self._deferred = deferred
-            return None, self._observation(action, [observe.NOT_RUN], notes)
+            hint = observe.NUDGE if action.tool_call_ids else observe.NOT_RUN
+            return None, self._observation(action, [hint], notes)
         if deferred is not _NOTHING:
             outcome = self._conclude(deferred, [], notes, confirmed=True)
             return outcome, [] if outcome else self._observation(action, [], notes)

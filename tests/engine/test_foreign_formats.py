@@ -7,7 +7,7 @@ import pytest
 from ramify import Stop
 from ramify.engine.action import FinalAnswer, ParsedAction
 from ramify.engine.foreign_formats import read_any
-from ramify.types.message import Message
+from ramify.types.message import Message, Reply, ToolCall
 from tests.engine.helpers import code, rlm
 
 IN_FENCE = "next time write Python in a ```repl fence"
@@ -115,6 +115,12 @@ def test_a_cell_with_a_foreign_habit_gets_a_hint(cell: str, hint: str) -> None:
 def test_words_are_still_an_answer_after_two_idle_turns(text: str) -> None:
     with rlm([text, text]) as r:
         assert r.completion("text", "?").answer == text
+
+
+def test_a_call_of_an_unknown_tool_is_not_an_answer() -> None:
+    lost = Reply(Message("assistant", "Let me see", tool_calls=(ToolCall("1", "look", "{}"),)))
+    with rlm([lost, lost, lost, code("FINAL('right')")]) as r:
+        assert r.completion("text", "?").answer == "right"
 
 
 @pytest.mark.parametrize(
