@@ -2,7 +2,7 @@
 
 Each case is one way in which a real provider answered wrongly: truncated, filtered, refused, empty,
 broken or contradictory. Every case runs twice: a direct answer, and a turn of a session. The
-provider misbehaves either for ever or once. The right answer is ``TRUTH``; what a misbehaving reply
+provider misbehaves either forever or once. The right answer is ``TRUTH``; what a misbehaving reply
 contains is a part of it.
 """
 

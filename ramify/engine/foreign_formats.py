@@ -108,9 +108,9 @@ def syntax_hint(code: str, error: str) -> str | None:
     if not re.search(r"^(SyntaxError|IndentationError)", error, re.M):
         return None
     if re.search(r"^\s*>>> ", code, re.M):
-        return "the code has the prompts of a terminal (>>>): leave out prompts and outputs"
+        return "the code has the prompts of a terminal (>>>): remove prompts and outputs"
     if magic := re.search(r"^\s*(%%?\w+)", code, re.M):
-        return f"{magic[1]} is a command of IPython, which this session lacks: leave it out"
+        return f"{magic[1]} is a command of IPython, which this session lacks: remove it"
     if shell := re.search(r"^\s*!\s*(\w+)", code, re.M):
         return f"!{shell[1]} is a shell command, and the session has no shell: use Python (os, re)"
     if quote := re.search("[\u201c\u201d\u2018\u2019]", code):

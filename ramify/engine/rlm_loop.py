@@ -224,10 +224,9 @@ class RlmLoop:
     ) -> tuple[CallOutcome | None, list[Message]]:
         """Handle a message without code or answer: accept a deferred answer, or else nudge the
         model once; after another idle message, that message is the answer."""
-        if action.was_attempted:
+        if action.was_attempted and not action.tool_call_ids:
             self._deferred = deferred
-            hint = observe.NUDGE if action.tool_call_ids else observe.NOT_RUN
-            return None, self._observation(action, [hint], notes)
+            return None, self._observation(action, [observe.NOT_RUN], notes)
         if deferred is not _NOTHING:
             outcome = self._conclude(deferred, [], notes, confirmed=True)
             return outcome, [] if outcome else self._observation(action, [], notes)

@@ -119,8 +119,9 @@ def test_words_are_still_an_answer_after_two_idle_turns(text: str) -> None:
 
 def test_a_call_of_an_unknown_tool_is_not_an_answer() -> None:
     lost = Reply(Message("assistant", "Let me see", tool_calls=(ToolCall("1", "look", "{}"),)))
-    with rlm([lost, lost, lost, code("FINAL('right')")]) as r:
-        assert r.completion("text", "?").answer == "right"
+    with rlm([lost, lost]) as r:
+        result = r.completion("text", "?")
+    assert (result.stop, result.answer) == (Stop.NO_CODE, None)
 
 
 @pytest.mark.parametrize(
