@@ -54,9 +54,7 @@ def _filled(x_n: Tensor) -> Tensor:
     return torch.cat([x_n, x_n.new_zeros(missing, *x_n.shape[1:])]) if missing else x_n
 
 
-def attend_path(
-    q_nHd: Tensor, k_KLd: Tensor, v_KLd: Tensor, position: int, scale: float
-) -> Tensor:
+def attend_path(q_nHd: Tensor, k_KLd: Tensor, v_KLd: Tensor, position: int, scale: float) -> Tensor:
     """[n, H, d]: attention of consecutive tokens of a path, the first at ``position``, whose last
     positions are in the same multiple of ``BLOCK``. Keys beyond a token's position have no effect,
     but must be finite."""
@@ -129,7 +127,7 @@ class FixedShapeTrunk:
 
     def scope(self) -> AbstractContextManager[None]:
         """Inside, a weight with an adapter is added up once and not for every block."""
-        return parametrize.cached()  # type: ignore[no-untyped-call, no-any-return]
+        return parametrize.cached()
 
     def hidden(
         self, ids_T: Tensor, positions_T: Tensor, segments: Sequence[Segment], rows_N: Tensor
@@ -154,9 +152,7 @@ class _ForestKeys:
 
     def __init__(self, segments: Sequence[Segment], positions: Sequence[int]) -> None:
         self._segments = segments
-        owners = [
-            index for index, each in enumerate(segments) for _ in range(each.start, each.end)
-        ]
+        owners = [index for index, each in enumerate(segments) for _ in range(each.start, each.end)]
         self.runs = [
             runs_of(owners[start : start + BLOCK], positions[start : start + BLOCK])
             for start in range(0, len(owners), BLOCK)
@@ -215,15 +211,13 @@ class _AttendPath(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_nHd, *pieces = ctx.saved_tensors
         half = len(pieces) // 2
-        inputs = [each.detach() for each in (q_nHd, torch.cat(pieces[:half]))]
-        inputs.append(torch.cat(pieces[half:]).detach())
+        joined = (q_nHd, torch.cat(pieces[:half]), torch.cat(pieces[half:]))
+        q, k, v = (each.detach().requires_grad_() for each in joined)
         with torch.enable_grad():
-            for each in inputs:
-                each.requires_grad_()
-            o_nHd = _plain_attention(*inputs, ctx.position, ctx.scale)
-        dq, dk, dv = torch.autograd.grad(o_nHd, inputs, grads[0])
+            o_nHd = _plain_attention(q, k, v, ctx.position, ctx.scale)
+        dq, dk, dv = torch.autograd.grad(o_nHd, (q, k, v), grads[0])
         lengths = [len(piece) for piece in pieces[:half]]
-        return (dq, None, None, *dk.split(lengths), *dv.split(lengths))
+        return (dq, None, None, *torch.split(dk, lengths), *torch.split(dv, lengths))
 
 
 def _heads_first(pieces: Sequence[Tensor]) -> Tensor:

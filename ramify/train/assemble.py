@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from ramify.actors.process_slots import PlacementSlot
 from ramify.engine.scaffold import Scaffold, scaffold_of
@@ -23,10 +26,12 @@ from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.tasks.base import Task, task_of
-from ramify.train.backends.base import BACKENDS, ComputeSpec, decided
+from ramify.train.backends.base import BACKENDS, ComputeSpec, has_bf16
 from ramify.train.config import Run
 from ramify.train.demonstrations import demonstrations_of, rows_of
+from ramify.train.precision import RunPrecision, precision_of
 from ramify.train.preflight import (
+    check_deterministic,
     check_device,
     check_inference,
     check_prompts,
@@ -62,6 +67,7 @@ class RunParts:
     """Class of the trained model, which implements ``TrainedModel``."""
     compute: ComputeSpec
     """How the backend computes, with the precision decided."""
+    precision: RunPrecision
     task: Task
     scaffold: Scaffold
     policy: Policy
@@ -109,11 +115,17 @@ def assemble(recipe: Run) -> RunParts:
     check_inference(run)
     check_signals(run)
     check_schedules(run)
+    check_deterministic(run)
+    precision = precision_of(run, _stored(run), device, has_bf16=has_bf16(device))
     engines = sleeping(run, device)
     demonstrations = list(demonstrations_of(run, task, scaffold))
-    policy = policy_of(run, demonstrations)
-    # Decided before the first backend converts the policy's weights.
-    compute = decided(run.compute, policy.dtype, policy.device.type)
+    # Engine and trainer of a deterministic run share weights in fp32.
+    policy = policy_of(run, demonstrations, "float32" if run.deterministic else precision.engine)
+    compute = msgspec.structs.replace(
+        run.compute, precision=precision.trainer, deterministic=run.deterministic
+    )
+    if run.deterministic:
+        _set_deterministic(policy)
     serving = serving_of(run, policy, kind.is_here)
     check_prompts(run, task, scaffold, policy)
     note_rewritten_history(run, policy)
@@ -129,6 +141,7 @@ def assemble(recipe: Run) -> RunParts:
         engines,
         kind,
         compute,
+        precision,
         task,
         scaffold,
         policy,
@@ -136,6 +149,19 @@ def assemble(recipe: Run) -> RunParts:
         rows,
         fixed,
     )
+
+
+def _set_deterministic(policy: Policy) -> None:
+    """Raise ConfigError if the policy cannot compute in fixed shapes. On a GPU, choose only kernels
+    that repeat themselves."""
+    import torch
+
+    from ramify.models.trunk import fixed_shape_trunk
+
+    fixed_shape_trunk(policy.model)
+    if policy.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
 
 
 def _device_of(run: Run) -> str:
@@ -160,8 +186,22 @@ def _fixed_stages(run: Run, policy: Policy, rows: Sequence[TokenSequence]) -> li
     return stages
 
 
-def policy_of(run: Run, demonstrations: Sequence[Trajectory]) -> Policy:
-    """The initial policy of ``run``, with its tokenizer."""
+def _stored(run: Run) -> str:
+    """Precision of the checkpoint's weights; float32 without a checkpoint."""
+    if not run.policy.path:
+        return "float32"
+    from ramify.models.load import read_config, stored_dtype
+
+    return str(stored_dtype(read_config(_checkpoint(run)), "cuda")).removeprefix("torch.")
+
+
+def _checkpoint(run: Run) -> str | Path:
+    path = run.policy.path
+    return TINY if path == "tiny" and not Path("tiny").exists() else path
+
+
+def policy_of(run: Run, demonstrations: Sequence[Trajectory], dtype: str) -> Policy:
+    """The initial policy of ``run`` in precision ``dtype``, with its tokenizer."""
     import torch
     from transformers import AutoConfig
 
@@ -171,12 +211,7 @@ def policy_of(run: Run, demonstrations: Sequence[Trajectory]) -> Policy:
     spec = run.policy
     device = None if spec.device == "auto" else spec.device
     if spec.path:
-        packaged = spec.path == "tiny" and not Path("tiny").exists()
-        return load_policy(
-            TINY if packaged else spec.path,
-            None if spec.dtype == "auto" else getattr(torch, spec.dtype),
-            device,
-        )
+        return load_policy(_checkpoint(run), getattr(torch, dtype), device)
     if spec.tokenizer:
         tokenizer = load_tokenizer(Path(spec.tokenizer))
     elif spec.words:
@@ -200,8 +235,7 @@ def policy_of(run: Run, demonstrations: Sequence[Trajectory]) -> Policy:
     )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     policy = from_config(config, tokenizer, run.seed, device=device)
-    if spec.dtype != "auto":
-        policy.model.to(getattr(torch, spec.dtype))
+    policy.model.to(getattr(torch, dtype))
     return policy
 
 
