@@ -7,6 +7,7 @@ result of each, so that versions can take turns.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import sys
 import time
@@ -16,8 +17,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ramify.sandbox.base import SandboxSpec, SharedContext, open_sandbox
+from ramify.sandbox import base
+from ramify.sandbox.base import SandboxSpec, open_sandbox
 
+SharedContext: Any = getattr(base, "SharedContext", None)
+if SharedContext is None:  # an earlier version
+    SharedContext = importlib.import_module("ramify.sandbox.context").SharedContext
 MB = 1_000_000
 SESSIONS = 64
 

@@ -6,7 +6,6 @@ sampling engine.
     python benchmarks/training.py --json     also print {"figures": […]} as the last line, like
     engine.py
     python benchmarks/training.py --write    also update docs/training.md and docs/training.svg
-    python benchmarks/training.py --device cuda    only a model of half a billion parameters in bf16
 
     step-wise rows   each turn is a row that repeats everything before it; nothing is shared
     merged rows      each path is a row; nothing is shared
@@ -23,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -309,75 +307,6 @@ FIGURES = {
 }
 
 
-# --- on a GPU -------------------------------------------------------------------------------------
-
-
-def on_gpu(quick: bool) -> Iterator[Figure]:
-    """Measure half a billion parameters in bf16: speed, share of the device's peak, memory, and the
-    gain of the forest."""
-    config = Qwen3Config(
-        vocab_size=32768,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=True,
-        max_position_embeddings=40960,
-    )
-    policy = small_policy()
-    policy = from_config(config, policy.tokenizer, 0, device="cuda")
-    backend = SingleBackend(policy, compute=ComputeSpec(precision="bf16"))
-    rows = trees.group(8, GROUP, 2048)
-    sides = {
-        "forest": pack(rows, backend.packing),
-        "merged rows": pack(rows, msgspec.structs.replace(backend.packing, share=False)),
-        "step-wise rows": trees.stepwise_batches(rows, backend.packing),
-    }
-    off = [
-        np.concatenate([np.sort(each) for each in backend.logprobs(sides[name])])
-        for name in ("forest", "merged rows")
-    ]
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(4 if quick else 10):
-        for name, batches in sides.items():
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            backend.forward_backward(batches, LOSS)
-            backend._model.zero_grad(set_to_none=True)
-            torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - started)
-    took = {name: median(each[1:]) for name, each in seconds.items()}
-    tokens = trees.num_tokens(sides["forest"])
-    flops = 6 * policy.num_parameters * tokens + 14 * 28 * 16 * 128 * pairs(sides["forest"])
-    speeds = {name: trees.num_tokens(sides[name]) / each for name, each in took.items()}
-    yield Figure("0.5B, bf16: tokens computed per second", speeds.pop("forest"), "tok/s", speeds)
-    peak = (
-        989e12
-        if "H100" in torch.cuda.get_device_name() or "H200" in torch.cuda.get_device_name()
-        else math.nan
-    )
-    yield Figure(
-        "0.5B, bf16: share of the peak (989 TFLOP/s)", flops / took["forest"] / peak, "", {}
-    )
-    yield Figure("0.5B, bf16: peak memory", torch.cuda.max_memory_allocated() / 2**30, "GiB", {})
-    gains = {name: took[name] / took["forest"] for name in ("step-wise rows", "merged rows")}
-    yield Figure("0.5B, bf16: step-wise rows to forest", gains.pop("step-wise rows"), "×", gains)
-    yield Figure(
-        "0.5B, bf16: logprobs off merged rows by, mean",
-        float(np.abs(off[0] - off[1]).mean()),
-        "",
-        {},
-    )
-
-
-def pairs(batches: list[Batch]) -> int:
-    """Count the pairs of tokens in which one attends to the other."""
-    return sum(int((batch.positions + 1).sum()) for batch in batches)
-
-
 # --- the command line -----------------------------------------------------------------------------
 
 
@@ -397,23 +326,19 @@ def main() -> int:
     parser.add_argument(
         "--write", action="store_true", help="put the figures into docs/training.md"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)
     figures: list[Figure] = []
-    if options.device == "cuda":
-        figures += on_gpu(options.quick)
-    else:
-        bench = Bench(SingleBackend(small_policy(), compute=FP32), options.quick)
-        for name in options.only or FIGURES:
-            started = time.monotonic()
-            for figure in FIGURES[name](bench):
-                print(
-                    f"{figure.name}: {figure.value} {figure.unit} {figure.against or ''}",
-                    file=sys.stderr,
-                )
-                figures.append(figure)
-            print(f"({name} took {time.monotonic() - started:.0f} s)", file=sys.stderr)
+    bench = Bench(SingleBackend(small_policy(), compute=FP32), options.quick)
+    for name in options.only or FIGURES:
+        started = time.monotonic()
+        for figure in FIGURES[name](bench):
+            print(
+                f"{figure.name}: {figure.value} {figure.unit} {figure.against or ''}",
+                file=sys.stderr,
+            )
+            figures.append(figure)
+        print(f"({name} took {time.monotonic() - started:.0f} s)", file=sys.stderr)
     show(figures)
     if options.write:
         training_page.write(figures)

@@ -1,5 +1,5 @@
-"""Write the tables of `docs/algorithms.md` from the registries: `scripts/algorithms_page.py
-[--check]`.
+"""Write the tables of `docs/algorithms.md` and `docs/presets.md` from the registries and the
+presets: `scripts/algorithms_page.py [--check]`.
 
 Each row runs one estimator, loss, correction, KL or reduction on the same small batch and shows the
 result. With `--check` nothing is written, and an outdated page is an error. Decides the batch and
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
+from ramify.train import PolicySpec, RlSpec, Run
 from ramify.train.advantages import ALGORITHMS, group_estimators
 from ramify.train.advantages.base import finish, needs_of
 from ramify.train.advantages.weight import ALSO, weights
@@ -27,10 +28,12 @@ from ramify.train.losses.base import LossStep, SequenceSums, TokenSelectingLoss
 from ramify.train.losses.corrections import CORRECTIONS
 from ramify.train.losses.critic import CriticTokens, ValueLoss
 from ramify.train.losses.loss import kl_estimate
+from ramify.train.presets import PRESETS, choices, with_preset
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
 
 PAGE = Path(__file__).parents[1] / "docs/algorithms.md"
+PRESETS_PAGE = PAGE.with_name("presets.md")
 
 # --- the batch: two items with four and two rollouts of one call each -----------------------------
 
@@ -198,6 +201,85 @@ def reductions() -> Iterator[Sequence[str]]:
         )
 
 
+# --- presets --------------------------------------------------------------------------------------
+
+WHOLE = ("algorithm", "policy", "corrections", "value")
+"""Fields that are shown with their options in one cell."""
+
+
+def preset_options() -> Iterator[Sequence[str]]:
+    """Every option of ``rl`` that a preset sets to another value than its default."""
+    run = Run(policy=PolicySpec(path="tiny"), rl=RlSpec())
+    columns = [_flat(each.rl) for each in (run, *(with_preset(run, name) for name in PRESETS))]
+    yield "option", "default", *(f"`{name}`" for name in PRESETS)
+    for option in dict.fromkeys(option for column in columns for option in column):
+        cells = [column.get(option, "") for column in columns]
+        if any(cell not in ("", cells[0]) for cell in cells):
+            yield f"`{option}`", *(f"`{cell}`" if cell else "" for cell in cells)
+
+
+def preset_names() -> Iterator[Sequence[str]]:
+    """What a name that an override chooses stands for, where it differs from its default."""
+    yield "chosen by name", "default", *(f"`{name}`" for name in PRESETS)
+    for field, registry in (("algorithm", ALGORITHMS), ("loss.policy", POLICY_LOSSES)):
+        by_preset = {
+            name: preset.algorithms if field == "algorithm" else preset.policies
+            for name, preset in PRESETS.items()
+        }
+        for name in dict.fromkeys(name for names in by_preset.values() for name in names):
+            shown = {key for names in by_preset.values() for key in names.get(name, ())}
+            chosen = [
+                choices(preset)[f"rl.{field}"].build(name) if name in names else None
+                for preset, names in by_preset.items()
+            ]
+            cells = [_pick(each, shown) for each in (registry.build(name), *chosen)]
+            if any(cell not in ("", cells[0]) for cell in cells):
+                yield f"`rl.{field}={name}`", *(f"`{cell}`" if cell else "" for cell in cells)
+
+
+def preset_notes() -> Iterator[Sequence[str]]:
+    yield "preset", "the defaults of", "what stays different"
+    for name, preset in PRESETS.items():
+        yield f"`{name}`", preset.trainer, " ".join(preset.differences)
+
+
+def _flat(value: Any, path: str = "rl") -> dict[str, str]:
+    """Dotted name -> value, of a configuration."""
+    if path.endswith("memory"):
+        return {}
+    if path.rpartition(".")[2] in WHOLE or not isinstance(value, msgspec.Struct):
+        own = {path: _shown(value)}
+        if path != "rl.algorithm":
+            return own
+        fields = {name: getattr(value, name) for name in value.__struct_fields__}
+        return own | {
+            key: text
+            for name, field in fields.items()
+            for key, text in _flat(field, f"{path}.{name}").items()
+        }
+    return {
+        key: text
+        for name in value.__struct_fields__
+        for key, text in _flat(getattr(value, name), f"{path}.{name}").items()
+    }
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_shown, value)) + "]"
+    if not isinstance(value, msgspec.Struct):
+        return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    name = value.__struct_config__.tag
+    if hasattr(value, "memory"):
+        return str(name)
+    return f"{name or ''}({_pick(value, set(value.__struct_fields__))})"
+
+
+def _pick(value: Any, options: set[str]) -> str:
+    names = [] if value is None else [n for n in value.__struct_fields__ if n in options]
+    return ", ".join(f"{name}={_shown(getattr(value, name))}" for name in names)
+
+
 TABLES: dict[str, Callable[[], Iterator[Sequence[str]]]] = {
     "estimators": estimators,
     "losses": losses,
@@ -208,13 +290,17 @@ TABLES: dict[str, Callable[[], Iterator[Sequence[str]]]] = {
 }
 
 
-def written(text: str) -> str:
+PRESET_TABLES = {"options": preset_options, "names": preset_names, "notes": preset_notes}
+Tables = Mapping[str, Callable[[], Iterator[Sequence[str]]]]
+
+
+def written(text: str, tables: Tables = TABLES) -> str:
     """Return ``text`` with current tables."""
-    for name, rows in TABLES.items():
+    for name, rows in tables.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         if begin not in text or end not in text:
             raise SystemExit(
-                f"{PAGE.name} has no place for the table '{name}': add {begin} and {end} to it"
+                f"a page has no place for the table '{name}': add {begin} and {end} to it"
             )
         head, _, tail = text.partition(begin)
         text = f"{head}{begin}\n{_table(list(rows()))}\n{end}{tail.partition(end)[2]}"
@@ -251,17 +337,16 @@ def _first_sentence(doc: str | None) -> str:
 
 
 def main() -> int:
-    text = PAGE.read_text(encoding="utf-8")
-    current = written(text)
-    if "--check" in sys.argv[1:]:
-        if current != text:
-            print(
-                f"{PAGE.name} is outdated: run python scripts/algorithms_page.py",
-                file=sys.stderr,
-            )
-        return int(current != text)
-    PAGE.write_text(current, encoding="utf-8")
-    return 0
+    outdated = 0
+    for page, tables in ((PAGE, TABLES), (PRESETS_PAGE, PRESET_TABLES)):
+        text = page.read_text(encoding="utf-8")
+        current = written(text, tables)
+        if "--check" not in sys.argv[1:]:
+            page.write_text(current, encoding="utf-8")
+        elif current != text:
+            print(f"{page.name} is outdated: run {sys.argv[0]}", file=sys.stderr)
+            outdated = 1
+    return outdated
 
 
 if __name__ == "__main__":

@@ -68,12 +68,12 @@ PUBLIC = {
         OutcomeSignal POLICY_LOSSES PPO PassAtK PlacementSpec PolicyLoss PolicySpec PpoClip
         ProcessRewardSignal ProxApprox RAE RLOO ReMax ReinforcePP ReinforcePPBaseline RlSpec
         RoleSpec RolloutIs RolloutOptions Rollouter RuleJudge Run RunInfo SFT Sapo Schedule
-        ScoringRow SequenceSums SequenceTis ServiceSpec SftSpec ShardSpec ShuffledHints
+        ScoringRow SequenceMask SequenceSums SequenceTis ServiceSpec SftSpec ShardSpec ShuffledHints
         Signal SignalContext SignalScore SingleBackend StepJudge StepMetrics StepRules
         StepSampleSpec TaskSpec TeacherSignal TokenCredit TokenScorer TokenScores
         TokenSequence TokenTis ToolUseSignal TopKCandidates Tracker TrainedModel
         TrainingGuard TrajectoryHints WarmUpSpec WorstTokenMask kl_estimate load_recipe pack
-        ratio read_group_records read_metrics token_sequences train
+        ratio read_group_records read_metrics token_sequences train with_preset
     """,
 }
 """Namespace -> its public names."""

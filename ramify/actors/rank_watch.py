@@ -100,7 +100,7 @@ class RankWatch:
         self._processes = processes
         self._timeout_s = timeout_s
         self._stacks = stacks
-        self._beat_s = min(1.0, timeout_s / 10)
+        self._beat_s = min(0.5, timeout_s / 10)
         self._reason = ""
         """Why the group has ended; empty while it works."""
         self._guard = threading.Lock()

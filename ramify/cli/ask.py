@@ -110,11 +110,27 @@ SETTINGS = (
     ),
     OPTION,
 )
-_ALLOWED_WITH_RESUME = ("--json", "--quiet", "--verbose", "--progress", "--allow-weaker")
-"""Options that may be given together with ``--resume``."""
+LIMITS = (
+    "max_cost",
+    "max_seconds",
+    "max_calls",
+    "max_turns",
+    "max_tokens",
+    "max_reply_tokens",
+    "max_concurrency",
+    "patience",
+)
+"""Settings that are limits, of which a resumed run may have others."""
+_ALLOWED_WITH_RESUME = {
+    *("json", "quiet", "verbose", "progress", "allow_weaker"),
+    *LIMITS,
+}
+"""Settings that may be given together with ``--resume``."""
 OF_ONE_QUESTION = (
     OptionSpec("answer_schema", str, "JSON schema that the answer must match", "FILE|JSON"),
-    OptionSpec("resume", str, "continue an interrupted run with its original settings", "RUN"),
+    OptionSpec("resume", str, "continue a run: suspended, killed, or with a higher limit", "RUN"),
+    OptionSpec("from", int, "with --resume: a new run that continues from this turn", "TURN"),
+    OptionSpec("code", str, "with --from: code to run in place of that turn's reply", "FILE"),
 )
 KINDS: dict[str, Any] = {
     option.name: list[str] if option.kind is list else option.kind for option in SETTINGS
@@ -125,6 +141,11 @@ KINDS: dict[str, Any] = {
 def ask(
     words: list[str], answer_schema: str | None = None, resume: str | None = None, **given: Any
 ) -> int:
+    turn, code_file = given.pop("from", None), given.pop("code", None)
+    if turn is not None and resume is None:
+        raise UsageError("--from needs a run: give --resume RUN too")
+    if code_file is not None and turn is None:
+        raise UsageError("--code replaces the reply of one turn: give --from TURN too")
     if resume is not None:
         _refuse_settings(words, answer_schema, given)
     settings = fill(given, KINDS)
@@ -137,10 +158,15 @@ def ask(
     if resume is not None:
         from ramify.cli.ask_runner import run_again
 
-        allow_weaker = bool(settings.get("allow_weaker"))
+        fork = None if turn is None else (turn - 1, code_file and _read(code_file, "the code"))
         with exporting(notes), ProgressScreen(notes, form) as screen:
             return run_again(
-                resume, screen, as_json=bool(settings.get("json")), allow_weaker=allow_weaker
+                resume,
+                screen,
+                as_json=bool(settings.get("json")),
+                allow_weaker=bool(settings.get("allow_weaker")),
+                limits=limit_fields({name: given[name] for name in LIMITS}),
+                fork=fork,
             )
     if not words or not words[0].strip():
         raise UsageError("no question: ramify ask QUESTION PATH…")
@@ -261,10 +287,7 @@ def make_rlm(
     temperature = settings.get("temperature")
     if temperature is not None and not 0 <= temperature < math.inf:
         raise ConfigError(f"temperature={temperature:g} is out of range: give 0 or more")
-    fields = {name: value for name, value in settings.items() if name in Limits.__struct_fields__}
-    if settings.get("patience") is not None:
-        fields["patience_s"] = settings["patience"]
-    limits = Limits(**fields)
+    limits = Limits(**limit_fields(settings))
     scaffold = read_scaffold(settings.get("scaffold"), settings["model"])
     if settings.get("direct") is False:
         scaffold = msgspec.structs.replace(scaffold, direct_chars=0)
@@ -282,6 +305,15 @@ def make_rlm(
         branches=settings.get("branches", 1),
         tools=tools,
     )
+
+
+def limit_fields(settings: dict[str, Any]) -> dict[str, Any]:
+    """The fields of ``Limits`` that ``settings`` sets."""
+    from ramify.engine.limits import Limits
+
+    named = {**settings, "patience_s": settings.get("patience")}
+    fields = Limits.__struct_fields__
+    return {name: v for name, v in named.items() if name in fields and v is not None}
 
 
 def open_store(settings: dict[str, Any]) -> Store | None:
@@ -370,8 +402,8 @@ def _is_piped(notes: StderrNotes) -> bool:
 
 def _refuse_settings(words: list[str], answer_schema: str | None, given: dict[str, Any]) -> None:
     """Reject settings next to ``--resume``, except those about output and this machine."""
-    options = [option.long for option in SETTINGS if given[option.name] is not None]
-    refused = [name for name in options if name not in _ALLOWED_WITH_RESUME]
+    options = [option for option in SETTINGS if given[option.name] is not None]
+    refused = [each.long for each in options if each.name not in _ALLOWED_WITH_RESUME]
     refused += ["--answer-schema"] if answer_schema else []
     if words or refused:
         raise UsageError(

@@ -153,26 +153,49 @@ def run(rlm: RLM, asked: AskRequest, screen: ProgressScreen, *, as_json: bool) -
     )
 
 
-def run_again(run: str, screen: ProgressScreen, *, as_json: bool, allow_weaker: bool) -> ExitCode:
-    """Continue a stored run. If it has already ended, print its recorded answer."""
+def run_again(
+    run: str,
+    screen: ProgressScreen,
+    *,
+    as_json: bool,
+    allow_weaker: bool,
+    limits: dict[str, Any],
+    fork: tuple[int, bytes | None] | None,
+) -> ExitCode:
+    """Continue a stored run. If it has already ended, and not by a limit that is now higher, print
+    its recorded answer. ``limits`` replace recorded ones. ``fork`` (turn from 0, code) starts a new
+    run from there."""
     from ramify.cli import resume
+    from ramify.engine import rerun
 
     notes = screen.notes
     store, recorded = resume.find(run)
-    if recorded.ended is None:
+    started = recorded.questions[-1]
+    now = msgspec.structs.replace(rerun.recorded_limits(recorded), **limits)
+    is_over = recorded.ended is not None and not rerun.is_raised(recorded, now) and fork is None
+    if not is_over and fork is None:
         store.check_free(run)
-    has_schema = bool(recorded.started.config.get("answer_schema"))
+    has_schema = bool(started.config.get("answer_schema"))
     rlm = resume.rebuild(
-        recorded.started, store, with_tools=recorded.ended is None, allow_weaker=allow_weaker
+        started, store, limits=now, with_tools=not is_over, allow_weaker=allow_weaker
     )
-    if recorded.ended is not None:
-        notes.say(f"run {recorded.started.id} has already ended; this is its answer")
+    if fork is not None:
+        turn, code = fork[0], None if fork[1] is None else fork[1].decode()
+        notes.say(f"continuing run {started.id} from turn {turn + 1} as a new run")
+        return _finish(
+            lambda on_event: rlm.start_fork(run, turn, code=code, on_event=on_event),
+            rlm,
+            screen,
+            as_json,
+            has_schema,
+        )
+    if is_over:
+        how = f"; {remedy}" if (remedy := rerun.remedy(recorded)) else ""
+        notes.say(f"run {started.id} has already ended; this is its answer{how}")
         result = asyncio.run(rlm.aresume(run))
         screen.clear()
         return _print(result, notes, as_json, has_schema, is_stored=True)
-    notes.say(
-        f"continuing run {recorded.started.id}: {terminal_text.one_line(recorded.started.question)}"
-    )
+    notes.say(f"continuing run {started.id}: {terminal_text.one_line(started.question)}")
     return _finish(
         lambda on_event: rlm.restart(run, on_event=on_event), rlm, screen, as_json, has_schema
     )
@@ -273,7 +296,13 @@ def _print(
         _print_json(result, run_id)
     elif result.answer is not None:
         _print_answer(result, notes, has_schema)
-    if result.answer is None or code is ExitCode.ERROR:
+    if code is ExitCode.SUSPENDED:
+        took = seconds(result.trajectory.seconds)
+        error_line(
+            f"suspended after {took}: {result.error}; continue with: ramify ask --resume "
+            f"{_shortest_name(result.run_id)}"
+        )
+    elif result.answer is None or code is ExitCode.ERROR:
         error_line(_why(result))
     elif isinstance(result.failure, ReplyCut):
         notes.say(f"ramify: {result.error}")
@@ -283,6 +312,13 @@ def _print(
         notes.say(f"continue this run with: ramify ask --resume {run_id}")
     notes.say(summary(result.trajectory, run_id))
     return code
+
+
+def _shortest_name(run_id: str) -> str:
+    """``last``, or the id of a run that is not the last one."""
+    from ramify.store.store import Store
+
+    return "last" if Store().path("last").stem == run_id else run_id
 
 
 def _why(result: Result) -> str:

@@ -37,12 +37,14 @@ def rebuild(
     stand_ins: bool = False,
     with_tools: bool = True,
     allow_weaker: bool = False,
+    limits: Limits | None = None,
 ) -> RLM:
     """Build the RLM that ``started`` describes.
 
     ``stand_ins`` replaces the models with placeholders. ``allow_weaker`` accepts a sandbox that is
-    weaker than the recorded one. Raises ConfigError if this version cannot read the recorded
-    settings, and SourceError if the input of the run's file tools is gone.
+    weaker than the recorded one. ``limits`` replace the recorded ones. Raises ConfigError if this
+    version cannot read the recorded settings, and SourceError if the input of the run's file tools
+    is gone.
     """
     config = started.config
     models = [*config.get("model", [])]
@@ -54,7 +56,7 @@ def rebuild(
         return RLM(
             [PlaceholderClient(name) for name in models] if stand_ins else models,
             sub_model=([PlaceholderClient(name) for name in subs] if stand_ins else subs) or None,
-            limits=msgspec.convert(config.get("limits", {}), Limits),
+            limits=limits or msgspec.convert(config.get("limits", {}), Limits),
             scaffold=msgspec.convert(config.get("scaffold", {}), Scaffold),
             sandbox=msgspec.structs.replace(
                 sandbox, allow_weaker=sandbox.allow_weaker or allow_weaker

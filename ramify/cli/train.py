@@ -23,7 +23,7 @@ import msgspec
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.progress_screen import OPTION, ProgressScreen, form_of
 from ramify.cli.telemetry import exporting
-from ramify.cli.terminal_text import StderrNotes, error_line, write
+from ramify.cli.terminal_text import StderrNotes, error_line
 from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.train.metrics import StepMetrics, read_metrics
@@ -141,11 +141,16 @@ def train(
     track: list[str] | None = None,
     restarts: int | None = None,
     placement: str | None = None,
+    preset: str | None = None,
 ) -> int:
     recipes = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
     if len(recipes) > 1 or (not recipes and resume is None):
         raise UsageError("give one recipe, or --resume DIR")
+    if preset and not recipes:
+        raise UsageError(
+            f"--preset {preset} needs the recipe: a resumed run keeps the options it began with"
+        )
     notes = StderrNotes(bool(quiet))
     notes.take_warnings()
     if plain and progress not in (None, "lines"):
@@ -160,6 +165,7 @@ def train(
         options = [
             *(("--progress", progress) if progress else ()),
             *(("--placement", placement) if placement else ()),
+            *(("--preset", preset) if preset else ()),
             *(part for name in track or () for part in ("--track", name)),
         ]
         return supervise(words, [*flags, *options], Path(run_folder), resume, restarts)
@@ -167,16 +173,17 @@ def train(
     with exporting(notes), ProgressScreen(notes, form, has_lines=True) as screen:
         with report_progress("starting"):
             from ramify.train.backends.launch import is_restarted
-            from ramify.train.config import CHOICES
             from ramify.train.execute import train
             from ramify.train.override import override
+            from ramify.train.presets import choices, with_preset
             from ramify.train.recipe import load_recipe, stored  # imports everything heavy
             from ramify.train.resource_counts import by
 
-            run = load_recipe(recipes[0]) if recipes else stored(str(resume))
-            # The placement comes first, so that the overrides can change its fields.
+            run = load_recipe(recipes[0]) if recipes else stored(str(resume), overrides)
+            # Preset and placement come first, so that the overrides can change their fields.
+            run = with_preset(run, preset) if preset else run
             run = by(run, placement) if placement else run
-            run = override(run, overrides, CHOICES)
+            run = override(run, overrides, choices(preset))
             run = msgspec.structs.replace(run, trackers=(*run.trackers, *(track or ())))
         folder = Path(out or _folder(resume) or f"runs/{run.name}")
         if folder.exists() and not folder.is_dir():
@@ -195,7 +202,6 @@ def train(
             )
         except KeyboardInterrupt:
             screen.close()
-            write(f"stopped; continue with: ramify train --resume {folder}")
             return ExitCode.STOPPED
     print(f"trained policy in {folder}/policy: ramify ask --model local:{folder}/policy …")
     return ExitCode.ANSWERED
@@ -322,6 +328,13 @@ FIELD=VALUE overrides a field of the run, as in rl.optim.lr=1e-4 or rl.algorithm
             str,
             "how the run's processes are started: local, or ray (joins RAY_ADDRESS if set)",
             "local|ray",
+        ),
+        OptionSpec(
+            "preset",
+            str,
+            "the defaults of another trainer for the objective and the optimizer; see "
+            "docs/presets.md",
+            "trl|skyrl|prime|verl",
         ),
         OptionSpec(
             "track",

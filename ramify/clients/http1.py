@@ -12,6 +12,7 @@ error, never a guess.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections import deque
 from collections.abc import Mapping
@@ -82,6 +83,12 @@ class RequestRoute(msgspec.Struct, frozen=True):
         return f"Route({self.url!r})"
 
 
+def _reason(error: OSError) -> str:
+    """Return why a connection failed. An error about several addresses has no number itself."""
+    number = error.errno or next(map(int, re.findall(r"\[Errno (\d+)\]", str(error))), 0)
+    return os.strerror(number).lower() if number > 0 else error.strerror or str(error)
+
+
 class Http1Client:
     """Keeps connections open to any number of origins. Belongs to one event loop."""
 
@@ -149,9 +156,7 @@ class Http1Client:
                 f"{where}: cannot reach {origin.url} (no answer in {self._connect_s:g} s)"
             ) from None
         except OSError as error:
-            raise Unreachable(
-                f"{where}: cannot reach {origin.url} ({error.strerror or error})"
-            ) from error
+            raise Unreachable(f"{where}: cannot reach {origin.url} ({_reason(error)})") from error
         return connection
 
 

@@ -208,9 +208,9 @@ def _error(name: str, step: ScriptedFailure) -> ModelError:
         case "server_error":
             return ServerFailed(f"{name}: {step.status or 500}, {step.text}")
         case "refused":
-            error = Refused(f"{name}: {step.status or 400}, {step.text}")
-            error.needs_key = step.status in (401, 402, 403)
-            return error
+            refused = Refused(f"{name}: {step.status or 400}, {step.text}")
+            refused.needs_key = step.status in (401, 402, 403)
+            return refused
         case "unreachable":
             return Unreachable(f"{name}: connection refused")
         case "dropped" | "cut":

@@ -130,7 +130,9 @@ class LiveCall:
         self.messages = [*self.messages[:reused], *new, reply.message]
         self.turn += 1
         self._counted = (
-            None if reply.usage.unknown_calls else (len(self.messages), reply.usage.total_tokens)
+            None
+            if reply.usage.unknown_calls or not reply.usage.calls
+            else (len(self.messages), reply.usage.total_tokens)
         )
         if reply.prompt_ids is None or reply.token_ids is None:
             self._ids, self._replies = (), []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -34,13 +35,17 @@ class Conversation:
         store: Store | None,
         prompt: Any,
         options: RunOptions,
+        *,
+        resume: Callable[[str], Result],
     ) -> None:
-        """``options`` are the defaults of its questions."""
+        """``options`` are the defaults of its questions. ``resume`` continues the run of a
+        conversation that was closed."""
         self._setup = setup
         self._shared = shared
         self._store = store
         self._prompt = prompt
         self._options = options
+        self._resume = resume
         self._state: ConversationState | None = None
         self._lock = asyncio.Lock()
         """Held while a question is answered, because there is only one session."""
@@ -79,7 +84,7 @@ class Conversation:
                 conversation=state,
                 cache=reply_cache(self._store, options.cache),
             )
-            return checked(await running)
+            return checked(await running, self._resume)
         finally:
             if options.on_event is not None:
                 state.recorder.ignore(options.on_event)

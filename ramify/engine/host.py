@@ -383,6 +383,7 @@ async def ask_plain(
     A reply that was truncated at its token limit ends with ``MAX_TOKENS``: its text is a partial
     answer, never a complete one.
     """
+    run.pass_limit(call)
     question = f"{prompt}\n\n{kind.alone()}" if kind else prompt
     new = [*([Message("system", system)] if system else []), Message("user", question)]
     schema = kind.enforced if kind else None

@@ -128,6 +128,8 @@ class Ledger:
         self.held = ResourceAmount()
         self.usage = Usage()
         self.cost: float | None = 0.0 if priced else None
+        self.refusals: dict[Stop, str] = {}
+        """Limit -> a sentence with both numbers about the last request that it ruled out."""
         self._waiting: deque[tuple[ResourceAmount, asyncio.Future[None]]] = deque()
 
     def _first_exceeded(self, total: ResourceAmount) -> Stop | None:
@@ -151,9 +153,12 @@ class Ledger:
     def hold(self, amount: ResourceAmount) -> Stop | None:
         """Hold ``amount`` for the final answer, replacing what was held. Returns the limit that it
         exceeds, if any."""
-        exceeded = self._first_exceeded(self.spent.plus(self.outstanding).plus(amount))
+        committed = self.spent.plus(self.outstanding)
+        exceeded = self._first_exceeded(committed.plus(amount))
         if exceeded is None:
             self.held = amount
+        else:
+            self.refusals[exceeded] = self._refusal(exceeded, amount, committed)
         return exceeded
 
     async def reserve(self, amount: ResourceAmount) -> None:
@@ -164,7 +169,7 @@ class Ledger:
             return
         exceeded = self.would_pass(amount)
         if exceeded is not None:
-            raise self._reached(exceeded)
+            raise self._reached(exceeded, amount)
         admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((amount, admission))
         self._admit()
@@ -204,7 +209,7 @@ class Ledger:
                 continue
             exceeded = self.would_pass(amount)
             if exceeded is not None:
-                admission.set_exception(self._reached(exceeded))
+                admission.set_exception(self._reached(exceeded, amount))
             elif (
                 self._first_exceeded(self._committed().plus(self.outstanding).plus(amount)) is None
             ):
@@ -214,13 +219,29 @@ class Ledger:
                 return
             self._waiting.popleft()
 
-    def _reached(self, stop: Stop) -> LimitReached:
+    def _reached(self, stop: Stop, amount: ResourceAmount) -> LimitReached:
+        self.refusals[stop] = self._refusal(stop, amount, self._committed())
         what = {
             Stop.MAX_CALLS: f"{self.limit.calls} calls",
             Stop.MAX_TOKENS: f"{self.limit.tokens:,} tokens",
             Stop.MAX_COST: f"${self.limit.cost:g}",
         }[stop]
         return LimitReached(f"the run's limit of {what} is reached", stop)
+
+    def _refusal(self, stop: Stop, amount: ResourceAmount, committed: ResourceAmount) -> str:
+        limit, left = self.limit, self.limit.minus(committed)
+        if stop is Stop.MAX_COST:
+            return (
+                f"a reply may cost ${amount.cost:.3g} and ${max(left.cost, 0):.3g} of "
+                f"${limit.cost:g} were left: lower max_reply_tokens or raise max_cost"
+            )
+        if stop is Stop.MAX_TOKENS:
+            return (
+                f"a reply may take {amount.tokens:,} tokens and {max(left.tokens, 0):,} of "
+                f"{limit.tokens:,} were left: lower max_reply_tokens or raise max_tokens"
+            )
+        kept = ", and one is kept for the final reply" if self.held.calls else ""
+        return f"{self.spent.calls:,} of {limit.calls:,} calls were used{kept}: raise max_calls"
 
     def state(self) -> list[tuple[str, float, float]]:
         """(name, spent, limit) for each finite limit: for budget bars and for messages to the

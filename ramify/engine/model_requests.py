@@ -20,10 +20,17 @@ import msgspec
 
 from ramify.clients.base import Client, Request, Tool
 from ramify.clients.pool import ClientPool
-from ramify.engine import retool
+from ramify.engine import observe, retool
 from ramify.engine.call import LiveCall
 from ramify.engine.limits import Ledger, Limits, ResourceAmount, bound
-from ramify.errors import ConfigError, LimitReached, ReplyCut, ReplyFiltered
+from ramify.errors import (
+    ConfigError,
+    LimitReached,
+    ModelError,
+    ReplyCut,
+    ReplyFiltered,
+    can_be_fixed,
+)
 from ramify.types.event import AttemptFailed, ReplyReceived, RequestStarted
 from ramify.types.message import Message, Reply, Usage, sendable
 from ramify.types.trajectory import Stop
@@ -53,6 +60,8 @@ class ModelRequests:
         self.ledger = Ledger(setup.limits, priced=any(has_price))
         if not all(has_price):
             self.ledger.cost = None  # until a model with a known price has replied
+        self.under_way: set[TurnRequest] = set()
+        """Requests that may have been sent and whose outcome is not recorded."""
         self._repeated: set[tuple[str, int]] = set()
         """(call, turn) of the recorded attempts that were repeated."""
 
@@ -71,7 +80,7 @@ class ModelRequests:
 
         ``last_word`` names the limit at which this is the final request, whose cost was held back.
         Raises ModelError if the model gave no reply or a filtered one, and LimitReached if the run
-        may not ask any more.
+        may not ask any more. A failure that a person can fix suspends the run.
         """
         reused = len(call.messages) if reused is None else reused
         turn = TurnRequest(self, call, tuple(map(sendable, new)), reused, schema, tools, last_word)
@@ -81,24 +90,38 @@ class ModelRequests:
             reply, reused_ids = found
         else:
             self._check_open(turn)
-            sending = self.pool.ask(
-                call.client,
-                turn.request,
-                turn,
-                on_send=turn.announce,
-                on_retry=lambda text: self.run.note(call, text),
-                patience_s=self.run.setup.limits.patience_s,
-            )
-            if last_word:
-                full_reply = await self.run.until_deadline(sending)
-            else:
-                with self.run.until_closing():
-                    full_reply = await sending
-            reply, reused_ids = self._received(turn, full_reply)
+            reply, reused_ids = await self._sent(turn)
         turn.answered(reply, reused_ids, found is not None)
+        self.over(turn)
         if reply.finish == "content_filter":
             raise _filtered(call.client.name, reply)
         return reply
+
+    async def _sent(self, turn: TurnRequest) -> tuple[Reply, int]:
+        """Send a request; returns what ``_received`` does."""
+        run, call = self.run, turn.call
+        sending = self.pool.ask(
+            call.client,
+            turn.request,
+            turn,
+            on_send=turn.announce,
+            on_retry=lambda text: run.note(call, text),
+            patience_s=run.setup.limits.patience_s,
+        )
+        try:
+            if turn.last_word:
+                return self._received(turn, await run.until_deadline(sending))
+            with run.until_closing():
+                return self._received(turn, await sending)
+        except ModelError as error:
+            if can_be_fixed(error) and run.closing is None:
+                await run.suspended(error)
+            raise
+
+    def over(self, turn: TurnRequest) -> None:
+        """Note that the outcome of ``turn`` is recorded."""
+        self.under_way.discard(turn)
+        self.run.suspend_if_quiet()
 
     def hold_last_word(self, call: LiveCall, new: Sequence[Message]) -> Stop | None:
         """Reserve the cost of the root's final request after the turn that asks ``new``. Returns
@@ -117,20 +140,23 @@ class ModelRequests:
         Raises the error that the recorded run met instead of a reply."""
         call, recording = turn.call, self.run.recording
         if recording is not None:
+            turn.adopt(recording)
             recording.check(call.id, call.turn, turn.digest)
             self._repeat_attempts(recording, turn)
             reply = recording.reply(call.id, call.turn, turn.digest)
+            if reply is not None and recording.is_fork:
+                return _free(reply), recording.reused_ids(call.id, call.turn)
             if reply is not None:
                 self.ledger.charge(reply.usage, reply.cost)
                 return reply, recording.reused_ids(call.id, call.turn)
+            code = recording.given.get((call.id, call.turn))
+            if code is not None:
+                return call.without_path(self.run.scaffold.reply_with(code))
         # Branches send equal requests to get different replies, so they bypass the cache.
         if self.cache is not None and not call.is_branch:
             reply = self.cache.get(turn.digest)
             if reply is not None:
-                free = msgspec.structs.replace(
-                    reply, usage=Usage(), cost=None if reply.cost is None else 0.0
-                )
-                return call.without_path(free)
+                return call.without_path(_free(reply))
         return None
 
     def _repeat_attempts(self, recording: RecordedReplies, turn: TurnRequest) -> None:
@@ -204,6 +230,18 @@ class TurnRequest:
         self._usage = Usage(max_input_tokens, sampling.max_tokens, calls=1, unknown_calls=1)
         self._amount = bound(max_input_tokens, sampling.max_tokens, call.client.price)
 
+    def adopt(self, recording: RecordedReplies) -> None:
+        """Use the recorded prompt if this one differs from it only in the limits that it states."""
+        recorded = recording.request(self.call.id, self.call.turn)
+        if recorded is None or not recording.has_other_limits:
+            return
+        here, there = (
+            [observe.without_limits(message) for message in prompt]
+            for prompt in (self._new, recorded.prompt)
+        )
+        if here == there and self._reused == recorded.reused:
+            self._new, self.digest = recorded.prompt, recorded.prompt_hash
+
     def announce(self) -> None:
         """Record that the request is about to be sent."""
         call, run = self.call, self._requests.run
@@ -241,6 +279,10 @@ class TurnRequest:
 
     async def reserve(self) -> None:
         await self._requests.ledger.reserve(self._amount)
+        if self._requests.run.suspension is not None:
+            self._requests.ledger.free(self._amount)
+            await self._requests.run.suspended(self._requests.run.suspension)
+        self._requests.under_way.add(self)
 
     def settle(self, usage: Usage, cost: float | None) -> None:
         if usage.unknown_calls:
@@ -279,6 +321,13 @@ class TurnRequest:
                 cost=cost,
             )
         )
+        self._requests.over(self)
+
+
+def _free(reply: Reply) -> Reply:
+    """Return ``reply`` as one that cost nothing now."""
+    cost = None if reply.cost is None else 0.0
+    return msgspec.structs.replace(reply, usage=Usage(), cost=cost)
 
 
 def prompt_hash(model: str, request: Request) -> str:

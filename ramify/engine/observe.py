@@ -10,6 +10,7 @@ on them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -161,6 +162,18 @@ def running_low(
         for name, spent, limit in rows
         if limit - spent < 0.2 * limit
     ]
+
+
+_LIMITS = re.compile(
+    r"^\[limit\] \S+ of \S+ \w+ left; answer before they are gone\n"
+    r"|(?<=\[turn )\d+ of \d+(?=\]$)|(?<=You have )\d+(?= turns; each)",
+    re.MULTILINE,
+)
+
+
+def without_limits(message: Message) -> Message:
+    """Return ``message`` without the limits that the engine states in it."""
+    return msgspec.structs.replace(message, content=_LIMITS.sub("", message.content))
 
 
 def _amount(value: float) -> str:

@@ -9,6 +9,8 @@ unless they are pinned by ``async with`` or by the synchronous API, which keeps 
 from __future__ import annotations
 
 import asyncio
+import secrets
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,7 @@ from ramify.sandbox.base import Sandbox, SandboxSpec, launch, open_sandbox, warn
 if TYPE_CHECKING:
     from ramify.store.blobs import BlobStore
     from ramify.store.call_cache import CallCache
+    from ramify.store.journal import Journal
     from ramify.store.store import Store
 
 _log = RoomLogger("engine")
@@ -203,7 +206,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
 
     def plain(self) -> dict[str, Any]:
         """Return ``config`` without what concerns one run."""
-        servers = self.tools.servers
+        servers, tools = self.tools.servers, self.tools.recorded()
         config = {
             "model": _names(self.model),
             "sub_model": _names(self.sub_model or ()),
@@ -212,6 +215,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
             "sandbox": self.sandbox,
             "sampling": self.sampling,
             **({"mcp": servers} if servers else {}),
+            **({"tools": tools} if tools else {}),
         }
         # Decode what the journal will contain, so that the config is what its readers will see.
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))
@@ -238,3 +242,17 @@ def reply_cache(store: Store | None, is_enabled: bool) -> CallCache | None:
     from ramify.store.call_cache import CallCache
 
     return CallCache(stored_in(store, "cache=True"))
+
+
+def new_id() -> str:
+    """A unique id for a run that is not stored."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+
+
+def close_journal(store: Store | None, journal: Journal | None) -> None:
+    """Close ``journal`` and delete it if it has no event: that run failed before it started, so
+    there is nothing to list or resume."""
+    if store is not None and journal is not None:
+        journal.close()
+        if journal.path.stat().st_size == 0:
+            store.remove(journal.path)

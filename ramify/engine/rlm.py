@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import secrets
-import time
 import warnings
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from types import TracebackType
@@ -30,31 +28,34 @@ import msgspec
 
 from ramify.clients.base import Client, Sampling
 from ramify.clients.pool import ClientPool
-from ramify.engine import threads
+from ramify.engine import rerun, threads
 from ramify.engine.branch import recorded_search, search_of
 from ramify.engine.conversation import Conversation
 from ramify.engine.limits import Limits
 from ramify.engine.question import (
     ModelSpec,
-    Question,
     RlmKeywords,
     RunKeywords,
     RunOptions,
     question,
 )
-from ramify.engine.resources import RlmSetup, SharedResources, reply_cache, stored_in
-from ramify.engine.run_handle import Result, RunHandle, as_text, checked
+from ramify.engine.resources import (
+    RlmSetup,
+    SharedResources,
+    close_journal,
+    new_id,
+    reply_cache,
+    stored_in,
+)
+from ramify.engine.run_handle import ConversationState, Result, RunHandle, checked
 from ramify.engine.run_state import EventRecorder, checked_listener, tracing
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.engine.tool_set import Tools, ToolSet
-from ramify.engine.typed import Citation, CitedAnswer
-from ramify.errors import ConfigError, ReplayDiverged
-from ramify.sandbox.base import SandboxSpec, SharedContext, check_provider
-from ramify.store.journal import Journal
+from ramify.errors import ConfigError
+from ramify.sandbox.base import SandboxSpec, check_provider
 from ramify.store.recorded_replies import RecordedReplies
 from ramify.store.store import Store
-from ramify.types.event import AnyEvent, RunStarted
-from ramify.types.trajectory import Stop
+from ramify.types.event import AnyEvent
 
 __all__ = ["RLM", "Result", "RunHandle"]
 
@@ -176,7 +177,8 @@ class RLM:
 
         Options are given as keywords (``answer_type=int, cite=True``), as a ``RunOptions``, or
         both. Raises ConfigError for invalid input, and the error of the model or sandbox if that
-        prevented an answer. Reaching a limit is not an error: see ``Result.stop``.
+        prevented an answer. Reaching a limit is not an error: see ``Result.stop``. Raises Suspended
+        if the run is stored and a person can remove the cause.
         """
         return self._in_thread(self.acompletion(prompt, query, options, **changes))
 
@@ -189,7 +191,7 @@ class RLM:
     ) -> Result:
         """``completion`` on the caller's event loop. Cancelling it cancels the whole tree of
         calls."""
-        return checked(await self.start(prompt, query, options, **changes))
+        return checked(await self.start(prompt, query, options, **changes), self.resume)
 
     async def stream(
         self,
@@ -204,7 +206,7 @@ class RLM:
         try:
             async for event in running.events():
                 yield event
-            checked(await running)
+            checked(await running, self.resume)
         finally:
             running.cancel()
 
@@ -227,10 +229,10 @@ class RLM:
         listeners = (*checked_listener(options.on_event), *tracing())
         journal = self.store.create(self.store.new_id(resolved.text)) if self.store else None
         recorder = EventRecorder(
-            journal.id if journal else _new_id(),
+            journal.id if journal else new_id(),
             journal,
             listeners,
-            on_close=functools.partial(_close_journal, self.store, journal),
+            on_close=functools.partial(close_journal, self.store, journal),
         )
         return RunHandle(
             setup, resolved, self._shared, recorder, cache=reply_cache(self.store, options.cache)
@@ -256,42 +258,53 @@ class RLM:
         c.aask(…)``. Options given here are the defaults of its questions.
         """
         chosen = self._options.updated(options, changes)
-        return Conversation(self._setup, self._shared, self.store, prompt, chosen)
+        return Conversation(
+            self._setup, self._shared, self.store, prompt, chosen, resume=self.resume
+        )
 
     # --- resume and replay ------------------------------------------------------------------------
 
     async def aresume(
         self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
-        """Continue a stored run that was cut off or failed.
+        """Continue a stored run that was killed, suspended, or ended by a limit or a failure; of a
+        conversation, its last question.
 
         Recorded replies are not paid for again. Requests that were in flight are sent again and
-        counted as possibly billed. A run that has already ended is answered from the record. Raises
-        ReplayDiverged if the program sends a request that differs from the recorded one; the
-        journal is left unchanged. ``cite``, ``cache``, ``metadata`` and ``direct`` are those of the
-        record.
+        counted as possibly billed. A run that has ended is answered from the record, unless a limit
+        ended it and ``limits`` are higher now. Raises ReplayDiverged, which names each difference,
+        if the settings differ from the recorded ones, or if the program sends a request that
+        differs from the recorded one; the journal is left unchanged. ``cite``, ``cache``,
+        ``metadata`` and ``direct`` are those of the record.
         """
-        self._rerun_options(options, changes)  # reports a wrong one even if the run has ended
-        if self._recording(run, "resume").ended is not None:
-            return self._from_record(run)
-        return checked(await self.restart(run, options, **changes))
+        chosen = self._rerun_options(options, changes)  # reports wrong ones even if it has ended
+        recording = self._recording(run, "resume")
+        if recording.ended is not None:
+            limits = self._setup.for_run(chosen).limits
+            if not rerun.is_raised(recording, limits):
+                return rerun.from_record(stored_in(self.store, "resume"), run)
+        return checked(await self.restart(run, options, **changes), self.resume)
 
     def restart(
         self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> RunHandle:
-        """``start`` for a stored run that was cut off or failed. Raises ConfigError if the run has
-        ended."""
+        """``start`` for a stored run that ``aresume`` would continue. Raises ConfigError if the run
+        has ended."""
         options = self._rerun_options(options, changes)
         recording = self._recording(run, "resume")
+        setup = self._rerun_setup(recording, options)
+        started = recording.questions[-1]
         if recording.ended is not None:
-            raise ConfigError(
-                f"run {recording.started.id} has ended ({recording.ended.stop}): ask it as a new "
-                "run"
-            )
+            if not rerun.is_raised(recording, setup.limits):
+                remedy = rerun.remedy(recording) or "ask it as a new run"
+                raise ConfigError(f"run {started.id} has ended ({recording.ended.stop}): {remedy}")
+            recording.continue_past_limit()
+        rerun.check_settings(started, setup)
+        recording.has_other_limits = True
         listeners = (*checked_listener(options.on_event), *tracing())
         journal = stored_in(self.store, "resume").reopen(run)
         recorder = EventRecorder(
-            recording.started.id,
+            started.id,
             journal,
             listeners,
             held=recording.holds,
@@ -299,8 +312,7 @@ class RLM:
             on_close=journal.close,
         )
         try:
-            self._check_models(recording.started, options)
-            return self._rerun(recording, options, recorder)
+            return self._rerun(recording, setup, options, recorder)
         except BaseException:
             journal.close()
             raise
@@ -312,9 +324,59 @@ class RLM:
         Raises ReplayDiverged if the run sends a request that differs from the recorded one."""
         options = self._rerun_options(options, changes)
         recording = self._recording(run, "replay", strict=True)
-        listeners = checked_listener(options.on_event)
-        recorder = EventRecorder(recording.started.id, None, listeners)
-        return checked(await self._rerun(recording, options, recorder))
+        setup = self._rerun_setup(recording, options)
+        recording.has_other_limits = bool(recording.limits)
+        recorder = EventRecorder(recording.started.id, None, checked_listener(options.on_event))
+        return checked(await self._rerun(recording, setup, options, recorder), self.resume)
+
+    def start_fork(
+        self,
+        run: str,
+        turn: int,
+        options: RunOptions | None = None,
+        *,
+        code: str | None = None,
+        **changes: Unpack[RunKeywords],
+    ) -> RunHandle:
+        """Start a new run that continues a stored one from ``turn`` of its root (from 0) on.
+
+        The earlier turns are those of the record and cost nothing. ``code`` is run in place of the
+        recorded reply of that turn; without it, the model is asked again. Options such as
+        ``limits`` apply to the new run, whose ``metadata["forked"]`` names its origin. Raises
+        ConfigError if there is no such turn, and ReplayDiverged as ``restart`` does.
+        """
+        options = self._rerun_options(options, changes)
+        store = stored_in(self.store, "fork")
+        recording = rerun.forked(store.events(run), turn, code)
+        started = recording.started
+        origin = {"forked": {"run": started.id, "turn": turn}}
+        setup = self._setup.for_run(
+            msgspec.structs.replace(options, metadata={**rerun.about(started), **origin})
+        )
+        rerun.check_settings(started, setup)
+        recording.has_other_limits = True
+        journal = store.create(store.new_id(started.question))
+        listeners = (*checked_listener(options.on_event), *tracing())
+        close = functools.partial(close_journal, store, journal)
+        recorder = EventRecorder(journal.id, journal, listeners, on_close=close)
+        try:
+            return self._rerun(recording, setup, options, recorder)
+        except BaseException:
+            close()
+            raise
+
+    async def afork(
+        self,
+        run: str,
+        turn: int,
+        options: RunOptions | None = None,
+        *,
+        code: str | None = None,
+        **changes: Unpack[RunKeywords],
+    ) -> Result:
+        """``start_fork``, and wait for the result."""
+        forked = self.start_fork(run, turn, options, code=code, **changes)
+        return checked(await forked, self.resume)
 
     def resume(
         self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
@@ -328,6 +390,18 @@ class RLM:
         """``areplay``, blocking."""
         return self._in_thread(self.areplay(run, options, **changes))
 
+    def fork(
+        self,
+        run: str,
+        turn: int,
+        options: RunOptions | None = None,
+        *,
+        code: str | None = None,
+        **changes: Unpack[RunKeywords],
+    ) -> Result:
+        """``afork``, blocking."""
+        return self._in_thread(self.afork(run, turn, options, code=code, **changes))
+
     def _recording(self, run: str, what: str, strict: bool = False) -> RecordedReplies:
         return RecordedReplies(stored_in(self.store, what).events(run), strict=strict)
 
@@ -339,64 +413,32 @@ class RLM:
         unused = dict.fromkeys(("cite", "cache"), False) | {"metadata": None, "direct": True}
         return msgspec.structs.replace(self._options.updated(options, changes), **unused)
 
-    def _rerun(
-        self, recording: RecordedReplies, options: RunOptions, recorder: EventRecorder
-    ) -> RunHandle:
-        started = recording.started
-        if len(recording.questions) > 1:
-            raise ConfigError(
-                f"run {started.id} is a conversation of {len(recording.questions)} questions: ask "
-                "them in a new one"
-            )
-        resolved = self._question_of(started, options.answer_type)
+    def _rerun_setup(self, recording: RecordedReplies, options: RunOptions) -> RlmSetup:
         setup = self._setup.for_run(options)
-        if options.search is None:
-            search = recorded_search(started.config, self._setup.search)
-            setup = msgspec.structs.replace(setup, search=search)
-        return RunHandle(setup, resolved, self._shared, recorder, recording=recording)
+        if options.search is not None:
+            return setup
+        search = recorded_search(recording.started.config, self._setup.search)
+        return msgspec.structs.replace(setup, search=search)
 
-    def _check_models(self, started: RunStarted, options: RunOptions) -> None:
-        current = self._setup.for_run(options).config
-        for name in ("model", "sub_model"):
-            recorded = started.config.get(name)
-            if recorded is not None and recorded != current[name]:
-                raise ReplayDiverged(
-                    f"run {started.id} was started with {name}={', '.join(recorded) or None}, not "
-                    f"{', '.join(current[name]) or None}: resume it with that one, or ask as a new "
-                    "run"
-                )
-
-    def _question_of(self, started: RunStarted, kind: Any) -> Question:
-        config, value = started.config, None
-        if started.context is not None:
-            blob = stored_in(self.store, "resume").blobs.get(started.context.digest)
-            value = SharedContext.decode(blob).value
-        cite = bool(config.get("cite"))
-        kind = kind if kind is not None else None if cite else config.get("answer_schema")
-        resolved = (
-            question("" if value is None else value, started.question, kind, cite)
-            if value is not None
-            else None
-        )
-        resolved = resolved or question(started.question, None, kind, cite)
-        direct = config.get("direct") is not False
-        return msgspec.structs.replace(resolved, about=config.get("about", ""), direct=direct)
-
-    def _from_record(self, run: str) -> Result:
-        trajectory = stored_in(self.store, "resume").load(run)
-        answer: Any = trajectory.answer
-        citations: tuple[Citation, ...] = ()
-        if trajectory.metadata.get("cite") and answer is not None:
-            cited = msgspec.convert(answer, CitedAnswer[Any])
-            answer, citations = cited.answer, cited.citations
-        return Result(
-            as_text(answer),
-            answer,
-            trajectory.stop or Stop.ERROR,
-            trajectory.usage,
-            trajectory.cost,
-            trajectory,
-            citations,
+    def _rerun(
+        self,
+        recording: RecordedReplies,
+        setup: RlmSetup,
+        options: RunOptions,
+        recorder: EventRecorder,
+    ) -> RunHandle:
+        """Repeat the recorded questions; the handle is that of the last one."""
+        *before, started = recording.questions
+        last = rerun.question_of(self.store, started, options.answer_type)
+        state = ConversationState(recorder) if rerun.is_conversation(recording) else None
+        return RunHandle(
+            setup,
+            last,
+            self._shared,
+            recorder,
+            conversation=state,
+            recording=recording,
+            earlier=[rerun.question_of(self.store, each, None) for each in before],
         )
 
     # --- resources --------------------------------------------------------------------------------
@@ -453,16 +495,3 @@ class RLM:
                     ResourceWarning,
                     stacklevel=2,
                 )
-
-
-def _new_id() -> str:
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
-
-
-def _close_journal(store: Store | None, journal: Journal | None) -> None:
-    """Close ``journal`` and delete it if it has no event: that run failed before it started, so
-    there is nothing to list or resume."""
-    if store is not None and journal is not None:
-        journal.close()
-        if journal.path.stat().st_size == 0:
-            store.remove(journal.path)

@@ -129,6 +129,7 @@ class RlmLoop:
     async def step(self) -> CallOutcome | None:
         """Take one turn; returns the outcome if it was the last one."""
         run, call = self.run, self.call
+        run.pass_limit(call)
         stop = run.must_stop(call)
         if stop is None and self._is_root and run.scaffold.last_word:
             stop = run.requests.hold_last_word(call, self._pending)
@@ -151,6 +152,7 @@ class RlmLoop:
         self._reused = None
         self._last_text = reply.message.content
         self._is_cut = reply.finish == "length"
+        run.pass_limit(call)
         try:
             outcome, messages = await self._act(run.scaffold.read(reply.message, self._is_cut))
         except SessionDied as died:

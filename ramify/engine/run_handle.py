@@ -8,10 +8,11 @@ between, the journal ends with what is known.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,7 +27,15 @@ from ramify.engine.resources import LoopResources, RlmSetup, RunModels, SharedRe
 from ramify.engine.rlm_loop import RlmLoop
 from ramify.engine.run_state import EventRecorder, RunState
 from ramify.engine.typed import Citation, CitedAnswer
-from ramify.errors import ConfigError, RamifyError, SandboxError
+from ramify.errors import (
+    ConfigError,
+    RamifyError,
+    ReplayDiverged,
+    SandboxError,
+    StoreError,
+    Suspended,
+    can_be_fixed,
+)
 from ramify.logging import RoomLogger, in_run, take_collected
 from ramify.sandbox.base import SharedContext
 from ramify.types.event import AnyEvent, RunEnded, RunStarted
@@ -92,7 +101,10 @@ class RunHandle:
         conversation: ConversationState | None = None,
         recording: RecordedReplies | None = None,
         cache: CallCache | None = None,
+        earlier: Sequence[Question] | None = None,
     ) -> None:
+        """``earlier`` are the questions of a recorded conversation that are repeated first; the
+        conversation then ends with this run."""
         self.recorder = recorder
         self._setup = setup
         self._question = question
@@ -100,6 +112,7 @@ class RunHandle:
         self._conversation = conversation
         self._recording = recording
         self._cache = cache
+        self._earlier = earlier
         self._run: RunState | None = None
         self._answered_by = ""
         self._requested_stop: Stop | None = None
@@ -162,6 +175,7 @@ class RunHandle:
         run: RunState | None = None
         try:
             async with self._shared.use() as resources:
+                await self._repeat_earlier()
                 context = await self._context(resources)
                 models = self._setup.connect(resources)
                 is_direct = self._is_direct(models)
@@ -185,17 +199,42 @@ class RunHandle:
                 outcome = await answer(run, models.rlm(0), context)
         except asyncio.CancelledError:
             outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
-            raise
+            if run is None or run.suspension is None or self._task.uncancel():
+                raise
+            outcome = self._failed(run.suspension)
         except RamifyError as error:
-            outcome = CallOutcome(Stop.ERROR, error=str(error), failure=error)
+            outcome = self._failed(error)
             if run is None:
                 raise
         except BaseException as error:
             outcome = CallOutcome(Stop.ERROR, error=repr(error), failure=error)
             raise
         finally:
-            self._ended(outcome, run)
+            if self._earlier is not None and self._conversation is not None:
+                await self._conversation.close()
+            outcome = self._ended(outcome, run)
         return self._result(outcome, run)
+
+    async def _repeat_earlier(self) -> None:
+        for question in self._earlier or ():
+            conversation, recording = self._conversation, self._recording
+            result = await RunHandle(
+                self._setup,
+                question,
+                self._shared,
+                self.recorder,
+                conversation=conversation,
+                recording=recording,
+            )
+            is_over = result.stop is Stop.SUSPENDED or isinstance(result.failure, ReplayDiverged)
+            if is_over and isinstance(result.failure, RamifyError):
+                raise result.failure
+
+    def _failed(self, error: RamifyError) -> CallOutcome:
+        """Return the outcome of a run that ``error`` ended, or suspended if it is stored."""
+        is_suspended = self.recorder.is_stored and can_be_fixed(error)
+        stop = Stop.SUSPENDED if is_suspended else Stop.ERROR
+        return CallOutcome(stop, error=str(error), failure=error)
 
     async def _context(self, resources: LoopResources) -> SharedContext | None:
         """Return the context, encoded once (in a thread if it is large), and stored by content if
@@ -227,6 +266,7 @@ class RunHandle:
         schema = self._question.kind.schema if self._question.kind else None
         config = {
             **self._setup.config,
+            **({"conversation": True} if self._conversation is not None else {}),
             "answer_schema": schema,
             "cite": self._question.cite,
             "about": self._question.about,
@@ -294,7 +334,7 @@ class RunHandle:
         try:
             outcome = await (branched or loop).answer(message, self._question.kind)
         except RamifyError as error:
-            outcome = CallOutcome(Stop.ERROR, error=str(error), failure=error)
+            outcome = self._failed(error)
         finally:
             chosen, own = (branched.chosen, branched.own) if branched else (loop, None)
             if conversation is None:
@@ -305,7 +345,9 @@ class RunHandle:
         self._answered_by = chosen.call.id if own else ""
         return outcome
 
-    def _ended(self, outcome: CallOutcome, run: RunState | None) -> None:
+    def _ended(self, outcome: CallOutcome, run: RunState | None) -> CallOutcome:
+        """Record the end of the run and release what it holds. Returns the run's outcome, which is
+        another one if the end could not be written."""
         try:
             if self.recorder.trajectory.id:
                 self.recorder.emit(
@@ -317,13 +359,24 @@ class RunHandle:
                         usage=run.requests.ledger.usage if run else Usage(),
                         cost=run.requests.ledger.cost if run else None,
                         answered_by=self._answered_by,
+                        reason=self._reason(outcome, run),
                     )
                 )
+        except StoreError as error:  # its journal ends as if killed
+            return self._failed(error)
         finally:
             if run is not None:
                 run.finish()
-            if self._conversation is None:
+            if self._conversation is None or self._earlier is not None:
                 self.recorder.close()
+        return outcome
+
+    def _reason(self, outcome: CallOutcome, run: RunState | None) -> str:
+        """The reason of the call that gave the answer, or of a failure outside of every call."""
+        calls = [call for call in self.recorder.trajectory.calls if call.parent is None]
+        if calls and calls[-1].stop == outcome.stop and not self._answered_by:
+            return calls[-1].reason
+        return run.reason(outcome, 0) if run else outcome.error or ""
 
     def _result(self, outcome: CallOutcome, run: RunState) -> Result:
         answer, citations = outcome.answer, ()
@@ -355,8 +408,15 @@ def as_text(answer: Any) -> str:
         return json.dumps(plain, separators=(",", ":"))
 
 
-def checked(result: Result) -> Result:
-    """Return ``result``, or raise the error that left it without an answer."""
+def checked(result: Result, resume: Callable[[str], Result]) -> Result:
+    """Return ``result``, or raise the error that left it without an answer. ``resume`` continues a
+    run by its id."""
+    if result.stop is Stop.SUSPENDED:
+        raise Suspended(
+            f"the run is suspended: {result.error}; continue it with resume({result.run_id!r})",
+            result.run_id,
+            functools.partial(resume, result.run_id),
+        ) from result.failure
     if result.stop is Stop.ERROR and result.answer is None:
         raise (
             result.failure

@@ -8,6 +8,9 @@ Each event passes through ``EventRecorder`` to the journal, the trajectory and a
 it is acted on. A resumed run repeats its events. Those that its journal contains already are not
 written again.
 
+``RunState.suspend`` ends a run that a person must help: nothing more is sent, the replies on their
+way are recorded, and then the run's task is cancelled.
+
 ``RunState.close_in`` ends work early, at the deadline or on the user's request: requests in flight
 are cancelled and charged as possibly billed, running cells are interrupted, and only final requests
 ("last words") are still sent. Not here: requests and their budget (see ``model_requests.py``).
@@ -22,22 +25,27 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from logging import DEBUG
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
 
 from ramify.engine import observe
 from ramify.engine.call import CallOutcome, LiveCall, context_ref, jsonable
 from ramify.engine.model_requests import ModelRequests, closed
 from ramify.engine.question import Listener, Question
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, RamifyError, ReplyCut
 from ramify.logging import RoomLogger
 from ramify.sandbox.base import Session
 from ramify.types.event import (
     AnyEvent,
+    AttemptFailed,
     CallEnded,
     CallStarted,
     NoteAdded,
+    ReplyReceived,
     RunEnded,
+    RunResumed,
     TrajectoryFold,
 )
 from ramify.types.message import Reply
@@ -53,6 +61,7 @@ if TYPE_CHECKING:
 
 _log = RoomLogger("engine")
 _CUT = "cut by close_in"
+_SUSPENDED = "suspended"
 _LIMITS = (Stop.MAX_TURNS, Stop.MAX_CALLS, Stop.MAX_TOKENS, Stop.MAX_COST, Stop.DEADLINE)
 
 
@@ -98,14 +107,20 @@ class EventRecorder:
         self._journal = journal
         self._listeners = list(listeners)
         self._held = held
-        self._notes: list[AnyEvent] = []
-        """Notes of a resumed run that have not been written yet."""
+        self._unwritten: list[AnyEvent] | None = None if held is None else []
+        """New events of a resumed run that has done nothing worth writing yet."""
         self._root: str | None = None
         """Id of the root call in progress."""
         self._warnings: list[str] = []
         """Warnings from before the root call began."""
         self._fold = TrajectoryFold()
         self._began = time.perf_counter() - since_s
+        self.on_trouble: Callable[[RamifyError], object] | None = None
+        """Called if the disk is full and the journal uses the space that was kept free."""
+
+    @property
+    def is_stored(self) -> bool:
+        return self._journal is not None
 
     @property
     def trajectory(self) -> Trajectory:
@@ -115,9 +130,13 @@ class EventRecorder:
         """Seconds since the run started."""
         return round(time.perf_counter() - self._began, 6)
 
-    def emit(self, event: AnyEvent) -> None:
-        if self._journal is not None:
+    def emit(self, event: AnyEvent, *, is_written: bool = False) -> None:
+        """Record ``event``. ``is_written``: the journal has it, although a resume does not repeat
+        it."""
+        if self._journal is not None and not is_written:
             self._write(self._journal, event)
+            if self._journal.trouble is not None and self.on_trouble is not None:
+                self.on_trouble(self._journal.trouble)
         self._fold.apply(event)
         if _log.wants(DEBUG):
             _log.debug(str(event.__struct_config__.tag), _place(event), at_s=event.at_s)
@@ -147,19 +166,17 @@ class EventRecorder:
             self.emit(NoteAdded(at_s=self.now(), call=self._root, text=note, is_warning=True))
 
     def _write(self, journal: Journal, event: AnyEvent) -> None:
-        """Write ``event`` unless the journal contains it. In a resumed run, a note is only written
-        together with the next new event, so a run that does nothing new leaves its journal
-        unchanged."""
-        if self._held is not None:
-            if self._held(event):
-                return
-            self._notes.append(event)
-            if isinstance(event, NoteAdded):
-                return
-            notes, self._notes = self._notes, []
-            for note in notes:
-                journal.append(note)
+        """Write ``event`` unless the journal contains it. A resumed run that asks nothing new and
+        gives no answer leaves its journal unchanged."""
+        if self._held is not None and self._held(event):
             return
+        if self._unwritten is not None:
+            self._unwritten.append(event)
+            if _is_minor(event):
+                return
+            earlier, self._unwritten = self._unwritten[:-1], None
+            for minor in earlier:
+                journal.append(minor)
         journal.append(event)
 
     def listen(self, listener: Listener) -> None:
@@ -188,6 +205,20 @@ class EventRecorder:
                     return
         finally:
             self.ignore(queue.put_nowait)
+
+
+def _is_minor(event: AnyEvent) -> bool:
+    """Whether ``event`` says nothing that a further resume needs."""
+    match event:
+        case NoteAdded() | CallStarted() | CallEnded() | RunResumed():
+            return True
+        case AttemptFailed():
+            return not event.usage.calls
+        case RunEnded():
+            is_unfinished = event.stop in (Stop.ERROR, Stop.SUSPENDED, Stop.CANCELLED)
+            return is_unfinished and event.answer is None
+        case _:
+            return False
 
 
 def _place(event: AnyEvent) -> str:
@@ -221,6 +252,10 @@ class RunState:
         self.requests = ModelRequests(self, resources.pool, cache)
         self.closing: Stop | None = None
         """Why the run is ending early, if it is."""
+        self.suspension: RamifyError | None = None
+        """Why the run is being suspended, if it is."""
+        self._main = asyncio.current_task()
+        recorder.on_trouble = self.suspend
         self._resources = resources
         self._tools = setup.tools.plus(question.tools), setup.child_tools.plus(question.tools)
         """Tools of the root, and of the children."""
@@ -258,6 +293,44 @@ class RunState:
     def finish(self) -> None:
         """Release the event-loop resources of the finished run."""
         self._alarm.cancel()
+        self._main = None
+
+    def suspend(self, error: RamifyError) -> None:
+        """Send nothing more, and cancel the run's task once the replies on their way have been
+        recorded."""
+        self.suspension = self.suspension or error
+        self.suspend_if_quiet()
+
+    def suspend_if_quiet(self) -> None:
+        if self.suspension is not None and not self.requests.under_way:
+            # Later, because a task that cancels itself as it ends would end cancelled.
+            asyncio.get_running_loop().call_soon(self._cancel_main)
+
+    def _cancel_main(self) -> None:
+        main, self._main = self._main, None
+        if main is not None:
+            main.cancel(_SUSPENDED)
+
+    def pass_limit(self, call: LiveCall) -> None:
+        """Continue past the limit that ended the recorded run at this turn of ``call``. What
+        followed is charged, but no longer counts."""
+        for gone in self.recording.forgotten(call.id, call.turn) if self.recording else ():
+            for event in gone.events:
+                self.recorder.emit(event, is_written=True)
+                if isinstance(event, ReplyReceived):
+                    self.requests.ledger.charge(event.reply.usage, event.reply.cost)
+            resumed = RunResumed(
+                at_s=self.recorder.now(),
+                limits=msgspec.to_builtins(self.setup.limits),
+                forgets={call.id: call.turn},
+            )
+            self.recorder.emit(resumed, is_written=gone.is_recorded)
+
+    async def suspended(self, error: RamifyError) -> NoReturn:
+        """``suspend``, and wait until this task is cancelled, so that no cell sees the failure."""
+        self.suspend(error)
+        await asyncio.Future()
+        raise AssertionError
 
     @contextlib.contextmanager
     def until_closing(self) -> Iterator[None]:
@@ -290,9 +363,9 @@ class RunState:
         """Return why ``call`` may not take another turn, or None. A repeated run stops where the
         recorded one stopped."""
         if self.recording is not None:
-            recorded = self.recording.last_word(call.id, call.turn)
+            recorded = self.recording.request(call.id, call.turn)
             if recorded is not None:
-                return recorded
+                return recorded.last_word
         num_turns = call.num_turns_before + call.turn
         max_turns = self.setup.limits.max_turns
         return self.closing or (Stop.MAX_TURNS if num_turns >= max_turns else None)
@@ -321,15 +394,45 @@ class RunState:
 
     def end(self, call: LiveCall, outcome: CallOutcome) -> None:
         self._report_limit(call, outcome.stop)
+        is_suspended = self.suspension is not None and outcome.stop is Stop.CANCELLED
         self.recorder.emit(
             CallEnded(
                 at_s=self.recorder.now(),
                 id=call.id,
-                stop=outcome.stop,
+                stop=Stop.SUSPENDED if is_suspended else outcome.stop,
                 answer=jsonable(outcome.answer),
                 error=outcome.error,
+                reason=self.reason(outcome, call.num_turns_before + call.turn),
             )
         )
+
+    def reason(self, outcome: CallOutcome, num_turns: int) -> str:
+        """Return one sentence on why a call with ``num_turns`` turns ended, with the numbers of
+        the limit that ended it; empty for a final answer."""
+        limits, stop = self.setup.limits, outcome.stop
+        if stop is Stop.FINAL:
+            return ""
+        if self.suspension is not None and stop in (Stop.SUSPENDED, Stop.CANCELLED):
+            return str(self.suspension)
+        if stop is Stop.ERROR or isinstance(outcome.failure, ReplyCut):
+            return outcome.error or ""
+        if stop is Stop.MAX_TURNS:
+            used = min(num_turns, limits.max_turns)  # without the request for a final reply
+            return f"{used} of {limits.max_turns} turns were used: raise max_turns"
+        if stop is Stop.DEADLINE:
+            kept = f", and the last {limits.last_word_s:g} s are kept for the final reply"
+            return (
+                f"{self.recorder.now():.3g} s of {limits.max_seconds:g} s had passed{kept}: raise "
+                "max_seconds"
+            )
+        if stop is Stop.NO_CODE:
+            return (
+                f"{self.scaffold.max_idle} replies in a row had neither code nor FINAL(…), so the "
+                "last one was taken as the answer"
+            )
+        if stop is Stop.CANCELLED and self.closing is Stop.CANCELLED:
+            return "it was asked to finish before it had a final answer"
+        return self.requests.ledger.refusals.get(stop) or outcome.error or ""
 
     def _report_limit(self, call: LiveCall, stop: Stop) -> None:
         """Log a limit once: each call has its own turns, and all calls share the other limits."""

@@ -18,7 +18,7 @@ from ramify.engine.action import NATIVE_TOOLS, ParsedAction, read_action
 from ramify.errors import ConfigError
 from ramify.inference.base import made_for
 from ramify.plugins import Registry
-from ramify.types.message import Message
+from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Cell
 
 _DEFAULT_SYSTEM = """\
@@ -165,6 +165,14 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return re.sub(
             "|".join(map(re.escape, filled)), lambda marker: filled[marker[0]], self.first
         )
+
+    def reply_with(self, code: str) -> Reply:
+        """Return a reply that asks to run ``code``, written by a person."""
+        if self.protocol == "retool":
+            text = f"<code>\n{code}\n</code>"
+        else:
+            text = code if self.raw_code else f"```repl\n{code}\n```"
+        return Reply(Message("assistant", text))
 
     @property
     def takes_words(self) -> bool:

@@ -9,6 +9,7 @@ supported by the session's codec.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 import keyword
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -91,6 +92,12 @@ class ToolSet:
             *dict.fromkeys(server for owner in owners for server in getattr(owner, "servers", ()))
         ]
 
+    def recorded(self) -> dict[str, str]:
+        """Name -> hash of the code, or type, of each tool that no MCP server provides."""
+        own = {name: f for name, f in self.functions.items() if not hasattr(f, "owner")}
+        values = {name: type(value).__name__ for name, value in self.values.items()}
+        return {name: _hash_of(tool) for name, tool in own.items()} | values
+
     def describe(self) -> str:
         """Lines for the system prompt; empty if there are no tools."""
         lines = [
@@ -120,6 +127,14 @@ class ToolSet:
         if error is not None:
             raise HostCallError(type(error).__name__, f"{name}: {_text_of(error)}") from error
         return result
+
+
+def _hash_of(tool: Any) -> str:
+    try:
+        source = inspect.getsource(tool)
+    except (OSError, TypeError):  # a callable object, or a function that was typed in
+        source = getattr(getattr(tool, "__code__", None), "co_code", type(tool).__qualname__)
+    return hashlib.sha256(repr(source).encode()).hexdigest()[:16]
 
 
 async def _outcome(

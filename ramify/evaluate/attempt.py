@@ -174,7 +174,7 @@ def _failure(result: Result) -> str | None:
     is_models_fault = isinstance(failure, SessionDied | ReplyFiltered) or (
         isinstance(failure, Refused) and failure.too_long
     )
-    if result.stop is not Stop.ERROR or is_models_fault:
+    if result.stop not in (Stop.ERROR, Stop.SUSPENDED) or is_models_fault:
         return None
     return result.error or "it ended in an unknown error"
 

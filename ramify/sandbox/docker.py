@@ -3,24 +3,29 @@
 Decides what a container may do: nothing but compute in memory. It has no network, no capabilities,
 no way to gain privileges, a read-only root, and limits on memory, CPU and processes. The provider
 also checks that the engine enforces this, by comparing the container's description with the
-request. Not here: the engine's HTTP API (see ``docker_engine.py``) and the connection to the guest
-(see ``remote.py``).
+request. Also decides where to look for an engine, and how its responses become values or one-line
+errors. Not here: the connection to the guest (see ``remote.py``).
 """
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import contextlib
+import json
+import os
+import struct
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from ramify.errors import SandboxError
+from yarl import URL
+
+from ramify.errors import ConfigError, SandboxError
 from ramify.sandbox.base import SandboxCapabilities, SandboxSpec
-from ramify.sandbox.docker_engine import (
-    ContainerStdio,
-    DockerEngine,
-    DockerEngineError,
-    find_socket,
-)
 from ramify.sandbox.remote import Carries, RemoteSandbox
+
+if TYPE_CHECKING:
+    from aiohttp import ClientResponse
 
 IMAGE = "python:3.12-slim"
 NUM_CPUS = 1.0
@@ -33,6 +38,13 @@ _NOBODY = "65534:65534"
 _NUM_USUAL_CAPABILITIES = 11
 """Number of capabilities of a container if none is dropped; an engine may list them instead of
 ALL."""
+_FRAME = struct.Struct(">BxxxI")
+_MAX_FRAME_BYTES = 64 << 20
+_MAX_BODY_BYTES = 64 << 20
+HOW_TO_GET_ONE = (
+    "start Docker or Podman (podman system service), or set DOCKER_HOST=unix:///path/to/its.sock; "
+    "to get one, see https://docs.docker.com/engine/install"
+)
 
 
 class DockerService:
@@ -176,6 +188,170 @@ def _compare(request: dict[str, Any], description: dict[str, Any]) -> None:
             "according to its own description; use another engine, or accept this with "
             "SandboxSpec(allow_weaker=True)"
         )
+
+
+class DockerEngineError(SandboxError):
+    """The engine responded with an error."""
+
+    def __init__(self, what: str, status: int, message: str) -> None:
+        super().__init__(f"the container engine could not {what}: {message} (status {status})")
+        self.status = status
+
+
+def find_socket() -> str:
+    """Return the path of the engine's socket. Raises ConfigError if DOCKER_HOST is not a Unix
+    socket, and SandboxError if no engine is found."""
+    host = os.environ.get("DOCKER_HOST", "")
+    if host and not host.startswith("unix://"):
+        raise ConfigError(
+            f"DOCKER_HOST is {host!r}, but only unix:// sockets are supported: set it to "
+            "unix:///path/to/its.sock"
+        )
+    paths = [host.removeprefix("unix://")] if host else list(_usual_places())
+    for path in paths:
+        if os.path.exists(path):
+            return path
+    raise SandboxError(f"sandbox 'docker': no engine at {' or '.join(paths)}; {HOW_TO_GET_ONE}")
+
+
+def _usual_places() -> Iterator[str]:
+    yield "/var/run/docker.sock"
+    yield os.path.expanduser("~/.docker/run/docker.sock")
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime:
+        yield os.path.join(runtime, "docker.sock")
+        yield os.path.join(runtime, "podman", "podman.sock")
+
+
+class DockerEngine:
+    """Client of one engine's HTTP API over its Unix socket; every request uses a new connection.
+    Podman's compatible service works too."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    async def ask(self, what: str, method: str, path: str, body: Any = None) -> Any:
+        """Send a request and return the decoded response. ``what`` names the operation in errors.
+        Raises DockerEngineError."""
+        async with self._answer(what, method, path, json=body) as answer:
+            data = b""
+            async for part in answer.content.iter_any():
+                data += part
+                if len(data) > _MAX_BODY_BYTES:
+                    raise SandboxError(
+                        f"the container engine at {self._path} broke off ({what}): its answer is "
+                        f"longer than {_MAX_BODY_BYTES:,} bytes"
+                    )
+        if answer.status >= 400:
+            raise DockerEngineError(what, answer.status, _message(data))
+        return _decoded(data)
+
+    async def attach(self, container: str) -> ContainerStdio:
+        """Return the stream of a container that was created with its standard input open."""
+        path = f"/containers/{quote(container)}/attach?stream=1&stdin=1&stdout=1&stderr=1"
+        upgrade = {"Upgrade": "tcp", "Connection": "Upgrade"}
+        stack = contextlib.AsyncExitStack()
+        try:
+            what = "attach to a container"
+            answer = await stack.enter_async_context(
+                self._answer(what, "POST", path, headers=upgrade)
+            )
+            if answer.status not in (101, 200):
+                raise DockerEngineError(what, answer.status, _message(await answer.read()))
+            connection = answer.connection
+            if connection is None or connection.transport is None:
+                raise SandboxError(f"the container engine at {self._path} broke off ({what})")
+            return ContainerStdio(connection.transport, stack)
+        except BaseException:
+            await stack.aclose()
+            raise
+
+    @contextlib.asynccontextmanager
+    async def _answer(
+        self, what: str, method: str, path: str, **options: Any
+    ) -> AsyncIterator[ClientResponse]:
+        import aiohttp
+
+        try:
+            async with (
+                aiohttp.ClientSession(
+                    connector=aiohttp.UnixConnector(self._path, force_close=True),
+                    timeout=aiohttp.ClientTimeout(None),
+                    auto_decompress=False,
+                ) as client,
+                client.request(
+                    method, URL(f"http://docker{path}", encoded=True), **options
+                ) as answer,
+            ):
+                coding = answer.headers.get("Transfer-Encoding", "chunked")
+                if coding.lower() != "chunked":
+                    raise ValueError(f"its Transfer-Encoding is {coding[:40]!r}")
+                yield answer
+        except aiohttp.ClientConnectorError as error:
+            raise SandboxError(
+                f"sandbox 'docker': no engine answers at {self._path} "
+                f"({error.strerror or error.os_error}); {HOW_TO_GET_ONE}"
+            ) from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            why = " ".join(str(error).split())[:200] or type(error).__name__
+            raise SandboxError(
+                f"the container engine at {self._path} broke off ({what}): {why}"
+            ) from None
+
+
+class ContainerStdio:
+    """Standard input and output of a container without a terminal. Its output arrives in frames
+    that name the stream."""
+
+    def __init__(self, transport: asyncio.Transport, held: contextlib.AsyncExitStack) -> None:
+        """``transport``: a connection that is not HTTP any more. ``held``: closed at the end."""
+        self._held = held
+        self._transport = transport
+        loop = asyncio.get_running_loop()
+        self._reader = asyncio.StreamReader(loop=loop)
+        protocol = asyncio.StreamReaderProtocol(self._reader, loop=loop)
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        self._writer = asyncio.StreamWriter(transport, protocol, self._reader, loop)
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def receive(self) -> bytes:
+        """Return output of either stream; b"" at the end."""
+        try:
+            while True:
+                _, size = _FRAME.unpack(await self._reader.readexactly(_FRAME.size))
+                if size > _MAX_FRAME_BYTES:
+                    raise SandboxError(f"the container engine sent a frame of {size:,} bytes")
+                if size:
+                    return await self._reader.readexactly(size)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return b""
+
+    async def close(self) -> None:
+        self._transport.close()
+        await self._held.aclose()
+
+
+def _decoded(data: bytes) -> Any:
+    """Decode a response: a JSON value, a list for a stream of JSON lines (from a pull), or else
+    text."""
+    try:
+        return json.loads(data) if data else None
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return [json.loads(line) for line in data.splitlines() if line.strip()]
+    except (ValueError, RecursionError):
+        return data.decode("utf-8", "replace")
+
+
+def _message(data: bytes) -> str:
+    response = _decoded(data)
+    message = response.get("message", response) if isinstance(response, dict) else response
+    return " ".join(str(message).split())[:500]
 
 
 def open_provider(spec: SandboxSpec) -> RemoteSandbox:

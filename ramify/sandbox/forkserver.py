@@ -301,6 +301,7 @@ class ForkServer:
 
     def _session(self, prepared: Any, header: dict[str, Any], fds: list[int]) -> None:
         """Run the session in its process, until it ends."""
+        os.dup2(fds[1], 2)  # the host reads there why it could not be set up
         quiet_signals()
         (wire, spool, *buffers), memory = self.enter(prepared, fds)
         session = guest.Guest(

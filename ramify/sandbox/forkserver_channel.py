@@ -386,7 +386,7 @@ class ForkServerChannel:
             self.gone.set_result(None)
         for reply in self._replies.values():
             if not reply.done():
-                reply.set_exception(SandboxError("the fork server ended"))
+                reply.set_exception(SandboxError(f"the fork server ended: {self._last_words()}"))
                 reply.exception()  # its caller may have been cancelled
         for call in [*self._exits.values()]:
             call(-9)

@@ -15,6 +15,7 @@ import copy
 import enum
 import functools
 import marshal
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -48,7 +49,7 @@ class CellClock:
         self._since: float | None = None
 
     def start(self) -> None:
-        self._since = asyncio.get_running_loop().time()
+        self._since = time.monotonic()
 
     def stop(self) -> None:
         self.worked_s, self._since = self.worked(), None
@@ -56,7 +57,7 @@ class CellClock:
     def worked(self) -> float:
         if self._since is None:
             return self.worked_s
-        return self.worked_s + asyncio.get_running_loop().time() - self._since
+        return self.worked_s + time.monotonic() - self._since
 
 
 class PendingCall(NamedTuple):
@@ -242,7 +243,7 @@ class RunningCell:
         """Limit of working time; the time that the host takes to answer does not count."""
         self.clock = CellClock()
         self.calls = CellCalls(wire, self.clock, answer, lambda: on_bug(self))
-        self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._changed: asyncio.Future[None] | None = None
         """Wakes the task that waits for the end. Cancelling that task cancels this future, so the
         end itself is stored in ``end``."""
         self.end: End | None = None
@@ -282,12 +283,14 @@ class RunningCell:
     def ends(self, end: End) -> None:
         self.calls.end()
         self.end = end
-        if not self._changed.done():
+        if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 
     async def until_done(self) -> End:
         """Wait for the end of the cell."""
-        await self._changed
+        if self.end is None:
+            self._changed = asyncio.get_running_loop().create_future()
+            await self._changed
         assert self.end is not None
         return self.end
 

@@ -158,7 +158,8 @@ class GuestSession:
             self._become_idle()
             if cell.timer is not None:
                 cell.timer.cancel()
-            await cell.calls.wait(self._limits.grace_s)
+            if cell.calls.tasks:
+                await cell.calls.wait(self._limits.grace_s)
         if cell.calls.bug is not None:
             raise cell.calls.bug
         return result_of(cell, *end)

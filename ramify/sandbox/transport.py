@@ -67,10 +67,14 @@ class Transport(Protocol):
         ...
 
 
+_MEANT = {70: "its process could not be set up", 71: "it got no new connection after a fork"}
+"""Exit statuses that this package uses."""
+
+
 def how_it_ended(status: int) -> str:
     """Describe an exit status (as ``subprocess`` gives it) in words."""
     if status >= 0:
-        return f"its process exited with status {status}"
+        return _MEANT.get(status, f"its process exited with status {status}")
     try:
         name = signal.Signals(-status).name
     except ValueError:

@@ -58,6 +58,14 @@ def length_note(max_tokens: int | None) -> str:
 
 def answer_of(result: Result, request: AnswerRequest) -> ServedAnswer:
     """Convert the result of a run. Raises RequestRejected if the run failed without an answer."""
+    if result.stop is Stop.SUSPENDED:
+        raise RequestRejected(
+            f"suspended: {result.error}; the run can be continued with: ramify ask --resume "
+            f"{result.run_id}",
+            status=503,
+            code="run_suspended",
+            run=result.run_id,
+        )
     is_filtered = isinstance(result.failure, ReplyFiltered) and result.answer is None
     if result.stop is Stop.ERROR and result.answer is None and not is_filtered:
         raise failure_of(result.failure, result.error, result.run_id)

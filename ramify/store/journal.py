@@ -30,9 +30,15 @@ import msgspec
 from ramify.errors import RunInUse, StoreError
 from ramify.secrets import SecretRedactor
 from ramify.store.blobs import BlobStore
-from ramify.store.private_files import FILE_MODE, Bytes, FsyncFlusher, write_all
-from ramify.types.event import AnyEvent, ReplyReceived
-from ramify.types.trajectory import SCHEMA_VERSION
+from ramify.store.private_files import (
+    FILE_MODE,
+    Bytes,
+    FsyncFlusher,
+    release_reserve,
+    write_all,
+)
+from ramify.types.event import AnyEvent, ReplyReceived, RunEnded
+from ramify.types.trajectory import SCHEMA_VERSION, Stop
 
 _PATIENCE_S = 0.3
 """How long to try for the lock: a reader that checks for a live writer holds it for an instant."""
@@ -69,6 +75,8 @@ class Journal:
         self._lock = threading.Lock()
         self._size = os.fstat(fd).st_size
         self._failure: OSError | None = None
+        self.trouble: StoreError | None = None
+        """Why the reserve was used up: the run should end soon."""
         self._gap: StoreError | None = None
         """Why an event was not written; none is written after it."""
         self._closed = False
@@ -77,23 +85,35 @@ class Journal:
         """Write ``event``. It then survives the death of this process, and a reply soon also that
         of the machine.
 
+        If the disk is full, the event takes space that the store kept free, and ``trouble`` is set.
         Raises StoreError if it cannot be written, and for every later event: the journal then ends
         like that of a killed run, which can be resumed.
         """
         line = encode_line(event, self._secrets)
         with self._lock:
-            self._check()
+            # The end of a suspended run leaves no gap: what is missing is done again.
+            self._check(allow_gap=isinstance(event, RunEnded) and event.stop is Stop.SUSPENDED)
             try:
-                write_all(self._fd, line, self.path)
+                self._write(line)
             except StoreError as error:
                 # A smaller event might still fit, but a journal with a gap cannot be resumed.
                 self._gap = error
-                # Remove a partial line, which the next event would otherwise continue.
-                os.ftruncate(self._fd, self._size)
                 raise
             self._size += len(line)
             if type(event) is ReplyReceived:
                 self._flusher.flush(self._fd, self)
+
+    def _write(self, line: bytes) -> None:
+        """Write a line, on the store's reserve if the disk is full."""
+        try:
+            write_all(self._fd, line, self.path)
+        except StoreError as error:
+            # Remove a partial line, which the next event would otherwise continue.
+            os.ftruncate(self._fd, self._size)
+            if self.trouble is not None or not release_reserve(self.path.parent.parent):
+                raise
+            self.trouble = error
+            self._write(line)
 
     def put_blob(self, data: Bytes, digest: str | None = None) -> str:
         """Store ``data`` by content and return its digest, for a later event to refer to."""
@@ -118,12 +138,12 @@ class Journal:
     def flush_failed(self, error: OSError) -> None:
         self._failure = error
 
-    def _check(self) -> None:
+    def _check(self, *, allow_gap: bool) -> None:
         if self._closed:
             raise StoreError(
                 f"journal {self.path} is closed: open it again with store.reopen({self.id!r})"
             )
-        if self._gap is not None:
+        if self._gap is not None and not allow_gap:
             raise StoreError(str(self._gap))
         if self._failure is not None:
             raise _not_on_disk(self.path, self._failure)

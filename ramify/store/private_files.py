@@ -54,6 +54,45 @@ def write_all(fd: int, data: Bytes, path: Path) -> None:
         ) from error
 
 
+RESERVE_BYTES = 4 << 20
+"""Space that a store keeps free on its disk, so that the replies that arrive after the disk is full
+can still be written."""
+_RESERVE = "ramify.reserve"
+
+
+def keep_reserve(root: Path) -> None:
+    """Reserve space on the disk of the store at ``root``, if there is enough."""
+    path = root / _RESERVE
+    if reserve_bytes(root) >= RESERVE_BYTES:
+        return
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(fd, 0, RESERVE_BYTES)
+        finally:
+            os.close(fd)
+    except OSError:
+        return  # the disk is nearly full
+
+
+def reserve_bytes(root: Path) -> int:
+    """Size of the reserve of the store at ``root``."""
+    try:
+        return (root / _RESERVE).stat().st_size
+    except OSError:
+        return 0
+
+
+def release_reserve(root: Path) -> bool:
+    """Free the reserve of the store at ``root``. Returns False if there is none."""
+    try:
+        (root / _RESERVE).unlink()
+    except OSError:
+        return False
+    return True
+
+
 def remove_file(path: Path) -> int:
     """Delete a file and return the bytes freed; 0 if it did not exist."""
     try:

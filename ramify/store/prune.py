@@ -22,7 +22,7 @@ from ramify.errors import ConfigError, StoreError
 from ramify.logging import RoomLogger
 from ramify.store.blobs import BlobStore
 from ramify.store.journal import open_locked, writer, writer_file
-from ramify.store.private_files import EVALUATIONS, FILE_MODE, remove_file
+from ramify.store.private_files import EVALUATIONS, FILE_MODE, remove_file, reserve_bytes
 
 _log = RoomLogger("store")
 DEFAULT_MAX_BYTES = 20 << 30
@@ -101,7 +101,7 @@ class StorePruner:
 
     def measure(self) -> int:
         """Total size in bytes of the root folder, cached for ``warn_if_full``."""
-        total = sum(_walk(self._root))
+        total = sum(_walk(self._root)) - reserve_bytes(self._root)
         data = msgspec.json.encode(_Size(total, time.time()))
         try:
             fd = os.open(

@@ -13,6 +13,7 @@ in the same way. A resume skips the failure that ended the run: that request is 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from ramify.errors import LimitReached, ModelError, Refused, ReplayDiverged, StoreError
 from ramify.types.event import (
@@ -25,14 +26,24 @@ from ramify.types.event import (
     ReplyReceived,
     RequestStarted,
     RunEnded,
+    RunResumed,
     RunStarted,
     ScoreAdded,
     ToolAnswered,
 )
 from ramify.types.message import Reply
-from ramify.types.trajectory import Cell, Stop
+from ramify.types.trajectory import Cell, Parent, Stop
 
 Key = tuple[object, ...]
+
+
+class ForgottenTurns(NamedTuple):
+    """Turns of a root call that no longer count, since the run was resumed past its limit."""
+
+    events: list[AnyEvent]
+    """Requests and replies."""
+    is_recorded: bool
+    """Whether the journal says so already."""
 
 
 class RecordedReplies:
@@ -48,6 +59,14 @@ class RecordedReplies:
     """How the current run first differed from the recorded one, if it did."""
     attempts: list[AttemptFailed]
     """Failed attempts, some of which may have been paid: a resumed run is charged for them."""
+    is_fork: bool
+    """True if another run continues from this record: it pays only for what is new."""
+    given: dict[tuple[str, int], str]
+    """(call, turn) -> code that replaces the recorded reply."""
+    has_other_limits: bool
+    """True if the current run may state other limits in its prompts than the recorded one."""
+    limits: dict[str, Any]
+    """Limits with which the run was resumed last; empty if it was not."""
     last_s: float
     """Time of the last event, in seconds since the run began."""
 
@@ -57,7 +76,18 @@ class RecordedReplies:
         self.questions = []
         self.ended = None
         self.attempts = []
+        self.is_fork = self.has_other_limits = False
+        self.given = {}
+        self.limits = {}
         self.last_s = 0.0
+        self._failed_end = False
+        """Whether the last event is an end after which the run can be resumed."""
+        self._finished = 0
+        """Earlier questions that ended, and whose end a resume repeats."""
+        self._forgotten: dict[tuple[str, int], list[ForgottenTurns]] = {}
+        self._direct: set[str] = set()
+        """Plain calls."""
+        self._parents: dict[str, Parent] = {}
         self._ends: dict[str, CallEnded] = {}
         self._cells: dict[tuple[str, int, int], Cell] = {}
         self._requests: dict[tuple[str, int], RequestStarted] = {}
@@ -68,11 +98,12 @@ class RecordedReplies:
         self._tools: dict[tuple[str, int, int, int], ToolAnswered] = {}
         self._attempts: dict[tuple[str, int], list[AttemptFailed]] = {}
         self._held: set[Key] = set()
-        self._sub_calls: set[str] = set()
         self._booked: set[tuple[str, int]] = set()
         """Requests without a reply whose last attempt is accounted for."""
         for event in events:
             self._add(event)
+        if self._failed_end:
+            self._reopen()
         if not self.questions:
             raise StoreError(
                 "the journal contains no RunStarted event: the run was cut off before it began"
@@ -92,6 +123,10 @@ class RecordedReplies:
             self._fail_again(call)
             self._missing(f"a reply to call {call}, turn {turn}")
         return None if reply is None else reply.reply
+
+    def request(self, call: str, turn: int) -> RequestStarted | None:
+        """The request recorded at this place."""
+        return self._requests.get((call, turn))
 
     def check(self, call: str, turn: int, prompt_hash: str) -> None:
         """Raises ReplayDiverged if another request was recorded at this place, or if the run
@@ -171,7 +206,59 @@ class RecordedReplies:
     def holds(self, event: AnyEvent) -> bool:
         """True if a resumed run must not append this event: the journal already has it, or the run
         has diverged and the journal must stay unchanged for the original program."""
+        if isinstance(event, RunEnded) and self._finished:
+            self._finished -= 1
+            return True
         return self.diverged is not None or _key(event) in self._held
+
+    def continue_past_limit(self) -> None:
+        """Forget how a limit ended the run: the last word of each root call, the result of the cell
+        before it, and the failures of that cell's calls. A direct answer is forgotten as a whole.
+        """
+        stop, self.ended = self.ended and self.ended.stop, None
+        cut: dict[str, int] = {}
+        for id, ended in list(self._ends.items()):
+            parent = self._parents.get(id)
+            if parent is None and (ended.stop.is_truncated() or ended.answer is None):
+                cut[id] = self._first_forgotten(id)
+        below = list(cut)
+        while below:
+            id = below.pop()
+            for child, parent in self._parents.items():
+                is_of_cell = parent.call == id and parent.turn == cut[id] - 1
+                end = self._ends.get(child)
+                has_reply = child in self._direct and (child, 0) in self._replies
+                if is_of_cell and end is not None and end.stop is stop and not has_reply:
+                    cut[child] = self._first_forgotten(child)
+                    below.append(child)
+        for id, first in cut.items():
+            self._forget(id, first, is_recorded=False)
+
+    def _first_forgotten(self, id: str) -> int:
+        turns = [turn for call, turn in self._requests if call == id]
+        last = [turn for turn in turns if self._requests[id, turn].last_word is not None]
+        return 0 if id in self._direct else min(last, default=max(turns, default=-1) + 1)
+
+    def forgotten(self, call: str, turn: int) -> list[ForgottenTurns]:
+        """What was paid for from this turn on and no longer counts, oldest first; given once."""
+        return self._forgotten.pop((call, turn), [])
+
+    def _forget(self, id: str, first: int, *, is_recorded: bool) -> None:
+        gone: list[AnyEvent] = []
+        for turn in sorted(turn for call, turn in self._requests if call == id and turn >= first):
+            gone.append(self._requests.pop((id, turn)))
+            if (id, turn) in self._replies:
+                gone.append(self._replies.pop((id, turn)))
+        for at in [at for at in self._cells if at[0] == id and at[1] >= first - 1]:
+            del self._cells[at]
+        self._ends.pop(id, None)
+        self._held = {
+            key
+            for key in self._held
+            if key[1] != id
+            or not (key[0] is CallEnded or _turn_of(key) >= first - (key[0] is CellRan))
+        }
+        self._forgotten.setdefault((id, first), []).append(ForgottenTurns(gone, is_recorded))
 
     def _refuse_again(self, call: str, turn: int, prompt_hash: str) -> None:
         """Raise Refused for a prompt that was refused and that another prompt replaced at the same
@@ -203,10 +290,11 @@ class RecordedReplies:
         """Forget how the run and its unfinished calls ended, since it was stopped without an
         answer, or failed. Failures of sub-calls stay, since a cell has seen them."""
         self.ended = None
+        self._failed_end = False
         self._booked.update(self._requests)
         for id, ended in list(self._ends.items()):
-            is_stopped = ended.stop is Stop.CANCELLED and ended.answer is None
-            if is_stopped or (ended.stop is Stop.ERROR and id not in self._sub_calls):
+            is_stopped = ended.stop in (Stop.CANCELLED, Stop.SUSPENDED) and ended.answer is None
+            if is_stopped or (ended.stop is Stop.ERROR and id not in self._parents):
                 del self._ends[id]
                 self._held.discard(_key(ended))
 
@@ -224,17 +312,25 @@ class RecordedReplies:
         """A replay repeats a failure; a resume tries again."""
         if end.stop is Stop.ERROR:
             return not self.strict
-        return end.stop is Stop.CANCELLED and end.answer is None
+        return end.stop is Stop.SUSPENDED or (end.stop is Stop.CANCELLED and end.answer is None)
 
     def _add(self, event: AnyEvent) -> None:
         if isinstance(event, ScoreAdded):
             return  # a score is about the run, not part of it
+        if self._failed_end and not isinstance(event, RunStarted):
+            self._reopen()
         self._held.add(_key(event))
         self.last_s = max(self.last_s, event.at_s)
         match event:
             case RunStarted():
+                self._finished += bool(self.questions)
+                self._failed_end = False
                 self.questions.append(event)
                 self.ended = None
+            case RunResumed():
+                self.limits, self.ended = event.limits, None
+                for id, first in event.forgets.items():
+                    self._forget(id, first, is_recorded=True)
             case RequestStarted():
                 before = self._requests.get((event.call, event.turn))
                 if before is not None:
@@ -257,13 +353,19 @@ class RecordedReplies:
             case CallEnded():
                 self._ends[event.id] = event
             case CallStarted():
-                self._sub_calls.update({event.id} if event.parent is not None else ())
-            case RunEnded() if self._can_be_resumed(event):
-                self._reopen()
+                self._parents.update({event.id: event.parent} if event.parent else {})
+                self._direct.update({event.id} if event.kind == "lm" else ())
             case RunEnded():
                 self.ended = event
+                self._failed_end = self._can_be_resumed(event)
             case _:
                 pass
+
+
+def _turn_of(key: Key) -> int:
+    """Turn of an event that belongs to one; -1 for the others."""
+    is_of_turn = key[0] in (RequestStarted, ReplyReceived, CellRan)
+    return key[2] if is_of_turn and isinstance(key[2], int) else -1
 
 
 def _key(event: AnyEvent) -> Key:
@@ -281,6 +383,8 @@ def _key(event: AnyEvent) -> Key:
             return (ToolAnswered, event.call, event.turn, event.cell, event.ordinal)
         case NoteAdded():
             return (NoteAdded, event.call, event.text)
+        case RunResumed():
+            return (RunResumed, "", tuple(event.forgets.items()))
         case AttemptFailed():
             return (AttemptFailed, event.call, event.turn, event.error, event.at_s)
         case RunEnded():

@@ -5,6 +5,7 @@
     ROOT/blobs/ab/DIGEST        contexts and long outputs, stored once     (blobs.py)
     ROOT/index.sqlite           summaries for a listing; may be deleted
     ROOT/cache/replies.sqlite   the optional call cache                    (call_cache.py)
+    ROOT/ramify.reserve         space for the last replies, if the disk gets full
 
 ROOT is the argument, otherwise ``$RAMIFY_HOME``, otherwise the platform's folder for user data. All
 of it is accessible by its owner alone.
@@ -18,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -36,8 +37,9 @@ from ramify.store.journal import (
     read_events,
     writer,
 )
-from ramify.store.private_files import FsyncFlusher, make_folder
+from ramify.store.private_files import FsyncFlusher, keep_reserve, make_folder
 from ramify.store.prune import PruneResult, StorePruner
+from ramify.types.call_tree import as_text, cut
 from ramify.types.event import AnyEvent, TrajectoryFold
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop, Trajectory
@@ -52,7 +54,7 @@ _SCHEMA = (
 PATIENCE_S = 2.0
 """How long to wait for another process that writes the index before reading the journals
 instead."""
-_VERSION = 2
+_VERSION = 3
 """Version of the summaries; an index with another version is rebuilt."""
 
 
@@ -85,6 +87,13 @@ class RunSummary(msgspec.Struct, omit_defaults=True):
     """Why the journal could not be read."""
     rewards: dict[str, float] = {}
     """Rewards of the whole run, if it was scored."""
+    answer: str | None = None
+    """Beginning of the answer; None if there is none."""
+    reason: str = ""
+    """One sentence on why the run ended; empty for a final answer."""
+    root_turns: int = 0
+    """Turns of the root call of the last question."""
+    task: str = ""
 
 
 class _Bill(msgspec.Struct):
@@ -109,8 +118,14 @@ class _Glance(msgspec.Struct):
     stop: Stop | None = None
     call: str = ""
     rewards: dict[str, float] = {}
+    answer: Any = None
+    reason: str = ""
+    error: str | None = None
+    task: str = ""
 
 
+MAX_ANSWER = 200
+"""Characters of an answer in a listing."""
 _glance = msgspec.json.Decoder(_Glance)
 
 
@@ -141,8 +156,10 @@ def _add(summary: RunSummary, event: _Glance) -> None:
     match event.type:
         case "RunStarted":
             summary.num_questions, summary.stop = summary.num_questions + 1, None
+            summary.root_turns = 0
             if summary.num_questions == 1:
                 summary.question, summary.started_at = event.question, event.started_at
+                summary.task = event.task
         case "CallStarted":
             summary.num_calls, summary.depth = (
                 summary.num_calls + 1,
@@ -151,10 +168,16 @@ def _add(summary: RunSummary, event: _Glance) -> None:
             summary.model = summary.model or event.model
         case "Replied":
             _charge(summary, event.reply.usage, event.reply.cost)
+            summary.root_turns += event.call.isdecimal()
         case "Attempted":
             _charge(summary, event.usage, event.cost)
         case "RunEnded":
-            summary.stop = event.stop
+            summary.stop, summary.reason = event.stop, event.reason or event.error or ""
+            summary.answer = (
+                None if event.answer is None else cut(as_text(event.answer), MAX_ANSWER)
+            )
+        case "RunResumed":
+            summary.stop, summary.reason, summary.answer = None, "", None
 
 
 def _charge(summary: RunSummary, usage: Usage, cost: float | None) -> None:
@@ -295,6 +318,7 @@ class Store:
                 f"{run_id!r} cannot name a run: use letters, digits, '-', '_' and '.', at most 128"
             )
         self._pruner.warn_if_full()
+        keep_reserve(self.root)
         path = self._runs / f"{run_id}.jsonl"
         try:
             fd = open_locked(path, os.O_CREAT | os.O_EXCL)

@@ -53,8 +53,10 @@ TASKS = Registry(
     "task",
     "ramify.tasks",
     {
+        "evidence": "ramify.tasks.evidence:evidence",
         "ledger": "ramify.tasks.ledger.task:ledger",
         "needle": "ramify.tasks.needle:needle",
+        "oolong": "ramify.tasks.oolong:oolong",
         "programs": "ramify.tasks.programs.task:programs",
         "toolmath": "ramify.tasks.toolmath.task:toolmath",
     },

@@ -58,6 +58,7 @@ from ramify.train.losses.corrections import GeometricMask as GeometricMask
 from ramify.train.losses.corrections import IcePop as IcePop
 from ramify.train.losses.corrections import OffPolicyCorrection as OffPolicyCorrection
 from ramify.train.losses.corrections import Opsm as Opsm
+from ramify.train.losses.corrections import SequenceMask as SequenceMask
 from ramify.train.losses.corrections import SequenceTis as SequenceTis
 from ramify.train.losses.corrections import TokenTis as TokenTis
 from ramify.train.losses.corrections import WorstTokenMask as WorstTokenMask
@@ -83,6 +84,7 @@ from ramify.train.placement.placement_spec import NodePool as NodePool
 from ramify.train.placement.placement_spec import PlacementSpec as PlacementSpec
 from ramify.train.placement.placement_spec import RoleSpec as RoleSpec
 from ramify.train.placement.placement_spec import ServiceSpec as ServiceSpec
+from ramify.train.presets import with_preset as with_preset
 from ramify.train.recipe import load_recipe as load_recipe
 from ramify.train.rollouts.admission_rules import StepSampleSpec as StepSampleSpec
 from ramify.train.rollouts.rollouter import Rollouter as Rollouter

@@ -26,7 +26,7 @@ from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.tasks.base import Task, task_of
-from ramify.train.backends.base import BACKENDS, ComputeSpec, has_bf16
+from ramify.train.backends.base import BACKENDS, ComputeSpec, OptimizerSpec, has_bf16
 from ramify.train.config import Run
 from ramify.train.demonstrations import demonstrations_of, rows_of
 from ramify.train.precision import RunPrecision, precision_of
@@ -102,8 +102,9 @@ class RunParts:
         check_weights(self.serving.model, read_weights(folder), str(folder))
 
 
-def assemble(recipe: Run) -> RunParts:
-    """The parts of the run that ``recipe`` describes. Raises ConfigError for mistakes in it."""
+def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
+    """The parts of the run that ``recipe`` describes. ``checkpoint``: where it will continue; a
+    tokenizer that was trained is taken from there. Raises ConfigError for mistakes in it."""
     run, placement_slots = settled(recipe)
     check_device(run)
     device = _device_of(run)
@@ -120,7 +121,10 @@ def assemble(recipe: Run) -> RunParts:
     engines = sleeping(run, device)
     demonstrations = list(demonstrations_of(run, task, scaffold))
     # Engine and trainer of a deterministic run share weights in fp32.
-    policy = policy_of(run, demonstrations, "float32" if run.deterministic else precision.engine)
+    dtype = "float32" if run.deterministic else precision.engine
+    policy = policy_of(run, demonstrations, dtype, checkpoint)
+    if hasattr(kind, "check_model"):
+        kind.check_model(policy.config, run.compute, device, adapters_of(run), _optims(run))
     compute = msgspec.structs.replace(
         run.compute, precision=precision.trainer, deterministic=run.deterministic
     )
@@ -164,6 +168,23 @@ def _set_deterministic(policy: Policy) -> None:
         torch.use_deterministic_algorithms(True)
 
 
+def adapters_of(run: Run) -> Any:
+    """The ``AdapterSpec`` of a run; None without adapters."""
+    from ramify.train.backends.adapters import AdapterSpec
+
+    lora = run.policy.lora
+    if lora is None:
+        return None
+    return AdapterSpec(rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=run.seed)
+
+
+def _optims(run: Run) -> list[OptimizerSpec]:
+    """The optimizers of all stages and of a separate critic."""
+    stages = [stage for stage in (run.warmup, run.sft, run.rl) if stage is not None]
+    critic = [] if run.rl is None else [run.rl.critic.optim]
+    return [optim for optim in [*(stage.optim for stage in stages), *critic] if optim is not None]
+
+
 def _device_of(run: Run) -> str:
     import torch
 
@@ -192,16 +213,19 @@ def _stored(run: Run) -> str:
         return "float32"
     from ramify.models.load import read_config, stored_dtype
 
-    return str(stored_dtype(read_config(_checkpoint(run)), "cuda")).removeprefix("torch.")
+    return str(stored_dtype(read_config(_path_of(run)), "cuda")).removeprefix("torch.")
 
 
-def _checkpoint(run: Run) -> str | Path:
+def _path_of(run: Run) -> str | Path:
     path = run.policy.path
     return TINY if path == "tiny" and not Path("tiny").exists() else path
 
 
-def policy_of(run: Run, demonstrations: Sequence[Trajectory], dtype: str) -> Policy:
-    """The initial policy of ``run`` in precision ``dtype``, with its tokenizer."""
+def policy_of(
+    run: Run, demonstrations: Sequence[Trajectory], dtype: str, checkpoint: Path | None = None
+) -> Policy:
+    """The initial policy of ``run`` in precision ``dtype``, with its tokenizer: that of
+    ``checkpoint``, if given and if one was trained."""
     import torch
     from transformers import AutoConfig
 
@@ -211,11 +235,13 @@ def policy_of(run: Run, demonstrations: Sequence[Trajectory], dtype: str) -> Pol
     spec = run.policy
     device = None if spec.device == "auto" else spec.device
     if spec.path:
-        return load_policy(_checkpoint(run), getattr(torch, dtype), device)
+        return load_policy(_path_of(run), getattr(torch, dtype), device)
     if spec.tokenizer:
         tokenizer = load_tokenizer(Path(spec.tokenizer))
     elif spec.words:
         tokenizer = word_tokenizer(spec.words)
+    elif checkpoint is not None:
+        tokenizer = load_tokenizer(checkpoint / "policy")
     elif demonstrations:
         with report_progress("tokenizer", note="trained on the demonstrations"):
             tokenizer = train_tokenizer(_texts(demonstrations), spec.vocab_size)

@@ -1,14 +1,13 @@
-"""Checkpoints of a training run: atomic writes, retention of the last and best ones, and
-compatibility checks.
+"""Checkpoints of a training run: atomic writes, and retention of the last and best ones.
 
     OUT/checkpoints/step-000040/      policy/ (Hugging Face layout), backend and random states,
                                       state.json, and checksums.json, verified before loading
     OUT/checkpoints/.step-000045.tmp  being written; after a kill, the next save removes it
     OUT/checkpoints/abandoned/        checkpoints after one that the run went back to
 
-Decides names, atomicity (a folder is written under another name, synced and renamed), which
-checkpoints are kept, and what must be equal for a resume. Not here: the content of the parts; their
-owners read and write it.
+Decides names, atomicity (a folder is written under another name, synced and renamed), and which
+checkpoints are kept. Not here: the content of the parts, which their owners read and write, and
+what must be equal for a resume (``lineage.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from ramify.models import checksums
 from ramify.store.journal import this_process
 from ramify.train.guards import GuardState
 from ramify.train.lock import holder
-from ramify.train.redacted import is_cut
 from ramify.train.renamed_fields import with_new_names
 
 _log = RoomLogger("train")
@@ -71,6 +69,10 @@ class CheckpointState(msgspec.Struct, kw_only=True):
     or if too few attempts could be scored."""
     stopped: str = ""
     """Why the stage ended before its last step; empty if it did not."""
+    scored_since: int = 0
+    """Step since which scores can be compared: none of their conditions has changed since."""
+    is_due: bool = False
+    """Whether the evaluation after this step was cut off, so that a resumed run begins with it."""
     memory: dict[str, float] = {}
     """State of the stage's algorithm."""
     guard: GuardState = msgspec.field(default_factory=GuardState)
@@ -190,10 +192,11 @@ class CheckpointStore:
 
     def _ranked(self) -> list[Path]:
         states = {path: _decoded(path) for path in self._whole()}
+        since = max((state.scored_since for state in states.values()), default=0)
         scored = {
             path: (-state.score, not state.stage_step)
             for path, state in states.items()
-            if state.score is not None
+            if state.score is not None and state.scored_since == since
         }
         return sorted(scored, key=lambda path: scored[path])
 
@@ -307,37 +310,6 @@ def find(path: Path) -> Path:
             "checkpoint"
         )
     return latest
-
-
-def check_config(
-    state: CheckpointState, config: Mapping[str, Any], free: tuple[str, ...] = ()
-) -> None:
-    """Raise ConfigError, naming the first difference, if a checkpoint has a different config.
-    Fields whose names begin with one of ``free`` may differ; redacted values are not compared."""
-    for name, was, now in differences(state.config, config):
-        if not name.startswith(free) and not is_cut(was) and not is_cut(now):
-            raise ConfigError(
-                f"the checkpoint at step {state.step} has a different config: {name} was "
-                f"{_short(was)} and is now {_short(now)}; resume with its original config, or "
-                "start again in another folder"
-            )
-
-
-def differences(was: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted name, value before, value now) for each leaf that differs; a missing value is
-    None."""
-    if isinstance(was, Mapping) and isinstance(now, Mapping):
-        for key in [*was, *(key for key in now if key not in was)]:
-            yield from differences(
-                was.get(key), now.get(key), f"{name}.{key}" if name else str(key)
-            )
-    elif was != now:
-        yield name, was, now
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:59] + "…"
 
 
 def _write_privately(path: Path, data: bytes) -> None:

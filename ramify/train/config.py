@@ -56,6 +56,9 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     checkpoint_every: int | None = None
     """Steps between checkpoints, in addition to those after each evaluation (including the first)
     and at the end of each stage; None: no others."""
+    checkpoint_every_s: float | None = 1800.0
+    """Seconds after which a step is followed by a checkpoint even if the steps above are not
+    reached; None: never."""
     save_rollouts_every: int | None = None
     """Steps between complete saves of a step's rollouts in OUT/rollouts, to look at or learn from
     (``sft.trajectories``); None: no saves."""
@@ -64,6 +67,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def __post_init__(self) -> None:
         check_optional("schedule", "never", checkpoint_every=self.checkpoint_every)
+        check_optional("schedule", "never", checkpoint_every_s=self.checkpoint_every_s)
         check_optional("schedule", "never", save_rollouts_every=self.save_rollouts_every)
         check_optional("schedule", "only at the stage's end", evaluate_every=self.evaluate_every)
 

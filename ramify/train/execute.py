@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +20,24 @@ from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.train.assemble import assemble
 from ramify.train.backends import launch
-from ramify.train.checkpoint import FOLDER, CheckpointState, check_config, find, read_state, verify
+from ramify.train.checkpoint import (
+    FOLDER,
+    CheckpointState,
+    CheckpointStore,
+    find,
+    read_state,
+    verify,
+)
 from ramify.train.config import Run, plain
+from ramify.train.lineage import check_changes, with_same_demonstrations
 from ramify.train.lock import locked
 from ramify.train.metrics import StepMetrics
 from ramify.train.open_run import opened_run
 from ramify.train.preflight import check_folder
 from ramify.train.recipe import with_defaults
 from ramify.train.trackers.base import RunTrackers
+from ramify.train.trainer import Trainer
+from ramify.train.watchdog import RunStopped
 
 _log = RoomLogger("train")
 _IN_LOG = (
@@ -35,21 +50,10 @@ _IN_LOG = (
     "learn_s",
 )
 """Metrics that run.log repeats; metrics.jsonl has all."""
-FREE = (
-    "schedule.",
-    "compute.shard.",
-    "evaluate.",
-    "guard.",
-    "inference",
-    "name",
-    "placement",
-    "sft.task.validate",
-    "stall_s",
-    "task.validate",
-    "tracker",
-)
-"""Fields that may differ when a run is resumed: they only change how long it is trained, not
-how."""
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+"""Signals that end a run after a checkpoint."""
+_SAME_S = 1.0
+"""Seconds in which a second signal counts as the first one, as if several processes sent it."""
 
 
 def train(
@@ -63,11 +67,14 @@ def train(
     """Train ``run`` in the folder ``out``, from the beginning or from a checkpoint; returns the
     final state.
 
-    ``resume`` is a run's folder or one of its checkpoints. Raises RunInUse while another process
-    trains in ``out``, ConfigError for mistakes in the run before anything is trained, StoreError
-    for a damaged checkpoint, and TrainError if training cannot continue. ``on_stall`` is called if
-    nothing progresses for ``run.stall_s``: an error follows, but a stuck thread may keep this
-    function from returning. Records of the ``ramify`` loggers are also written to ``OUT/run.log``.
+    ``resume`` is a run's folder or one of its checkpoints; fields of ``run`` may differ from it
+    (``lineage.py``). Raises RunInUse while another process trains in ``out``, ConfigError for
+    mistakes in the run before anything is trained, StoreError for a damaged checkpoint, and
+    TrainError if training cannot continue. In the main thread, SIGINT and SIGTERM first
+    save the steps so far, and then raise KeyboardInterrupt or SystemExit; a second signal ends the
+    run at once. ``on_stall`` is called if nothing progresses for ``run.stall_s``: an error follows,
+    but a stuck thread may keep this function from returning. Records of the ``ramify`` loggers are
+    also written to ``OUT/run.log``.
 
     Example:
         state = train.train(train.load_recipe("recipes/tiny.py"), "runs/tiny")
@@ -82,6 +89,15 @@ def train(
             state = _train(
                 run, out, Path(resume) if resume is not None else None, listener, on_stall, log
             )
+        except RunStopped as stopped:
+            _log.info("run_stopped", _stopped(out, str(stopped)), shown=True, signal=stopped.by)
+            if stopped.by == signal.SIGINT.name:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + signal.Signals[stopped.by]) from None
+        except KeyboardInterrupt:
+            text = _stopped(out, "the run was ended at once by SIGINT")
+            _log.warning("run_stopped", text, shown=True)
+            raise
         except BaseException as error:
             _log.error("run_failed", f"the run ended: {_reason(error)}", error=error)
             raise
@@ -103,7 +119,8 @@ def _train(
         verify(checkpoint)
         state = read_state(checkpoint)
         recorded = msgspec.structs.replace(state, config=with_defaults(state.config))
-        check_config(recorded, plain(run), FREE)
+        run = with_same_demonstrations(run, recorded)
+        check_changes(recorded, plain(run))
     is_of_out = checkpoint is not None and checkpoint.resolve().parent == (out / FOLDER).resolve()
     if not is_of_out and any(out.glob(f"{FOLDER}/step-*")):
         raise ConfigError(f"{out} already contains a run: resume it, or give another folder")
@@ -124,14 +141,57 @@ def _train(
 
     async def execute() -> CheckpointState:
         with report_progress("preparing", note="task, demonstrations and policy"):
-            parts = assemble(run)
+            parts = assemble(run, checkpoint)
         async with opened_run(
             parts, out, checkpoint, listener=measured, on_stall=on_stall, on_start=log.begin
         ) as trainer:
-            with trackers.opened(run.name, out, plain(run), resumed_at):
+            with (
+                trackers.opened(run.name, out, plain(run), resumed_at),
+                _stopped_by_signals(trainer),
+            ):
                 return await trainer.run(checkpoint)
 
     return asyncio.run(execute())
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(trainer: Trainer) -> Iterator[None]:
+    """Have signals stop ``trainer``, which saves first; a second one has the effect that it had
+    before."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    before = {number: each for number, each in before.items() if each is not signal.SIG_IGN}
+    stopped_at: float | None = None
+
+    def arrived(number: signal.Signals) -> None:
+        nonlocal stopped_at
+        if stopped_at is None:
+            stopped_at = time.monotonic()
+            trainer.stop(number.name)
+        elif time.monotonic() - stopped_at > _SAME_S:
+            signal.signal(number, before[number])
+            os.kill(os.getpid(), number)
+
+    for number in before:
+        loop.add_signal_handler(number, arrived, number)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+
+
+def _stopped(out: Path, how: str) -> str:
+    """The sentence that says what is saved of a run that was stopped, and how to continue."""
+    latest = CheckpointStore(out).latest()
+    if latest is None:
+        return f"{how} before its first checkpoint, so there is nothing to resume"
+    step = read_state(latest).step
+    return f"{how}; it is saved at step {step}; continue with: ramify train --resume {out}"
 
 
 def _reason(error: BaseException) -> str:

@@ -29,7 +29,7 @@ from ramify.store.call_cache import CallCache
 from ramify.store.store import Store
 from ramify.tasks.base import items_of
 from ramify.train.advantages.base import needs_of
-from ramify.train.assemble import RunParts
+from ramify.train.assemble import RunParts, adapters_of
 from ramify.train.audited_client import AuditedClient
 from ramify.train.config import plain
 from ramify.train.cpu_seconds import CpuMeter
@@ -328,14 +328,7 @@ def trained_model(parts: RunParts, out: Path, hosts: Closable | None = None) -> 
     if parts.kind.is_here:
         local: TrainedModel = parts.kind(parts.policy, parts.compute, out)
         return local
-    from ramify.train.backends.adapters import AdapterSpec
-
-    spec, lora = run.policy, run.policy.lora
-    adapters = (
-        None
-        if lora is None
-        else AdapterSpec(rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=run.seed)
-    )
+    spec = run.policy
     is_folder = (
         bool(spec.path)
         and type(parts.policy.model).__name__ == "DenseModel"
@@ -347,7 +340,13 @@ def trained_model(parts: RunParts, out: Path, hosts: Closable | None = None) -> 
     )
     placed = {} if hosts is None else {"hosts": hosts}
     sharded: TrainedModel = parts.kind(
-        parts.policy, parts.compute, out, lora=adapters, source=source, critic=critic, **placed
+        parts.policy,
+        parts.compute,
+        out,
+        lora=adapters_of(run),
+        source=source,
+        critic=critic,
+        **placed,
     )
     return sharded
 

@@ -13,16 +13,25 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from ramify.errors import ConfigError, nearest
-from ramify.plugins import Registry
 from ramify.train.renamed_fields import new_name
 
 T = TypeVar("T")
-Choices = Mapping[str, Registry]
+
+
+class NameChoice(Protocol):
+    """What the names of a field stand for: a registry, or one with a preset's options."""
+
+    def build(self, value: Any) -> Any:
+        """An instance of what ``value`` names. Raises ConfigError."""
+        ...
+
+
+Choices = Mapping[str, NameChoice]
 """Dotted name of a field -> what its names stand for."""
 
 

@@ -2,7 +2,7 @@
 
     OUT/metrics.jsonl     one line per step and evaluation      OUT/checkpoints/   see checkpoint.py
     OUT/groups.jsonl      the outcome of each group             OUT/rollouts/      whole rollouts
-                                                        OUT/reference/     the first policy
+    OUT/lineage.jsonl     see lineage.py                        OUT/reference/     the first policy
 
 Decides the counts and the clocks of a run, and which lines a run that goes back repeats. Not here:
 when something is written (``trainer.py``), and what a line means.
@@ -25,7 +25,9 @@ from ramify.train.cpu_seconds import CpuMeter
 from ramify.train.data.sft_data import write
 from ramify.train.group_records import GROUPS, GroupRecord
 from ramify.train.guards import GuardState
+from ramify.train.lineage import LINEAGE, STAGES, LineageEntry, changes
 from ramify.train.metrics import METRICS, MetricsFile, StepMetrics
+from ramify.train.recipe import with_defaults
 from ramify.train.signals.scorer import REFERENCE
 from ramify.types.trajectory import Group
 
@@ -58,7 +60,7 @@ class RunRecord:
         self._measures = measures
         self._meter = meter
         self._metrics: MetricsFile | None = None
-        self._since = time.monotonic()
+        self._since = self._saved_at = time.monotonic()
         self._cpu_since = 0.0
 
     # --- the run's beginning
@@ -74,8 +76,10 @@ class RunRecord:
         self.out.mkdir(parents=True, exist_ok=True)
         config = self.state.config
         self.state = read_state(checkpoint)
-        self.state.config = config
         step = self.state.step
+        is_fork = checkpoint.resolve().parent != self.checkpoints.folder.resolve()
+        if is_fork:
+            self._copy_lines(checkpoint)
         later = self.checkpoints.abandon_after(step)
         if later:
             _log.warning(
@@ -87,17 +91,44 @@ class RunRecord:
                 checkpoints=len(later),
             )
         self._cut(step)
+        changed = changes(with_defaults(self.state.config), config)
+        self.state.config = config
+        if changed or is_fork:
+            self._note_lineage(
+                LineageEntry(
+                    step=step, checkpoint=str(checkpoint), is_fork=is_fork, changes=changed
+                )
+            )
+
+    def _note_lineage(self, entry: LineageEntry) -> None:
+        """Record that the run continues with changes."""
+        LINEAGE.append(self.out, [entry])
+        _log.info("run_changed", f"the run continues {entry}", shown=True, step=entry.step)
+        state = self.state
+        stages = [name for name in STAGES if state.config.get(name) is not None]
+        if entry.rescores:
+            state.score, state.scored_since = None, entry.step
+        if state.stopped and entry.extends(stages[state.stage]):
+            state.stopped, state.guard.since_best = "", 0
+
+    def _copy_lines(self, checkpoint: Path) -> None:
+        """Copy the lines of the run that wrote ``checkpoint``, up to which this one is the same."""
+        for lines in (METRICS, GROUPS, LINEAGE):
+            source = checkpoint.resolve().parents[1] / lines.name
+            if source.is_file():
+                shutil.copyfile(source, self.out / lines.name)
 
     def open(self) -> None:
         """Open the metrics, and let the clocks run on."""
         self._metrics = MetricsFile(self.out, self._listener)
+        self._saved_at = time.monotonic()
         self._since = time.monotonic() - self.state.seconds
         if self.state.cpu_s:
             self._cpu_since = time.process_time() - self.state.cpu_s
 
     def _cut(self, step: int) -> None:
         """Drop records of steps after ``step``: the run will repeat them."""
-        for lines in (METRICS, GROUPS):
+        for lines in (METRICS, GROUPS, LINEAGE):
             lines.cut(self.out, step)
         for path in (self.out / _ROLLOUTS).glob("step-[0-9]*.jsonl"):
             if int(path.stem.removeprefix("step-")) > step:
@@ -180,6 +211,13 @@ class RunRecord:
         """Write a checkpoint."""
         self._tick()
         self.checkpoints.save(self.state, parts)
+        self._saved_at = time.monotonic()
+
+    @property
+    def is_time_to_save(self) -> bool:
+        """Whether ``schedule.checkpoint_every_s`` has passed since the last checkpoint."""
+        every_s = self.schedule.checkpoint_every_s
+        return every_s is not None and time.monotonic() - self._saved_at >= every_s
 
     def _tick(self) -> None:
         self.state.seconds = time.monotonic() - self._since

@@ -357,17 +357,24 @@ class RolloutStepSource:
         self._stage = stage
         self._queue = queue
         self._reader = reader
+        self._taken: list[int] = []
+        """Numbers of the items whose groups are taken, while their signals are read."""
         self.newer = queue.newer
-        self.state = queue.state
         self.paused = queue.paused
+
+    def state(self) -> tuple[int, list[int]]:
+        next_item, pending = self._queue.state()
+        return next_item, sorted([*self._taken, *pending])
 
     async def work(self, step: int) -> StepData:
         if self._reader is not None:
             await self._reader.turn_to(step, self._queue.by_id)
         taken = await self._queue.take(step)
         if self._reader is not None:  # a signal may be needed only since a group was completed
+            self._taken = [number for number, _ in taken.groups]
             for _, group in taken.groups:
                 await self._reader.group(group)
+            self._taken = []
         return self._stage.step_data(taken, step, self._reader)
 
 

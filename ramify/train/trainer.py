@@ -38,7 +38,7 @@ from ramify.train.publisher import Publisher
 from ramify.train.run_record import RunRecord
 from ramify.train.signals.scorer import REFERENCE
 from ramify.train.stages import Minibatch, StepData, StepSource, TrainingStage
-from ramify.train.watchdog import StallError
+from ramify.train.watchdog import RunStopped, StallError
 from ramify.types.sequence import Batch, Floats, TokenSequence
 
 _log = RoomLogger("train")
@@ -89,6 +89,12 @@ class Trainer:
 
     # --- the run
 
+    def stop(self, by: str) -> None:
+        """End the run, for the reason ``by``, when the step that is learning is over and saved:
+        ``run`` raises RunStopped. Rollouts and evaluations in progress are cut off. Call it in the
+        event loop's thread."""
+        self._watch.stop(by)
+
     async def run(self, resume: Path | None = None) -> CheckpointState:
         """Train from the beginning, or from the checkpoint ``resume``, to the end. Returns the
         final state."""
@@ -136,6 +142,15 @@ class Trainer:
                 also = {}
             # If rollouts make the policy worse, the one they began with is the best.
             await self._in_torch(self._save)
+        try:
+            await self._run_steps(stage)
+        except RunStopped:
+            await self._save_steps_so_far()
+            raise
+        self.record.begin_next_stage()
+        self.publisher.backend = None
+
+    async def _run_steps(self, stage: TrainingStage) -> None:
         with report_progress(
             stage.name, stage.num_steps, "steps", first=self.state.stage_step
         ) as progress:
@@ -145,14 +160,21 @@ class Trainer:
                     progress.at(self.state.stage_step)
                     if self.state.stopped:
                         break
-        self.record.begin_next_stage()
-        self.publisher.backend = None
+
+    async def _save_steps_so_far(self) -> None:
+        """Save where the run was stopped: after the last whole step of the stage, if it has one."""
+        state = self.state
+        if state.stage_step and self._source is not None:
+            state.next_item, state.pending = self._source.state()
+            await self._in_torch(self._save)
+            await self._in_torch(self.record.checkpoints.settle)
 
     async def _roots(self, stage: TrainingStage) -> dict[str, float]:
         """Report, before the first rollout, how many roots will be recursive. Returns this as
         metrics."""
         counting = stage.roots(self.state.next_item)
-        count = await self._watch.bounded("counting the roots that will be recursive", counting)
+        what = "counting the roots that will be recursive"
+        count = await self._watch.bounded(what, counting, can_stop=True)
         if count is None:
             return {}
         _log.info("roots", f"{stage.name}: {count.sentence()}", shown=True, stage=stage.name)
@@ -166,14 +188,15 @@ class Trainer:
             stage.memory = dict(state.memory)
         async with stage.source(state.next_item, state.pending) as source:
             self._source = source
-            for step in range(state.stage_step, stage.num_steps):
+            if state.is_due:
+                await self._at_intervals(stage)
+            for step in range(state.stage_step, stage.num_steps if not state.stopped else 0):
                 started = time.monotonic()
                 if stage.samples and (not stage.max_staleness or step == state.stage_step == 0):
                     # Otherwise rollouts continued during the last step's learning.
                     self.record.restart_meter()
-                work = await self._watch.bounded(
-                    f"the work of {self._where(stage)}", source.work(step)
-                )
+                what = f"the work of {self._where(stage)}"
+                work = await self._watch.bounded(what, source.work(step), can_stop=True)
                 work.metrics["work_s"] = time.monotonic() - started
                 work.metrics.update(self.record.cpu_metrics(stage.samples))
                 yield work
@@ -207,6 +230,7 @@ class Trainer:
         record.write_rollouts(work.groups, work.accounts)
         if not state.stopped:
             source.newer(state.stage_step)
+        state.is_due = True
         await self._at_intervals(stage)
 
     def _report_notes(self, stage: TrainingStage, work: StepData, where: str) -> str:
@@ -240,9 +264,11 @@ class Trainer:
             verdict = after_evaluation(self._guard, self.state.guard, self.state.score)
             self._report_verdict(verdict, f"step {self.state.step} ({stage.name})")
             is_last = bool(self.state.stopped)
+        self.state.is_due = False
         if (
             is_evaluated
             or is_last
+            or self.record.is_time_to_save
             or (schedule.checkpoint_every and done % schedule.checkpoint_every == 0)
         ):
             self.state.next_item, self.state.pending = self._source.state()
@@ -337,7 +363,8 @@ class Trainer:
         stage = self._stages[self.state.stage]
         backend = self._backend_of(stage)
         backend.load(checkpoint / "backend")
-        if self.state.stage_step < stage.num_steps and not self.state.stopped:
+        is_open = self.state.stage_step < stage.num_steps or self.state.is_due
+        if is_open and not self.state.stopped:
             self.publisher.backend = backend
             for name, part in stage.kept.items() if self.state.stage_step else ():
                 part.load(checkpoint / name)
@@ -358,7 +385,8 @@ class Trainer:
         async with self.publisher.changing:
             await self.publisher.publish()
         started = time.monotonic()
-        values = dict(await self._watch.bounded(f"evaluating {split}", self._evaluation.of(split)))
+        evaluating = self._evaluation.of(split)
+        values = dict(await self._watch.bounded(f"evaluating {split}", evaluating, can_stop=True))
         values |= {"evaluate_s": time.monotonic() - started, **(also or {})}
         if split == "validation":
             self.state.score = values.get("validation/reward")

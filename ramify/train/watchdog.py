@@ -4,6 +4,7 @@ stuck and where.
     await watch.bounded("learning", work)   its result; TrainError without progress for ``stall_s``
     watch.moved()                           report progress: a reply, a rollout, a batch, …
     watch.fail(error)                       raise this error in the current waits and all later ones
+    watch.stop("SIGTERM")                   RunStopped in those waits that may be cut off
     await torch.run(step, work, …)          the same for work in the thread that changes weights
 
 A separate thread detects stalls, so that it also notices if the event loop itself is stuck. It
@@ -43,11 +44,23 @@ class StallError(TrainError):
     killed."""
 
 
+class RunStopped(TrainError):
+    """The run was asked to stop; its steps so far are saved."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__(f"the run was ended by {by}")
+        self.by = by
+        """Name of a signal."""
+
+
 class _Wait:
     """One wait in progress."""
 
-    def __init__(self, what: str, task: asyncio.Future[Any], thread: str) -> None:
+    def __init__(
+        self, what: str, task: asyncio.Future[Any], thread: str, *, can_stop: bool
+    ) -> None:
         self.what = what
+        self.can_stop = can_stop
         self.task = task
         self.thread = thread
         self.loop = task.get_loop()
@@ -79,6 +92,7 @@ class RunWatchdog:
         self._waits: set[_Wait] = set()
         self._moved = time.monotonic()
         self._failed: BaseException | None = None
+        self._stopped_by = ""
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -93,20 +107,35 @@ class RunWatchdog:
         for wait in self._waits:
             _end(wait, self._failed)
 
-    async def bounded(self, what: str, work: Awaitable[T], *, thread: str = "") -> T:
+    def stop(self, by: str) -> None:
+        """End the waits that may be cut off (``can_stop``), and all later ones of that kind, with
+        RunStopped. Call it in the event loop's thread."""
+        self._stopped_by = by
+        for wait in self._waits:
+            if wait.can_stop and not wait.task.done():
+                _end(wait, RunStopped(by))
+
+    async def bounded(
+        self, what: str, work: Awaitable[T], *, thread: str = "", can_stop: bool = False
+    ) -> T:
         """The result of ``work``, within the time limit. ``what`` describes the work in errors.
         ``thread`` is a prefix of the name of the thread that does the work, if it is not the event
-        loop's. When the wait ends early, ``work`` is cancelled."""
+        loop's. ``can_stop``: whether ``stop`` may cut it off. When the wait ends early, ``work`` is
+        cancelled."""
         task = asyncio.ensure_future(work)
-        wait = _Wait(what, task, thread)
+        wait = _Wait(what, task, thread, can_stop=can_stop)
         self._begin(wait)
         try:
             if self._failed is not None:
                 raise self._failed
+            if can_stop and self._stopped_by:
+                raise RunStopped(self._stopped_by)
             both: list[asyncio.Future[Any]] = [task, wait.ended]
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             # A reported stall is raised even if the result arrived at the last moment.
-            if wait.ended.done():
+            if wait.ended.done() and not (
+                task.done() and isinstance(wait.ended.exception(), RunStopped)
+            ):
                 wait.ended.result()
             return task.result()
         finally:

@@ -33,6 +33,7 @@ from ramify.types.event import (
     TrajectoryFold,
 )
 from ramify.types.message import Usage
+from ramify.types.outliers import SiblingGroups, kind_of_answer
 from ramify.types.trajectory import Annotation, Call, Fork, Parent, Stop, Trajectory
 
 GLANCE = 120
@@ -61,6 +62,16 @@ class CallNode(msgspec.Struct, gc=False):
     stop: Stop | None = None
     answer: str = ""
     error: str = ""
+    reason: str = ""
+    """One sentence on why it ended; empty for a final answer."""
+    answer_kind: str = ""
+    """``number``, ``text``, ``list``, ``dict`` or ``none``."""
+    answer_chars: int = 0
+    """Length of the whole answer."""
+    subject: int = 0
+    """Hash of its whole question and context: siblings with the same one must agree."""
+    outlier: str = ""
+    """How its answer differs from those of its siblings; empty if it does not."""
     input_tokens: int = 0
     output_tokens: int = 0
     cost: float | None = None
@@ -82,6 +93,18 @@ class CallNode(msgspec.Struct, gc=False):
     """Its last line in the journal, from 0. ``RunTree.lines_of`` follows the lines back from it."""
     active_s: float = 0.0
     """Time of its start, last reply or last cell, whichever came last."""
+
+    def take_answer(self, answer: Any) -> None:
+        text = as_text(answer)
+        self.answer, self.answer_chars = cut(text), len(text)
+        self.answer_kind = kind_of_answer(answer, text)
+
+    @property
+    def has_failed(self) -> bool:
+        """True if it ended with an error, or without an answer."""
+        return self.stop is Stop.ERROR or (
+            self.stop not in (None, Stop.FINAL) and self.answer_kind == "none"
+        )
 
 
 _ACTS = {
@@ -109,6 +132,9 @@ class CallTree:
         self.order: list[CallNode] = []
         self.at_s = 0.0
         """Time of the last event, in seconds since the run began."""
+        self.siblings = SiblingGroups()
+        self.marked: list[CallNode] = []
+        """Calls that were found to differ from their siblings; a reader clears it."""
         self._fold = TrajectoryFold()
         self._acts: dict[type[Event], Callable[[Any], CallNode | None]] = {}
 
@@ -143,8 +169,10 @@ class CallTree:
             event.fork,
             event.at_s,
             active_s=event.at_s,
+            subject=hash((event.question, event.context and event.context.digest)),
         )
         self.order.append(node)
+        self.siblings.add(node)
         return node
 
     def _ask(self, event: RequestStarted) -> CallNode:
@@ -171,6 +199,7 @@ class CallTree:
         if event.turn >= node.num_turns:
             raise IndexError(f"turn {event.turn} of call {event.call}")
         node.active_s = event.at_s
+        self.marked += self.siblings.compare(event.call, event.turn, event.cell)
         return node
 
     def _use(self, event: ToolAnswered) -> CallNode:
@@ -194,7 +223,8 @@ class CallTree:
         node = self.nodes[event.id]
         node.asking, node.is_running = -1, False
         node.stop, node.ended_s = event.stop, event.at_s
-        node.answer, node.error = cut(as_text(event.answer)), cut(event.error or "")
+        node.error, node.reason = cut(event.error or ""), event.reason
+        node.take_answer(event.answer)
         if len(node.spans) % 2:
             node.spans += (event.at_s,)
         if event.error:
@@ -225,6 +255,8 @@ class CallTree:
         self._fold.trajectory = trajectory
         for call in trajectory.calls:
             self.order.append(_node_of(call, len(self.order)))
+            self.siblings.add(self.order[-1])
+        self.siblings.compare_all()
         self.nodes.update({node.id: node for node in self.order})
         for mark in trajectory.marks:
             if mark.call in self.nodes:
@@ -233,7 +265,7 @@ class CallTree:
 
 
 def _node_of(call: Call, index: int) -> CallNode:
-    return CallNode(
+    node = CallNode(
         index,
         call.id,
         call.kind,
@@ -245,13 +277,44 @@ def _node_of(call: Call, index: int) -> CallNode:
         call.started_s,
         call.ended_s,
         call.stop,
-        cut(as_text(call.answer)),
-        cut(call.error or ""),
-        call.usage.input_tokens,
-        call.usage.output_tokens,
-        call.cost,
-        len(call.turns),
+        error=cut(call.error or ""),
+        reason=call.reason,
+        subject=hash((call.question, call.context and call.context.digest)),
+        input_tokens=call.usage.input_tokens,
+        output_tokens=call.usage.output_tokens,
+        cost=call.cost,
+        num_turns=len(call.turns),
     )
+    node.take_answer(call.answer)
+    return node
+
+
+_WITHOUT_REASON = {
+    Stop.MAX_TURNS: "all of its turns were used",
+    Stop.MAX_TOKENS: "its limit of tokens was reached",
+    Stop.MAX_COST: "its limit of dollars was reached",
+    Stop.MAX_CALLS: "its limit of calls was reached",
+    Stop.DEADLINE: "its time was up",
+    Stop.NO_CODE: "the last replies had no code, so the last one is the answer",
+    Stop.CANCELLED: "it was cancelled",
+    Stop.ERROR: "it failed",
+    Stop.SUSPENDED: "it waits for a failure to be fixed: continue it with ramify ask --resume",
+}
+"""Reasons for journals that store none."""
+
+
+def ending(stop: Stop | None, reason: str, num_turns: int, is_alive: bool = False) -> str:
+    """Say in one sentence why a run or call ended. The page, ``show``, ``runs`` and ``ask`` use it.
+
+    >>> ending(Stop.FINAL, "", 6)
+    'final, after 6 turns'
+    """
+    if stop is None:
+        return "running" if is_alive else "interrupted: its process ended before the run did"
+    if stop is Stop.FINAL:
+        return f"final, after {num_turns:,} turn{'' if num_turns == 1 else 's'}"
+    text = " ".join((reason or _WITHOUT_REASON.get(stop, "")).split())
+    return f"{stop}: {text}" if text else str(stop)
 
 
 def cut(text: str, width: int = GLANCE) -> str:

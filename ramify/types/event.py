@@ -5,7 +5,7 @@ truncated anywhere, into a ``Trajectory``. The engine uses this fold in memory, 
 it on a file.
 
     run   RunStarted  call*  RunEnded       calls of one run interleave
-    call  CallStarted  turn*  CallEnded
+    call  CallStarted  turn*  CallEnded     RunResumed may follow the end, and then further turns
     turn  RequestStarted  AttemptFailed*  ReplyReceived  CellRan*
 
 ``ScoreAdded`` may occur at any time, also long after the end.
@@ -174,6 +174,19 @@ class NoteAdded(Event, frozen=True, tag="Noted"):
     """True for a warning about the run as a whole, such as one about a weak sandbox."""
 
 
+class RunResumed(Event, frozen=True, tag="RunResumed"):
+    """A call that a limit had ended continues with higher limits. Its last word no longer counts,
+    except for its cost, and the cell before it runs again.
+
+    Example:
+        RunResumed(limits={"max_turns": 60}, forgets={"0": 30})
+    """
+
+    limits: dict[str, Any]
+    forgets: dict[str, int]
+    """Call -> its first turn that no longer counts."""
+
+
 class CallEnded(Event, frozen=True, tag="CallEnded"):
     """A call ended, with its answer.
 
@@ -185,6 +198,8 @@ class CallEnded(Event, frozen=True, tag="CallEnded"):
     stop: Stop
     answer: Any = None
     error: str | None = None
+    reason: str = ""
+    """One sentence on why the call ended, with the numbers; empty for ``FINAL``."""
 
 
 class RunEnded(Event, frozen=True, tag="RunEnded"):
@@ -201,6 +216,8 @@ class RunEnded(Event, frozen=True, tag="RunEnded"):
     cost: float | None = None
     answered_by: str = ""
     """Call id of the branch whose answer was chosen; empty if there was only one answer."""
+    reason: str = ""
+    """One sentence on why the run ended, with the numbers; empty for ``FINAL``."""
 
 
 class ScoreAdded(Event, frozen=True, tag="Scored"):
@@ -235,6 +252,7 @@ AnyEvent = (
     | CellRan
     | ToolAnswered
     | NoteAdded
+    | RunResumed
     | CallEnded
     | RunEnded
     | ScoreAdded
@@ -301,6 +319,7 @@ class TrajectoryFold:
                     event.error,
                     event.at_s,
                 )
+                call.reason = event.reason
                 if event.error:
                     self.trajectory.errors.append(f"call {event.id}: {event.error}")
             case RunStarted() if not self.trajectory.id:
@@ -312,13 +331,24 @@ class TrajectoryFold:
                 )
             case RunStarted():  # a conversation's next question
                 self.trajectory.stop, self.trajectory.answer = None, None
+                self.trajectory.reason = ""
             case RunEnded():
                 self.trajectory.stop, self.trajectory.answer = event.stop, event.answer
                 self.trajectory.answered_by = event.answered_by
+                self.trajectory.reason = event.reason
                 self.trajectory.seconds = event.at_s
                 # The cost is 0, not None, if the model has a price but no request was sent.
                 if self.trajectory.cost is None:
                     self.trajectory.cost = event.cost
+            case RunResumed():
+                self.trajectory.stop, self.trajectory.answer = None, None
+                self.trajectory.reason = ""
+                for id, first in event.forgets.items():
+                    call = self._calls[id]
+                    del call.turns[first:]
+                    if call.turns:
+                        call.turns[-1] = msgspec.structs.replace(call.turns[-1], cells=())
+                    call.stop, call.answer, call.error = None, None, None
             case ScoreAdded():
                 note_score(self.trajectory, event)
             case NoteAdded(is_warning=True):

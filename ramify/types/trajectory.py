@@ -167,6 +167,8 @@ class Call(msgspec.Struct, omit_defaults=True):
     started_s: float = 0.0
     """Seconds since the run started."""
     ended_s: float | None = None
+    reason: str = ""
+    """One sentence on why the call ended; empty for ``FINAL`` and in older journals."""
 
 
 class Annotation(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -220,6 +222,8 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
     warnings: list[str] = msgspec.field(default_factory=list)
     """Warnings about the run as a whole, such as one about a weak sandbox."""
+    reason: str = ""
+    """One sentence on why the run ended; empty for ``FINAL`` and in older journals."""
 
     @property
     def root(self) -> Call:

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.types.call_tree import CallNode, as_text, cut
+from ramify.types.call_tree import CallNode, as_text, cut, ending
 from ramify.viewer.watched_run import WatchedRun
 
 COLUMNS: dict[str, Callable[[CallNode], Any]] = {
@@ -39,6 +39,9 @@ COLUMNS: dict[str, Callable[[CallNode], Any]] = {
     "question": attrgetter("question"),
     "answer": attrgetter("answer"),
     "error": attrgetter("error"),
+    "reason": attrgetter("reason"),
+    "failed": attrgetter("has_failed"),
+    "outlier": attrgetter("outlier"),
     "spans": lambda node: [round(at_s, 4) for at_s in node.spans] if node.spans else None,
     "fork": lambda node: None if node.fork is None else [node.fork.call, node.fork.turn],
     "tools": lambda node: node.tools or None,
@@ -47,9 +50,9 @@ COLUMNS: dict[str, Callable[[CallNode], Any]] = {
 """Column -> its value for a call; ``parent`` and ``reward`` are added separately.
 
 ``turn`` and ``cell`` are the place in the parent that made the call. ``state`` is ``asking``,
-``running``, ``open`` or ``done``. ``spans`` exists only for calls with a session. ``tools`` has
-[time, whether it failed] for each tool answer. ``scores`` has [turn, name, value] for each score
-other than a reward."""
+``running``, ``open`` or ``done``. ``outlier`` says how a call differs from its siblings. ``spans``
+exists only for calls with a session. ``tools`` has [time, whether it failed] for each tool answer.
+``scores`` has [turn, name, value] for each score other than a reward."""
 TEXTS = ("question", "answer")
 """Columns that make up most of a picture's bytes but are visible only in a few rows."""
 _MAX_ERRORS = 200
@@ -132,6 +135,8 @@ def head(run: WatchedRun) -> dict[str, Any]:
         "alive": run.is_alive,
         "stop": trajectory.stop,
         "answer": cut(as_text(trajectory.answer), 4_000),
+        "has_answer": trajectory.answer is not None,
+        "ending": _ending(run),
         "answered_by": trajectory.answered_by,
         "usage": fields(trajectory.usage),
         "cost": trajectory.cost,
@@ -152,6 +157,16 @@ def head(run: WatchedRun) -> dict[str, Any]:
         "raw_code": bool((config.get("scaffold") or {}).get("raw_code")),
         "num_calls": len(run.tree.order),
     }
+
+
+def _ending(run: WatchedRun) -> str:
+    """Why the run ended, in one sentence."""
+    trajectory, order = run.tree.run, run.tree.order
+    root = next((node for node in reversed(order) if node.parent is None), None)
+    reason = trajectory.reason or (root.reason or root.error if root else "")
+    if trajectory.stop is None and not order and run.problem:
+        return ""
+    return ending(trajectory.stop, reason, root.num_turns if root else 0, run.is_alive)
 
 
 def rewards_of(run: WatchedRun, node: CallNode) -> dict[str, float]:

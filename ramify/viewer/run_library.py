@@ -12,6 +12,7 @@ from __future__ import annotations
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -19,8 +20,9 @@ from ramify.errors import StoreError
 from ramify.evaluate.run import read_evaluation
 from ramify.store.journal import writer
 from ramify.store.private_files import EVALUATIONS as EVALUATIONS
-from ramify.store.store import RunSummary, summarise
+from ramify.store.store import MAX_ANSWER, RunSummary, summarise
 from ramify.train.metrics import FILE as METRICS
+from ramify.types.call_tree import as_text, cut, ending
 from ramify.types.message import Usage
 from ramify.types.trajectory import SCHEMA_VERSION, Stop
 from ramify.viewer.run_locations import LocatedRun, RunLocation, RunLocations, kind_of, newer, walk
@@ -56,6 +58,10 @@ class RunRow(msgspec.Struct, omit_defaults=True):
     """Path of its file; empty for a run of a store."""
     task: str = ""
     problem: str | None = None
+    answer: str | None = None
+    """Beginning of the answer; None if there is none."""
+    ending: str = ""
+    """One sentence on why it ended."""
 
 
 class TrainingRow(msgspec.Struct, omit_defaults=True):
@@ -107,11 +113,18 @@ class _Glance(msgspec.Struct):
     cost: float | None = None
     seconds: float = 0.0
     started_at: float = 0.0
+    answer: Any = None
+    reason: str = ""
 
 
 class _CallGlance(msgspec.Struct):
     model: str
     depth: int = 0
+    turns: list[_TurnGlance] = []
+
+
+class _TurnGlance(msgspec.Struct):
+    """A turn, which is only counted."""
 
 
 _glance = msgspec.json.Decoder(_Glance)
@@ -134,7 +147,10 @@ def row_of_summary(summary: RunSummary, key: str) -> RunRow:
         next(iter(summary.rewards.values()), None),
         summary.rewards,
         alive=summary.alive,
+        task=summary.task,
         problem=summary.problem,
+        answer=summary.answer,
+        ending=ending(summary.stop, summary.reason, summary.root_turns, summary.alive),
     )
 
 
@@ -169,6 +185,10 @@ def row_of_line(line: bytes, key: str, path: Path, number: int) -> RunRow:
         glance.rewards,
         source=str(path),
         task=glance.task,
+        answer=None if glance.answer is None else cut(as_text(glance.answer), MAX_ANSWER),
+        ending=ending(
+            glance.stop, glance.reason, len(glance.calls[0].turns) if glance.calls else 0
+        ),
     )
 
 

@@ -29,7 +29,7 @@ from ramify.types.event import (
     ScoreAdded,
 )
 from ramify.types.message import Usage
-from ramify.types.trajectory import CallKind, Fork, Parent, Trajectory
+from ramify.types.trajectory import CallKind, ContextRef, Fork, Parent, Trajectory
 
 
 class CallStartGlance(Event, frozen=True, gc=False, tag="CallStarted"):
@@ -40,6 +40,7 @@ class CallStartGlance(Event, frozen=True, gc=False, tag="CallStarted"):
     question: str
     parent: Parent | None = None
     fork: Fork | None = None
+    context: ContextRef | None = None
 
 
 class RequestGlance(Event, frozen=True, gc=False, tag="Requested"):
@@ -61,6 +62,7 @@ class ReplyGlance(Event, frozen=True, gc=False, tag="Replied"):
 class CellGlance(Event, frozen=True, gc=False, tag="CellRan"):
     call: str
     turn: int
+    cell: int
 
 
 class ToolGlance(Event, frozen=True, gc=False, tag="ToolAnswered"):
@@ -157,6 +159,14 @@ class RunTree:
             node.last_line = line
             node.version = line + 1
         return node
+
+    def take_marked(self) -> set[int]:
+        """Indices of the calls that were newly found to differ from their siblings."""
+        marked = {node.index for node in self.calls.marked}
+        for node in self.calls.marked:
+            node.version = self.version
+        self.calls.marked.clear()
+        return marked
 
     def skip(self, offset: int) -> None:
         """Count a line that could not be applied."""

@@ -148,6 +148,7 @@ class WatchedRun:
                     offset += size
         finally:
             self.offset = offset
+            changed.update(self.tree.take_marked())
 
     def _should_retry(self, offset: int) -> bool:
         """Whether the damaged line at ``offset`` is new and its writer is still alive."""

@@ -34,7 +34,7 @@ CASES = {
     ),
     "nothing listens": (
         ["-m", "openai:m@http://127.0.0.1:9/v1", "--patience", "1", "q"],
-        1,
+        5,
         r"cannot reach http://127\.0\.0\.1:9",
     ),
     "unreadable path": ([*MODEL, "q", "nowhere.txt"], 2, r"nowhere.txt does not exist"),

@@ -42,6 +42,9 @@ WRONG = {
         (["-m", "azure:x@notaurl", "q"], "use azure:x@https://"),
         ([*M, "--sub-model", "opnai:x", "q"], "unknown provider 'opnai'"),
         (["--resume", "nothing"], "has no runs"),
+        (["--from", "2", "q"], "--from needs a run: give --resume RUN too"),
+        (["--resume", "last", "--code", "x.py"], "give --from TURN too"),
+        (["--resume", "last", "--max-depth", "2"], "remove --max-depth"),
     ),
     "eval": (
         ([], "no task: ramify eval"),
@@ -169,6 +172,8 @@ OTHERWISE_RIGHT = {
 }
 """Command -> arguments to which one option with a wrong value is added."""
 WRONG_VALUES = {
+    "from": "2",
+    "code": "x.py",
     **dict.fromkeys(("max_cost", "max_calls", "max_depth", "patience", "temperature"), "-1"),
     **dict.fromkeys(("max_seconds", "max_turns", "max_tokens", "max_reply_tokens"), "0"),
     **dict.fromkeys(("max_concurrency", "branches", "items", "n", "k", "concurrency"), "0"),

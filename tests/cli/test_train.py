@@ -51,11 +51,16 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(shell: Shell) -> None:
     running.send_signal(signal.SIGINT)
     _, err = running.communicate(timeout=200)
     assert running.returncode == 130, err.decode()
-    assert err.decode().splitlines()[-1] == "stopped; continue with: ramify train --resume out"
     out = shell.folder / "out"
     latest = CheckpointStore(out).latest()
     assert latest is not None
-    assert [row for row in read_metrics(out) if row.stage == "rl"]
+    step = max(row.step for row in read_metrics(out) if row.stage == "rl")
+    assert latest.name == f"step-{step:06d}"
+    assert err.decode().splitlines()[-1] == (
+        f"the run was ended by SIGINT; it is saved at step {step}; continue with: "
+        "ramify train --resume out"
+    )
+    assert "Traceback" not in (out / "run.log").read_text()
 
 
 @pytest.mark.parametrize(

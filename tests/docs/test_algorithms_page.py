@@ -50,7 +50,7 @@ ESTIMATES = {
     "maxrl": [*((R - 0.375) / 0.375), 0, 0],
     "opo": [*(R - BY_LENGTH), 0, 0],
     "pass_at_k": [0.5 / STD, 0, 0, 0, 0, 0],
-    "gdpo": [*whitened([*((R - 0.375) / STD)], (2, 1, 3, 2)), 0, 0],
+    "gdpo": whitened([*((R - 0.375) / STD), 0, 0], (1, 1, 1, 1, 1, 1)),  # by rollout
     "hierarchical": [0.625, 0.125, -0.375, -0.375, 0, 0],
     "reinforce_pp": whitened([1, 0.5, 0, 0, 1, 1]),
     "reinforce_pp_baseline": whitened([0.625, 0.125, -0.375, -0.375, 0, 0]),

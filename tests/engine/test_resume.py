@@ -11,9 +11,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from ramify import RLM, Limits, RamifyError, Scaffold, Stop, Store
+from ramify import RLM, Limits, RamifyError, Sampling, Scaffold, Stop, Store, Suspended
+from ramify.clients.scripted import refused
 from ramify.clients.scripted_server import ScriptedServer
 from ramify.errors import ConfigError, LimitReached, ReplayDiverged
 from ramify.types.event import AttemptFailed, ReplyReceived, RequestStarted
@@ -280,3 +282,147 @@ def test_a_replay_leaves_them_out_where_there_was_no_last_word(tmp_path: Path) -
         assert [call.id for call in again.trajectory.calls] == ["0", "0.0"]
 
     asyncio.run(main())
+
+
+# --- higher limits, forks and conversations
+# ------------------------------------------------------------------------------------------------
+
+
+def counting(messages: tuple[Message, ...]) -> str:
+    """A root that adds one call per turn and answers after four of them."""
+    text = messages[-1].content
+    if messages[0].role != "system":
+        return f"re: {text}"
+    if "The limit is reached" in text:
+        return "FINAL(too early)"
+    turn = sum(message.role == "assistant" for message in messages)
+    return code(
+        "FINAL(found)"
+        if turn == 4
+        else f"found = [*globals().get('found', []), llm_query('a{turn}')]"
+    )
+
+
+ALL = ["re: a0", "re: a1", "re: a2", "re: a3"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "low", "high", "stop"),
+    [
+        ("max_turns", 3, 9, Stop.MAX_TURNS),
+        ("max_turns", 4, 9, Stop.MAX_TURNS),
+        ("max_calls", 6, 20, Stop.MAX_CALLS),
+    ],
+)
+def test_a_run_that_a_limit_ended_is_continued_with_a_higher_one(
+    tmp_path: Path, limit: str, low: int, high: int, stop: Stop
+) -> None:
+    store, model = Store(tmp_path), client(counting)
+    with rlm(model, store=store, limits={limit: low}) as r:
+        first = r.completion("text", "?")
+        before = store.path("last").read_bytes()
+        assert (first.stop, first.answer) == (stop, "too early")
+        assert r.resume("last").answer == "too early"
+        with pytest.raises(ConfigError, match=f"to continue it, give more than {limit}={low}"):
+            r.restart("last")
+        assert store.path("last").read_bytes() == before
+        result = r.resume("last", limits=Limits(**{limit: high}))
+    assert (result.stop, result.answer) == (Stop.FINAL, ALL)
+    plain = Counter(r.messages[-1].content for r in model.requests if r.messages[0].role == "user")
+    assert set(plain.values()) == {1}
+    loaded = store.load("last")
+    assert (loaded.answer, loaded.usage) == (ALL, result.usage)
+    assert result.usage.calls == len(model.requests), "the last word is charged too"
+    with rlm(client([]), store=store, limits={limit: high}) as r:
+        assert r.replay("last").answer == r.resume("last").answer == ALL
+
+
+def test_a_limit_may_be_raised_twice(tmp_path: Path) -> None:
+    store, model = Store(tmp_path), client(counting)
+    with rlm(model, store=store, limits={"max_turns": 2}) as r:
+        r.completion("text", "?")
+        for limit in (3, 4):
+            assert r.resume("last", limits=Limits(max_turns=limit)).answer == "too early"
+        assert r.resume("last", limits=Limits(max_turns=5)).answer == ALL
+        assert r.replay("last").answer == ALL
+    assert [turn.cells[0].error for turn in store.load("last").root.turns] == [None] * 5
+
+
+def test_a_run_is_forked_at_a_turn_with_other_code(tmp_path: Path) -> None:
+    store, model = Store(tmp_path), client(counting)
+    with rlm(model, store=store) as r:
+        origin = r.completion("text", "?")
+        before = store.path("last").read_bytes()
+        fork = r.fork(origin.run_id, 2, code="found = [*found, 'mine']")
+        again = r.fork(origin.run_id, 4)
+        with pytest.raises(ConfigError, match="the root has 5 turns: turn 6 cannot be forked"):
+            r.fork(origin.run_id, 5)
+        assert r.replay(fork.run_id).answer == fork.answer
+    assert fork.answer == ["re: a0", "re: a1", "mine", "re: a3"]
+    assert (again.answer, again.usage.calls) == (ALL, 1)
+    assert store.path(origin.run_id).read_bytes() == before
+    assert fork.trajectory.metadata["forked"] == {"run": origin.run_id, "turn": 2}
+    assert fork.usage.calls == 3, "two turns of the root and one call are new"
+    assert len(store.runs()) == 3
+
+
+def test_a_conversation_is_continued_in_its_last_question(tmp_path: Path) -> None:
+    async def main() -> None:
+        store, is_valid = Store(tmp_path), False
+
+        def script(messages: tuple[Message, ...]) -> Any:
+            if "The next question" not in messages[-1].content:
+                return (
+                    code("seen = [llm_query('a')]\nFINAL(1)")
+                    if messages[0].role == "system"
+                    else "re"
+                )
+            return code("FINAL(seen)") if is_valid else refused(401, "no")
+
+        model = client(script)
+        async with rlm(model, store=store) as r:
+            async with r.conversation("text") as conversation:
+                assert (await conversation.aask("first?")).answer == 1
+                with pytest.raises(Suspended) as caught:
+                    await conversation.aask("second?")
+            before = len(model.requests)
+            is_valid = True
+            result = await r.aresume(caught.value.run_id)
+        assert (result.answer, len(model.requests) - before) == (["re"], 1)
+        assert [call.id for call in store.load("last").calls] == ["0", "0.0", "1"]
+        assert [call.stop for call in store.load("last").calls] == [Stop.FINAL] * 3
+
+    asyncio.run(main())
+
+
+def test_every_other_setting_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    def tool() -> int:
+        return 1
+
+    def other() -> int:
+        return 2
+
+    store = Store(tmp_path)
+    program = rlm([code("x = 1"), refused(401, "no")], store=store, tools={"tool": tool})
+    with program as r, pytest.raises(Suspended):
+        r.completion("text", "?")
+    before = store.path("last").read_bytes()
+    scaffold = msgspec.structs.replace(SCAFFOLD, max_idle=7)
+    with (
+        rlm(
+            client([], name="scripted:other"),
+            store=store,
+            tools={"tool": other},
+            scaffold=scaffold,
+            limits={"max_depth": 3},
+            sampling=Sampling(temperature=0.5),
+        ) as r,
+        pytest.raises(ReplayDiverged) as caught,
+    ):
+        r.resume("last")
+    assert str(caught.value).partition(" was started with ")[2] == (
+        "model=scripted:test, not scripted:other; scaffold.max_idle=2, not 7; "
+        "sampling.temperature=None, not 0.5; tool tool (changed now); limits.max_depth=1, not 3: "
+        "resume it with the recorded settings, or ask as a new run"
+    )
+    assert store.path("last").read_bytes() == before

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify import RLM, Limits, RamifyError, SandboxSpec, Stop, Store
+from ramify import RLM, Limits, RamifyError, SandboxSpec, Stop, Store, Suspended
 from ramify.clients.scripted import refused
 from ramify.clients.scripted_server import ScriptedServer
-from ramify.errors import ModelError, ReplayDiverged, StoreError
+from ramify.errors import ModelError, ReplayDiverged
 from ramify.types.event import AnyEvent, NoteAdded, ReplyReceived
 from ramify.types.message import Message
 from tests.clients.helpers import run
@@ -108,11 +108,12 @@ def test_a_run_whose_disk_is_full_at_any_event_can_be_resumed(
         with program(store) as rlm:
             with (
                 files_of_at_most(fits),
-                pytest.raises(StoreError, match=r"cannot write .* free some space"),
+                pytest.raises(Suspended, match=r"cannot write .* free some space"),
             ):
                 rlm.completion("text", "?")
-            assert len(lines(store)) <= num, (
-                "after the one that was lost, no smaller event is written"
+            *before, last = lines(store)
+            assert len(before) + (b'"suspended"' not in last) <= num, (
+                "after the one that was lost, no smaller event is written, but for the end"
             )
             result = rlm.resume("last")
         assert (result.stop, result.answer) == (Stop.FINAL, ANSWER), num
@@ -138,8 +139,12 @@ def test_a_failed_run_is_resumed_where_it_failed(tmp_path: Path, num: int) -> No
 
     with program(store, script) as rlm:
         for again in (False, True):
-            with pytest.raises(ModelError, match="no such key"):
+            with pytest.raises(Suspended, match="no such key") as caught:
                 rlm.resume("last") if again else rlm.completion("text", "?")
+            assert (caught.value.run_id, store.runs()[0].stop) == (
+                store.runs()[0].id,
+                Stop.SUSPENDED,
+            )
         is_valid = True
         result = rlm.resume("last")
         assert (result.stop, result.answer) == (Stop.FINAL, ANSWER)
@@ -153,18 +158,44 @@ def test_a_failed_run_is_resumed_where_it_failed(tmp_path: Path, num: int) -> No
 def test_a_failed_direct_answer_is_resumed(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with RLM(client([refused(401, "no"), "fine"]), store=store) as rlm:
-        with pytest.raises(ModelError):
+        with pytest.raises(Suspended) as caught:
             rlm.completion("how are you?")
-        assert rlm.resume("last").answer == "fine"
+        assert caught.value.resume().answer == "fine"
 
 
 def test_a_replay_of_a_failed_run_fails_as_it_did(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    with program(store, [refused(401, "no such key")]) as rlm:
-        with pytest.raises(ModelError, match="no such key"):
+    with program(store, [refused(404, "no such model"), refused(401, "no such key")]) as rlm:
+        for again in (False, True):
+            with pytest.raises(ModelError, match="no such model"):
+                rlm.replay("last") if again else rlm.completion("text", "?")
+        with pytest.raises(Suspended):
             rlm.completion("text", "?")
-        with pytest.raises(ModelError, match="no such key"):
+        with pytest.raises(ReplayDiverged, match="resume the run to request it"):
             rlm.replay("last")
+
+
+def test_a_call_that_a_person_must_help_is_not_shown_to_the_code(tmp_path: Path) -> None:
+    """One call of a batch fails; the others are recorded, and the code sees no failure."""
+    store, asked, is_valid = Store(tmp_path), Counter[str](), False
+
+    def script(messages: tuple[Message, ...]) -> Any:
+        text = messages[-1].content
+        if messages[0].role == "system":
+            return code("FINAL(llm_query_batched(['a', 'b', 'c']))")
+        if text == "b" and not is_valid:
+            return refused(402, "no credit")
+        asked[text] += 1
+        return f"re: {text}"
+
+    with program(store, script) as rlm:
+        with pytest.raises(Suspended, match="no credit") as caught:
+            rlm.completion("text", "?")
+        assert asked["a"] == 1
+        is_valid = True
+        assert caught.value.resume().answer == ["re: a", "re: b", "re: c"]
+    assert asked == {"a": 1, "b": 1, "c": 1}, "nothing was paid for twice"
+    assert [call.stop for call in store.load("last").calls] == [Stop.FINAL] * 4
 
 
 # --- wrong programs

@@ -47,7 +47,8 @@ class FakeEngine:
         self.writers.append(writer)
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         method, path, _ = head.split("\r\n")[0].split(" ")
-        size = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
+        length = head.lower().partition("content-length: ")[2].partition("\r\n")[0]
+        size = int(length or 0)
         body = json.loads(await reader.readexactly(size)) if size else None
         self.requests.append(f"{method} {path}")
         if "/attach" in path:

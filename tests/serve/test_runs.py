@@ -213,10 +213,16 @@ def test_a_request_may_tighten_limits_and_depth() -> None:
     run(test)
 
 
-def test_a_model_that_fails_is_502_with_the_runs_id(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("status", "answered", "code", "stop"),
+    [(404, 502, "model_failed", "error"), (401, 503, "run_suspended", "suspended")],
+)
+def test_a_model_that_fails_is_an_error_with_the_runs_id(
+    tmp_path: Path, status: int, answered: int, code: str, stop: str
+) -> None:
     async def test() -> None:
         store = Store(tmp_path)
-        failing = session(direct=lambda _: refused(401, "wrong key"))
+        failing = session(direct=lambda _: refused(status, "no"))
         async with serving(failing, store=store) as server, asking(server) as client:
             for stream in (False, True):
                 with pytest.raises(openai.InternalServerError) as caught:
@@ -225,12 +231,12 @@ def test_a_model_that_fails_is_502_with_the_runs_id(tmp_path: Path) -> None:
                     )
                 error = caught.value
                 assert (error.status_code, error.code, error.type) == (
-                    502,
-                    "model_failed",
+                    answered,
+                    code,
                     "server_error",
                 )
                 run_id = error.body["run"]
-                assert store.load(run_id).stop == "error"
+                assert store.load(run_id).stop == stop
                 assert error.response.headers["x-ramify-run"] == run_id
                 assert error.response.headers["x-should-retry"] == "false"
 

@@ -131,7 +131,7 @@ def test_whoever_hangs_up_cancels_the_tree(tmp_path: Path) -> None:
 
 def test_a_failure_after_the_first_event_is_the_last_event(tmp_path: Path) -> None:
     async def test() -> None:
-        turns = iter([cell("print(1)"), refused(401, "wrong key")])
+        turns = iter([cell("print(1)"), refused(404, "no such model")])
         async with (
             serving(lambda _: next(turns), store=Store(tmp_path)) as server,
             asking(server) as client,

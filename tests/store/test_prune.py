@@ -54,6 +54,8 @@ def test_a_summary_says_what_the_fold_would(store: Store):
         trajectory.stop,
         JOURNAL.stat().st_size,
         rewards=trajectory.rewards,
+        answer=trajectory.answer,
+        root_turns=len(trajectory.calls[-1].turns),
     )
 
 

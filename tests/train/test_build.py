@@ -18,7 +18,7 @@ from ramify.train.advantages.group_estimators import GRPO
 from ramify.train.advantages.sft import SFT
 from ramify.train.assemble import assemble
 from ramify.train.backends.base import OptimizerSpec, ShardSpec
-from ramify.train.checkpoint import CheckpointState, CheckpointStore, check_config, read_state
+from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state
 from ramify.train.config import (
     CriticSpec,
     EvaluateSpec,
@@ -32,6 +32,7 @@ from ramify.train.config import (
     plain,
 )
 from ramify.train.execute import train
+from ramify.train.lineage import check_changes
 from ramify.train.losses.loss import LossSpec
 from ramify.train.open_run import closing
 from ramify.train.recipe import load_recipe, stored
@@ -317,7 +318,7 @@ def test_what_is_kept_of_a_run_has_no_secrets(
     assert state.config["tracker_options"] == {
         "wandb": {"token": "«redacted»", "project": "mine", "note": "«redacted SOME_TOKEN»"}
     }
-    check_config(state, plain(run("sk-second")))
+    check_changes(state, plain(run("sk-second")))
     with pytest.raises(
         ConfigError, match=r"does not contain task\.options\.api_key, since it may be a secret"
     ):

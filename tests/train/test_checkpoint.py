@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import ConfigError, StoreError
-from ramify.train.checkpoint import CheckpointState, CheckpointStore, check_config, find, read_state
+from ramify.train.checkpoint import CheckpointState, CheckpointStore, find, read_state
 
 
 def save(checkpoints: CheckpointStore, step: int, score: float | None = None) -> Path:
@@ -162,20 +162,6 @@ def test_what_is_to_be_resumed_is_found(tmp_path: Path) -> None:
     (first / "state.json").write_text("{")
     with pytest.raises(StoreError, match="is not a checkpoint"):
         read_state(first)
-
-
-def test_the_first_difference_is_named() -> None:
-    state = CheckpointState(
-        step=7, config={"seed": 1, "optim": {"lr": 0.1, "decay": 0.5}, "eval": {"num": 8}}
-    )
-    check_config(state, state.config)
-    check_config(state, {**state.config, "eval": {"num": 64}}, free=("eval.",))
-    with pytest.raises(
-        ConfigError, match=r"step 7 has a different config: optim.lr was 0.1 and is now 0.2"
-    ):
-        check_config(state, {"seed": 1, "optim": {"lr": 0.2, "decay": 0.1}, "eval": {"num": 8}})
-    with pytest.raises(ConfigError, match=r"optim.momentum was None and is now 0.9"):
-        check_config(state, {**state.config, "optim": {"lr": 0.1, "decay": 0.5, "momentum": 0.9}})
 
 
 def test_a_checkpoint_of_a_later_version_is_refused(tmp_path: Path) -> None:

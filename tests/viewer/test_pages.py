@@ -81,7 +81,7 @@ def test_the_list_of_calls_opens_filters_and_follows_keys(browser: Any, world: W
         page.locator(".call-row .id", has_text=re.compile(r"^0\.7$")).wait_for()
         assert (
             rows.count() == 32
-            or page.locator(".vspace").first.evaluate("(it) => it.offsetHeight") == 32 * 30
+            or page.locator(".vspace").first.evaluate("(it) => it.offsetHeight") == 32 * 46
         )
         page.keyboard.press("j")
         page.locator(".crumbs b", has_text="call 0.").wait_for()
@@ -337,7 +337,7 @@ def test_training(browser: Any, world: World, tmp_path: Path, size: tuple[int, i
         page.locator(".samples select").evaluate("(it) => it.value")
         page.locator(".rollout").first.click()
         page.locator("canvas[data-drawn='32']").wait_for()
-        assert text(page, ".badge.worth") == "correct 1"
+        assert text(page, ".badge.worth") == "correct 1 ✓"
         page.locator(".turn-head .small").first.click()
         page.locator(".tok.sampled").first.wait_for()
         page.get_by_label("what the colour of a token says").select_option("advantage")
@@ -369,7 +369,7 @@ def test_an_evaluation_and_what_was_scored(
         page.locator("#filter").fill("words/test/0")
         page.locator(".attempt:visible").first.click()
         page.locator(".turn").nth(1).wait_for()
-        assert text(page, ".badge.worth") == "correct 1"
+        assert text(page, ".badge.worth") == "correct 1 ✓"
         tool = page.locator(".tool-answer")
         assert tool.locator(".came").inner_text() == "rain: water that falls"
         assert "Looks before it counts." in text(page, ".turn:nth-child(1) .marks")

@@ -52,7 +52,7 @@ _WITH_CHANGES = """
 _OPENING = "open=2/- openat=257/56"
 _FILTERED = """
     clone3=435/435 clone=56/220 fcntl=72/25 fork=57/- get_robust_list=274/100 getpgid=121/155 getsid=124/156
-    getsockopt=55/209 ioctl=16/29 mmap=9/222 nfsservctl=180/42 prctl=157/167 prlimit64=302/261 recvfrom=45/207
+    getsockopt=55/209 ioctl=16/29 mmap=9/222 prctl=157/167 prlimit64=302/261 readahead=187/213 recvfrom=45/207
     recvmsg=47/212 sched_getaffinity=204/123 sched_getparam=143/121 sched_getscheduler=145/120 sendmsg=46/211
     sendto=44/206 socketpair=53/199 tgkill=234/131
 """
@@ -195,7 +195,7 @@ _STEPS: dict[str, int | list[Step]] = {
     "clone3": ENOSYS,  # its flags are in memory; the C library falls back to clone
     "fork": NOTIFY,
     # Removed from all kernels: both processes of a fork use it to ask the host for their wires.
-    "nfsservctl": NOTIFY,
+    "readahead": NOTIFY,
     "clone": [
         _argument(0),
         (_ANY_BIT, 0, 1, _NEW_NAMESPACE), _end(EPERM),

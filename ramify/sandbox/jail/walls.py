@@ -25,6 +25,7 @@ import signal
 import socket
 import sys
 import sysconfig
+import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -90,11 +91,20 @@ def build(config: dict[str, Any], let_go: Any, preload: Any) -> ZygoteWalls:
                 return _no_spaces(config, missing, tier, preload)
             walls = _spaces(config, missing, let_go)
         except OSError as error:
-            missing[tier] = error.strerror or str(error)
+            missing[tier] = _cause(error)
         else:
             preload(False)
             return walls
     raise TierUnavailable(missing)
+
+
+def _cause(error: BaseException) -> str:
+    """Return what failed, and why."""
+    why = str(getattr(error, "strerror", None) or error)
+    if not isinstance(error, OSError) or not error.errno or hasattr(error, "what"):
+        return why
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{place.line or f'a system call of {place.name}'}: {why}"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -110,10 +120,7 @@ def _spaces(config: dict[str, Any], missing: dict[str, str], let_go: Any) -> Zyg
         try:
             walls = _enter_spaces(config, missing)
         except BaseException as error:  # noqa: BLE001  (reported to the process that continues without it)
-            os.write(
-                write_end,
-                str(getattr(error, "strerror", None) or error).encode()[:4000] or b"unknown",
-            )
+            os.write(write_end, _cause(error).encode()[:4000] or b"unknown")
             os._exit(1)
         os.close(write_end)
         return walls
@@ -351,6 +358,8 @@ def _try_out(walls: ZygoteWalls) -> None:
     theirs.close()
     with ours:
         trouble = _serve_trial(ours, pid)
+    if trouble is None and prepared.scratch >= 0:  # as before a fork
+        primitives.freeze_mount(prepared.scratch)
     prepared.drop_rules()
     prepared.drop()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -372,9 +381,10 @@ def _try_out(walls: ZygoteWalls) -> None:
 
 def _trial(walls: ZygoteWalls, prepared: confine.PreparedSession, wire: socket.socket) -> int:
     """In the trial session: return which attacks succeed, as bits."""
+    fd = wire.detach()
     try:
         walls.confinement.enter(prepared)
-        fd = os.dup2(wire.detach(), 3, inheritable=False)
+        fd = os.dup2(fd, 3, inheritable=False)
         os.closerange(fd + 1, 1 << 20)
         walls.confinement.limit()
         walls.confinement.finish(fd)
@@ -383,7 +393,7 @@ def _trial(walls: ZygoteWalls, prepared: confine.PreparedSession, wire: socket.s
         os.close(3)
     except OSError as error:
         with contextlib.suppress(OSError):
-            os.write(2, f"{error}\n".encode())
+            os.write(fd, _cause(error).encode())
         return _NOT_STARTED
     return found
 
@@ -399,12 +409,13 @@ def _serve_trial(wire: socket.socket, pid: int) -> OSError | None:
             file = _needed("memfd_create", os.memfd_create, "trial", _MEMFD_FLAGS)
             stack.callback(os.close, file)
             _needed("sealing of memory files", fcntl.fcntl, file, _F_ADD_SEALS, _F_SEAL_WRITE)
-            _, ancillary, _, _ = wire.recvmsg(1, socket.CMSG_SPACE(4))
+            data, ancillary, _, _ = wire.recvmsg(4096, socket.CMSG_SPACE(4))
             for _, _, packed in ancillary:
                 listener = array.array("i", packed)[0]
                 stack.callback(os.close, listener)
             if listener < 0:
-                return None  # its exit status says why
+                why = data.decode("utf-8", "replace") or "it ended at once"
+                return OSError(0, f"a trial session did not start: {why}")
             poll = select.poll()
             poll.register(listener, select.POLLIN)
             while poll.poll(_TRIAL_S * 1000):

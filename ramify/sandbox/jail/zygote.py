@@ -12,11 +12,16 @@ library only.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import os
 import signal
 import socket
 import sys
+import sysconfig
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -105,6 +110,60 @@ MORE = (
     "_strptime",
 )
 """Modules that are also imported ahead of time if sessions cannot read the standard library."""
+_NOT_STORED = {"__pycache__", "idlelib", "site-packages", "dist-packages", "test", "tests"}
+
+
+class StoredLibrary:
+    """Finds the modules of the standard library in memory, for sessions that cannot read its files:
+    no call may name a file, or its folder belongs to a user that this process no longer is."""
+
+    def __init__(self, folders: list[str]) -> None:
+        self._modules: dict[str, tuple[str, bytes]] = {}
+        """Name -> path and source."""
+        for folder in folders:
+            self._store(folder, "")
+
+    def _store(self, folder: str, package: str) -> None:
+        for entry in os.scandir(folder):
+            name, _, end = entry.name.partition(".")
+            if not name.isidentifier() or entry.name in _NOT_STORED:
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                self._store(entry.path, f"{package}{name}.")
+            elif end == "py":
+                full = package.rstrip(".") if name == "__init__" else package + name
+                with contextlib.suppress(OSError), open(entry.path, "rb") as file:
+                    self._modules[full] = entry.path, file.read()
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        if name not in self._modules:
+            return None
+        path = self._modules[name][0]
+        spec = ModuleSpec(name, self, origin=path, is_package=path.endswith("__init__.py"))  # type: ignore[arg-type]
+        spec.has_location = True
+        return spec
+
+    def create_module(self, _: ModuleSpec) -> None:
+        """Let Python create it."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        path, source = self._modules[module.__name__]
+        exec(compile(source, path, "exec", dont_inherit=True), vars(module))
+
+
+def _store_library() -> None:
+    """Make the rest of the standard library importable: load its compiled modules now, and store
+    the others, which sessions import when they need them."""
+    places = map(os.path.realpath, map(sysconfig.get_path, ("stdlib", "platstdlib")))
+    folders = [place for place in dict.fromkeys(places) if os.path.isdir(place)]
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            for file in os.listdir(f"{folder}/lib-dynload"):
+                name = file.partition(".")[0]
+                if name in sys.stdlib_module_names - {"_tkinter"}:
+                    with contextlib.suppress(ImportError):
+                        importlib.import_module(name)
+    sys.meta_path.append(StoredLibrary(folders))
 
 
 class Zygote(forkserver.ForkServer):
@@ -203,6 +262,8 @@ def _live(control: Any, config: dict[str, Any]) -> None:
     def preload(more: bool) -> None:
         if not config["probes"]:
             forkserver.preload(config["paths"], (*forkserver.PRELOAD, *(MORE if more else ())))
+            if more:
+                _store_library()
             confine.end_skipping()
             forkserver.preload([], config["packages"])
 

@@ -1,21 +1,25 @@
 """GDPO (2601.05242): each named reward is compared within the group separately, then the results
-are summed with the task's weights and normalised over the step.
+are summed with the task's weights and normalised over the rollouts of the step.
 
 rewards correct 1, 0 and short 0, 0.1 with weights 1 and 0.5: each pair becomes ±0.707, so the sums
-are 0.354, -0.354. If the rewards were summed before the comparison, the small one would have almost
-no influence.
+are 0.354, -0.354, and normalised over these two rollouts ±0.707. If the rewards were summed
+before the comparison, the small one would have almost no influence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Literal
 
 from ramify.errors import ConfigError
+from ramify.train.advantages import token_arithmetic as row_math
 from ramify.train.advantages.base import AssignedStep
 from ramify.train.advantages.credit import CREDITS, CreditNode, Numbers
 from ramify.train.advantages.group import judged
 from ramify.train.advantages.group_estimators import GRPO
 from ramify.train.advantages.rollout_trees import tree_of
+from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Group
 
 
@@ -27,6 +31,9 @@ class GDPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="gdpo"):
     """
 
     normalise: bool = True
+    over: Literal["rollouts", "tokens"] = "rollouts"
+    """Whose mean and standard deviation ``normalise`` uses. ``rollouts``: each counts once, by its
+    root. ``tokens``: long rollouts count more."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,7 +58,21 @@ class GDPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="gdpo"):
                         total[call] += weights.get(name, 1.0) * value
             return sums
 
-        return judged(groups, weights, self, judge, every_token)
+        by_rollout = self.normalise and self.over == "rollouts"
+        rescale = self._whitened if by_rollout else None
+        return judged(groups, weights, self, judge, every_token, rescale=rescale)
+
+    def _whitened(self, numbers: Sequence[Numbers]) -> list[Numbers]:
+        roots = [next(iter(each.values())) for each in numbers]
+        centre, std = (fmean(roots), stdev(roots)) if len(roots) > 1 else (0.0, 0.0)
+        return [
+            {id: (value - centre) / (std + self.epsilon) for id, value in each.items()}
+            for each in numbers
+        ]
+
+    def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
+        is_late = self.normalise and self.over == "tokens"
+        return row_math.add_kl(rows, self.kl_reward, 1.0, normalise=is_late)
 
 
 def _names(group: Group) -> list[str]:

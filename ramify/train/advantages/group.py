@@ -15,7 +15,7 @@ Not here: the loss, clipping and the KL penalty in the loss (see losses/).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -44,12 +44,14 @@ from ramify.train.advantages.rollout_trees import (
     was_cut_off,
     why_unscored,
 )
-from ramify.train.advantages.weight import MeanTokens, Reduction, Share, Weights
+from ramify.train.advantages.weight import MeanTokens, Reduction, Share, Weights, shares_of
 from ramify.train.advantages.weight import weights as token_weights
 from ramify.train.optional_fields import check_optional
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Call, Group, Trajectory
 
+EPSILON = 1e-6
+"""Added to a standard deviation before dividing by it."""
 NO_ADVANTAGE = 1e-9
 """Up to this absolute value an advantage counts as none."""
 _MOST_NAMED = 3
@@ -76,8 +78,12 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     mean over the steps before."""
     share: Share = "token"
     """How a rollout's weight is divided among its calls."""
-    drop_zero_variance: bool = True
-    """Leave groups without any advantage out of the step (the zero-variance filter)."""
+    kl_reduction: Reduction | None = None
+    """How much each token weighs in the KL penalty in the loss (``loss.kl_beta``); None: as
+    ``reduction`` says."""
+    drop_zero_variance: bool | Literal["calls"] = True
+    """Leave groups without any advantage out of the step (the zero-variance filter). ``calls``:
+    also each call whose own advantage is 0."""
     overlong: Overlong = "punish"
     """How a cut-off call is treated: ``punish`` keeps its score, ``mask`` gives it no loss."""
     max_rollout_tokens: int | None = None
@@ -160,23 +166,30 @@ def judged(
     *,
     gamma: float = 1.0,
     has_baseline: bool = True,
+    rescale: Callable[[Sequence[Numbers]], Sequence[Numbers]] | None = None,
 ) -> AssignedStep:
     """Assign advantages for one step from the numbers that ``judge`` gives to calls.
 
     ``gamma`` discounts a call's number by the count of tokens sampled after each token.
-    ``has_baseline``: a number of 0 carries no signal."""
+    ``has_baseline``: a number of 0 carries no signal. ``rescale`` changes the numbers of all
+    rollouts of the step together; without it, ``options.normalise`` does so by token."""
     usable = [_usable(group) for group in groups]
     rollouts = [_rollouts(group, task_weights, options, judge) for group in usable]
-    with_signal = [
-        group
-        for group in rollouts
-        if not has_baseline or has_signal([rollout.numbers for rollout in group])
+    teaches = [
+        not has_baseline or has_signal([rollout.numbers for rollout in group]) for group in rollouts
     ]
+    if rescale is not None:
+        rollouts = _rescaled(rollouts, rescale)
+    with_signal = [group for group, does in zip(rollouts, teaches, strict=True) if does]
     kept = with_signal if options.drop_zero_variance and has_baseline else rollouts
     counts = [[_counts(rollout, options) for rollout in group] for group in kept]
     mean_tokens = MeanTokens.of_memory(options.memory)
     divisor = options.rollout_tokens or mean_tokens.value
     weights, denominator = token_weights(counts, options.reduction, options.share, divisor)
+    kl_shares: Sequence[Sequence[Weights]] = [[{} for _ in group] for group in counts]
+    if options.kl_reduction is not None:
+        of_kl = token_weights(counts, options.kl_reduction, options.share, divisor)
+        kl_shares = shares_of(of_kl, (weights, denominator))
     by_token = [
         [
             _per_token(rollout.numbers, count, gamma)
@@ -185,15 +198,15 @@ def judged(
         for group, counted in zip(kept, counts, strict=True)
     ]
     # With a KL penalty in the reward, ``finish`` normalises after it has added the penalty.
-    if options.normalise and not options.kl_reward:
+    if options.normalise and rescale is None and not options.kl_reward:
         row_math.whiten_all(
             [values for group in by_token for calls in group for values in calls.values()]
         )
     every_token = every_token or options.normalise or bool(options.kl_reward) or not has_baseline
     assigned = [
-        _assigned(rollout, weight, values, every_token)
-        for group, weighed, valued in zip(kept, weights, by_token, strict=True)
-        for rollout, weight, values in zip(group, weighed, valued, strict=True)
+        _assigned(rollout, weight, values, shares, every_token)
+        for group, weighed, valued, shared in zip(kept, weights, by_token, kl_shares, strict=True)
+        for rollout, weight, values, shares in zip(group, weighed, valued, shared, strict=True)
     ]
     assigned = [rollout for rollout in assigned if rollout.credits]
     return AssignedStep(
@@ -204,6 +217,13 @@ def judged(
         _notes(groups),
         {**options.memory, **mean_tokens.after(counts).memory()},
     )
+
+
+def _rescaled(
+    groups: Sequence[Sequence[_Rollout]], rescale: Callable[[Sequence[Numbers]], Sequence[Numbers]]
+) -> list[list[_Rollout]]:
+    scaled = iter(rescale([rollout.numbers for group in groups for rollout in group]))
+    return [[rollout._replace(numbers=next(scaled)) for rollout in group] for group in groups]
 
 
 def has_signal(numbers: Sequence[Mapping[str, float]]) -> bool:
@@ -282,8 +302,12 @@ def _counts(rollout: _Rollout, options: GroupOptions) -> dict[str, int]:
     """Call id -> number of tokens that may carry loss."""
     trajectory = rollout.trajectory
     cut_off = was_cut_off(trajectory.root)
+    only = options.drop_zero_variance == "calls"
     return {
-        call.id: num_sampled(call) if _is_trained(call, options, cut_off) else 0
+        call.id: num_sampled(call)
+        if _is_trained(call, options, cut_off)
+        and not (only and abs(rollout.numbers[call.id]) <= NO_ADVANTAGE)
+        else 0
         for call in trajectory.calls
     }
 
@@ -301,6 +325,7 @@ def _assigned(
     rollout: _Rollout,
     weights: Weights,
     values: Mapping[str, list[float]],
+    kl_shares: Weights,
     every_token: bool,
 ) -> AssignedRollout:
     """Token credit for every turn that has a weight and, unless ``every_token``, an advantage."""
@@ -311,7 +336,10 @@ def _assigned(
             advantages = values[call.id][start : start + num]
             start += num
             if every_token or any(abs(value) > NO_ADVANTAGE for value in advantages):
-                credits[call.id, index] = TokenCredit(advantages=advantages, rl=[weight] * num)
+                credit = TokenCredit(advantages=advantages, rl=[weight] * num)
+                if kl_shares:
+                    credit.streams["kl_share"] = [kl_shares[call.id]] * num
+                credits[call.id, index] = credit
     return AssignedRollout(rollout.trajectory, credits)
 
 

@@ -16,9 +16,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from ramify.train.advantages.group import GroupOptions
-
-EPSILON = 1e-6
+from ramify.train.advantages.group import EPSILON, GroupOptions
 
 
 def above_mean(returns: Sequence[float]) -> list[float]:
@@ -45,18 +43,20 @@ class GRPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="grpo"
     """GRPO (2402.03300): a rollout's reward minus the mean of its group, divided by the group's
     standard deviation.
 
-        A_i = (R_i - mean(R)) / (std(R) + 1e-6), with the unbiased std
+        A_i = (R_i - mean(R)) / (std(R) + epsilon), with the unbiased std
 
     rewards 1, 0, 0, 0: std 0.5, advantages 1.5, -0.5, -0.5, -0.5. The division amplifies rare
     successes and rare failures. It made the training of small policies unstable (see
     ``docs/learning.md``), so GRPO is not the default."""
+
+    epsilon: float = EPSILON
 
     def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
         centred = above_mean(returns)
         if not any(centred):
             return centred
         std = statistics.stdev(returns)
-        return [value / (std + EPSILON) for value in centred]
+        return [value / (std + self.epsilon) for value in centred]
 
 
 class RLOO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="rloo"):

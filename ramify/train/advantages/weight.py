@@ -93,6 +93,23 @@ def weights(
     return by_group, float(denominators[name])
 
 
+StepWeights = tuple[list[list[Weights]], float]
+"""The result of ``weights``."""
+
+
+def shares_of(other: StepWeights, base: StepWeights) -> list[list[Weights]]:
+    """For each call, a token's part of the step by ``other`` over its part by ``base``: 1 if both
+    weigh it alike."""
+    scale = base[1] / other[1] if other[1] else 0.0
+    return [
+        [
+            {id: of_other[id] / weight * scale for id, weight in of_base.items() if weight}
+            for of_other, of_base in zip(*groups, strict=True)
+        ]
+        for groups in zip(other[0], base[0], strict=True)
+    ]
+
+
 FIRST_ROLLOUT_TOKENS = 1000.0
 """L of a run's first step, unless the run sets it."""
 _SLOWEST = 0.1

@@ -22,6 +22,7 @@ import msgspec
 from ramify.errors import ConfigError, OldNameWarning
 from ramify.logging import RoomLogger
 from ramify.plugins import Registry
+from ramify.train.backends.mesh import MeshSizes
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses.loss import LossSpec
 from ramify.train.optional_fields import check_optional
@@ -110,6 +111,17 @@ class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     machine, or one on a CPU."""
     replicas: int = 1
     """Number of copies of the model, each sharded over ``ranks / replicas`` ranks (HSDP)."""
+    tensor: int = 1
+    """Number of ranks that split every layer and compute the same batches together (tensor
+    parallelism; ``tp_size`` in transformers). Divides ``ranks / replicas``."""
+    experts: int = 1
+    """Number of ranks over which the experts of a mixture are distributed (expert parallelism;
+    ``ep_size`` in transformers). A multiple of ``tensor`` that divides ``ranks / replicas``."""
+    tensor_plan: dict[str, str] = {}
+    """Rules for ``tensor``, name pattern -> style of transformers, on top of the class's own plan.
+    Example: ``{"model.layers.*.mlp.up_proj": "colwise"}``."""
+    expert_plan: dict[str, str] = {}
+    """Rules for ``experts``, likewise."""
     gather: Literal["layer", "step"] = "layer"
     """layer: gather a layer's weights for its forward and its backward pass, and reduce gradients
     after each batch. step: gather once per optimizer step, which communicates less but holds all
@@ -131,19 +143,20 @@ class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def __post_init__(self) -> None:
         check_optional("compute.shard", "one per GPU", ranks=self.ranks)
         check_optional("compute.shard", "any free port", port=self.port)
-        if self.replicas < 1:
-            raise ConfigError(f"compute.shard.replicas={self.replicas} must be at least 1")
-        if self.ranks is not None and self.ranks % self.replicas:
-            raise ConfigError(
-                f"compute.shard: {self.ranks} ranks do not fit a mesh of {self.replicas} replicas: "
-                f"{self.ranks} = "
-                f"{self.replicas} x {self.ranks // self.replicas} + {self.ranks % self.replicas}"
-            )
+        for name in ("replicas", "tensor", "experts"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"compute.shard.{name}={getattr(self, name)} must be at least 1")
+        if self.ranks is not None:
+            self.mesh(self.ranks)
         if not self.timeout_s > 0 or (self.port is not None and self.port > 65535):
             raise ConfigError(
                 f"compute.shard: timeout_s={self.timeout_s} must be positive, port={self.port} a "
                 "port"
             )
+
+    def mesh(self, num_ranks: int) -> MeshSizes:
+        """The mesh that ``num_ranks`` ranks form. Raises ConfigError if they do not fill it."""
+        return MeshSizes.of(num_ranks, self.replicas, self.tensor, self.experts)
 
 
 class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,13 +1,15 @@
 """The ``fsdp`` backend: one model over several processes, as seen from rank 0, where the training
 loop runs.
 
-    batches of a step ── dealt, longest first ──> rank 0  rank 1  …   each: forward, backward
-    metrics, log-probabilities, tensors      <──  rank 0  rank 1  …
+    FsdpRanks ── spread ──> FsdpModel ── backend ──> FsdpBackend (``fsdp_backend.py``)
+                              │ weights, unmerged, export: one tensor at a time
+                              └─ load_weights
 
 A verb is sent to all ranks, with each rank's batches. Losses are divided by the counts of the whole
-step, and gradients are sums over ranks, so both equal those of the ``single`` backend. Decides
-which rank computes what, and how weights are loaded and gathered. Not here: how weights are sharded
-(``sharding.py``), what a rank does (``rank.py``), and failures of ranks (``rank_group.py``).
+step, and gradients are sums over ranks, so both equal those of the ``single`` backend. Decides how
+weights are loaded and gathered. Not here: which rank computes what (``fsdp_backend.py``), how
+weights are sharded (``sharding.py``), what a rank does (``rank.py``), and failures of ranks
+(``rank_group.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -30,20 +31,16 @@ from ramify.errors import ConfigError
 from ramify.inference.weight_sync.base import AdaptedMatrix
 from ramify.models.load import Policy, stored_dtype
 from ramify.models.weights import check_weights, read_weights
-from ramify.train.backends import adapters, launch, shards
+from ramify.train.backends import adapters, launch
 from ramify.train.backends.adapters import AdapterSpec
 from ramify.train.backends.base import Backend, ComputeSpec, OptimizerSpec, decided
-from ramify.train.backends.rank import RankModelSpec, dealt, idle, is_of_critic
+from ramify.train.backends.fsdp_backend import FsdpBackend, ShardedReference, check_optimizer
+from ramify.train.backends.layer_split import SplitPlan
+from ramify.train.backends.rank import RankModelSpec, is_of_critic
 from ramify.train.backends.sharding import on_meta
-from ramify.train.backends.single import check_window
 from ramify.train.backends.trained_model import SeparateCritic
 from ramify.train.backends.write_checkpoint import ExportedWeights, export
-from ramify.train.data.pack import PackingSpec
-from ramify.train.losses import whole_step
-from ramify.train.losses.loss import LossSpec, LossTally
-from ramify.types.sequence import Batch, Floats
 
-_STATE = "trainer.pt"
 _AT_ONCE = 64 << 20
 """Bytes of tensors gathered or sent at once; a larger tensor is handled alone."""
 Source = Path | Mapping[str, Tensor]
@@ -93,9 +90,11 @@ class FsdpRanks:
         """Shard a model with a Hugging Face configuration and weights from ``source``. ``compute``
         overrides the ranks' options, except their number. ``critic``: add a value head, initialized
         to 0. Raises ConfigError, naming the first tensor that does not fit."""
+        compute = compute or self.compute
+        SplitPlan.check(config, compute.shard, self.rank_group.size, lora)
         check_source(config, source)
         self._num_models += 1
-        compute = decided(compute or self.compute, stored_dtype(config, self.device), self.device)
+        compute = decided(compute, stored_dtype(config, self.device), self.device)
         parts = FsdpModelParts(config, source, lora, compute, critic)
         return FsdpModel(self, f"model {self._num_models}", parts)
 
@@ -136,6 +135,21 @@ class FsdpTrainedModel:
         """Raise ConfigError if the ranks cannot be started. ``elsewhere``: not all ranks are on
         this machine."""
         launch.check(compute.shard, device, elsewhere=elsewhere)
+
+    @staticmethod
+    def check_model(
+        config: Any,
+        compute: ComputeSpec,
+        device: str,
+        lora: AdapterSpec | None,
+        optims: Many[OptimizerSpec],
+    ) -> None:
+        """Raise ConfigError if the model, its adapters or one of the optimizers that will train it
+        cannot be split over the mesh."""
+        shard = compute.shard
+        SplitPlan.check(config, shard, launch.num_ranks(shard, device), lora)
+        for optim in optims:
+            check_optimizer(optim, shard)
 
     def backend(self, optim: OptimizerSpec) -> FsdpBackend:
         self._backend = self._model.backend(optim)
@@ -323,160 +337,6 @@ class FsdpModel:
                 self.ranks.rank_group.call("gather", self.key, group, gradients)[0],
                 strict=True,
             )
-
-
-class FsdpBackend:
-    """Implements ``Backend`` over ranks."""
-
-    def __init__(self, model: FsdpModel, optim: OptimizerSpec, critic: bool = False) -> None:
-        self._model = model
-        self._optim = optim
-        self._critic = critic
-        self._call("stage", optim, critic)
-        self._steps = 0
-
-    @property
-    def packing(self) -> PackingSpec:
-        packing: PackingSpec = self._own.packing
-        return msgspec.structs.replace(packing, multiple=self._size)
-
-    @property
-    def version(self) -> int:
-        return self._steps
-
-    def forward_backward(self, batches: Many[Batch], loss: LossSpec) -> dict[str, float]:
-        if loss.is_over_sequences:
-            whole_step.check_whole(batches)
-        if whole_step.chooses(loss) and batches:
-            batches = whole_step.choose(batches, loss, self.logprobs(batches))
-        tally = LossTally()
-        if batches:
-            _, each = self._shares(batches)
-            for measured in self._call(
-                "add", each=[(part, loss, idle(batches[0])) for part in each]
-            ):
-                tally.merge(measured)
-        return tally.metrics()
-
-    def optim_step(self) -> dict[str, float]:
-        try:
-            metrics: dict[str, float] = self._call("optim_step")[0]
-        finally:
-            self._steps = self._own.version
-        return metrics
-
-    def check_gradient(self) -> None:
-        self._call("check_gradient")
-
-    def clear_gradient(self) -> None:
-        self._call("clear_gradient")
-
-    def logprobs(self, batches: Many[Batch]) -> list[Floats]:
-        return self.of(batches, base=False)
-
-    def base(self) -> ShardedReference:
-        """The model without its adapters, as a reference."""
-        return ShardedReference(self)
-
-    def values(self, batches: Many[Batch]) -> list[Floats]:
-        if not self._critic:
-            raise ConfigError("this backend has no critic: create it with one, as rl.critic does")
-        return self._collect("values", batches)
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, copy of the full tensor); each is gathered when it is requested."""
-        return self._model.weights()
-
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        self._model.load_weights(weights)
-
-    def save(self, folder: Path) -> Callable[[], None] | None:
-        folder.mkdir(parents=True, exist_ok=True)
-        is_async = self._model.compute.shard.save_async
-        random = self._call("save", str(folder.resolve()), is_async)
-        state = {
-            "num_steps": self._steps,
-            "optim": msgspec.json.encode(self._optim).decode(),
-            "random": [tuple(each) for each in random],
-        }
-        torch.save(state, folder / _STATE)
-        if is_async:
-            wait: Callable[[], None] = self._model.ranks.own.saving.wait
-            return wait
-        self._model.ranks.rank_group.call("wait")
-        return None
-
-    def load(self, folder: Path) -> None:
-        """Like ``Backend.load``. Bit by bit if the number of ranks is the same; otherwise sums are
-        rounded differently."""
-        try:
-            state = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
-        except FileNotFoundError:
-            raise ConfigError(f"{folder} holds no state of ranks: {_STATE} is missing") from None
-        there, here = msgspec.json.decode(state["optim"]), self._optim.kind
-        shapes = self._own.trained[0]
-        shards.check(folder, {name: tuple(each.shape) for name, each in shapes.items()})
-        if there["kind"] != here:
-            raise ConfigError(
-                f"{folder} is from another optimizer: optim.kind is {there['kind']} there and "
-                f"{here} here"
-            )
-        random = [shards.RandomState(*each) for each in state["random"]]
-        self._call("load", str(folder.resolve()), state["num_steps"], random)
-        self._steps = state["num_steps"]
-
-    def of(self, batches: Many[Batch], base: bool) -> list[Floats]:
-        """``logprobs``; with ``base`` those of the model without its adapters."""
-        return self._collect("logprobs", batches, base)
-
-    def _collect(self, verb: str, batches: Many[Batch], *options: Any) -> list[Floats]:
-        """The ranks' results for each batch, in the order of ``batches``."""
-        if not batches:
-            return []
-        shares, each = self._shares(batches)
-        by_index: dict[int, Floats] = {}
-        values = self._call(verb, each=[(part, idle(batches[0]), *options) for part in each])
-        for share, columns in zip(shares, values, strict=True):
-            by_index |= zip(share, columns, strict=True)
-        return [by_index[index] for index in range(len(batches))]
-
-    def _shares(self, batches: Many[Batch]) -> tuple[list[list[int]], list[list[Batch | None]]]:
-        """(rank -> indices of its batches, rank -> these batches, padded with None to the longest
-        list)"""
-        for batch in batches:
-            check_window(batch, self._model.policy.window)
-        shares = dealt(batches, self._size)
-        rounds = max(map(len, shares))
-        return shares, [
-            [batches[index] for index in each] + [None] * (rounds - len(each)) for each in shares
-        ]
-
-    @property
-    def _own(self) -> Any:
-        return self._model.ranks.own.of(self._model.key)
-
-    @property
-    def _size(self) -> int:
-        return self._model.ranks.rank_group.size
-
-    def _call(
-        self, verb: str, *shared: Any, each: Many[tuple[Any, ...]] | None = None
-    ) -> list[Any]:
-        return self._model.ranks.rank_group.call(verb, self._model.key, *shared, each=each)
-
-
-class ShardedReference:
-    """The model without its adapters, as a reference; implements ``ReferenceModel``."""
-
-    def __init__(self, trained: FsdpBackend) -> None:
-        self._trained = trained
-
-    @property
-    def packing(self) -> PackingSpec:
-        return self._trained.packing
-
-    def logprobs(self, batches: Many[Batch]) -> list[Floats]:
-        return self._trained.of(batches, base=True)
 
 
 def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:

@@ -31,6 +31,7 @@ from ramify.errors import ConfigError, TrainError
 from ramify.log_outputs import join_run
 from ramify.logging import RoomLogger
 from ramify.train.backends.base import ShardSpec
+from ramify.train.backends.mesh import MeshSizes
 from ramify.train.backends.rendezvous import began, come, gather
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -78,17 +79,24 @@ def is_restarted() -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
 
 
+def num_ranks(shard: ShardSpec, device: str) -> int:
+    """The number of ranks of a run on this machine."""
+    import torch
+
+    world = RankInfo.of_environment()
+    num_gpus = torch.cuda.device_count() if device == "cuda" else 0
+    return shard.ranks or (world.size if world is not None else max(1, num_gpus))
+
+
 def check(shard: ShardSpec, device: str, *, elsewhere: bool = False) -> int:
     """The number of ranks. ``elsewhere``: not all ranks are on this machine, so its GPUs do not
     matter. Raises ConfigError, before anything is started, if that many ranks are not possible."""
     import torch
     import torch.distributed as dist
 
-    from ramify.train.backends.sharding import check_mesh
-
     world = RankInfo.of_environment()
     num_gpus = torch.cuda.device_count() if device == "cuda" else 0
-    size = shard.ranks or (world.size if world is not None else max(1, num_gpus))
+    size = num_ranks(shard, device)
     if world is not None and elsewhere:
         raise ConfigError(
             "torchrun started this process, and the run's placement would start ranks too: "
@@ -98,7 +106,7 @@ def check(shard: ShardSpec, device: str, *, elsewhere: bool = False) -> int:
         raise ConfigError(
             f"compute.shard.ranks={size}, but torchrun started {world.size}: leave ranks out"
         )
-    check_mesh(size, shard.replicas)
+    shard.mesh(size)
     if shard.offload and device == "cpu":
         raise ConfigError(
             "compute.shard.offload moves weights from a GPU to main memory; this run has no GPU"
@@ -177,17 +185,18 @@ def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = N
             world = RankInfo(0, size, 0, address, store.port)
             for other in range(1, size):
                 environment = _environment(other, world, shard.timeout_s, device)
+                log = stacks.resolve() / "ranks" / f"rank-{other}.log"
                 processes.append(
-                    ChildProcess(_COMMAND, environment=environment, stopped_s=STOPPED_S)
+                    ChildProcess(_COMMAND, environment=environment, log=log, stopped_s=STOPPED_S)
                     if hosts is None
-                    else _placed(hosts, environment, other, stacks)
+                    else _placed(hosts, environment, other, log)
                 )
         else:
             store = _store(world)
         name = gather(store, size, _START_S, lambda other: _check_alive(processes, other))
         _enter(store, name, world, device, shard.timeout_s)
         rank = RankModels(0, size, _device(device, world), shard.timeout_s, pulse)
-        connections = _accept_ranks(world, size, RankConnection)
+        connections = _accept_ranks(world, shard.mesh(size), RankConnection)
     return JoinedRanks(
         RankGroup(rank, pulse, connections, processes, shard.timeout_s, stacks), rank
     )
@@ -256,9 +265,8 @@ def _environment(rank: int, world: RankInfo, timeout_s: float, device: str) -> d
 _COMMAND = (sys.executable, "-m", "ramify.train.backends.launch")
 
 
-def _placed(hosts: Launcher, environment: Mapping[str, str], rank: int, out: Path) -> Process:
+def _placed(hosts: Launcher, environment: Mapping[str, str], rank: int, log: Path) -> Process:
     """Start a rank in its placement slot, which exposes only its own GPUs."""
-    log = out.resolve() / "ranks" / f"rank-{rank}.log"
     return hosts.start(
         SlotMember("trainer", rank), _COMMAND, {**environment, "LOCAL_RANK": "0"}, log
     )
@@ -335,11 +343,12 @@ def _on_this_machine(world: RankInfo) -> Iterator[None]:
         del os.environ[name]
 
 
-def _accept_ranks(world: RankInfo, size: int, connection_type: Any) -> list[Any]:
-    """Rank 0's connections to the other ranks. The address and key for connecting back are
-    broadcast over the process group."""
+def _accept_ranks(world: RankInfo, mesh: MeshSizes, connection_type: Any) -> list[Any]:
+    """Rank 0's connections to the other ranks, which errors name by their place in ``mesh``. The
+    address and key for connecting back are broadcast over the process group."""
     import torch.distributed as dist
 
+    size = world.size
     if size == 1:
         return []
     host = "127.0.0.1" if world.address == "127.0.0.1" else socket.gethostbyname(world.address)
@@ -358,7 +367,12 @@ def _accept_ranks(world: RankInfo, size: int, connection_type: Any) -> list[Any]
             connection, (rank, kind, place) = joined
             connections[rank, kind], hosts[rank] = connection, place
     return [
-        connection_type(rank, connections[rank, "talk"], connections[rank, "watch"], hosts[rank])
+        connection_type(
+            rank,
+            connections[rank, "talk"],
+            connections[rank, "watch"],
+            f"{mesh.place(rank)}, {hosts[rank]}",
+        )
         for rank in range(1, size)
     ]
 

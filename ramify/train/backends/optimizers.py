@@ -93,7 +93,10 @@ class CombinedOptimizer:
             self._all.append(muon(inside, optim.lr, optim.momentum, optim.weight_decay))
         else:
             adamw.append({"params": inside, "weight_decay": optim.weight_decay})
-        groups = [group for group in adamw if group["params"]]
+        # Fused AdamW steps only tensors of one mesh together.
+        groups = [
+            {**group, "params": params} for group in adamw for params in _by_mesh(group["params"])
+        ]
         if groups:
             self._all.append(
                 torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
@@ -125,6 +128,14 @@ def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         if parameter.requires_grad:
             (inside if is_inside(name, parameter) else others).append(parameter)
     return inside, others
+
+
+def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """``parameters`` by the mesh of ranks that they are sharded over."""
+    found: dict[Any, list[nn.Parameter]] = {}
+    for each in parameters:
+        found.setdefault(getattr(each, "device_mesh", None), []).append(each)
+    return list(found.values())
 
 
 def is_inside(name: str, parameter: nn.Parameter) -> bool:

@@ -32,7 +32,8 @@ from ramify.models.weights import read_weights
 from ramify.train.backends import adapters, shards
 from ramify.train.backends.adapters import AdapterSpec
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
-from ramify.train.backends.sharding import ShardedLayout, mesh_of, on_meta
+from ramify.train.backends.layer_split import RankMesh, SplitPlan
+from ramify.train.backends.sharding import ShardedLayout, on_meta
 from ramify.train.backends.single import VALUE_HEAD, SingleBackend, value_head
 from ramify.train.losses.loss import LossSpec, LossTally
 from ramify.types.sequence import Batch, Floats
@@ -111,17 +112,21 @@ class RankModels:
     def make(self, key: str, making: RankModelSpec) -> None:
         """Create a sharded model. If it has no folder, only its adapters and value head are
         initialized."""
-        model = on_meta(making.config)
+        shard = making.compute.shard
+        mesh_sizes = shard.mesh(self.size)
+        model = on_meta(making.config, splits_layers=mesh_sizes.splits_layers)
+        plan = SplitPlan.of(model, mesh_sizes, shard)
         names: list[str] = []
         if making.lora is not None:
             names = adapters.chosen(model, making.lora)
+            plan = plan.with_adapters(names)
             sizes = {name: cast(Tensor, model.get_submodule(name).weight).shape for name in names}
             adapters.inject(model, making.lora, names)
         if making.critic:
             with torch.device("meta"):
                 model.add_module(VALUE_HEAD, value_head(making.config.hidden_size))
-        mesh = mesh_of(self.device, self.size, making.compute.shard.replicas)
-        sharded = ShardedLayout(model, mesh, self.device, making.compute, self._pulse.tick)
+        mesh = RankMesh(self.device.type, mesh_sizes)
+        sharded = ShardedLayout(model, mesh, plan, self.device, making.compute, self._pulse.tick)
         made = self._models[key] = _Model(making, model, names, sharded)
         values: dict[str, Tensor] = {}
         if making.folder:
@@ -219,7 +224,9 @@ class RankModels:
         it."""
         self.wait()
         single = self.of(key)
-        self._pending = shards.save(Path(folder), *single.trained, self._saving, asynchronous)
+        weights, optimizers = single.trained
+        trained = shards.ShardedState(weights, optimizers, self._models[key].sharded.packed)
+        self._pending = shards.save(Path(folder), trained, self._saving, asynchronous)
         return shards.random_state(self.device)
 
     def wait(self) -> None:
@@ -233,7 +240,8 @@ class RankModels:
         self.wait()
         made = self._models[key]
         made.sharded.reshard()
-        shards.load(Path(folder), *made.backend.trained, self._saving)
+        trained = shards.ShardedState(*made.backend.trained, made.sharded.packed)
+        shards.load(Path(folder), trained, self._saving)
         made.backend.go_on_from(num_steps)
         if self.index < len(random):
             shards.set_random_state(self.device, random[self.index])

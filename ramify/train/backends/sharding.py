@@ -1,8 +1,8 @@
 """Shards one model over a mesh of ranks, with FSDP2 (``fully_shard``). It is created on the meta
 device, so that no rank ever holds the full model.
 
-    on_meta ── adapters ── fully_shard: each layer, then the rest
-            ── allocate this rank's rows ── fill, tensor by tensor
+    on_meta ── adapters ── split layers and experts (``mesh.py``) ── fully_shard: each layer, rest
+            ── allocate this rank's part ── fill, tensor by tensor
 
     mesh of 6 ranks, 2 replicas       shard ──>
                            replicate  0 1 2      each row of ranks holds the model once, each rank
@@ -25,7 +25,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -33,12 +32,13 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from ramify.errors import ConfigError
 from ramify.models.dense import DenseModel, unsupported
 from ramify.train.backends.activation_memory import layers_of
 from ramify.train.backends.base import ComputeSpec
+from ramify.train.backends.layer_split import RankMesh, SplitPlan
 from ramify.train.backends.optimizers import Muon, orthogonal
 from ramify.train.backends.single import VALUE_HEAD
 from ramify.train.backends.weight_layout import squares
@@ -47,28 +47,10 @@ T = TypeVar("T")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def mesh_of(device: torch.device, num_ranks: int, replicas: int) -> DeviceMesh:
-    """The device mesh. Raises ConfigError if the ranks do not fill it."""
-    check_mesh(num_ranks, replicas)
-    if replicas == 1:
-        return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
-    shape = (replicas, num_ranks // replicas)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-
-
-def check_mesh(num_ranks: int, replicas: int) -> None:
-    if num_ranks % replicas:
-        raise ConfigError(
-            f"compute.shard: {num_ranks} ranks do not fit a mesh of {replicas} replicas: "
-            f"{num_ranks} = {replicas} x "
-            f"{num_ranks // replicas} + {num_ranks % replicas}"
-        )
-
-
-def on_meta(config: Any) -> nn.Module:
+def on_meta(config: Any, *, splits_layers: bool = False) -> nn.Module:
     """The model of a Hugging Face configuration without its weights. Computed buffers (rotations)
-    have their values."""
-    if unsupported(config) is None:
+    have their values. ``splits_layers``: as transformers' own module, which has plans for it."""
+    if unsupported(config) is None and not splits_layers:
         with torch.device("meta"):
             return DenseModel(config).eval()
     from transformers import AutoModelForCausalLM
@@ -122,7 +104,8 @@ class ShardedLayout:
     def __init__(
         self,
         model: nn.Module,
-        mesh: DeviceMesh,
+        mesh: RankMesh,
+        plan: SplitPlan,
         device: torch.device,
         compute: ComputeSpec,
         tick: Callable[[], None],
@@ -131,17 +114,26 @@ class ShardedLayout:
         ``fill``. ``tick`` is called when a layer is entered, which shows other ranks that this one
         makes progress."""
         self.device = device
-        self._mesh = mesh
+        self.packed = plan.packed
+        """As in ``SplitPlan``."""
         self._shard = shard = compute.shard
+        tied = dict(model.named_parameters(remove_duplicate=False))
+        mesh.split(model, plan)
+        _tie_again(model, tied)
         layers = layers_of(model)
         if shard.compile:
             _compile(model, layers)
         self._root = _Root(model)
         everywhere: dict[str, Any] = {
-            "mesh": mesh,
+            "mesh": mesh.storage(),
             "offload_policy": CPUOffloadPolicy() if shard.offload else OffloadPolicy(),
         }
         options = {"mp_policy": self._precision(compute), **everywhere}
+        for name in plan.expert_modules:
+            own = {**options, "mesh": mesh.storage("expert_shard")}
+            fully_shard(
+                model.get_submodule(name), reshard_after_forward=shard.gather == "layer", **own
+            )
         for layer in layers:
             fully_shard(layer, reshard_after_forward=shard.gather == "layer", **options)
             layer.register_forward_pre_hook(lambda *_: tick(), prepend=True)
@@ -177,14 +169,15 @@ class ShardedLayout:
         return bool(flag)
 
     def norm(self, tensors: Many[Tensor]) -> float:
-        total = (
-            squares([_local(each) for each in tensors])
-            if tensors
-            else torch.zeros((), dtype=torch.float64)
-        )
+        total = torch.zeros((), dtype=torch.float64)
+        for num, parts in _by_copies(tensors).items():
+            total = total + squares(parts).cpu() / num
         total = total.to(self.device)
-        dist.all_reduce(total, group=self._mesh.get_group(self._mesh.ndim - 1))
+        dist.all_reduce(total)
         return float(total.sqrt())
+
+    def scale(self, tensors: Many[Tensor], factor: float) -> None:
+        torch._foreach_mul_([_local(each) for each in tensors], factor)
 
     # --- when weights are gathered
 
@@ -206,13 +199,14 @@ class ShardedLayout:
     # --- weights
 
     def fill(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy this rank's rows out of full tensors; only those rows are read."""
+        """Copy this rank's part out of full tensors; only that part is read."""
         with torch.no_grad():
             for name, tensor in weights.items():
                 if name in self.buffers:
                     self.buffers[name].copy_(tensor)
                 else:
-                    _local(self.parameters[name]).copy_(self._rows(tensor))
+                    parameter = self.parameters[name]
+                    _local(parameter).copy_(part_of(parameter, tensor))
 
     def put(self, name: str, tensor: Tensor | None) -> None:
         """Distribute rank 0's ``tensor``."""
@@ -220,15 +214,8 @@ class ShardedLayout:
         whole = torch.empty(mine.shape, dtype=mine.dtype, device=self.device)
         if tensor is not None:
             whole.copy_(tensor)
-        with torch.no_grad():
-            if isinstance(mine, DTensor):
-                spread = distribute_tensor(
-                    whole, mine.device_mesh, mine.placements, src_data_rank=0
-                )
-                _local(mine).copy_(_local(spread))
-            else:
-                dist.broadcast(whole, 0)
-                mine.copy_(whole)
+        dist.broadcast(whole, 0)
+        self.fill({name: whole})
 
     def gather(self, name: str, gradient: bool = False) -> Tensor:
         """The full tensor, or its gradient, on every rank, on the CPU."""
@@ -236,15 +223,6 @@ class ShardedLayout:
         found = parameter.grad if gradient else parameter.detach()
         found = torch.zeros_like(parameter) if found is None else found
         return cast(DTensor, found.detach().to(self.device)).full_tensor().cpu()
-
-    def _rows(self, tensor: Tensor) -> Tensor:
-        """This rank's rows, as cut by ``torch.chunk``, which FSDP2 uses."""
-        num, index = (
-            self._mesh.size(self._mesh.ndim - 1),
-            self._mesh.get_local_rank(self._mesh.ndim - 1),
-        )
-        size = -(-tensor.shape[0] // num)
-        return tensor[min(index * size, tensor.shape[0]) : min((index + 1) * size, tensor.shape[0])]
 
     def _precision(self, compute: ComputeSpec) -> MixedPrecisionPolicy:
         if compute.precision != "bf16":
@@ -303,6 +281,55 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def _names(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+def part_of(parameter: Tensor, whole: Any) -> Tensor:
+    """This rank's part of ``whole``, a tensor or a slice of a safetensors file, for a sharded
+    ``parameter``."""
+    if not isinstance(parameter, DTensor):
+        return cast(Tensor, whole[...])
+    if parameter.device_mesh.ndim > 1 and any(
+        not each.is_replicate() for each in parameter.placements[:-1]
+    ):
+        from transformers.distributed.sharding_utils import DtensorShardOperation
+
+        return cast(Tensor, DtensorShardOperation(parameter).shard_tensor(whole))
+    if parameter.placements[-1].is_replicate():
+        return cast(Tensor, whole[...])
+    return cast(Tensor, whole[_rows(parameter)])
+
+
+def _rows(parameter: DTensor) -> slice:
+    """This rank's rows, as cut by ``torch.chunk``, which FSDP2 uses."""
+    mesh, num_rows = parameter.device_mesh, parameter.shape[0]
+    size = -(-num_rows // mesh.size(mesh.ndim - 1))
+    index = mesh.get_local_rank(mesh.ndim - 1)
+    return slice(min(index * size, num_rows), min((index + 1) * size, num_rows))
+
+
+def _by_copies(tensors: Many[Tensor]) -> dict[int, list[Tensor]]:
+    """Number of ranks with the same part -> such parts."""
+    found: dict[int, list[Tensor]] = {}
+    for each in tensors:
+        parts = 1
+        if isinstance(each, DTensor):
+            mesh = each.device_mesh
+            sizes = [mesh.size(dim) for dim in range(mesh.ndim)]
+            for size, placement in zip(sizes, each.placements, strict=True):
+                parts *= 1 if placement.is_replicate() else size
+        found.setdefault(dist.get_world_size() // parts, []).append(_local(each))
+    return found
+
+
+def _tie_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
+    """Restore tied parameters after layers were split: one of their names got a new parameter."""
+    after = dict(model.named_parameters(remove_duplicate=False))
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in before.items():
+        kept = first.setdefault(parameter, name)
+        if kept != name and after[kept] is not after[name]:
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._parameters[leaf] = after[kept]
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -4,8 +4,10 @@
     FOLDER/trainer.pt                                     steps, options, random states;
                                                           written by rank 0 (``fsdp.py``)
 
-A checkpoint can be read by any number of ranks. It holds only what is trained: for a model with
-adapters, only these. Decides names and what must fit. Not here: when a checkpoint is complete
+A checkpoint can be read by any number of ranks, on any mesh. It holds only what is trained: for a
+model with adapters, only these. A parameter that is two matrices side by side is stored as these
+two (NAME.0, NAME.1): a rank may hold a part of each, which is not one block of the parameter.
+Decides names and what must fit. Not here: when a checkpoint is complete
 (``train/checkpoint.py``).
 """
 
@@ -22,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as read_shards
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
+from torch.distributed.tensor import DTensor, Shard
 
 from ramify.errors import ConfigError, StoreError
 from ramify.train.backends.optimizers import CombinedOptimizer
@@ -35,6 +38,16 @@ class RandomState(NamedTuple):
 
     cpu: Tensor
     cuda: Tensor | None
+
+
+class ShardedState(NamedTuple):
+    """What is written and read."""
+
+    weights: Mapping[str, Any]
+    """Name -> this rank's part of a trained parameter."""
+    optimizers: CombinedOptimizer
+    packed: Mapping[str, int]
+    """Parameter that is two matrices side by side -> the dimension."""
 
 
 class CheckpointWrite:
@@ -67,15 +80,9 @@ class CheckpointWrite:
             self._error = error
 
 
-def save(
-    folder: Path,
-    weights: Mapping[str, Any],
-    optimizers: CombinedOptimizer,
-    group: Any,
-    in_background: bool,
-) -> CheckpointWrite:
+def save(folder: Path, trained: ShardedState, group: Any, in_background: bool) -> CheckpointWrite:
     """Write this rank's current shard; in the background, from a copy."""
-    state = _state(weights, _moments(weights, optimizers))
+    state = _state(trained, trained.weights, _moments(trained.weights, trained.optimizers))
     if in_background:
         state = {
             kind: {name: _copied(each) for name, each in part.items()}
@@ -87,23 +94,27 @@ def save(
     )
 
 
-def load(
-    folder: Path, weights: Mapping[str, Any], optimizers: CombinedOptimizer, group: Any
-) -> None:
+def load(folder: Path, trained: ShardedState, group: Any) -> None:
     """Read this rank's shard of a checkpoint that ``check`` has accepted."""
+    weights, optimizers, packed = trained
     shapes = sizes(folder)
     parameters = {name: owner.detach() for name, owner in weights.items()}
     moments: dict[str, dict[str, Tensor]] = {name: {} for name in weights}
     for name, moment in moments.items():
         prefix = f"{_OPTIM}.{name}."
-        for key in (owner.removeprefix(prefix) for owner in shapes if owner.startswith(prefix)):
-            is_number = not shapes[prefix + key]
+        for owner in [each for each in shapes if each.startswith(prefix)]:
+            key, is_number = owner.removeprefix(prefix), not shapes[owner]
+            if name in packed and not is_number:
+                key = key.rpartition(".")[0]
+            if key in moment:
+                continue
             moment[key] = (
                 torch.zeros((), device=weights[name].device)
                 if is_number
                 else torch.zeros_like(parameters[name])
             )
-    read_shards(_state(parameters, moments), checkpoint_id=folder / FOLDER, process_group=group)
+    state = _state(trained, parameters, moments)
+    read_shards(state, checkpoint_id=folder / FOLDER, process_group=group)
     owners = {
         parameter: owner
         for owner in optimizers.each
@@ -130,9 +141,14 @@ def sizes(folder: Path) -> dict[str, tuple[int, ...]]:
     }
 
 
-def check(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check(folder: Path, trained: ShardedState) -> None:
     """Raise ConfigError, naming the first tensor that differs, unless the trained tensors of the
-    checkpoint have exactly the ``shapes``."""
+    checkpoint have exactly the names and shapes of ``trained``."""
+    shapes = {
+        stored: tuple(part.shape)
+        for name, each in trained.weights.items()
+        for stored, part in _parts(name, each, trained.packed.get(name)).items()
+    }
     prefix = f"{_WEIGHTS}."
     there = {
         name.removeprefix(prefix): size
@@ -170,12 +186,42 @@ def _moments(
 
 
 def _state(
-    weights: Mapping[str, Any], moments: Mapping[str, Mapping[str, Tensor]]
+    trained: ShardedState, weights: Mapping[str, Any], moments: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, dict[str, Any]]:
-    optim = {
-        f"{name}.{key}": each for name, moment in moments.items() for key, each in moment.items()
+    stored: dict[str, dict[str, Any]] = {_WEIGHTS: {}, _OPTIM: {}}
+    for name, weight in weights.items():
+        dim = trained.packed.get(name)
+        stored[_WEIGHTS] |= _parts(name, weight.detach(), dim)
+        for key, each in moments[name].items():
+            stored[_OPTIM] |= _parts(f"{name}.{key}", each, dim if each.dim() else None)
+    return stored
+
+
+def _parts(name: str, tensor: Any, packed: int | None) -> dict[str, Any]:
+    """Stored name -> tensor: the two matrices of a packed parameter, or the tensor itself. They are
+    views of its memory."""
+    if packed is None:
+        return {name: tensor}
+    if not isinstance(tensor, DTensor):
+        return {f"{name}.{index}": each for index, each in enumerate(tensor.chunk(2, packed))}
+    shape = [*tensor.shape]
+    shape[packed] //= 2
+    # Within one of the two matrices, a rank's part is one block.
+    placements = [
+        Shard(packed) if getattr(each, "dim", None) == packed else each
+        for each in tensor.placements
+    ]
+    return {
+        f"{name}.{index}": DTensor.from_local(
+            local,
+            tensor.device_mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+        for index, local in enumerate(tensor.to_local().chunk(2, packed))
     }
-    return {_WEIGHTS: {name: each.detach() for name, each in weights.items()}, _OPTIM: optim}
 
 
 def _copied(tensor: Tensor) -> Tensor:

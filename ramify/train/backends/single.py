@@ -138,7 +138,7 @@ class SingleBackend:
         gradients, norm = self._gradients()
         max_norm = self._optim.max_grad_norm
         if max_norm is not None and norm > max_norm:
-            torch._foreach_mul_(gradients, max_norm / norm)
+            self._spread.scale(gradients, max_norm / norm)
         if gradients:
             self._optimizers.step(lr)
         self.clear_gradient()

@@ -43,6 +43,10 @@ class WeightLayout(Protocol):
         """Norm of all full tensors together."""
         ...
 
+    def scale(self, tensors: Many[Tensor], factor: float) -> None:
+        """Multiply all tensors in place."""
+        ...
+
 
 class SingleProcessLayout:
     """Implements ``WeightLayout`` for a single device."""
@@ -60,6 +64,9 @@ class SingleProcessLayout:
 
     def norm(self, tensors: Many[Tensor]) -> float:
         return float(squares(tensors).sqrt()) if tensors else 0.0
+
+    def scale(self, tensors: Many[Tensor], factor: float) -> None:
+        torch._foreach_mul_(list(tensors), factor)
 
 
 def squares(tensors: Many[Tensor]) -> Tensor:

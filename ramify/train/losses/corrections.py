@@ -10,6 +10,7 @@ other tokens does not depend on it.
 
     token_tis           min(exp(gap), cap)
     sequence_tis        min(exp(sum over the sequence of gap), cap)
+    sequence_mask       1[low <= exp(sum over the sequence of gap) <= high], times it if ``weigh``
     icepop              1[low < exp(gap) < high], times exp(gap) if ``weigh`` is set
     geometric_mask      1[low < exp(mean over the sequence of gap) < high]
     worst_token_mask    1[low < exp(gap) < high at every token of the sequence]
@@ -63,6 +64,26 @@ class SequenceTis(LossFormula, frozen=True, kw_only=True, tag="sequence_tis"):
     def factor(self, tokens: LossTokens) -> Tensor:
         gap = tokens.sequences.sum(tokens.old - tokens.sampler)
         return ratio(gap, gap.new_zeros(())).clamp(max=self.cap)
+
+
+class SequenceMask(LossFormula, frozen=True, kw_only=True, tag="sequence_mask"):
+    """Masks sequences whose exp(sum of gap) is out of bounds, and weights the others by it.
+
+    Example:
+        train.LossSpec(corrections=(train.SequenceMask(low=0.5, high=2.0, weigh=False),))
+    """
+
+    reads: ClassVar[frozenset[str]] = _OLD
+    whole: ClassVar[bool] = True
+    low: float = 0.0
+    high: float = 3.0
+    weigh: bool = True
+
+    def factor(self, tokens: LossTokens) -> Tensor:
+        gap = tokens.sequences.sum(tokens.old - tokens.sampler)
+        gap = ratio(gap, gap.new_zeros(()))
+        kept = (gap >= self.low) & (gap <= self.high)
+        return gap.masked_fill(~kept, 0.0) if self.weigh else kept.to(gap.dtype)
 
 
 class IcePop(LossFormula, frozen=True, kw_only=True, tag="icepop"):
@@ -136,6 +157,7 @@ CORRECTIONS = Registry(
     {
         "token_tis": TokenTis,
         "sequence_tis": SequenceTis,
+        "sequence_mask": SequenceMask,
         "icepop": IcePop,
         "geometric_mask": GeometricMask,
         "worst_token_mask": WorstTokenMask,

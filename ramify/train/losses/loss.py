@@ -195,7 +195,7 @@ def _reinforce(loss: LossSpec, entries: LossEntries, tally: LossTally) -> Tensor
             )
         kl = kl_estimate(loss.kl, now, streams["ref_logprobs"])
         tally.mean("ref_kl", kl.detach(), has_weight)
-        value = value + loss.kl_beta * kl
+        value = value + loss.kl_beta * kl * streams.get("kl_share", 1.0)
     if entries.entropy is not None:
         tally.mean("entropy", entries.entropy.detach(), has_weight)
         if loss.entropy:

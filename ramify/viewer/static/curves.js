@@ -13,7 +13,7 @@ const GROUPS = [
   ["rollouts and sizes", /./],
 ];
 const LAYER = /^(depth|batch)(\d+)\.(\w+)\/(\w+)$/;  // as in depth1.rlm/reward, batch16.decode/steps
-const COLOURS = ["--rlm", "--lm", "--leaf", "--judge", "--live", "--bad"];
+const COLOURS = ["--series-1", "--series-2", "--series-3", "--series-4", "--live", "--bad"];
 
 // Chart -> [{ name, label }]: one line per chart, but metrics of each depth share one chart.
 export function chartsOf(names) {

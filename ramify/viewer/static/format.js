@@ -62,7 +62,7 @@ export function many(n, noun) {
 const STOPS = {
   final: ["final", "good"], error: ["error", "bad"], cancelled: ["cancelled", "warn"], no_code: ["no code", "bad"],
   max_turns: ["max turns", "warn"], max_tokens: ["max tokens", "warn"], max_cost: ["max cost", "warn"],
-  deadline: ["deadline", "warn"], max_calls: ["max calls", "warn"], suspended: ["suspended", "warn"],
+  suspended: ["suspended", "warn"], deadline: ["deadline", "warn"], max_calls: ["max calls", "warn"], suspended: ["suspended", "warn"],
 };
 
 // [text, color class]

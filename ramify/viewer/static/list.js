@@ -38,6 +38,13 @@ export class VirtualList {
     this.draw(true);
   }
 
+  setRowHeight(pixels) {
+    this.rowHeight = pixels;
+    for (const row of this.space.children) row.style.height = `${pixels}px`;
+    for (const [index, row] of this.rows) row.style.transform = `translateY(${index * pixels}px)`;
+    this.set(this.length);
+  }
+
   later(all = false) {
     this.all = this.all || all;
     if (this.waiting) return;

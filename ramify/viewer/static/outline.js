@@ -3,9 +3,11 @@
 
 import { h, fill } from "./dom.js";
 import { VirtualList } from "./list.js";
-import { grouped, oneLine, seconds, stopWords } from "./format.js";
+import { dollars, grouped, oneLine, seconds, stopWords } from "./format.js";
 
 const TOGETHER = 8;  // maximum plain sub-calls of one cell with separate rows
+const TWO_LINES = matchMedia("(max-width: 1300px)");  // a row's question above its answer
+const ROW_PIXELS = () => (TWO_LINES.matches ? 46 : 30);
 
 export class Outline {
   // run: the page's model; pick(index) is called when the user chooses a call.
@@ -16,7 +18,7 @@ export class Outline {
     this.open = new Set();
     this.filter = "";
     this.only = null;     // Set of the only calls to show, or null
-    this.list = new VirtualList({ rowHeight: 30, make, show: (row, index) => this.show(row, index), pick: (index) => this.chosen(index),
+    this.list = new VirtualList({ rowHeight: ROW_PIXELS(), make, show: (row, index) => this.show(row, index), pick: (index) => this.chosen(index),
       label: "calls", role: "tree", rowRole: "treeitem" });
     this.input = h("input", { type: "search", placeholder: "filter calls", "aria-label": "filter calls", oninput: () => {
       this.filter = this.input.value.trim().toLowerCase();
@@ -28,9 +30,12 @@ export class Outline {
     this.element = h("section.outline", { "aria-label": "calls" }, h("div.outline-head", null, this.input, this.tally, this.back), this.list.box);
     this.children = new Map();
     this.known = 0;
+    this.resized = () => this.list.setRowHeight(ROW_PIXELS());
+    TWO_LINES.addEventListener("change", this.resized);
   }
 
   close() {
+    TWO_LINES.removeEventListener("change", this.resized);
     this.list.close();
   }
 
@@ -97,7 +102,7 @@ export class Outline {
   }
 
   matches(call) {
-    const words = `${call.id} ${call.kind} ${call.model} ${stopWords(call.stop, this.run.alive)[0]} ${call.question} ${call.answer} ${call.error}`;
+    const words = `${call.id} ${call.kind} ${call.model} ${stopWords(call.stop, this.run.alive)[0]} ${call.outlier} ${call.question} ${call.answer} ${call.error}`;
     return words.toLowerCase().includes(this.filter);
   }
 
@@ -144,39 +149,51 @@ export class Outline {
     else this.showCall(row, this.run.calls[call]);
   }
 
+  // question → answer → cost → time
   showCall(row, call) {
     const [words, tone] = stopWords(call.stop, this.run.alive), now = call.ended_s ?? this.run.now();
     row.style.setProperty("--depth", Math.min(call.depth, 8));
     row.setAttribute("aria-level", call.depth + 1);
-    const [dot, id, text, mark, took] = row.children;
+    const [dot, id, text, came, mark, cost, took] = row.children;
     dot.className = `dot k-${call.kind}`;
     id.textContent = call.id;
-    text.textContent = call.stop === "error" ? oneLine(call.error || call.question, 120) : oneLine(call.question, 120);
-    text.classList.toggle("bad", call.stop === "error");
-    mark.className = `mark ${tone}`;
+    text.textContent = oneLine(call.question, 120);
+    came.textContent = call.failed ? oneLine(call.error || call.reason || words, 120) : call.stop ? oneLine(call.answer, 120) || "(empty)" : call.state === "asking" ? "asking …" : "…";
+    came.className = call.failed ? "came bad" : call.outlier ? "came odd" : "came";
     const worth = call.reward === null ? "" : String(Number(call.reward.toPrecision(3)));
-    mark.textContent = call.stop === "final" ? worth : call.stop ? `${words}${worth && ` · ${worth}`}` : call.state === "asking" ? "asking" : words;
-    if (call.stop === "final" && worth) mark.className = `mark ${call.reward > 0 ? "good" : "bad"}`;
+    const parts = [call.outlier && !call.failed ? "differs" : "", call.stop === "final" ? "" : words, worth].filter(Boolean);
+    mark.className = `mark ${call.outlier && !call.failed ? "odd" : call.stop !== "final" ? tone : call.reward > 0 ? "good" : worth ? "bad" : ""}`;
+    mark.textContent = parts.join(" · ");
+    cost.textContent = call.cost === null ? "" : dollars(call.cost);
     took.textContent = seconds(Math.max(0, now - call.started_s));
-    row.title = call.question;
+    row.title = [call.question, call.outlier, call.reason].filter(Boolean).join("\n");
   }
 
   showGroup(row, group) {
     const calls = group.map((index) => this.run.calls[index]), first = calls[0];
-    const done = calls.filter((call) => call.stop !== null).length, failed = calls.filter((call) => call.stop === "error").length;
+    const { done, failed, odd } = tallyOf(calls);
     row.style.setProperty("--depth", Math.min(first.depth, 8));
     row.setAttribute("aria-level", first.depth + 1);
-    const [dot, id, text, mark, took] = row.children;
-    dot.className = "dot many";
+    const [dot, id, text, came, mark, cost, took] = row.children;
+    dot.className = `dot k-${first.kind} many`;
     id.textContent = "▸";
-    text.textContent = `${first.kind === "lm" ? "llm_query" : first.kind} × ${grouped(calls.length)}: ${grouped(done)} done`;
-    text.classList.remove("bad");
-    mark.className = failed ? "mark bad" : "mark";
-    mark.textContent = failed ? `${grouped(failed)} failed` : "";
+    text.textContent = `${first.kind === "lm" ? "llm_query" : first.kind} × ${grouped(calls.length)}`;
+    came.textContent = `${grouped(done)} done${failed ? `, ${grouped(failed)} failed` : ""}`;
+    came.className = failed ? "came bad" : "came";
+    mark.className = "mark odd";
+    mark.textContent = odd ? `${grouped(odd)} differ${odd === 1 ? "s" : ""}` : "";
+    const costs = calls.filter((call) => call.cost !== null);
+    cost.textContent = costs.length ? dollars(costs.reduce((sum, call) => sum + call.cost, 0)) : "";
     const ends = calls.map((call) => call.ended_s ?? this.run.now());
     took.textContent = seconds(Math.max(0, ends.reduce((a, b) => Math.max(a, b), 0) - first.started_s));
     row.title = "open";
   }
+}
+
+// A failure is not done.
+export function tallyOf(calls) {
+  const failed = calls.filter((call) => call.failed).length, ended = calls.filter((call) => call.stop !== null).length;
+  return { done: ended - failed, failed, odd: calls.filter((call) => call.outlier && !call.failed).length };
 }
 
 function groupKey(call) {
@@ -184,5 +201,5 @@ function groupKey(call) {
 }
 
 function make() {
-  return h("div.call-row", null, h("i.dot"), h("span.id"), h("span.text"), h("span.mark"), h("span.took"));
+  return h("div.call-row", null, h("i.dot"), h("span.id"), h("span.text"), h("span.came"), h("span.mark"), h("span.cost"), h("span.took"));
 }

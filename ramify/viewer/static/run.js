@@ -5,8 +5,9 @@ import { get, follow, offline } from "./api.js";
 import { Picture } from "./tree.js";
 import { Outline } from "./outline.js";
 import { Transcript } from "./transcript.js";
+import { Story } from "./story.js";
 import { marksOf } from "./turn.js";
-import { count, dollars, many, moment, number, oneLine, seconds, stopWords, ticking } from "./format.js";
+import { many } from "./format.js";
 
 const NONE = [];
 const FIRST_TEXTS = 256;  // calls whose texts come with the picture (early.js requests the same number)
@@ -87,7 +88,7 @@ function callAt(of, at) {
     id: of.id[at], kind: of.kind[at], parent: of.parent[at], turn: of.turn[at], cell: of.cell[at], depth: of.depth[at], model: of.model[at],
     started_s: of.started_s[at], ended_s: of.ended_s[at], state: of.state[at], stop: of.stop[at], turns: of.turns[at],
     tokens_in: of.tokens_in[at], tokens_out: of.tokens_out[at], cost: of.cost[at], reward: of.reward[at], question: of.question[at],
-    answer: of.answer[at], error: of.error[at], spans: of.spans[at] || NONE, fork: of.fork[at], tools: of.tools[at] || NONE,
+    answer: of.answer[at], error: of.error[at], reason: of.reason[at], failed: of.failed[at], outlier: of.outlier[at], spans: of.spans[at] || NONE, fork: of.fork[at], tools: of.tools[at] || NONE,
     scores: of.scores[at] || NONE,
   };
 }
@@ -129,12 +130,7 @@ class RunView {
 
   start(page, route) {
     const run = this.run;
-    this.title = h("h1");
-    this.status = h("span.badge.status");
-    this.worth = h("span");
-    this.clock = h("span.clock");
-    this.meta = h("p.meta");
-    this.budget = h("dl.budget", { "aria-label": "budget" });
+    this.story = new Story(run, this.address);
     this.problems = h("div.problems");
     this.found = h("div.found", { hidden: true });
     this.search = h("input", { type: "search", placeholder: "search the run", "aria-label": "search the run", id: "search" });
@@ -144,20 +140,19 @@ class RunView {
     });
     this.search.addEventListener("input", () => !this.search.value && this.closeFound());
     this.tail = h("button.small", { type: "button", "aria-pressed": "false", onclick: () => this.setFollowing(!this.following) }, "follow");
-    const tools = h("div.run-tools", null, this.search, this.tail,
+    fill(this.story.tools, this.search, this.tail,
       offline ? null : h("a.small", { href: `/api/journal?key=${encodeURIComponent(this.key)}`, download: "" }, "journal"),
       offline ? null : h("a.small", { href: `#/compare/${encodeURIComponent(this.key)}` }, "compare"));
     fill(page, h("div.run", null,
-      h("section.run-head", null, h("div.run-title", null, this.status, this.worth, this.clock, this.title), this.meta, this.budget, this.found, this.problems),
+      h("div.run-head", null, this.story.element, this.found, this.problems),
       this.picture.element, this.outline.element, this.transcript.element));
-    this.picture.element.querySelector(".picture-tools").prepend(tools);
     this.drawHead();
     this.picture.changed();
     this.outline.changed();
     this.show(route);
     this.ticking = setInterval(() => {
       if (!run.alive || document.hidden) return;
-      this.tick();
+      this.story.tick();
       this.outline.list.later(true);  // the seconds of pending calls advance
     }, 100);
     if (run.head.is_journal && (run.alive || !run.head.stop)) {
@@ -230,23 +225,11 @@ class RunView {
   // --- head -----------------------------------------------------------------------------------------------------
 
   drawHead() {
-    const head = this.run.head, [words, tone] = stopWords(head.stop, head.alive);
-    this.title.textContent = oneLine(head.question, 400) || (head.problems.length ? "a run that cannot be shown" : "starting …");
-    this.title.title = head.question;
-    document.title = `${oneLine(head.question, 50) || "run"} · Ramify`;
-    this.status.textContent = words;
-    this.status.className = `badge status ${tone}`;
-    const rewards = Object.entries(head.rewards).map(([name, value]) => `${name} ${number(value)}`);
-    fill(this.worth, rewards.length ? h("span.badge.worth", { title: "reward" }, rewards.join(" · ")) : null);
-    fill(this.meta, [
-      moment(head.started_at), head.id, head.task ? `task ${head.task}` : "", head.context ? `context ${head.context.kind}, ${count(head.context.chars)} characters` : "",
-      head.sandbox ? `sandbox ${head.sandbox}` : "", ...head.sources.map((path) => String(path)),
-    ].filter(Boolean).join(" · "));
-    const told = head.marks.map((mark) => ({ ...mark, tokens: [] }));
+    const head = this.run.head, told = head.marks.map((mark) => ({ ...mark, tokens: [] }));
+    this.story.draw();
     fill(this.problems, marksOf(told), head.problems.map((text) => h("p.problem", { role: "alert" }, text)),
       head.num_errors ? h("details.errors", null, h("summary", null, many(head.num_errors, "error")), h("ul", null, head.errors.map((text) => h("li", null, this.linked(text))))) : null);
     this.tail.hidden = !head.alive;
-    this.tick();
   }
 
   // "call 0.1, turn 0: …" becomes a link to that turn.
@@ -254,26 +237,6 @@ class RunView {
     const named = /^call ([\d.:]+)(?:, turn (\d+))?: /.exec(text);
     if (!named || this.run.indexOf(named[1]) < 0) return text;
     return [h("a", { href: this.address(named[1], named[2] === undefined ? null : Number(named[2])) }, named[0].slice(0, -2)), text.slice(named[0].length - 2)];
-  }
-
-  tick() {
-    const head = this.run.head, limits = head.limits, spent = this.run.now();
-    this.clock.textContent = head.stop ? seconds(head.seconds) : ticking(spent);
-    const slots = [
-      ["calls", head.usage.calls, limits.max_calls, count], ["tokens", head.usage.input_tokens + head.usage.output_tokens, limits.max_tokens, count],
-      ["cost", head.cost, limits.max_cost, dollars], ["time", head.stop ? head.seconds : spent, limits.max_seconds, ticking],
-    ];
-    if (!this.slots) {
-      this.slots = slots.map(([name]) => ({ text: h("dd"), bar: h("i"), name }));
-      fill(this.budget, this.slots.map(({ name, text, bar }) => h("div", null, h("dt", null, name), text, h("div.bar", null, bar))));
-    }
-    slots.forEach(([, value, limit, words], index) => {
-      const { text, bar } = this.slots[index], share = limit && value ? Math.min(1, value / limit) : 0;
-      const said = `${value === null ? "–" : words(value)}${limit ? ` / ${words === ticking ? seconds(limit) : words(limit)}` : ""}`;
-      if (text.textContent !== said) text.textContent = said;
-      bar.style.width = `${(100 * share).toFixed(1)}%`;
-      bar.className = share >= 0.9 ? "bad" : share >= 0.7 ? "warn" : "";
-    });
   }
 
   // --- search ---------------------------------------------------------------------------------------------------
@@ -303,6 +266,13 @@ class RunView {
     fill(this.found);
   }
 
+  nextOutlier() {
+    const calls = this.run.calls, at = this.run.indexOf(this.shown);
+    const odd = [...calls.slice(at + 1), ...calls.slice(0, at + 1)].find((call) => call.outlier);
+    if (odd) this.go(odd.id);
+    else toast("no call differs from its siblings");
+  }
+
   // --- keys -----------------------------------------------------------------------------------------------------
 
   keys() {
@@ -311,6 +281,7 @@ class RunView {
     };
     return {
       j: ["next call", () => move(1)], k: ["previous call", () => move(-1)],
+      o: ["next call that differs from its siblings", () => this.nextOutlier()],
       u: ["the call that made this one", () => {
         const call = this.run.calls[this.run.indexOf(this.shown)];
         if (call && call.parent >= 0) this.go(this.run.calls[call.parent].id, call.turn);

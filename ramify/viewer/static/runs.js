@@ -4,6 +4,7 @@ import { h, fill } from "./dom.js";
 import { get } from "./api.js";
 import { VirtualList } from "./list.js";
 import { runAddress } from "./run.js";
+import { worthTone } from "./story.js";
 import { count, dollars, grouped, moment, number, oneLine, seconds, stopWords } from "./format.js";
 
 const EVERY_MS = 2000;  // between updates
@@ -13,18 +14,25 @@ const NARROW = matchMedia("(max-width: 800px)");
 const COLUMNS = [
   ["when", false, (run) => run.started_at || 0, (run) => moment(run.started_at)],
   ["question", false, (run) => (run.question || "").toLowerCase(), (run) => run.problem ? shortened(run) : oneLine(run.question || run.id, 300)],
+  ["answer", false, (run) => (run.answer || "").toLowerCase(), (run) => answerWords(run)],
   ["model", false, (run) => run.model || "", (run) => run.model || ""],
-  ["depth", true, (run) => run.depth || 0, (run) => number(run.depth || 0)],
   ["calls", true, (run) => run.num_calls || 0, (run) => count(run.num_calls || 0)],
   ["tokens", true, (run) => run.tokens || 0, (run) => count(run.tokens || 0)],
   ["cost", true, (run) => run.cost ?? -1, (run) => dollars(run.cost)],
   ["seconds", true, (run) => run.seconds || 0, (run) => seconds(run.seconds || 0)],
   ["stop", false, (run) => standing(run)[0], (run) => standing(run)[0]],
-  ["reward", true, (run) => run.reward ?? -1e9, (run) => (run.reward === undefined || run.reward === null ? "" : number(run.reward))],
+  ["reward", true, (run) => run.reward ?? -1e9, (run) => (run.reward === undefined || run.reward === null ? "" : `${number(run.reward)}${run.reward >= 1 ? " ✓" : run.reward <= 0 ? " ✗" : ""}`)],
 ];
 
 function standing(run) {
   return run.problem ? ["unreadable", "bad"] : stopWords(run.stop, run.alive);
+}
+
+// The answer, and the reason if the run did not end with a final one.
+function answerWords(run) {
+  if (run.problem) return "";
+  const answer = run.answer === undefined || run.answer === null ? "" : oneLine(run.answer, 160) || "(empty)";
+  return run.stop === "final" ? answer : [answer, run.ending].filter(Boolean).join(" — ") || "";
 }
 
 // A problem without the folder of its file, which the row's title shows.
@@ -44,14 +52,11 @@ class RunsView {
     this.by = "when";
     this.down = true;
     this.shown = [];
-    this.list = new VirtualList({ rowHeight: NARROW.matches ? 54 : 36, make, show: (row, index) => this.show(row, index),
+    this.list = new VirtualList({ rowHeight: NARROW.matches ? 76 : 36, make, show: (row, index) => this.show(row, index),
       pick: (index) => (location.hash = runAddress(this.shown[index].key)), label: "runs" });
     this.list.onmove = () => {};
     this.resized = () => {
-      this.list.rowHeight = NARROW.matches ? 54 : 36;
-      for (const row of this.list.space.children) row.style.height = `${this.list.rowHeight}px`;
-      for (const [index, row] of this.list.rows) row.style.transform = `translateY(${index * this.list.rowHeight}px)`;
-      this.list.set(this.shown.length);
+      this.list.setRowHeight(NARROW.matches ? 76 : 36);
     };
     NARROW.addEventListener("change", this.resized);
   }
@@ -60,7 +65,7 @@ class RunsView {
     this.input = h("input", { type: "search", id: "filter", placeholder: "filter: words of question, model, stop, task", "aria-label": "filter runs", oninput: () => this.arrange() });
     this.tally = h("span.quiet", { "aria-live": "polite" });
     this.problems = h("div.runs-problems");
-    this.heads = COLUMNS.map(([name, numeric]) => h(`button.${name}`, { type: "button", class: numeric ? "num" : "", onclick: () => this.sortBy(name) }, name));
+    this.heads = COLUMNS.map(([name, numeric]) => h(`button.${classOf(name)}`, { type: "button", class: numeric ? "num" : "", onclick: () => this.sortBy(name) }, name));
     this.none = h("div.empty", { hidden: true });
     this.body = h("div.table", null, h("div.thead.cols", { role: "group", "aria-label": "sort by" }, this.heads), this.list.box);
     document.title = "Runs · Ramify";
@@ -92,7 +97,7 @@ class RunsView {
     const value = COLUMNS.find((column) => column[0] === this.by)[2], sign = this.down ? -1 : 1;
     const matches = (run) => {
       if (!words.length) return true;
-      const text = `${run.question || ""} ${run.model || ""} ${standing(run)[0]} ${run.id} ${run.task || ""} ${run.source || ""} ${run.problem || ""}`.toLowerCase();
+      const text = `${run.question || ""} ${run.model || ""} ${standing(run)[0]} ${run.id} ${run.task || ""} ${run.source || ""} ${run.answer ?? ""} ${run.problem || ""}`.toLowerCase();
       return words.every((word) => text.includes(word));
     };
     this.shown = this.data.runs.filter(matches).map((run) => [value(run), run])
@@ -122,9 +127,10 @@ class RunsView {
       const text = words(run);
       if (cells[at].textContent !== text) cells[at].textContent = text;
       if (name === "stop") cells[at].className = `stop mark ${standing(run)[1]}`;
+      if (name === "reward" && text) cells[at].className = `reward num ${worthTone(run.reward)}`;
       if (name === "question") cells[at].classList.toggle("bad", Boolean(run.problem));
     });
-    row.title = run.problem || `${run.question}\n${run.id}`;
+    row.title = run.problem || [run.question, run.answer, run.ending, run.id].filter(Boolean).join("\n");
   }
 
   keys() {
@@ -139,6 +145,11 @@ class RunsView {
   }
 }
 
+// "answer" is the class of an answer in a transcript.
+function classOf(column) {
+  return column === "answer" ? "run-answer" : column;
+}
+
 function make() {
-  return h("div.run-row.cols", null, COLUMNS.map(([name, numeric]) => h(`span.${name}`, { class: numeric ? "num" : "" })));
+  return h("div.run-row.cols", null, COLUMNS.map(([name, numeric]) => h(`span.${classOf(name)}`, { class: numeric ? "num" : "" })));
 }

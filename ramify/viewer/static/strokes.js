@@ -1,7 +1,7 @@
 // Draws the picture: the axis, a bar with its events for each call, and frames around the hovered and
 // the chosen call.
 //
-// In a session's bar, bright parts are model requests and dark parts are running code. A light tick
+// In a session's bar, bright parts are model requests and pale parts are running code. A light tick
 // is a tool's answer, a red one its failure. A dot below is a scored turn: green above zero, else red.
 
 import { bandOf } from "./lanes.js";
@@ -40,9 +40,11 @@ export function drawCall(picture, pen, call, index, width) {
   const lane = band.lane, pad = lane > 8 ? 1.5 : lane > 3 ? 0.75 : 0;
   const y = band.top + picture.lanes.of[index] * lane + pad, tall = Math.max(Math.min(lane, band.most) - 2 * pad, 0.8);
   const colour = picture.colour(call), colours = picture.paint();
-  const plain = call.kind !== "rlm" || picture.mode !== "kind" || !call.spans.length;
-  pen.fillStyle = plain ? colour : call.stop === "error" ? colours.bad : colours["rlm-dim"];
+  const plain = call.kind !== "rlm" || !call.spans.length;
+  pen.fillStyle = colour;
+  pen.globalAlpha = plain ? 1 : 0.55;
   pen.fillRect(x, y, w, tall);
+  pen.globalAlpha = 1;
   if (!plain && w > 3) {
     pen.fillStyle = colour;
     for (let at = 0; at < call.spans.length; at += 2) {

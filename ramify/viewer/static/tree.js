@@ -6,7 +6,7 @@
 // and keyboard (pointing.js).
 
 import { h } from "./dom.js";
-import { stopWords } from "./format.js";
+import { seconds, stopWords } from "./format.js";
 import { Lanes, shared } from "./lanes.js";
 import { listen } from "./pointing.js";
 import { AXIS, LEFT, RIGHT, drawAxis, drawCall, drawSelected, worthColour } from "./strokes.js";
@@ -14,6 +14,7 @@ import { AXIS, LEFT, RIGHT, drawAxis, drawCall, drawSelected, worthColour } from
 const GAP = 4;
 const LANES = [22, 9];  // maximum pixels of a lane: sessions, plain calls
 const LEAST = [14, 8];  // minimum pixels of a band
+const TALLEST = 0.22;  // share of the window that the strip may fill
 const FRAME_MS = 33;  // between frames of a growing picture
 
 export class Picture {
@@ -27,17 +28,19 @@ export class Picture {
     this.zoomed = false;
     this.selected = -1;
     this.hovered = -1;
-    this.mode = "kind";
+    this.mode = "stop";
     this.canvas = h("canvas", { tabindex: "0", role: "img", "aria-label": "the tree of calls over time; the list of calls below holds the same" });
     this.tip = h("div.tip", { hidden: true, role: "tooltip" });
     const button = (text, label, onclick) => h("button.tool", { type: "button", onclick, "aria-label": label, title: label }, text);
     this.legend = h("div.legend");
     this.modes = h("select", { "aria-label": "what colours mean", onchange: () => this.setMode(this.modes.value) },
-      ["kind", "stop", "reward"].map((mode) => h("option", { value: mode }, `colour: ${mode}`)));
+      [["stop", "outcome"], ["reward", "reward"]].map(([mode, name]) => h("option", { value: mode }, `colour: ${name}`)));
+    this.startUp = h("span.start-up", { hidden: true });
+    this.frame = h("div.canvas", null, this.canvas, this.tip);
     this.element = h("section.picture", { "aria-label": "tree" },
-      h("div.picture-tools", null, this.legend, this.modes,
+      h("div.picture-tools", null, this.startUp, this.legend, this.modes,
         button("−", "zoom out", () => this.zoom(1.6)), button("+", "zoom in", () => this.zoom(1 / 1.6)), button("fit", "show all of it", () => this.fit())),
-      h("div.canvas", null, this.canvas, this.tip));
+      this.frame);
     listen(this);
     this.sized = new ResizeObserver(() => this.later());
     this.sized.observe(this.canvas.parentElement);
@@ -48,7 +51,7 @@ export class Picture {
     };
     this.themed.addEventListener("change", this.recolour);
     addEventListener("ramify-theme", this.recolour);
-    this.setMode("kind");
+    this.setMode("stop");
   }
 
   close() {
@@ -61,8 +64,7 @@ export class Picture {
   setMode(mode) {
     this.mode = mode;
     const entries = {
-      kind: [["rlm", "rlm"], ["lm", "lm"], ["leaf", "leaf"], ...(this.run.calls.some((call) => call.kind === "judge") ? [["judge", "judge"]] : []), ["bad", "failed"]],
-      stop: [["good", "final"], ["warn", "limit"], ["bad", "error"], ["live", "running"]],
+      stop: [["good", "final"], ["warn", "limit"], ["bad", "error"], ["live", "running"], ["odd", "differs"]],
       reward: [["good", "best"], ["bad", "worst"], ["none", "not scored"]],
     }[mode];
     this.legend.replaceChildren(...entries.map(([swatch, text]) => h("span.key", null, h("i", { class: `sw-${swatch}` }), text)));
@@ -72,8 +74,28 @@ export class Picture {
   changed() {
     this.lanes.update(this.run.calls);
     this.worth = null;
-    this.modes.options[2].hidden = !this.range();
+    this.modes.options[1].hidden = !this.range();
+    this.resize();
     this.later();
+  }
+
+  // As tall as its lanes need; hidden for a run of one plain call, which has no tree.
+  resize() {
+    const calls = this.run.calls, start = this.start();
+    this.element.hidden = !calls.length || (calls.length === 1 && calls[0].kind !== "rlm");
+    const bands = this.lanes.bands.filter((band) => band.num), gaps = GAP * Math.max(bands.length - 1, 0);
+    const tall = this.lanes.bands.reduce((sum, band, index) => sum + band.num * LANES[index % 2], AXIS + gaps + 8);
+    const least = AXIS + gaps + 8 + bands.length * LEAST[0];
+    const height = Math.min(tall, Math.max(least, Math.round(TALLEST * innerHeight)));
+    if (height !== this.height) this.frame.style.height = `${(this.height = height)}px`;
+    this.startUp.hidden = start < 0.0005;
+    const said = `start-up ${seconds(start)}`;
+    if (this.startUp.textContent !== said) this.startUp.textContent = said;
+  }
+
+  // The strip begins at the first call.
+  start() {
+    return this.run.calls.length ? this.run.calls[0].started_s : 0;
   }
 
   select(index) {
@@ -82,7 +104,7 @@ export class Picture {
   }
 
   end() {
-    return Math.max(this.run.now(), 0.001);
+    return Math.max(this.run.now(), this.start() + 0.001);
   }
 
   fit() {
@@ -91,12 +113,12 @@ export class Picture {
   }
 
   zoom(factor, around = null) {
-    if (!this.zoomed) [this.from, this.to] = [0, this.end()];
+    if (!this.zoomed) [this.from, this.to] = [this.start(), this.end()];
     const middle = around === null ? (this.from + this.to) / 2 : around;
     const span = Math.max((this.to - this.from) * factor, this.end() / 1e6);
-    if (span >= this.end()) return this.fit();
+    if (span >= this.end() - this.start()) return this.fit();
     const share = (middle - this.from) / (this.to - this.from);
-    this.from = Math.max(0, middle - share * span);
+    this.from = Math.max(this.start(), middle - share * span);
     this.to = this.from + span;
     this.zoomed = true;
     this.later();
@@ -132,7 +154,7 @@ export class Picture {
       top += tall ? tall + GAP : 0;
       return found;
     });
-    if (!this.zoomed) [this.from, this.to] = [0, this.end()];
+    if (!this.zoomed) [this.from, this.to] = [this.start(), this.end()];
     this.scale = (width - LEFT - RIGHT) / (this.to - this.from);
   }
 
@@ -163,7 +185,7 @@ export class Picture {
   paint() {
     if (this.colours) return this.colours;
     const style = getComputedStyle(document.documentElement), value = (name) => style.getPropertyValue(name).trim();
-    const names = ["rlm", "rlm-dim", "lm", "leaf", "good", "bad", "warn", "live", "judge", "ink", "ink-2", "ink-3", "line", "line-2", "paper", "on-bar"];
+    const names = ["good", "bad", "warn", "live", "odd", "ink", "ink-2", "ink-3", "line", "line-2", "paper", "on-bar"];
     return (this.colours = Object.fromEntries(names.map((name) => [name, value(`--${name}`)])));
   }
 
@@ -184,13 +206,12 @@ export class Picture {
   colour(call) {
     const colours = this.paint();
     if (this.mode === "reward") return worthColour(colours, call.reward, this.range());
-    if (this.mode === "stop") return colours[call.stop ? stopWords(call.stop)[1] : this.run.alive ? "live" : "warn"];
-    return call.stop === "error" ? colours.bad : colours[call.kind] || colours.lm;
+    return colours[call.outlier && !call.failed ? "odd" : call.failed ? "bad" : call.stop ? stopWords(call.stop)[1] : this.run.alive ? "live" : "warn"];
   }
 
   draw() {
     const box = this.canvas.parentElement, width = box.clientWidth, height = box.clientHeight;
-    if (!width || !height) return;
+    if (!width || !height) return void (this.canvas.dataset.drawn = String(this.run.calls.length));  // hidden
     const density = devicePixelRatio || 1;
     if (this.canvas.width !== Math.round(width * density) || this.canvas.height !== Math.round(height * density)) {
       this.canvas.width = Math.round(width * density);

@@ -439,7 +439,8 @@ def test_a_rank_that_is_killed_is_named_and_another_number_of_ranks_goes_on(
     (process,) = ranks.rank_group.processes
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(
-        TrainError, match=rf"rank 1 \(process {process.pid} on .*\) is lost: .*killed by signal 9"
+        TrainError,
+        match=rf"rank 1 \(shard 1, process {process.pid} on .*\) is lost: .*killed by signal 9",
     ):
         fsdp.forward_backward(batches, LOSS)
     with pytest.raises(TrainError, match=r"rank 1 .* is lost"):
@@ -478,7 +479,7 @@ def test_a_rank_that_stands_still_is_named_with_its_stack(tmp_path: Path):
         with pytest.raises(TrainError) as caught:
             fsdp.forward_backward(pack(tree(), PackingSpec(max_tokens=60)), loss)
         told = str(caught.value)
-        assert told.startswith("no rank made progress for 10 s in 'add'. rank 1 (process ")
+        assert told.startswith("no rank made progress for 10 s in 'add'. rank 1 (shard 1, process ")
         assert "in per_token" in told
         stacks = (tmp_path / "stalled-ranks.txt").read_text()
         assert "time.sleep(600)" in stacks

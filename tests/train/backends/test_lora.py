@@ -18,6 +18,7 @@ from ramify.train.data.pack import pack
 from ramify.train.losses.loss import LossSpec
 from tests.train.backends.small import policy as small_policy
 from tests.train.backends.small import tree
+from tests.train.checkpoints import chat_checkpoint
 
 FP32 = ComputeSpec(precision="fp32")
 
@@ -119,42 +120,12 @@ def test_the_same_seed_gives_the_same_adapters() -> None:
 def test_the_recipe_for_any_checkpoint(tmp_path: Path, lora: dict[str, float] | None) -> None:
     """``recipes/hf_grpo.py`` on a small Llama with a chat template, in fp32 on this processor."""
     import msgspec
-    from transformers import (
-        AutoModelForCausalLM,
-        LlamaConfig,
-        LlamaForCausalLM,
-        PreTrainedTokenizerFast,
-    )
+    from transformers import AutoModelForCausalLM
 
-    from ramify.models.tokenizer import train_tokenizer
     from ramify.train.recipe import load_recipe
     from tests.shown import train
 
-    source = train_tokenizer(["some words to begin with, and some more"] * 3, 262)
-    chatml = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=source.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>"
-    )
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.chat_template = chatml
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=4096,
-        eos_token_id=tokenizer.eos_token_id,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    checkpoint = tmp_path / "llama"
-    LlamaForCausalLM(config).save_pretrained(checkpoint)
-    tokenizer.save_pretrained(checkpoint)
+    checkpoint = chat_checkpoint(tmp_path / "llama")
     run = load_recipe(
         Path(__file__).parents[3] / "recipes/hf_grpo.py",
         [

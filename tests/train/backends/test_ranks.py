@@ -160,7 +160,7 @@ def test_a_rank_that_hangs_is_named_and_the_stacks_of_all_are_kept(tmp_path: Pat
     shard = msgspec.structs.replace(RANKS.shard, timeout_s=20)
     with pytest.raises(
         TrainError,
-        match=r"no rank made progress for 20 s in .*\. rank 1 \(process \d+ on .*\) is at .*in per_token",
+        match=r"no rank made progress for 20 s in .*\. rank 1 \(shard 1, process \d+ on .*\) is at .*in per_token",
     ):
         train(
             tuned(rl=rl, compute=msgspec.structs.replace(RANKS, shard=shard)),

@@ -122,7 +122,7 @@ def test_a_run_on_ray(tmp_path: Path) -> None:
         r"the Ray cluster at .* runs other versions than this process \(.*2\.9\.3", version
     )
     assert re.match(
-        rf"rank 1 \(process \d+ on {socket.gethostname()}\) is lost: it was killed by signal 9; its log ends: ",
+        rf"rank 1 \(shard 1, process \d+ on {socket.gethostname()}\) is lost: it was killed by signal 9; its log ends: ",
         lost,
     )
     assert not [

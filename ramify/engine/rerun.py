@@ -1,0 +1,213 @@
+"""Runs that are repeated from their record: resumed, replayed, or forked at a turn.
+
+    record ──> compare the settings ──> repeat what is recorded ──> continue
+
+Decides which settings may differ from the recorded ones (limits, but not the depth), which of a
+finished run may be continued (one that a limit ended, with a higher limit), and what a fork takes
+from its origin. Not here: the lookup of recorded replies (see ``store/recorded_replies.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ramify.engine.limits import Limits
+from ramify.engine.question import Question, question
+from ramify.engine.resources import RlmSetup, stored_in
+from ramify.engine.run_handle import Result, as_text
+from ramify.engine.typed import Citation, CitedAnswer
+from ramify.errors import ConfigError, ReplayDiverged
+from ramify.sandbox.base import SharedContext
+from ramify.store.recorded_replies import RecordedReplies
+from ramify.types.event import (
+    AnyEvent,
+    AttemptFailed,
+    CallEnded,
+    CallStarted,
+    CellRan,
+    ReplyReceived,
+    RequestStarted,
+    RunStarted,
+    ToolAnswered,
+)
+from ramify.types.trajectory import Stop
+
+if TYPE_CHECKING:
+    from ramify.store.store import Store
+
+_COMPARED = ("model", "sub_model", "scaffold", "sampling", "tools")
+_LIMIT_OF = {
+    Stop.MAX_TURNS: ("max_turns",),
+    Stop.MAX_CALLS: ("max_calls",),
+    Stop.MAX_TOKENS: ("max_tokens", "max_reply_tokens"),
+    Stop.MAX_COST: ("max_cost",),
+    Stop.DEADLINE: ("max_seconds",),
+}
+"""Limits of which at least one must be raised to continue a run that ended with this stop."""
+
+
+def check_settings(started: RunStarted, setup: RlmSetup) -> None:
+    """Raise ReplayDiverged, which names each setting of ``setup`` that differs from the record and
+    would change what is asked."""
+    differences = list(_differences(started.config, setup.config))
+    if differences:
+        raise ReplayDiverged(
+            f"run {started.id} was started with {'; '.join(differences)}: resume it with the "
+            "recorded settings, or ask as a new run"
+        )
+
+
+def _differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    for name in _COMPARED:
+        before, after = recorded.get(name), now.get(name)
+        if before is None or before == after:
+            continue
+        if isinstance(before, dict) and isinstance(after, dict):
+            for field in sorted(before.keys() | (after.keys() if name != "scaffold" else ())):
+                if before.get(field) != after.get(field):
+                    yield _difference(f"{name}.{field}", before.get(field), after.get(field))
+        else:
+            yield _difference(name, before, after)
+    depths = [config.get("limits", {}).get("max_depth", 1) for config in (recorded, now)]
+    if recorded.get("limits") is not None and depths[0] != depths[1]:
+        yield _difference("limits.max_depth", *depths)
+
+
+def _difference(name: str, before: Any, after: Any) -> str:
+    if name.startswith("tools."):
+        changed = "not given" if after is None else "not used" if before is None else "changed"
+        return f"tool {name.removeprefix('tools.')} ({changed} now)"
+    shown = [
+        ", ".join(value) if isinstance(value, list) and value else repr(value)
+        for value in (before, after)
+    ]
+    return (
+        f"{name}={shown[0]}, not {shown[1]}"
+        if sum(map(len, shown)) < 200
+        else f"another {name} (of {len(shown[0]):,} characters, not {len(shown[1]):,})"
+    )
+
+
+def is_raised(recording: RecordedReplies, limits: Limits) -> bool:
+    """Whether ``limits`` allow more of what ended the recorded run."""
+    ended = recording.ended
+    if ended is None or ended.stop not in _LIMIT_OF:
+        return False
+    before = recorded_limits(recording)
+    for name in _LIMIT_OF[ended.stop]:
+        old, new = getattr(before, name), getattr(limits, name)
+        if new is not None and (old is None or new > old):
+            return True
+    return False
+
+
+def remedy(recording: RecordedReplies) -> str:
+    """What to do to continue a run that a limit has ended; empty if none has."""
+    ended = recording.ended
+    if ended is None or ended.stop not in _LIMIT_OF:
+        return ""
+    before = recorded_limits(recording)
+    names = (f"{name}={getattr(before, name)}" for name in _LIMIT_OF[ended.stop])
+    return f"to continue it, give more than {' or '.join(names)}"
+
+
+def about(started: RunStarted) -> dict[str, Any]:
+    """What a fork takes from the configuration of its origin: whatever is not a setting."""
+    known = {*_COMPARED, "limits", "sandbox", "mcp", "search", "answer_schema", "cite", "about"}
+    return {name: value for name, value in started.config.items() if name not in known}
+
+
+def is_conversation(recording: RecordedReplies) -> bool:
+    """Whether the recorded run was begun by ``RLM.conversation``."""
+    return len(recording.questions) > 1 or bool(recording.started.config.get("conversation"))
+
+
+def recorded_limits(recording: RecordedReplies) -> Limits:
+    """The limits under which the run worked last."""
+    fields = recording.limits or recording.started.config.get("limits", {})
+    return msgspec.convert(fields, Limits)
+
+
+def question_of(store: Store | None, started: RunStarted, kind: Any) -> Question:
+    """The recorded question, with ``kind`` as the type of its answer if that is given."""
+    config, value = started.config, None
+    if started.context is not None:
+        blob = stored_in(store, "resume").blobs.get(started.context.digest)
+        value = SharedContext.decode(blob).value
+    cite = bool(config.get("cite"))
+    kind = kind if kind is not None else None if cite else config.get("answer_schema")
+    resolved = (
+        question("" if value is None else value, started.question, kind, cite)
+        if value is not None
+        else None
+    )
+    resolved = resolved or question(started.question, None, kind, cite)
+    direct = config.get("direct") is not False
+    return msgspec.structs.replace(resolved, about=config.get("about", ""), direct=direct)
+
+
+def from_record(store: Store, run: str) -> Result:
+    """The result of a run that has ended."""
+    trajectory = store.load(run)
+    answer: Any = trajectory.answer
+    citations: tuple[Citation, ...] = ()
+    if trajectory.metadata.get("cite") and answer is not None:
+        cited = msgspec.convert(answer, CitedAnswer[Any])
+        answer, citations = cited.answer, cited.citations
+    return Result(
+        as_text(answer),
+        answer,
+        trajectory.stop or Stop.ERROR,
+        trajectory.usage,
+        trajectory.cost,
+        trajectory,
+        citations,
+    )
+
+
+def forked(events: Iterable[AnyEvent], turn: int, code: str | None) -> RecordedReplies:
+    """The record of a run before ``turn`` of its root. ``code`` replaces the reply of that turn.
+
+    Raises ConfigError if the run has no such turn, or several roots.
+    """
+    events = list(events)
+    calls = [event for event in events if isinstance(event, CallStarted)]
+    roots = [call.id for call in calls if call.parent is None]
+    if len(roots) != 1:
+        raise ConfigError(
+            f"the run has {len(roots)} root calls: only a run with one question and without "
+            "branches can be forked"
+        )
+    root = roots[0]
+    replies = [event for event in events if isinstance(event, ReplyReceived) and event.call == root]
+    turns = len({event.turn for event in replies})
+    if not 0 <= turn < turns:
+        raise ConfigError(f"the root has {turns} turns: turn {turn + 1} cannot be forked")
+    under: dict[str, int] = {}
+    """Call -> turn of the root below which it is."""
+    for call in calls:
+        if call.parent is not None:
+            under[call.id] = (
+                call.parent.turn if call.parent.call == root else under[call.parent.call]
+            )
+    recording = RecordedReplies(event for event in events if _is_before(event, root, turn, under))
+    recording.is_fork = True
+    if code is not None:
+        recording.given[root, turn] = code
+    return recording
+
+
+def _is_before(event: AnyEvent, root: str, turn: int, under: Mapping[str, int]) -> bool:
+    match event:
+        case RunStarted():
+            return True
+        case CallStarted(id=call) | CallEnded(id=call):
+            at = under.get(call, -1 if isinstance(event, CallStarted) else turn)
+        case RequestStarted() | AttemptFailed() | ReplyReceived() | CellRan() | ToolAnswered():
+            at = event.turn if event.call == root else under[event.call]
+        case _:
+            return False
+    return at < turn

@@ -1,0 +1,158 @@
+"""The mesh of ranks: which axis splits what, and which sizes fit.
+
+    ranks=8, replicas=2, tensor=2             experts=4 (the same ranks, seen by experts)
+
+    replicate  0  shard 0  tensor 0 1         replicate 0   expert_shard 0   experts 0 1 2 3
+                  shard 1  tensor 2 3         replicate 1   expert_shard 0   experts 0 1 2 3
+    replicate  1  shard 0  tensor 4 5
+                  shard 1  tensor 6 7         ranks = replicas x shard x tensor
+                                                    = replicas x expert_shard x experts
+
+Ranks of one ``tensor`` group compute the same batch, each with a part of every matrix. Ranks that
+differ in another axis compute different batches; FSDP2 gathers the parts of a layer's weights along
+``shard``. Experts are not split by ``tensor`` if there is an ``experts`` axis: each rank of it has
+whole experts, and tokens travel to them. Sizes, names and plans are those of transformers'
+``DistributedConfig``.
+
+Only arithmetic, which finds mistakes before anything is started. Not here: the device mesh and the
+plans of a model (``layer_split.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from ramify.errors import ConfigError
+
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+_EXPERT_WIDTH = "moe_intermediate_size"
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts in configurations."""
+
+
+class MeshSizes(NamedTuple):
+    """The length of each axis."""
+
+    replicas: int
+    shard: int
+    tensor: int
+    experts: int
+
+    @classmethod
+    def of(cls, num_ranks: int, replicas: int, tensor: int, experts: int) -> MeshSizes:
+        """Raises ConfigError if the ranks do not fill the mesh."""
+        rest = replicas * tensor
+        if num_ranks % rest:
+            named = f"{replicas} replicas" + (f" x {tensor} tensor" if tensor > 1 else "")
+            raise ConfigError(
+                f"compute.shard: {num_ranks} ranks do not fit a mesh of {named}: "
+                f"{num_ranks} = {rest} x {num_ranks // rest} + {num_ranks % rest}"
+            )
+        sizes = cls(replicas, num_ranks // rest, tensor, experts)
+        inside = sizes.shard * sizes.tensor
+        if sizes.experts > 1 and (inside % sizes.experts or sizes.experts % sizes.tensor):
+            fit = [n for n in _divisors(inside) if n % sizes.tensor == 0]
+            raise ConfigError(
+                f"compute.shard.experts={sizes.experts} does not fit a mesh of {num_ranks} ranks "
+                f"with {sizes.replicas} replicas and tensor={sizes.tensor}: a replica has "
+                f"{num_ranks} / {sizes.replicas} = {inside} ranks, which experts must divide, as "
+                f"a multiple of tensor: {', '.join(map(str, fit))}"
+            )
+        return sizes
+
+    @property
+    def expert_shard(self) -> int:
+        """Number of ranks that share the rows of the same experts."""
+        return self.shard * self.tensor // self.experts
+
+    @property
+    def num_batches(self) -> int:
+        """Number of different batches that are computed at the same time."""
+        return self.replicas * self.shard
+
+    @property
+    def splits_layers(self) -> bool:
+        """Whether layers themselves are split, not only their storage."""
+        return self.tensor > 1 or self.experts > 1
+
+    def place(self, rank: int) -> str:
+        """Coordinates of a rank, such as ``shard 1, tensor 0``."""
+        axes = {"replicate": self.replicas, "shard": self.shard, "tensor": self.tensor}
+        found, rest = [], rank
+        for name, size in reversed(axes.items()):
+            rest, index = divmod(rest, size)
+            found += [f"{name} {index}"] if size > 1 else []
+        if self.experts > 1:
+            found.insert(0, f"experts {rank % self.experts}")
+        return ", ".join(reversed(found))
+
+
+def check_model(
+    config: Any,
+    sizes: MeshSizes,
+    tensor_plan: Mapping[str, str],
+    expert_plan: Mapping[str, str],
+) -> None:
+    """Raise ConfigError if layers of a Hugging Face configuration cannot be split over the mesh:
+    the sizes that do not divide, with the divisors that would, or a class without a plan. The
+    plans: a recipe's own rules."""
+    if not sizes.splits_layers:
+        return
+    need_plans()
+    config = config.get_text_config()
+    if sizes.tensor > 1:
+        is_split = sizes.experts == 1
+        widths = [each for each in _WIDTHS if is_split or each != _EXPERT_WIDTH]
+        _check_divides("tensor", sizes.tensor, config, [*_HEADS, *widths])
+        _check_plan("tensor", sizes.tensor, config, "base_model_tp_plan", tensor_plan)
+    if sizes.experts > 1:
+        if not any(getattr(config, name, None) for name in _EXPERTS):
+            raise ConfigError(
+                f"compute.shard.experts={sizes.experts}, but {config.model_type} has no experts: "
+                "leave it out"
+            )
+        _check_divides("experts", sizes.experts, config, _EXPERTS)
+        _check_plan("experts", sizes.experts, config, "base_model_ep_plan", expert_plan)
+
+
+def _check_divides(axis: str, size: int, config: Any, names: Sequence[str]) -> None:
+    counts = {name: getattr(config, name) for name in names if getattr(config, name, None)}
+    fit = set.intersection(*(set(_divisors(count)) for count in counts.values()))
+    for name, count in counts.items():
+        if count % size:
+            raise ConfigError(
+                f"compute.shard.{axis}={size} does not divide {name}={count} of "
+                f"{config.model_type} ({count} = {size} x {count // size} + {count % size}): use "
+                f"one of {', '.join(map(str, sorted(fit)))}"
+            )
+
+
+def _check_plan(axis: str, size: int, config: Any, field: str, given: Mapping[str, str]) -> None:
+    if given or getattr(config, field, None):
+        return
+    option, example = {
+        "tensor": ("tensor_plan", "model.layers.*.mlp.up_proj=colwise"),
+        "experts": ("expert_plan", "model.layers.*.mlp.experts=ep_dispatch_experts"),
+    }[axis]
+    raise ConfigError(
+        f"compute.shard.{axis}={size}: {config.model_type} has no plan for it in transformers "
+        f"({field}): give rules in compute.shard.{option}, such as {example}, or use {axis}=1"
+    )
+
+
+def need_plans() -> None:
+    """Raise ConfigError if the installed transformers cannot split layers."""
+    if find_spec("transformers.distributed.expert_parallel") is None:
+        import transformers
+
+        raise ConfigError(
+            "compute.shard.tensor and experts need transformers>=5.23, which has the plans; "
+            f"this is {transformers.__version__}"
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

@@ -1,0 +1,182 @@
+"""The lineage of a run: the steps at which it was resumed or forked, and the changes of its
+configuration.
+
+    OUT/lineage.jsonl   {"step": 40, "checkpoint": "runs/a/checkpoints/step-000040",
+                         "changes": [{"field": "rl.steps", "was": 40, "now": 80}]}
+
+    ramify train --resume runs/a rl.steps=80 rl.optim.lr=2e-4              the same run, longer
+    ramify train --resume runs/a/checkpoints/step-000040 --out runs/b …    a fork
+
+Decides which fields may differ from those of the checkpoint: all, except those that the
+checkpoint's own content depends on (``_FIXED``) and those of a stage that is over. Not here: what
+a changed field does (``config.py``), and copying files (``run_record.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.train.checkpoint import CheckpointState
+from ramify.train.config import Run, TaskSpec, plain
+from ramify.train.redacted import cut_out, is_cut
+from ramify.train.run_lines import RunLines
+
+FILE = "lineage.jsonl"
+STAGES = ("warmup", "sft", "rl")
+"""Fields of a run that are stages, in their order."""
+_WEIGHTS = "the checkpoint holds weights of that model"
+_OPTIMIZER = "the checkpoint holds that optimizer's state"
+_FIXED = {
+    "seed": "the order of the data and the seed of each rollout depend on it",
+    "policy.path": _WEIGHTS,
+    "policy.shape": _WEIGHTS,
+    "policy.tokenizer": _WEIGHTS,
+    "policy.words": _WEIGHTS,
+    "policy.vocab_size": _WEIGHTS,
+    "policy.dtype": _WEIGHTS,
+    "policy.lora": "the checkpoint holds those adapters",
+    "compute.backend": "the checkpoint holds that backend's state",
+    "rl.critic.model": "the checkpoint holds that critic",
+}
+"""Prefix of fields that must not change -> the reason."""
+_SFT_MAY_CHANGE = ("sft.optim.", "sft.epochs")
+"""The rest decides which rows each step learns from, and the steps so far have used some."""
+_SCORES = ("task.", "scaffold", "limits.", "evaluate.", "sandbox.")
+"""Prefixes of fields on which validation scores depend."""
+
+
+class ConfigChange(msgspec.Struct, frozen=True):
+    """One field that differs."""
+
+    field: str
+    """Dotted name."""
+    was: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.field} {_short(self.was)} → {_short(self.now)}"
+
+
+class LineageEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One place where a run was continued with changes, or forked."""
+
+    step: int
+    """Optimizer steps of the run before it."""
+    checkpoint: str
+    """The checkpoint that it continued from."""
+    is_fork: bool = False
+    """Whether the checkpoint is of a run in another folder."""
+    changes: list[ConfigChange] = []
+
+    def __str__(self) -> str:
+        """One line: ``from step 40: rl.steps 40 → 80``"""
+        how = f"forked from {self.checkpoint}" if self.is_fork else f"from step {self.step}"
+        return f"{how}: {', '.join(map(str, self.changes)) or 'nothing changed'}"
+
+    @property
+    def rescores(self) -> bool:
+        """Whether earlier validation scores cannot be compared with later ones."""
+        return any(change.field.startswith(_SCORES) for change in self.changes)
+
+    def extends(self, stage: str) -> bool:
+        """Whether a stage that a guard has ended is meant to continue."""
+        names = ("guard.", f"{stage}.steps", f"{stage}.epochs")
+        return any(change.field.startswith(names) for change in self.changes)
+
+
+LINEAGE = RunLines(FILE, LineageEntry)
+
+
+def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[ConfigChange]:
+    """The fields in which two configurations (as plain data) differ. Redacted values are not
+    compared."""
+    return [
+        change
+        for change in differences(was, now)
+        if not is_cut(change.was) and not is_cut(change.now)
+    ]
+
+
+def check_changes(state: CheckpointState, now: Mapping[str, Any]) -> None:
+    """Raise ConfigError, naming the first field that must not differ from the configuration of the
+    checkpoint, and the reason."""
+    for change in changes(state.config, now):
+        why = _refusal(state, change)
+        if why:
+            raise ConfigError(
+                f"the checkpoint at step {state.step} has a different config: {change.field} was "
+                f"{_short(change.was)} and is now {_short(change.now)}; it cannot change, since "
+                f"{why}: resume with its original value, or start again in another folder"
+            )
+
+
+def with_same_demonstrations(run: Run, state: CheckpointState) -> Run:
+    """``run``, whose demonstrations are still those of the checkpoint if its task has changed."""
+    recorded = state.config.get("sft")
+    if run.sft is None or recorded is None or run.sft.task is not None:
+        return run
+    shown = recorded.get("task") or state.config.get("task")
+    if _is_same_task(shown, plain(run)["task"]) or any(cut_out(shown)):
+        return run
+    task = msgspec.convert(shown, TaskSpec)
+    return msgspec.structs.replace(run, sft=msgspec.structs.replace(run.sft, task=task))
+
+
+def differences(was: Any, now: Any, name: str = "") -> Iterator[ConfigChange]:
+    """The leaves that differ; a missing value is None."""
+    if isinstance(was, Mapping) and isinstance(now, Mapping):
+        for key in [*was, *(key for key in now if key not in was)]:
+            yield from differences(
+                was.get(key), now.get(key), f"{name}.{key}" if name else str(key)
+            )
+    elif was != now:
+        yield ConfigChange(name, was, now)
+
+
+def _refusal(state: CheckpointState, change: ConfigChange) -> str:
+    """Why ``change`` is not possible at the checkpoint; empty if it is."""
+    reasons = (why for prefix, why in _FIXED.items() if _is_in(change.field, prefix))
+    return next(reasons, "") or _stage_refusal(state, change)
+
+
+def _stage_refusal(state: CheckpointState, change: ConfigChange) -> str:
+    stages = [name for name in STAGES if state.config.get(name) is not None]
+    begun = stages[: state.stage + 1]
+    stage = change.field.partition(".")[0]
+    if stage not in STAGES:
+        is_order = change.field == "scaffold" and begun[-1:] == ["sft"]
+        return "the rows of the stage sft are written with it" if is_order else ""
+    if change.field == "sft.task.validate":
+        return ""
+    if stage not in begun:
+        before = STAGES.index(stage) < STAGES.index(begun[-1]) if begun else False
+        return f"the stage {begun[-1]} has begun without it" if before else ""
+    if change.field == stage:
+        return f"the stage {stage} has begun"
+    if change.field == "sft.task" and _is_same_task(state.config.get("task"), change.now):
+        return ""
+    if stage != begun[-1]:
+        return f"the stage {stage} is over"
+    if change.field == f"{stage}.optim.kind":
+        return _OPTIMIZER
+    if stage == "sft" and not change.field.startswith(_SFT_MAY_CHANGE):
+        return "the steps so far have used a part of these rows"
+    return ""
+
+
+def _is_same_task(was: Any, now: Any) -> bool:
+    names = ("name", "options")
+    return bool(was and now) and all(was.get(name) == now.get(name) for name in names)
+
+
+def _is_in(field: str, prefix: str) -> bool:
+    return field == prefix or field.startswith(prefix + ".")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:59] + "…"

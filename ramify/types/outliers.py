@@ -1,0 +1,178 @@
+"""Which of the calls of one cell differ from their siblings, and how.
+
+    0.0 → 30,102   0.1 → 29,877   …   0.7 → 1,414     0.7: "1,414 is far from the others
+                                                      (median 29,877)"
+
+Siblings are the calls of the same kind that one cell made. They are compared once their cell has
+run. A sibling differs by an error, by the type of its answer, by a number or a length more than
+three median deviations from the median (scaled so that a normal distribution has one standard
+deviation), or by its answer if others were asked the same question about the same context. Not
+here: drawing (see viewer/static) and the tree (see call_tree.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ramify.types.call_tree import CallNode
+
+MIN_SIBLINGS = 4
+"""Fewer siblings are compared only if they were asked the same question."""
+_DEVIATIONS = 3.0
+_SCALE = 1.4826
+"""Standard deviation of a normal distribution, in median deviations."""
+_NUMBER = re.compile(r"\s*[$€£]?\s*([-+]?\d[\d,_]*(?:\.\d+)?(?:[eE][-+]?\d+)?)\s*%?\s*\.?\s*")
+_MAX_SHOWN = 40
+_NAMES = {"number": "a number", "text": "text", "list": "a list", "dict": "a dict"}
+
+
+def number_in(text: str) -> float | None:
+    """The number that ``text`` consists of, such as ``$1,234.50``; None for other text."""
+    match = _NUMBER.fullmatch(text) if len(text) <= _MAX_SHOWN else None
+    return float(match[1].replace(",", "").replace("_", "")) if match else None
+
+
+def kind_of_answer(answer: Any, text: str) -> str:
+    """``number``, ``text``, ``list``, ``dict`` or ``none``; a text may consist of a number."""
+    if answer is None:
+        return "none"
+    if isinstance(answer, list | tuple):
+        return "list"
+    if isinstance(answer, dict):
+        return "dict"
+    return "text" if isinstance(answer, bool) or number_in(text) is None else "number"
+
+
+class SiblingGroups:
+    """Calls of each cell, compared when the cell has run."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[str, int, int], list[CallNode]] = {}
+
+    def add(self, node: CallNode) -> None:
+        if (parent := node.parent) is not None:
+            place = (parent.call, parent.turn, parent.cell)
+            group = self._groups.get(place)
+            if group is None:
+                self._groups[place] = [node]
+            else:
+                group.append(node)
+
+    def compare(self, call: str, turn: int, cell: int) -> list[CallNode]:
+        """Mark the outliers among the calls of a cell, and return them."""
+        group = self._groups.get((call, turn, cell), ())
+        kinds = {node.kind for node in group}
+        marked = []
+        for kind in kinds:
+            siblings = [node for node in group if node.kind == kind and node.stop is not None]
+            for node, how in outliers(siblings).items():
+                siblings[node].outlier = how
+                marked.append(siblings[node])
+        return marked
+
+    def compare_all(self) -> None:
+        for place in self._groups:
+            self.compare(*place)
+
+
+def outliers(siblings: Sequence[CallNode]) -> dict[int, str]:
+    """Index of each sibling that differs -> how it differs, as a phrase."""
+    found = _by_question(siblings)
+    if len(siblings) < MIN_SIBLINGS:
+        return found
+    failed = [index for index, node in enumerate(siblings) if node.has_failed]
+    if 0 < len(failed) <= len(siblings) // 3:
+        found |= {index: _failure(siblings[index], len(siblings)) for index in failed}
+    good = [index for index in range(len(siblings)) if not siblings[index].has_failed]
+    if len(good) >= MIN_SIBLINGS:
+        found |= {**_by_value(siblings, good), **found}
+    return found
+
+
+def _failure(node: CallNode, count: int) -> str:
+    return f"failed, unlike most of its {count - 1:,} siblings: {node.error or node.stop}"
+
+
+def _by_question(siblings: Sequence[CallNode]) -> dict[int, str]:
+    """Siblings that were asked the same question about the same context, and disagree with most."""
+    groups: dict[int, list[int]] = {}
+    for index, node in enumerate(siblings):
+        groups.setdefault(node.subject, []).append(index)
+    found = {}
+    for group in groups.values() if len(groups) < len(siblings) else ():
+        answers = Counter(siblings[index].answer for index in group)
+        most, votes = answers.most_common(1)[0]
+        if len(group) < 3 or 2 * votes <= len(group):
+            continue
+        for index in group:
+            if siblings[index].answer != most:
+                found[index] = (
+                    f"{shown(siblings[index])} disagrees: {votes} of {len(group)} with the same "
+                    f"question returned {_short(most)}"
+                )
+    return found
+
+
+def _by_value(siblings: Sequence[CallNode], good: Sequence[int]) -> dict[int, str]:
+    kinds = Counter(siblings[index].answer_kind for index in good)
+    usual, votes = kinds.most_common(1)[0]
+    if votes < 0.75 * len(good):
+        return {}
+    found = {
+        index: f"{shown(siblings[index])} is {_NAMES.get(siblings[index].answer_kind, 'nothing')}; "
+        f"{votes:,} siblings returned {_NAMES.get(usual, 'nothing')}"
+        for index in good
+        if siblings[index].answer_kind != usual
+    }
+    alike = [index for index in good if siblings[index].answer_kind == usual]
+    if usual == "number":
+        numbers = [number_in(siblings[index].answer) or 0.0 for index in alike]
+        for at, middle in _far(numbers):
+            index = alike[at]
+            found[index] = f"{shown(siblings[index])} is far from the others (median {middle:,.6g})"
+    else:
+        lengths = [float(siblings[index].answer_chars) for index in alike]
+        for at, middle in _far(lengths):
+            long, short = max(lengths[at], middle), min(lengths[at], middle)
+            if long > 3 * short + 20:
+                index = alike[at]
+                found[index] = (
+                    f"{shown(siblings[index])} has {lengths[at]:,.0f} characters; the others have "
+                    f"about {middle:,.0f}"
+                )
+    return found
+
+
+def _far(values: Sequence[float]) -> list[tuple[int, float]]:
+    """(index, median) of each value beyond three median deviations.
+
+    If more than half of the values are the same, only a single different one is far.
+    """
+    middle = median(values)
+    spread = _SCALE * median(abs(value - middle) for value in values)
+    if spread == 0:
+        differing = [index for index, value in enumerate(values) if value != middle]
+        return [(differing[0], middle)] if len(differing) == 1 and len(values) > 4 else []
+    return [
+        (index, middle)
+        for index, value in enumerate(values)
+        if abs(value - middle) > _DEVIATIONS * spread
+    ]
+
+
+def shown(node: CallNode) -> str:
+    return _short(node.answer)
+
+
+def _short(text: str) -> str:
+    number = number_in(text)
+    if number is not None:
+        return f"{number:,.0f}" if number.is_integer() and abs(number) < 1e15 else text.strip()
+    line = " ".join(text.split())
+    line = line if len(line) <= _MAX_SHOWN else line[: _MAX_SHOWN - 1] + "…"
+    return f"“{line}”" if line else "an empty answer"

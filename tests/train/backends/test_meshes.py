@@ -1,0 +1,231 @@
+"""Two ranks that split layers (``tensor``) or experts compute what one process computes, to 1e-5;
+sizes that do not fit are refused with their arithmetic. Larger meshes: ``benchmarks/meshes.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import GPT2Config, MixtralConfig, Qwen3MoeConfig
+
+from ramify.errors import ConfigError
+from ramify.train.backends.adapters import AdapterSpec
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
+from ramify.train.backends.fsdp import FsdpRanks, FsdpTrainedModel
+from ramify.train.backends.lora import attach
+from ramify.train.backends.mesh import MeshSizes
+from ramify.train.backends.single import SingleBackend
+from ramify.train.data.pack import PackingSpec, pack
+from ramify.train.losses import DppoTv
+from ramify.train.losses.loss import LossSpec
+from tests.train.backends.small import CONFIG, VOCAB, policy, tree
+
+LOSS = LossSpec(policy=DppoTv(pull=0.1), entropy=0.01)
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "num_experts_per_tok": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MOE = Qwen3MoeConfig(**SIZES, moe_intermediate_size=16, num_experts=4, norm_topk_prob=True)
+MIXTRAL = MixtralConfig(
+    **SIZES,
+    intermediate_size=16,
+    num_local_experts=4,
+    sliding_window=None,
+    tie_word_embeddings=True,
+)
+OPTIM = OptimizerSpec(lr=1e-5, max_grad_norm=0.5)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FsdpRanks]:
+    torch.set_num_threads(1)
+    found = FsdpRanks(
+        ComputeSpec(precision="fp32", shard=ShardSpec(ranks=2, timeout_s=200)),
+        dumps=tmp_path_factory.mktemp("dumps"),
+    )
+    yield found
+    found.close()
+
+
+def compute(**shard: Any) -> ComputeSpec:
+    return ComputeSpec(precision="fp32", shard=ShardSpec(ranks=2, **shard))
+
+
+@pytest.mark.parametrize(
+    ("config", "shard", "share"),
+    [
+        (CONFIG, {"tensor": 2}, True),
+        (CONFIG, {"tensor": 2, "gather": "step"}, False),
+        (MOE, {"experts": 2}, True),
+        (MOE, {"tensor": 2, "experts": 2}, False),
+        (MIXTRAL, {"experts": 2}, False),
+    ],
+    ids=["tensor-forest", "tensor-rows", "experts-forest", "both-rows", "mixtral-rows"],
+)
+def test_steps_are_those_of_one_process(ranks: FsdpRanks, config: Any, shard: Any, share: bool):
+    """Losses, every gradient, its norm and what clipping does with it; several batches per step."""
+    model = ranks.spread(config, dict(policy(config).model.state_dict()), compute=compute(**shard))
+    ours = model.backend(OPTIM)
+    single = SingleBackend(policy(config), OPTIM, ComputeSpec(precision="fp32"))
+    batches = pack(tree(), PackingSpec(max_tokens=60, share=share))
+    for _ in range(2):
+        found, wanted = (each.forward_backward(batches, LOSS) for each in (ours, single))
+        assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+        gradients = {name: each.grad for name, each in single._model.named_parameters()}
+        for name, gradient in model.gradients():
+            theirs = gradients.pop(name)
+            assert theirs is not None
+            assert float((gradient - theirs).norm()) <= 1e-5 * max(1e-3, float(theirs.norm())), name
+        assert gradients == {}
+        assert ours.optim_step() == pytest.approx(single.optim_step(), rel=1e-5)
+    model.drop()
+
+
+def test_adapters_are_split_like_their_layers(ranks: FsdpRanks):
+    """A colwise layer splits B, a rowwise layer A; the steps are those of one process."""
+    lora = AdapterSpec(rank=2, alpha=4.0)
+    weights = {name: each.clone() for name, each in policy().model.state_dict().items()}
+    model = ranks.spread(CONFIG, weights, lora, compute(tensor=2))
+    ours = model.backend(OPTIM)
+    theirs = policy()
+    attach(theirs.model, lora.rank, lora.alpha, lora.targets, lora.seed)
+    single = SingleBackend(theirs, OPTIM, ComputeSpec(precision="fp32"))
+    batches = pack(tree(), PackingSpec(max_tokens=60))
+    for _ in range(3):
+        found, wanted = (each.forward_backward(batches, LOSS) for each in (ours, single))
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+        assert ours.optim_step() == pytest.approx(single.optim_step(), rel=1e-5)
+    model.drop()
+
+
+def test_a_checkpoint_resumes_on_another_mesh(ranks: FsdpRanks, tmp_path: Path):
+    batches = pack(tree(), PackingSpec(max_tokens=60))
+
+    def backend_on(**shard: Any) -> Any:
+        weights = dict(policy(MOE).model.state_dict())
+        return ranks.spread(MOE, weights, compute=compute(**shard)).backend(OPTIM)
+
+    first = backend_on(tensor=2)
+    first.forward_backward(batches, LOSS)
+    first.optim_step()
+    wait = first.save(tmp_path / "saved")
+    wait()
+    wanted = [first.forward_backward(batches, LOSS), first.optim_step()]
+    for shard in ({"experts": 2}, {}):
+        again = backend_on(**shard)
+        again.load(tmp_path / "saved")
+        found = [again.forward_backward(batches, LOSS), again.optim_step()]
+        assert again.version == 2
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+
+
+# --- what does not fit, before anything is started
+
+
+@pytest.mark.parametrize(
+    ("config", "shard", "message"),
+    [
+        (
+            CONFIG,
+            {"ranks": 3, "tensor": 3},
+            "compute.shard.tensor=3 does not divide num_attention_heads=4 of qwen3 "
+            "(4 = 3 x 1 + 1): use one of 1, 2",
+        ),
+        (
+            MOE,
+            {"ranks": 3, "experts": 3},
+            "compute.shard.experts=3 does not divide num_experts=4 of qwen3_moe (4 = 3 x 1 + 1): "
+            "use one of 1, 2, 4",
+        ),
+        (
+            CONFIG,
+            {"ranks": 2, "experts": 2},
+            "compute.shard.experts=2, but qwen3 has no experts: leave it out",
+        ),
+        (
+            GPT2Config(n_embd=32, n_head=4, n_layer=2),
+            {"ranks": 2, "tensor": 2},
+            "compute.shard.tensor=2: gpt2 has no plan for it in transformers (base_model_tp_plan): "
+            "give rules in compute.shard.tensor_plan, such as model.layers.*.mlp.up_proj=colwise, "
+            "or use tensor=1",
+        ),
+        (
+            CONFIG,
+            {"ranks": 2, "tensor": 2, "tensor_plan": {"model.blocks.*.mlp": "colwise"}},
+            "compute.shard: `tp_plan` keys ['model.blocks.*.mlp'] match nothing in "
+            "Qwen3ForCausalLM.",
+        ),
+    ],
+    ids=["heads", "experts", "no experts", "no plan", "a rule that matches nothing"],
+)
+def test_a_model_that_cannot_be_split_is_refused(config: Any, shard: Any, message: str):
+    spec = ComputeSpec(backend="fsdp", shard=ShardSpec(**shard))
+    with pytest.raises(ConfigError) as refused:
+        FsdpTrainedModel.check_model(config, spec, "cpu", None, [])
+    assert str(refused.value) == message
+
+
+def test_an_adapter_on_a_layer_that_is_split_otherwise_is_refused():
+    plan = {"model.layers.*.mlp.up_proj": "packed_colwise"}
+    spec = ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2, tensor=2, tensor_plan=plan))
+    lora = AdapterSpec(rank=2, alpha=4.0)
+    with pytest.raises(ConfigError) as refused:
+        FsdpTrainedModel.check_model(CONFIG, spec, "cpu", lora, [])
+    assert str(refused.value) == (
+        "policy.lora: 'model.layers.0.mlp.up_proj' is split as 'packed_colwise' over "
+        "compute.shard.tensor, which its adapter cannot be (these can: colwise, "
+        "colwise_gather_output, rowwise): leave it out of lora.targets, or use tensor=1"
+    )
+    FsdpTrainedModel.check_model(
+        CONFIG, spec, "cpu", msgspec.structs.replace(lora, targets=("q_proj",)), []
+    )
+
+
+def test_muon_is_refused_if_matrices_are_split():
+    spec = ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2, tensor=2))
+    with pytest.raises(ConfigError, match="muon needs the whole columns"):
+        FsdpTrainedModel.check_model(CONFIG, spec, "cpu", None, [OptimizerSpec(kind="muon")])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"ranks": 6, "tensor": 4},
+            "compute.shard: 6 ranks do not fit a mesh of 1 replicas x 4 tensor: 6 = 4 x 1 + 2",
+        ),
+        (
+            {"ranks": 8, "tensor": 2, "experts": 3},
+            "compute.shard.experts=3 does not fit a mesh of 8 ranks with 1 replicas and tensor=2: "
+            "a replica has 8 / 1 = 8 ranks, which experts must divide, as a multiple of tensor: "
+            "2, 4, 8",
+        ),
+        ({"tensor": 0}, "compute.shard.tensor=0 must be at least 1"),
+    ],
+)
+def test_a_mesh_that_does_not_match_its_ranks_is_refused(fields: Any, message: str):
+    with pytest.raises(ConfigError) as refused:
+        ShardSpec(**fields)
+    assert str(refused.value) == message
+
+
+def test_places_in_the_mesh():
+    sizes = MeshSizes.of(8, replicas=2, tensor=2, experts=4)
+    assert (sizes.shard, sizes.expert_shard, sizes.num_batches) == (2, 1, 4)
+    assert sizes.place(6) == "replicate 1, shard 1, tensor 0, experts 2"
+    assert MeshSizes.of(2, 1, 1, 1).place(1) == "shard 1"

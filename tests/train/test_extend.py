@@ -1,0 +1,185 @@
+"""Runs that are continued with another configuration, forked, and ended by signals."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ramify.engine.limits import Limits
+from ramify.errors import ConfigError
+from ramify.tasks.base import SimpleTask, WholeTrajectoryReward, generated
+from ramify.train.backends.base import OptimizerSpec
+from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state
+from ramify.train.config import PolicySpec, Run, Schedule, TaskSpec, plain
+from ramify.train.lineage import LINEAGE, check_changes
+from ramify.train.metrics import read_metrics
+from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.rollouter import RolloutOptions
+from tests.shown import train
+from tests.train.small import _even, _make, small
+from tests.train.test_loop import same
+
+other = SimpleTask("other", generated("other", _make), WholeTrajectoryReward(_even))
+
+
+def run_of(steps: int, lr: float = 1e-3, **changes: Any) -> Run:
+    """A run without warm-up and with a constant learning rate."""
+    run = small(warmup=None, **changes)
+    rl = msgspec.structs.replace(run.rl, steps=steps, optim=OptimizerSpec(lr=lr))
+    return msgspec.structs.replace(run, rl=rl)
+
+
+def test_four_steps_and_four_more_are_eight_steps(tmp_path: Path) -> None:
+    whole, broken, fork = (tmp_path / name for name in ("whole", "broken", "fork"))
+    state, half = train(run_of(8), whole), train(run_of(4), broken)
+    informed: list[str] = []
+    train(run_of(8), broken, resume=broken, inform=informed.append)
+    assert informed[0] == f"the run continues from step {half.step}: rl.steps 4 → 8"
+    assert same(whole, broken)
+    # The same from a checkpoint, in another folder: the first run stays as it is.
+    before = sorted(path.name for path in whole.rglob("*"))
+    middle, last = (f"checkpoints/step-{step:06d}" for step in (state.step - 2, state.step))
+    train(run_of(8), fork, resume=whole / middle)
+    assert same(whole / last, fork / last)
+    assert steps_of(fork) == steps_of(whole)
+    assert sorted(path.name for path in whole.rglob("*")) == before
+    assert [(entry.step, entry.is_fork, entry.changes) for entry in LINEAGE.read(fork)] == [
+        (state.step - 2, True, [])
+    ]
+
+
+def test_what_a_run_is_asked_may_change_in_its_middle(tmp_path: Path) -> None:
+    """Limits, batch sizes, concurrency, task and learning rate; demonstrations stay the same."""
+    run = run_of(2)
+    half = train(run, tmp_path)
+    assert run.rl is not None
+    rl = msgspec.structs.replace(
+        run.rl,
+        steps=4,
+        sample=StepSampleSpec(items=3),
+        rollout=RolloutOptions(group=2, concurrency=2),
+        optim=OptimizerSpec(lr=5e-4, schedule="linear"),
+    )
+    longer = msgspec.structs.replace(
+        run,
+        rl=rl,
+        task=TaskSpec(name="tests.train.test_extend:other"),
+        limits=Limits(max_turns=1, max_reply_tokens=6, max_seconds=300),
+    )
+    state = train(longer, tmp_path, resume=tmp_path)
+    assert (state.step, state.scored_since) == (half.step + 2, half.step)
+    (entry,) = LINEAGE.read(tmp_path)
+    assert {change.field: change.now for change in entry.changes} == {
+        "task.name": "tests.train.test_extend:other",
+        "rl.steps": 4,
+        "rl.sample.items": 3,
+        "rl.sample.minibatches": 1,
+        "rl.rollout.group": 2,
+        "rl.rollout.concurrency": 2,
+        "rl.optim.lr": 5e-4,
+        "rl.optim.schedule": "linear",
+        "limits.max_turns": 1,
+        "limits.max_reply_tokens": 6,
+    }
+    (last,) = (
+        row for row in read_metrics(tmp_path) if row.step == state.step and "lr" in row.values
+    )
+    assert last.values["lr"] < 5e-4
+    # Scores of another task say nothing about which of these checkpoints is the best.
+    best = CheckpointStore(tmp_path).best()
+    assert best is not None
+    assert read_state(best).step > half.step
+
+
+def steps_of(out: Path) -> list[tuple[int, str, float | None, float | None]]:
+    """(step, stage, reward, validation reward) of each line of the metrics, without the report."""
+    return [
+        (row.step, row.stage, row.values.get("reward"), row.values.get("validation/reward"))
+        for row in read_metrics(out)
+        if row.stage not in ("last", "best")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "refused"),
+    [
+        (2, {"seed": 1}, "seed was 0 and is now 1; it cannot change, since the order of the data"),
+        (2, {"policy": PolicySpec(path="x")}, r"policy\.path was '' .* weights of that model"),
+        (2, {"warmup": None}, "warmup was .* the stage warmup has begun"),
+        (2, {"sft.num": 31}, r"sft\.num was 30 and is now 31.* the stage sft is over"),
+        (2, {"rl.optim.kind": "muon"}, r"rl\.optim\.kind was 'adamw'.* optimizer's state"),
+        (1, {"sft.batch_tokens": 3}, r"sft\.batch_tokens .* a part of these rows"),
+        (1, {"scaffold": "bare"}, "scaffold was 'tiny' .* rows of the stage sft"),
+        (1, {"warmup.steps": 9}, r"warmup\.steps .* the stage warmup is over"),
+        (0, {"warmup.steps": 9, "sft.num": 31, "scaffold": "bare", "sft.epochs": 2}, None),
+        (1, {"sft.epochs": 2, "sft.optim.lr": 1.0, "rl.optim.kind": "muon", "rl": None}, None),
+        (2, {"rl.loss.clip_low": 0.1, "limits.max_turns": 9, "compute.max_tokens": 9}, None),
+    ],
+)
+def test_fields_that_cannot_change_are_named(
+    stage: int, changes: dict[str, Any], refused: str | None
+) -> None:
+    config = plain(small())
+    now = msgspec.json.decode(msgspec.json.encode(config))
+    for name, value in changes.items():
+        place = now
+        *parts, last = name.split(".")
+        for part in parts:
+            place = place[part]
+        place[last] = plain(small(policy=value))["policy"] if last == "policy" else value
+    state = CheckpointState(step=7, stage=stage, stage_step=1, config=config)
+    if refused is None:
+        check_changes(state, now)
+    else:
+        with pytest.raises(ConfigError, match=f"step 7 has a different config: {refused}"):
+            check_changes(state, now)
+
+
+def stopped_after(seconds: float, run: Run, out: Path) -> bool:
+    """Train, and send SIGTERM after ``seconds``. Returns whether that ended the run."""
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    try:
+        train(run, out, resume=out if any(out.glob("checkpoints/step-*")) else None)
+    except SystemExit as ended:
+        return ended.code == 128 + signal.SIGTERM
+    finally:
+        timer.cancel()
+    return False
+
+
+def test_a_signal_loses_no_whole_step(tmp_path: Path) -> None:
+    """At random moments; what comes out is what would have without them, bit by bit."""
+    run = run_of(6, schedule=Schedule(evaluate_every=4, checkpoint_every=100))
+    whole, broken, chosen = tmp_path / "whole", tmp_path / "broken", random.Random(3)
+    began = time.monotonic()
+    train(run, whole)
+    took_s = time.monotonic() - began
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    num = 0
+    try:
+        while stopped_after(chosen.uniform(0.3, 0.7) * took_s, run, broken):
+            learned = [row.step for row in read_metrics(broken) if "loss" in row.values]
+            latest = CheckpointStore(broken).latest()
+            assert (latest is not None and read_state(latest).step) == max(learned, default=False)
+            num += 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert num
+    assert same(whole, broken)
+    assert steps_of(whole) == steps_of(broken)
+
+
+def test_time_alone_makes_checkpoints(tmp_path: Path) -> None:
+    schedule = Schedule(evaluate_every=None, checkpoint_every_s=1e-6, keep_last=100)
+    state = train(run_of(3, schedule=schedule), tmp_path)
+    names = [path.name for path in CheckpointStore(tmp_path).all()]
+    assert names == [f"step-{step:06d}" for step in range(1, state.step + 1)]

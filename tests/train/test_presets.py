@@ -1,0 +1,156 @@
+"""Presets: what they set in a run, and the same loss and gradients as the other trainers, over
+random batches in fp64. ``benchmarks/presets.py`` has the other trainers' formulas."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+
+from ramify import train
+from ramify.cli.parser import UsageError
+from ramify.cli.train import train as train_command
+from ramify.errors import ConfigError
+from ramify.train.config import Run
+from ramify.train.override import override
+from ramify.train.presets import PRESETS, choices, with_preset
+from tests.docs.pages import ROOT, script
+
+BATCHES = range(4)
+WITH_TRL = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl")
+BASE = Run(policy=train.PolicySpec(path="tiny"), rl=train.RlSpec(steps=7))
+
+
+@pytest.fixture(scope="module")
+def peers() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        return importlib.import_module("presets")
+    finally:
+        sys.path.pop(0)
+
+
+def under(preset: str, *overrides: str) -> train.RlSpec:
+    rl = override(with_preset(BASE, preset), overrides, choices(preset)).rl
+    assert rl is not None
+    return rl
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_same_loss_and_gradients_as_the_other_trainer(name: str, peers: ModuleType) -> None:
+    for seed in BATCHES:
+        batch = peers.random_batch(seed)
+        assert peers.apart(peers.ours(name, batch), peers.theirs(name, batch)) <= 1e-6
+
+
+def test_the_batches_tell_the_presets_apart(peers: ModuleType) -> None:
+    batch = peers.random_batch(0)
+    results = {name: peers.ours(name, batch) for name in PRESETS}
+    for name, result in results.items():
+        for other in results.keys() - {name}:
+            assert peers.apart(result, peers.theirs(other, batch)) > 1e-3
+
+
+@WITH_TRL
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # its configuration
+@pytest.mark.parametrize(
+    ("overrides", "changes"),
+    [
+        ((), {}),
+        (("rl.loss.policy=cispo",), {"loss_type": "cispo"}),
+        (("rl.loss.policy=gspo",), {"importance_sampling_level": "sequence"}),
+        (("rl.loss.policy=sapo", "rl.algorithm.reduction=rollout"), {"loss_type": "sapo"}),
+        (("rl.algorithm=gdpo",), {"multi_objective_aggregation": "normalize_then_sum"}),
+        (("rl.algorithm=dr_grpo",), {"loss_type": "dr_grpo", "scale_rewards": "none"}),
+    ],
+    ids=lambda each: "+".join(each) if isinstance(each, tuple) else "",
+)
+def test_the_same_as_the_installed_trl(
+    overrides: tuple[str, ...], changes: dict[str, Any], peers: ModuleType
+) -> None:
+    for seed in BATCHES:
+        batch = peers.random_batch(seed)
+        ours, theirs = peers.ours("trl", batch, *overrides), peers.trl_installed(batch, **changes)
+        assert peers.apart(ours, theirs) <= 1e-6
+
+
+@WITH_TRL
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # its configuration
+def test_the_optimizer_of_the_installed_trl() -> None:
+    from trl import GRPOConfig
+
+    args = GRPOConfig(output_dir="unused", use_cpu=True, bf16=False, report_to=[])
+    rl = under("trl")
+    assert (rl.optim.lr, rl.optim.betas) == (
+        args.learning_rate,
+        (args.adam_beta1, args.adam_beta2),
+    )
+    assert (rl.optim.eps, rl.optim.weight_decay) == (args.adam_epsilon, args.weight_decay)
+    assert (rl.optim.max_grad_norm, rl.optim.schedule) == (
+        args.max_grad_norm,
+        args.lr_scheduler_type,
+    )
+    assert (rl.rollout.group, rl.rollout.temperature) == (args.num_generations, args.temperature)
+
+
+def test_a_preset_keeps_the_recipes_task_and_size() -> None:
+    recipe = msgspec.structs.replace(
+        BASE,
+        rl=msgspec.structs.replace(
+            BASE.rl, algorithm=train.RLOO(gamma_tree=0.5), loss=train.LossSpec(entropy=0.1)
+        ),
+    )
+    run = with_preset(recipe, "trl")
+    assert run.rl is not None
+    assert (run.task, run.policy, run.rl.steps) == (BASE.task, BASE.policy, 7)
+    assert run.rl.algorithm == train.GRPO(
+        credit="root", reduction="token", drop_zero_variance=False, epsilon=1e-4
+    )
+    assert run.rl.loss == train.LossSpec(
+        policy=train.PpoClip(clip_high=0.2),
+        corrections=(train.SequenceMask(high=3.0),),
+        kl="k3",
+    )
+
+
+def test_a_hybrid_keeps_its_signals() -> None:
+    terms = (train.HybridTerm(signal="tools"),)
+    hybrid = train.Hybrid(outcome=train.RLOO(), terms=terms)
+    signals = {"tools": train.ToolUseSignal()}
+    rl = train.RlSpec(algorithm=hybrid, signals=signals)
+    run = with_preset(msgspec.structs.replace(BASE, rl=rl), "skyrl")
+    assert run.rl is not None
+    assert run.rl.algorithm.terms == terms
+    assert run.rl.algorithm.outcome == under("skyrl").algorithm
+
+
+def test_names_have_the_other_trainers_options() -> None:
+    assert under("skyrl", "rl.loss.policy=cispo").loss.policy == train.Cispo(
+        clip_low=1.0, clip_high=4.0
+    )
+    assert under("verl", "rl.algorithm=grpo").algorithm == train.GRPO(
+        credit="root", reduction="token", drop_zero_variance=False
+    )
+    assert under("verl", "rl.algorithm=gdpo", "rl.algorithm.over=rollouts").algorithm == train.GDPO(
+        credit="root", reduction="token", drop_zero_variance=False
+    )
+
+
+def test_unknown_presets_and_runs_without_rollouts() -> None:
+    with pytest.raises(ConfigError, match="unknown preset 'slyrl': did you mean 'skyrl'"):
+        with_preset(BASE, "slyrl")
+    without = Run(policy=train.PolicySpec(path="tiny"), sft=train.SftSpec(demos="ledger"))
+    with pytest.raises(ConfigError, match="preset trl: run 'run' has no rl stage"):
+        with_preset(without, "trl")
+    with pytest.raises(UsageError, match="--preset trl needs the recipe: a resumed run keeps"):
+        train_command([], resume="runs/x", preset="trl")
+
+
+def test_the_page_is_current() -> None:
+    page = script("algorithms_page")
+    text = page.PRESETS_PAGE.read_text(encoding="utf-8")
+    assert page.written(text, page.PRESET_TABLES) == text, "run: scripts/algorithms_page.py"
