@@ -272,6 +272,9 @@ class EvaluateSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Largest share of attempts that may fail for reasons other than the policy (no session, a lost
     engine, a scoring error). Failed attempts do not count towards the score. Above this share the
     evaluation has no score, and its checkpoint can never be the best."""
+    keep: Literal["best", "last"] = "best"
+    """Which checkpoint OUT/policy holds at the end: the best on the validation stream, or the last.
+    Without a validation score it is the last. OUT/policy.json has its scores with intervals."""
     first: tuple[str, ...] = ()
     """Splits to report before the first rollout, in addition to the validation stream."""
     final: tuple[str, ...] = ("test",)

@@ -316,7 +316,7 @@ def trainer_of(
         publisher,
         stages,
         partial(_backend, parts, trained),
-        SplitEvaluator(evaluating, run.evaluate.first, run.evaluate.final),
+        SplitEvaluator(evaluating, run.evaluate.first, run.evaluate.final, run.evaluate.keep),
         guard=run.guard,
         reference_of=lambda folder: trained.reference(folder, starts_at_base),
     )
