@@ -31,7 +31,7 @@ from ramify.train.metrics import StepMetrics
 
 
 class Outcome(NamedTuple):
-    """What is left of a run."""
+    """The results of a run that are compared."""
 
     tokens: str
     """Hash of every sampled token and its log-probability."""
