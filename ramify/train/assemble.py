@@ -245,12 +245,7 @@ def _stored(run: Run) -> str:
         return "float32"
     from ramify.models.load import read_config, stored_dtype
 
-    return str(stored_dtype(read_config(_path_of(run)), "cuda")).removeprefix("torch.")
-
-
-def _path_of(run: Run) -> str | Path:
-    path = run.policy.path
-    return TINY if path == "tiny" and not Path("tiny").exists() else path
+    return str(stored_dtype(read_config(path_of(run)), "cuda")).removeprefix("torch.")
 
 
 def policy_of(
@@ -261,25 +256,13 @@ def policy_of(
     import torch
     from transformers import AutoConfig
 
-    from ramify.models.load import (
-        from_config,
-        load_policy,
-        load_tokenizer,
-        read_config,
-        stored_dtype,
-    )
+    from ramify.models.load import from_config, load_policy, load_tokenizer
     from ramify.models.tokenizer import train_tokenizer, word_tokenizer
 
     spec = run.policy
     device = None if spec.device == "auto" else spec.device
     if spec.path:
-        return load_policy(_path_of(run), getattr(torch, dtype), device)
-
-        dtype = None if spec.dtype == "auto" else getattr(torch, spec.dtype)
-        if is_bare(run):
-            dtype = dtype or stored_dtype(read_config(path_of(run)), device_of(run))
-            device = "meta"
-        return load_policy(path_of(run), dtype, device)
+        return load_policy(path_of(run), getattr(torch, dtype), "meta" if is_bare(run) else device)
     if spec.tokenizer:
         tokenizer = load_tokenizer(Path(spec.tokenizer))
     elif spec.words:
