@@ -137,6 +137,8 @@ class RlmLoop:
             return await self._last_word(stop)
         try:
             reply = await self._ask_within_window(tools=run.scaffold.tools())
+            if run.scaffold.takes_words:
+                reply = await run.requests.whole(call, reply, self._pending)
         except LimitReached as reached:
             return await self._last_word(Stop(reached.stop))
         except ModelError as error:
@@ -233,7 +235,7 @@ class RlmLoop:
         best = self._best()
         if not self._is_cut or best is None or self._best(use_prose=False) is not None:
             return CallOutcome(Stop.NO_CODE, best)
-        error = cut_reply(self.call, self.run.requests.sampling.max_tokens, self._last_text)
+        error = cut_reply(self.run.requests, self.call, self._last_text)
         return CallOutcome(Stop.MAX_TOKENS, best, str(error), error)
 
     def _conclude(
@@ -386,7 +388,11 @@ class RlmLoop:
                     continue
                 return CallOutcome(stop, self._best(), str(error), error)
             self._last_text = reply.message.content
-            return CallOutcome(stop, await self._last_answer(reply.message))
+            answer = await self._last_answer(reply.message)
+            if reply.finish == "length":
+                cut = cut_reply(self.run.requests, self.call, self._last_text)
+                return CallOutcome(stop, answer, str(cut), cut)
+            return CallOutcome(stop, answer)
         return self._cut_short(stop)
 
     def _cut_short(self, stop: Stop) -> CallOutcome:
