@@ -31,6 +31,7 @@ from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.advantages.sft import SFT
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.depth_models import DepthSpec, FrozenSpec, check_depths
 from ramify.train.guards import TrainingGuard
 from ramify.train.losses import POLICY_LOSSES
 from ramify.train.losses.loss import LossSpec
@@ -307,6 +308,11 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     warmup: WarmUpSpec | None = None
     sft: SftSpec | None = None
     rl: RlSpec | None = None
+    depths: tuple[DepthSpec, ...] = ()
+    """The model of the calls at each depth, the root's first; the last one serves all deeper calls,
+    and the second also ``llm_query``. Empty: the policy answers all of them."""
+    frozen: FrozenSpec = FrozenSpec()
+    """Budgets of the models in ``depths`` that are not trained."""
     scaffold: str = "default"
     limits: Limits = Limits()
     sandbox: SandboxSpec = SandboxSpec()
@@ -338,6 +344,8 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
                 f"stall_s={self.stall_s} must be above 0: it is the longest time without progress"
             )
         check_optional("run", "torch's default", threads=self.threads)
+        workers = self.placement is not None and "rollouts" in self.placement.roles
+        check_depths(self.depths, self.limits.max_depth, has_workers=workers)
         if self.warmup is None and self.sft is None and self.rl is None:
             raise ConfigError(f"run '{self.name}' has no stage: give warmup, sft or rl")
 
