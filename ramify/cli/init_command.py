@@ -65,9 +65,9 @@ def run():
         ),
         rl=train.RlSpec(
             steps=6,
-            sample=train.StepSampleSpec(items=8),
+            sample=train.StepSampleSpec(items=12),
             rollout=train.RolloutOptions(group=8),
-            optim=train.OptimizerSpec(lr=3e-4),
+            optim=train.OptimizerSpec(lr=1e-4),
         ),
         scaffold="tiny",
         limits=Limits(max_turns=4, max_depth=0, max_reply_tokens=100),
