@@ -32,8 +32,8 @@ def test_a_new_task_runs_its_test_and_is_a_recipe(shell: Shell) -> None:
     ("words", "message"),
     [
         (("recipe", "x"), "ramify init recipe: only 'task' can be written"),
-        (("task", "My-Task"), "'My-Task' is no name of a module"),
-        (("task", "class"), "'class' is no name of a module"),
+        (("task", "My-Task"), "'My-Task' is not a name of a module"),
+        (("task", "class"), "'class' is not a name of a module"),
     ],
 )
 def test_bad_input_is_one_line(shell: Shell, words: tuple[str, ...], message: str) -> None:
