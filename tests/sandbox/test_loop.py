@@ -7,10 +7,11 @@ While frames are decoded, a timer must be served and another session's cells mus
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -197,6 +198,15 @@ class PiecewiseDoor(LyingDoor):
         if not self.is_paused and self.pieces:
             self.received(memoryview(self.pieces.pop(0)))
             asyncio.get_running_loop().call_soon(self.deliver)
+
+
+@pytest.fixture(autouse=True)
+def without_the_garbage_of_others() -> Iterator[None]:
+    """A full collection takes as long as other tests have left objects, and is no frame's work."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 async def longest_block(data: bytes) -> tuple[float, float]:
