@@ -151,7 +151,7 @@ class Ledger:
         return self.spent.plus(self.held)
 
     def calls_left(self) -> int:
-        """Requests that may still be sent, besides those that are held or outstanding."""
+        """Requests that may still be sent; those held or outstanding do not count."""
         return self.limit.calls - self._committed().plus(self.outstanding).calls
 
     def hold(self, amount: ResourceAmount) -> Stop | None:

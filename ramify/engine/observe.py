@@ -127,8 +127,8 @@ def last_word(stop: Stop, num_deaths: int) -> str:
 
 
 def kept(note: Mapping[str, Any], has_failed: bool) -> list[str]:
-    """Return what the model is told about values of a cell that were kept for it: replies, if it
-    ``has_failed`` or a call has, and values that it bound to reserved names."""
+    """Return notes for the model about values of a cell that were kept for it: replies, if the cell
+    ``has_failed`` or a call did, and values that it bound to reserved names."""
     texts = []
     replies = note.get("replies")
     match replies:
