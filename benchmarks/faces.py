@@ -1,5 +1,5 @@
-"""Benchmarks of the front ends: the page (``faces_view.py``) and the server of runs
-(``faces_serve.py``).
+"""Benchmarks of the front ends: the page (``faces_view.py``), its links between values and calls
+(``faces_provenance.py``), and the server of runs (``faces_serve.py``).
 
     python benchmarks/faces.py            print a table; --quick for fewer rounds, within five
     minutes
@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 
+import faces_provenance
 import faces_serve
 import faces_view
 from engine import show
@@ -27,7 +28,8 @@ def main() -> int:
         "--json", action="store_true", help="print the figures as JSON on the last line"
     )
     options = parser.parse_args()
-    found = [*faces_view.figures(options.quick), *faces_serve.figures(options.quick)]
+    parts = (faces_view, faces_provenance, faces_serve)
+    found = [figure for part in parts for figure in part.figures(options.quick)]
     show(found)
     if options.json:
         print(json.dumps({"figures": [figure.as_json() for figure in found]}))

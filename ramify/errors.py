@@ -179,6 +179,9 @@ class ReplyFiltered(ModelError):
     'I can'
     """
 
+    is_refusal = False
+    """True if the model itself refused, rather than a filter."""
+
     def __init__(self, message: str, text: str) -> None:
         super().__init__(message)
         self.text = text

@@ -59,8 +59,8 @@ PUBLIC = {
     "ramify.train": """
         ALGORITHMS Algorithm AlgorithmNeeds AnnealSchedule AssignedRollout AssignedStep
         Backend Batch CORRECTIONS CREDITS Cispo ClipCov CollapseAlarms ComputeSpec
-        CreditNode CriticOnlyLoss CriticSpec Decoupled DemonstrationHints DppoKl DppoTv
-        DrGRPO DualClip EvaluateSpec FeedbackHints FormatSignal FsdpRanks GDPO GRPO
+        CreditNode CriticOnlyLoss CriticSpec Decoupled DemonstrationHints DepthSpec DppoKl DppoTv
+        DrGRPO DualClip EvaluateSpec FeedbackHints FormatSignal FrozenSpec FsdpRanks GDPO GRPO
         GeometricMask Gmpo Group GroupOptions GroupRecords Gspo Hierarchical Hindsight
         HintFilter HintJudge Hybrid HybridTerm IcePop ImportanceSampling Judge JudgeVerdict
         JudgeView JudgedTurn KlCov LoraSpec LossFormula LossSpec LossTokens MaxRL

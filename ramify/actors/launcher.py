@@ -13,18 +13,22 @@ which of them leads; neither depends on the launcher.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from ramify.actors.child_process import ChildProcess, Process, end_all
 from ramify.actors.process_slots import SlotMember
 from ramify.errors import ConfigError
+from ramify.logging import RoomLogger
 
+_log = RoomLogger("actors")
 STOPPED_S = 30.0
 """A process that is stopped (SIGSTOP) for this many seconds counts as lost and is killed."""
 _END_S = 5.0
@@ -201,3 +205,35 @@ def free_port(address: str) -> int:
     with socket.socket() as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
+
+
+# --- closing
+
+
+@contextlib.asynccontextmanager
+async def closing(parts: Mapping[str, Callable[[], object]]) -> AsyncIterator[None]:
+    """Close ``parts`` in order when the block ends, whatever happens in it and to each of them. The
+    first failure is raised; later ones are logged."""
+    async with contextlib.AsyncExitStack() as stack:
+        for part, close in reversed([*parts.items()]):
+            await stack.enter_async_context(_closed(part, close))
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _closed(part: str, close: Callable[[], object]) -> AsyncIterator[None]:
+    try:
+        yield
+    except BaseException:
+        try:
+            await _done(close())
+        except Exception as error:  # noqa: BLE001 (the first error is raised)
+            text = f"{part} could not be closed: {type(error).__name__}: {error}"
+            _log.warning("close_failed", text, shown=True, part=part)
+        raise
+    await _done(close())
+
+
+async def _done(result: object) -> None:
+    if inspect.isawaitable(result):
+        await result

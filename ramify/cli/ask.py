@@ -60,6 +60,8 @@ SETTINGS = (
     OptionSpec("max_turns", int, "maximum turns per session (default: 30)"),
     OptionSpec("max_tokens", int, "maximum total tokens, input plus output (default: 20000000)"),
     OptionSpec("max_reply_tokens", int, "maximum tokens per reply (default: 8192)"),
+    OptionSpec("max_sub_reply_tokens", int, "the same for replies to llm_query"),
+    OptionSpec("max_reasoning_tokens", int, "tokens of hidden reasoning per reply, in addition"),
     OptionSpec("max_concurrency", int, "maximum concurrent model requests (default: 64)"),
     OptionSpec("patience", float, "seconds to keep retrying a failing model (default: 600)"),
     OptionSpec(

@@ -32,6 +32,7 @@ from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle
 from ramify.errors import ModelError, ReplyCut, ReplyFiltered
 from ramify.log_outputs import current_console
+from ramify.types.call_tree import ending
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,
@@ -42,7 +43,7 @@ from ramify.types.event import (
     ReplyReceived,
 )
 from ramify.types.message import Usage
-from ramify.types.trajectory import Trajectory
+from ramify.types.trajectory import Stop, Trajectory
 
 if TYPE_CHECKING:
     from ramify.cli.live import LiveView
@@ -311,6 +312,9 @@ def _print(
     if run_id and code is ExitCode.ERROR and isinstance(failure, ModelError) and not is_recorded:
         notes.say(f"continue this run with: ramify ask --resume {run_id}")
     notes.say(summary(result.trajectory, run_id))
+    reason = result.trajectory.reason
+    if result.stop is not Stop.FINAL and reason not in ("", result.error):  # which was printed
+        notes.say(f"ended: {ending(result.stop, reason, 0)}")
     return code
 
 

@@ -6,7 +6,7 @@ sub-calls are only counted on the row that made them, so that five hundred of th
 
     0 openai:gpt-5 · turn 3 · running code
         hits = [line for line in context.splitlines() if "ERROR" in line]
-        llm_query × 500: 312 done, 3 failed
+        llm_query × 500: 309 done, 3 failed
       0.7 openai:gpt-5-mini · turn 1 · asking
 
 Not here: drawing on the terminal (see progress_screen.py).
@@ -39,7 +39,6 @@ from ramify.types.event import (
     RequestStarted,
     RunStarted,
 )
-from ramify.types.trajectory import Stop
 
 State = Literal["starting", "asking", "running code", "last word", "done"]
 
@@ -49,6 +48,7 @@ class SubcallTally(msgspec.Struct):
 
     started: int = 0
     done: int = 0
+    """Calls that ended with an answer."""
     failed: int = 0
 
     def text(self, name: str) -> str:
@@ -116,8 +116,8 @@ class TerminalTree:
             case CellRan() if row:
                 row.code = event.result.code
             case CallEnded() if call is not None and (tally := self._tally(call)):
-                tally.done += 1
-                tally.failed += event.stop is Stop.ERROR
+                tally.failed += call.has_failed
+                tally.done += not call.has_failed
             case NoteAdded():
                 self.notice = event.text
             case AttemptFailed():

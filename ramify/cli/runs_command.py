@@ -17,6 +17,8 @@ from ramify.store.store import RunSummary, Store
 _SHORT = len("20260301-142501-5gk0x7m")
 """Length of the part of an id that a table shows. It identifies the run; the rest of an id is
 words from the question."""
+_DROPPED_FIRST = ("when", "tokens", "calls", "model", "seconds", "answer")
+"""Columns that are dropped on a narrow terminal, in this order; never the cost or the stop."""
 _COLUMNS = ("run", "when", "question", "model", "stop", "calls", "tokens", "cost", "seconds")
 
 
@@ -102,20 +104,35 @@ def _draw(summaries: list[RunSummary]) -> None:
 
     rows = [_cells(summary, 60) for summary in summaries]
     rows = [[row[0][:_SHORT], row[1][5:], *row[2:]] for row in rows]  # the id has the year
+    rows = [
+        [*row, "" if summary.answer is None else one_line(summary.answer, 60)]
+        for row, summary in zip(rows, summaries, strict=True)
+    ]
+    names = [*_COLUMNS, "answer"]
+    widths = [
+        {"question": 18, "model": 12, "answer": 16}.get(name)
+        or max([len(name), *(len(row[index]) for row in rows)])
+        for index, name in enumerate(names)
+    ]
+    console = Console(highlight=False)
+    for name in _DROPPED_FIRST:
+        if sum(widths) + 2 * len(widths) <= console.width:
+            break
+        at = names.index(name)
+        del names[at], widths[at]
+        rows = [[*row[:at], *row[at + 1 :]] for row in rows]
+    free = max(0, console.width - sum(widths) - 2 * len(widths))
+    shares = {"question": 0.6, "answer": 0.4} if "answer" in names else {"question": 1.0}
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for index, name in enumerate(_COLUMNS):
-        min_width = {"question": 20, "model": 12}.get(name) or max(
-            [len(name), *(len(row[index]) for row in rows)]
-        )
+    for name, least in zip(names, widths, strict=True):
         justify: Literal["left", "right"] = (
             "right" if name in ("calls", "tokens", "cost", "seconds") else "left"
         )
-        table.add_column(
-            name, justify=justify, no_wrap=True, overflow="ellipsis", min_width=min_width
-        )
+        width = least + min(int(free * shares.get(name, 0)), 60)
+        table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", width=width)
     for row in rows:
         table.add_row(*map(Text, row))
-    Console(highlight=False).print(table)
+    console.print(table)
 
 
 COMMANDS = (

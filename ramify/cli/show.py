@@ -1,14 +1,19 @@
 """``ramify show``: print a stored run as text, as one JSON object, or as its events. ``ramify
 replay``: re-run its cells against its recorded replies, and compare.
 
-    run 20260301-142501-…  "Which host failed first?"
+    run 20260301-142501-…  2026-03-01 14:25
     final · 3 turns, 312 calls · 45.2k tokens · $0.12 · 14 s
+
+    0 Which host failed first?  → db3  $0.12  14 s
+    └ llm_query × 300: 297 done, 3 failed  $0.02  9 s
+
     0 openai:gpt-5 (rlm): Which host failed first?
       turn 1
         | print(context[:500])
         > 2026-03-01 …
         llm_query × 300: 297 done, 3 failed
       answer: db3
+    ended: final, after 3 turns
 
 Text from models and documents is stripped of escape sequences, except with ``--json`` and
 ``--events``, which are for programs. A replay calls no model and writes nothing; each difference
@@ -23,11 +28,13 @@ from typing import Any
 
 import msgspec
 
-from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec
+from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.terminal_text import StderrNotes, clean, dollars, many, moment, one_line, seconds
+from ramify.cli.tree_text import Paint, print_paged, tree_lines
 from ramify.errors import ConfigError, nearest
 from ramify.store.journal import writer
 from ramify.store.store import Store
+from ramify.types.call_tree import ending
 from ramify.types.trajectory import Call, Cell, Stop, Trajectory, Turn
 
 _OUTPUT_LINES = 12
@@ -36,10 +43,19 @@ _PLAIN_SHOWN = 3
 
 
 def show(
-    words: list[str], call: str | None, full: bool | None, json: bool | None, events: bool | None
+    words: list[str],
+    call: str | None,
+    turn: int | None,
+    tree: bool | None,
+    full: bool | None,
+    json: bool | None,
+    events: bool | None,
+    pager: bool | None,
 ) -> int:
     run = words[0]
     store = Store()
+    if turn is not None and (tree or json or events or turn < 1):
+        raise UsageError(f"--turn {turn}: give a turn from 1, without --tree, --json or --events")
     if events:
         for event in store.events(run):
             _write(msgspec.json.encode(event))
@@ -48,31 +64,59 @@ def show(
     if json:
         _write(msgspec.json.encode(_call_of(trajectory, call) if call else trajectory))
         return ExitCode.ANSWERED
-    if call:
+    is_alive = writer(store.path(run)) is not None
+    paint = Paint.of_stdout()
+    if turn is not None:
+        lines = _turn_lines(trajectory, _call_of(trajectory, call or "0"), turn)
+    elif call:
         lines = _conversation(trajectory, _call_of(trajectory, call))
     else:
-        lines = _run_lines(trajectory, bool(full), writer(store.path(run)) is not None)
-    for line in lines:
-        print(clean(line))
+        lines = _run_lines(trajectory, bool(full), is_alive, paint, only_tree=bool(tree))
+    print_paged((paint.cleaned(line) for line in lines), use_pager=pager is not False)
     return ExitCode.ANSWERED
 
 
-def _run_lines(trajectory: Trajectory, full: bool, is_alive: bool) -> Iterator[str]:
+def _run_lines(
+    trajectory: Trajectory, full: bool, is_alive: bool, paint: Paint, *, only_tree: bool
+) -> Iterator[str]:
     from ramify.cli.ask_runner import summary
 
     yield f"run {trajectory.id}  {moment(trajectory.started_at)}"
     yield summary(trajectory, None, "running" if is_alive else "interrupted")
     if trajectory.context:
         yield f"context: {trajectory.context.kind}, {trajectory.context.chars:,} characters"
+    yield from ("", *tree_lines(trajectory, paint))
     for root in trajectory.calls:
-        if root.parent is None:
+        if root.parent is None and not only_tree:
             yield from _call_lines(trajectory, root, "", full)
     if trajectory.answered_by:
         yield from ("", f"the answer of {trajectory.answered_by} was chosen")
     for warning in trajectory.warnings:
         yield f"warning: {warning}"
     for error in trajectory.errors:
-        yield f"error: {error}"
+        yield paint("bad", f"error: {error}")
+    roots = [root for root in trajectory.calls if root.parent is None]
+    turns = len(roots[-1].turns) if roots else 0
+    reason = trajectory.reason or (roots[-1].error or "" if roots else "")
+    tone = "good" if trajectory.stop is Stop.FINAL else "warn"
+    yield paint(tone, f"ended: {ending(trajectory.stop, reason, turns, is_alive)}")
+
+
+def _turn_lines(trajectory: Trajectory, call: Call, number: int) -> Iterator[str]:
+    """One turn in full: its new messages, its reply, and the output of its cells."""
+    if number > len(call.turns):
+        raise ConfigError(f"call {call.id} has {many(len(call.turns), 'turn')}, not {number}")
+    turn = call.turns[number - 1]
+    yield f"{call.id} turn {number}{_bill(turn)}"
+    for message in (*turn.prompt, turn.reply.message):
+        yield f"--- {message.role} ---"
+        yield message.content
+    for index, cell in enumerate(turn.cells):
+        yield f"--- cell {index + 1} ---"
+        yield from _cell_lines(cell, "", True)
+    made = [c for c in trajectory.children(call) if c.parent and c.parent.turn == number - 1]
+    yield from _children_lines(trajectory, [c for c in made if c.kind != "rlm"], "", True)
+    yield from (f"{c.id} rlm: {one_line(c.question, 70)}" for c in made if c.kind == "rlm")
 
 
 def _call_lines(trajectory: Trajectory, call: Call, indent: str, full: bool) -> Iterator[str]:
@@ -207,11 +251,14 @@ SHOW = CommandSpec(
     1,
     (
         OptionSpec("call", str, "show only this call (such as 0.3), with its full prompts", "ID"),
+        OptionSpec("turn", int, "show only this turn of the call (default: of the first), in full"),
+        OptionSpec("tree", bool, "show only the tree of calls with their answers", has_no=False),
         OptionSpec("full", bool, "do not shorten outputs and answers", has_no=False),
         OptionSpec("json", bool, "print the trajectory as one JSON object", has_no=False),
         OptionSpec(
             "events", bool, "print the journal's events, one JSON object per line", has_no=False
         ),
+        OptionSpec("pager", bool, "page a long output on a terminal (default: yes)"),
     ),
 )
 

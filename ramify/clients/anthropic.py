@@ -153,7 +153,11 @@ class AnthropicClient:
                 message,
                 [b.model_dump() for b in blocks if b.type in ("thinking", "redacted_thinking")],
             )
-        finish, model = finish_of(sent.stop_reason, self.name), str(sent.model or self._model)
+        try:
+            finish = finish_of(sent.stop_reason, self.name)
+        except ValueError as error:
+            raise BadReply(f"{self.name}: {self._sdk.base_url} {error}") from None
+        model = str(sent.model or self._model)
         stopped_by = str(sent.stop_reason) if finish == "content_filter" else ""
         return Reply(
             message, _usage(sent.usage), finish, model=model, seconds=seconds, filter=stopped_by

@@ -256,7 +256,7 @@ def _is_consistent(usage: Usage) -> bool:
 
 
 _WORDS: dict[Finish, str] = {
-    "stop": "stop end_turn stop_sequence",
+    "stop": "stop end_turn stop_sequence eos eos_token eot complete completed finished done end",
     "length": "length max_tokens max_output_tokens max_length model_length token_limit"
     " model_context_window_exceeded context_length repetition_truncation",
     "tool_calls": "tool_calls tool_call tool_use function_call",
@@ -274,15 +274,23 @@ _BROKEN = {
     "aborted",
     "cancelled",
     "canceled",
+    "malformed_function_call",
 }
 
 
 def finish_of(reason: Any, where: str) -> Finish:
-    """Return the ``Finish`` for a finish reason. Raises ServerFailed if the server aborted the
-    reply; ``where`` names the model in the error."""
+    """Return the ``Finish`` for a finish reason; ``other`` if the server sent none (UNSET).
+
+    Raises ServerFailed, which names ``where``, if the server aborted the reply, and ValueError if
+    the reason is null or unknown, because the reply may then be incomplete.
+    """
+    if reason is msgspec.UNSET:
+        return "other"
     word = str(reason).lower()
     if word in _BROKEN:
         failed = ServerFailed(f"{where} broke the reply off (finish reason {word!r})")
         failed.may_be_paid = True
         raise failed
-    return _FINISHES.get(word, "other")
+    if word not in _FINISHES:
+        raise ValueError(f"ended a reply with the finish reason {reason!r:.60}: is it complete?")
+    return _FINISHES[word]

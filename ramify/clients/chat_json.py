@@ -13,6 +13,7 @@ Not here: sockets (see ``pool.py``).
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -50,7 +51,7 @@ class _Logprobs(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     message: _Message = msgspec.field(default_factory=_Message)
-    finish_reason: str | None = None
+    finish_reason: str | msgspec.UnsetType | None = msgspec.UNSET
     content_filter_results: Any = None
     logprobs: _Logprobs | None = None
     token_ids: tuple[int, ...] | None = None
@@ -96,10 +97,7 @@ def body_fields(request: Request, endpoint: Endpoint, limit_field: str) -> dict[
     sampling = request.sampling
     fields: dict[str, Any] = {
         "model": endpoint.model,
-        "messages": [
-            _wire_message(message, endpoint.provider.reasoning_field)
-            for message in request.messages
-        ],
+        "messages": _wire_messages(request.messages, endpoint.provider.reasoning_field),
         limit_field: sampling.max_tokens,
     }
     for name in ("temperature", "top_p", "seed"):
@@ -118,6 +116,8 @@ def body_fields(request: Request, endpoint: Endpoint, limit_field: str) -> dict[
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     if request.tools:
         fields["tools"] = [{"type": "function", "function": tool} for tool in request.tools]
+    if request.messages and request.messages[-1].role == "assistant":
+        fields |= endpoint.provider.continue_fields
     if request.affinity and endpoint.cache_key:
         fields["prompt_cache_key"] = request.affinity
     fields.update(sampling.extra)
@@ -174,6 +174,21 @@ def read(completion: ChatCompletion, choice: _Choice, model: str, seconds: float
     )
 
 
+def _wire_messages(messages: Sequence[Message], reasoning_field: str) -> list[dict[str, Any]]:
+    """Return the messages as they are sent. A reply that was continued is one message."""
+    wires: list[dict[str, Any]] = []
+    last_role = ""
+    for message in messages:
+        wire = _wire_message(message, reasoning_field)
+        if message.role == last_role == "assistant":
+            wire["content"] = (wires[-1]["content"] or "") + (wire["content"] or "")
+            wires[-1] |= wire
+        else:
+            wires.append(wire)
+        last_role = message.role
+    return wires
+
+
 def _wire_message(message: Message, reasoning_field: str) -> dict[str, Any]:
     wire: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
@@ -214,7 +229,7 @@ def _message(wire: _Message) -> Message:
     )
     return Message(
         role="assistant",
-        content=content or wire.refusal or "",
+        content=content or _refusal(wire),
         reasoning=wire.reasoning or wire.reasoning_content or reasoning or None,
         tool_calls=tuple(_tool_call(i, call) for i, call in enumerate(wire.tool_calls or ())),
     )
@@ -241,15 +256,24 @@ def _parts(parts: list[Any]) -> tuple[str, str | None]:
 
 
 def _finish(choice: _Choice, model: str) -> Finish:
-    if choice.message.refusal and not choice.message.content:
+    if _refusal(choice.message):
         return "content_filter"
     return finish_of(choice.finish_reason, model)
+
+
+def _refusal(wire: _Message) -> str:
+    """Text with which the model refused to answer; empty if there is an answer."""
+    if not isinstance(wire.content, list):
+        return "" if wire.content else wire.refusal or ""
+    text = _parts(wire.content)[0]
+    parts = [str(part.get("refusal") or "") for part in wire.content if isinstance(part, dict)]
+    return "" if text else "".join(parts) or wire.refusal or ""
 
 
 def _filter(choice: _Choice) -> str:
     """What stopped the reply: ``refusal``, or the server's reason with the categories that Azure
     adds."""
-    if choice.message.refusal:
+    if _refusal(choice.message):
         return "refusal"
     results = _fields(choice.content_filter_results)
     kinds = [

@@ -36,6 +36,8 @@ class OpenAIClient:
         self.name = name
         self.window = window
         self.price = price
+        self.continues = bool(endpoint.provider.continue_fields)
+        """True if a request that ends with a part of a reply is answered with its rest."""
         self._endpoint = endpoint
         self._limit_field = endpoint.limit_field
         self._wire = wire

@@ -447,4 +447,6 @@ def _asked_s(error: ModelError) -> float:
 def _priced(reply: Reply, client: Client, request: Request) -> Reply:
     usage = believed(reply.usage, request.max_usage(), client.window)
     cost = client.price.of(usage) if client.price is not None else dollars(reply.cost)
-    return msgspec.structs.replace(reply, usage=usage, cost=cost)
+    is_full = reply.finish == "other" and reply.usage.output_tokens >= request.sampling.max_tokens
+    finish = "length" if is_full else reply.finish
+    return msgspec.structs.replace(reply, usage=usage, cost=cost, finish=finish)

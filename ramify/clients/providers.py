@@ -64,6 +64,9 @@ class ProviderSpec(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_field: str = ""
     """Message field in which an assistant message's reasoning is sent back; empty if it must not be
     sent."""
+    continue_fields: dict[str, bool] = {}
+    """Request fields with which the server continues a last assistant message instead of answering
+    it; empty if it cannot."""
     cache_key: bool = False
     """True if it accepts ``prompt_cache_key``, which keeps requests with the same prefix
     together."""
@@ -163,6 +166,7 @@ PROVIDERS: dict[str, ProviderSpec] = {
         key_variables=("VLLM_API_KEY",),
         local=True,
         returns_ids=True,
+        continue_fields={"continue_final_message": True, "add_generation_prompt": False},
         note="returns token ids and log-probabilities",
     ),
     "sglang": ProviderSpec(
@@ -171,6 +175,7 @@ PROVIDERS: dict[str, ProviderSpec] = {
         url_variable="SGLANG_BASE_URL",
         key_variables=("SGLANG_API_KEY",),
         local=True,
+        continue_fields={"continue_final_message": True},
     ),
     "ollama": ProviderSpec(
         title="Ollama",
@@ -189,6 +194,19 @@ PROVIDERS: dict[str, ProviderSpec] = {
         local=True,
     ),
 }
+
+_REASONING = re.compile(
+    r"(^|[/:._-])(o[134](?=$|[-@])|gpt-5(?!.*chat)|gpt-oss|deepseek-r|r1(?=$|[-@])|qwq|magistral"
+    r"|qwen-?3(?!.*(instruct|coder))|glm-(4\.[5-9]|[5-9])|grok-(3-mini|4)|gemini-(2\.5|[3-9])"
+    r"|minimax-m|[\w.-]*(reason|think))"
+)
+
+
+def reasons(name: str) -> bool:
+    """True if the model ``provider:model`` is known to reason before it replies, without being
+    asked to."""
+    return _REASONING.search(name.partition("@http")[0].lower()) is not None
+
 
 IN_PROCESS = ("local", "tiny")
 """Engines in this process: ``local:FOLDER``, and ``tiny``, which is a complete name."""

@@ -7,7 +7,8 @@
     engine          weights; keys and values of its slots
     sessions        main memory of empty sessions, on the machine of the rollouts; limits are
                     listed separately
-    rank 0, also    the copy of the policy that is sent to engines, and the engine if it is embedded
+    rank 0, also    the engine if it is embedded, with its own copy of the policy; otherwise one
+                    tensor on its way to engines
 
 Figures are exact if bytes follow from sizes (weights, gradients, optimizer state, keys and values;
 tests compare them with real ones). Activations are the budget by which batches are packed. Not
@@ -36,6 +37,8 @@ _SHARE_OF_VLLM = 0.9
 """Share of a GPU that vLLM and SGLang reserve by default. Memory beyond the weights holds keys and
 values."""
 _SHARE_OPTIONS = ("--gpu-memory-utilization", "--mem-fraction-static")
+_GATHERED_BYTES = 64 << 20
+"""Bytes of small tensors that are gathered at once (``backends/fsdp.py``)."""
 _SESSION_BYTES = 2_500_000
 """Memory of an empty session (``docs/log.md``)."""
 _ACTIVATIONS, _LOGITS = "activations, at most", "logits"
@@ -182,14 +185,31 @@ def _optimizer(run: Run, shape: ModelShape) -> int:
 def _gathered(run: Run, shape: ModelShape, device: DeviceSpec) -> int:
     """Return the bytes of gathered weights during computation, and of full gradients until they are
     reduced."""
-    precision = run.compute.precision
-    itemsize = {"fp32": FP32, "bf16": 2, "auto": itemsize_of(run, device)}[precision]
-    if run.compute.shard.gather == "step":
-        return shape.parameters * itemsize + shape.trained * FP32
-    two_layers = 2 * shape.largest_layer  # one is computed while the next is gathered
-    return (two_layers + shape.outside) * itemsize + (
-        shape.largest_layer + shape.outside
-    ) * itemsize
+    itemsize = compute_itemsize(run, device)
+    shard = run.compute.shard
+    experts = shape.experts // shape.layers
+    layer, outside = _split(run, shape.largest_layer - experts, experts), shape.outside
+    outside //= shard.tensor
+    if shard.gather == "step":
+        return _split(run, shape.parameters - shape.experts, shape.experts) * itemsize + (
+            _split(run, shape.trained - shape.experts, shape.experts) * FP32
+            if not shape.adapters
+            else shape.trained * FP32
+        )
+    two_layers = 2 * layer  # one is computed while the next is gathered
+    return (two_layers + outside) * itemsize + (layer + outside) * itemsize
+
+
+def _split(run: Run, dense: int, experts: int) -> int:
+    """The part of dense parameters and of experts that one rank computes with."""
+    shard = run.compute.shard
+    return dense // shard.tensor + experts // max(shard.tensor, shard.experts)
+
+
+def compute_itemsize(run: Run, device: DeviceSpec) -> int:
+    """Bytes per element of products, and of weights that are gathered for them."""
+    by_precision = {"fp32": FP32, "bf16": 2, "auto": itemsize_of(run, device)}
+    return by_precision[run.compute.precision]
 
 
 def _second(run: Run, shape: ModelShape, shards: int) -> Mapping[str, int]:
@@ -203,7 +223,7 @@ def _second(run: Run, shape: ModelShape, shards: int) -> Mapping[str, int]:
     ):
         models["reference"] = _share(shape.parameters * FP32, shards)
     if needs.values and run.rl.critic.model == "own":
-        models["critic"] = shape.parameters * (2 * FP32 + _ADAMW)
+        models["critic"] = _share(shape.parameters * (2 * FP32 + _ADAMW), shards)
     return models
 
 
@@ -212,10 +232,14 @@ def _of_run(run: Run, shape: ModelShape, device: DeviceSpec) -> Mapping[str, int
     itemsize = itemsize_of(run, device)
     parts = {}
     waits = run.rl is None or not run.rl.sample.max_staleness
-    shares = (
-        run.compute.backend == "single" and run.policy.lora is None and itemsize == FP32 and waits
-    )
-    if not shares:
+    is_single = run.compute.backend == "single"
+    shares = is_single and run.policy.lora is None and itemsize == FP32 and waits
+    reads_parts = not is_single and run.inference is not None and bool(run.policy.path)
+    if reads_parts and (run.rl is None or not run.rl.signals):
+        parts["one gathered tensor"] = max(_GATHERED_BYTES, shape.vocabulary * shape.width * FP32)
+        if run.policy.lora is not None:
+            parts["the frozen weights"] = shape.parameters * FP32
+    elif not shares:
         parts["the engine's weights"] = shape.parameters * itemsize
     if run.inference is None:
         parts["keys and values"] = cache_bytes(
@@ -244,7 +268,8 @@ def _share_of_gpu(args: Sequence[str]) -> float:
 def _per_token(run: Run, shape: ModelShape) -> int:
     from ramify.train.backends.activation_memory import activation_bytes
 
-    return activation_bytes(shape.width, shape.mlp, shape.layers, run.compute.recompute)
+    mlp = shape.mlp // run.compute.shard.tensor
+    return activation_bytes(shape.width, mlp, shape.layers, run.compute.recompute)
 
 
 def _logits(device: DeviceSpec) -> int:

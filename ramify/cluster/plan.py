@@ -7,6 +7,7 @@ Nothing is started.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from ramify.actors.process_slots import PlacementSlot
 from ramify.cluster import memory, steps
 from ramify.cluster.devices import DeviceEfficiency, DeviceSpec, device_of
 from ramify.cluster.memory import MemoryEstimate
+from ramify.cluster.meshes import MeshEstimate, meshes
 from ramify.cluster.shape import ModelShape, config_of, shape_of
 from ramify.cluster.steps import StepSeconds, StepTokens
 from ramify.errors import ConfigError
@@ -26,6 +28,10 @@ from ramify.train.placement.placement_spec import NodePool, PlacementSpec
 from ramify.train.resource_counts import counted, shared, sleeping
 
 _THREE_QUARTERS = "three quarters of the machine's"
+_SHOWN = 6
+"""Number of meshes that are shown; all are in the plan's JSON."""
+_NODES = 4
+"""Number of a pool's nodes up to which each is described; more are one line."""
 _ROLES = {"rank 0": "trainer", "engine": "inference"}
 """Names of processes that differ from the name of their role."""
 
@@ -88,6 +94,8 @@ class ClusterPlan(msgspec.Struct, frozen=True):
     """Time of a step; None without reinforcement learning."""
     too_large: list[str]
     """A sentence for each process that does not fit its device."""
+    meshes: list[MeshEstimate] = []
+    """Every mesh of the trainer's ranks, the fastest of those that fit first."""
 
 
 def plan(run: Run, options: PlanOptions | None = None) -> ClusterPlan:
@@ -99,7 +107,8 @@ def plan(run: Run, options: PlanOptions | None = None) -> ClusterPlan:
     spec = _on_nodes(run.placement or PlacementSpec(), options.nodes)
     num = counted(run, spec)
     assigned = placement_slots(spec, num)
-    shape = shape_of(config_of(run), run.policy.lora)
+    config = config_of(run)
+    shape = shape_of(config, run.policy.lora)
     devices = (
         _device(spec, options, "trainer"),
         _device(spec, options, "inference" if num["inference"] else "trainer"),
@@ -128,8 +137,22 @@ def plan(run: Run, options: PlanOptions | None = None) -> ClusterPlan:
         else None
     )
     too_large = list(_too_large(parts, together))
+    every_mesh = (
+        meshes(run, shape, config, num["trainer"], devices[0], tokens, options.shares)
+        if run.compute.backend == "fsdp" and num["trainer"] > 1
+        else []
+    )
     return ClusterPlan(
-        run.name, shape, spec.pools, assigned, parts, together, tokens, step_seconds, too_large
+        run.name,
+        shape,
+        spec.pools,
+        assigned,
+        parts,
+        together,
+        tokens,
+        step_seconds,
+        too_large,
+        every_mesh,
     )
 
 
@@ -164,7 +187,28 @@ def lines(plan: ClusterPlan) -> Iterator[str]:
         yield f"seconds of a step ({plan.tokens.why})"
         for name in ("sampling", "learning", "sync", "step"):
             yield f"  {name:<9} {getattr(plan.seconds, name):>9.3g}  {plan.seconds.why[name]}"
+    yield from _meshes(plan)
     yield from (f"too large: {sentence}" for sentence in plan.too_large)
+
+
+def _meshes(plan: ClusterPlan) -> Iterator[str]:
+    """The fastest meshes, and the fields that set the first."""
+    if len(plan.meshes) < 2:
+        return
+    first, fitting = plan.meshes[0], sum(each.fits for each in plan.meshes)
+    yield ""
+    yield f"meshes of the ranks: {len(plan.meshes)}, of which {fitting} fit; the fastest"
+    yield "  replicas  tensor  experts   learning s   memory   sent per step  idle"
+    for each in plan.meshes[:_SHOWN]:
+        yield (
+            f"  {each.fields['replicas']:>8}  {each.fields['tensor']:>6}  "
+            f"{each.fields.get('experts', 1):>7}  {each.seconds:>11.3g}  {_size(each.memory):>7}"
+            f"  {_size(int(each.sent.total)):>14}  {each.idle:>4.0%}"
+            f"{'' if each.fits else '  too large'}"
+        )
+    if first.fits:
+        fields = " ".join(f"compute.shard.{name}={size}" for name, size in first.fields.items())
+        yield f"  fastest that fits: {fields}"
 
 
 def _where(plan: ClusterPlan) -> Iterator[str]:
@@ -174,7 +218,13 @@ def _where(plan: ClusterPlan) -> Iterator[str]:
         places.setdefault((placement_slot.pool, placement_slot.node), []).append(
             (index, placement_slot)
         )
+    nodes = Counter(name for name, _ in places)
+    for name, count in sorted(nodes.items()):
+        if count > _NODES:
+            yield _pool_line(name, count, plan)
     for (name, node), slots in sorted(places.items()):
+        if nodes[name] > _NODES:
+            continue
         pool = plan.pools.get(name)
         size = f" ({pool.gpus:g} GPUs, {pool.cpus:g} CPUs)" if pool else " (wherever there is room)"
         yield f"pool {name} node {node}{size}" if name else f"any node{size}"
@@ -184,6 +234,16 @@ def _where(plan: ClusterPlan) -> Iterator[str]:
                 f"  placement slot {index}: {slot.needs.gpus:g} GPUs, {slot.needs.cpus:g} CPUs: "
                 f"{members}"
             )
+
+
+def _pool_line(name: str, nodes: int, plan: ClusterPlan) -> str:
+    """A pool of many nodes, with the number of processes of each role."""
+    pool = plan.pools.get(name)
+    size = f" of {pool.gpus:g} GPUs and {pool.cpus:g} CPUs" if pool else ""
+    slots = [slot for slot in plan.placement_slots if slot.pool == name]
+    roles = Counter(role for slot in slots for role, _ in slot.members)
+    counts = ", ".join(f"{count} x {role}" for role, count in sorted(roles.items()))
+    return f"pool {name}: {nodes} nodes{size}, {len(slots)} placement slots: {counts}"
 
 
 def _parts(

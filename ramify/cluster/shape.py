@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.errors import ConfigError
+from ramify.train.backends.mesh import EXPERTS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,6 +45,10 @@ class ModelShape(msgspec.Struct, frozen=True):
     """Context window in tokens."""
     adapters: int = 0
     """Parameters of adapters, if only adapters are trained."""
+    experts: int = 0
+    """Parameters of the experts of all layers."""
+    experts_per_token: int = 0
+    """Number of experts that compute each token."""
 
     @property
     def trained(self) -> int:
@@ -68,10 +73,13 @@ def shape_of(config: Any, lora: LoraSpec | None = None) -> ModelShape:
     inside = sum(p.numel() for name, p in params.items() if is_inside(name, p))
     text = config.get_text_config()
     heads = text.num_attention_heads
+    experts = sum(p.numel() for p in params.values() if p.dim() == 3)
+    chosen = (getattr(text, "num_experts_per_tok", None) or 1) if experts else 0
+    active = experts * chosen // num_experts(text) if num_experts(text) else 0
     return ModelShape(
         parameters=parameters,
         inside=inside,
-        products=inside + text.vocab_size * text.hidden_size,
+        products=inside + active + text.vocab_size * text.hidden_size,
         largest_layer=max(layers, default=parameters),
         outside=parameters - sum(layers),
         layers=text.num_hidden_layers,
@@ -83,7 +91,15 @@ def shape_of(config: Any, lora: LoraSpec | None = None) -> ModelShape:
         vocabulary=text.vocab_size,
         window=window_of(text),
         adapters=_adapters(model, lora) if lora is not None else 0,
+        experts=experts,
+        experts_per_token=chosen,
     )
+
+
+def num_experts(config: Any) -> int:
+    """Number of experts in a layer; 0 if the model is not a mixture."""
+    text = config.get_text_config()
+    return next((getattr(text, name) for name in EXPERTS if getattr(text, name, None)), 0)
 
 
 def config_of(run: Run) -> Any:

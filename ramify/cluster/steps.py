@@ -25,6 +25,7 @@ import msgspec
 
 from ramify.cluster.devices import DeviceEfficiency, DeviceSpec
 from ramify.cluster.memory import itemsize_of, slots
+from ramify.cluster.meshes import learning_seconds, sent_bytes
 from ramify.cluster.shape import ModelShape
 from ramify.errors import ConfigError
 from ramify.train.advantages.base import needs_of
@@ -173,14 +174,24 @@ def _learning(
     tokens: StepTokens,
     shares: DeviceEfficiency,
 ) -> tuple[float, str]:
-    forward = _forward(shape, tokens.mean_length) * tokens.learnt
-    passes = 3.0 + run.compute.recompute + _more_passes(run)
-    speed = ranks * device.tflops * 1e12 * shares.train
-    return passes * forward / speed, (
-        f"{tokens.learnt:.3g} tokens, {passes:g} forward passes' worth of "
-        f"{forward / max(tokens.learnt, 1):.3g} FLOP each, on "
-        f"{ranks} x {device.name} at {device.tflops:g} TFLOP/s x {shares.train:g}"
+    sizes = run.compute.shard.mesh(ranks)
+    took = learning_seconds(run, shape, sizes, device, tokens, shares)
+    groups = min(sizes.num_batches, max(1, round(tokens.rollouts)))
+    why = (
+        f"{tokens.learnt:.3g} tokens, {num_passes(run):g} forward passes' worth of "
+        f"{forward_flop(shape, tokens.mean_length):.3g} FLOP each, on "
+        f"{groups * sizes.tensor} of {ranks} x {device.name} at {device.tflops:g} TFLOP/s x "
+        f"{shares.train:g}"
     )
+    if run.compute.backend == "fsdp" and ranks > 1:
+        sent = sent_bytes(run, shape, sizes, device, tokens)
+        why += f"; a rank sends {sent.total / 1e9:.3g} GB"
+    return took, why
+
+
+def num_passes(run: Run) -> float:
+    """Return the passes of a step's tokens, in forward passes."""
+    return 3.0 + run.compute.recompute + _more_passes(run)
 
 
 def _more_passes(run: Run) -> int:
@@ -202,13 +213,13 @@ def _sampling(
     """Reading prompts is limited by FLOP/s. Sampling is limited by bandwidth or FLOP/s, whichever
     is slower."""
     products = device.tflops * 1e12 * shares.prefill
-    reading = tokens.given * _forward(shape, tokens.mean_length / 2) / (engines * products)
+    reading = tokens.given * forward_flop(shape, tokens.mean_length / 2) / (engines * products)
     concurrency = run.rl.rollout.concurrency if run.rl is not None else 1
     at_once = max(1.0, min(slots(run, device), concurrency / engines, tokens.rollouts / engines))
     itemsize = itemsize_of(run, device)
     cached = at_once * tokens.mean_length / 2 * shape.cache_bytes_per_token(itemsize)
     by_bandwidth = (shape.products * itemsize + cached) / (device.gb_per_s * 1e9 * shares.decode)
-    by_products = at_once * _forward(shape, tokens.mean_length / 2) / products
+    by_products = at_once * forward_flop(shape, tokens.mean_length / 2) / products
     token_s = max(by_bandwidth, by_products)
     drawing = tokens.sampled / engines / at_once * token_s
     return reading + drawing, (
@@ -219,7 +230,7 @@ def _sampling(
     )
 
 
-def _forward(shape: ModelShape, length: float) -> float:
+def forward_flop(shape: ModelShape, length: float) -> float:
     """Return the FLOP of one token's forward pass in a sequence of ``length`` tokens, half of which
     precede it on average."""
     return 2 * shape.products + 4 * shape.layers * shape.heads * shape.head_size * length / 2

@@ -35,6 +35,7 @@ from ramify.errors import (
     ModelError,
     ReplayDiverged,
     ReplyCut,
+    ReplyFiltered,
     SandboxError,
 )
 from ramify.sandbox.base import SharedContext
@@ -333,7 +334,8 @@ class CellHost:
                 if len(outcomes) == 1
                 else f"{len(failures)} of {len(outcomes)} sub-calls failed; the first: {first}"
             )
-            data: dict[str, Any] = {"results": results, "failures": failures}
+            kinds = {index: failure_kind(outcomes[index]) for index in failures}
+            data: dict[str, Any] = {"results": results, "failures": failures, "kinds": kinds}
             cut = {
                 i: o.failure.text for i, o in enumerate(outcomes) if isinstance(o.failure, ReplyCut)
             }
@@ -342,6 +344,21 @@ class CellHost:
                 message = f"{message}; what arrived is in .partial of this error"
             raise HostCallError("SubcallError", str(message), data)
         return results
+
+
+def failure_kind(outcome: CallOutcome) -> str:
+    """Kind of a failed sub-call, for ``SubcallError.kinds``."""
+    match outcome.failure:
+        case ReplyCut():
+            return "length"
+        case ReplyFiltered(is_refusal=is_refusal):
+            return "refusal" if is_refusal else "content_filter"
+        case LimitReached():
+            return "limit"
+        case ModelError(transient=True):
+            return "unavailable"
+        case _:
+            return "error"
 
 
 async def _caught(work: Awaitable[CallOutcome]) -> CallOutcome:
@@ -400,7 +417,8 @@ async def ask_plain(
     *,
     system: str | None = None,
 ) -> CallOutcome:
-    """Ask once, and again with the error shown while the reply does not match ``kind``. Never
+    """Ask once, and again with the error shown while the reply does not match ``kind``. Without
+    ``kind``, an empty reply or a tool call is not an answer, and the same is asked again. Never
     raises for a failed model.
 
     A reply that was truncated at its token limit ends with ``MAX_TOKENS``: its text is a partial
@@ -411,16 +429,22 @@ async def ask_plain(
     new = [*([Message("system", system)] if system else []), Message("user", question)]
     schema = kind.enforced if kind else None
     error, text, is_cut = "no reply", "", False
+    reused = 0 if kind is None else None
     for _ in range(1 + MAX_REPAIRS):
         try:
-            reply = await run.requests.ask(call, new, schema=schema)
+            reply = await run.requests.ask(call, new, reused=reused, schema=schema)
         except LimitReached as reached:
             return CallOutcome(Stop(reached.stop), error=str(reached), failure=reached)
         except (ModelError, ReplayDiverged) as failure:
             return CallOutcome(Stop.ERROR, error=str(failure), failure=failure)
         text, is_cut = reply.message.content, reply.finish == "length"
+        if kind is None and is_cut:
+            return _cut(run, call, text, text or None)
+        if kind is None and text.strip() and reply.finish != "tool_calls":
+            return CallOutcome(Stop.FINAL, text)
         if kind is None:
-            return _cut(run, call, text, text or None) if is_cut else CallOutcome(Stop.FINAL, text)
+            error = "called a tool" if reply.message.tool_calls else "gave an empty reply"
+            continue
         try:
             value = await _value(kind, text)
             # A truncated number or text that matches may be the beginning of a longer one.
@@ -436,6 +460,12 @@ async def ask_plain(
             ]
     if is_cut:
         return _cut(run, call, text, None)
+    if kind is None:
+        unanswered = ModelError(
+            f"{call.client.name}: the model {error} instead of answering, {1 + MAX_REPAIRS} times; "
+            "ask in another way, or ask another model"
+        )
+        return CallOutcome(Stop.ERROR, error=str(unanswered), failure=unanswered)
     return CallOutcome(
         Stop.ERROR,
         error=f"after {1 + MAX_REPAIRS} replies the value still does not fit its schema: {error}",
@@ -443,7 +473,7 @@ async def ask_plain(
 
 
 def _cut(run: RunState, call: LiveCall, text: str, answer: str | None) -> CallOutcome:
-    error = cut_reply(call, run.requests.sampling.max_tokens, text)
+    error = cut_reply(run.requests, call, text)
     return CallOutcome(Stop.MAX_TOKENS, answer, str(error), error)
 
 

@@ -33,8 +33,12 @@ DEFAULT_MAX_COST = 5.0
 """Dollars; the default limit for models that have a price."""
 
 
+_MAY_BE_ZERO = ("max_depth", "max_reasoning_tokens")
+
+
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits of one question over its whole tree. Zero is an error, except for ``max_depth``."""
+    """Limits of one question over its whole tree. Zero is an error, except for ``max_depth`` and
+    ``max_reasoning_tokens``."""
 
     max_turns: int = 30
     """Requests of one RLM call. Each child counts its own requests."""
@@ -55,7 +59,13 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_children: int = 64
     """Children of one call that run at once. Each has its own session."""
     max_reply_tokens: int = 8192
-    """Maximum tokens of any single reply."""
+    """Tokens of one reply. In a session, a reply that is truncated there is continued, or asked for
+    again with two and then four times as many."""
+    max_sub_reply_tokens: int | None = None
+    """Tokens of one reply to ``llm_query``. None means ``max_reply_tokens``."""
+    max_reasoning_tokens: int | None = None
+    """Tokens that every reply may have in addition for hidden reasoning. None means 16,384 for a
+    model that is known to reason (less if its window or the run's budget is small), else 0."""
     patience_s: float = 600.0
     """How long a request is retried while its model cannot be reached or gives no usable reply:
     refused connections, rate limits, 5xx, web pages. Never past ``max_seconds``."""
@@ -65,7 +75,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float | None):
                 raise ConfigError(f"limit {name}={value!r:.80} is not a number: give one")
-            low = 0 if name == "max_depth" else 1 if isinstance(value, int) else math.ulp(0.0)
+            low = 0 if name in _MAY_BE_ZERO else 1 if isinstance(value, int) else math.ulp(0.0)
             if value is not None and not value >= low:
                 remedy = (
                     "0 allows only the root"

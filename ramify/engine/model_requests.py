@@ -20,6 +20,7 @@ import msgspec
 
 from ramify.clients.base import Client, Request, Tool
 from ramify.clients.pool import ClientPool
+from ramify.clients.providers import reasons
 from ramify.engine import observe, retool
 from ramify.engine.call import LiveCall
 from ramify.engine.limits import Ledger, Limits, ResourceAmount, bound
@@ -27,6 +28,7 @@ from ramify.errors import (
     ConfigError,
     LimitReached,
     ModelError,
+    Refused,
     ReplyCut,
     ReplyFiltered,
     can_be_fixed,
@@ -39,6 +41,12 @@ if TYPE_CHECKING:
     from ramify.engine.run_state import RunState
     from ramify.store.call_cache import CallCache
     from ramify.store.recorded_replies import RecordedReplies
+
+
+_LONGER = (2, 4)
+"""Factors of the limit with which a truncated reply is asked for again."""
+_REASONING_TOKENS = 16_384
+"""Tokens of hidden reasoning that a reply of a model that reasons may have."""
 
 
 class ModelRequests:
@@ -60,6 +68,8 @@ class ModelRequests:
         self.ledger = Ledger(setup.limits, priced=any(has_price))
         if not all(has_price):
             self.ledger.cost = None  # until a model with a known price has replied
+        self._reply_tokens: dict[tuple[str, bool], int] = {}
+        """(model, True for a sub-call) -> maximum tokens of a reply."""
         self.under_way: set[TurnRequest] = set()
         """Requests that may have been sent and whose outcome is not recorded."""
         self._repeated: set[tuple[str, int]] = set()
@@ -74,16 +84,23 @@ class ModelRequests:
         schema: dict[str, Any] | None = None,
         tools: tuple[Tool, ...] = (),
         last_word: Stop | None = None,
+        longer: int = 1,
     ) -> Reply:
         """Take the next turn of ``call``, whose prompt is its first ``reused`` messages (default:
         all) followed by ``new``.
 
         ``last_word`` names the limit at which this is the final request, whose cost was held back.
+        ``longer`` multiplies the reply's maximum length.
         Raises ModelError if the model gave no reply or a filtered one, and LimitReached if the run
         may not ask any more. A failure that a person can fix suspends the run.
         """
         reused = len(call.messages) if reused is None else reused
-        turn = TurnRequest(self, call, tuple(map(sendable, new)), reused, schema, tools, last_word)
+        limit = self.reply_tokens(call, longer)
+        if last_word:
+            limit = min(limit, self._last_word_tokens(call))
+        turn = TurnRequest(
+            self, call, tuple(map(sendable, new)), reused, schema, tools, last_word, limit
+        )
         found = self._found(turn)
         if found is not None:
             turn.announce()  # as in the recorded run
@@ -123,7 +140,92 @@ class ModelRequests:
         self.under_way.discard(turn)
         self.run.suspend_if_quiet()
 
-    def hold_last_word(self, call: LiveCall, new: Sequence[Message]) -> Stop | None:
+    async def whole(self, call: LiveCall, reply: Reply, new: Sequence[Message]) -> Reply:
+        """Return ``reply`` to ``new``, the last turn of ``call``, complete if possible.
+
+        If it was truncated at its token limit, it is continued from its end if the model's server
+        can do that, or else asked for again with a larger limit; at most twice. A reply with token
+        ids stays as it is: a policy in training must learn its own replies.
+        """
+        reused = len(call.messages) - 1 - len(new)
+        for longer in _LONGER:
+            if reply.finish != "length" or reply.token_ids is not None:
+                break
+            more = await self._more_of(call, reply, new, reused, longer)
+            if more is None:
+                break
+            reply = more
+        return reply
+
+    async def _more_of(
+        self, call: LiveCall, reply: Reply, new: Sequence[Message], reused: int, longer: int
+    ) -> Reply | None:
+        """Return ``reply`` with its continuation, or another reply with ``longer`` times its limit;
+        None if nothing more may be asked."""
+        setup, message = self.run.setup, reply.message
+        is_continued = bool(message.content.strip()) and not message.tool_calls
+        is_continued = is_continued and getattr(call.client, "continues", False)
+        if is_continued:
+            new, reused, longer = (), len(call.messages), 1
+        if self.run.must_stop(call) is not None:
+            return None
+        holds = call.parent is None and setup.scaffold.last_word
+        if holds and self.hold_last_word(call, new, longer) is not None:
+            return None
+        how = "continuing it" if is_continued else "asking again with a larger one"
+        self.run.note(call, f"the reply was cut at its limit of tokens: {how}")
+        tools = setup.scaffold.tools()
+        try:
+            more = await self.ask(call, new, reused=reused, tools=tools, longer=longer)
+        except LimitReached:
+            return None
+        except Refused as refused:  # a server may refuse a longer limit
+            if refused.needs_key:
+                raise
+            return None
+        if not is_continued:
+            return more
+        joined = msgspec.structs.replace(
+            more.message, content=message.content + more.message.content
+        )
+        return msgspec.structs.replace(more, message=joined)
+
+    def reply_tokens(self, call: LiveCall, longer: int = 1) -> int:
+        """Maximum tokens of a reply of ``call``, hidden reasoning included. ``longer`` multiplies
+        the part that is not reasoning."""
+        place = call.client.name, call.kind == "lm" and call.parent is not None
+        if place not in self._reply_tokens:
+            sub = self.run.setup.limits.max_sub_reply_tokens if place[1] else None
+            most = self.sampling.max_tokens if sub is None else sub
+            self._reply_tokens[place] = most + self._reasoning_tokens(call.client)
+        if longer == 1:
+            return self._reply_tokens[place]
+        return self._reply_tokens[place] + (longer - 1) * self.sampling.max_tokens
+
+    def _reasoning_tokens(self, client: Client) -> int:
+        """Tokens of hidden reasoning that a reply of ``client`` may have."""
+        given = self.run.setup.limits.max_reasoning_tokens
+        if given is not None:
+            return given
+        thinking = self.sampling.extra.get("thinking")
+        if isinstance(thinking, dict) and isinstance(thinking.get("budget_tokens"), int):
+            return int(thinking["budget_tokens"])  # Anthropic's form
+        if not reasons(client.name):
+            return 0
+        # A small window or budget must still have room for several replies.
+        most = [_REASONING_TOKENS, client.window // 4 - self.sampling.max_tokens]
+        limit = self.ledger.limit
+        most.append(limit.tokens // 10)
+        if client.price is not None and client.price.output and math.isfinite(limit.cost):
+            most.append(int(limit.cost / 10 * 1e6 / client.price.output))
+        return max(0, min(most))
+
+    def _last_word_tokens(self, call: LiveCall) -> int:
+        return self.run.setup.limits.last_word_tokens + self._reasoning_tokens(call.client)
+
+    def hold_last_word(
+        self, call: LiveCall, new: Sequence[Message], longer: int = 1
+    ) -> Stop | None:
         """Reserve the cost of the root's final request after the turn that asks ``new``. Returns
         the limit that this exceeds, if any.
 
@@ -131,9 +233,9 @@ class ModelRequests:
         """
         setup = self.run.setup
         request = Request((*call.messages, *new), self.sampling)
-        later = self.sampling.max_tokens + setup.scaffold.max_output_chars + 1000
+        later = self.reply_tokens(call, longer) + setup.scaffold.max_output_chars + 1000
         tokens = call.max_input_tokens(request, len(call.messages)) + later
-        return self.ledger.hold(bound(tokens, setup.limits.last_word_tokens, call.client.price))
+        return self.ledger.hold(bound(tokens, self._last_word_tokens(call), call.client.price))
 
     def _found(self, turn: TurnRequest) -> tuple[Reply, int] | None:
         """Return (reply, number of reused ids) from the recorded run or from the cache, or None.
@@ -212,11 +314,11 @@ class TurnRequest:
         schema: dict[str, Any] | None,
         tools: tuple[Tool, ...],
         last_word: Stop | None,
+        max_tokens: int,
     ) -> None:
         sampling = requests.sampling
-        if last_word:
-            most = requests.run.setup.limits.last_word_tokens
-            sampling = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, most))
+        if max_tokens != sampling.max_tokens:
+            sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens)
         prompt = (*call.messages[:reused], *new)
         known = call.known_ids(reused)
         self.call = call
@@ -343,12 +445,17 @@ def closed(stop: Stop) -> LimitReached:
     return LimitReached(why.get(stop, f"the run is closing ({stop})"), stop)
 
 
-def cut_reply(call: LiveCall, limit: int, text: str) -> ReplyCut:
+def cut_reply(requests: ModelRequests, call: LiveCall, text: str) -> ReplyCut:
     """Return the error for a reply of ``call`` that was truncated at its token limit after
     ``text``."""
+    limit, name = requests.reply_tokens(call), "max_reply_tokens"
+    if call.kind == "lm" and call.parent and requests.run.setup.limits.max_sub_reply_tokens:
+        name = "max_sub_reply_tokens"
+    if not text.strip() and limit > requests.sampling.max_tokens:
+        name = "max_reasoning_tokens"
     return ReplyCut(
         f"{call.client.name}: the reply was cut at its limit of {limit} tokens; ask for less, or "
-        "raise max_reply_tokens",
+        f"raise {name}",
         text,
     )
 
@@ -357,9 +464,11 @@ def _filtered(model: str, reply: Reply) -> ReplyFiltered:
     text, stopped_by = reply.message.content, reply.filter or "content_filter"
     if stopped_by == "refusal":
         quote = f": {text[:200]!r}" if text else ""
-        return ReplyFiltered(
+        refusal = ReplyFiltered(
             f"{model}: the model refused to answer (refusal){quote}; ask in another way", text
         )
+        refusal.is_refusal = True
+        return refusal
     return ReplyFiltered(
         f"{model}: a content filter stopped the reply ({stopped_by}); ask in another way, or ask "
         "another model",

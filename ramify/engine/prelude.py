@@ -49,7 +49,9 @@ _MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<no value>"})()
 
 class SubcallError(RuntimeError):
     """Some sub-calls failed. ``results`` has every reply that did arrive, None where one failed; ``failures`` maps the
-    index of each that failed to the reason; ``partial`` maps the index of each that was cut at its limit to its text."""
+    index of each that failed to the reason, and ``kinds`` to its kind: length, content_filter, refusal, limit,
+    unavailable or error (``kind`` is the first of them); ``partial`` maps the index of each that was cut at its limit
+    to its text."""
 
     def __init__(
         self,
@@ -57,11 +59,14 @@ class SubcallError(RuntimeError):
         results: list[Any] | None = None,
         failures: dict[int, str] | None = None,
         partial: dict[int, str] | None = None,
+        kinds: dict[int, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.results: list[Any] = results or []
         self.failures: dict[int, str] = failures or {}
         self.partial: dict[int, str] = partial or {}
+        self.kinds: dict[int, str] = kinds or {}
+        self.kind: str = next(iter(self.kinds.values()), "error")
 
 
 _received: list[Any] = []
@@ -82,7 +87,8 @@ def _ask(name: str, *args: Any, **kwargs: Any) -> list[Any]:
                 if isinstance(kind, type) and issubclass(kind, Exception)
                 else error
             ) from None
-        given = [error.data.get(name) for name in ("results", "failures", "partial")]
+        names = ("results", "failures", "partial", "kinds")
+        given = [error.data.get(name) for name in names]
         _received.extend(given[0] or [None])
         raise SubcallError(str(error), *given) from None
 

@@ -70,8 +70,7 @@ class RlmLoop:
         self._is_cut = False
         """True if the last reply was truncated at its token limit."""
         self._num_idle = 0
-        self._closed_by: Stop | None = None
-        """Limit at which the last cell runs, which makes no more calls."""
+        self._closed_by: Stop | None = None  # at which the last cell runs, which makes no calls
         self._is_root = call.parent is None
 
     async def answer(self, question: str, kind: AnswerType | None = None) -> CallOutcome:
@@ -147,6 +146,8 @@ class RlmLoop:
             return await self._last_word(stop)
         try:
             reply = await self._ask_within_window(tools=run.scaffold.tools())
+            if run.scaffold.takes_words:
+                reply = await run.requests.whole(call, reply, self._pending)
         except LimitReached as reached:
             return await self._last_word(Stop(reached.stop))
         except ModelError as error:
@@ -249,7 +250,7 @@ class RlmLoop:
         best = self._best()
         if not self._is_cut or best is None or self._best(use_prose=False) is not None:
             return CallOutcome(Stop.NO_CODE, best)
-        error = cut_reply(self.call, self.run.requests.sampling.max_tokens, self._last_text)
+        error = cut_reply(self.run.requests, self.call, self._last_text)
         return CallOutcome(Stop.MAX_TOKENS, best, str(error), error)
 
     def _conclude(
@@ -384,7 +385,11 @@ class RlmLoop:
                     continue
                 return CallOutcome(stop, self._best(), str(error), error)
             self._last_text = reply.message.content
-            return CallOutcome(stop, await self._last_answer(reply.message, stop))
+            answer = await self._last_answer(reply.message, stop)
+            if reply.finish == "length":
+                cut = cut_reply(self.run.requests, self.call, self._last_text)
+                return CallOutcome(stop, answer, str(cut), cut)
+            return CallOutcome(stop, answer)
         return self._cut_short(stop)
 
     def _cut_short(self, stop: Stop) -> CallOutcome:
@@ -413,10 +418,9 @@ class RlmLoop:
             return _NOTHING
         self._closed_by = stop
         codes = action.codes or expressions(action.final)
+        last = msgspec.structs.replace(action, codes=codes)
         try:
-            _, final = await self._run_cells(
-                msgspec.structs.replace(action, codes=codes), self.call.turn - 1, []
-            )
+            _, final = await self._run_cells(last, self.call.turn - 1, [])
         except (SandboxError, LimitReached):
             return _NOTHING
         finally:

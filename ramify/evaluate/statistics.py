@@ -10,6 +10,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from statistics import NormalDist
 
 import msgspec
 
@@ -30,7 +31,7 @@ class MeanEstimate(msgspec.Struct, frozen=True):
     value: float
     low: float
     high: float
-    """Ends of the 95 % bootstrap interval; equal to the value if there is one item."""
+    """Ends of the 95 % interval; of a bootstrap equal to the value if there is one item."""
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -97,6 +98,47 @@ def mean_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
     )
     tail = (1 - LEVEL) / 2
     return MeanEstimate(mean, quantile(means, tail), quantile(means, 1 - tail))
+
+
+def share_with_interval(num: int, of: int) -> MeanEstimate:
+    """The share ``num / of`` of independent attempts with its 95 % interval: Wilson's (1927), or if
+    fewer than five succeeded or failed, the exact one of Clopper and Pearson (1934).
+
+    >>> share_with_interval(0, 10).high        # 1 - 0.025 ** (1 / 10)
+    0.30849...
+    """
+    if not 0 <= num <= of or not of:
+        raise ConfigError(f"{num} of {of} attempts cannot have succeeded")
+    share = num / of
+    if min(num, of - num) < 5:
+        low = 0.0 if num == 0 else 1 - _upper_end(of - num, of)
+        return MeanEstimate(share, low, 1.0 if num == of else _upper_end(num, of))
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    centre = (share + z * z / (2 * of)) / (1 + z * z / of)
+    half = z / (1 + z * z / of) * math.sqrt(share * (1 - share) / of + (z / (2 * of)) ** 2)
+    return MeanEstimate(share, centre - half, centre + half)
+
+
+def _upper_end(num: int, of: int) -> float:
+    """The share at which at most ``num`` of ``of`` attempts succeed with probability 2.5 %."""
+
+    def at_most(share: float) -> float:
+        return math.fsum(
+            math.exp(
+                math.lgamma(of + 1)
+                - math.lgamma(k + 1)
+                - math.lgamma(of - k + 1)
+                + k * math.log(share)
+                + (of - k) * math.log1p(-share)
+            )
+            for k in range(num + 1)
+        )
+
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if at_most(middle) > (1 - LEVEL) / 2 else (low, middle)
+    return high
 
 
 def paired_difference(

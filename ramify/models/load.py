@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -109,7 +110,7 @@ def load_policy(
         policy = inference.load_policy("Qwen/Qwen3-0.6B", torch.bfloat16)
         policy.num_parameters
     """
-    folder = _folder(path_or_name)
+    folder = model_folder(path_or_name)
     check_model(folder)
     config = _config(folder)
     tokenizer = load_tokenizer(folder)
@@ -173,10 +174,17 @@ def from_config(
     )
 
 
-def save_policy(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+def save_policy(
+    policy: Policy,
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    *,
+    write: Callable[[Path], None] | None = None,
+) -> None:
     """Write ``policy`` in Hugging Face's layout, with weights cast to ``dtype`` if given:
     config.json, generation_config.json, model.safetensors, and the tokenizer with its chat
-    template. The folder may exist.
+    template. The folder may exist. ``write`` writes configuration and weights if they are not in
+    this process.
 
     Example:
         inference.save_policy(policy, "runs/mine/policy", torch.bfloat16)
@@ -184,7 +192,9 @@ def save_policy(policy: Policy, folder: str | Path, dtype: torch.dtype | None = 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     drop(folder)  # these are the checksums of the previous files
-    if isinstance(policy.model, DenseModel):
+    if write is not None:
+        write(folder)
+    elif isinstance(policy.model, DenseModel):
         config = policy.config.__class__.from_dict(policy.config.to_dict())
         config.architectures = [_architecture(policy)]
         config.dtype = dtype or policy.dtype
@@ -211,7 +221,9 @@ def load_into(policy: Policy, folder: str | Path) -> None:
         policy.model.load_state_dict(_module(folder, policy.dtype).state_dict())
 
 
-def _folder(path_or_name: str | Path) -> Path:
+def model_folder(path_or_name: str | Path) -> Path:
+    """The folder of a model: a path, or the place of a hub name in the cache. Raises
+    ConfigError."""
     folder = Path(path_or_name).expanduser()
     if (folder / "config.json").is_file():
         return folder
@@ -255,7 +267,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 def read_config(path_or_name: str | Path) -> Any:
     """The configuration in a folder, or with a hub name whose files are on disk; nothing else is
     loaded. Raises ConfigError."""
-    return _config(_folder(path_or_name))
+    return _config(model_folder(path_or_name))
 
 
 def _config(folder: Path) -> Any:

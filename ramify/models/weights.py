@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ramify.errors import ConfigError, StoreError
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_IGNORED = ("rotary_emb.inv_freq",)
+IGNORED = ("rotary_emb.inv_freq",)
 """Suffixes of keys in old checkpoints whose values are computed instead."""
 _UNCHECKED = frozenset(
     {
@@ -50,17 +50,17 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = {}
-    for path in _files(folder):
+    for path in weight_files(folder):
         try:
             tensors |= load_file(path)
         except (OSError, SafetensorError) as error:
             raise StoreError(
                 f"{path} cannot be read as safetensors: {error}; copy or download it again"
             ) from None
-    return {name: tensor for name, tensor in tensors.items() if not name.endswith(_IGNORED)}
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(IGNORED)}
 
 
-def check_weights(module: nn.Module, weights: Mapping[str, Tensor], where: str) -> None:
+def check_weights(module: nn.Module, weights: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError, which names the first tensor that is missing, unexpected, or has another
     shape."""
     expected = module.state_dict()
@@ -116,7 +116,9 @@ def config_difference(ours: Any, theirs: Any) -> str:
     return ""
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def weight_files(folder: Path) -> Iterator[Path]:
+    """The safetensors files of a checkpoint. Raises StoreError if there are none, or some are
+    missing."""
     if (folder / _SINGLE).is_file():
         yield folder / _SINGLE
         return

@@ -253,6 +253,12 @@ class RunningCell:
         self.stopped: str | None = None
         """Reason for the interrupt in progress, or None."""
         self.timer: asyncio.TimerHandle | None = None
+        """The next interrupt."""
+
+    @property
+    def left_s(self) -> float:
+        """Working time that is left."""
+        return self.limit_s - self.clock.worked()
 
     @property
     def is_waiting(self) -> bool:
@@ -299,6 +305,42 @@ class RunningCell:
         if self.end is None:
             self._changed = asyncio.get_running_loop().create_future()
             await asyncio.wait((self._changed,), timeout=timeout_s)
+
+
+class CellAlarm:
+    """Calls ``ring`` with a cell that has used up its working time. Its timer stays when a cell
+    ends: setting one for each costs as much as the frames of a short cell."""
+
+    __slots__ = ("_cell", "_loop", "_ring", "_timer")
+
+    def __init__(self, ring: Callable[[RunningCell, str], None]) -> None:
+        self._ring = ring
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._cell: RunningCell | None = None
+
+    def watch(self, cell: RunningCell | None) -> None:
+        """Watch ``cell``; None: no cell runs."""
+        self._cell = cell
+        if cell is None:
+            return
+        due = self._loop.time() + cell.left_s
+        if self._timer is not None and self._timer.when() > due:
+            self.cancel()
+        if self._timer is None:
+            self._timer = self._loop.call_at(due, self._due)
+
+    def _due(self) -> None:
+        self._timer = None
+        if self._cell is not None and self._cell.left_s <= 0:
+            self._ring(self._cell, "time")
+        else:  # the clock was paused for a while, or another cell runs
+            self.watch(self._cell)
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class SessionLimits(NamedTuple):

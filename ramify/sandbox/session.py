@@ -24,6 +24,7 @@ from ramify.sandbox.guest.output import HeadTailBuffer
 from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueEncoder
 from ramify.sandbox.running_cell import (
     NO_HOOKS,
+    CellAlarm,
     GuestRefused,
     RunningCell,
     SessionHooks,
@@ -47,6 +48,7 @@ class GuestSession:
 
     __slots__ = (
         "__weakref__",
+        "_alarm",
         "_cell",
         "_closed",
         "_ended",
@@ -86,6 +88,7 @@ class GuestSession:
         self._hello: asyncio.Future[None] = loop.create_future()
         self._ended: asyncio.Future[None] = loop.create_future()
         self._closed: asyncio.Future[None] | None = None
+        self._alarm = CellAlarm(self._stop)
         self._forking = asyncio.Lock()
         self._forks = 0
         """Number of forks that are in progress or wait for their turn."""
@@ -142,8 +145,7 @@ class GuestSession:
 
     async def _finish(self, cell: RunningCell, request: dict[str, Any] | None) -> CellResult:
         try:
-            left_s = cell.limit_s - cell.clock.worked()
-            cell.timer = asyncio.get_running_loop().call_later(left_s, self._time_up, cell)
+            self._alarm.watch(cell)
             if request is not None:
                 self._wire.send(request)
             try:
@@ -156,6 +158,7 @@ class GuestSession:
         finally:
             self._cell = None
             self._become_idle()
+            self._alarm.watch(None)
             if cell.timer is not None:
                 cell.timer.cancel()
             if cell.calls.tasks:
@@ -384,20 +387,11 @@ class GuestSession:
         if self._cell is not None and self._state is not SessionState.SUSPENDED:
             self._stop(self._cell, reason)
 
-    def _time_up(self, cell: RunningCell) -> None:
-        left = cell.limit_s - cell.clock.worked()
-        if left <= 0:
-            self._stop(cell, "time")
-        else:  # the clock was paused for a while, or still is
-            cell.timer = asyncio.get_running_loop().call_later(left, self._time_up, cell)
-
     def _stop(self, cell: RunningCell, reason: str = "error") -> None:
         if cell.stopped is not None or cell.end is not None:
             return
         cell.stopped = reason
         cell.calls.cancel()
-        if cell.timer is not None:
-            cell.timer.cancel()
         self._interrupt_again(cell, _INTERRUPTS)
 
     def _interrupt_again(self, cell: RunningCell, times: int) -> None:
@@ -445,6 +439,7 @@ class GuestSession:
     async def _close(self) -> None:
         self._failure = self._failure or "it was closed"
         self._state = SessionState.ENDED
+        self._alarm.cancel()
         self._hooks.on_close(self)
         self.tree.discard(self)
         await self._wire.close()

@@ -231,8 +231,8 @@ class SocketStream:
             count = 0
         except OSError:
             return  # the reader will see the end of the stream
-        remaining = self._after(deque(memoryview(part) for part in data), count)
-        if remaining:
+        if count < sum(map(len, data)):
+            remaining = self._after(deque(memoryview(part) for part in data), count)
             self._backlog = deque()
             self._queue(self._backlog, remaining)
             self._loop.add_writer(self._sock, self._writable)

@@ -57,6 +57,8 @@ class RequestLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_seconds: float | None = None
     max_children: int | None = None
     max_reply_tokens: int | None = None
+    max_sub_reply_tokens: int | None = None
+    max_reasoning_tokens: int | None = None
 
     def within(self, limits: Limits, most_cost: float | None) -> Limits:
         """Return the server's ``limits`` tightened by this request.
@@ -75,7 +77,7 @@ class RequestLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     "only lower it",
                     param=f"ramify.limits.{name}",
                 )
-            if value < 0 or (value == 0 and name != "max_depth"):
+            if value < 0 or (value == 0 and name not in ("max_depth", "max_reasoning_tokens")):
                 raise RequestRejected(
                     f"{name}={value!r} allows nothing: give a larger value",
                     param=f"ramify.limits.{name}",

@@ -26,8 +26,10 @@ from ramify.tasks.base import Task, task_of
 from ramify.train.backends.base import BACKENDS, ComputeSpec, OptimizerSpec, decided
 from ramify.train.config import Run
 from ramify.train.demonstrations import demonstrations_of, rows_of
+from ramify.train.depth_models import check_models
 from ramify.train.preflight import (
     check_device,
+    check_embedded,
     check_inference,
     check_prompts,
     check_schedules,
@@ -83,6 +85,20 @@ class RunParts:
         """Precision of the served policy, such as ``float32``."""
         return str(self.serving.dtype).removeprefix("torch.")
 
+    def save_policy(self, folder: Path) -> None:
+        """Write the initial policy, as engines load it."""
+        from ramify.models.load import model_folder, save_policy
+        from ramify.train.backends.write_checkpoint import copy_checkpoint
+
+        if self.policy.device.type != "meta":
+            return save_policy(self.serving, folder)
+        source, serving = model_folder(path_of(self.run)), self.serving
+        save_policy(
+            serving,
+            folder,
+            write=lambda out: copy_checkpoint(source, out, serving.config, serving.dtype),
+        )
+
     def num_members(self, role: str) -> int:
         """Number of processes of ``role`` that have a slot."""
         return sum(member.role == role for slot in self.placement_slots for member in slot.members)
@@ -101,7 +117,7 @@ def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
     tokenizer that was trained is taken from there. Raises ConfigError for mistakes in it."""
     run, placement_slots = settled(recipe)
     check_device(run)
-    device = _device_of(run)
+    device = device_of(run)
     kind: Any = BACKENDS.of(run.compute.backend)
     is_elsewhere = run.placement is not None and run.placement.kind == "ray" and not kind.is_here
     kind.check(run.compute, device, **({"elsewhere": True} if is_elsewhere else {}))
@@ -110,13 +126,15 @@ def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
     check_inference(run)
     check_signals(run)
     check_schedules(run)
+    check_models(run.depths, run.frozen)
     engines = sleeping(run, device)
     demonstrations = list(demonstrations_of(run, task, scaffold))
+    _check_model(run, kind, device)
     policy = policy_of(run, demonstrations, checkpoint)
-    if hasattr(kind, "check_model"):
-        kind.check_model(policy.config, run.compute, device, adapters_of(run), _optims(run))
+    if not run.policy.path:
+        _check_model(run, kind, device, policy.config)
     # Decided before the first backend converts the policy's weights.
-    compute = decided(run.compute, policy.dtype, policy.device.type)
+    compute = decided(run.compute, policy.dtype, device)
     serving = serving_of(run, policy, kind.is_here)
     check_prompts(run, task, scaffold, policy)
     note_rewritten_history(run, policy)
@@ -141,6 +159,19 @@ def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
     )
 
 
+def _check_model(run: Run, kind: Any, device: str, config: Any = None) -> None:
+    """Raise ConfigError if the backend cannot train the model over its mesh. A checkpoint is
+    checked before its weights are read."""
+    from ramify.models.load import read_config
+
+    if not hasattr(kind, "check_model") or (config is None and not run.policy.path):
+        return
+    config = config or read_config(path_of(run))
+    kind.check_model(config, run.compute, device, adapters_of(run), _optims(run))
+    if run.inference is None and not kind.is_here:
+        check_embedded(config, run.policy.dtype, device)
+
+
 def adapters_of(run: Run) -> Any:
     """The ``AdapterSpec`` of a run; None without adapters."""
     from ramify.train.backends.adapters import AdapterSpec
@@ -158,7 +189,8 @@ def _optims(run: Run) -> list[OptimizerSpec]:
     return [optim for optim in [*(stage.optim for stage in stages), *critic] if optim is not None]
 
 
-def _device_of(run: Run) -> str:
+def device_of(run: Run) -> str:
+    """Kind of the device that the policy is trained on."""
     import torch
 
     kind = run.policy.device.partition(":")[0]
@@ -188,18 +220,23 @@ def policy_of(
     import torch
     from transformers import AutoConfig
 
-    from ramify.models.load import from_config, load_policy, load_tokenizer
+    from ramify.models.load import (
+        from_config,
+        load_policy,
+        load_tokenizer,
+        read_config,
+        stored_dtype,
+    )
     from ramify.models.tokenizer import train_tokenizer, word_tokenizer
 
     spec = run.policy
     device = None if spec.device == "auto" else spec.device
     if spec.path:
-        packaged = spec.path == "tiny" and not Path("tiny").exists()
-        return load_policy(
-            TINY if packaged else spec.path,
-            None if spec.dtype == "auto" else getattr(torch, spec.dtype),
-            device,
-        )
+        dtype = None if spec.dtype == "auto" else getattr(torch, spec.dtype)
+        if is_bare(run):
+            dtype = dtype or stored_dtype(read_config(path_of(run)), device_of(run))
+            device = "meta"
+        return load_policy(path_of(run), dtype, device)
     if spec.tokenizer:
         tokenizer = load_tokenizer(Path(spec.tokenizer))
     elif spec.words:
@@ -228,6 +265,35 @@ def policy_of(
     if spec.dtype != "auto":
         policy.model.to(getattr(torch, spec.dtype))
     return policy
+
+
+def path_of(run: Run) -> str | Path:
+    """Where the run's policy begins, if it has a path."""
+    path = run.policy.path
+    return TINY if path == "tiny" and not Path("tiny").exists() else path
+
+
+def read_in_parts(run: Run) -> Path | None:
+    """The folder from which each rank can read its own part of the policy; None if this process
+    has to read all of it."""
+    from ramify.models.load import model_folder, read_config
+    from ramify.models.stored_weights import is_read_in_parts
+    from ramify.train.backends.sharding import on_meta
+
+    if not run.policy.path or not is_read_in_parts(on_meta(read_config(path_of(run)))):
+        return None
+    return model_folder(path_of(run))
+
+
+def is_bare(run: Run) -> bool:
+    """Whether this process needs no weights: ranks read theirs from the checkpoint, engines are
+    other processes, and no signal scores with the policy here."""
+    return (
+        not BACKENDS.of(run.compute.backend).is_here
+        and run.inference is not None
+        and (run.rl is None or not run.rl.signals)
+        and read_in_parts(run) is not None
+    )
 
 
 def serving_of(run: Run, policy: Policy, is_here: bool) -> Policy:

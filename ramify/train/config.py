@@ -31,6 +31,7 @@ from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.advantages.sft import SFT
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.depth_models import DepthSpec, FrozenSpec, check_depths
 from ramify.train.guards import TrainingGuard
 from ramify.train.losses import POLICY_LOSSES
 from ramify.train.losses.loss import LossSpec
@@ -271,6 +272,9 @@ class EvaluateSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Largest share of attempts that may fail for reasons other than the policy (no session, a lost
     engine, a scoring error). Failed attempts do not count towards the score. Above this share the
     evaluation has no score, and its checkpoint can never be the best."""
+    keep: Literal["best", "last"] = "best"
+    """Which checkpoint OUT/policy holds at the end: the best on the validation stream, or the last.
+    Without a validation score it is the last. OUT/policy.json has its scores with intervals."""
     first: tuple[str, ...] = ()
     """Splits to report before the first rollout, in addition to the validation stream."""
     final: tuple[str, ...] = ("test",)
@@ -304,6 +308,11 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     warmup: WarmUpSpec | None = None
     sft: SftSpec | None = None
     rl: RlSpec | None = None
+    depths: tuple[DepthSpec, ...] = ()
+    """The model of the calls at each depth, the root's first; the last one serves all deeper calls,
+    and the second also ``llm_query``. Empty: the policy answers all of them."""
+    frozen: FrozenSpec = FrozenSpec()
+    """Budgets of the models in ``depths`` that are not trained."""
     scaffold: str = "default"
     limits: Limits = Limits()
     sandbox: SandboxSpec = SandboxSpec()
@@ -335,6 +344,8 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
                 f"stall_s={self.stall_s} must be above 0: it is the longest time without progress"
             )
         check_optional("run", "torch's default", threads=self.threads)
+        workers = self.placement is not None and "rollouts" in self.placement.roles
+        check_depths(self.depths, self.limits.max_depth, has_workers=workers)
         if self.warmup is None and self.sft is None and self.rl is None:
             raise ConfigError(f"run '{self.name}' has no stage: give warmup, sft or rl")
 

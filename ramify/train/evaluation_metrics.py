@@ -8,12 +8,13 @@ represent the split, and the score is omitted, so no checkpoint can become the b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
 import msgspec
 
 from ramify.engine.rlm import RLM
+from ramify.evaluate.statistics import MeanEstimate, mean_with_interval, share_with_interval
 from ramify.logging import RoomLogger
 from ramify.tasks.base import Item, Task, items_of, total
 from ramify.train.config import Run
@@ -52,7 +53,8 @@ def report(
     *,
     max_failed: float,
 ) -> dict[str, float]:
-    """Mean reward of the rollouts that were scored, overall and by kind of item.
+    """Mean reward of the rollouts that were scored, overall with its 95 % interval and by kind of
+    item.
 
     It also contains pass@k up to k = n if there are n > 1 attempts per item, and the metrics of the
     task's score. If a larger share than ``max_failed`` failed, it only contains the number of
@@ -79,11 +81,36 @@ def report(
         for trajectory in group.trajectories
         if trajectory.rewards
     ]
-    values[f"{split}/reward"] = fmean(value for _, value in scores)
+    reward = _estimate(
+        [
+            [total(trajectory.rewards, weights) for trajectory in group.trajectories]
+            for group in _scored(groups)
+        ]
+    )
+    values[f"{split}/reward"] = reward.value
+    values |= {f"{split}/reward_low": reward.low, f"{split}/reward_high": reward.high}
     for kind in sorted({kind for kind, _ in scores if kind}):
         values[f"{split}/{kind}"] = fmean(value for item_kind, value in scores if item_kind == kind)
     values |= {f"{split}/pass@{k}": value for k, value in passes(groups, weights).items()}
     return values | _metrics(split, trees)
+
+
+def _scored(groups: Sequence[Group]) -> Iterator[Group]:
+    """Groups with the attempts that could be judged, without those that have none."""
+    for group in groups:
+        judged = [trajectory for trajectory in group.trajectories if trajectory.rewards]
+        if judged:
+            yield msgspec.structs.replace(group, trajectories=judged)
+
+
+def _estimate(rewards: Sequence[Sequence[float]]) -> MeanEstimate:
+    """The mean over all attempts, with the interval of a share if each item has one attempt that
+    is right or wrong, and otherwise that of resampled items."""
+    every = [reward for attempts in rewards for reward in attempts]
+    if len(every) == len(rewards) and set(every) <= {0.0, 1.0}:
+        return share_with_interval(round(sum(every)), len(every))
+    interval = mean_with_interval([fmean(attempts) for attempts in rewards])
+    return MeanEstimate(fmean(every), interval.low, interval.high)
 
 
 def _failure_message(

@@ -137,6 +137,10 @@ def after_step(
         *(alarm for alarm in memory.on if alarm not in ("max_kl", "min_entropy")),
         *violated,
     ]
+    if values.get("frozen/exhausted"):
+        verdict.stop = (
+            "the run's budget of the frozen models is used up (frozen.run_cost, run_calls)"
+        )
     return verdict
 
 

@@ -45,7 +45,7 @@ _FIXED = {
 """Prefix of fields that must not change -> the reason."""
 _SFT_MAY_CHANGE = ("sft.optim.", "sft.epochs")
 """The rest decides which rows each step learns from, and the steps so far have used some."""
-_SCORES = ("task.", "scaffold", "limits.", "evaluate.", "sandbox.")
+_SCORES = ("task.", "scaffold", "limits.", "evaluate.", "sandbox.", "depths")
 """Prefixes of fields on which validation scores depend."""
 
 
@@ -84,7 +84,7 @@ class LineageEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     def extends(self, stage: str) -> bool:
         """Whether a stage that a guard has ended is meant to continue."""
-        names = ("guard.", f"{stage}.steps", f"{stage}.epochs")
+        names = ("guard.", "frozen.", f"{stage}.steps", f"{stage}.epochs")
         return any(change.field.startswith(names) for change in self.changes)
 
 

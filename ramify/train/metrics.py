@@ -77,6 +77,12 @@ def read_metrics(folder: Path) -> Iterator[StepMetrics]:
     return METRICS.read(folder)
 
 
+def latest_values(folder: Path) -> dict[str, float]:
+    """The metrics of the last step in a run's folder; empty if there is none."""
+    rows = [row.values for row in read_metrics(folder) if "learn_s" in row.values]
+    return rows[-1] if rows else {}
+
+
 def _rounded(value: float) -> float:
     """Round to seven digits, the precision of a 32-bit float."""
     return float(f"{value:.7g}")

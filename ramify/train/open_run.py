@@ -11,16 +11,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import inspect
 import os
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ramify.actors.launcher import Launcher, LocalLauncher
+from ramify.actors.launcher import Launcher, LocalLauncher, closing
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
 from ramify.logging import RoomLogger
@@ -29,12 +28,13 @@ from ramify.store.call_cache import CallCache
 from ramify.store.store import Store
 from ramify.tasks.base import items_of
 from ramify.train.advantages.base import needs_of
-from ramify.train.assemble import RunParts, adapters_of
+from ramify.train.assemble import RunParts, adapters_of, device_of, read_in_parts
 from ramify.train.audited_client import AuditedClient
 from ramify.train.config import plain
 from ramify.train.cpu_seconds import CpuMeter
+from ramify.train.depth_models import DepthModels, temperatures
 from ramify.train.evaluation_metrics import evaluate
-from ramify.train.metrics import StepMetrics
+from ramify.train.metrics import StepMetrics, latest_values
 from ramify.train.placement.rollout_worker import RolloutWorkerSpec
 from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.placement.services import RunServices
@@ -58,7 +58,15 @@ if TYPE_CHECKING:
     from ramify.train.backends.base import Backend, TrainedModel
 
 _log = RoomLogger("train")
-_CLOSED_IN_ORDER = ("teachers", "rollout_workers", "client", "trained", "services", "hosts")
+_CLOSED_IN_ORDER = (
+    "teachers",
+    "rollout_workers",
+    "depths",
+    "client",
+    "trained",
+    "services",
+    "hosts",
+)
 """Callers before the parts they call."""
 _SWITCH_S = 5e-4
 """How long one thread may keep the interpreter from another. The event loop's thread, which talks
@@ -81,6 +89,8 @@ class RolloutParts:
     rlm: RLM
     workers: RolloutWorkers | None
     """Processes that run rollouts; None: this process does."""
+    depths: DepthModels
+    """The models by depth."""
 
 
 @contextlib.asynccontextmanager
@@ -133,7 +143,6 @@ async def opened_run(
 async def _start(parts: RunParts, out: Path, opened: dict[str, Closable]) -> RolloutParts:
     """Acquire the placement slots, and start the processes other than the trainer's."""
     from ramify.inference.local.local_client import LocalClient
-    from ramify.models.load import save_policy
 
     client = opened["client"] = client_of(parts)
     hosts = _placed(parts)
@@ -149,16 +158,15 @@ async def _start(parts: RunParts, out: Path, opened: dict[str, Closable]) -> Rol
     audited = AuditedClient(client, rl.sample.max_token_staleness if rl is not None else 0)
     workers = None
     if not isinstance(client, LocalClient):
-        await client.start(
-            out / "inference", lambda folder: save_policy(parts.serving, folder), hosts
-        )
+        await client.start(out / "inference", parts.save_policy, hosts)
         workers = _workers(parts, client, audited, out, hosts)
     if workers is not None:
         opened["rollout_workers"] = workers
         await workers.start()
     run = parts.run
-    rlm = RLM(audited, limits=run.limits, scaffold=parts.scaffold, sandbox=run.sandbox)
-    return RolloutParts(client, audited, rlm, workers)
+    depths = opened["depths"] = DepthModels(run.depths, run.frozen, audited, latest_values(out))
+    rlm = RLM(depths.clients, limits=run.limits, scaffold=parts.scaffold, sandbox=run.sandbox)
+    return RolloutParts(client, audited, rlm, workers, depths)
 
 
 def client_of(parts: RunParts) -> LocalClient | HttpEngines:
@@ -217,7 +225,6 @@ def _workers(
     hosts: Launcher | None,
 ) -> RolloutWorkers | None:
     """The rollout workers, not started yet, if the placement has any."""
-    from ramify.models.load import save_policy
 
     run, num = parts.run, parts.num_members("rollouts")
     if not num or run.rl is None:
@@ -225,7 +232,7 @@ def _workers(
     assert run.inference is not None
     checkpoint = out / "inference" / "checkpoint"
     if run.inference.urls:
-        save_policy(parts.serving, checkpoint)
+        parts.save_policy(checkpoint)
     return RolloutWorkers(
         hosts or LocalLauncher(),
         num,
@@ -297,7 +304,7 @@ def trainer_of(
         config=plain(run),
         first_item=max(run.rl.sample.first_item if run.rl is not None else 0, demonstrated),
         listener=listener,
-        measures=measures,
+        measures=lambda: {**measures(), **rollouts.depths.step_metrics()},
         meter=meter,
     )
     limits = canary_limits(run, parts.dtype, parts.compute)
@@ -312,7 +319,7 @@ def trainer_of(
         publisher,
         stages,
         partial(_backend, parts, trained),
-        SplitEvaluator(evaluating, run.evaluate.first, run.evaluate.final),
+        SplitEvaluator(evaluating, run.evaluate.first, run.evaluate.final, run.evaluate.keep),
         guard=run.guard,
         reference_of=lambda folder: trained.reference(folder, starts_at_base),
     )
@@ -324,17 +331,14 @@ def trained_model(parts: RunParts, out: Path, hosts: Closable | None = None) -> 
     if parts.kind.is_here:
         local: TrainedModel = parts.kind(parts.policy, parts.compute, out)
         return local
-    spec = run.policy
-    is_folder = (
-        bool(spec.path)
-        and type(parts.policy.model).__name__ == "DenseModel"
-        and Path(spec.path).is_dir()
-    )
-    source = Path(spec.path) if is_folder else parts.policy.model.state_dict()
+    folder = read_in_parts(run)
+    source = folder if folder is not None else parts.policy.model.state_dict()
     critic = (
         run.rl is not None and needs_of(run.rl.algorithm).values and run.rl.critic.model == "shared"
     )
-    placed = {} if hosts is None else {"hosts": hosts}
+    placed: dict[str, Any] = {} if hosts is None else {"hosts": hosts}
+    if parts.policy.device.type == "meta":
+        placed["device"] = device_of(run)
     sharded: TrainedModel = parts.kind(
         parts.policy,
         parts.compute,
@@ -397,7 +401,7 @@ def _stages(
                 ),
                 algorithm=rl.algorithm,
                 sample=rl.sample,
-                temperature=rl.rollout.temperature,
+                temperature=temperatures(parts.run.depths, rl.rollout.temperature),
                 signals=signals,
             )
         )
@@ -460,38 +464,6 @@ def _signals(parts: RunParts, rollouts: RolloutParts, teachers: RunTeachers | No
         temperature=rl.rollout.temperature,
         wants_reference="ref_logprobs" in streams_of(rl.loss) | needs_of(rl.algorithm).streams,
     )
-
-
-# --- closing
-
-
-@contextlib.asynccontextmanager
-async def closing(parts: Mapping[str, Callable[[], object]]) -> AsyncIterator[None]:
-    """Close ``parts`` in order when the block ends, whatever happens in it and to each of them. The
-    first failure is raised; later ones are logged."""
-    async with contextlib.AsyncExitStack() as stack:
-        for part, close in reversed([*parts.items()]):
-            await stack.enter_async_context(_closed(part, close))
-        yield
-
-
-@contextlib.asynccontextmanager
-async def _closed(part: str, close: Callable[[], object]) -> AsyncIterator[None]:
-    try:
-        yield
-    except BaseException:
-        try:
-            await _done(close())
-        except Exception as error:  # noqa: BLE001 (the first error is raised)
-            text = f"{part} could not be closed: {type(error).__name__}: {error}"
-            _log.warning("close_failed", text, shown=True, part=part)
-        raise
-    await _done(close())
-
-
-async def _done(result: object) -> None:
-    if inspect.isawaitable(result):
-        await result
 
 
 def _close(opened: Mapping[str, Closable], part: str) -> object:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ramify.engine import observe
 from ramify.engine.scaffold import Scaffold
@@ -48,6 +49,32 @@ def check_task(run: Run, task: Task) -> None:
             "rl.loss.kl=k1: the gradient of k1 does not depend on the reference, so it does not "
             "keep the policy near it; use k2 or k3+, or rl.algorithm.kl_reward, which uses k1",
             stacklevel=2,
+        )
+
+
+def check_embedded(config: Any, dtype: str, device: str) -> None:
+    """Raise ConfigError if the engine of this process, which has the whole model, does not fit
+    beside nothing else into the memory of its device. ``dtype``: of the policy."""
+    import torch
+
+    from ramify.models.load import stored_dtype
+    from ramify.train.backends.sharding import on_meta
+
+    kind = stored_dtype(config, device) if dtype == "auto" else getattr(torch, dtype)
+    parameters = sum(each.numel() for each in on_meta(config).parameters())
+    needed = parameters * kind.itemsize
+    is_cuda = device == "cuda"
+    room = (
+        torch.cuda.get_device_properties(0).total_memory
+        if is_cuda
+        else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    )
+    if room and needed > room:
+        raise ConfigError(
+            f"the engine of this process holds the whole policy: {parameters:,} parameters x "
+            f"{kind.itemsize} bytes = {needed / 1e9:.4g} GB, and its device ({device}) has "
+            f"{room / 1e9:.4g} GB. Ranks hold a part each, so use engines over HTTP, which spread "
+            "it over several devices: inference.engine=vllm, or inference.urls=[…]"
         )
 
 

@@ -17,6 +17,7 @@ import dataclasses
 import enum
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -186,6 +187,13 @@ class PolicyWeights:
         self._model = model if model is not None and not model.is_here else None
         self._is_loaded = False
         """True if the engine has a saved policy, which differs from the trained one."""
+        self._saved: Path | None = None
+        """Folder of that policy, if this process has no weights."""
+
+    @property
+    def _is_bare(self) -> bool:
+        """Whether this process has no weights: ranks and engines have them."""
+        return self._serving.device.type == "meta"
 
     @property
     def _shares(self) -> bool:
@@ -200,6 +208,8 @@ class PolicyWeights:
         from ramify.train.backends.lora import merged
 
         dtype = self._serving.dtype
+        if self._saved is not None:
+            return ((name, make().to(dtype)) for name, _, make in self._stored())
         if self._is_loaded:
             return (
                 (name, weight.detach()) for name, weight in self._serving.model.named_parameters()
@@ -254,9 +264,30 @@ class PolicyWeights:
         """Like ``lora.unmerged``, wherever the weights are."""
         from ramify.train.backends.lora import unmerged
 
+        if self._saved is not None:
+            return self._stored()
         if self._model is not None and not self._is_loaded:
             return self._model.unmerged()
         return unmerged(self._serving.model if self._is_loaded else self._trained.model)
+
+    def _stored(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
+        """The tensors of the saved policy, read when they are needed."""
+        from ramify.models.stored_weights import stored_tensors
+
+        assert self._saved is not None
+        stored = stored_tensors(self._saved, self._serving.model)
+        for name, parameter in self._serving.model.named_parameters():
+            yield name, parameter, partial(stored[name].__getitem__, ...)
+
+    def _export(self, folder: Path) -> None:
+        """Write configuration and weights, one tensor at a time."""
+        from ramify.train.backends.write_checkpoint import export_model
+
+        assert self._model is not None
+        tensors = self._stored() if self._saved is not None else self._model.unmerged()
+        shapes = {name: tuple(each.shape) for name, each, _ in tensors}
+        serving = self._serving
+        export_model(folder, serving.config, serving.model, shapes, self.weights(), serving.dtype)
 
     def save(self, folder: Path) -> None:
         """Save the policy that the engine serves, in its precision; the trainer's is in the
@@ -265,15 +296,20 @@ class PolicyWeights:
         from ramify.models.load import SamplingDefaults, save_policy
         from ramify.models.weights import load_weights
 
-        if not self._shares:
+        if not self._shares and not self._is_bare:
             load_weights(self._serving.model, dict(self.weights()))
         save_policy(
-            dataclasses.replace(self._serving, defaults=SamplingDefaults(temperature=0.0)), folder
+            dataclasses.replace(self._serving, defaults=SamplingDefaults(temperature=0.0)),
+            folder,
+            write=self._export if self._is_bare else None,
         )
 
     def load(self, folder: Path) -> None:
         """Load a saved policy into the engine's copy."""
         from ramify.models.load import load_into
 
-        load_into(self._serving, folder)
+        if self._is_bare:
+            self._saved = folder
+        else:
+            load_into(self._serving, folder)
         self._is_loaded = True

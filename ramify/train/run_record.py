@@ -3,6 +3,7 @@
     OUT/metrics.jsonl     one line per step and evaluation      OUT/checkpoints/   see checkpoint.py
     OUT/groups.jsonl      the outcome of each group             OUT/rollouts/      whole rollouts
     OUT/lineage.jsonl     see lineage.py                        OUT/reference/     the first policy
+    OUT/policy.json       which checkpoint OUT/policy is
 
 Decides the counts and the clocks of a run, and which lines a run that goes back repeats. Not here:
 when something is written (``trainer.py``), and what a line means.
@@ -14,7 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -26,13 +27,49 @@ from ramify.train.data.sft_data import write
 from ramify.train.group_records import GROUPS, GroupRecord
 from ramify.train.guards import GuardState
 from ramify.train.lineage import LINEAGE, STAGES, LineageEntry, changes
-from ramify.train.metrics import METRICS, MetricsFile, StepMetrics
+from ramify.train.metrics import METRICS, MetricsFile, StepMetrics, read_metrics
 from ramify.train.recipe import with_defaults
 from ramify.train.signals.scorer import REFERENCE
 from ramify.types.trajectory import Group
 
 _log = RoomLogger("train")
 _ROLLOUTS = "rollouts"
+
+
+class PolicyScore(NamedTuple):
+    """A score and the ends of its 95 % interval."""
+
+    reward: float
+    low: float
+    high: float
+
+
+class KeptPolicy(msgspec.Struct, frozen=True):
+    """Which checkpoint OUT/policy holds: the content of OUT/policy.json."""
+
+    checkpoint: str
+    step: int
+    last_step: int
+    """Number of steps of the whole run."""
+    is_best: bool
+    """Whether it is the best on the validation stream."""
+    scores: dict[str, PolicyScore]
+    """Split -> score; the validation stream's is the one that the choice was made by."""
+
+    def __str__(self) -> str:
+        kinds = [*(["best"] if self.is_best else []), *(["last"] if self._is_last else [])]
+        scores = "; ".join(
+            f"{split} {each.reward:.3f} ({each.low:.3f} to {each.high:.3f})"
+            for split, each in self.scores.items()
+        )
+        which = " and ".join(kinds) or "chosen"
+        return f"policy/ holds the {which} checkpoint, step {self.step} of {self.last_step}" + (
+            f": {scores}" if scores else ""
+        )
+
+    @property
+    def _is_last(self) -> bool:
+        return self.step == self.last_step
 
 
 class RunRecord:
@@ -206,6 +243,28 @@ class RunRecord:
     def cpu_metrics(self, samples: bool) -> dict[str, float]:
         """The CPU time of a step's rollouts, if it has any (``samples``)."""
         return self._meter.spent() if self._meter is not None and samples else {}
+
+    def note_kept(self, checkpoint: Path, final: Mapping[str, float], *, is_best: bool) -> None:
+        """Report which checkpoint OUT/policy holds, with its scores. ``final``: metrics of the
+        final splits. ``is_best``: whether it is the best on the validation stream."""
+        state = read_state(checkpoint)
+        validation: Mapping[str, float] = {}
+        for row in read_metrics(self.out):
+            is_same = row.step == state.step and row.stage not in ("last", "best")
+            if is_same and "validation/reward" in row.values:
+                validation = row.values
+        scores = {
+            split.removesuffix("/reward"): PolicyScore(
+                values[split], values[f"{split}_low"], values[f"{split}_high"]
+            )
+            for values in (validation, final)
+            for split in values
+            if split.endswith("/reward") and f"{split}_low" in values
+        }
+        kept = KeptPolicy(checkpoint.name, state.step, self.state.step, is_best, scores)
+        path = self.out / "policy.json"
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(kept)) + b"\n")
+        _log.info("policy_kept", str(kept), shown=True, step=state.step)
 
     def save(self, parts: Mapping[str, Write]) -> None:
         """Write a checkpoint."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -41,7 +41,7 @@ from ramify.train.rollouts.group_queue import GroupQueue, StepGroups
 from ramify.train.rollouts.rollouter import Rollouter, RootCount, first_items
 from ramify.train.signals.signal_reader import RunSignals, SignalReader
 from ramify.types.sequence import TokenSequence
-from ramify.types.trajectory import Group
+from ramify.types.trajectory import Call, Group
 
 
 class Minibatch(msgspec.Struct, eq=False):
@@ -250,7 +250,7 @@ class RlStage:
         rollouts: Rollouter,
         algorithm: Algorithm,
         sample: StepSampleSpec,
-        temperature: float,
+        temperature: float | Callable[[Call], float],
         signals: RunSignals | None = None,
     ) -> None:
         self.num_steps = num_steps

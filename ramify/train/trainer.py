@@ -21,7 +21,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -54,6 +54,8 @@ class SplitEvaluator(NamedTuple):
     """Splits to report before rollouts begin, in addition to ``validation``."""
     final: Sequence[str] = ()
     """Splits to report at the end, for the last and the best policy."""
+    keep: Literal["best", "last"] = "best"
+    """Which of the two OUT/policy holds at the end."""
 
 
 class Trainer:
@@ -396,20 +398,26 @@ class Trainer:
 
     async def _report(self) -> None:
         """Evaluate the final splits for the last policy (``last``) and for the best on the
-        validation stream (``best``). The best policy is left in OUT/policy; it may be the one that
-        rollouts began with."""
+        validation stream (``best``). One of them is left in OUT/policy (``evaluate.keep``); the
+        best may be the policy that rollouts began with."""
         checkpoints = self.record.checkpoints
-        best, last = checkpoints.best(), checkpoints.latest()
-        for name, checkpoint in (("last", last), ("best", best)):
+        found = {"last": checkpoints.latest(), "best": checkpoints.best()}
+        if found["best"] in (None, found["last"]):
+            del found["best"]
+        keep = self._evaluation.keep if self._evaluation.keep in found else "last"
+        scores: dict[str, float] = {}
+        # The kept one comes last: its weights are saved.
+        for name, checkpoint in sorted(found.items(), key=lambda each: each[0] == keep):
             if checkpoint is None:
                 continue
             await self._in_torch(verify, checkpoint, "policy/")
             await self.publisher.load(checkpoint / "policy")
-            if name == "best" and best == last:
-                continue
+            scores = {}
             for split in self._evaluation.final:
-                await self.evaluate(split, name)
+                scores |= await self.evaluate(split, name)
         await self._in_torch(self._save_policy, self.record.out / "policy")
+        if (kept := found[keep]) is not None:
+            self.record.note_kept(kept, scores, is_best=kept == checkpoints.best())
 
 
 def _attach(

@@ -7,6 +7,7 @@
       │    picture.py                           its calls as columns of a table
       ├─ call_detail.py                       one call in full, read when it is opened
       │    transcript.py search.py
+      │    provenance.py data_flow.py call_sites.py   which calls its values came from
       └─ training.py evaluation.py            curves and rollouts; scores and attempts
            │
            ▼

@@ -129,12 +129,12 @@ class _Reading:
                 )
             ancestry.append(origin)
         for ancestor in reversed(ancestry[1:]):
-            for event in _events(path, tree.lines_of(ancestor)):
+            for event in journal_events(path, tree.lines_of(ancestor)):
                 self._fold.apply(event)
         self._num_errors = len(self._fold.trajectory.errors)
 
     def read_on(self, tree: RunTree, node: CallNode) -> CallDetail:
-        for event in _events(self._path, tree.lines_of(node, self._last_line)):
+        for event in journal_events(self._path, tree.lines_of(node, self._last_line)):
             if isinstance(event, ScoreAdded):
                 continue
             self._fold.apply(event)
@@ -155,7 +155,7 @@ class _Reading:
         self._num_errors = len(errors)
 
 
-def _events(path: Path, lines: list[tuple[int, int]]) -> Iterator[AnyEvent]:
+def journal_events(path: Path, lines: list[tuple[int, int]]) -> Iterator[AnyEvent]:
     """Read the events of ``lines``; each line is (number from 0, offset)."""
     if not lines:
         return

@@ -26,6 +26,7 @@ import msgspec
 
 from ramify.errors import StoreError
 from ramify.viewer.picture import picture
+from ramify.viewer.provenance import provenance
 from ramify.viewer.run_locations import LocatedRun
 from ramify.viewer.transcript import tokenizer_of, tokens, transcript
 from ramify.viewer.watched_run import WatchedRun
@@ -116,10 +117,11 @@ def page(located: LocatedRun) -> bytes:
 
 def data(run: WatchedRun) -> dict[str, Any]:
     """All data that the page would otherwise request from the server."""
-    calls, token_views = {}, {}
+    calls, token_views, links = {}, {}, {}
     for node in run.tree.order:
         try:
             calls[node.id] = transcript(run, node.id, max_text=MAX_TEXT)
+            links[node.id] = provenance(run, node.id)
         except StoreError:  # damaged: the page shows that it is missing
             continue
         for index, turn in enumerate(run.whole(node.id).call.turns):
@@ -129,7 +131,7 @@ def data(run: WatchedRun) -> dict[str, Any]:
                 )
     shown = picture(run)
     shown["head"]["alive"] = False
-    return {"picture": shown, "calls": calls, "tokens": token_views}
+    return {"picture": shown, "calls": calls, "tokens": token_views, "provenance": links}
 
 
 def _harmless(value: Any) -> str:

@@ -5,6 +5,7 @@
     GET /api/run?key=            overview of a run, with the texts of &texts= calls
     GET /api/texts?key=          texts of the other calls, from index &from=
     GET /api/call?key=           one call of a run
+    GET /api/provenance?key=     where the values of a call (&id=) came from
     GET /api/tokens?key=         tokens of one turn
     GET /api/search?key=         full-text search in a run
     GET /api/events?key=         changes of a run since the page's version
@@ -39,6 +40,7 @@ from ramify.viewer.feed import FileFeed, FileFeeds
 from ramify.viewer.guard import BadRequest, RequestGuard, add_headers
 from ramify.viewer.page_script import APP, STATIC, app, early, module
 from ramify.viewer.picture import picture, texts
+from ramify.viewer.provenance import provenance
 from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.run_locations import Kind, LocatedRun, kind_of
 from ramify.viewer.search import search
@@ -95,6 +97,7 @@ class ViewServer:
             "/api/run": self._run,
             "/api/texts": self._texts,
             "/api/call": self._call,
+            "/api/provenance": self._provenance,
             "/api/tokens": self._tokens,
             "/api/search": self._search,
             "/api/events": self._events,
@@ -169,6 +172,10 @@ class ViewServer:
         id, first = _word(request, "id"), _number(request, "from")
         length = None if "full" in request.query else MAX_TEXT
         return await self._inspected(request, lambda run: transcript(run, id, first, length))
+
+    async def _provenance(self, request: web.Request) -> web.Response:
+        id = _word(request, "id")
+        return await self._inspected(request, lambda run: provenance(run, id))
 
     async def _tokens(self, request: web.Request) -> web.Response:
         id, turn = _word(request, "id"), _number(request, "turn")

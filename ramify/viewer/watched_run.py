@@ -17,9 +17,10 @@ import msgspec
 
 from ramify.errors import StoreError
 from ramify.store.journal import blocks, writer
-from ramify.types.event import RunStarted
+from ramify.types.call_tree import CallNode
+from ramify.types.event import CallEnded, CallStarted, RunStarted
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory
-from ramify.viewer.call_detail import CallDetail, CallDetails
+from ramify.viewer.call_detail import CallDetail, CallDetails, journal_events
 from ramify.viewer.run_locations import LocatedRun, kind_of, newer
 from ramify.viewer.run_tree import DamagedLine, RunTree, glances
 
@@ -85,6 +86,20 @@ class WatchedRun:
         if self.line is not None:
             return CallDetail(self.tree.run.calls[node.index])
         return self._details.of(self.tree, node)
+
+    def ends_of(self, node: CallNode) -> tuple[str, Any]:
+        """(question, answer) of a call in full, from its first and last lines. Raises StoreError if
+        they cannot be read."""
+        if self.line is not None:
+            call = self.tree.run.calls[node.index]
+            return call.question, call.answer
+        lines, question, answer = self.tree.lines_of(node), "", None
+        for event in journal_events(self.path, [lines[0], *lines[-3:]]):
+            if isinstance(event, CallStarted):
+                question = event.question
+            elif isinstance(event, CallEnded):
+                answer = event.answer
+        return question, answer
 
     def refresh(self) -> set[int]:
         """Read new lines, and return the indices of the calls that changed."""

@@ -175,6 +175,7 @@ WRONG_VALUES = {
     "from": "2",
     "code": "x.py",
     **dict.fromkeys(("max_cost", "max_calls", "max_depth", "patience", "temperature"), "-1"),
+    **dict.fromkeys(("max_sub_reply_tokens", "max_reasoning_tokens"), "-1"),
     **dict.fromkeys(("max_seconds", "max_turns", "max_tokens", "max_reply_tokens"), "0"),
     **dict.fromkeys(("max_concurrency", "branches", "items", "n", "k", "concurrency"), "0"),
     **dict.fromkeys(("restarts", "nodes", "devices", "engine_devices", "engines", "slots"), "0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import subprocess
 import time
@@ -51,9 +52,16 @@ def test_show(stored: Shell) -> None:
     shown = stored.run("show", run).out.splitlines()
     assert shown[0].startswith(f"run {run}  20")
     assert shown[1].startswith("final · 2 turns, 7 calls · ")
-    body = [line for line in shown[2:] if "  turn " not in line]
+    body = [without_time(line) for line in shown[2:] if "  turn " not in line]
     assert body == [
         "context: str, 8 characters",
+        "",
+        "0 how many?  → 2  TIME",
+        "├ 0.0 a  → red  TIME",
+        "├ 0.1 b  → red  TIME",
+        "├ 0.2 c  → red  TIME",
+        "├ 0.3 d  → red  TIME",
+        "└ 0.4 e  → red  TIME",
         "",
         "0 scripted:script.json (rlm): how many?",
         "    | replies = llm_query_batched(['a', 'b', 'c', 'd', 'e'])",
@@ -62,7 +70,17 @@ def test_show(stored: Shell) -> None:
         "    0.0 … 0.4: llm_query × 5",
         "    | FINAL(2)",
         "  answer: 2",
+        "ended: final, after 2 turns",
     ]
+    tree = stored.run("show", run, "--tree").out.splitlines()
+    assert [without_time(line) for line in tree[2:]] == [*body[:8], body[-1]]
+    turn = stored.run("show", run, "--turn", "2").out.splitlines()
+    assert turn[-2:] == ["--- cell 1 ---", "| FINAL(2)"]
+    assert "has 2 turns, not 3" in stored.run("show", run, "--turn", "3").err
+
+
+def without_time(line: str) -> str:
+    return re.sub(r"  [\d.e-]+ s$", "  TIME", line)
 
 
 def test_show_one_call_and_for_machines(stored: Shell) -> None:

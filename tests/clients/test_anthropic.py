@@ -204,7 +204,6 @@ def test_empty_messages_are_left_out():
         ("stop_sequence", "stop"),
         ("max_tokens", "length"),
         ("refusal", "content_filter"),
-        ("x", "other"),
     ],
 )
 def test_why_it_ended(stop, finish):
@@ -234,6 +233,8 @@ def failed(kind, message):
         ((500, failed("x", "fell over"), {}), ServerFailed, "500: fell over"),
         ((200, b"<html>", {"content-type": "text/html"}), BadReply, "not a message"),
         ((200, b"{}", {}), BadReply, "not a message"),
+        (sent([text("x")], None), BadReply, "the finish reason None: is it complete?"),
+        (sent([text("x")], "x"), BadReply, "the finish reason 'x': is it"),
     ],
 )
 def test_bad_answers(answer, error, says):

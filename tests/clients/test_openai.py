@@ -229,7 +229,8 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "
             "stop",
         ),
         (choice({"content": "x"}, finish_reason="length"), Message("assistant", "x"), "length"),
-        (choice({"content": "x"}, finish_reason="eos"), Message("assistant", "x"), "other"),
+        (choice({"content": "x"}, finish_reason="eos"), Message("assistant", "x"), "stop"),
+        ({"choices": [{"message": {"content": "x"}}]}, Message("assistant", "x"), "other"),
         (choice({"refusal": "I will not"}), Message("assistant", "I will not"), "content_filter"),
         (
             choice({"content": None, "tool_calls": [CALL]}, finish_reason="tool_calls"),
@@ -260,7 +261,8 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "
     ids=[
         "null content",
         "length",
-        "unknown finish",
+        "another word for the end",
+        "no finish",
         "refusal",
         "tool call",
         "tool call as object",
@@ -315,6 +317,8 @@ LONG = {"error": {"message": "This model's maximum context length is 8 tokens"}}
         (b"not json", 200, BadReply, "that is not a chat completion"),
         (b'{"choices": "no"}', 200, BadReply, "that is not a chat completion"),
         (b"{}", 200, BadReply, "sent a reply without choices"),
+        (choice({"content": "x"}, finish_reason=None), 200, BadReply, "the finish reason None"),
+        (choice({"content": "x"}, finish_reason="odd"), 200, BadReply, "the finish reason 'odd'"),
         (b"", 200, BadReply, "that is not a chat completion"),
         (
             {"error": {"message": "upstream fell over", "code": 502}},

@@ -9,13 +9,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from transformers import Qwen3MoeConfig
 
 from ramify.cli.main import command
 from ramify.cli.parser import UsageError
 from ramify.cluster import steps
 from ramify.cluster.devices import DeviceEfficiency, DeviceSpec, device_of
+from ramify.cluster.meshes import meshes
 from ramify.cluster.plan import PlanOptions, lines, plan
-from ramify.cluster.shape import ModelShape
+from ramify.cluster.shape import ModelShape, shape_of
 from ramify.cluster.steps import StepTokens
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
@@ -189,6 +191,62 @@ def test_seconds_from_a_run_that_was(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match="has no step of reinforcement learning"):
         plan(placed(), PlanOptions(measured=tmp_path))
+
+
+def test_a_thousand_ranks_wait_for_rollouts_and_for_weights() -> None:
+    """20 rollouts keep 20 ranks busy. Sending, not products, is what the step waits for: 8 bytes of
+    gradients and gathered weights per parameter, over a network of 25 GB/s."""
+    large = PlacementSpec(
+        pools={"main": NodePool(nodes=125, gpus=8, cpus=96)}, trainer=RoleSpec(gpus=1)
+    )
+    run = placed(
+        compute=ComputeSpec(backend="fsdp", precision="bf16", shard=ShardSpec(ranks=1000)),
+        inference=InferenceSpec(urls=("http://127.0.0.1:9",)),
+        placement=large,
+    )
+    tokens = StepTokens(20_000, 20_000, 20, "given")
+    found = plan(run, PlanOptions(tokens=tokens))
+    text = list(lines(found))
+    assert text[1] == (
+        "pool main: 125 nodes of 8 GPUs and 96 CPUs, 1000 placement slots: 1000 x trainer"
+    )
+    assert found.seconds is not None
+    gathers = 0.999 * ((2 * 494_032_768 - 136_135_552) * 2 + 494_032_768 * 4) / 25e9
+    assert found.seconds.learning == pytest.approx(gathers, rel=1e-3)
+    assert "on 20 of 1000 x h100" in found.seconds.why["learning"]
+    best = found.meshes[0]
+    assert best.fits
+    assert best.seconds == min(each.seconds for each in found.meshes if each.fits)
+    assert best.seconds < found.seconds.learning
+    fields = " ".join(f"compute.shard.{name}={size}" for name, size in best.fields.items())
+    assert f"  fastest that fits: {fields}" in text
+
+
+def test_meshes_of_a_mixture_by_hand() -> None:
+    """Two ranks, a mixture of experts: what each mesh sends and how much of the experts a rank
+    gathers."""
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, moe_intermediate_size=16, num_experts=4, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts_per_tok=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    shape = shape_of(config)
+    assert (shape.experts, shape.experts_per_token) == (2 * 4 * 3 * 16 * 32, 2)
+    run = placed(compute=ComputeSpec(backend="fsdp", precision="fp32", shard=ShardSpec(ranks=2)))
+    tokens = StepTokens(400, 600, 10, "given")
+    found = {
+        (each.fields["replicas"], each.fields["tensor"], each.fields["experts"]): each
+        for each in meshes(run, shape, config, 2, SLOW, tokens, DeviceEfficiency())
+    }
+    assert sorted(found) == [(1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 1)]
+    dense, experts = shape.parameters - shape.experts, shape.experts
+    halves = 0.5 * ((2 * dense - shape.outside) * 4 + dense * 4)
+    assert found[1, 1, 1].sent.total == halves + 0.5 * (2 * experts * 4 + experts * 4)
+    # 500 tokens of each rank go twice to experts and back, forward and backward, in two layers
+    assert found[1, 1, 2].sent.shard == halves
+    assert found[1, 1, 2].sent.experts == 4 * 0.5 * 2 * 500 * 2 * 32 * 4
+    assert found[2, 1, 1].sent.replicas == shape.parameters * 4
+    # 16 sums of the 1,000 tokens' hidden states, and the logits of 400
+    assert found[1, 2, 1].sent.total == 16 * 1000 * 32 * 4 + 0.5 * 400 * 64 * 4
 
 
 def test_shares_and_devices_that_are_none() -> None:

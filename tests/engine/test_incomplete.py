@@ -12,6 +12,7 @@ import pytest
 
 from ramify import RLM, Limits, RamifyError, Stop
 from ramify.clients.base import Price
+from ramify.clients.scripted import refused
 from ramify.clients.scripted_server import ScriptedServer
 from ramify.engine.run_handle import Result
 from ramify.errors import ReplyCut, ReplyFiltered
@@ -186,6 +187,52 @@ def test_a_cut_reply_to_a_call_raises_with_its_text() -> None:
     ] * 2
 
 
+@pytest.mark.parametrize(
+    ("other", "kind"),
+    [
+        (reply("half", "length"), "length"),
+        (reply("half", "content_filter"), "content_filter"),
+        (refused(400, "no"), "error"),
+        (reply("", "stop"), "error"),
+        (Reply(Message("assistant", "", tool_calls=(ToolCall("1", "f", "{}"),))), "error"),
+    ],
+)
+def test_a_failed_call_has_its_kind(other: Any, kind: str) -> None:
+    caught = "try:\n  llm_query('a')\nexcept SubcallError as e:\n  FINAL([e.kind, e.kinds])"
+    assert in_session(code(caught), other=other).answer == [kind, {0: kind}]
+
+
+def test_an_empty_reply_is_asked_for_again() -> None:
+    result = ran(["", " \n", "here"], context=None)
+    assert (result.stop, result.answer, result.usage.calls) == (Stop.FINAL, "here", 3)
+
+
+def test_an_empty_direct_answer_is_an_error() -> None:
+    result = ran([""] * 3, context=None)
+    assert (result.stop, result.answer, result.usage.calls) == (Stop.ERROR, None, 3)
+    assert "the model gave an empty reply instead of answering, 3 times" in str(result.error)
+
+
+def test_replies_to_calls_have_a_limit_of_their_own() -> None:
+    """A model that reasons gets more tokens for each reply, but no more than a tenth of the run's."""
+
+    async def main() -> list[int]:
+        def script(messages: tuple[Message, ...]) -> str:
+            is_root = messages[0].role == "system"
+            return code("FINAL(llm_query('a'))") if is_root else "fine"
+
+        async with ScriptedServer(script) as server:
+            limits = Limits(max_reply_tokens=1000, max_sub_reply_tokens=50, max_tokens=40_000)
+            for model, more in (("m", {}), ("o3-x", {}), ("o3-x", {"max_reasoning_tokens": 7})):
+                name = f"openai:{model}@{server.url}"
+                chosen = msgspec.structs.replace(limits, **more)
+                async with RLM(name, scaffold=SCAFFOLD, limits=chosen) as rlm:
+                    await rlm.acompletion("text", "?")
+            return [received.json["max_tokens"] for received in server.requests]
+
+    assert run(main()) == [1000, 50, 5000, 4050, 1007, 57]
+
+
 def test_a_cut_number_is_no_number() -> None:
     caught = "try:\n  FINAL(llm_query('how many?', schema=int))\nexcept SubcallError as e:\n  FINAL(e.partial)"
     assert in_session(code(caught), other=reply("123", "length")).answer == {0: "123"}
@@ -227,18 +274,72 @@ def test_a_cut_answer_of_a_child_raises(depth: int) -> None:
     ],
 )
 def test_half_of_a_message_is_not_acted_on(half: str, left_out: str) -> None:
-    result = in_session(reply(half, "length"), code("FINAL('whole')"))
-    first, second = result.trajectory.root.turns
-    assert (result.stop, result.answer, first.cells) == (Stop.FINAL, "whole", ())
+    result = in_session(*[reply(half, "length")] * 3, code("FINAL('whole')"))
+    *cut, last = result.trajectory.root.turns
+    assert (result.stop, result.answer) == (Stop.FINAL, "whole")
+    assert [(turn.reused, turn.cells) for turn in cut] == [(0, ())] * 3
     assert (
         f"your message was cut at its limit of tokens, and the last {left_out}"
-        in second.prompt[-1].content
+        in last.prompt[-1].content
     )
 
 
+def test_a_cut_reply_is_asked_for_again_with_a_larger_limit() -> None:
+    """Each request is one entry of the ledger, and the half that was dropped is not acted on."""
+
+    async def main() -> None:
+        script = [reply("```repl\nFINAL('half", "length")] * 2 + [code("FINAL('whole')")]
+        async with ScriptedServer(script) as server:
+            limits = Limits(max_reply_tokens=100)
+            model = f"openai:test@{server.url}"
+            async with RLM(model, scaffold=SCAFFOLD, limits=limits) as rlm:
+                result = await rlm.acompletion("text", "?")
+        bodies = [received.json for received in server.requests]
+        assert [body["max_tokens"] for body in bodies] == [100, 200, 400]
+        assert bodies[0]["messages"] == bodies[1]["messages"] == bodies[2]["messages"]
+        assert (result.answer, result.usage.calls) == ("whole", 3)
+        assert [len(turn.cells) for turn in result.trajectory.root.turns] == [0, 0, 1]
+
+    run(main())
+
+
+def test_a_cut_reply_is_continued_from_its_end_where_the_server_can() -> None:
+    async def main() -> None:
+        parts = ["```repl\nFINAL('one", " two", " three')\n```"]
+        script = [reply(part, "length") for part in parts[:2]] + [reply(parts[2], "stop")]
+        async with (
+            ScriptedServer(script) as server,
+            RLM(f"vllm:test@{server.url}", scaffold=SCAFFOLD) as rlm,
+        ):
+            result = await rlm.acompletion("text", "?")
+        first, *later = [received.json for received in server.requests]
+        assert "continue_final_message" not in first
+        for num, body in enumerate(later, 1):
+            sent = body["messages"][len(first["messages"]) :]
+            assert sent == [{"role": "assistant", "content": "".join(parts[:num])}]
+            assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
+        assert (result.answer, result.usage.calls) == ("one two three", 3)
+
+    run(main())
+
+
+def test_a_cut_reply_is_not_continued_beyond_a_limit() -> None:
+    """One of three calls is held for the final answer."""
+    cut = [reply(code("FINAL('half')")[:-4], "length")] * 2
+    result = in_session(*cut, "FINAL(last)", limits=Limits(max_calls=3))
+    assert (result.stop, result.answer, result.usage.calls) == (Stop.MAX_CALLS, "last", 3)
+
+
+def test_a_server_that_refuses_a_larger_limit_leaves_the_half() -> None:
+    cut = reply(code("x = 1") + "\n```repl\nx = 2", "length")
+    result = in_session(cut, refused(400, "max_tokens is too large"), code("FINAL(x)"))
+    assert (result.stop, result.answer) == (Stop.FINAL, 1)
+
+
 def test_what_was_closed_before_the_cut_is_run() -> None:
-    result = in_session(reply(code("x = 1") + "\n```repl\nx = 2", "length"), code("FINAL(x)"))
-    assert (result.answer, [cell.code for cell in result.trajectory.root.turns[0].cells]) == (
+    cut = [reply(code("x = 1") + "\n```repl\nx = 2", "length")] * 3
+    result = in_session(*cut, code("FINAL(x)"))
+    assert (result.answer, [cell.code for cell in result.trajectory.root.turns[2].cells]) == (
         1,
         ["x = 1"],
     )
@@ -255,7 +356,7 @@ def test_a_tool_call_that_was_cut_is_not_run() -> None:
 
 
 def test_words_that_were_cut_are_a_partial_answer() -> None:
-    result = in_session("thinking", reply("It is prob", "length"))
+    result = in_session("thinking", *[reply("It is prob", "length")] * 3)
     assert (result.stop, result.answer) == (Stop.MAX_TOKENS, "It is prob")
     assert isinstance(result.failure, ReplyCut)
 

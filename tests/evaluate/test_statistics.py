@@ -17,7 +17,30 @@ from ramify.evaluate.statistics import (
     paired_difference,
     pass_at_k,
     quantile,
+    share_with_interval,
 )
+
+
+@pytest.mark.parametrize(
+    ("num", "of", "low", "high"),
+    [
+        (50, 100, 0.403832, 0.596168),  # Wilson
+        (967, 1024, 0.928561, 0.956790),
+        (3, 100, 0.006230, 0.085176),  # Clopper and Pearson, from a table of the beta distribution
+        (97, 100, 0.914824, 0.993770),
+        (0, 10, 0.0, 0.308497),
+        (10, 10, 0.691503, 1.0),
+    ],
+)
+def test_the_interval_of_a_share(num: int, of: int, low: float, high: float) -> None:
+    found = share_with_interval(num, of)
+    assert found.value == num / of
+    assert (found.low, found.high) == pytest.approx((low, high), abs=1e-6)
+
+
+def test_a_share_of_nothing() -> None:
+    with pytest.raises(ConfigError, match="0 of 0 attempts cannot have succeeded"):
+        share_with_interval(0, 0)
 
 
 @pytest.mark.parametrize(

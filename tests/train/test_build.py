@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from ramify.actors.launcher import closing
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.advantages.group_estimators import GRPO
@@ -34,7 +35,6 @@ from ramify.train.config import (
 from ramify.train.execute import train
 from ramify.train.lineage import check_changes
 from ramify.train.losses.loss import LossSpec
-from ramify.train.open_run import closing
 from ramify.train.recipe import load_recipe, stored
 from ramify.train.rollouts.rollouter import RolloutOptions
 from tests.shown import heard

@@ -29,6 +29,7 @@ from ramify.train.data.sft_data import read as read_trajectories
 from ramify.train.guards import TrainingGuard
 from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import StepMetrics, read_metrics
+from ramify.train.run_record import KeptPolicy, PolicyScore
 from ramify.train.stages import FixedDataStage, Minibatch, StepData
 from ramify.types.message import Message
 from ramify.types.sequence import TokenSequence
@@ -163,13 +164,14 @@ def test_the_best_may_be_what_rollouts_began_with(tmp_path: Path) -> None:
     remain."""
     JUDGED.clear()
     said: list[str] = []
+    told: list[str] = []
     run = small(
         warmup=None,
         task=TaskSpec(name="tests.train.test_loop:sometimes"),
         guard=TrainingGuard(patience=1),
         schedule=Schedule(evaluate_every=2, checkpoint_every=1, keep_last=9),
     )
-    state = train(run, tmp_path, say=said.append)
+    state = train(run, tmp_path, say=said.append, inform=told.append)
     shown = [each.values for each in read_metrics(tmp_path) if "validation/failed" in each.values]
     assert [(each.get("validation/reward"), each["validation/failed"]) for each in shown] == [
         (0.5, 0),
@@ -190,6 +192,28 @@ def test_the_best_may_be_what_rollouts_began_with(tmp_path: Path) -> None:
     assert all(torch.equal(left[name], began[name]) for name in left)
     assert not all(torch.equal(left[name], ended[name]) for name in left)
     assert [row.values.keys() >= {"test/reward"} for row in read_rows(tmp_path, "best")] == [True]
+    kept_policy = read_policy(tmp_path)
+    assert (kept_policy.is_best, kept_policy.step, kept_policy.last_step) == (
+        True,
+        state.step - 4,
+        state.step,
+    )
+    assert list(kept_policy.scores) == ["validation", "test"]
+    assert kept_policy.scores["validation"] == PolicyScore(0.5, 0.5, 0.5)
+    assert told[-1] == str(kept_policy)
+    again = msgspec.structs.replace(
+        run, evaluate=msgspec.structs.replace(run.evaluate, keep="last")
+    )
+    train(again, tmp_path, resume=tmp_path)
+    left = weights_of(tmp_path)
+    assert all(torch.equal(left[name], ended[name]) for name in left)
+    kept_policy = read_policy(tmp_path)
+    assert (kept_policy.is_best, kept_policy.step) == (False, state.step)
+    assert kept_policy.scores["validation"].reward == 0.25
+
+
+def read_policy(folder: Path) -> KeptPolicy:
+    return msgspec.json.decode((folder / "policy.json").read_bytes(), type=KeptPolicy)
 
 
 def _slowly_even(item: Item, trajectory: Trajectory) -> float:

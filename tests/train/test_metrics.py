@@ -88,6 +88,8 @@ def test_an_attempt_that_failed_is_no_attempt_of_an_evaluation() -> None:
     with heard(said.append):
         assert report("test", items, groups, {}, max_failed=0.5) == {
             "test/reward": pytest.approx(1 / 3),
+            "test/reward_low": 0.0,  # of the two items: 1/2 and 0
+            "test/reward_high": 0.5,
             "test/a": pytest.approx(1 / 3),
             "test/pass@2": 1.0,
             "test/failed": 3.0,

@@ -160,6 +160,25 @@ def test_search_links_copy_tokens_and_the_journal(
         )
 
 
+def test_one_key_walks_from_the_answer_to_the_call_it_came_from(browser: Any, world: World) -> None:
+    with served(world.store) as server, tab(browser) as shown:
+        page = shown.open(f"{server.url}#/run/{world.tree}")
+        answer = page.locator("section.answer a.from")
+        answer.first.wait_for()
+        assert [each.get_attribute("data-from") for each in answer.all()] == [
+            None,  # were printed before
+            None,
+            "⟵ 0.25",
+        ]
+        page.keyboard.press("b")
+        page.locator("section.answer a.walked").wait_for()
+        page.keyboard.press("b")
+        page.locator(".line.walked", has_text="checked = rlm_query_batched").wait_for()
+        page.keyboard.press("b")
+        page.locator(".crumbs b", has_text="call 0.25").wait_for()
+        page.locator("section.answer a.walked", has_text="disk full").wait_for()
+
+
 def test_keys_are_told(browser: Any, world: World) -> None:
     with served(world.store) as server, tab(browser) as shown:
         page = shown.open(f"{server.url}#/run/{world.tree}")

@@ -89,6 +89,8 @@ class HeadTailBuffer:
     def text(self, chars: int) -> str:
         """Return the kept part as text; a line between head and tail says how many of ``chars``
         characters are missing."""
+        if not (self._head or self._tail.lost or len(self._tail)):
+            return ""
         tail = bytes(self._tail)
         if not self._tail.lost and len(tail) <= self._half:
             return (self._head + tail).decode("utf-8", "replace")

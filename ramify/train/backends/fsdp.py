@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,8 @@ from ramify.actors.rank_group import RankGroup
 from ramify.errors import ConfigError
 from ramify.inference.weight_sync.base import AdaptedMatrix
 from ramify.models.load import Policy, stored_dtype
-from ramify.models.weights import check_weights, read_weights
+from ramify.models.stored_weights import stored_tensors
+from ramify.models.weights import check_weights
 from ramify.train.backends import adapters, launch
 from ramify.train.backends.adapters import AdapterSpec
 from ramify.train.backends.base import Backend, ComputeSpec, OptimizerSpec, decided
@@ -39,12 +40,13 @@ from ramify.train.backends.layer_split import SplitPlan
 from ramify.train.backends.rank import RankModelSpec, is_of_critic
 from ramify.train.backends.sharding import on_meta
 from ramify.train.backends.trained_model import SeparateCritic
-from ramify.train.backends.write_checkpoint import ExportedWeights, export
+from ramify.train.backends.write_checkpoint import export_model
 
 _AT_ONCE = 64 << 20
 """Bytes of tensors gathered or sent at once; a larger tensor is handled alone."""
-Source = Path | Mapping[str, Tensor]
-"""Source of a model's weights: a folder that all ranks can read, or tensors of this process."""
+Source = Union[Path, Mapping[str, Tensor], "FsdpModel"]
+"""Source of a model's weights: a folder that all ranks can read, tensors of this process, or a
+model over the same mesh."""
 
 
 class FsdpRanks:
@@ -118,11 +120,14 @@ class FsdpTrainedModel:
         source: Source,
         critic: bool = False,
         hosts: Launcher | None = None,
+        device: str | None = None,
     ) -> None:
         """``policy`` determines the model and the tokenizer; its weights may change later.
-        ``critic``: add a value head, for ``with_critic``."""
-        compute = decided(compute, policy.dtype, policy.device.type)
-        self._ranks = FsdpRanks(compute, policy.device.type, dumps=dumps, hosts=hosts)
+        ``critic``: add a value head, for ``with_critic``. ``device``: kind of the ranks' devices;
+        None: the policy's."""
+        device = device or policy.device.type
+        compute = decided(compute, policy.dtype, device)
+        self._ranks = FsdpRanks(compute, device, dumps=dumps, hosts=hosts)
         try:
             self._model = self._ranks.spread(policy.config, source, lora, critic=critic)
         except BaseException:
@@ -159,9 +164,9 @@ class FsdpTrainedModel:
         if own is None:
             self._backend = self._model.backend(optim, critic=True)
             return self._backend
-        model = self._ranks.spread(
-            self._model.config, dict(self.weights()), self._model.lora, critic=True
-        )
+        # Adapters are summed up first; without them each rank copies its own part.
+        source = self._model if self._model.lora is None else dict(self.weights())
+        model = self._ranks.spread(self._model.config, source, self._model.lora, critic=True)
         return SeparateCritic(self.backend(optim), model.backend(own, critic=True))
 
     def reference(self, folder: Path, is_base: bool) -> ShardedReference | FsdpBackend:
@@ -189,10 +194,11 @@ class FsdpTrainedModel:
 def check_source(config: Any, source: Source) -> None:
     """Raise ConfigError, naming the first tensor of ``source`` that does not fit the model of
     ``config``."""
-    folder = source if isinstance(source, Path) else None
-    weights = read_weights(folder) if folder is not None else source
-    assert not isinstance(weights, Path)
-    check_weights(on_meta(config), weights, str(folder or "the given weights"))
+    model = on_meta(config)
+    if isinstance(source, Path):
+        check_weights(model, stored_tensors(source, model), str(source))
+    elif not isinstance(source, FsdpModel):
+        check_weights(model, source, "the given weights")
 
 
 class FsdpModelParts(NamedTuple):
@@ -229,16 +235,17 @@ class FsdpModel:
         self._buffers: dict[str, Tensor] = model.sharded.buffers
         self._named = {*self.shapes, *self._buffers}
         self.policy: Policy = model.policy
-        if not isinstance(source, Path):
+        if isinstance(source, FsdpModel):
+            ranks.rank_group.call("copy", key, source.key)
+        elif not isinstance(source, Path):
             self._put(source)
         if lora is not None:
-            source_weights = (
-                read_weights(source)
-                if isinstance(source, Path)
-                else {n: each.clone() for n, each in source.items()}
+            assert not isinstance(source, FsdpModel)
+            initial: Mapping[str, Any] = (
+                stored_tensors(source, on_meta(config)) if isinstance(source, Path) else source
             )
             self._base = {
-                name: nn.Parameter(source_weights[name].float(), requires_grad=False)
+                name: nn.Parameter(initial[name][...].float().clone(), requires_grad=False)
                 for name in self.shapes
             }
 
@@ -295,11 +302,10 @@ class FsdpModel:
         """Write the model as a plain Hugging Face folder, one tensor at a time, in ``dtype``
         (default fp32). With adapters, the folder holds the merged weights, and its subfolder
         ``adapter`` the adapters in peft's format."""
-        weights = ExportedWeights(
-            {**self.shapes, **{name: tuple(each.shape) for name, each in self._buffers.items()}},
-            dtype,
-        )
-        export(folder, self.config, weights, itertools.chain(self.weights(), self._buffers.items()))
+        buffers = {name: tuple(each.shape) for name, each in self._buffers.items()}
+        tensors = itertools.chain(self.weights(), self._buffers.items())
+        shapes = {**self.shapes, **buffers}
+        export_model(folder, self.config, on_meta(self.config), shapes, tensors, dtype)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         if self.lora is not None:

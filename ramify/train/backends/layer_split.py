@@ -11,6 +11,7 @@ which sizes fit (``mesh.py``), and how the parts are stored (``sharding.py``).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -51,6 +52,8 @@ class SplitPlan(NamedTuple):
             ep_size=sizes.experts,
             ep_plan=shard.expert_plan or None,
         )
+        # A class lists rules for all of its variants, which transformers would warn about.
+        logging.getLogger("transformers.distributed.mixin").setLevel(logging.ERROR)
         try:
             tensor, experts, _ = model._resolve_parallel_plans(given)
         except ValueError as error:
@@ -112,6 +115,8 @@ class RankMesh:
         from torch.distributed.device_mesh import init_device_mesh
 
         self.sizes = sizes
+        if sizes.splits_layers:  # its warning that a tensor is gathered along two axes
+            logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         layers = (sizes.replicas, sizes.shard, sizes.tensor)
         self._layers = init_device_mesh(
             device, layers, mesh_dim_names=("replicate", "shard", "tensor")

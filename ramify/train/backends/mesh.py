@@ -29,7 +29,7 @@ from ramify.errors import ConfigError
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _EXPERT_WIDTH = "moe_intermediate_size"
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names of the number of experts in configurations."""
 
 
@@ -109,12 +109,12 @@ def check_model(
         _check_divides("tensor", sizes.tensor, config, [*_HEADS, *widths])
         _check_plan("tensor", sizes.tensor, config, "base_model_tp_plan", tensor_plan)
     if sizes.experts > 1:
-        if not any(getattr(config, name, None) for name in _EXPERTS):
+        if not any(getattr(config, name, None) for name in EXPERTS):
             raise ConfigError(
                 f"compute.shard.experts={sizes.experts}, but {config.model_type} has no experts: "
                 "leave it out"
             )
-        _check_divides("experts", sizes.experts, config, _EXPERTS)
+        _check_divides("experts", sizes.experts, config, EXPERTS)
         _check_plan("experts", sizes.experts, config, "base_model_ep_plan", expert_plan)
 
 

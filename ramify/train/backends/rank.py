@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ramify.actors.rank_watch import RankHeartbeat
 from ramify.models.load import Policy
-from ramify.models.weights import read_weights
+from ramify.models.stored_weights import stored_tensors
 from ramify.train.backends import adapters, shards
 from ramify.train.backends.adapters import AdapterSpec
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
@@ -128,10 +128,11 @@ class RankModels:
         mesh = RankMesh(self.device.type, mesh_sizes)
         sharded = ShardedLayout(model, mesh, plan, self.device, making.compute, self._pulse.tick)
         made = self._models[key] = _Model(making, model, names, sharded)
-        values: dict[str, Tensor] = {}
+        values: dict[str, Any] = {}
         if making.folder:
-            found = read_weights(Path(making.folder))
-            values = {name: found[adapters.plain(name)] for name in self._base(made)}
+            base = {name: adapters.plain(name) for name in self._base(made)}
+            stored = stored_tensors(Path(making.folder), model, list(base.values()))
+            values = {name: stored[own] for name, own in base.items()}
         if making.lora is not None:
             values |= dict(adapters.begin(making.lora, names, sizes))
         values |= {
@@ -148,6 +149,17 @@ class RankModels:
         here = {adapters.plain(name): name for name in self._base(made)}
         for name, tensor in named:
             made.sharded.put(here[name], tensor)
+
+    def copy(self, key: str, source: str) -> None:
+        """Copy the weights of the model ``source``, which has the same mesh and no adapters."""
+        made, other = self._models[key].sharded, self._models[source].sharded
+        made.reshard()
+        with torch.no_grad():
+            for name, parameter in other.parameters.items():
+                if not is_of_critic(name):
+                    cast(Tensor, made.parameters[name]).copy_(parameter)
+            for name, buffer in other.buffers.items():
+                made.buffers[name].copy_(buffer)
 
     def gather(self, key: str, names: list[str], gradients: bool) -> list[Tensor] | None:
         """Full tensors, or gradients, for rank 0; None on other ranks."""

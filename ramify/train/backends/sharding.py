@@ -198,12 +198,12 @@ class ShardedLayout:
 
     # --- weights
 
-    def fill(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy this rank's part out of full tensors; only that part is read."""
+    def fill(self, weights: Mapping[str, Any]) -> None:
+        """Copy this rank's part out of full tensors, or tensors on disk; only that part is read."""
         with torch.no_grad():
             for name, tensor in weights.items():
                 if name in self.buffers:
-                    self.buffers[name].copy_(tensor)
+                    self.buffers[name].copy_(tensor[...])
                 else:
                     parameter = self.parameters[name]
                     _local(parameter).copy_(part_of(parameter, tensor))

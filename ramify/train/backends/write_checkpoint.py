@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ramify.models.stored_weights import disk_tensors, raw_tensors
 
 _MAX_BYTES = 5_000_000_000
 """Maximum size of a file."""
@@ -67,6 +69,35 @@ def export(
             json.dumps(index_json, indent=2) + "\n"
         )
     _write_config(folder, config, dtype)
+
+
+def export_model(
+    folder: Path,
+    config: Any,
+    model: Any,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """``export`` for tensors with the names of ``model``, which may be on the meta device; on disk
+    they get the names and the form of its checkpoints. ``shapes``: of ``tensors``, in their
+    order."""
+
+    def on_disk(found: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in found:
+            yield from disk_tensors(model, name, tensor)
+
+    empty = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
+    written = {name: tuple(each.shape) for name, each in on_disk(empty)}
+    export(folder, config, ExportedWeights(written, dtype), on_disk(tensors))
+
+
+def copy_checkpoint(source: Path, folder: Path, config: Any, dtype: torch.dtype) -> None:
+    """Write the weights of ``source`` to ``folder`` in precision ``dtype``, one tensor at a
+    time."""
+    stored = raw_tensors(source)
+    weights = ExportedWeights({name: each.shape for name, each in stored.items()}, dtype)
+    export(folder, config, weights, ((name, each[...]) for name, each in stored.items()))
 
 
 def _parts(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int) -> list[list[str]]:

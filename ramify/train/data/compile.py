@@ -14,30 +14,34 @@ Legend: T tokens of a path, N tokens sampled in one turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, chain
 
 import numpy as np
 
 from ramify.train.advantages.base import AssignedRollout, TokenCredit
 from ramify.types.sequence import Floats, SamplingSupport, TokenPath, TokenSequence, TokenSpan
+from ramify.types.trajectory import Call
 
 _WEIGHTS = ("rl", "ce", "kd")
 
 
 def token_sequences(
-    rollouts: Iterable[AssignedRollout], temperature: float = 1.0
+    rollouts: Iterable[AssignedRollout], temperature: float | Callable[[Call], float] = 1.0
 ) -> list[TokenSequence]:
     """The paths of all calls with credit, in the order of rollouts, calls and turns.
 
-    ``temperature`` is the sampling temperature of the rollouts. Raises ValueError if a turn's
-    credit does not fit it: its length differs, the turn has no token ids, or it has policy-gradient
-    weights but no sampler log-probabilities, or was sampled greedily.
+    ``temperature`` is the sampling temperature of the rollouts, or of a call. Raises ValueError if
+    a turn's credit does not fit it: its length differs, the turn has no token ids, or it has
+    policy-gradient weights but no sampler log-probabilities, or was sampled greedily.
     """
-    return [sequence for rollout in rollouts for sequence in _of_rollout(rollout, temperature)]
+    of = temperature if callable(temperature) else lambda call: temperature
+    return [sequence for rollout in rollouts for sequence in _of_rollout(rollout, of)]
 
 
-def _of_rollout(rollout: AssignedRollout, temperature: float) -> Iterator[TokenSequence]:
+def _of_rollout(
+    rollout: AssignedRollout, temperature: Callable[[Call], float]
+) -> Iterator[TokenSequence]:
     trajectory = rollout.trajectory
     _check_lengths(rollout)
     remaining = {turn: credit for turn, credit in rollout.credits.items() if len(credit)}
@@ -56,7 +60,7 @@ def _of_rollout(rollout: AssignedRollout, temperature: float) -> Iterator[TokenS
                 name = f"{trajectory.id}/call={call.id}" + (
                     f"/path={index}" if len(paths) > 1 else ""
                 )
-                yield _sequence(name, path, credits, temperature)
+                yield _sequence(name, path, credits, temperature(call))
     if remaining:
         call_id, turn = min(remaining)
         raise ValueError(

@@ -66,7 +66,7 @@ class JudgeCallers:
             return client.name, msgspec.structs.replace(
                 cached, usage=Usage(), cost=None if cached.cost is None else 0.0
             )
-        reply = await self.pool.ask(client, request, _JudgeBudget(self.ledger, client, request))
+        reply = await self.pool.ask(client, request, LedgerBudget(client, request, self.ledger))
         if self._cache is not None:
             self._cache.put(digest, reply)
         return client.name, reply
@@ -112,11 +112,11 @@ class _TrajectoryCaller:
         return reply
 
 
-class _JudgeBudget:
-    """Reserves budget in the ledger for one request of a judge."""
+class LedgerBudget:
+    """The budget of one request: reserved in each of ``ledgers`` before it is sent."""
 
-    def __init__(self, ledger: Ledger, client: Client, request: Request) -> None:
-        self._ledger = ledger
+    def __init__(self, client: Client, request: Request, *ledgers: Ledger) -> None:
+        self._ledgers = ledgers
         self._client = client
         self._most = request.max_usage()
         self._amount: ResourceAmount = bound(
@@ -124,18 +124,24 @@ class _JudgeBudget:
         )
 
     async def reserve(self) -> None:
-        await self._ledger.reserve(self._amount)
+        for index, ledger in enumerate(self._ledgers):
+            try:
+                await ledger.reserve(self._amount)
+            except BaseException:
+                for earlier in self._ledgers[:index]:
+                    earlier.free(self._amount)
+                raise
 
     def settle(self, usage: Usage, cost: float | None) -> None:
-        self._ledger.settle(self._amount, usage, cost)
+        for ledger in self._ledgers:
+            ledger.settle(self._amount, usage, cost)
 
     def forfeit(self, error: str) -> None:
-        self._ledger.settle(
-            self._amount, self._most, self._amount.cost if self._client.price is not None else None
-        )
+        self.settle(self._most, self._amount.cost if self._client.price is not None else None)
 
     def release(self, error: str) -> None:
-        self._ledger.free(self._amount)
+        for ledger in self._ledgers:
+            ledger.free(self._amount)
 
 
 def put_on_tree(trajectory: Trajectory, readings: Mapping[str, SignalScore]) -> None:

@@ -59,6 +59,7 @@ function fromFile(path, parameters) {
     if (!call) throw new Error(`the run has no call ${parameters.id}`);
     return call;
   }
+  if (path === "/api/provenance") return offline.provenance[parameters.id] || { links: [] };
   if (path === "/api/tokens") {
     const found = offline.tokens[`${parameters.id}/${parameters.turn}`];
     if (!found) throw new Error("this file holds no tokens");

@@ -115,6 +115,7 @@ class RunView {
     };
     this.transcript = new Transcript(run, {
       address: this.address,
+      go: (id) => this.go(id),
       showOnly: (indices, words) => {
         this.outline.showOnly(indices, words);
         this.outline.element.scrollIntoView({ block: "nearest" });
@@ -281,6 +282,7 @@ class RunView {
     };
     return {
       j: ["next call", () => move(1)], k: ["previous call", () => move(-1)],
+      b: ["one step back to where the answer comes from", () => this.transcript.provenance.walk()],
       o: ["next call that differs from its siblings", () => this.nextOutlier()],
       u: ["the call that made this one", () => {
         const call = this.run.calls[this.run.indexOf(this.shown)];

@@ -4,12 +4,13 @@
 import { h, fill, copy } from "./dom.js";
 import { get, offline } from "./api.js";
 import { textBlock } from "./code.js";
+import { Provenance } from "./provenance.js";
 import { count, dollars, number, oneLine, seconds, stopWords } from "./format.js";
 import { fillSubcalls } from "./subcalls.js";
 import { marksOf, noteLine, textOf, told, turnElement } from "./turn.js";
 
 export class Transcript {
-  // run: the page's model; actions: { address(call, turn), open(index), showOnly(indices, words) }
+  // run: the page's model; actions: { address(call, turn), go(call), showOnly(indices, words) }
   constructor(run, actions) {
     this.run = run;
     this.actions = actions;
@@ -17,6 +18,7 @@ export class Transcript {
     this.turns = h("div.turns");
     this.foot = h("div.call-foot");
     this.element = h("article.transcript", { tabindex: "-1", "aria-label": "transcript" }, this.head, this.turns, this.foot);
+    this.provenance = new Provenance(this, actions.go);
     this.id = null;
     this.wanted = null;  // first turn to fetch
     this.loading = null;
@@ -81,6 +83,7 @@ export class Transcript {
     for (const turn of call.turns) this.drawTurn(turn);
     this.drawPending();
     this.drawFoot();
+    this.provenance.load();
   }
 
   full(pick) {
@@ -105,7 +108,7 @@ export class Transcript {
     this.headSignature = signature;
     fill(this.head,
       h("div.crumbs", null, this.crumbs(), h("span", { class: `badge k-${call.kind}` }, call.kind), h("span", { class: `badge ${tone}` }, words)),
-      h("h2", null, oneLine(typeof call.question === "string" ? call.question : call.question.text, 300) || "(no question)"),
+      h("h2", { "data-whole": call.question === oneLine(textOf(call.question), 300) }, oneLine(textOf(call.question), 300) || "(no question)"),
       h("dl.facts", null, facts.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))),
       marksOf(call.marks),
       call.fork ? h("p.note", null, call.fork.turn >= 0 ? `goes on from turn ${call.fork.turn + 1} of ` : "a branch beside ",

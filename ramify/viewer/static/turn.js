@@ -99,9 +99,9 @@ function cellElement(view, turn, cell, index, part) {
     codeBlock(code, { error, died: cell.died }),
     turn.tools.filter((tool) => tool.cell === index).map((tool) => toolAnswer(view, turn, tool)),
     place,
-    textOf(cell.stdout) ? h("div.out", null, h("span.label", null, "output"), textBlock(cell.stdout, { kind: "output", whole: whole("stdout") })) : null,
+    textOf(cell.stdout) ? h("div.out", { "data-part": "stdout" }, h("span.label", null, "output"), textBlock(cell.stdout, { kind: "output", whole: whole("stdout") })) : null,
     cut ? h("p.note", null, `${grouped(cell.stdout_chars)} characters were printed; the model saw ${grouped(cell.shown_chars)} of them`) : null,
-    cell.has_value ? h("div.out", null, h("span.label", null, "value"), textBlock(cell.value, { kind: "output", whole: whole("value") })) : null,
+    cell.has_value ? h("div.out", { "data-part": "value" }, h("span.label", null, "value"), textBlock(cell.value, { kind: "output", whole: whole("value") })) : null,
     error ? h("details.trace", { open: !errorLine(error) }, h("summary", null, cell.died ? "the session died" : "traceback"), textBlock(cell.error, { kind: "error", whole: whole("error") })) : null,
     cell.restored.length ? h("p.note", null, `reserved names were put back: ${cell.restored.join(", ")}`) : null,
     h("div.cell-facts", null, facts));

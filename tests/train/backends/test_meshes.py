@@ -4,6 +4,7 @@ sizes that do not fit are refused with their arithmetic. Larger meshes: ``benchm
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from transformers import GPT2Config, MixtralConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, Qwen3MoeConfig
 
 from ramify.errors import ConfigError
+from ramify.models.weights import fingerprint_of, read_weights
 from ramify.train.backends.adapters import AdapterSpec
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.fsdp import FsdpRanks, FsdpTrainedModel
@@ -23,6 +25,7 @@ from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.losses import DppoTv
 from ramify.train.losses.loss import LossSpec
+from ramify.train.preflight import check_embedded
 from tests.train.backends.small import CONFIG, VOCAB, policy, tree
 
 LOSS = LossSpec(policy=DppoTv(pull=0.1), entropy=0.01)
@@ -112,6 +115,24 @@ def test_adapters_are_split_like_their_layers(ranks: FsdpRanks):
     model.drop()
 
 
+def test_a_mixture_is_read_written_and_copied_in_parts(ranks: FsdpRanks, tmp_path: Path):
+    """Each rank reads its own experts. What is gathered, exported and copied to a critic has the
+    same bits on every mesh, so an engine gets the same fingerprint."""
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(MIXTRAL)
+    module.save_pretrained(tmp_path / "whole")
+    wanted = {name: each.detach() for name, each in module.named_parameters()}
+    for index, shard in enumerate(({}, {"tensor": 2}, {"tensor": 2, "experts": 2})):
+        model = ranks.spread(MIXTRAL, tmp_path / "whole", compute=compute(**shard))
+        assert fingerprint_of(model.weights()) == fingerprint_of(wanted.items())
+        copied = ranks.spread(MIXTRAL, model, compute=compute(**shard), critic=True)
+        assert fingerprint_of(copied.weights()) == fingerprint_of(wanted.items())
+        model.export(tmp_path / f"{index}")
+        assert fingerprint_of(read_weights(tmp_path / f"{index}").items()) == fingerprint_of(
+            read_weights(tmp_path / "whole").items()
+        )
+
+
 def test_a_checkpoint_resumes_on_another_mesh(ranks: FsdpRanks, tmp_path: Path):
     batches = pack(tree(), PackingSpec(max_tokens=60))
 
@@ -132,6 +153,20 @@ def test_a_checkpoint_resumes_on_another_mesh(ranks: FsdpRanks, tmp_path: Path):
         assert again.version == 2
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+
+
+def test_an_engine_that_does_not_fit_beside_the_ranks_is_refused():
+    config = MixtralConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80)
+    with pytest.raises(ConfigError) as refused:
+        check_embedded(config, "float32", "cpu")
+    assert re.fullmatch(
+        r"the engine of this process holds the whole policy: [\d,]+ parameters x 4 bytes = "
+        r"[\d.e+]+ GB, and its device \(cpu\) has [\d.]+ GB. Ranks hold a part each, so use "
+        r"engines over HTTP, which spread it over several devices: inference.engine=vllm, or "
+        r"inference.urls=\[…\]",
+        str(refused.value),
+    )
+    check_embedded(CONFIG, "auto", "cpu")
 
 
 # --- what does not fit, before anything is started

@@ -1,0 +1,204 @@
+"""Every mesh that a model's ranks can form: the memory of a rank, what it sends in a step, and the
+seconds of learning with communication and idle ranks.
+
+    a batch          2 gathers of each layer's weights, 1 of what is outside; gradients once
+                     (``shard``), then summed over copies (``replicas``)
+    a layer, tensor  7 sums of its hidden states (2 forward, 5 backward: one for each of q, k, v,
+                     gate and up), ``2 (t - 1) / t`` of their bytes each
+    a layer, experts 4 exchanges of each token's chosen copies
+
+    seconds = max(products, gathers and gradients) + sums of hidden states + exchanges
+
+Gathers overlap with products, exchanges inside layers do not. A rollout is not divided between
+ranks, so more groups of ranks than rollouts leave some idle, and every group waits for the one with
+the most. Not here: sampling and sending weights to engines (``steps.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ramify.cluster import memory
+from ramify.cluster.devices import DeviceEfficiency, DeviceSpec
+from ramify.cluster.shape import ModelShape, num_experts
+from ramify.errors import ConfigError
+from ramify.train.backends.mesh import MeshSizes, check_model
+from ramify.train.config import Run
+
+if TYPE_CHECKING:
+    from ramify.cluster.steps import StepTokens
+
+NODE_GPUS = 8
+"""GPUs that the fast links of a machine connect."""
+NODE_GB_PER_S, NETWORK_GB_PER_S = 200.0, 25.0
+"""What a rank sends per second, in 10^9 bytes, within a machine and between machines."""
+
+
+class SentBytes(msgspec.Struct, frozen=True):
+    """Bytes that one rank sends in a step."""
+
+    shard: float
+    """Gathered weights and reduced gradients."""
+    replicas: float
+    """Gradients summed over copies of the model."""
+    tensor: float
+    """Hidden states and logits within a ``tensor`` group."""
+    experts: float
+    """Tokens on their way to experts and back."""
+
+    @property
+    def total(self) -> float:
+        return self.shard + self.replicas + self.tensor + self.experts
+
+
+class MeshEstimate(msgspec.Struct, frozen=True):
+    """One mesh of a run's ranks."""
+
+    fields: dict[str, int]
+    """The fields of ``compute.shard`` to set."""
+    memory: int
+    """Bytes of the fullest rank."""
+    fits: bool
+    seconds: float
+    """Learning in one step."""
+    sent: SentBytes
+    idle: float
+    """Share of the ranks' time without work, from 0 to 1."""
+
+
+def meshes(
+    run: Run,
+    shape: ModelShape,
+    config: Any,
+    ranks: int,
+    device: DeviceSpec,
+    tokens: StepTokens,
+    shares: DeviceEfficiency,
+) -> list[MeshEstimate]:
+    """Every mesh of ``ranks`` ranks, the fastest of those that fit first."""
+    found = [
+        _estimate(run, shape, sizes, device, tokens, shares) for sizes in _sizes(run, config, ranks)
+    ]
+    return sorted(found, key=lambda each: (not each.fits, each.seconds, each.memory))
+
+
+def _sizes(run: Run, config: Any, ranks: int) -> Iterator[MeshSizes]:
+    """Meshes that the model's layers can be split over; ``tensor`` stays within a machine."""
+    shard = run.compute.shard
+    for tensor in (each for each in _divisors(ranks) if each <= NODE_GPUS):
+        for replicas in _divisors(ranks // tensor):
+            for experts in {1, *(e for e in _divisors(ranks // replicas) if e % tensor == 0)}:
+                if experts > 1 and not num_experts(config):
+                    continue
+                try:
+                    sizes = MeshSizes.of(ranks, replicas, tensor, experts)
+                    check_model(config, sizes, shard.tensor_plan, shard.expert_plan)
+                except ConfigError:
+                    continue
+                yield sizes
+
+
+def _estimate(
+    run: Run,
+    shape: ModelShape,
+    sizes: MeshSizes,
+    device: DeviceSpec,
+    tokens: StepTokens,
+    shares: DeviceEfficiency,
+) -> MeshEstimate:
+    ranks = sizes.replicas * sizes.shard * sizes.tensor
+    fields = {"ranks": ranks, "replicas": sizes.replicas, "tensor": sizes.tensor}
+    fields |= {"experts": sizes.experts} if shape.experts else {}
+    shard = msgspec.structs.replace(run.compute.shard, **{"experts": 1, **fields})
+    run = msgspec.structs.replace(run, compute=msgspec.structs.replace(run.compute, shard=shard))
+    estimates = [memory.of_rank(run, shape, device, ranks, rank) for rank in (0, min(1, ranks - 1))]
+    most = max(each.total for each in estimates)
+    sent = sent_bytes(run, shape, sizes, device, tokens)
+    return MeshEstimate(
+        fields,
+        most,
+        all(each.fits for each in estimates),
+        learning_seconds(run, shape, sizes, device, tokens, shares, sent),
+        sent,
+        1 - tokens.learnt / max(1.0, sizes.num_batches * _most_tokens(sizes, tokens)),
+    )
+
+
+def learning_seconds(
+    run: Run,
+    shape: ModelShape,
+    sizes: MeshSizes,
+    device: DeviceSpec,
+    tokens: StepTokens,
+    shares: DeviceEfficiency,
+    sent: SentBytes | None = None,
+) -> float:
+    """Seconds of learning in one step on this mesh."""
+    from ramify.cluster.steps import forward_flop, num_passes
+
+    flop = num_passes(run) * forward_flop(shape, tokens.mean_length)
+    products = _most_tokens(sizes, tokens) * flop / sizes.tensor
+    products_s = products / (device.tflops * 1e12 * shares.train)
+    if run.compute.backend != "fsdp":
+        return products_s
+    sent = sent or sent_bytes(run, shape, sizes, device, tokens)
+    fits_node = sizes.shard * sizes.tensor <= NODE_GPUS
+    ranks = sizes.replicas * sizes.shard * sizes.tensor
+    within, between = (_link(device, each) for each in (True, ranks <= NODE_GPUS))
+    gathers_s = sent.shard / _link(device, fits_node) + sent.replicas / between
+    experts_s = sent.experts / _link(device, sizes.experts <= NODE_GPUS)
+    return max(products_s, gathers_s) + sent.tensor / within + experts_s
+
+
+def sent_bytes(
+    run: Run, shape: ModelShape, sizes: MeshSizes, device: DeviceSpec, tokens: StepTokens
+) -> SentBytes:
+    """Bytes that one rank sends in a step."""
+    itemsize = memory.compute_itemsize(run, device)
+    most = _most_tokens(sizes, tokens)
+    batches = math.ceil(most / max(1, memory.max_tokens(run, shape, device)))
+    backward = batches if run.compute.shard.gather == "layer" else 1
+    dense, experts = shape.parameters - shape.experts, shape.experts
+    trained = shape.trained / shape.parameters
+    along_experts = sizes.expert_shard if sizes.experts > 1 else sizes.shard
+    shard = replicas = 0.0
+    for parameters, outside, along, split in (
+        (dense, shape.outside, sizes.shard, sizes.tensor),
+        (experts, 0, along_experts, max(sizes.experts, sizes.tensor)),
+    ):
+        part, others = parameters / split, (along - 1) / along
+        gathers = (2 * parameters - outside) / split
+        shard += others * (backward * gathers * itemsize + backward * part * trained * memory.FP32)
+        rows = part * trained * memory.FP32 / along
+        replicas += backward * 2 * (sizes.replicas - 1) / sizes.replicas * rows
+    hidden = most * shape.width * itemsize
+    num_sums = (7 + 2 * run.compute.recompute) * shape.layers + 2
+    tensor = 2 * (sizes.tensor - 1) / sizes.tensor * num_sums * hidden
+    logits = tokens.sampled / max(1.0, tokens.learnt) * most * shape.vocabulary * itemsize
+    tensor += (sizes.tensor - 1) / sizes.tensor * logits
+    copies = most / sizes.tensor * shape.experts_per_token * shape.width * itemsize
+    exchanges = 4 * (sizes.experts - 1) / sizes.experts * shape.layers * copies
+    return SentBytes(shard, replicas, tensor, exchanges)
+
+
+def _most_tokens(sizes: MeshSizes, tokens: StepTokens) -> float:
+    """Tokens of the group of ranks with the most rollouts."""
+    rollouts = max(1, round(tokens.rollouts))
+    return max(
+        tokens.learnt / sizes.num_batches,
+        math.ceil(rollouts / sizes.num_batches) * tokens.learnt / rollouts,
+    )
+
+
+def _link(device: DeviceSpec, is_near: bool) -> float:
+    """Bytes that a rank sends per second."""
+    near = device.gb_per_s / 4 if device.is_cpu else NODE_GB_PER_S
+    return 1e9 * (near if is_near or device.is_cpu else NETWORK_GB_PER_S)
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

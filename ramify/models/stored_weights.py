@@ -1,0 +1,207 @@
+"""Weights of a checkpoint that are read in parts, when they are needed: a rank reads its own rows
+or experts, and never holds more of the files than a few megabytes.
+
+    stored = stored_tensors(folder, model)         name in the model -> StoredTensor
+    stored["model.norm.weight"][...]               the whole tensor
+    stored["model.layers.0.mlp.experts.gate_up_proj"][4:8, :16]
+                                                   of four experts, each from its own tensor on disk
+
+A mixture of experts has one tensor for all experts of a layer in memory, and one for each expert on
+disk; transformers knows the names (``conversion_mapping``). ``disk_tensors`` is the way back.
+
+Not here: writing (``train/backends/write_checkpoint.py``), and what a model needs
+(``weights.check_weights``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ramify.errors import StoreError
+from ramify.models.weights import IGNORED, weight_files
+
+_AT_ONCE = 64 << 20
+"""Bytes that are read before files are closed: pages that were read count as memory of the process
+until then."""
+_STACK, _JOIN = "MergeModulelist", "Concatenate"
+"""Conversions of transformers: one tensor per expert -> one of all; gate and up side by side."""
+
+
+class OpenFiles:
+    """The safetensors files of one checkpoint, opened when they are read."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, Any] = {}
+        self._read = 0
+
+    def slice(self, path: Path, name: str) -> Any:
+        """The tensor ``name``, of which nothing is read yet."""
+        return self._file(path).get_slice(name)
+
+    def names(self, path: Path) -> list[str]:
+        return list(self._file(path).keys())
+
+    def count(self, num_bytes: int) -> None:
+        """Note that ``num_bytes`` were read."""
+        self._read += num_bytes
+        if self._read > _AT_ONCE:
+            self._open.clear()
+            self._read = 0
+
+    def _file(self, path: Path) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        if path not in self._open:
+            try:
+                self._open[path] = safe_open(path, "pt")
+            except (OSError, SafetensorError) as error:
+                raise StoreError(
+                    f"{path} cannot be read as safetensors: {error}; copy or download it again"
+                ) from None
+        return self._open[path]
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor on disk."""
+
+    files: OpenFiles
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+
+    def get_shape(self) -> list[int]:
+        return [*self.shape]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        found: Tensor = self.files.slice(self.path, self.name)[index].clone()
+        self.files.count(found.nbytes)
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class StackedTensor:
+    """A tensor [experts, rows, columns] whose experts are on disk one by one, each in one or more
+    parts that follow each other along the rows."""
+
+    parts: Sequence[Sequence[StoredTensor]]
+    """Part -> expert -> tensor [rows of the part, columns]."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows = sum(part[0].shape[0] for part in self.parts)
+        return (len(self.parts[0]), rows, *self.parts[0][0].shape[1:])
+
+    def get_shape(self) -> list[int]:
+        return [*self.shape]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        given = index if isinstance(index, tuple) else (index,)
+        whole = [each if isinstance(each, slice) else slice(None) for each in given]
+        whole += [slice(None)] * (len(self.shape) - len(whole))
+        experts, rows, *rest = whole
+        first, last, _ = rows.indices(self.shape[1])
+        chosen = range(*experts.indices(self.shape[0]))
+        found = [self._expert(each, first, last, rest) for each in chosen]
+        if found:
+            return torch.stack(found)
+        return torch.empty(0, last - first, *self._expert(0, first, last, rest).shape[1:])
+
+    def _expert(self, expert: int, first: int, last: int, rest: list[slice]) -> Tensor:
+        pieces, at = [], 0
+        for part in self.parts:
+            tensor = part[expert]
+            start, end = max(first - at, 0), min(last - at, tensor.shape[0])
+            if start < end:
+                pieces.append(tensor[(slice(start, end), *rest)])
+            at += tensor.shape[0]
+        return torch.cat(pieces)
+
+
+Stored = StoredTensor | StackedTensor
+
+
+def raw_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Name on disk -> tensor. Raises StoreError."""
+    files = OpenFiles()
+    found = {}
+    for path in weight_files(folder):
+        for name in files.names(path):
+            if not name.endswith(IGNORED):
+                shape = tuple(files.slice(path, name).get_shape())
+                found[name] = StoredTensor(files, path, name, shape)
+    return found
+
+
+def stored_tensors(folder: Path, model: Any, names: Sequence[str] = ()) -> Mapping[str, Stored]:
+    """Name in ``model`` -> tensor. ``names``: of the model, if its own differ (it has adapters).
+    Raises StoreError; tensors that fit nothing keep the name that they have on disk."""
+    raw = raw_tensors(folder)
+    conversions = _conversions(model)
+    if not conversions:
+        return raw
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    known: dict[str, Any] = dict.fromkeys(names or model.state_dict(), True)
+    found: dict[str, Stored] = {}
+    stacks: dict[str, dict[str, list[StoredTensor]]] = {}
+    for name in sorted(raw, key=dot_natural_key):
+        target, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, known
+        )
+        if name in known or target not in known:
+            found[name] = raw[name]
+        elif pattern is None:
+            found[target] = raw[name]
+        else:
+            stacks.setdefault(target, {}).setdefault(pattern, []).append(raw[name])
+    order = [pattern for each in converters for pattern in each.source_patterns]
+    for target, by_pattern in stacks.items():
+        found[target] = StackedTensor([by_pattern[each] for each in order if each in by_pattern])
+    return found
+
+
+def is_read_in_parts(model: Any) -> bool:
+    """Whether a checkpoint of ``model`` differs from it at most in names and stacked experts."""
+    return all(
+        type(operation).__name__ == _STACK
+        or (type(operation).__name__ == _JOIN and operation.dim == 1)
+        for each in _conversions(model)
+        for operation in getattr(each, "operations", ())
+    )
+
+
+def disk_tensors(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(name on disk, tensor) of the tensor ``name`` of a model, as views of it if possible. It may
+    be on the meta device."""
+    if not _conversions(model):
+        yield name, tensor
+        return
+    from transformers.core_model_loading import revert_weight_conversion
+
+    yield from revert_weight_conversion(model, {name: tensor}).items()
+
+
+def _conversions(model: Any) -> list[Any]:
+    """How names and tensors of a checkpoint become those of a transformers model."""
+    if not hasattr(model, "base_model_prefix"):  # our own model has the names of the checkpoint
+        return []
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:  # before 5.0 nothing was converted
+        return []
+    found: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
+    return found

@@ -1,0 +1,255 @@
+"""Models by depth: which model answers the calls of each depth of a rollout, and which are trained.
+
+    Run.depths = (DepthSpec(), DepthSpec(model="openai:gpt-5-mini"))          a frozen model below
+    Run.depths = (DepthSpec(model="anthropic:…"), DepthSpec(temperature=0.8))       a frozen root
+
+``policy`` is the policy that is trained. Other models are frozen: their replies lose their token
+ids before the engine records them, so no loss can reach them, while the tree shows which model
+answered each call. Every request to a frozen model is reserved in two ledgers before it is sent,
+that of the step and that of the run, so neither budget is ever exceeded. Retries and rate limits
+are those of the engine's pool, as in ``ask``. Not here: credit (``advantages/``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ramify.clients.base import Client, Price, Request
+from ramify.clients.pool import ClientPool
+from ramify.engine.limits import Ledger, Limits
+from ramify.errors import ConfigError, LimitReached, ModelError, Refused
+from ramify.train.optional_fields import check_optional
+from ramify.train.signals.judge_calls import BUDGET, POLICY, LedgerBudget
+from ramify.types.message import Reply, Usage
+from ramify.types.trajectory import Call
+
+_FREE = ("local", "tiny")
+"""Providers that cost nothing: models on this machine."""
+_TOTALS = ("frozen/cost_total", "frozen/calls_total", "frozen/tokens_total")
+
+
+class DepthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The model of the calls at one depth, and how it samples.
+
+    >>> train.DepthSpec(model="openai:gpt-5-mini", max_reply_tokens=512).model
+    'openai:gpt-5-mini'
+    """
+
+    model: str = POLICY
+    """``policy``: the policy that is trained. Otherwise a frozen model, as ``provider:model``."""
+    temperature: float | None = None
+    """Temperature of its samples; None: that of the rollouts."""
+    max_reply_tokens: int | None = None
+    """Maximum tokens of a reply; None: ``limits.max_reply_tokens``."""
+
+    def __post_init__(self) -> None:
+        if not self.model.strip():
+            raise ConfigError(
+                "a depth has no model: give depths 'policy', or 'provider:model' for a frozen one"
+            )
+        check_optional("depths", "that of the rollouts", temperature=self.temperature)
+        check_optional("depths", "limits.max_reply_tokens", max_reply_tokens=self.max_reply_tokens)
+
+    @property
+    def is_trained(self) -> bool:
+        return self.model == POLICY
+
+
+class FrozenSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Budgets of all frozen models together. Retries and failures that may be billed count."""
+
+    step_cost: float | None = None
+    """Dollars for a step and the evaluation before it; None: no limit but the run's."""
+    run_cost: float | None = None
+    """Dollars for the whole run, over all resumptions; None: no limit."""
+    step_calls: int | None = None
+    """Requests in a step; None: no limit."""
+    run_calls: int | None = None
+    """Requests in the whole run; None: no limit."""
+
+    def __post_init__(self) -> None:
+        values = {name: getattr(self, name) for name in self.__struct_fields__}
+        check_optional("frozen", "no limit", **values)
+
+    @property
+    def limits_cost(self) -> bool:
+        return self.step_cost is not None or self.run_cost is not None
+
+    def ledger(self, of: str) -> Ledger:
+        """A ledger with the limits of a ``step`` or of the ``run``."""
+        cost, calls = getattr(self, f"{of}_cost"), getattr(self, f"{of}_calls")
+        limits = Limits(
+            max_calls=calls or BUDGET.max_calls,
+            max_tokens=BUDGET.max_tokens,
+            max_cost=cost or math.inf,
+        )
+        return Ledger(limits, priced=True)
+
+
+def check_depths(depths: Sequence[DepthSpec], max_depth: int, *, has_workers: bool) -> None:
+    """Raise ConfigError if nothing would be trained, or if rollouts run in other processes."""
+    if not depths:
+        return
+    served = [depths[min(depth, len(depths) - 1)] for depth in range(max_depth + 1)]
+    if not any(spec.is_trained for spec in served):
+        raise ConfigError(
+            f"depths: no depth up to limits.max_depth={max_depth} has the model 'policy', so "
+            "nothing would be trained: give it to one of them"
+        )
+    if has_workers:
+        raise ConfigError(
+            "depths: models by depth need rollouts in the trainer's process: remove the role "
+            "rollouts from placement"
+        )
+
+
+def check_models(depths: Sequence[DepthSpec], frozen: FrozenSpec) -> None:
+    """Raise ConfigError if a frozen model has no key, or no price under a limit of costs."""
+    pool = ClientPool()
+    for spec in depths:
+        if not spec.is_trained and spec.model.partition(":")[0] not in _FREE:
+            _connected(pool, spec, frozen)
+
+
+def _connected(pool: ClientPool, spec: DepthSpec, frozen: FrozenSpec) -> Client:
+    client = pool.client(spec.model)
+    is_free = spec.model.partition(":")[0] in _FREE
+    if frozen.limits_cost and client.price is None and not is_free:
+        raise ConfigError(
+            f"depths: {spec.model} has no known price, so frozen.step_cost and frozen.run_cost "
+            "cannot be kept: give its price (docs/prices.md), or limit step_calls and run_calls"
+        )
+    return client
+
+
+class DepthModels:
+    """The models of one run by depth, and what the frozen ones have spent."""
+
+    def __init__(
+        self,
+        depths: Sequence[DepthSpec],
+        spec: FrozenSpec,
+        policy: Client,
+        before: Mapping[str, float] | None = None,
+        pool: ClientPool | None = None,
+    ) -> None:
+        """``before``: the latest metrics of a run that is resumed, which say what it has spent.
+        ``pool`` connects the frozen models; by default a new one. Raises ConfigError for a model
+        without a price under a limit of costs."""
+        # The engine's pool retries; each of its attempts is one attempt here.
+        self._pool = pool or ClientPool(max_attempts=1)
+        self._spec = spec
+        self._step, self._run = spec.ledger("step"), spec.ledger("run")
+        cost, calls, tokens = ((before or {}).get(name, 0.0) for name in _TOTALS)
+        self._run.charge(Usage(input_tokens=int(tokens), calls=int(calls)), cost)
+        self._counts: Counter[str] = Counter()
+        self.clients: list[Client] = [self._client(each, policy) for each in depths] or [policy]
+        """The client of each depth; the last one also serves all deeper ones."""
+        self.has_frozen = any(not each.is_trained for each in depths)
+
+    def _client(self, spec: DepthSpec, policy: Client) -> Client:
+        if spec.is_trained:
+            return DepthClient(policy, spec)
+        return FrozenClient(_connected(self._pool, spec, self._spec), spec, self)
+
+    async def ask(self, client: Client, request: Request) -> Reply:
+        """One attempt at a reply of a frozen model, within both budgets."""
+        budget = LedgerBudget(client, request, self._step, self._run)
+        self._counts[f"frozen/{client.name}/calls"] += 1
+        try:
+            return await self._pool.ask(client, request, budget)
+        except LimitReached as reached:
+            self._counts[f"frozen/{client.name}/refused"] += 1
+            raise Refused(
+                f"{client.name}: {reached}: it is the budget of the frozen models "
+                "(frozen.step_cost, run_cost, step_calls, run_calls)"
+            ) from None
+        except ModelError:
+            self._counts[f"frozen/{client.name}/failed"] += 1
+            raise
+
+    def step_metrics(self) -> dict[str, float]:
+        """What the frozen models did since the last call; the next step has a new budget."""
+        if not self.has_frozen:
+            return {}
+        step, run = self._step, self._run
+        values = {name: float(value) for name, value in self._counts.items()}
+        values |= {"frozen/cost": step.spent.cost, "frozen/calls": float(step.spent.calls)}
+        values |= dict(zip(_TOTALS, (run.spent.cost, *map(float, run.spent[:2])), strict=True))
+        # Requests of slow rollouts still in flight settle in the ledger that they were reserved in.
+        self._step = self._spec.ledger("step")
+        self._counts.clear()
+        if any(run.refusals):
+            values["frozen/exhausted"] = 1.0
+        return values
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+
+class DepthClient:
+    """The policy, as it samples at one depth. Implements ``Client``."""
+
+    def __init__(self, client: Client, spec: DepthSpec) -> None:
+        self.name = client.name
+        self.window = client.window
+        self.price: Price | None = client.price
+        self._client = client
+        self._spec = spec
+
+    async def complete(self, request: Request) -> Reply:
+        return await self._client.complete(_sampled_by(request, self._spec))
+
+    async def close(self) -> None:
+        """Does nothing: the policy belongs to the run."""
+
+
+class FrozenClient:
+    """A model that is not trained: its replies have no token ids. Implements ``Client``."""
+
+    def __init__(self, client: Client, spec: DepthSpec, models: DepthModels) -> None:
+        self.name = client.name
+        self.window = client.window
+        self.price: Price | None = client.price
+        self._client = client
+        self._spec = spec
+        self._models = models
+
+    async def complete(self, request: Request) -> Reply:
+        request = _sampled_by(request, self._spec)
+        sampling = msgspec.structs.replace(request.sampling, logprobs=False)
+        request = msgspec.structs.replace(request, sampling=sampling, known=None)
+        reply = await self._models.ask(self._client, request)
+        return msgspec.structs.replace(reply, prompt_ids=None, token_ids=None, logprobs=None)
+
+    async def close(self) -> None:
+        """Does nothing: ``DepthModels`` closes all of them."""
+
+
+def _sampled_by(request: Request, spec: DepthSpec) -> Request:
+    """``request`` with the sampling of ``spec``. A greedy request stays greedy."""
+    changes: dict[str, Any] = {}
+    if spec.temperature is not None and request.sampling.temperature != 0:
+        changes["temperature"] = spec.temperature
+    if spec.max_reply_tokens is not None:
+        changes["max_tokens"] = min(request.sampling.max_tokens, spec.max_reply_tokens)
+    if not changes:
+        return request
+    return msgspec.structs.replace(
+        request, sampling=msgspec.structs.replace(request.sampling, **changes)
+    )
+
+
+def temperatures(depths: Sequence[DepthSpec], usual: float) -> Any:
+    """The sampling temperature of a call; ``usual``: that of the rollouts."""
+
+    def of(call: Call) -> float:
+        given = depths[min(call.depth, len(depths) - 1)].temperature
+        return usual if given is None else given
+
+    return of if any(each.temperature is not None for each in depths) else usual

@@ -1,0 +1,458 @@
+"""Which sub-calls the values of a session's variables came from, read from its code.
+
+    sums = rlm_query_batched([…], sheets)      sums  ← 0.0 … 0.11
+    total = sum(sums)                          total ← sums ← 0.0 … 0.11
+    print(total)                               what is printed ← 0.0 … 0.11
+
+The code is only parsed, never run. The result is an upper bound: a value may come from fewer calls
+than its ``Flow`` names, never from others, unless the code uses something that this file does not
+follow (``exec``, attributes of classes it defines). Conditions count: a count that grows under ``if
+"yes" in reply`` comes from that reply. Not here: where the values appear in texts (see
+provenance.py).
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from ramify.viewer.call_sites import QUERIES, MadeCall, assign_sites
+
+_MUTATORS = {"append", "extend", "add", "update", "insert", "setdefault", "appendleft"}
+_SAME_ITEMS = {"list", "tuple"}
+_MAX_ITEMS = 1000
+
+
+class Flow(msgspec.Struct, frozen=True):
+    """Where a value came from."""
+
+    calls: frozenset[str] = frozenset()
+    """Sub-calls whose results it was made from."""
+    guesses: frozenset[str] = frozenset()
+    """Sub-calls that returned the same text as a literal in the code: the model copied it."""
+    from_context: bool = False
+    """Whether it was made from ``context``."""
+    names: frozenset[str] = frozenset()
+    """Variables that it was made from."""
+    items: dict[Any, Flow] | None = None
+    """Flow of each item of a list, tuple or dict, if known."""
+
+    def __bool__(self) -> bool:
+        return bool(self.calls or self.guesses or self.from_context)
+
+    def whole(self) -> Flow:
+        """The same without its items."""
+        return Flow(self.calls, self.guesses, self.from_context, self.names)
+
+
+NOTHING = Flow()
+
+
+def union(flows: Iterable[Flow]) -> Flow:
+    several = [flow for flow in flows if flow or flow.names]
+    if len(several) == 1:
+        return several[0].whole()
+    return Flow(
+        frozenset().union(*(flow.calls for flow in several)),
+        frozenset().union(*(flow.guesses for flow in several)),
+        any(flow.from_context for flow in several),
+        frozenset().union(*(flow.names for flow in several)),
+    )
+
+
+class CodeUse(msgspec.Struct, frozen=True):
+    """A place in the code of a cell that has a flow: a variable, or a call of ``llm_query``."""
+
+    line: int
+    """From 1."""
+    column: int
+    """Character in the line, from 0."""
+    text: str
+    flow: Flow
+
+
+class CellFlow(msgspec.Struct):
+    """Flows of one cell."""
+
+    is_parsed: bool = True
+    prints: list[Flow] = []
+    is_straight: bool = True
+    """Whether each print ran exactly once, in the order of ``prints``."""
+    echo: Flow = NOTHING
+    """Value of the last expression."""
+    uses: list[CodeUse] = []
+    prompts: dict[str, Flow] = {}
+    """Sub-call -> what its prompt and context were made from."""
+
+
+class DataFlow:
+    """Follows the cells of one session in their order."""
+
+    def __init__(self, guess: Callable[[Any], frozenset[str]] = lambda _: frozenset()) -> None:
+        """``guess`` returns the earlier sub-calls that returned the value of a literal."""
+        self.env: dict[str, Flow] = {"context": Flow(from_context=True)}
+        self.defined: dict[str, tuple[int, int, int]] = {}
+        """Variable -> (turn, cell, line) of its last assignment."""
+        self.final: Flow | None = None
+        """What was given to ``FINAL`` last."""
+        self._guess = guess
+        self._place = (0, 0)
+        self._control: list[Flow] = []
+        self._loops = 0
+        self._cell = CellFlow()
+        self._sites: dict[ast.AST, list[str]] = {}
+
+    def run(self, turn: int, cell: int, code: str, made: Sequence[MadeCall]) -> CellFlow:
+        """Follow one cell whose code made the calls ``made``."""
+        self._cell = CellFlow(prints=[], uses=[], prompts={})
+        self._place = (turn, cell)
+        try:
+            tree = ast.parse(code)
+        except (SyntaxError, ValueError, RecursionError):
+            self._cell.is_parsed = False
+            return self._cell
+        self._sites = assign_sites(tree, made)
+        try:
+            for statement in tree.body:
+                self._statement(statement)
+            if tree.body and isinstance(last := tree.body[-1], ast.Expr):
+                self._cell.echo = self._quietly(last.value)
+        except RecursionError:
+            self._cell.is_parsed = False
+        return self._cell
+
+    def variable(self, name: str) -> Flow:
+        return self.env.get(name, NOTHING)
+
+    def _quietly(self, node: ast.expr) -> Flow:
+        """Flow of an expression that was evaluated before."""
+        prints, uses = len(self._cell.prints), len(self._cell.uses)
+        flow = self._flow(node)
+        del self._cell.prints[prints:], self._cell.uses[uses:]
+        return flow
+
+    # --- statements -------------------------------------------------------------------------------
+
+    def _statement(self, node: ast.stmt) -> None:
+        match node:
+            case ast.Assign():
+                flow = self._flow(node.value)
+                for target in node.targets:
+                    self._assign(target, flow)
+            case ast.AnnAssign(value=value) if value is not None:
+                self._assign(node.target, self._flow(value))
+            case ast.AugAssign():
+                flow = self._flow(node.value)
+                self._assign(node.target, flow, adds=True)
+            case ast.For() | ast.AsyncFor():
+                self._loop(node)
+            case ast.While():
+                self._under(self._flow(node.test), [*node.body, *node.orelse], loops=True)
+            case ast.If():
+                before = len(self._cell.prints)
+                self._under(self._flow(node.test), [*node.body, *node.orelse])
+                self._cell.is_straight &= before == len(self._cell.prints)
+            case ast.With() | ast.AsyncWith():
+                for item in node.items:
+                    flow = self._flow(item.context_expr)
+                    if item.optional_vars is not None:
+                        self._assign(item.optional_vars, flow)
+                self._block(node.body)
+            case ast.Try():
+                self._block(node.body)
+                for handler in node.handlers:
+                    if handler.name:  # an error of a sub-call holds its siblings' results
+                        failed = frozenset().union(*(map(frozenset, self._sites.values())))
+                        self.env[handler.name] = Flow(failed)
+                    before = len(self._cell.prints)
+                    self._keep_and_block(handler.body)
+                    self._cell.is_straight &= before == len(self._cell.prints)
+                self._block([*node.orelse, *node.finalbody])
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                self._function(node)
+            case ast.ClassDef():
+                self._block(node.body)
+            case ast.Expr():
+                self._flow(node.value)
+            case ast.Return(value=value) if value is not None:
+                self._flow(value)
+            case _:
+                for child in ast.iter_child_nodes(node):
+                    if isinstance(child, ast.expr):
+                        self._flow(child)
+
+    def _block(self, body: Sequence[ast.stmt]) -> None:
+        for statement in body:
+            self._statement(statement)
+
+    def _keep_and_block(self, body: Sequence[ast.stmt]) -> None:
+        """Run a body that may not have run: what it assigns is added to what was there."""
+        before = dict(self.env)
+        self._block(body)
+        for name, flow in before.items():
+            if self.env.get(name) is not flow:
+                self.env[name] = union([flow, self.env.get(name, NOTHING)])
+
+    def _under(self, test: Flow, body: Sequence[ast.stmt], *, loops: bool = False) -> None:
+        self._control.append(test.whole())
+        self._loops += loops
+        for _ in range(2 if loops else 1):  # twice, for what is carried from one round to the next
+            prints, uses = len(self._cell.prints), len(self._cell.uses)
+            self._keep_and_block(body)
+            if loops and _ == 0:
+                del self._cell.prints[prints:], self._cell.uses[uses:]
+        self._loops -= loops
+        self._control.pop()
+
+    def _loop(self, node: ast.For | ast.AsyncFor) -> None:
+        self._assign(node.target, self._element(self._flow(node.iter)))
+        before = len(self._cell.prints)
+        self._under(NOTHING, [*node.body, *node.orelse], loops=True)
+        self._cell.is_straight &= before == len(self._cell.prints)
+
+    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        """A function is what its body reads and returns; its prints happen at unknown times."""
+        before = dict(self.env)
+        prints = len(self._cell.prints)
+        self._block(node.body)
+        inner = [
+            self._quietly(child)
+            for child in ast.walk(node)
+            if isinstance(child, ast.Name | ast.Call)
+        ]
+        parameters = {arg.arg for arg in ast.walk(node) if isinstance(arg, ast.arg)}
+        self.env = {**before, node.name: _without(union(inner), parameters)}
+        self._cell.is_straight &= prints == len(self._cell.prints)
+
+    def _assign(self, target: ast.expr, flow: Flow, *, adds: bool = False) -> None:
+        match target:
+            case ast.Name(id=name):
+                control = union(self._control)
+                if control:
+                    whole = union([flow, control])
+                    flow = _with_items(whole, flow.items)
+                if adds:
+                    flow = union([self.env.get(name, NOTHING), flow])
+                self.env[name] = flow
+                self.defined[name] = (*self._place, target.lineno)
+            case ast.Tuple(elts=targets) | ast.List(elts=targets):
+                for index, each in enumerate(targets):
+                    inner = each.value if isinstance(each, ast.Starred) else each
+                    known = flow.items.get(index) if flow.items else None
+                    part = known if known is not None and inner is each else flow.whole()
+                    self._assign(inner, part, adds=adds)
+            case ast.Subscript():
+                self._put(target, flow)
+            case ast.Attribute(value=value):
+                self._add_to(value, flow)
+            case _:
+                pass
+
+    def _put(self, target: ast.Subscript, flow: Flow) -> None:
+        """``answer["content"] = flow``"""
+        key = target.slice.value if isinstance(target.slice, ast.Constant) else None
+        if not isinstance(target.value, ast.Name):
+            return self._add_to(target.value, flow)
+        name = target.value.id
+        old = self.env.get(name, NOTHING)
+        is_known = key is not None and (old.items is not None or not old)
+        items = {**(old.items or {}), key: flow} if is_known else None
+        whole = union([old, flow, self._flow(target.slice), *self._control])
+        self.env[name] = _with_items(whole, items)
+        self.defined[name] = (*self._place, target.lineno)
+        if name == "answer" and key == "content":
+            self.final = flow
+
+    def _add_to(self, node: ast.expr, flow: Flow) -> None:
+        while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+            node = node.func if isinstance(node, ast.Call) else node.value
+        if isinstance(node, ast.Name):
+            whole = union([self.env.get(node.id, NOTHING), flow, *self._control])
+            self.env[node.id] = whole
+            self.defined[node.id] = (*self._place, node.lineno)
+
+    # --- expressions ------------------------------------------------------------------------------
+
+    def _flow(self, node: ast.expr) -> Flow:
+        match node:
+            case ast.Name(id=name):
+                return self._name(node, name)
+            case ast.Constant(value=value):
+                calls = self._guess(value)
+                return Flow(guesses=calls) if calls else NOTHING
+            case ast.Call():
+                return self._call(node)
+            case ast.Subscript():
+                base, index = self._flow(node.value), self._flow(node.slice)
+                key = _constant(node.slice)
+                if base.items is not None and key is not None:
+                    if isinstance(key, int) and key < 0:
+                        key += len(base.items)
+                    if key in base.items:
+                        return _with_names(base.items[key], base.names)
+                return union([base, index])
+            case ast.List(elts=parts) | ast.Tuple(elts=parts):
+                flows = [self._flow(part) for part in parts]
+                has_star = any(isinstance(part, ast.Starred) for part in parts)
+                items = None if has_star else dict(enumerate(flows))
+                return _with_items(union(flows), items)
+            case ast.Dict(keys=keys, values=values):
+                flows = [self._flow(value) for value in values]
+                names = [_constant(key) if key else None for key in keys]
+                extra = [self._flow(key) for key in keys if key is not None]
+                is_known = None not in names
+                whole = union([*flows, *extra])
+                by_key: dict[Any, Flow] = dict(zip(names, flows, strict=True))
+                return _with_items(whole, by_key if is_known else None)
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp():
+                return self._comprehension(node, [node.elt])
+            case ast.DictComp():
+                return self._comprehension(node, [node.key, node.value])
+            case ast.NamedExpr(target=target, value=value):
+                flow = self._flow(value)
+                self._assign(target, flow)
+                return flow
+            case ast.Starred(value=value):
+                return self._flow(value)
+            case ast.Lambda(body=body):
+                return self._flow(body)
+            case _:
+                return union(
+                    self._flow(child)
+                    for child in ast.iter_child_nodes(node)
+                    if isinstance(child, ast.expr)
+                )
+
+    def _name(self, node: ast.Name, name: str) -> Flow:
+        if node in self._sites:  # ``pool.map(llm_query, prompts)``
+            return Flow(frozenset(self._sites[node]))
+        flow = self.env.get(name)
+        if not flow:
+            return NOTHING
+        if name != "context" and (flow.calls or flow.guesses):
+            self._cell.uses.append(CodeUse(node.lineno, node.col_offset, name, flow.whole()))
+        return _with_names(flow, frozenset([name]))
+
+    def _call(self, node: ast.Call) -> Flow:
+        name = node.func.id if isinstance(node.func, ast.Name) else ""
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        flows = [self._flow(argument) for argument in arguments]
+        if name in QUERIES and node in self._sites:
+            return self._query(node, name, flows)
+        is_map = name == "map" or (
+            isinstance(node.func, ast.Attribute) and node.func.attr in ("map", "imap")
+        )
+        if is_map and node.args and node.args[0] in self._sites and not self._loops:
+            calls = self._sites[node.args[0]]
+            items = {index: Flow(frozenset([call])) for index, call in enumerate(calls)}
+            return Flow(frozenset(calls), items=items)
+        if name == "print":
+            self._cell.prints.append(union(flows))
+            self._cell.is_straight &= not self._loops
+            return NOTHING
+        if name in ("FINAL", "FINAL_VAR"):
+            self._finish(name, node, flows)
+            return NOTHING
+        if name in _SAME_ITEMS and len(flows) == 1:
+            return flows[0]
+        whole = union(flows)
+        if isinstance(node.func, ast.Attribute):
+            base = self._flow(node.func.value)
+            if node.func.attr in _MUTATORS:
+                self._add_to(node.func.value, whole)
+            if node.func.attr in ("format", "join") or base:
+                return union([base, whole])
+            return whole
+        return union([whole, self._flow(node.func)]) if name not in QUERIES else whole
+
+    def _query(self, node: ast.Call, name: str, flows: Sequence[Flow]) -> Flow:
+        calls = self._sites[node]
+        made_from = union([*flows, *self._control])
+        for index, call in enumerate(calls):
+            known = flows[0].items if flows and flows[0].items else None
+            part = known.get(index) if known is not None and len(known) == len(calls) else None
+            self._cell.prompts[call] = union([part, *flows[1:]]) if part is not None else made_from
+        flow = Flow(frozenset(calls))
+        self._cell.uses.append(CodeUse(node.func.lineno, node.func.col_offset, name, flow))
+        if not name.endswith("_batched") or len(calls) > _MAX_ITEMS:
+            return flow
+        items = {index: Flow(frozenset([call])) for index, call in enumerate(calls)}
+        return Flow(frozenset(calls), items=None if self._loops else items)
+
+    def _finish(self, name: str, node: ast.Call, flows: Sequence[Flow]) -> None:
+        argument = _constant(node.args[0]) if node.args else None
+        if name == "FINAL_VAR" and isinstance(argument, str):
+            flow = self._name_of(argument)
+        else:
+            flow = flows[0] if len(flows) == 1 else union(flows)
+        control = union(self._control)
+        self.final = _with_items(union([flow, control]), flow.items) if control else flow
+
+    def _name_of(self, name: str) -> Flow:
+        return _with_names(self.env.get(name, NOTHING), frozenset([name]))
+
+    def _comprehension(self, node: Any, parts: Sequence[ast.expr]) -> Flow:
+        before, tests, items = dict(self.env), [], None
+        for number, generator in enumerate(node.generators):
+            source = self._flow(generator.iter)
+            if number == 0 and len(node.generators) == 1 and not generator.ifs:
+                items = source.items
+            self._assign(generator.target, self._element(source))
+            tests += [self._flow(test) for test in generator.ifs]
+        self._loops += 1
+        whole = union([*(self._flow(part) for part in parts), *tests])
+        single = self._one_by_one(node, parts, items, whole)
+        self._loops -= 1
+        self.env = before
+        return _with_items(whole, single)
+
+    def _one_by_one(
+        self, node: Any, parts: Sequence[ast.expr], items: dict[Any, Flow] | None, whole: Flow
+    ) -> dict[Any, Flow] | None:
+        """Items of ``[f(x) for x in xs]`` where those of ``xs``, or the calls made, are known."""
+        if len(parts) != 1 or isinstance(node, ast.SetComp):
+            return None
+        made = [site for site in ast.walk(parts[0]) if site in self._sites]
+        if len(made) == 1 and len(node.generators) == 1 and made[0] is parts[0]:
+            calls = self._sites[made[0]]
+            return {index: Flow(frozenset([call])) for index, call in enumerate(calls)}
+        if items is None or made or len(items) > _MAX_ITEMS:
+            return None
+        found = {}
+        for key, flow in items.items():
+            self._assign(node.generators[0].target, flow)
+            found[key] = self._quietly(parts[0])
+        return found
+
+    def _element(self, flow: Flow) -> Flow:
+        """Flow of one element of an iterable."""
+        parts = list(flow.items.values()) if flow.items else []
+        inner = [part.items for part in parts]
+        if parts and all(inner):
+            keys = inner[0].keys() if inner[0] else ()
+            items = {key: union(each.get(key, NOTHING) for each in inner if each) for key in keys}
+            return _with_items(flow, items)
+        return flow.whole()
+
+
+def _with_items(flow: Flow, items: dict[Any, Flow] | None) -> Flow:
+    return Flow(flow.calls, flow.guesses, flow.from_context, flow.names, items)
+
+
+def _without(flow: Flow, names: set[str]) -> Flow:
+    return Flow(flow.calls, flow.guesses, flow.from_context, flow.names - names)
+
+
+def _with_names(flow: Flow, names: frozenset[str]) -> Flow:
+    return Flow(flow.calls, flow.guesses, flow.from_context, flow.names | names, flow.items)
+
+
+def _constant(node: ast.expr) -> Any:
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return None
+    return value if isinstance(value, str | int) else None

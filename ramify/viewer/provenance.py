@@ -1,0 +1,395 @@
+"""Where the values of a call came from: links from its outputs, code and answer to other calls.
+
+    the answer 332628  ⟵ total ⟵ sums ⟵ 0.0 … 0.11        computed from what they returned
+    the output 1414    ⟵ 0.7                               the same value
+
+``data_flow.py`` says which sub-calls a printed or returned expression came from. Here the values
+that those calls returned (texts, numbers, items of lists and dicts) are looked for in the text,
+the longest first. A link is *certain* if the value came back through variables, and otherwise a
+match of texts: the model copied it. A value that more than ``MAX_SOURCES`` calls returned is not
+linked by itself. The rest of a text that was computed from calls is one link to all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from ramify.errors import StoreError
+from ramify.types.call_tree import CallNode, as_text
+from ramify.types.trajectory import Call, Turn
+from ramify.viewer.call_sites import MadeCall
+from ramify.viewer.data_flow import NOTHING, CellFlow, DataFlow, Flow, union
+from ramify.viewer.returned_values import (
+    NUMBER,
+    ReturnedValues,
+    ValueSpan,
+    find_values,
+    is_telling,
+    leaves,
+)
+from ramify.viewer.watched_run import WatchedRun
+
+MAX_CALLS = 3_000
+"""Maximum number of sub-calls whose results are read."""
+MAX_LINKS = 2_000
+_MAX_SHOWN = 200
+"""Maximum sources of a computed value that a link names."""
+
+
+class ValueLink(msgspec.Struct, omit_defaults=True):
+    """A piece of text of a call, and the calls that it came from."""
+
+    turn: int
+    """Turn of the text; -1 for the answer and the question."""
+    cell: int
+    part: str
+    """``stdout``, ``value``, ``code``, ``answer`` or ``question``."""
+    start: int
+    end: int
+    sources: list[str] = []
+    """Sub-calls that returned it, or from whose results it was computed."""
+    is_certain: bool = False
+    """True if it came back through variables; False if only the texts are the same."""
+    is_computed: bool = False
+    via: list[list[Any]] = []
+    """[variable, turn, cell, line] of the variables on the way, last assigned first."""
+    place: list[Any] | None = None
+    """[turn, cell, part, start, end] of the output or prompt where the value was first seen."""
+
+
+def provenance(run: WatchedRun, id: str) -> dict[str, Any]:
+    """Links of call ``id``. Raises StoreError if there is no such call."""
+    call, node = run.whole(id).call, run.tree.nodes[id]
+    returned = ReturnedValues()
+    links = _CallLinks(call, run, returned).links() if call.kind == "rlm" else _plain_links(call)
+    links += _question_links(run, node, call)
+    return {"links": links[:MAX_LINKS], "more": max(0, len(links) - MAX_LINKS)}
+
+
+# --- a call with a session
+
+
+class _CallLinks:
+    """Links of one session, made while its cells are followed in order."""
+
+    def __init__(self, call: Call, run: WatchedRun, returned: ReturnedValues) -> None:
+        self._call = call
+        self._run = run
+        self._returned = returned
+        self._flow = DataFlow(returned.guess)
+        self._links: list[ValueLink] = []
+        self._shown: list[tuple[int, int, str, str, bool]] = []
+        """(turn, cell, part, text, whether it came from the context) of the outputs so far."""
+        self._by_place = _calls_by_place(run, call.id)
+        self._asked: list[str] = []
+        """Questions of the sub-calls so far."""
+
+    def links(self) -> list[ValueLink]:
+        for index, turn in enumerate(self._call.turns):
+            for number, cell in enumerate(turn.cells):
+                self._cell(index, number, cell.code, cell.stdout, cell.value or "")
+        if self._call.answer is not None:
+            self._answer(self._call.turns)
+        return self._links
+
+    def _cell(self, turn: int, cell: int, code: str, stdout: str, value: str) -> None:
+        made = self._by_place.get((turn, cell), [])
+        before = dict(self._flow.env)
+        flow = self._flow.run(
+            turn, cell, code, [MadeCall(node.id, node.kind, question) for node, question, _ in made]
+        )
+        for node, _, answer in made:
+            self._returned.add(node.id, answer)
+        self._asked += [question[:2_000] for _, question, _ in made[:200]]
+        if not flow.is_parsed:
+            self._flow.env = before
+        self._code(turn, cell, code, flow)
+        for part, text, start, each in self._outputs(flow, stdout, value):
+            self._text((turn, cell, part), text, start, each)
+        for part, text in (("stdout", stdout), ("value", value)):
+            printed = union([*flow.prints, flow.echo])
+            self._shown.append((turn, cell, part, text, printed.from_context))
+
+    def _outputs(
+        self, flow: CellFlow, stdout: str, value: str
+    ) -> Iterator[tuple[str, str, int, Flow]]:
+        """(part, text, its offset, its flow): line by line if each print wrote one line."""
+        if not flow.is_parsed:
+            everything = Flow(guesses=self._returned.calls)
+            yield from (("stdout", stdout, 0, everything), ("value", value, 0, everything))
+            return
+        lines = stdout.splitlines(keepends=True)
+        if flow.is_straight and len(lines) == len(flow.prints):
+            start = 0
+            for line, each in zip(lines, flow.prints, strict=True):
+                yield "stdout", line, start, each
+                start += len(line)
+        else:
+            yield "stdout", stdout, 0, union(flow.prints)
+        yield "value", value, 0, flow.echo
+
+    def _code(self, turn: int, cell: int, code: str, flow: CellFlow) -> None:
+        lines = code.split("\n")
+        starts = [0]
+        for line in lines:
+            starts.append(starts[-1] + len(line) + 1)
+        for use in flow.uses:
+            # A column of the parser counts bytes.
+            column = len(lines[use.line - 1].encode()[: use.column].decode(errors="ignore"))
+            start = starts[use.line - 1] + column
+            self._add((turn, cell, "code"), start, start + len(use.text), use.flow, computed=True)
+
+    def _text(self, place: tuple[int, int, str], text: str, start: int, flow: Flow) -> None:
+        """Links in a text that was made from ``flow``: values, and the rest as computed."""
+        if not flow.calls and not flow.guesses:
+            return
+        spans = find_values(text, self._returned, flow.calls | flow.guesses)
+        for span in spans:
+            certain = span.calls & flow.calls
+            found = Flow(certain) if certain else Flow(guesses=span.calls)
+            self._add(place, start + span.start, start + span.end, found, names=flow.names)
+        self._computed(place, text, start, flow, spans)
+
+    def _computed(
+        self,
+        place: tuple[int, int, str],
+        text: str,
+        start: int,
+        flow: Flow,
+        spans: Sequence[ValueSpan],
+    ) -> None:
+        """Numbers and words that no call returned, but that were computed from calls."""
+        if not flow.calls:
+            return
+        taken = [(span.start, span.end) for span in spans]
+        for match in NUMBER.finditer(text):
+            if any(a < match.end() and match.start() < b for a, b in taken):
+                continue
+            if not self._was_given(match[0]):
+                self._add(place, start + match.start(), start + match.end(), flow, computed=True)
+                taken.append(match.span())
+        stripped = text.strip()
+        if not taken and stripped:
+            at = start + text.index(stripped)
+            self._add(place, at, at + len(stripped), flow, computed=True)
+
+    def _was_given(self, number: str) -> bool:
+        """Whether a number was there before: in the question of a call, or in an earlier output."""
+        texts = [self._call.question, *(asked for asked in self._asked)]
+        texts += [shown for *_, shown, from_context in self._shown if from_context]
+        return any(_position(text, number) >= 0 for text in texts)
+
+    def _answer(self, turns: Sequence[Turn]) -> None:
+        text = as_text(self._call.answer)
+        flow = self._flow.final
+        if flow is None or not self._is_final(turns):
+            flow = Flow(guesses=self._returned.calls)  # given as text
+        self._placed(text, 0, self._call.answer, flow)
+        self._seen_before(text)
+        if not any(link.part == "answer" for link in self._links):
+            self._from_variables(text, flow)
+
+    def _from_variables(self, text: str, flow: Flow) -> None:
+        """Link an answer that was computed from the context to its variables, and to what was
+        printed from the context."""
+        via = self._via(flow.names)
+        printed = [each for each in self._shown if each[4] and each[3].strip()]
+        if not via and not (flow.from_context and printed):
+            return
+        place: list[Any] | None = None
+        if printed:
+            turn, cell, part, shown, _ = printed[-1]
+            place = [turn, cell, part, 0, len(shown.rstrip("\n"))]
+        self._links.append(
+            ValueLink(
+                -1,
+                -1,
+                "answer",
+                0,
+                len(text),
+                is_certain=True,
+                is_computed=True,
+                via=via,
+                place=place,
+            )
+        )
+
+    def _is_final(self, turns: Sequence[Turn]) -> bool:
+        """Whether the answer came from code of the last cell that ran."""
+        return any(turn.cells for turn in turns[-2:])
+
+    def _placed(self, text: str, start: int, value: Any, flow: Flow) -> None:
+        """Links of an answer; the items of a dict or list have their own flows."""
+        entries = (
+            value.items()
+            if isinstance(value, dict)
+            else enumerate(value)
+            if isinstance(value, list)
+            else ()
+        )
+        if not flow.items or not entries:
+            return self._text((-1, -1, "answer"), text, start, flow)
+        at = 0
+        for key, item in entries:
+            shown = msgspec.json.encode(item).decode()
+            if isinstance(value, dict):
+                at = max(at, text.find(f"{msgspec.json.encode(key).decode()}:", at))
+            at = text.find(shown, at)
+            if at < 0:
+                return
+            inner = shown[1:-1] if isinstance(item, str) else shown
+            offset = at + (len(shown) - len(inner)) // 2
+            part = flow.items.get(key, NOTHING)
+            self._placed(inner, start + offset, item, _named(part, flow))
+            at += len(shown)
+
+    def _seen_before(self, text: str) -> None:
+        """Link a value of the answer that no call returned to the first output that shows it."""
+        taken = [(link.start, link.end) for link in self._links if link.part == "answer"]
+        matches = [
+            (at, at + len(leaf), leaf)
+            for leaf in sorted(leaves(self._call.answer), key=len, reverse=True)
+            if (at := text.find(leaf)) >= 0 and is_telling(leaf)
+        ]
+        matches += [(m.start(), m.end(), m[0]) for m in NUMBER.finditer(text)]
+        for start, end, value in matches:
+            if any(a < end and start < b for a, b in taken):
+                continue
+            for turn, cell, part, shown, from_context in self._shown:
+                at = _position(shown, value)
+                if at >= 0:
+                    place = [turn, cell, part, at, at + len(value)]
+                    is_certain = from_context and self._flow_is_from_context()
+                    self._links.append(
+                        ValueLink(-1, -1, "answer", start, end, is_certain=is_certain, place=place)
+                    )
+                    taken.append((start, end))
+                    break
+
+    def _flow_is_from_context(self) -> bool:
+        return self._flow.final is not None and self._flow.final.from_context
+
+    def _add(
+        self,
+        place: tuple[int, int, str],
+        start: int,
+        end: int,
+        flow: Flow,
+        *,
+        names: frozenset[str] = frozenset(),
+        computed: bool = False,
+    ) -> None:
+        sources = sorted(flow.calls or flow.guesses, key=_order)
+        if not sources:
+            return
+        known = self._via(flow.names | names)
+        self._links.append(
+            ValueLink(
+                *place,
+                start,
+                end,
+                sources[:_MAX_SHOWN],
+                bool(flow.calls),
+                computed and place[2] != "code",
+                known,
+            )
+        )
+
+    def _via(self, names: frozenset[str]) -> list[list[Any]]:
+        """[variable, turn, cell, line] of each variable that has a flow, last assigned first."""
+        known = [
+            [name, *self._flow.defined[name]]
+            for name in sorted(names)
+            if name in self._flow.defined and self._flow.variable(name)
+        ]
+        return sorted(known, key=lambda each: each[1:], reverse=True)
+
+
+def _named(part: Flow, whole: Flow) -> Flow:
+    return Flow(part.calls, part.guesses, part.from_context, part.names or whole.names, part.items)
+
+
+def _order(id: str) -> list[int]:
+    return [int(part) if part.isdecimal() else 0 for part in re.split(r"[.:]", id)]
+
+
+def _position(text: str, value: str) -> int:
+    """Where ``value`` is in ``text`` as a separate word; -1 if nowhere."""
+    match = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w])", text) if value else None
+    return match.start() if match else -1
+
+
+def _calls_by_place(
+    run: WatchedRun, id: str
+) -> dict[tuple[int, int], list[tuple[CallNode, str, Any]]]:
+    """(turn, cell) -> (node, question, answer) of the sub-calls that it made."""
+    found: dict[tuple[int, int], list[tuple[CallNode, str, Any]]] = {}
+    children = [node for node in run.tree.order if node.parent and node.parent.call == id]
+    for node in children[:MAX_CALLS]:
+        assert node.parent is not None
+        try:
+            question, answer = run.ends_of(node)
+        except StoreError:  # damaged: the page already says so
+            continue
+        place = (node.parent.turn, node.parent.cell)
+        found.setdefault(place, []).append((node, question, answer))
+    return found
+
+
+# --- a plain call, and a call's question
+
+
+def _plain_links(call: Call) -> list[ValueLink]:
+    """Link what a plain call answered to the place in its prompt that says the same."""
+    if not call.turns or call.answer is None:
+        return []
+    text, links = as_text(call.answer), []
+    prompt = call.turns[0].prompt[-1].content if call.turns[0].prompt else ""
+    whole = text.strip()
+    matches = [(m.start(), m.end(), m[0]) for m in NUMBER.finditer(text)]
+    if is_telling(whole) and _position(prompt, whole) >= 0:
+        matches = [(text.index(whole), text.index(whole) + len(whole), whole)]
+    for start, end, value in matches:
+        at = _position(prompt, value) if is_telling(value) else -1
+        if at >= 0:
+            place = [0, -1, "prompt", at, at + len(value)]
+            links.append(ValueLink(-1, -1, "answer", start, end, place=place))
+    return links
+
+
+def _question_links(run: WatchedRun, node: CallNode, call: Call) -> list[ValueLink]:
+    """Link values in a child's question to the earlier calls of its parent that returned them."""
+    parent = run.tree.nodes.get(node.parent.call) if node.parent else None
+    if parent is None or node.parent is None or parent.kind != "rlm":
+        return []
+    returned = ReturnedValues()
+    flow = DataFlow(returned.guess)
+    place = (node.parent.turn, node.parent.cell)
+    by_place = _calls_by_place(run, parent.id)
+    prompt = NOTHING
+    for index, turn in enumerate(run.whole(parent.id).call.turns[: place[0] + 1]):
+        for number, cell in enumerate(turn.cells):
+            if (index, number) > place:
+                break
+            made = by_place.get((index, number), [])
+            ran = flow.run(
+                index,
+                number,
+                cell.code,
+                [MadeCall(each.id, each.kind, asked) for each, asked, _ in made],
+            )
+            for each, _, answer in made:
+                if each.index < node.index:
+                    returned.add(each.id, answer)
+            if (index, number) == place:
+                prompt = ran.prompts.get(node.id, NOTHING)
+    links = []
+    for span in find_values(call.question, returned, prompt.calls | prompt.guesses):
+        sources = sorted(span.calls & prompt.calls or span.calls, key=_order)
+        certain = bool(span.calls & prompt.calls)
+        links.append(ValueLink(-1, -1, "question", span.start, span.end, sources, certain))
+    return links

@@ -1,0 +1,149 @@
+"""Values that calls returned, and where they appear in a text.
+
+    0.0 returned "30,102 dollars"     "30,102 dollars" and 30102 lead to 0.0
+    0.1 returned ["web-3", 7]         "web-3" and 7 lead to 0.1
+
+A value that more than ``MAX_SOURCES`` calls returned leads nowhere. Not here: which calls a text
+can have come from (see data_flow.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from ramify.types.call_tree import as_text
+
+MAX_SOURCES = 3
+"""Maximum number of calls that may have returned a value that is linked."""
+_MIN_TEXT = 5
+"""Characters of a text that is linked without flow, and digits of such a number (3)."""
+NUMBER = re.compile(
+    r"(?<![\w.])(?<!\w-)[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w]|\.\d)"
+)
+_MAX_LEAVES = 500
+
+
+def _key(text: str) -> Any:
+    """Key under which equal values meet: 30,102 and 30102.0 are the same number."""
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return text
+
+
+class ReturnedValues:
+    """Values that calls returned -> the calls."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[Any, set[str]] = {}
+        self._texts: dict[str, list[str]] = {}
+        """Call -> texts that it returned, whole and in parts."""
+
+    def add(self, id: str, answer: Any) -> None:
+        texts: list[str] = []
+        for leaf in leaves(answer):
+            texts.append(leaf)
+            self._by_key.setdefault(_key(leaf), set()).add(id)
+            if len(leaf) <= 2_000:
+                for match in NUMBER.finditer(leaf):
+                    self._by_key.setdefault(_key(match[0]), set()).add(id)
+        self._texts[id] = texts
+
+    @property
+    def calls(self) -> frozenset[str]:
+        """All calls so far."""
+        return frozenset(self._texts)
+
+    def calls_with(self, text: str) -> frozenset[str]:
+        """Calls that returned this value; empty if more than ``MAX_SOURCES`` did."""
+        found = self._by_key.get(_key(text), set())
+        return frozenset(found) if len(found) <= MAX_SOURCES else frozenset()
+
+    def guess(self, value: Any) -> frozenset[str]:
+        """Calls that returned the value of a literal, if it is long enough to tell."""
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            return frozenset()
+        text = str(value).strip()
+        if is_telling(text):
+            return self.calls_with(text)
+        return frozenset()
+
+    def texts_of(self, calls: Iterable[str]) -> list[str]:
+        """Texts that these calls returned, the longest first."""
+        texts = {text for call in calls for text in self._texts.get(call, ())}
+        return sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
+
+
+def is_telling(text: str) -> bool:
+    """Whether a text is long enough that an equal one is hardly a coincidence."""
+    if NUMBER.fullmatch(text):
+        return sum(letter.isdigit() for letter in text) >= 3
+    return len(text) >= _MIN_TEXT
+
+
+def leaves(answer: Any) -> Iterator[str]:
+    """Texts of a value: the whole, and items of lists and dicts, also of those written as JSON."""
+    stack, num = [answer], 0
+    while stack and num < _MAX_LEAVES:
+        value = stack.pop()
+        num += 1
+        if isinstance(value, dict):
+            stack += value.values()
+        elif isinstance(value, list | tuple):
+            stack += value
+        elif isinstance(value, str):
+            text = value.strip()
+            if text:
+                yield text
+            if text[:1] in ("[", "{"):
+                with contextlib.suppress(msgspec.DecodeError):
+                    stack.append(msgspec.json.decode(text))
+            elif "\n" in text:
+                stack += [line for line in text.split("\n") if len(line.strip()) >= _MIN_TEXT]
+        elif value is not None:
+            yield as_text(value)
+
+
+class ValueSpan(msgspec.Struct, frozen=True):
+    start: int
+    end: int
+    calls: frozenset[str]
+
+
+def find_values(text: str, returned: ReturnedValues, calls: frozenset[str]) -> list[ValueSpan]:
+    """Places in ``text`` of values that ``calls`` returned, without overlaps, the longest first."""
+    taken = bytearray(len(text))
+    spans: list[ValueSpan] = []
+    for value in returned.texts_of(calls):
+        sources = returned.calls_with(value) & calls
+        if not sources or NUMBER.fullmatch(value):
+            continue
+        for form in dict.fromkeys((value, repr(value)[1:-1], as_text([value])[2:-2])):
+            spans += _occurrences(text, form, sources, taken)
+    for match in NUMBER.finditer(text):
+        sources = returned.calls_with(match[0]) & calls
+        if sources and not any(taken[match.start() : match.end()]):
+            taken[match.start() : match.end()] = b"\1" * len(match[0])
+            spans.append(ValueSpan(match.start(), match.end(), sources))
+    return spans
+
+
+def _occurrences(text: str, value: str, calls: frozenset[str], taken: bytearray) -> list[ValueSpan]:
+    found: list[ValueSpan] = []
+    at = text.find(value)
+    while at >= 0 and len(found) < 20:
+        end = at + len(value)
+        before, after = text[at - 1 : at], text[end : end + 1]
+        inside = (before.isalnum() and value[0].isalnum()) or (
+            after.isalnum() and value[-1].isalnum()
+        )
+        if not inside and not any(taken[at:end]):
+            taken[at:end] = b"\1" * len(value)
+            found.append(ValueSpan(at, end, calls))
+        at = text.find(value, end)
+    return found

@@ -1,0 +1,177 @@
+// Links from values in outputs, code and the answer to the calls that returned them, and the key that
+// walks back along them: answer → line of code → call → its answer → …
+//
+// The server finds the links (viewer/provenance.py). A link is certain if the value came back through
+// variables; one that only has the same text is drawn with dots.
+
+import { h, toast } from "./dom.js";
+import { get } from "./api.js";
+
+export class Provenance {
+  // view: the Transcript whose texts are linked; go(call) opens a call.
+  constructor(view, go) {
+    this.view = view;
+    this.go = go;
+    this.links = [];
+    this.at = null;  // { link, steps, step } on the way back
+    this.of = "";
+  }
+
+  // Fetches and draws the links of the shown call, once it has ended.
+  async load() {
+    const { call, run } = this.view, state = call ? `${call.id}/${call.num_turns}/${call.stop}` : "";
+    if (!call || (!call.stop && run.alive)) return;
+    if (state !== this.of) {
+      this.of = state;
+      this.links = [];
+      this.at = null;
+      try {
+        const found = await get("/api/provenance", { key: run.head.key, id: call.id });
+        if (this.of !== state) return;
+        this.links = found.links;
+      } catch (error) {
+        this.of = "";
+        return void toast(error.message);
+      }
+    }
+    this.draw();
+    if (this.wanted === call.id) this.walk();
+  }
+
+  draw() {
+    const places = new Map();
+    for (const link of this.links) {
+      const place = this.element(link);
+      if (!place || place.dataset.linked) continue;
+      if (!places.has(place)) places.set(place, []);
+      places.get(place).push(link);
+    }
+    for (const [place, links] of places) {
+      place.dataset.linked = "yes";
+      linkText(place, links, (link, text) => this.anchor(link, text));
+    }
+  }
+
+  // The element that holds the text of a link.
+  element({ turn = -1, cell, part }) {
+    if (part === "answer") return this.view.foot.querySelector("section.answer .said");
+    if (part === "question") return this.view.head.querySelector("h2[data-whole]");
+    const block = this.view.turns.querySelector(`[data-turn="${turn}"] [data-cell="${cell}"]`);
+    return block ? block.querySelector(part === "code" ? ".code code" : `[data-part="${part}"] .said`) : null;
+  }
+
+  anchor(link, text) {
+    const sources = link.sources || [], label = labelOf(link);
+    const target = this.target(link);
+    const kind = link.part === "code" ? "in-code" : link.is_computed ? "computed" : link.is_certain ? "certain" : "guessed";
+    const words = !sources.length && link.via?.length ? `computed from ${label}` : sources.length ? `${link.is_computed ? "computed from" : "returned by"} ${label}${link.is_certain ? "" : ": the same text, perhaps copied"}` : "was printed before";
+    const element = h("a.from", { class: kind, href: target ? this.view.actions.address(target, null) : this.view.actions.address(this.view.call.id, link.place ? Math.max(0, link.place[0]) : null), title: words }, text);
+    if (link.part !== "code" && label) element.dataset.from = `⟵ ${label}`;
+    link.elements = [...(link.elements || []), element];
+    if (sources.length > 1) element.addEventListener("click", (event) => {
+      event.preventDefault();
+      this.view.actions.showOnly(sources.map((id) => this.view.run.indexOf(id)).filter((index) => index >= 0), `sources of ${text.slice(0, 30)}`);
+    });
+    else if (!sources.length) element.addEventListener("click", (event) => {
+      event.preventDefault();
+      if (link.via?.length) this.line(link.via[0]);
+      else this.point(link.place);
+    });
+    return element;
+  }
+
+  // Of several sources the one that differs from its siblings, else the first.
+  target(link) {
+    const sources = link.sources || [], run = this.view.run;
+    return sources.find((id) => run.calls[run.indexOf(id)]?.outlier) || sources[0];
+  }
+
+  // One step back. The first is the answer's value; a call that differs comes first.
+  walk() {
+    if (!this.at) {
+      const links = this.links.filter((link) => link.part === "answer"), run = this.view.run;
+      const odd = links.find((link) => run.calls[run.indexOf(this.target(link))]?.outlier);
+      const link = odd || links.find((each) => each.is_certain) || links[0];
+      this.wanted = null;
+      if (!link) return void toast("no call and no output gave a value of this answer");
+      const steps = [{ text: link }, ...(link.via || []).slice(0, 3).map((via) => ({ via })), ...(link.place ? [{ place: link.place }] : []), ...((link.sources || []).length ? [{ call: this.target(link) }] : [])];
+      this.at = { link, steps, step: -1 };
+    }
+    const { steps } = this.at, step = steps[++this.at.step];
+    if (!step) return void (this.at.step--, toast("this is where it comes from"));
+    if (step.text) mark(step.text.elements?.[0]);
+    else if (step.via) this.line(step.via);
+    else if (step.place) this.point(step.place);
+    else {
+      this.wanted = step.call;
+      this.at = null;
+      this.go(step.call);
+      return;
+    }
+    toast(wordsOfStep(step, this.at.link));
+  }
+
+  line([, turn, cell, line]) {
+    mark(this.view.turns.querySelector(`[data-turn="${turn}"] [data-cell="${cell}"] .line[data-n="${line}"]`));
+  }
+
+  // The first place that showed a value: an output, or the prompt of a plain call.
+  point([turn, cell, part, start, end]) {
+    const place = part === "prompt" ? [...this.view.turns.querySelectorAll(".message .said")].pop() : this.element({ turn, cell, part });
+    if (!place) return;
+    const known = place.querySelector(`[data-start="${start}"]`);
+    if (known) return void mark(known);
+    let made = null;
+    linkText(place, [{ start, end }], (_, text) => (made = h("span.seen", { "data-start": String(start) }, text)));
+    place.closest("details")?.setAttribute("open", "");
+    mark(made);
+  }
+}
+
+function wordsOfStep(step, link) {
+  if (step.via) return `${step.via[0]} was assigned here`;
+  if (step.place) return link.is_computed ? "this was printed from the context" : "the value was first shown here";
+  const label = labelOf(link);
+  return label ? `the answer ⟵ ${label}` : "a value of the answer";
+}
+
+function mark(element) {
+  if (!element) return;
+  element.classList.add("walked");
+  element.scrollIntoView({ block: "center" });
+  setTimeout(() => element.classList.remove("walked"), 2500);
+}
+
+// "sums ⟵ 0.0 … 0.11"
+function labelOf(link) {
+  const { sources = [] } = link;
+  if (!sources.length) return link.via?.length ? link.via[0][0] : "";
+  const calls = sources.length <= 3 ? sources.join(", ") : `${sources[0]} … ${sources[sources.length - 1]}`;
+  return link.is_computed && link.via?.length && link.part !== "code" ? `${link.via[0][0]} ⟵ ${calls}` : calls;
+}
+
+// Wraps pieces of an element's text: the text of each link becomes make(link, text). Marks of errors
+// between the lines of code are no part of the text.
+export function linkText(root, links, make) {
+  const sorted = [...links].sort((a, b) => a.start - b.start || b.end - a.end), walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
+  const nodes = [];
+  while (walker.nextNode()) if (!walker.currentNode.parentElement.closest(".fault")) nodes.push(walker.currentNode);
+  let at = 0, next = 0, reached = 0;
+  for (const node of nodes) {
+    const text = node.data, start = at, pieces = [];
+    let done = 0;
+    at += text.length;
+    while (next < sorted.length && sorted[next].start < at) {
+      const link = sorted[next];
+      const from = Math.max(link.start, start, reached), to = Math.min(link.end, at);
+      if (to > from) {
+        pieces.push(text.slice(done, from - start), make(link, text.slice(from - start, to - start)));
+        done = to - start;
+        reached = to;
+      }
+      if (link.end > at) break;  // continues in the next node
+      next++;
+    }
+    if (pieces.length) node.replaceWith(...pieces.filter((piece) => piece !== ""), text.slice(done));
+  }
+}

@@ -1,0 +1,176 @@
+"""Models by depth: frozen ones answer and are paid for within their budgets, and are never
+trained."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from ramify.clients.base import Request, Sampling
+from ramify.clients.pool import ClientPool
+from ramify.clients.script import server_error
+from ramify.clients.scripted import ScriptedClient
+from ramify.clients.scripted_server import ScriptedServer
+from ramify.engine.limits import Limits
+from ramify.errors import ConfigError, Refused
+from ramify.train.advantages.group_estimators import DrGRPO
+from ramify.train.assemble import assemble
+from ramify.train.backends.base import OptimizerSpec
+from ramify.train.config import EvaluateSpec, RlSpec, Run, Schedule, TaskSpec
+from ramify.train.data.sft_data import read as read_trajectories
+from ramify.train.depth_models import DepthModels, DepthSpec, FrozenSpec
+from ramify.train.metrics import read_metrics
+from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.rollouter import RolloutOptions
+from ramify.types.message import Message
+from tests.shown import train
+from tests.train.small import small, weights_of
+
+MODEL = "openai:gpt-5-mini"
+"""It has a price."""
+FROZEN, POLICY = DepthSpec(model=MODEL), DepthSpec()
+
+
+@contextlib.contextmanager
+def served(script: Any, latency_s: float = 0.0) -> Iterator[ScriptedServer]:
+    """A scripted server in another thread."""
+    loop, server = asyncio.new_event_loop(), ScriptedServer(script, latency_s=latency_s)
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result(10)
+    try:
+        yield server
+    finally:
+        asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def run_of(depths: Sequence[DepthSpec], frozen: FrozenSpec, **changes: Any) -> Run:
+    return small(
+        task=TaskSpec(name="tests.train.small:even"),
+        warmup=None,
+        depths=tuple(depths),
+        frozen=frozen,
+        limits=Limits(max_turns=2, max_depth=len(depths) - 1, max_reply_tokens=64, max_seconds=300),
+        evaluate=EvaluateSpec(num=1, final=()),
+        schedule=Schedule(evaluate_every=None, save_rollouts_every=1, keep_last=9),
+        rl=RlSpec(
+            steps=2,
+            sample=StepSampleSpec(items=1),
+            rollout=RolloutOptions(group=2, concurrency=4),
+            algorithm=DrGRPO(credit="per_role"),
+            optim=OptimizerSpec(lr=1e-3),
+        ),
+        **changes,
+    )
+
+
+def test_a_policy_below_models_that_fail_and_answer_late_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frozen root with a frozen child, whose own children are the policy. One request in ten
+    fails, and all answer late."""
+    numbers = itertools.count(1)
+
+    def script(messages: Sequence[Message]) -> Any:
+        if next(numbers) % 10 == 0:
+            return server_error()
+        return "A=rlm_query_batched(['a','b'],['xx','yy'])\nFINAL(str(A))"
+
+    frozen = FrozenSpec(step_cost=0.01, run_cost=0.05)
+    run = run_of([FROZEN, FROZEN, msgspec.structs.replace(POLICY, temperature=0.9)], frozen)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-test")
+    with served(script, latency_s=0.02) as server:
+        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+        state = train(run, tmp_path)
+        answered = server.answered
+    rows = [row.values for row in read_metrics(tmp_path) if "reward" in row.values]
+    assert len(rows) == run.rl.steps  # type: ignore[union-attr]
+    assert all(0 < row["frozen/cost"] <= 0.01 for row in rows)
+    assert rows[-1]["frozen/calls_total"] <= answered
+    assert rows[-1]["frozen/cost_total"] <= 0.05
+    assert sum(row.get(f"frozen/{MODEL}/failed", 0) for row in rows) > 0
+    trees = [
+        tree
+        for step in range(state.step - 1, state.step + 1)
+        for tree in read_trajectories(tmp_path / f"rollouts/step-{step:06d}.jsonl")
+    ]
+    calls = [call for tree in trees for call in tree.calls if call.turns]
+    models = {(call.depth, call.model) for call in calls}
+    assert models == {(0, MODEL), (1, MODEL), (2, "local:small")}
+    learned = {place.split("/")[0] for tree in trees for place in tree.metadata["advantages"]}
+    assert {place.count(".") for place in learned} == {2}
+    for call in calls:
+        ids = [turn.reply.token_ids for turn in call.turns]
+        assert all(each is None for each in ids) == (call.depth < 2)
+    folder = tmp_path / "checkpoints"
+    before, after = (weights_of(folder / f"step-{state.step - n:06d}") for n in (2, 0))
+    assert not all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_budgets_hold_however_many_ask_at_once() -> None:
+    request = Request((Message("user", "x" * 40),), Sampling(max_tokens=100))
+
+    async def spent(frozen: FrozenSpec) -> tuple[int, int, dict[str, float]]:
+        async with ScriptedServer(lambda _: "y" * 40, latency_s=0.01) as server:
+            urls, keys = {"openai": server.url}, {"openai": "sk-test"}
+            pool = ClientPool(max_attempts=1, base_urls=urls, keys=keys)
+            models = DepthModels([POLICY, FROZEN], frozen, ScriptedClient(["-"]), pool=pool)
+            asked = [models.clients[1].complete(request) for _ in range(40)]
+            replies = await asyncio.gather(*asked, return_exceptions=True)
+            await models.close()
+            refused = sum(isinstance(reply, Refused) for reply in replies)
+            return server.answered, refused, models.step_metrics()
+
+    answered, refused, values = asyncio.run(spent(FrozenSpec(step_calls=7)))
+    assert (answered, refused, values["frozen/calls"]) == (7, 33, 7.0)
+    answered, refused, values = asyncio.run(spent(FrozenSpec(run_cost=0.001, step_cost=0.01)))
+    assert 0 < values["frozen/cost_total"] <= 0.001
+    assert (answered + refused, values["frozen/exhausted"]) == (40, 1.0)
+    assert answered > 4
+
+
+def test_a_resumed_run_has_spent_what_it_had_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-test")
+
+    async def refused() -> str:
+        before = {"frozen/cost_total": 0.5, "frozen/calls_total": 9.0}
+        policy = ScriptedClient(["-"])
+        models = DepthModels([POLICY, FROZEN], FrozenSpec(run_calls=9), policy, before)
+        with pytest.raises(Refused) as error:
+            await models.clients[1].complete(Request((Message("user", "x"),), Sampling()))
+        await models.close()
+        return str(error.value)
+
+    assert "it is the budget of the frozen models" in asyncio.run(refused())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DepthSpec(model=""), "a depth has no model: give depths 'policy'"),
+        (lambda: run_of([FROZEN, FROZEN], FrozenSpec()), "nothing would be trained"),
+        (lambda: FrozenSpec(step_cost=0.0), r"frozen\.step_cost=0 must be above 0"),
+        (
+            lambda: assemble(
+                run_of([POLICY, DepthSpec(model="openai:unknown")], FrozenSpec(run_cost=1.0))
+            ),
+            r"openai:unknown has no known price, so frozen\.step_cost and frozen\.run_cost",
+        ),
+    ],
+)
+def test_bad_input(make: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-test")
+    with pytest.raises(ConfigError, match=message):
+        make()
