@@ -17,9 +17,14 @@ import sys
 from collections.abc import Callable, Iterator
 
 import reality_providers
+import reality_work
 from engine import Figure, show
 
-FIGURES: tuple[Callable[[bool], Iterator[Figure]], ...] = (reality_providers.outages,)
+FIGURES: tuple[Callable[[bool], Iterator[Figure]], ...] = (
+    reality_providers.outages,
+    reality_work.interruptions,
+    reality_work.careless_models,
+)
 """Functions that measure figures; the argument is True for the quick form."""
 
 
