@@ -13,7 +13,8 @@ is the mean of (weight · advantage · ±1) at that child in trees of eight chil
 of one; 1 is unbiased. In its second form the children are rewarded separately.
 
 Both run the package's own estimators on trajectories, with the state that they carry from step to
-step. Decides the toys. Not here: what is learnt with each of them (see ``learning.py``).
+step. At the end, presets are compared with the other trainers' code (``presets.py``). Decides the
+toys. Not here: what is learnt with each of them (see ``learning.py``).
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ import argparse
 import json
 import random
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import presets
 from engine import Figure, show
 
 from ramify.train.advantages.base import remembering
+from ramify.train.advantages.credit import Baseline, Numbers, Tree, returns_of
 from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
 from ramify.train.config import RlSpec
 from ramify.types.message import Message, Reply
@@ -131,6 +135,23 @@ def siblings(algorithm: Any, num_groups: int, own_rewards: bool = False, seed: i
     return eight / one
 
 
+def among_all_calls(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
+    """The credit ``per_role`` before trees were compared with other trees, for the ablation: among
+    all calls of a role and depth, so also with a call's own siblings."""
+    returns = [returns_of(tree, gamma) for tree in trees]
+    cohorts: dict[Any, list[tuple[int, str]]] = defaultdict(list)
+    for index, tree in enumerate(trees):
+        for id, node in tree.items():
+            cohorts[node.role, node.depth].append((index, id))
+    numbers: list[Numbers] = [dict.fromkeys(tree, 0.0) for tree in trees]
+    for members in cohorts.values():
+        lengths = [trees[index][id].num_tokens for index, id in members]
+        values = baseline([returns[index][id] for index, id in members], lengths)
+        for (index, id), value in zip(members, values, strict=True):
+            numbers[index][id] = value
+    return numbers
+
+
 def _toy_tree(draw: random.Random, own_rewards: bool) -> Trajectory:
     num = draw.choice((1, 8))
     right = [draw.random() < 0.5 for _ in range(num)]
@@ -167,6 +188,11 @@ def figures(num_groups: int) -> Iterator[Figure]:
         yield from _ratio(f"toy 2, {name}", siblings(algorithm, num))
         if "root" not in name:
             yield from _ratio(f"toy 2, own rewards, {name}", siblings(algorithm, num, True))
+    before = DrGRPO(credit="credit:among_all_calls")
+    yield Figure(
+        "toy 2, DrGRPO per_role as it was: eight children / one", siblings(before, num), "", {}
+    )
+    yield from presets.figures()
 
 
 def _ratio(name: str, ratio: float) -> Iterator[Figure]:

@@ -131,9 +131,10 @@ def _at_once(run: Run, rollout_workers: int) -> int:
 
 
 def itemsize_of(run: Run, device: DeviceSpec) -> int:
-    """Return the bytes per parameter in engines: fp32 on a CPU and for a model trained from
-    scratch."""
+    """Return the bytes per parameter in engines: see ``train/precision.py``."""
     dtype = run.policy.dtype
+    if dtype == "auto" and run.compute.precision != "auto":
+        return 2 if run.compute.precision == "bf16" else FP32
     if dtype == "auto":
         return FP32 if device.is_cpu or not run.policy.path else 2
     return 2 if dtype == "bfloat16" else FP32

@@ -40,6 +40,10 @@ NUDGE = (
     "as it is after "
     "another message without code."
 )
+NOT_RUN = (
+    "Nothing was run: the note says why. Write code in a ```repl fence, or give the answer with "
+    "FINAL(…)."
+)
 SUMMARISE = (
     "The conversation is about to outgrow your window. Write a summary that lets you go on without "
     "it: the question, "

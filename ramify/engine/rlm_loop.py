@@ -27,6 +27,7 @@ from ramify.engine.action import (
 )
 from ramify.engine.call import CallOutcome, LiveCall
 from ramify.engine.call_notebook import MAX_DEATHS, Notebook
+from ramify.engine.foreign_formats import syntax_hint
 from ramify.engine.host import CellHost
 from ramify.engine.model_requests import cut_reply
 from ramify.engine.run_state import RunState
@@ -161,11 +162,12 @@ class RlmLoop:
             stop = Stop.MAX_TOKENS if outgrown else Stop.ERROR
             return CallOutcome(stop, self._best(use_prose=False), str(error), error)
         self._reused = None
-        self._last_text = reply.message.content
         self._is_cut = reply.finish == "length"
+        action = run.scaffold.read(reply.message, self._is_cut)
+        self._last_text = "" if action.was_attempted else reply.message.content
         run.pass_limit(call)
         try:
-            outcome, messages = await self._act(run.scaffold.read(reply.message, self._is_cut))
+            outcome, messages = await self._act(action)
         except SessionDied as died:
             outcome = await self._last_word(Stop.ERROR)
             answer = outcome.answer if outcome.answer is not None else self._best(use_prose=False)
@@ -237,6 +239,9 @@ class RlmLoop:
     ) -> tuple[CallOutcome | None, list[Message]]:
         """Handle a message without code or answer: accept a deferred answer, or else nudge the
         model once; after another idle message, that message is the answer."""
+        if action.was_attempted and not action.tool_call_ids:
+            self._deferred = deferred
+            return None, self._observation(action, [observe.NOT_RUN], notes)
         if deferred is not _NOTHING:
             outcome = self._conclude(deferred, [], notes, confirmed=True)
             return outcome, [] if outcome else self._observation(action, [], notes)
@@ -293,6 +298,8 @@ class RlmLoop:
             reports.append(self.run.scaffold.report(cell))
             final = note.get("final", final)
             self._partial = note.get("partial", self._partial)
+            if cell.error and self.run.scaffold.takes_words:
+                notes += filter(None, [syntax_hint(code, cell.error)])
             if cell.error is not None and index + 1 < len(action.codes):
                 notes.append(
                     f"cells {index + 2} to {len(action.codes)} were not run, since cell "

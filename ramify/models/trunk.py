@@ -60,6 +60,18 @@ def trunk_of(model: Any) -> ModelTrunk:
     return DenseTrunk(model) if isinstance(model, DenseModel) else ModuleTrunk(model)
 
 
+def fixed_shape_trunk(model: Any) -> ModelTrunk:
+    """The trunk of a ``DenseModel`` in fixed shapes. Raises ConfigError for any other model."""
+    from ramify.models.fixed_shapes import FixedShapeTrunk
+
+    if not isinstance(model, DenseModel):
+        raise ConfigError(
+            f"deterministic=true: a {type(model).__name__} cannot compute in fixed shapes; dense "
+            "Llama, Mistral, Qwen2 and Qwen3 models can"
+        )
+    return FixedShapeTrunk(model)
+
+
 class DenseTrunk:
     """Trunk of a ``DenseModel``. Implements ``ModelTrunk``."""
 

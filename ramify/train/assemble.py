@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from ramify.actors.process_slots import PlacementSlot
 from ramify.engine.scaffold import Scaffold, scaffold_of
@@ -23,11 +26,13 @@ from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.tasks.base import Task, task_of
-from ramify.train.backends.base import BACKENDS, ComputeSpec, OptimizerSpec, decided
+from ramify.train.backends.base import BACKENDS, ComputeSpec, OptimizerSpec, has_bf16
 from ramify.train.config import Run
 from ramify.train.demonstrations import demonstrations_of, rows_of
 from ramify.train.depth_models import check_models
+from ramify.train.precision import RunPrecision, precision_of
 from ramify.train.preflight import (
+    check_deterministic,
     check_device,
     check_embedded,
     check_inference,
@@ -64,6 +69,7 @@ class RunParts:
     """Class of the trained model, which implements ``TrainedModel``."""
     compute: ComputeSpec
     """How the backend computes, with the precision decided."""
+    precision: RunPrecision
     task: Task
     scaffold: Scaffold
     policy: Policy
@@ -126,15 +132,22 @@ def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
     check_inference(run)
     check_signals(run)
     check_schedules(run)
+    check_deterministic(run)
     check_models(run.depths, run.frozen)
+    precision = precision_of(run, _stored(run), device, has_bf16=has_bf16(device))
     engines = sleeping(run, device)
     demonstrations = list(demonstrations_of(run, task, scaffold))
     _check_model(run, kind, device)
-    policy = policy_of(run, demonstrations, checkpoint)
+    # Engine and trainer of a deterministic run share weights in fp32.
+    dtype = "float32" if run.deterministic else precision.engine
+    policy = policy_of(run, demonstrations, dtype, checkpoint)
     if not run.policy.path:
         _check_model(run, kind, device, policy.config)
-    # Decided before the first backend converts the policy's weights.
-    compute = decided(run.compute, policy.dtype, device)
+    compute = msgspec.structs.replace(
+        run.compute, precision=precision.trainer, deterministic=run.deterministic
+    )
+    if run.deterministic:
+        _set_deterministic(policy)
     serving = serving_of(run, policy, kind.is_here)
     check_prompts(run, task, scaffold, policy)
     note_rewritten_history(run, policy)
@@ -150,6 +163,7 @@ def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
         engines,
         kind,
         compute,
+        precision,
         task,
         scaffold,
         policy,
@@ -157,6 +171,19 @@ def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
         rows,
         fixed,
     )
+
+
+def _set_deterministic(policy: Policy) -> None:
+    """Raise ConfigError if the policy cannot compute in fixed shapes. On a GPU, choose only kernels
+    that repeat themselves."""
+    import torch
+
+    from ramify.models.trunk import fixed_shape_trunk
+
+    fixed_shape_trunk(policy.model)
+    if policy.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
 
 
 def _check_model(run: Run, kind: Any, device: str, config: Any = None) -> None:
@@ -212,31 +239,30 @@ def _fixed_stages(run: Run, policy: Policy, rows: Sequence[TokenSequence]) -> li
     return stages
 
 
+def _stored(run: Run) -> str:
+    """Precision of the checkpoint's weights; float32 without a checkpoint."""
+    if not run.policy.path:
+        return "float32"
+    from ramify.models.load import read_config, stored_dtype
+
+    return str(stored_dtype(read_config(path_of(run)), "cuda")).removeprefix("torch.")
+
+
 def policy_of(
-    run: Run, demonstrations: Sequence[Trajectory], checkpoint: Path | None = None
+    run: Run, demonstrations: Sequence[Trajectory], dtype: str, checkpoint: Path | None = None
 ) -> Policy:
-    """The initial policy of ``run``, with its tokenizer: that of ``checkpoint``, if given and if
-    one was trained."""
+    """The initial policy of ``run`` in precision ``dtype``, with its tokenizer: that of
+    ``checkpoint``, if given and if one was trained."""
     import torch
     from transformers import AutoConfig
 
-    from ramify.models.load import (
-        from_config,
-        load_policy,
-        load_tokenizer,
-        read_config,
-        stored_dtype,
-    )
+    from ramify.models.load import from_config, load_policy, load_tokenizer
     from ramify.models.tokenizer import train_tokenizer, word_tokenizer
 
     spec = run.policy
     device = None if spec.device == "auto" else spec.device
     if spec.path:
-        dtype = None if spec.dtype == "auto" else getattr(torch, spec.dtype)
-        if is_bare(run):
-            dtype = dtype or stored_dtype(read_config(path_of(run)), device_of(run))
-            device = "meta"
-        return load_policy(path_of(run), dtype, device)
+        return load_policy(path_of(run), getattr(torch, dtype), "meta" if is_bare(run) else device)
     if spec.tokenizer:
         tokenizer = load_tokenizer(Path(spec.tokenizer))
     elif spec.words:
@@ -262,8 +288,7 @@ def policy_of(
     )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     policy = from_config(config, tokenizer, run.seed, device=device)
-    if spec.dtype != "auto":
-        policy.model.to(getattr(torch, spec.dtype))
+    policy.model.to(getattr(torch, dtype))
     return policy
 
 

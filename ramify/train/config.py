@@ -107,7 +107,8 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     vocab_size: int = 512
     """Size of the vocabulary, if a tokenizer is trained."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: fp32 on a CPU and for a model created from scratch; the stored precision on a GPU."""
+    """Precision of the engine. auto: as ``compute.precision``; if that is auto too, fp32 on a CPU
+    and for a model created from scratch, and the stored precision on a GPU."""
     device: str = "auto"
     """auto: a GPU if there is one."""
     slots: int | None = None
@@ -303,6 +304,10 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     name: str = "run"
     seed: int = 0
+    deterministic: bool = False
+    """Compute in fixed shapes, in the engine and in the trainer: the same run gives the same bits
+    at any concurrency, and a sampled token has the same log-probability in both. It costs time; see
+    docs/training.md."""
     policy: PolicySpec
     task: TaskSpec = TaskSpec()
     warmup: WarmUpSpec | None = None

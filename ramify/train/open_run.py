@@ -43,7 +43,7 @@ from ramify.train.publisher import PolicyWeights, Publisher
 from ramify.train.resource_counts import attached, check_reach
 from ramify.train.rollouts.rollouter import Rollouter
 from ramify.train.run_record import RunRecord
-from ramify.train.selfcheck import SelfCheck, canary_limits
+from ramify.train.selfcheck import SelfCheck
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.scorer import RunTeachers
 from ramify.train.signals.signal_reader import RunSignals
@@ -179,14 +179,18 @@ def client_of(parts: RunParts) -> LocalClient | HttpEngines:
             os.environ.setdefault(parts.engines.key_variable, secrets.token_urlsafe(24))
         name = f"{parts.engines.engine}:{parts.run.name}"
         return HttpEngines(parts.serving, parts.engines, name=name)
+    import torch
+
     from ramify.inference.local.local_client import LocalClient
 
     spec = parts.run.policy
+    products = getattr(torch, parts.precision.engine) if parts.run.deterministic else None
     return LocalClient(
         parts.serving,
         name=f"local:{parts.run.name}",
         slots=spec.slots,
         cache_bytes=spec.cache_bytes,
+        fixed_shapes=products,
     )
 
 
@@ -307,7 +311,7 @@ def trainer_of(
         measures=lambda: {**measures(), **rollouts.depths.step_metrics()},
         meter=meter,
     )
-    limits = canary_limits(run, parts.dtype, parts.compute)
+    limits = parts.precision.canary_limits(run)
     check = SelfCheck(rollouts.audited, weights.weights, prompt, *limits)
     publisher = Publisher(weights, record, WatchedThread(watch), check)
     if not isinstance(client, LocalClient):

@@ -141,6 +141,27 @@ def check_schedules(run: Run) -> None:
         scheduled("rl.critic", run.rl.critic.optim, steps)
 
 
+def check_deterministic(run: Run) -> None:
+    """Reject options with which a deterministic run could not repeat."""
+    if not run.deterministic:
+        return
+    sample = None if run.rl is None else run.rl.sample
+    wrong = {
+        "inference": run.inference is not None,
+        "placement": run.placement is not None,
+        f"compute.backend={run.compute.backend}": run.compute.backend != "single",
+        "compute.recompute=true": run.compute.recompute,
+        "rl.sample.max_staleness": sample is not None and sample.max_staleness > 0,
+        "rl.sample.straggler_factor": sample is not None and sample.straggler_factor is not None,
+    }
+    for option, is_wrong in wrong.items():
+        if is_wrong:
+            raise ConfigError(
+                f"deterministic=true cannot be combined with {option}: remove it, or set "
+                "deterministic=false"
+            )
+
+
 def check_folder(out: Path) -> None:
     """Check that files can be written to the run's folder, or to the folder in which it will be
     created. Leaves no files."""

@@ -16,19 +16,21 @@ an error: the algorithm reports why (``AssignedStep.no_signal``).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from ramify.clients.base import Request, Sampling
 from ramify.errors import TrainError
 from ramify.inference.base import EngineLost, InferenceClient, engines_of
 from ramify.train.audited_client import AuditedClient
-from ramify.train.backends.base import ROUNDING, Backend, ComputeSpec
-from ramify.train.config import Run
+from ramify.train.backends.base import Backend
 from ramify.train.data.pack import pack
+from ramify.train.precision import CanaryLimits
 from ramify.types.message import Message
 from ramify.types.sequence import Batch, TokenSequence
 from ramify.types.trajectory import Group, Trajectory
@@ -48,13 +50,8 @@ _MIN_POSITIONS = 32
 """Minimum number of positions for which bitwise equality is meaningful."""
 _NUM_COMPARED = 1024
 """Number of values compared per matrix."""
-_TOLERANCE = 1e-4
-"""Largest difference of two log-probabilities if engine and trainer compute in fp32."""
-_FOREIGN_TOLERANCE = 1e-3
-"""The same if the kernels of another engine computed them."""
-_COARSE = 0.3
-"""The same if either computes in half precision; more on paths of unlikely tokens
-(``ROUNDING``)."""
+_NUM_SAMPLES = 6
+"""Replies of the canary that are sampled at once in a deterministic run."""
 
 
 class EngineScores(NamedTuple):
@@ -65,34 +62,6 @@ class EngineScores(NamedTuple):
     some: Mapping[str, Tensor]
     """The weights that the engine should have had: some values of each matrix."""
     version: int
-
-
-class CanaryLimits(NamedTuple):
-    """How much the canary's log-probabilities may differ between engine and trainer."""
-
-    tolerance: float
-    """Limit of the largest difference; the limit of the mean is a tenth of it."""
-    rounding: float
-    """The same limit, as a share of the path's largest log-probability; the larger of the two
-    applies."""
-    hint: str
-    """Text for the error: both precisions, and the options that set them."""
-
-
-def canary_limits(run: Run, dtype: str, compute: ComputeSpec) -> CanaryLimits:
-    """How much log-probabilities of engine and trainer may differ, according to the coarser
-    precision. ``dtype``: the engine's."""
-    spec = run.inference
-    is_exact = dtype == "float32" and compute.precision == "fp32"
-    hint = f"the engine computes in {dtype} and the trainer in {compute.precision}"
-    if not is_exact:
-        hint += "; set policy.dtype=float32 and compute.precision=fp32 to rule out rounding"
-    if spec is not None and spec.tolerance is not None:
-        return CanaryLimits(spec.tolerance, 0.0, hint)
-    if not is_exact:
-        return CanaryLimits(_COARSE, ROUNDING, hint)
-    is_ours = spec is None or spec.engine == "ramify"
-    return CanaryLimits(_TOLERANCE if is_ours else _FOREIGN_TOLERANCE, 0.0, hint)
 
 
 class SelfCheck:
@@ -116,7 +85,7 @@ class SelfCheck:
         self._limits = CanaryLimits(tolerance, rounding, hint)
         self._request = Request(
             tuple(prompt),
-            Sampling(CANARY_TOKENS, temperature=1.0, seed=7, logprobs=True),
+            Sampling(CANARY_TOKENS, temperature=1.0, logprobs=True),
             affinity="canary",
         )
         self.worst = 0.0
@@ -167,16 +136,18 @@ class SelfCheck:
                 f"the engine has other weights (fingerprint {theirs}) than the trainer ({ours}): "
                 f"the weight sync failed{self._where(engine)}"
             )
-        reply = await engine.complete(self._request)
-        assert reply.prompt_ids is not None
-        assert reply.token_ids is not None
-        assert reply.logprobs is not None
-        path = (*reply.prompt_ids, *reply.token_ids)
-        ours_T = await in_torch(self._own_logprobs, backend, path)
-        allowed = self._allowed(ours_T)
-        self._compare(
-            engine, np.array(reply.logprobs), ours_T[len(reply.prompt_ids) :], "sampled", allowed
-        )
+        # The same bits are needed in a batch of any size.
+        num = 1 if self._limits.tolerance else _NUM_SAMPLES
+        requests = [_with_seed(self._request, 7 + index) for index in range(num)]
+        for reply in await asyncio.gather(*(engine.complete(each) for each in requests)):
+            assert reply.prompt_ids is not None
+            assert reply.token_ids is not None
+            assert reply.logprobs is not None
+            path = (*reply.prompt_ids, *reply.token_ids)
+            ours_T = await in_torch(self._own_logprobs, backend, path)
+            allowed = self._allowed(ours_T)
+            sampled_T = ours_T[len(reply.prompt_ids) :]
+            self._compare(engine, np.array(reply.logprobs), sampled_T, "sampled", allowed)
         scores = await engine.logprobs(path)
         self._compare(engine, np.array(scores), ours_T[1:], "scored", allowed)
         if theirs is None:
@@ -291,6 +262,11 @@ class SelfCheck:
         for batch, logprobs in zip(batches, backend.logprobs(batches), strict=True):
             ours_T[batch.owners[:, 1]] = logprobs
         return ours_T
+
+
+def _with_seed(request: Request, seed: int) -> Request:
+    sampling = msgspec.structs.replace(request.sampling, seed=seed)
+    return msgspec.structs.replace(request, sampling=sampling)
 
 
 def _share_changed(before: Tensor, now: Tensor) -> float:

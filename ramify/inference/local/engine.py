@@ -153,7 +153,10 @@ class LocalEngine:
     def _append(self, slots: Sequence[int], logits_nV: torch.Tensor) -> list[Generation]:
         owners = [self._owner(slot) for slot in slots]
         drawn = draw(
-            logits_nV, [owner.draw for owner in owners], [owner.uniform() for owner in owners]
+            logits_nV,
+            [owner.draw for owner in owners],
+            [owner.uniform() for owner in owners],
+            fixed=self.runner.is_fixed,
         )
         self._slots.append(slots, [len(owner.ids) for owner in owners], drawn.ids)
         finished = []

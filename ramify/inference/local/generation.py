@@ -25,6 +25,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ramify.models.fixed_shapes import in_blocks
 from ramify.types.message import VersionSpan
 
 
@@ -56,10 +57,15 @@ class SampledTokens(NamedTuple):
 
 
 def draw(
-    logits_nV: Tensor, settings: Sequence[SamplingSettings], uniforms: Sequence[float]
+    logits_nV: Tensor,
+    settings: Sequence[SamplingSettings],
+    uniforms: Sequence[float],
+    *,
+    fixed: bool = False,
 ) -> SampledTokens:
-    """Sample one token per row of fp32 logits, using one number in [0, 1) per row."""
-    logprobs_nV = _tempered(logits_nV, settings).log_softmax(-1)
+    """Sample one token per row of fp32 logits, using one number in [0, 1) per row. ``fixed``:
+    compute in fixed shapes."""
+    logprobs_nV = log_softmax(_tempered(logits_nV, settings), fixed=fixed)
     ids_n = pick(logprobs_nV, torch.tensor(uniforms, dtype=torch.float64, device=logits_nV.device))
     greedy = [row for row, row_settings in enumerate(settings) if row_settings.temperature == 0]
     if greedy:
@@ -72,6 +78,11 @@ def draw(
                 logprobs_nV[row], row_settings, uniforms[row]
             )
     return drawn
+
+
+def log_softmax(z_nV: Tensor, *, fixed: bool) -> Tensor:
+    """``fixed``: in fixed shapes, so that no row depends on the number of rows."""
+    return in_blocks(lambda z: z.log_softmax(-1), z_nV) if fixed else z_nV.log_softmax(-1)
 
 
 def _tempered(logits_nV: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ramify.errors import ConfigError
+from ramify.inference.local.fixed_runner import FixedShapeRunner
 from ramify.inference.local.kv_cache import CacheLayout, KeyValueCache, StepAttention
 from ramify.inference.local.module_runner import ModuleRunner
 from ramify.inference.local.slots import SlotMove
@@ -31,6 +32,9 @@ class ModelRunner(Protocol):
 
     bytes_per_token: int
     """Cache bytes per token; 0 if the cache is not allocated in advance."""
+
+    is_fixed: bool
+    """Whether it computes in fixed shapes (``fixed_runner.py``)."""
 
     @property
     def cache_bytes(self) -> int:
@@ -80,6 +84,8 @@ class DecoderModel(Protocol):
 class FlatRunner:
     """Model runner that computes all spans of a step in one pass."""
 
+    is_fixed = False
+
     def __init__(self, decoder: DecoderModel, layout: CacheLayout) -> None:
         self._decoder = decoder
         self._layout = layout
@@ -127,8 +133,13 @@ class FlatRunner:
         return self._decoder.hidden(ids_T, positions_T, StepAttention(cache, step), rows_N)
 
 
-def runner_of(model: nn.Module) -> ModelRunner:
-    """The fastest runner that computes what ``model`` computes."""
+def runner_of(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> ModelRunner:
+    """The fastest runner that computes what ``model`` computes; with ``fixed_shapes`` the one that
+    computes in fixed shapes, with products in this precision."""
+    if fixed_shapes is not None:
+        if not isinstance(model, DenseModel):
+            raise ConfigError(f"a {type(model).__name__} cannot compute in fixed shapes")
+        return FixedShapeRunner(model, fixed_shapes)
     if isinstance(model, DenseModel):
         shape, parameter = model.shape, next(model.parameters())
         sizes = (shape.num_layers, shape.num_kv_heads, shape.head_size)

@@ -27,6 +27,7 @@ class ModuleRunner:
     """Runs a transformers module."""
 
     bytes_per_token = cache_bytes = 0
+    is_fixed = False
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module

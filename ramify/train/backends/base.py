@@ -180,6 +180,9 @@ class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Number of logits held at once; None: 4 million on a CPU, 64 million on a GPU."""
     share: bool = True
     """Compute prefixes that sequences share only once."""
+    deterministic: bool = False
+    """Compute in fixed shapes (``models/fixed_shapes.py``). Set ``deterministic`` of the run
+    instead: it includes the engine."""
 
     def __post_init__(self) -> None:
         sizes = {"max_tokens": self.max_tokens, "max_logits": self.max_logits}
@@ -316,29 +319,17 @@ class Backend(Protocol):
         ...
 
 
-ROUNDING = 2.0**-5
-"""For bf16: the largest difference between two log-probabilities of a path by rounding alone, as a
-share of the path's largest. This is eight units in the last place (bf16 has 8 bits); three were
-measured."""
-
-
 def decided(compute: ComputeSpec, dtype: torch.dtype, device: str) -> ComputeSpec:
-    """``compute`` with ``precision`` set to fp32 or bf16, for a policy loaded as ``dtype``.
-
-        checkpoint and kind of device  ->  policy.dtype, used by the engine (models/load.py)
-        compute.precision=auto         ->  bf16 if the policy has 16 bits, else fp32
-
-    So ``auto`` is fp32 on every CPU unless policy.dtype=bfloat16, and on a GPU follows the
-    checkpoint. It does not depend on which precision a processor is fast at: otherwise the same run
-    would compute different numbers on another machine."""
+    """``compute`` with ``precision`` set to fp32 or bf16, for a policy loaded as ``dtype``: bf16 if
+    that has 16 bits, else fp32. A run decides in ``train/precision.py``."""
     if compute.precision != "auto":
         return compute
     is_half = dtype.itemsize == 2
-    precision: Literal["fp32", "bf16"] = "bf16" if is_half and _has_bf16(device) else "fp32"
+    precision: Literal["fp32", "bf16"] = "bf16" if is_half and has_bf16(device) else "fp32"
     return msgspec.structs.replace(compute, precision=precision)
 
 
-def _has_bf16(device: str) -> bool:
+def has_bf16(device: str) -> bool:
     """Whether the device supports bf16: every CPU does, but not every GPU."""
     import torch
 

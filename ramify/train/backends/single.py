@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from ramify.actors.rank_group import RemoteRankError
 from ramify.errors import ConfigError, TrainError
 from ramify.models.load import Policy
-from ramify.models.trunk import trunk_of
+from ramify.models.trunk import fixed_shape_trunk, trunk_of
 from ramify.models.weights import load_weights
 from ramify.progress import heartbeat
 from ramify.train.backends.activation_memory import (
@@ -86,7 +86,8 @@ class SingleBackend:
         if self._device.type == "cpu":
             keep_freed_memory()
         with torch.no_grad():
-            self._trunk = self._spread.run(lambda: trunk_of(self._model))
+            trunk = trunk_of if not self._compute.deterministic else fixed_shape_trunk
+            self._trunk = self._spread.run(lambda: trunk(self._model))
         self._cost = _cost(self._model, policy.config, self._device.type)
         recompute_layers(self._model, self._compute.recompute)
         self._value_head: nn.Module | None = None
@@ -284,8 +285,9 @@ class SingleBackend:
                 request = self._head_request(batch, streams, entropy)
                 num_ids, max_logits = self._policy.config.vocab_size, self._compute.max_logits
                 max_logits = max_logits or logits_at_once(self._device.type == "cuda")
+                is_fixed = self._compute.deterministic
                 logprobs, entropies = entry_logprobs(
-                    h_ED, self._trunk.logits, request, num_ids, max_logits
+                    h_ED, self._trunk.logits, request, num_ids, max_logits, fixed=is_fixed
                 )
         return (
             logprobs,

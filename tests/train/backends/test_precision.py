@@ -17,17 +17,19 @@ import pytest
 import torch
 
 import ramify
-from ramify.errors import TrainError
+from ramify.errors import ConfigError, TrainError
+from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config
 from ramify.train.assemble import RunParts, assemble
 from ramify.train.audited_client import AuditedClient
-from ramify.train.backends.base import ROUNDING, ComputeSpec, ShardSpec, decided
+from ramify.train.backends.base import ComputeSpec, ShardSpec, decided
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import Run
 from ramify.train.data.pack import pack
 from ramify.train.execute import train
 from ramify.train.open_run import trained_model
+from ramify.train.precision import RunPrecision, precision_of
 from ramify.train.selfcheck import SelfCheck
 from ramify.types.message import Message
 from tests.train.backends.small import policy as small_policy
@@ -50,6 +52,62 @@ PROMPT = [Message("user", "count rows of 'red' in a table with more columns than
 )
 def test_auto_is_the_precision_of_the_policy(asked: Any, dtype: torch.dtype, found: str) -> None:
     assert decided(ComputeSpec(precision=asked), dtype, "cpu").precision == found
+
+
+def both(dtype: Any, products: Any, stored: str, device: str, **more: Any) -> tuple[str, str]:
+    return tuple(precision_of(precise(products, dtype), stored, device, **more))  # type: ignore[return-value]
+
+
+def test_engine_and_trainer_are_decided_together() -> None:
+    found = {
+        (dtype, products): [
+            both(dtype, products, stored, device)
+            for stored, device in (("bfloat16", "cpu"), ("float32", "cuda"), ("float16", "cuda"))
+        ]
+        for dtype, products in (
+            ("auto", "auto"),
+            ("auto", "bf16"),
+            ("auto", "fp32"),
+            ("bfloat16", "auto"),
+            ("float32", "bf16"),
+        )
+    }
+    fp32, bf16 = ("float32", "fp32"), ("bfloat16", "bf16")
+    assert found == {
+        ("auto", "auto"): [fp32, fp32, ("float16", "bf16")],
+        ("auto", "bf16"): [bf16] * 3,
+        ("auto", "fp32"): [fp32] * 3,
+        ("bfloat16", "auto"): [bf16] * 3,
+        ("float32", "bf16"): [("float32", "bf16")] * 3,
+    }
+    assert both("auto", "auto", "float16", "cuda", has_bf16=False) == ("float16", "fp32")
+
+
+def test_the_tolerance_follows_from_both() -> None:
+    def limits(dtype: str, products: Any, **inference: Any) -> tuple[float, float]:
+        spec = InferenceSpec(**inference) if inference else None
+        return RunPrecision(dtype, products).canary_limits(small(inference=spec))[:2]
+
+    assert limits("float32", "fp32") == (1e-4, 0.0)
+    assert limits("float32", "fp32", engine="vllm", urls=("http://a",)) == (1e-3, 0.0)
+    assert limits("float16", "fp32") == (0.04, 2**-8)
+    assert limits("float16", "bf16") == limits("bfloat16", "fp32") == (0.3, 2**-5)
+    assert limits("bfloat16", "bf16", tolerance=0.1) == (0.1, 0.0)
+
+
+def test_precisions_that_cannot_agree() -> None:
+    mixed = msgspec.structs.replace(precise("bf16", "float32"), deterministic=True)
+    with pytest.raises(ConfigError, match=r"^deterministic=true needs one precision.*only one"):
+        precision_of(mixed, "float32", "cpu")
+    with pytest.raises(ConfigError, match=r"^policy\.dtype=auto and compute\.precision=bf16: this"):
+        both("auto", "bf16", "bfloat16", "cuda", has_bf16=False)
+    near = msgspec.structs.replace(
+        precise("bf16", "auto"), inference=InferenceSpec(urls=("http://a",), tolerance=1e-3)
+    )
+    with pytest.raises(
+        ConfigError, match=r"^inference\.tolerance=0\.001 is less than one rounding"
+    ):
+        precision_of(near, "float32", "cpu")
 
 
 ASKING = re.compile(
@@ -186,12 +244,15 @@ def shown(precision: Any, engine: torch.dtype, rounding: float, other: int = 6) 
     return check.worst
 
 
+BF16 = RunPrecision("bfloat16", "bf16").canary_limits(small()).rounding
+
+
 @pytest.mark.parametrize(
     ("precision", "engine"),
     [("bf16", torch.float32), ("fp32", torch.bfloat16), ("bf16", torch.bfloat16)],
 )
 def test_the_canary_allows_what_bf16_rounds(precision: str, engine: torch.dtype) -> None:
-    assert shown(precision, engine, ROUNDING) > 0.01
+    assert shown(precision, engine, BF16) > 0.01
 
 
 def test_without_it_a_sure_policy_would_be_refused() -> None:
@@ -201,4 +262,4 @@ def test_without_it_a_sure_policy_would_be_refused() -> None:
 
 def test_another_model_is_found_in_bf16() -> None:
     with pytest.raises(TrainError, match="they compute different models"):
-        shown("bf16", torch.bfloat16, ROUNDING, other=7)
+        shown("bf16", torch.bfloat16, BF16, other=7)
