@@ -440,22 +440,12 @@ class RlmLoop:
         """Return the messages before the question: the system prompt, or the answers that earlier
         native calls still need."""
         if not self.call.messages:
-            system = self._system_prompt()
+            system = self.run.system_prompt(self.call.depth)
             return [Message("system", system)] if system else []
         return [
             Message("tool", "(answered)", tool_call_id=call.id)
             for call in self.call.messages[-1].tool_calls
         ]
-
-    def _system_prompt(self) -> str:
-        run, depth = self.run, self.call.depth
-        limits = f"You have {run.setup.limits.max_turns} turns; each of your messages is one."
-        return run.scaffold.system_prompt(
-            depth=depth,
-            children=depth < run.setup.limits.max_depth,
-            tools=run.tools_at(depth).describe(),
-            limits=limits,
-        )
 
     def _observation(
         self, action: ParsedAction, reports: list[str], notes: list[str]
