@@ -138,6 +138,20 @@ def test_a_call_is_told_turn_by_turn(world: World) -> None:
     assert [turn["index"] for turn in later["turns"]] == [2, 3]
 
 
+def test_the_exact_request_of_a_turn_has_every_message(world: World) -> None:
+    found = seen([world.store], "/api/request", key=world.tree, id="0", turn=2)
+    messages = (
+        Store(world.store)
+        .load(world.tree)
+        .conversation(Store(world.store).load(world.tree).root, 2)
+    )
+    assert found["body"]["model"] == "reader"
+    assert [(each["role"], each["content"]) for each in found["body"]["messages"]] == [
+        (message.role, message.content) for message in messages[:-1]
+    ]
+    assert found["key_variable"] == "SCRIPTED_API_KEY"
+
+
 def test_long_texts_are_cut_until_they_are_asked_for_whole(tmp_path: Path) -> None:
     store = Store(tmp_path)
     run = golden.plain(store, "What is " + "a" * 30_000, "b" * 30_000)
