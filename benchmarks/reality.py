@@ -19,12 +19,15 @@ from collections.abc import Callable, Iterator
 
 import reality_catalogue
 import reality_providers
+import reality_work
 from engine import Figure, show
 
 FIGURES: tuple[Callable[[bool], Iterator[Figure]], ...] = (
     reality_catalogue.misbehaviours,
     reality_catalogue.usages,
     reality_providers.outages,
+    reality_work.interruptions,
+    reality_work.careless_models,
 )
 """Functions that measure figures; the argument is True for the quick form."""
 

@@ -78,6 +78,24 @@ class FinalAnswer(msgspec.Struct, frozen=True):
             return self.text
 
 
+_COMPUTES = (ast.Call, ast.Subscript, ast.ListComp, ast.DictComp, ast.GeneratorExp, ast.JoinedStr)
+
+
+def expressions(final: FinalAnswer | None) -> tuple[str, ...]:
+    """Return a cell that computes the answer of ``FINAL(len(found))`` given as text; nothing if the
+    text is a name, a literal or words."""
+    if final is None or final.variable or final.as_is:
+        return ()
+    try:
+        tree = ast.parse(final.text, mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return ()
+    nodes = [*ast.walk(tree)]
+    computes = any(isinstance(node, _COMPUTES) for node in nodes)
+    has_names = any(isinstance(node, ast.Name) for node in nodes)
+    return (f"FINAL({final.text})",) if computes and has_names else ()
+
+
 class ParsedAction(msgspec.Struct, frozen=True):
     """The parsed content of one reply, in order of execution: run the codes, then answer."""
 
