@@ -5,6 +5,8 @@
     scrolling       median time between two frames, and the number of existing rows, while the list
                     of calls is scrolled
     live events     from an event's line in the journal to the change on the page
+    scenes          24 runs at three sizes: are answer, reason and score in sight; clicks and keys to
+                    the code of the call that differs; axe-core's rules; requests to other hosts
 
 ``figures(quick)`` yields them one after the other. Without Chromium or Playwright they are not
 measured.
@@ -26,24 +28,47 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+import msgspec  # noqa: E402
 from engine import Figure  # noqa: E402
 
 from ramify import Store  # noqa: E402
-from ramify.types.event import CallEnded, CallStarted, ReplyReceived, RequestStarted, RunStarted  # noqa: E402
+from ramify.types.event import (  # noqa: E402
+    CallEnded,
+    CallStarted,
+    CellRan,
+    ReplyReceived,
+    RequestStarted,
+    RunEnded,
+    RunStarted,
+    ScoreAdded,
+)
 from ramify.types.message import Message, Reply, Usage  # noqa: E402
-from ramify.types.trajectory import Parent, Stop  # noqa: E402
+from ramify.types.trajectory import Cell, Parent, Stop  # noqa: E402
 from tests.viewer import golden  # noqa: E402
-from tests.viewer.browser import FLAGS, executable, why_not  # noqa: E402
+from tests.viewer.browser import AXE, FLAGS, executable, violations, why_not  # noqa: E402
 
 NUM_CALLS = 10_000
 NAMES = (
-    ("first paint of a run with 10,000 calls", "s", 1.0),
+    ("first paint of a run with 10,000 calls", "s", 0.45),
     ("  CPU time of its page and the server", "s", None),
     ("rows that exist while 10,000 calls are scrolled", "", 100),
     ("scrolling 10,000 calls: median time of a frame", "ms", 50.0),
     ("a live event on the page: median", "ms", 100.0),
-    ("a live event on the page: 95th percentile", "ms", None),
+    ("a live event on the page: 95th percentile", "ms", 20.0),
+    ("scenes x sizes whose answer, reason or score needs scrolling", "", 0),
+    ("clicks from the list to the code of the call that differs", "", 2),
+    ("keys from the list to the code of the call that differs", "", 3),
+    ("serious and critical violations of axe-core on six pages, two schemes", "", 0),
+    ("requests of the pages to other hosts", "", 0),
 )
+SIZES = ((1440, 900), (1024, 768), (390, 844))
+_HIDDEN = """
+() => [".story-answer", ".ending", ".worths"].filter((name) => {
+  const it = document.querySelector(name), box = it.getBoundingClientRect();
+  return it.textContent && !(box.height > 0 && box.top >= 0 && box.bottom <= innerHeight
+    && box.left >= 0 && box.right <= innerWidth);
+})
+"""
 _SCROLL = """
 () => new Promise((done) => {
   const box = document.querySelector(".vlist"), frames = [], most = { rows: 0 };
@@ -89,6 +114,7 @@ def figures(quick: bool) -> Iterator[Figure]:
         values = [
             *_big_run(browser, Path(folder), 2 if quick else 5),
             *_live(browser, Path(folder), 20 if quick else 100),
+            *_scenes(browser, Path(folder)),
         ]
     for (name, unit, floor), value in zip(NAMES, values, strict=True):
         yield Figure(name, value, unit, {}, floor)
@@ -154,6 +180,115 @@ def _live(browser: Any, folder: Path, num_events: int) -> list[float]:
         for each, wrote in written.items()
     )
     return [median(delays), delays[int(len(delays) * 0.95)]]
+
+
+def _scenes(browser: Any, folder: Path) -> list[float]:
+    """Return [scenes x sizes with something out of sight, clicks, keys, violations, requests to
+    other hosts]."""
+    store = Store(folder / "scenes")
+    runs = [_scene(store, number) for number in range(24)]
+    hidden, barriers, foreign = 0, 0, []
+    with _viewer(store.root) as (address, _):
+        for width, height in SIZES:
+            page = browser.new_page(viewport={"width": width, "height": height})
+            page.on("request", lambda request: foreign.append(request.url))
+            for run in runs:
+                page.goto(f"{address}#/run/{run}")
+                page.locator(".turn, .call-foot section, .call-foot .note").first.wait_for()
+                if out := page.evaluate(_HIDDEN):
+                    print(f"out of sight at {width}: {out} of scene {run}", file=sys.stderr)
+                    hidden += 1
+            page.close()
+        clicks, keys = _ways(browser, address, runs[0])
+        for scheme in ("light", "dark") if AXE.exists() else ():
+            page = browser.new_page(color_scheme=scheme)
+            for route in (
+                "#/",
+                f"#/run/{runs[0]}",
+                f"#/run/{runs[0]}/call/0.7",
+                f"#/compare/{runs[0]}/{runs[1]}",
+                "#/training",
+                "#/evaluation",
+            ):
+                page.goto("about:blank")
+                page.goto(f"{address}{route}")
+                page.wait_for_timeout(500)
+                for each in violations(page):
+                    print(f"{scheme} {route}: {each}", file=sys.stderr)
+                    barriers += 1
+            page.close()
+    others = [url for url in foreign if not url.startswith((address, "data:"))]
+    return [hidden, clicks, keys, barriers if AXE.exists() else float("nan"), len(others)]
+
+
+def _ways(browser: Any, address: str, run: str) -> tuple[int, int]:
+    """(clicks, keys) from the list to the code of the call that differs."""
+    page = browser.new_page(viewport={"width": 1440, "height": 900})
+    page.goto(address)
+    page.locator(".run-row .question", has_text="scene 0 ").click()
+    page.locator(".differing a.odd").first.click()
+    page.locator(".crumbs b", has_text="call 0.7").wait_for()
+    page.locator(".turn .code").first.wait_for()
+    assert page.locator(".turn .code").first.evaluate(
+        "(it) => it.getBoundingClientRect().top < innerHeight"
+    )
+    page.goto(f"{address}#/runs/%22scene%200%20%22")
+    page.reload()
+    page.locator(".run-row .question", has_text="scene 0 ").wait_for()
+    for key in ("j", "Enter"):
+        page.keyboard.press(key)
+    page.locator(".differing a.odd").first.wait_for()
+    page.keyboard.press("o")
+    page.locator(".crumbs b", has_text="call 0.7").wait_for()
+    page.close()
+    return 2, 3
+
+
+def _scene(store: Store, number: int) -> str:
+    """Write run ``number`` of 24: short and long questions and answers, none, failures, limits,
+    scores, and twelve children of which one differs."""
+    long_question = number % 3 == 1
+    answers: list[Any] = [
+        "332628",
+        "A paragraph of words. " * 60,
+        {"host": "web-3", "at": 12},
+        None,
+    ]
+    answer, stop = answers[number % 4], Stop.FINAL if number % 4 != 3 else Stop.MAX_COST
+    reason = "" if stop is Stop.FINAL else "a reply may cost $0.033 and $0.0198 of $0.5 were left"
+    question = f"scene {number} " + (
+        "Which of the reports says why, and on which page? " * 8
+        if long_question
+        else "Sum the revenue"
+    )
+    journal = store.create(f"20260301-0000{number:02}-scene")
+    journal.append(RunStarted(id=journal.id, question=question, started_at=time.time() + number))
+    journal.append(
+        CallStarted(at_s=0.1, id="0", kind="rlm", model="m:big", depth=0, question=question)
+    )
+    for event in _exchange("0", 0.2)[1:3]:
+        journal.append(event)
+    for child in range(12 if number % 2 == 0 else 0):
+        started, asked, replied, ended = _exchange(f"0.{child}", 0.5 + child / 10)
+        value = "1414" if child == 7 else str(30_000 + 37 * child)
+        cell = CellRan(
+            at_s=0.6 + child / 10, call=f"0.{child}", turn=0, cell=0, result=Cell("x = 1")
+        )
+        for event in (
+            msgspec.structs.replace(started, kind="rlm"),
+            asked,
+            replied,
+            cell,
+            msgspec.structs.replace(ended, answer=value),
+        ):
+            journal.append(event)
+    journal.append(CellRan(at_s=2.0, call="0", turn=0, cell=0, result=Cell("x = 1")))
+    journal.append(CallEnded(at_s=2.1, id="0", stop=stop, answer=answer, reason=reason))
+    journal.append(RunEnded(at_s=2.1, stop=stop, answer=answer, reason=reason, cost=0.031))
+    if number % 3:
+        journal.append(ScoreAdded(at_s=3.0, by="task", rewards={"correct": float(number % 3 == 1)}))
+    journal.close()
+    return journal.id
 
 
 def _exchange(id: str, at_s: float) -> list[Any]:

@@ -5,8 +5,9 @@ models.
     python benchmarks/reality.py --json     also print, as the last line, {"figures": [{"name", …},
     …]}
 
-Every provider is a real server on loopback, which ``reality_providers.py`` simulates; waits run on
-a fast clock (``FastLoop``). The exit code is 1 if a figure misses its limit.
+Every provider is a real server on loopback (``reality_providers.py``, ``reality_catalogue.py``);
+waits run on a fast clock (``FastLoop``). Anthropic's messages and LiteLLM are measured if their
+packages are installed. The exit code is 1 if a figure misses its limit.
 """
 
 from __future__ import annotations
@@ -16,10 +17,18 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 
+import reality_catalogue
 import reality_providers
+import reality_work
 from engine import Figure, show
 
-FIGURES: tuple[Callable[[bool], Iterator[Figure]], ...] = (reality_providers.outages,)
+FIGURES: tuple[Callable[[bool], Iterator[Figure]], ...] = (
+    reality_catalogue.misbehaviours,
+    reality_catalogue.usages,
+    reality_providers.outages,
+    reality_work.interruptions,
+    reality_work.careless_models,
+)
 """Functions that measure figures; the argument is True for the quick form."""
 
 

@@ -72,7 +72,7 @@ PUBLIC = {
         Signal SignalContext SignalScore SingleBackend StepJudge StepMetrics StepRules
         StepSampleSpec TaskSpec TeacherSignal TokenCredit TokenScorer TokenScores
         TokenSequence TokenTis ToolUseSignal TopKCandidates Tracker TrainedModel
-        TrainingGuard TrajectoryHints WarmUpSpec WorstTokenMask kl_estimate load_recipe pack
+        TrainingGuard TrajectoryHints WarmUpSpec WorstTokenMask demonstrate kl_estimate load_recipe pack
         ratio read_group_records read_metrics token_sequences train with_preset
     """,
 }

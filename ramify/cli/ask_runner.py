@@ -26,6 +26,7 @@ from ramify.cli.parser import ExitCode, exit_of
 from ramify.cli.progress_screen import ProgressScreen
 from ramify.cli.stop_signals import on_signal
 from ramify.cli.terminal_text import StderrNotes, count, dollars, error_line, one_line, seconds
+from ramify.clients.pool import RETRYING
 from ramify.engine.call import jsonable
 from ramify.engine.question import RunOptions
 from ramify.engine.rlm import RLM
@@ -63,6 +64,8 @@ class StepLines:
         self._screen = screen
         self._failed: AttemptFailed | None = None
         """The last event, if it is an attempt whose failure has not been printed."""
+        self._num_retries = 0
+        """Number of retries since the last reply."""
         console = current_console()
         if notes.verbose and screen.form != "json" and console is not None:
             console.hidden.update(_AS_STEPS)
@@ -78,6 +81,17 @@ class StepLines:
                 self._screen.event("step", kind=event.__struct_config__.tag, call=call, text=line)
         elif self._notes.verbose:
             self._say_step(event)
+        elif self._screen.form != "live":
+            self._say_waiting(event)
+
+    def _say_waiting(self, event: AnyEvent) -> None:
+        """Print what the run is waiting for: one line for each outage, at its second failure."""
+        if isinstance(event, ReplyReceived):
+            self._num_retries = 0
+        elif isinstance(event, NoteAdded) and RETRYING in event.text:
+            self._num_retries += 1
+            if self._num_retries == 2:
+                self._notes.say(f"waiting: {event.text}")
 
     def _say_step(self, event: AnyEvent) -> None:
         """Print a step, but not a failure that the note about its retry repeats, nor a warning,

@@ -25,6 +25,7 @@ from rich.text import Text
 from ramify.cli.ask_runner import StepLines
 from ramify.cli.progress_screen import ProgressScreen
 from ramify.cli.terminal_text import clean, count, dollars, one_line, seconds, ticking
+from ramify.clients.pool import RETRYING
 from ramify.engine.action import read_action
 from ramify.engine.run_handle import RunHandle
 from ramify.types.call_tree import CallNode, CallTree
@@ -113,6 +114,7 @@ class TerminalTree:
                 codes = (message.content,) if raw else read_action(message).codes
                 row.code = codes[-1] if codes else row.code
                 row.has_code = bool(codes)
+                self.notice = "" if RETRYING in self.notice else self.notice
             case CellRan() if row:
                 row.code = event.result.code
             case CallEnded() if call is not None and (tally := self._tally(call)):

@@ -25,6 +25,7 @@ COMMANDS = {
     "ask": ("ramify.cli.ask", "answer a question over files, folders, databases or a pipe"),
     "eval": ("ramify.cli.eval", "evaluate a model on a task"),
     "train": ("ramify.cli.train", "train a policy from a recipe"),
+    "init": ("ramify.cli.init_command", "write a new task, its expert and its recipe"),
     "cluster plan": (
         "ramify.cli.cluster",
         "estimate a recipe's process placement, memory and step time",

@@ -300,7 +300,7 @@ def differences(old: Trajectory, new: Trajectory) -> Iterator[str]:
         else:
             yield from _call_differences(call, replayed)
     yield from (f"call {id} is new" for id in calls)
-    if old.answer != new.answer:
+    if not _is_same(old.answer, new.answer):
         yield f"the answer was {_shown(old.answer)} and is now {_shown(new.answer)}"
 
 
@@ -314,11 +314,16 @@ def _call_differences(old: Call, new: Call) -> Iterator[str]:
                 if before != after:
                     place = f"call {old.id}, turn {turn}, cell {cell}"
                     yield f"{place}: {name} was {_shown(before)} and is now {_shown(after)}"
-    if (old.answer, old.stop) != (new.answer, new.stop):
+    if old.stop != new.stop or not _is_same(old.answer, new.answer):
         yield (
             f"call {old.id} ended {old.stop} with {_shown(old.answer)} "
             f"and now ends {new.stop} with {_shown(new.answer)}"
         )
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    """Whether two answers are the same in a journal, where a tuple is a list and NaN is null."""
+    return msgspec.json.encode(old) == msgspec.json.encode(new)
 
 
 def _verdict(old: Trajectory, changes: list[str]) -> str:

@@ -89,7 +89,12 @@ class AnthropicClient:
             raise self._refusal(error) from error
         except anthropic.APIError as error:
             raise self._broken(error) from error
-        return self._reply(sent, time.perf_counter() - started)
+        except ValueError as error:  # the SDK lets broken JSON and broken text through
+            raise self._no_message(error) from error
+        try:
+            return self._reply(sent, time.perf_counter() - started)
+        except (AttributeError, TypeError) as error:  # the SDK does not check what it parses
+            raise self._no_message(error) from error
 
     async def close(self) -> None:
         await self._sdk.close()
@@ -188,15 +193,18 @@ class AnthropicClient:
             failure.transient = True
         return failure
 
+    def _no_message(self, reason: object) -> BadReply:
+        text = " ".join(redacted(str(reason), (self._secret,)).split())[:200]
+        return BadReply(
+            f"{self.name}: {self._sdk.base_url} answered something that is not a message ({text})"
+        )
+
     def _broken(self, error: Exception) -> ModelError:
         cause = error.__cause__ or error
         text = " ".join(redacted(str(cause), (self._secret,)).split())
         reason = text[:200] or type(cause).__name__
         if type(error).__name__ == "APIResponseValidationError":
-            return BadReply(
-                f"{self.name}: {self._sdk.base_url} answered something that is not a message "
-                f"({reason})"
-            )
+            return self._no_message(reason)
         if any(base.__name__ in _NEVER_SENT for base in type(cause).__mro__):
             return Unreachable(f"{self.name}: cannot reach {self._sdk.base_url} ({reason})")
         return ReplyLost(

@@ -20,6 +20,7 @@ most that the request can cost. No report can therefore lower the recorded spend
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -255,6 +256,19 @@ def _is_consistent(usage: Usage) -> bool:
     return parts <= usage.input_tokens and usage.reasoning_tokens <= usage.output_tokens
 
 
+_REASONING = re.compile(
+    r"(^|[/:._-])(o[134](?=$|[-@])|gpt-5(?!.*chat)|gpt-oss|deepseek-r|r1(?=$|[-@])|qwq|magistral"
+    r"|qwen-?3(?!.*(instruct|coder))|glm-(4\.[5-9]|[5-9])|grok-(3-mini|4)|gemini-(2\.5|[3-9])"
+    r"|minimax-m|[\w.-]*(reason|think))"
+)
+
+
+def reasons(name: str) -> bool:
+    """True if the model ``provider:model`` is known to reason before it replies, without being
+    asked to."""
+    return _REASONING.search(name.partition("@http")[0].lower()) is not None
+
+
 _WORDS: dict[Finish, str] = {
     "stop": "stop end_turn stop_sequence eos eos_token eot complete completed finished done end",
     "length": "length max_tokens max_output_tokens max_length model_length token_limit"
@@ -276,6 +290,11 @@ _BROKEN = {
     "canceled",
     "malformed_function_call",
 }
+
+
+def is_known_finish(reason: Any) -> bool:
+    """True if ``finish_of`` knows the reason."""
+    return str(reason).lower() in _FINISHES or str(reason).lower() in _BROKEN
 
 
 def finish_of(reason: Any, where: str) -> Finish:

@@ -22,6 +22,8 @@ from ramify.clients.base import Request, counted, dollars, finish_of
 from ramify.clients.providers import Endpoint
 from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
 
+KIND = "chat completion"
+
 
 class _Function(msgspec.Struct):
     name: str = ""

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ramify.clients import chat_json
-from ramify.clients.base import Price, Request, dollars
+from ramify.clients.base import Price, Request, dollars, is_known_finish
 from ramify.clients.failures import from_status, redacted
 from ramify.clients.providers import Endpoint, ProviderSpec, split_name, split_url
 from ramify.errors import BadReply, ConfigError, ModelError, Refused, ReplyLost, Unreachable
@@ -104,6 +104,11 @@ class LiteLLMClient:
     def _reply(self, sent: Any, seconds: float) -> Reply:
         try:
             completion = msgspec.convert(sent.model_dump(), chat_json.ChatCompletion)
+            for choice, given in zip(completion.choices or (), sent.choices, strict=False):
+                native = getattr(given, "provider_specific_fields", None) or {}
+                # LiteLLM turns what it does not know, an aborted reply included, into "stop".
+                if is_known_finish(native.get("native_finish_reason")):
+                    choice.finish_reason = native["native_finish_reason"]
             if not completion.choices:
                 raise BadReply(f"{self.name}: LiteLLM returned a reply without choices")
             if isinstance(completion.usage, dict) and not completion.usage.get("total_tokens"):

@@ -1,6 +1,7 @@
-"""Client for any server that implements OpenAI's chat completions.
+"""Client for any server that implements OpenAI's chat completions, or its responses API.
 
 It sends each request once and turns bad answers into errors. ``chat_json.py`` translates the JSON,
+or ``responses_json.py`` if the URL ends in ``/responses``,
 ``pool.py`` sends the bytes, and ``providers.py`` defines addresses and differences between
 providers. Not here: rate limiting, retries and prices (see ``pool.py``).
 """
@@ -11,12 +12,12 @@ import time
 
 import msgspec
 
-from ramify.clients import chat_json
+from ramify.clients import chat_json, responses_json
 from ramify.clients.base import Price, Request
 from ramify.clients.failures import from_status, redacted
 from ramify.clients.http1 import HttpResponse
 from ramify.clients.pool import HttpConnectionPool, route_to
-from ramify.clients.providers import Endpoint
+from ramify.clients.providers import RESPONSES_PATH, Endpoint
 from ramify.errors import BadReply, ModelError, Refused
 from ramify.types.message import Reply
 
@@ -39,12 +40,14 @@ class OpenAIClient:
         self.continues = bool(endpoint.provider.continue_fields)
         """True if a request that ends with a part of a reply is answered with its rest."""
         self._endpoint = endpoint
+        self._format = responses_json if endpoint.url.endswith(RESPONSES_PATH) else chat_json
         self._limit_field = endpoint.limit_field
         self._wire = wire
         self._route = route_to(endpoint.url, endpoint.headers)
 
     async def complete(self, request: Request) -> Reply:
-        body = chat_json.encode(chat_json.body_fields(request, self._endpoint, self._limit_field))
+        fields = self._format.body_fields(request, self._endpoint, self._limit_field)
+        body = chat_json.encode(fields)
         started = time.perf_counter()
         answer = await self._wire.sender(self._route).post(self.name, self._route, body)
         seconds = time.perf_counter() - started
@@ -85,19 +88,25 @@ class OpenAIClient:
         if not completion.choices:
             raise self._no_choices(answer, completion)
         try:
-            return chat_json.read(completion, completion.choices[0], self._endpoint.model, seconds)
+            reply: Reply = self._format.read(
+                completion, completion.choices[0], self._endpoint.model, seconds
+            )
+            return reply
         except ValueError as error:
             raise self._bad(str(error)) from None
 
-    def _completion(self, answer: HttpResponse) -> chat_json.ChatCompletion:
+    def _completion(
+        self, answer: HttpResponse
+    ) -> chat_json.ChatCompletion | responses_json.ResponseBody:
         try:
-            return chat_json.decode(answer.body)
+            completion: chat_json.ChatCompletion = self._format.decode(answer.body)
+            return completion
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             kind = answer.headers.get("content-type", "no content type")
             if "html" in kind.lower() or answer.body.lstrip()[:1] == b"<":
                 hint = (
                     ""
-                    if self._endpoint.url.endswith("/v1/chat/completions")
+                    if self._endpoint.url.endswith(("/v1/chat/completions", RESPONSES_PATH))
                     else ": most end in /v1"
                 )
                 raise self._bad(
@@ -107,12 +116,18 @@ class OpenAIClient:
                 answer.body[:2000].decode("utf-8", "replace"), (self._endpoint.secret,)
             )[:80]
             raise self._bad(
-                f"answered {kind} that is not a chat completion ({error}): {start!r}"
+                f"answered {kind} that is not a {self._format.KIND} ({error}): {start!r}"
             ) from None
 
-    def _no_choices(self, answer: HttpResponse, completion: chat_json.ChatCompletion) -> ModelError:
+    def _no_choices(
+        self,
+        answer: HttpResponse,
+        completion: chat_json.ChatCompletion | responses_json.ResponseBody,
+    ) -> ModelError:
         if completion.error is None:
-            return self._bad("sent a reply without choices; is it a chat completions endpoint?")
+            return self._bad(
+                f"sent a reply without choices; is it a {self._format.KIND}s endpoint?"
+            )
         code = completion.error.get("code") if isinstance(completion.error, dict) else None
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
         return self._refusal(HttpResponse(status, answer.headers, answer.body))

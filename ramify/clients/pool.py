@@ -136,6 +136,8 @@ Sleep = Callable[[float], Awaitable[object]]
 
 _FIRST_WAIT_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
+RETRYING = "trying again in"
+"""Words by which a note about a retry is known."""
 _LONG_WAIT_S = 1.0
 """A shorter wait leaves no record."""
 _WAITED_FOR = {
@@ -413,7 +415,7 @@ class RequestRetries:
             else f"attempt {self.failed} of {self._pool.max_attempts}"
         )
         tried = tried if self.failed else "others got through"
-        text = f"{error}; trying again in {wait_s:.1f} s ({tried})"
+        text = f"{error}; {RETRYING} {wait_s:.1f} s ({tried})"
         self._num_retries += 1
         # A request may be retried many times while patience lasts: one record is enough.
         log = _log.warning if self._num_retries < 2 or not self._patience_s else _log.debug

@@ -38,6 +38,8 @@ _AT_URL = re.compile(r"^(?P<model>.*)@(?P<url>https?://.+)$")
 _LIKE_AN_ADDRESS = re.compile(
     r"\w+:/.*|[^/]*:\d{2,5}(/.*)?|localhost.*|\d+(\.\d+){3}.*|.+/.*|https?.*"
 )
+RESPONSES_PATH = "/responses"
+"""A base URL that ends so is that of the responses API."""
 _AZURE_API_VERSION = "2024-10-21"
 
 
@@ -194,19 +196,6 @@ PROVIDERS: dict[str, ProviderSpec] = {
         local=True,
     ),
 }
-
-_REASONING = re.compile(
-    r"(^|[/:._-])(o[134](?=$|[-@])|gpt-5(?!.*chat)|gpt-oss|deepseek-r|r1(?=$|[-@])|qwq|magistral"
-    r"|qwen-?3(?!.*(instruct|coder))|glm-(4\.[5-9]|[5-9])|grok-(3-mini|4)|gemini-(2\.5|[3-9])"
-    r"|minimax-m|[\w.-]*(reason|think))"
-)
-
-
-def reasons(name: str) -> bool:
-    """True if the model ``provider:model`` is known to reason before it replies, without being
-    asked to."""
-    return _REASONING.search(name.partition("@http")[0].lower()) is not None
-
 
 IN_PROCESS = ("local", "tiny")
 """Engines in this process: ``local:FOLDER``, and ``tiny``, which is a complete name."""
@@ -384,7 +373,8 @@ def _headers(provider: ProviderSpec, secret: str, environ: Mapping[str, str]) ->
 
 
 def _chat_url(base: str) -> str:
-    return base if base.endswith("/chat/completions") else f"{base}/chat/completions"
+    is_whole = base.endswith(("/chat/completions", RESPONSES_PATH))
+    return base if is_whole else f"{base}/chat/completions"
 
 
 def _azure_url(base: str, deployment: str, environ: Mapping[str, str]) -> str:

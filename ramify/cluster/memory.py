@@ -37,7 +37,7 @@ _SHARE_OF_VLLM = 0.9
 """Share of a GPU that vLLM and SGLang reserve by default. Memory beyond the weights holds keys and
 values."""
 _SHARE_OPTIONS = ("--gpu-memory-utilization", "--mem-fraction-static")
-_GATHERED_BYTES = 64 << 20
+_GATHERED_BYTES = 16 << 20
 """Bytes of small tensors that are gathered at once (``backends/fsdp.py``)."""
 _SESSION_BYTES = 2_500_000
 """Memory of an empty session (``docs/log.md``)."""

@@ -165,6 +165,7 @@ def sent_bytes(
     dense, experts = shape.parameters - shape.experts, shape.experts
     trained = shape.trained / shape.parameters
     along_experts = sizes.expert_shard if sizes.experts > 1 else sizes.shard
+    reduces = 2 if device.is_cpu else 1  # gloo sums on every rank, and then keeps a part
     shard = replicas = 0.0
     for parameters, outside, along, split in (
         (dense, shape.outside, sizes.shard, sizes.tensor),
@@ -172,7 +173,9 @@ def sent_bytes(
     ):
         part, others = parameters / split, (along - 1) / along
         gathers = (2 * parameters - outside) / split
-        shard += others * (backward * gathers * itemsize + backward * part * trained * memory.FP32)
+        shard += others * (
+            backward * gathers * itemsize + reduces * backward * part * trained * memory.FP32
+        )
         rows = part * trained * memory.FP32 / along
         replicas += backward * 2 * (sizes.replicas - 1) / sizes.replicas * rows
     hidden = most * shape.width * itemsize

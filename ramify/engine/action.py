@@ -78,6 +78,24 @@ class FinalAnswer(msgspec.Struct, frozen=True):
             return self.text
 
 
+_COMPUTES = (ast.Call, ast.Subscript, ast.ListComp, ast.DictComp, ast.GeneratorExp, ast.JoinedStr)
+
+
+def expressions(final: FinalAnswer | None) -> tuple[str, ...]:
+    """Return a cell that computes the answer of ``FINAL(len(found))`` given as text; nothing if the
+    text is a name, a literal or words."""
+    if final is None or final.variable or final.as_is:
+        return ()
+    try:
+        tree = ast.parse(final.text, mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return ()
+    nodes = [*ast.walk(tree)]
+    computes = any(isinstance(node, _COMPUTES) for node in nodes)
+    has_names = any(isinstance(node, ast.Name) for node in nodes)
+    return (f"FINAL({final.text})",) if computes and has_names else ()
+
+
 class ParsedAction(msgspec.Struct, frozen=True):
     """The parsed content of one reply, in order of execution: run the codes, then answer."""
 
@@ -87,6 +105,9 @@ class ParsedAction(msgspec.Struct, frozen=True):
     final: FinalAnswer | None = None
     ignored: tuple[str, ...] = ()
     """Notes for the model about what was not understood."""
+    was_attempted: bool = False
+    """True if nothing was understood, but the message tried to run something, so that its words are
+    not an answer."""
 
 
 def read_action(message: Message, is_cut: bool = False) -> ParsedAction:
@@ -121,6 +142,17 @@ def without_thinking(text: str) -> str:
     text = text.replace("\r\n", "\n")
     text = _THOUGHT.sub("", text) if "</think>" in text else text
     return _THINK.sub("", text)
+
+
+def fences(text: str) -> Iterator[tuple[str, str, bool]]:
+    """Yield (language, content, whether it was closed) of each fence that is not run."""
+    position = 0
+    while opening := _OPEN.search(text, position):
+        start, language = min(opening.end() + 1, len(text)), opening["language"].lower()
+        indent, is_code = len(opening["indent"]), language in _LANGUAGES
+        body, position, closed = _body(text, start, opening["fence"], indent, is_code)
+        if not is_code:
+            yield language, body, closed
 
 
 def _fenced(text: str, is_cut: bool = False) -> tuple[list[str], str, list[str]]:

@@ -70,6 +70,10 @@ class LiveCall:
         self.num_children += 1
         return f"{self.id}.{self.num_children - 1}"
 
+    def peek_child(self) -> str:
+        """Return what ``next_child`` would."""
+        return f"{self.id}.{self.num_children}"
+
     def forked(self) -> LiveCall:
         """Return a new call that continues this one from here, as another branch of it."""
         self.num_forks += 1

@@ -166,6 +166,20 @@ class Notebook:
             stdout_digest=digest,
         )
 
+    def as_recorded(self, cell: Cell, recorded: Cell) -> Cell:
+        """Return ``recorded`` and note any difference. The recorded replies refer to the recorded
+        output, so that is shown again."""
+        if (cell.stdout, cell.value, cell.error) != (
+            recorded.stdout,
+            recorded.value,
+            recorded.error,
+        ):
+            self.run.note(
+                self.call,
+                "a cell that was run again gave another output than it did when it was recorded",
+            )
+        return recorded
+
     async def _replace(self, reason: str) -> str:
         """Replace the session that died; returns the error for the model."""
         await self.close()

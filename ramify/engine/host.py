@@ -58,8 +58,10 @@ _LONG_CHARS = 5_000
 class CellHost:
     """Answers the calls of one cell."""
 
-    def __init__(self, loop: RlmLoop, turn: int, cell: int) -> None:
+    def __init__(self, loop: RlmLoop, turn: int, cell: int, closed_by: Stop | None = None) -> None:
+        """``closed_by`` is the limit because of which no model is asked any more."""
         self._loop = loop
+        self._closed_by = closed_by
         self._run = loop.run
         self._call = loop.call
         self._where = Parent(loop.call.id, turn, cell)
@@ -108,6 +110,7 @@ class CellHost:
         with _arguments_of("llm_query_batched"):
             _check_texts(prompts)
             client = self._client(model, self._run.models.plain)
+            self._check_room(len(prompts))
         # Checking a large schema takes a second, so it runs in a thread.
         kind = None if schema is None else await asyncio.to_thread(_schema_check, schema)
         calls = [self._sub_call("lm", client, prompt) for prompt in prompts]
@@ -134,6 +137,7 @@ class CellHost:
             client = self._client(
                 model, self._run.models.rlm(depth) if deep else self._run.models.plain
             )
+            self._check_room(len(prompts))
             given = contexts if contexts is not None else [None] * len(prompts)
             if not isinstance(given, list):
                 raise HostCallError(
@@ -288,6 +292,25 @@ class CellHost:
                 "SubcallError", observe.NO_MODEL.format(name=model[:200], known=known)
             )
         return client
+
+    def _check_room(self, num: int) -> None:
+        """Refuse calls before the first one is made if the run's limit does not allow all of them.
+        A cell that is repeated makes those that it made before."""
+        recording, limit = self._run.recording, self._run.requests.ledger.limit.calls
+        left = self._run.requests.ledger.calls_left()
+        if recording is not None and recording.cell(*msgspec.structs.astuple(self._where)):
+            left = num if recording.has_call(self._call.peek_child(), self._where) else 0
+        if self._closed_by is not None:
+            why = f"the run's limit is reached ({self._closed_by}): no more calls can be made"
+        elif num > max(left, 1):
+            why = (
+                f"{num} calls, but {left} of the run's {limit} are left: none was made; ask for "
+                f"{left} at most"
+            )
+        else:
+            return
+        failures = dict.fromkeys(range(num), why)
+        raise HostCallError("SubcallError", why, {"results": [None] * num, "failures": failures})
 
     async def _all(self, work: list[Awaitable[CallOutcome]]) -> list[Any]:
         """Return the answers in order. If one failed, raise SubcallError with the answers that did

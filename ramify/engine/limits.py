@@ -160,6 +160,10 @@ class Ledger:
     def _committed(self) -> ResourceAmount:
         return self.spent.plus(self.held)
 
+    def calls_left(self) -> int:
+        """Requests that may still be sent; those held or outstanding do not count."""
+        return self.limit.calls - self._committed().plus(self.outstanding).calls
+
     def hold(self, amount: ResourceAmount) -> Stop | None:
         """Hold ``amount`` for the final answer, replacing what was held. Returns the limit that it
         exceeds, if any."""

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.clients.base import Client, Request, Tool
+from ramify.clients.base import Client, Request, Tool, reasons
 from ramify.clients.pool import ClientPool
-from ramify.clients.providers import reasons
 from ramify.engine import observe, retool
 from ramify.engine.call import LiveCall
 from ramify.engine.limits import Ledger, Limits, ResourceAmount, bound

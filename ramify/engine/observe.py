@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ramify.types.message import Message
-from ramify.types.trajectory import Cell
+from ramify.types.trajectory import Cell, Stop
 
 _PREVIEW_CHARS = 300
 _PREVIEW_ITEMS = 8
@@ -27,12 +27,22 @@ LAST_WORD = (
     "have: write "
     "FINAL(your answer) as text, the best answer that what you have seen supports."
 )
+LAST_CELL = (
+    "{reason} No more calls can be made. Answer now with what you have, the best answer that what "
+    "you have seen supports: write one last cell that calls FINAL(value), or FINAL(your answer) as "
+    "text."
+)
+LAST_SESSION = "The session was lost {deaths} times."
 NUDGE = (
     "Nothing was run: there was no code fence marked repl and no FINAL(…) in your message. Write "
     "code in a ```repl "
     "fence, or give the answer with FINAL(…). If your last message is the answer, it will be taken "
     "as it is after "
     "another message without code."
+)
+NOT_RUN = (
+    "Nothing was run: the note says why. Write code in a ```repl fence, or give the answer with "
+    "FINAL(…)."
 )
 SUMMARISE = (
     "The conversation is about to outgrow your window. Write a summary that lets you go on without "
@@ -104,6 +114,37 @@ def cell_report(cell: Cell) -> str:
         names = ", ".join(f"`{name}`" for name in cell.restored)
         parts.append(f"({names}: reserved, put back as it was; use another name)")
     return "\n".join(parts) or "(no output)"
+
+
+NO_LAST_CELL = (Stop.DEADLINE, Stop.CANCELLED, Stop.ERROR)
+"""Reasons of a last word after which no cell is run."""
+
+
+def last_word(stop: Stop, num_deaths: int) -> str:
+    """Return the request for the last word of a call that ends because of ``stop``."""
+    reasons = {
+        Stop.CANCELLED: "You are asked to finish.",
+        Stop.ERROR: LAST_SESSION.format(deaths=num_deaths),
+    }
+    text = LAST_WORD if stop in NO_LAST_CELL else LAST_CELL
+    return text.format(reason=reasons.get(stop, f"The limit is reached ({stop})."))
+
+
+def kept(note: Mapping[str, Any], has_failed: bool) -> list[str]:
+    """Return notes for the model about values of a cell that were kept for it: replies, if the cell
+    ``has_failed`` or a call did, and values that it bound to reserved names."""
+    texts = []
+    replies = note.get("replies")
+    match replies:
+        case {"name": str() as name, "num": int() as num, "arrived": int() as arrived} if arrived:
+            if has_failed or arrived < num:
+                texts.append(
+                    f"{arrived} of the {num} replies to this cell's calls arrived; all are in the "
+                    f"list `{name}`, in order" + (", None where one failed" * (arrived < num))
+                )
+    for name in note.get("kept") or ():
+        texts.append(f"your value of `{name}` is in `own_{name}`")
+    return texts
 
 
 def observation(

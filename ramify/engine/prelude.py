@@ -69,9 +69,16 @@ class SubcallError(RuntimeError):
         self.kind: str = next(iter(self.kinds.values()), "error")
 
 
+_received: list[Any] = []
+"""Replies to the calls of the current cell; None where a call failed."""
+_context: Any = globals().get("namespace", {}).get("context", _MISSING)
+
+
 def _ask(name: str, *args: Any, **kwargs: Any) -> list[Any]:
     try:
-        return list(call_host(name, *args, **kwargs))
+        replies = list(call_host(name, *args, **kwargs))
+        _received.extend(replies)
+        return replies
     except HostError as error:
         if error.kind != "SubcallError":
             kind = getattr(builtins, error.kind, None)
@@ -80,7 +87,9 @@ def _ask(name: str, *args: Any, **kwargs: Any) -> list[Any]:
                 if isinstance(kind, type) and issubclass(kind, Exception)
                 else error
             ) from None
-        given = (error.data.get(name) for name in ("results", "failures", "partial", "kinds"))
+        names = ("results", "failures", "partial", "kinds")
+        given = [error.data.get(name) for name in names]
+        _received.extend(given[0] or [None])
         raise SubcallError(str(error), *given) from None
 
 
@@ -209,7 +218,7 @@ def _variable(name: str) -> Any:
 
 def SHOW_VARS() -> dict[str, str]:
     """Your variables: name -> type and size."""
-    hidden = set(__all__) | {"context"}
+    hidden = {*__all__, "context", _CONTROL["replies"]}
     return {
         name: _kind(value)
         for name, value in namespace.items()
@@ -252,7 +261,13 @@ history = _History()
 outputs: dict[int, str] = {}
 """Cell number -> the whole output of a cell whose output was cut."""
 
-_CONTROL: dict[str, Any] = {"cells": 0, "max_output_chars": 10_000, "final_var": None}
+_CONTROL: dict[str, Any] = {
+    "cells": 0,
+    "max_output_chars": 10_000,
+    "final_var": None,
+    "replies": "last_replies",
+    "kept": None,
+}
 
 
 def after_cell() -> dict[str, Any]:
@@ -265,6 +280,9 @@ def after_cell() -> dict[str, Any]:
     wanted, _CONTROL["final_var"] = _CONTROL["final_var"], None
     if wanted is not None:
         FINAL(_variable(wanted))
+    if globals().get("namespace_is_live", True):
+        _keep_replies(note)
+        _keep_rebound(note)
     current = namespace.get("answer")
     if isinstance(current, Mapping) and current.get("content") not in ("", None):
         note["partial"] = _carried(current["content"])
@@ -274,6 +292,38 @@ def after_cell() -> dict[str, Any]:
     if _final:
         note["final"] = _final.pop()
     return note
+
+
+def _keep_replies(note: dict[str, Any]) -> None:
+    """Bind what the cell's calls received to a name that no code has bound."""
+    if not _received:
+        return
+    name = _CONTROL["replies"]
+    while name in namespace and namespace[name] is not _CONTROL["kept"]:
+        name += "_"
+    replies = _CONTROL["kept"] = namespace[name] = list(_received)
+    _CONTROL["replies"] = name
+    _received.clear()
+    note["replies"] = {
+        "name": name,
+        "num": len(replies),
+        "arrived": sum(reply is not None for reply in replies),
+    }
+
+
+def _keep_rebound(note: dict[str, Any]) -> None:
+    """Keep values that the cell bound to reserved names under other names."""
+    own = {name: globals()[name] for name in __all__} | {"context": _context}
+    for name, reserved in own.items():
+        value = namespace.get(name, _MISSING)
+        if value is reserved or value is _MISSING or value is None or reserved is _MISSING:
+            continue
+        if name == "answer" and isinstance(value, Mapping) and "content" in value:
+            answer.update(content=value["content"], ready=value.get("ready", False))
+            namespace["answer"] = answer
+            continue
+        namespace[f"own_{name}"] = value
+        note.setdefault("kept", []).append(name)
 
 
 # --- JSON schemas of Python types, so that llm_query(..., schema=list[int]) works -----------------

@@ -14,11 +14,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from ramify.clients.base import Tool
 from ramify.engine import observe, retool
-from ramify.engine.action import FinalAnswer, ParsedAction, prose_of, read_action
+from ramify.engine.action import (
+    FinalAnswer,
+    ParsedAction,
+    expressions,
+    prose_of,
+    read_action,
+)
 from ramify.engine.call import CallOutcome, LiveCall
 from ramify.engine.call_notebook import MAX_DEATHS, Notebook
+from ramify.engine.foreign_formats import syntax_hint
 from ramify.engine.host import CellHost
 from ramify.engine.model_requests import cut_reply
 from ramify.engine.run_state import RunState
@@ -62,6 +71,7 @@ class RlmLoop:
         self._is_cut = False
         """True if the last reply was truncated at its token limit."""
         self._num_idle = 0
+        self._closed_by: Stop | None = None  # at which the last cell runs, which makes no calls
         self._is_root = call.parent is None
 
     async def answer(self, question: str, kind: AnswerType | None = None) -> CallOutcome:
@@ -152,13 +162,16 @@ class RlmLoop:
             stop = Stop.MAX_TOKENS if outgrown else Stop.ERROR
             return CallOutcome(stop, self._best(use_prose=False), str(error), error)
         self._reused = None
-        self._last_text = reply.message.content
         self._is_cut = reply.finish == "length"
+        action = run.scaffold.read(reply.message, self._is_cut)
+        self._last_text = "" if action.was_attempted else reply.message.content
         run.pass_limit(call)
         try:
-            outcome, messages = await self._act(run.scaffold.read(reply.message, self._is_cut))
+            outcome, messages = await self._act(action)
         except SessionDied as died:
-            return CallOutcome(Stop.ERROR, self._best(use_prose=False), str(died), died)
+            outcome = await self._last_word(Stop.ERROR)
+            answer = outcome.answer if outcome.answer is not None else self._best(use_prose=False)
+            return CallOutcome(Stop.ERROR, answer, str(died), died)
         if outcome is None:
             self._pending = messages
             await self._compact_if_long()
@@ -203,7 +216,11 @@ class RlmLoop:
         notes = list(action.ignored)
         turn = self.call.turn - 1
         deferred, self._deferred = self._deferred, _NOTHING
-        reports, final = await self._run_cells(action, turn, notes)
+        if not action.codes and (codes := expressions(action.final)):
+            _, final = await self._run_cells(msgspec.structs.replace(action, codes=codes), turn, [])
+            reports = list[str]()
+        else:
+            reports, final = await self._run_cells(action, turn, notes)
         if final is _NOTHING and action.final is not None:
             final = await self._text_final(action.final, notes)
         if final is _NOTHING and not action.codes:
@@ -222,6 +239,9 @@ class RlmLoop:
     ) -> tuple[CallOutcome | None, list[Message]]:
         """Handle a message without code or answer: accept a deferred answer, or else nudge the
         model once; after another idle message, that message is the answer."""
+        if action.was_attempted and not action.tool_call_ids:
+            self._deferred = deferred
+            return None, self._observation(action, [observe.NOT_RUN], notes)
         if deferred is not _NOTHING:
             outcome = self._conclude(deferred, [], notes, confirmed=True)
             return outcome, [] if outcome else self._observation(action, [], notes)
@@ -278,6 +298,8 @@ class RlmLoop:
             reports.append(self.run.scaffold.report(cell))
             final = note.get("final", final)
             self._partial = note.get("partial", self._partial)
+            if cell.error and self.run.scaffold.takes_words:
+                notes += filter(None, [syntax_hint(code, cell.error)])
             if cell.error is not None and index + 1 < len(action.codes):
                 notes.append(
                     f"cells {index + 2} to {len(action.codes)} were not run, since cell "
@@ -290,7 +312,7 @@ class RlmLoop:
         self, code: str, turn: int, index: int, notes: list[str]
     ) -> tuple[Cell, dict[str, Any]]:
         run, place = self.run, (self.call.id, turn, index)
-        host = CellHost(self, turn, index)
+        host = CellHost(self, turn, index, self._closed_by)
         recorded = run.recording.cell(*place) if run.recording is not None else None
         ran = await self.notebook.execute(code, host, died=recorded is not None and recorded.died)
         if ran.interrupted == "time":
@@ -301,8 +323,9 @@ class RlmLoop:
         note = ran.note.get("prelude") if isinstance(ran.note, dict) else None
         note = note if isinstance(note, dict) else {}
         cell = self.notebook.shown(ran, note)
+        notes += observe.kept(note, cell.error is not None)
         if recorded is not None:
-            cell = self._as_recorded(cell, recorded)
+            cell = self.notebook.as_recorded(cell, recorded)
         run.recorder.emit(
             CellRan(at_s=run.recorder.now(), call=self.call.id, turn=turn, cell=index, result=cell)
         )
@@ -311,20 +334,6 @@ class RlmLoop:
                 f"call {self.call.id} lost {MAX_DEATHS} sessions; the last cell says: {cell.error}"
             )
         return cell, note
-
-    def _as_recorded(self, cell: Cell, recorded: Cell) -> Cell:
-        """Return ``recorded`` and note any difference. The recorded replies refer to the recorded
-        output, so that is shown again."""
-        if (cell.stdout, cell.value, cell.error) != (
-            recorded.stdout,
-            recorded.value,
-            recorded.error,
-        ):
-            self.run.note(
-                self.call,
-                "a cell that was run again gave another output than it did when it was recorded",
-            )
-        return recorded
 
     # --- answers ----------------------------------------------------------------------------------
 
@@ -365,14 +374,9 @@ class RlmLoop:
         back; a child gets it only if its own turns ran out."""
         if not self.run.scaffold.last_word:
             return self._cut_short(stop)
-        reason = (
-            "You are asked to finish."
-            if stop is Stop.CANCELLED
-            else f"The limit is reached ({stop})."
-        )
-        if not self._is_root and stop is not Stop.MAX_TURNS:
+        if not self._is_root and stop not in (Stop.MAX_TURNS, Stop.ERROR):
             return self._cut_short(stop)
-        request = Message("user", observe.LAST_WORD.format(reason=reason))
+        request = Message("user", observe.last_word(stop, self.notebook.num_deaths))
         prompts = [[*self._pending, request]]
         if self.call.messages:
             prompts.append([request])  # without the observation, which may be too long to fit
@@ -388,7 +392,7 @@ class RlmLoop:
                     continue
                 return CallOutcome(stop, self._best(), str(error), error)
             self._last_text = reply.message.content
-            answer = await self._last_answer(reply.message)
+            answer = await self._last_answer(reply.message, stop)
             if reply.finish == "length":
                 cut = cut_reply(self.run.requests, self.call, self._last_text)
                 return CallOutcome(stop, answer, str(cut), cut)
@@ -401,13 +405,13 @@ class RlmLoop:
             stop, best, f"the run's limit is reached ({stop})" if best is None else None
         )
 
-    async def _last_answer(self, message: Message) -> Any:
+    async def _last_answer(self, message: Message, stop: Stop) -> Any:
         action = (
             read_action(message) if self.run.scaffold.raw_code else self.run.scaffold.read(message)
         )
-        if action.final is None:
-            return self._best()
-        value = await self._text_final(action.final, [])
+        value = await self._last_cells(action, stop)
+        if value is _NOTHING and action.final is not None:
+            value = await self._text_final(action.final, [])
         if value is _NOTHING:
             return self._best()
         try:
@@ -415,28 +419,33 @@ class RlmLoop:
         except TypeMismatch:
             return self._best()
 
+    async def _last_cells(self, action: ParsedAction, stop: Stop) -> Any:
+        """Run the code of the last word, which may make no calls; returns its final answer."""
+        if stop in observe.NO_LAST_CELL:
+            return _NOTHING
+        self._closed_by = stop
+        codes = action.codes or expressions(action.final)
+        last = msgspec.structs.replace(action, codes=codes)
+        try:
+            _, final = await self._run_cells(last, self.call.turn - 1, [])
+        except (SandboxError, LimitReached):
+            return _NOTHING
+        finally:
+            self._closed_by = None
+        return final
+
     # --- messages ---------------------------------------------------------------------------------
 
     def _before_question(self) -> list[Message]:
         """Return the messages before the question: the system prompt, or the answers that earlier
         native calls still need."""
         if not self.call.messages:
-            system = self._system_prompt()
+            system = self.run.system_prompt(self.call.depth)
             return [Message("system", system)] if system else []
         return [
             Message("tool", "(answered)", tool_call_id=call.id)
             for call in self.call.messages[-1].tool_calls
         ]
-
-    def _system_prompt(self) -> str:
-        run, depth = self.run, self.call.depth
-        limits = f"You have {run.setup.limits.max_turns} turns; each of your messages is one."
-        return run.scaffold.system_prompt(
-            depth=depth,
-            children=depth < run.setup.limits.max_depth,
-            tools=run.tools_at(depth).describe(),
-            limits=limits,
-        )
 
     def _observation(
         self, action: ParsedAction, reports: list[str], notes: list[str]

@@ -296,8 +296,7 @@ class RunState:
         self._main = None
 
     def suspend(self, error: RamifyError) -> None:
-        """Send nothing more, and cancel the run's task once the replies on their way have been
-        recorded."""
+        """Send nothing more, and cancel the run once the replies on their way are recorded."""
         self.suspension = self.suspension or error
         self.suspend_if_quiet()
 
@@ -464,6 +463,15 @@ class RunState:
         if context.digest not in self._descriptions:
             self._descriptions[context.digest] = observe.describe(context.value)
         return self._descriptions[context.digest]
+
+    def system_prompt(self, depth: int) -> str:
+        limits = self.setup.limits
+        return self.scaffold.system_prompt(
+            depth=depth,
+            children=depth < limits.max_depth,
+            tools=self.tools_at(depth).describe(),
+            limits=f"You have {limits.max_turns} turns; each of your messages is one.",
+        )
 
     # --- sessions ---------------------------------------------------------------------------------
 

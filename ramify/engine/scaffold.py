@@ -14,7 +14,8 @@ import msgspec
 
 from ramify.clients.base import Tool
 from ramify.engine import observe, retool
-from ramify.engine.action import NATIVE_TOOLS, ParsedAction, read_action
+from ramify.engine.action import NATIVE_TOOLS, ParsedAction
+from ramify.engine.foreign_formats import read_any
 from ramify.errors import ConfigError
 from ramify.inference.base import made_for
 from ramify.plugins import Registry
@@ -192,9 +193,7 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.raw_code:
             return ParsedAction(codes=(message.content,))
         return (
-            retool.read(message, is_cut)
-            if self.protocol == "retool"
-            else read_action(message, is_cut)
+            retool.read(message, is_cut) if self.protocol == "retool" else read_any(message, is_cut)
         )
 
     def report(self, cell: Cell) -> str:

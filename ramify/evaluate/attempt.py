@@ -143,7 +143,9 @@ async def _run(
     direct: bool,
 ) -> tuple[Trajectory, str | None]:
     """(the trajectory, why it is not scored or None)"""
-    running = rlm.start(start, question, metadata=about, sampling=sampling, direct=direct)
+    running = rlm.start(
+        start, question, metadata=about, sampling=sampling, direct=direct, cache=False
+    )
     ending = asyncio.ensure_future(running.result())
     max_seconds = rlm.limits.max_seconds
     try:

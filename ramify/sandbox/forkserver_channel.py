@@ -287,16 +287,17 @@ class ForkServerChannel:
                 if self.gone.done()
                 else f"was not ready after {START_S:g} s"
             )
-            raise SandboxError(f"the fork server {why}: {self._last_words()}")
+            words = self._last_words() or f": {sys.executable} said nothing"
+            raise SandboxError(f"the fork server {why}{words}")
         self.ready.result()
 
     def _last_words(self) -> str:
         if self._complaints is None:
-            return "no reason given"
+            return ""
         lines = (
             os.pread(self._complaints, 1 << 16, 0).decode("utf-8", "replace").strip().splitlines()
         )
-        return lines[-1] if lines else f"{sys.executable} said nothing"
+        return f": {lines[-1]}" if lines else ""
 
     async def ask(
         self, header: dict[str, Any], fds: Sequence[int] = ()
@@ -386,7 +387,7 @@ class ForkServerChannel:
             self.gone.set_result(None)
         for reply in self._replies.values():
             if not reply.done():
-                reply.set_exception(SandboxError(f"the fork server ended: {self._last_words()}"))
+                reply.set_exception(SandboxError(f"the fork server ended{self._last_words()}"))
                 reply.exception()  # its caller may have been cancelled
         for call in [*self._exits.values()]:
             call(-9)

@@ -60,7 +60,6 @@ class GuestSession:
         "_limits",
         "_reply",
         "_state",
-        "_upto",
         "_wire",
         "caps",
         "pid",
@@ -92,8 +91,6 @@ class GuestSession:
         self._forking = asyncio.Lock()
         self._forks = 0
         """Number of forks that are in progress or wait for their turn."""
-        self._upto = 0
-        """Offset in the output file from which data was not received yet."""
         self._wire = SessionWire(transport)
         self._wire.attach(self._take, self._fail, self._lost)
 
@@ -169,7 +166,7 @@ class GuestSession:
 
     async def _death_of(self, cell: RunningCell) -> SessionDied:
         why = await self._why()
-        left = self._wire.transport.leftover(self._upto)
+        left = self._wire.transport.leftover(self._wire.upto)
         cell.output.add(left)
         cell.chars += len(left.decode("utf-8", "replace"))
         text = cell.output.text(cell.chars)
@@ -349,7 +346,7 @@ class GuestSession:
 
     def _moved(self) -> None:
         """The session's output goes to a new file from now on."""
-        self._upto = 0
+        self._wire.upto = 0
 
     def _check_waits(self, cell: RunningCell | None) -> None:
         """Raise unless the session can fork: it must be idle, or a cell must be waiting for the
@@ -458,7 +455,7 @@ class GuestSession:
                 return
             if type(message) is session_wire.OutputFrame:
                 cell.output.add(value, message.skip)
-                cell.chars, self._upto = message.chars, message.upto
+                cell.chars, self._wire.upto = message.chars, message.upto
                 return
         if self._reply is not None and self._take_reply(message, value, *self._reply):
             return

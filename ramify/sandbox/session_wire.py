@@ -347,11 +347,14 @@ class SessionWire:
         "_received",
         "last_id",
         "transport",
+        "upto",
     )
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.last_id = 0
+        self.upto = 0
+        """Offset in the output file from which data was not received yet."""
         self._assembler = FrameAssembler()
         self._holds: set[str] = set()
         """Reasons not to handle more frames now."""

@@ -176,6 +176,10 @@ class RecordedReplies:
         """The recorded result of this cell."""
         return self._cells.get((call, turn, cell))
 
+    def has_call(self, id: str, where: Parent) -> bool:
+        """Whether this cell made the call ``id``."""
+        return self._parents.get(id) == where
+
     def was_skipped(self, call: str, turn: int, cell: int) -> bool:
         """Whether the run was already ending at this cell: at most the call's last request came
         after it."""

@@ -55,6 +55,7 @@ TASKS = Registry(
     {
         "evidence": "ramify.tasks.evidence:evidence",
         "ledger": "ramify.tasks.ledger.task:ledger",
+        "mixture": "ramify.tasks.mixture:mixture",
         "needle": "ramify.tasks.needle:needle",
         "oolong": "ramify.tasks.oolong:oolong",
         "programs": "ramify.tasks.programs.task:programs",

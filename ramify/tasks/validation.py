@@ -77,15 +77,15 @@ def prove(task: Task, item: Item, *, gold: bool = True) -> bool:
     right = item.gold if item.right is None else item.right
     if right is None or not gold:
         return False
-    reached = _worth(task, item, right)
-    if abs(reached - 1) > _TOLERANCE:
+    reached, most = _worth(task, item, right), _right_worth(task, item)
+    if abs(reached - most) > _TOLERANCE:
         raise ConfigError(
-            f"{where}: the right answer {_short(right)} scores {reached:g} and not 1; correct the "
-            f"gold, the score or the weights, or {_OFF}"
+            f"{where}: the right answer {_short(right)} scores {reached:g} and not {most:g}; "
+            f"correct the gold, the score or the weights, or {_OFF}"
         )
     for wrong in (WRONG if item.wrong is None else item.wrong, None):
         reached = _worth(task, item, wrong)
-        if reached >= 1 - _TOLERANCE:
+        if reached >= most - _TOLERANCE:
             raise ConfigError(
                 f"{where}: the wrong answer {_short(wrong)} scores {reached:g}; the score accepts "
                 "any answer"
@@ -109,6 +109,12 @@ def answered(item: Item, answer: Any) -> Trajectory:
 
 def _worth(task: Task, item: Item, answer: Any) -> float:
     return total(scored(task, item, answered(item, answer)).rewards, task.weights)
+
+
+def _right_worth(task: Task, item: Item) -> float:
+    """The weighted reward of a right answer: 1, unless a mixture weighs the item's task."""
+    worth = getattr(task, "right_worth", None)
+    return 1.0 if worth is None else float(worth(item))
 
 
 def _check_once(task: Task, split: str, item: Item, seen: dict[bytes, str]) -> None:

@@ -41,6 +41,7 @@ from ramify.train.config import TaskSpec as TaskSpec
 from ramify.train.config import WarmUpSpec as WarmUpSpec
 from ramify.train.data.compile import token_sequences as token_sequences
 from ramify.train.data.pack import pack as pack
+from ramify.train.demonstrations import demonstrate as demonstrate
 from ramify.train.depth_models import DepthSpec as DepthSpec
 from ramify.train.depth_models import FrozenSpec as FrozenSpec
 from ramify.train.execute import train as train

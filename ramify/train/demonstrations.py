@@ -3,18 +3,25 @@ sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ramify.clients.scripted import ScriptedClient
+from ramify.engine.limits import Limits
+from ramify.engine.rlm import RLM
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError
+from ramify.evaluate.attempt import attempt
 from ramify.logging import RoomLogger
 from ramify.progress import report_progress
-from ramify.tasks.base import Task, task_of
+from ramify.tasks.base import Item, Task, items_of, task_of
 from ramify.train.config import Run, SftSpec
 from ramify.train.data.compile import token_sequences
 from ramify.train.data.sft_data import DEMOS, TrajectoryTokenizer, read, trajectory_of
+from ramify.types.message import Message
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Group, Trajectory
 
@@ -34,11 +41,52 @@ def demonstrations_of(run: Run, task: Task, scaffold: Scaffold) -> Iterator[Traj
         demo_task = task_of(spec.task.name, **spec.task.options) if spec.task is not None else task
         demonstrations = make(demo_task, spec.num, run.seed, scaffold, **spec.options)
         with report_progress("demonstrations", spec.num, "items") as work:
-            for conversations in demonstrations:
-                yield trajectory_of(conversations)
+            for shown in demonstrations:
+                yield shown if isinstance(shown, Trajectory) else trajectory_of(shown)
                 work.more()
     if spec.trajectories:
         yield from read(Path(spec.trajectories))
+
+
+def demonstrate(
+    task: Task,
+    expert: str | Callable[[Sequence[Message]], str],
+    num: int,
+    scaffold: Scaffold,
+    *,
+    limits: Limits | None = None,
+    concurrency: int = 8,
+) -> list[Trajectory]:
+    """Runs of ``expert`` on the first ``num`` training items, with rewards, for ``sft.demos``.
+
+    ``expert`` is a model, ``provider:model``, or a function from the messages of a call to its next
+    reply. Its code runs in real sessions. Set ``sft.algorithm.min_reward`` to learn only from good
+    runs. Runs that failed are left out; raises ConfigError if all of them did.
+
+    Example:
+        def demos(task, num, seed, scaffold):
+            return train.demonstrate(task, "openai:gpt-5-mini", num, scaffold)
+    """
+
+    async def run() -> list[Trajectory]:
+        model = expert if isinstance(expert, str) else ScriptedClient(expert)
+        room = asyncio.Semaphore(concurrency)
+        async with RLM(model, scaffold=scaffold, limits=limits) as rlm:
+
+            async def one(item: Item) -> Trajectory:
+                async with room:
+                    return await attempt(rlm, task, item)
+
+            return list(await asyncio.gather(*map(one, items_of(task, "train")[:num])))
+
+    with ThreadPoolExecutor(1) as thread:  # the caller may be on an event loop
+        runs = thread.submit(asyncio.run, run()).result()
+    shown = [each for each in runs if each.rewards]
+    if runs and not shown:
+        raise ConfigError(
+            f"all {len(runs)} demonstrations failed, the first with: {runs[0].errors}"
+        )
+    return shown
 
 
 def rows_of(

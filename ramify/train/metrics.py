@@ -163,9 +163,17 @@ def passes(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[int, f
 def of_rollouts(
     groups: Sequence[Group], weights: Mapping[str, float], prefix: str = ""
 ) -> dict[str, float]:
-    """pass@k of the scored rollouts, and the metrics by depth and kind."""
+    """pass@k of the scored rollouts, the mean of each reward if there are several, and the metrics
+    by depth and kind."""
     metrics = {f"{prefix}pass@{k}": value for k, value in passes(groups, weights).items()}
     trajectories = [tree for group in groups for tree in group.trajectories]
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for tree in trajectories:
+        for reward, value in tree.rewards.items():
+            rewards[reward].append(value)
+    if len(rewards) > 1:
+        means = {name: math.fsum(values) / len(values) for name, values in rewards.items()}
+        metrics |= {f"{prefix}reward/{name}": means[name] for name in sorted(means)}
     for layer in layers(trajectories, weights):
         name = f"{prefix}depth{layer.depth}.{layer.kind}"
         values = {

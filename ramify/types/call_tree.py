@@ -27,6 +27,7 @@ from ramify.types.event import (
     ReplyReceived,
     RequestStarted,
     RunEnded,
+    RunResumed,
     RunStarted,
     ScoreAdded,
     ToolAnswered,
@@ -118,6 +119,7 @@ _ACTS = {
     "Noted": "_note",
     "CallEnded": "_end",
     "RunEnded": "_run",
+    "RunResumed": "_resume",
     "Scored": "_score",
 }
 """Tag of an event -> method that applies it."""
@@ -212,6 +214,19 @@ class CallTree:
 
     def _run(self, event: RunStarted | RunEnded) -> None:
         self._fold.apply(event)
+
+    def _resume(self, event: RunResumed) -> CallNode | None:
+        """Calls that a limit had ended continue; their last turns no longer count."""
+        self.run.stop, self.run.answer, self.run.reason = None, None, ""
+        nodes = [self.nodes[id] for id in event.forgets]
+        for node in nodes:
+            node.num_turns = event.forgets[node.id]
+            node.spans = node.spans[: 2 * node.num_turns]
+            node.stop = node.ended_s = None
+            node.error = node.reason = node.outlier = ""
+            node.take_answer(None)
+        self.marked += nodes
+        return nodes[0] if nodes else None
 
     def _attempt(self, event: AttemptFailed) -> CallNode:
         node = self.nodes[event.call]

@@ -25,6 +25,7 @@ from ramify.types.event import (
     NoteAdded,
     ReplyReceived,
     RequestStarted,
+    RunResumed,
     ScoreAdded,
     ToolAnswered,
     TrajectoryFold,
@@ -137,6 +138,9 @@ class _Reading:
         for event in journal_events(self._path, tree.lines_of(node, self._last_line)):
             if isinstance(event, ScoreAdded):
                 continue
+            if isinstance(event, RunResumed):  # about several calls
+                own = {id: turn for id, turn in event.forgets.items() if id == node.id}
+                event = msgspec.structs.replace(event, forgets=own)
             self._fold.apply(event)
             if self._detail is None:
                 self._detail = CallDetail(self._fold.trajectory.call(node.id))

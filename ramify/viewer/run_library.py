@@ -295,7 +295,10 @@ class RunLibrary:
         paths = walk(
             place.path, lambda name: name.endswith(".jsonl") and name != METRICS, self._failed
         )
+        own: dict[Path, bool] = {}  # folder -> whether its files are those of a training run
         for number, path in enumerate(paths):
+            if own.setdefault(path.parent, (path.parent / METRICS).is_file()):
+                continue
             if number == MAX_FILES:
                 text = f"has more than {MAX_FILES:,} files: give a folder below it"
                 self._problems.append(UnreadableRow(str(place.path), text))

@@ -25,6 +25,7 @@ from ramify.types.event import (
     Event,
     NoteAdded,
     RunEnded,
+    RunResumed,
     RunStarted,
     ScoreAdded,
 )
@@ -81,6 +82,7 @@ AnyGlance = (
     | NoteAdded
     | CallEnded
     | RunEnded
+    | RunResumed
     | ScoreAdded
 )
 _decoder: msgspec.json.Decoder[AnyGlance] = msgspec.json.Decoder(AnyGlance)

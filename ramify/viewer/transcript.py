@@ -16,7 +16,7 @@ from ramify.errors import StoreError
 from ramify.types.call_tree import as_text
 from ramify.types.event import ToolAnswered
 from ramify.types.message import Message, Reply
-from ramify.types.trajectory import Annotation, Cell, Turn
+from ramify.types.trajectory import Annotation, Call, Cell, Turn
 from ramify.viewer.call_detail import PendingRequest
 from ramify.viewer.picture import fields, rewards_of, state
 from ramify.viewer.watched_run import WatchedRun
@@ -157,6 +157,63 @@ def _pending(request: PendingRequest | None, cut: _TextCutter) -> dict[str, Any]
         return None
     prompt = [_message(message, cut) for message in request.prompt]
     return {"turn": request.turn, "reused": request.reused, "prompt": prompt, "at_s": request.at_s}
+
+
+def exact_request(run: WatchedRun, id: str, turn: int) -> dict[str, Any]:
+    """All messages of one turn's request, as the body of a chat request. Raises StoreError if there
+    is no such turn.
+
+    ``key_variable`` names the environment variable of the key, which no journal contains.
+    """
+    call = run.whole(id).call
+    if not 0 <= turn < len(call.turns):
+        raise StoreError(f"call {id} has no turn {turn + 1}")
+    provider, _, model = call.model.partition(":")
+    sampling = run.tree.run.metadata.get("sampling") or {}
+    options = {
+        name: sampling[name]
+        for name in ("max_tokens", "temperature", "top_p", "stop", "seed")
+        if sampling.get(name) not in (None, [], ())
+    }
+    messages = [_sent(message) for message in _messages(run, call, turn)]
+    hosts = {"openai": "https://api.openai.com/v1", "openrouter": "https://openrouter.ai/api/v1"}
+    return {
+        "body": {"model": model or provider, "messages": messages, **options},
+        "endpoint": f'"{hosts.get(provider, "$BASE_URL")}/chat/completions"',
+        "key_variable": f"{provider.upper().replace('-', '_')}_API_KEY",
+    }
+
+
+def _messages(run: WatchedRun, call: Call, turn: int) -> list[Message]:
+    """Messages of the request of ``turn``; those of a branch begin with what it continues."""
+    messages: list[Message] = []
+    if call.fork is not None:
+        origin = run.whole(call.fork.call).call
+        if 0 <= call.fork.turn < len(origin.turns):
+            reply = origin.turns[call.fork.turn].reply.message
+            messages = [*_messages(run, origin, call.fork.turn), reply]
+    for index, step in enumerate(call.turns[: turn + 1]):
+        messages = [*messages[: step.reused], *step.prompt]
+        if index < turn:
+            messages.append(step.reply.message)
+    return messages
+
+
+def _sent(message: Message) -> dict[str, Any]:
+    """A message as the chat format has it."""
+    sent: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        sent["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        sent["tool_call_id"] = message.tool_call_id
+    return sent
 
 
 def tokens(run: WatchedRun, id: str, turn: int, tokenizer: Path | None = None) -> dict[str, Any]:

@@ -6,6 +6,7 @@
     GET /api/texts?key=          texts of the other calls, from index &from=
     GET /api/call?key=           one call of a run
     GET /api/provenance?key=     where the values of a call (&id=) came from
+    GET /api/request?key=        the exact request of one turn (&id=&turn=)
     GET /api/tokens?key=         tokens of one turn
     GET /api/search?key=         full-text search in a run
     GET /api/events?key=         changes of a run since the page's version
@@ -45,7 +46,7 @@ from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.run_locations import Kind, LocatedRun, kind_of
 from ramify.viewer.search import search
 from ramify.viewer.training import kept, samples
-from ramify.viewer.transcript import MAX_TEXT, tokenizer_of, tokens, transcript
+from ramify.viewer.transcript import MAX_TEXT, exact_request, tokenizer_of, tokens, transcript
 from ramify.viewer.watched_run import WatchedRun, nth_line
 
 
@@ -98,6 +99,7 @@ class ViewServer:
             "/api/texts": self._texts,
             "/api/call": self._call,
             "/api/provenance": self._provenance,
+            "/api/request": self._request,
             "/api/tokens": self._tokens,
             "/api/search": self._search,
             "/api/events": self._events,
@@ -176,6 +178,10 @@ class ViewServer:
     async def _provenance(self, request: web.Request) -> web.Response:
         id = _word(request, "id")
         return await self._inspected(request, lambda run: provenance(run, id))
+
+    async def _request(self, request: web.Request) -> web.Response:
+        id, turn = _word(request, "id"), _number(request, "turn")
+        return await self._inspected(request, lambda run: exact_request(run, id, turn))
 
     async def _tokens(self, request: web.Request) -> web.Response:
         id, turn = _word(request, "id"), _number(request, "turn")

@@ -61,7 +61,7 @@ def test_a_question_is_never_shortened() -> None:
 
 def test_a_last_word_is_asked_for_without_an_observation_that_does_not_fit() -> None:
     def script(messages: tuple[Message, ...]) -> str:
-        return "FINAL(7)" if "No more code will be run" in messages[-1].content else code(WORDY)
+        return "FINAL(7)" if "The limit is reached" in messages[-1].content else code(WORDY)
 
     scaffold = Scaffold(name="test", system="You drive.", direct_chars=0, compact_at=0.0)
     with rlm(

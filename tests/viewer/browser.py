@@ -48,6 +48,21 @@ def executable() -> str | None:
     )
 
 
+AXE = Path(__file__).parents[2] / "build" / "axe-core" / "axe.min.js"
+"""axe-core, which scripts/setup fetches from the npm registry if npm is there."""
+
+
+def violations(page: Any) -> list[str]:
+    """Serious and critical violations of axe-core's rules on a page, one line each."""
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")["violations"]
+    return [
+        f"{each['id']}: {each['nodes'][0]['target']} and {len(each['nodes']) - 1} more"
+        for each in found
+        if each["impact"] in ("serious", "critical")
+    ]
+
+
 class Loop:
     """An event loop in a thread, so that a test can serve and look at the same time."""
 

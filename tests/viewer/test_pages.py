@@ -15,7 +15,7 @@ from ramify.types.event import ScoreAdded
 from ramify.viewer.page_script import page as exported
 from ramify.viewer.run_library import RunLibrary
 from tests.viewer import golden
-from tests.viewer.browser import NARROW, WIDE, Loop, photograph, served, tab
+from tests.viewer.browser import AXE, NARROW, WIDE, Loop, photograph, served, tab, violations
 from tests.viewer.conftest import World
 
 SIZES = pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1280", "390"])
@@ -147,7 +147,12 @@ def test_search_links_copy_tokens_and_the_journal(
             page.evaluate("navigator.clipboard.readText()")
             == "FINAL(' '.join(context.split()[-2:]))"
         )
-        page.locator(".turn-head .small").first.click()
+        page.locator(".turn-head .request").first.click()
+        page.get_by_role("button", name="copy curl").click()
+        page.locator("#toast", has_text="curl command copied").wait_for()
+        copied = page.evaluate("navigator.clipboard.readText()")
+        assert copied.startswith('curl "$BASE_URL/chat/completions" -H "Authorization: Bearer $')
+        page.locator(".turn-head .small:not(.request)").first.click()
         page.locator(".tok.sampled").first.wait_for()
         assert "version 3" in text(page, ".about")
         page.locator(".tok.sampled").first.hover()
@@ -306,9 +311,9 @@ def test_runs(browser: Any, world: World, tmp_path: Path, size: tuple[int, int])
         assert rows.count() == 1
         page.locator("#filter").fill("")
         page.locator(".thead .tokens").click()
-        page.locator(".thead [aria-sort='descending']", has_text="tokens").wait_for()
+        page.locator(".thead [data-sort='descending']", has_text="tokens").wait_for()
         page.locator(".thead .tokens").click()
-        page.locator(".thead [aria-sort='ascending']", has_text="tokens").wait_for()
+        page.locator(".thead [data-sort='ascending']", has_text="tokens").wait_for()
         assert "days has May" in rows.locator(".question").first.inner_text()
         rows.first.click()
         page.locator(".answer").wait_for()
@@ -357,7 +362,7 @@ def test_training(browser: Any, world: World, tmp_path: Path, size: tuple[int, i
         page.locator(".rollout").first.click()
         page.locator("canvas[data-drawn='32']").wait_for()
         assert text(page, ".badge.worth") == "correct 1 ✓"
-        page.locator(".turn-head .small").first.click()
+        page.locator(".turn-head .small:not(.request)").first.click()
         page.locator(".tok.sampled").first.wait_for()
         page.get_by_label("what the colour of a token says").select_option("advantage")
         page.locator(".tok.t-good").first.wait_for()
@@ -465,6 +470,58 @@ def test_compare(browser: Any, world: World, tmp_path: Path, size: tuple[int, in
         page.locator(".note", has_text="They never part").wait_for()
         page.get_by_label("which call").select_option("0.24")
         page.locator(".answer", has_text="2026-03-01T12:00:05").first.wait_for()
+
+
+@pytest.mark.skipif(not AXE.exists(), reason="axe-core is not installed: scripts/setup, with npm")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_page_has_a_barrier(browser: Any, world: World, scheme: str) -> None:
+    pages = {
+        "#/": ".run-row",
+        f"#/run/{world.tree}": "a.from",
+        f"#/run/{world.tree}/call/0.25": "section.answer",
+        f"#/compare/{world.tree}/{world.other}": "#parting",
+        "#/training": ".chart canvas",
+        "#/evaluation": "h1",
+    }
+    with (
+        served(world.store, world.trainings) as server,
+        tab(browser, color_scheme=scheme) as shown,
+    ):
+        for route, selector in pages.items():
+            page = shown.page
+            page.goto("about:blank")
+            page.goto(server.url + route)
+            page.locator(selector).first.wait_for()
+            assert violations(page) == [], route
+
+
+def test_a_filter_is_in_the_address_and_says_what_is_wrong_with_it(
+    browser: Any, world: World
+) -> None:
+    with served(world.store) as server, tab(browser) as shown:
+        page = shown.open(f"{server.url}#/runs/stop%3Afinal%20calls%3E3")
+        page.locator(".runs-head .quiet", has_text="1 of 4").wait_for()
+        page.locator("#filter").fill("cots<1 may")
+        assert text(page, ".filter-fix u") == "cots<1"
+        assert "there is no field cots" in text(page, ".filter-fix")
+        page.get_by_role("button", name="use cost<1").click()
+        page.locator(".runs-head .quiet", has_text="1 of 4").wait_for()
+        assert page.url.endswith("#/runs/cost%3C1%20may")
+        page.locator("#filter").fill("")
+        page.locator(".run-row .when").first.click()
+        page.locator(".run-row .when").nth(1).click()
+        page.get_by_role("button", name="compare these two").click()
+        page.locator(".compared").wait_for()
+
+
+def test_a_page_whose_server_is_gone_says_so(browser: Any, world: World) -> None:
+    with tab(browser) as shown:
+        with served(world.store) as server:
+            page = shown.open(f"{server.url}#/")
+            page.locator(".run-row").first.wait_for()
+        page.locator("#connection", has_text="does not answer").wait_for()
+        assert page.evaluate("document.body.classList.contains('stale')")
+        shown.complaints.clear()  # the browser logs each refused connection
 
 
 def test_bad_files_are_named_on_the_page(browser: Any, tmp_path: Path) -> None:

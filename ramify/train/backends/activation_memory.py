@@ -21,6 +21,7 @@ LEAST_TOKENS = 1024
 """Lower limit of ``max_tokens``, whatever the memory."""
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _LARGE = 1 << 30
+_BLOCK = 1 << 20
 
 
 def activation_room(gpu_bytes: int) -> int:
@@ -78,6 +79,19 @@ def keep_freed_memory() -> bool:
     glibc returns large blocks to the system each time, and the kernel zeroes their pages on
     reallocation: 5 to 10 % of a step of a small model. The price is that the process keeps its peak
     memory."""
+    return _configured(_LARGE, _LARGE, 1 << 26)
+
+
+def return_freed_memory() -> bool:
+    """Configure malloc to return large freed blocks to the system, like ``keep_freed_memory``.
+
+    A rank gathers and frees whole layers. By default glibc takes their blocks from the heap after
+    the first ones were freed, and what is between them keeps the heap from shrinking: a model of
+    264 MB on two ranks peaked at 2.6 times what it holds, and with this at 1.02 times."""
+    return _configured(_BLOCK, _BLOCK, 0)
+
+
+def _configured(mmap_threshold: int, trim_threshold: int, top_pad: int) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -86,8 +100,8 @@ def keep_freed_memory() -> bool:
         return False
     return all(
         [
-            mallopt(_MMAP_THRESHOLD, _LARGE),
-            mallopt(_TRIM_THRESHOLD, _LARGE),
-            mallopt(_TOP_PAD, 1 << 26),
+            mallopt(_MMAP_THRESHOLD, mmap_threshold),
+            mallopt(_TRIM_THRESHOLD, trim_threshold),
+            mallopt(_TOP_PAD, top_pad),
         ]
     )

@@ -42,7 +42,7 @@ from ramify.train.backends.sharding import on_meta
 from ramify.train.backends.trained_model import SeparateCritic
 from ramify.train.backends.write_checkpoint import export_model
 
-_AT_ONCE = 64 << 20
+_AT_ONCE = 16 << 20
 """Bytes of tensors gathered or sent at once; a larger tensor is handled alone."""
 Source = Union[Path, Mapping[str, Tensor], "FsdpModel"]
 """Source of a model's weights: a folder that all ranks can read, tensors of this process, or a

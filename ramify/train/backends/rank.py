@@ -30,6 +30,7 @@ from ramify.actors.rank_watch import RankHeartbeat
 from ramify.models.load import Policy
 from ramify.models.stored_weights import stored_tensors
 from ramify.train.backends import adapters, shards
+from ramify.train.backends.activation_memory import return_freed_memory
 from ramify.train.backends.adapters import AdapterSpec
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.layer_split import RankMesh, SplitPlan
@@ -91,6 +92,8 @@ class RankModels:
         self.device = device
         self._pulse = pulse
         self._models: dict[str, _Model] = {}
+        if device.type == "cpu":
+            return_freed_memory()
         self._saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._pending: shards.CheckpointWrite | None = None
 
@@ -163,7 +166,11 @@ class RankModels:
 
     def gather(self, key: str, names: list[str], gradients: bool) -> list[Tensor] | None:
         """Full tensors, or gradients, for rank 0; None on other ranks."""
-        found = [self._models[key].sharded.gather(name, gradients) for name in names]
+        found = []
+        for name in names:
+            tensor = self._models[key].sharded.gather(name, gradients)
+            if self.index == 0:
+                found.append(tensor)
         return found if self.index == 0 else None
 
     def release_memory(self) -> None:

@@ -83,7 +83,7 @@ class SingleBackend:
         self._compute = decided(compute or ComputeSpec(), policy.dtype, self._device.type)
         self._dumps = dumps or Path()
         self._model: nn.Module = policy.model.float()
-        if self._device.type == "cpu":
+        if self._device.type == "cpu" and spread is None:  # a rank does the opposite
             keep_freed_memory()
         with torch.no_grad():
             trunk = trunk_of if not self._compute.deterministic else fixed_shape_trunk

@@ -1,5 +1,7 @@
 // Source of the page's data: the server, or the data inside an exported file.
 
+import { h } from "./dom.js";
+
 const holder = document.getElementById("ramify-data");
 export const offline = holder ? JSON.parse(holder.textContent) : null;
 
@@ -12,8 +14,10 @@ export async function get(path, parameters = {}) {
   try {
     response = await (early && early.address === address ? early.answer : fetch(address));
   } catch {
+    setConnected(false);
     throw new Error("the viewer does not answer: was ramify view stopped?");
   }
+  setConnected(true);
   const data = await response.json().catch(() => ({ error: `HTTP ${response.status}` }));
   if (!response.ok) throw new Error(data.error || `HTTP ${response.status}`);
   return data;
@@ -27,6 +31,7 @@ export function follow(path, parameters, version, tell, ended) {
   const open = () => {
     if (stream || done || document.hidden) return;
     stream = new EventSource(`${path}?${new URLSearchParams({ ...parameters, version: version() })}`);
+    stream.onopen = () => setConnected(true);
     stream.onmessage = (event) => tell(JSON.parse(event.data));
     stream.addEventListener("end", () => {
       done = true;
@@ -35,6 +40,7 @@ export function follow(path, parameters, version, tell, ended) {
     });
     stream.onerror = () => {
       close();
+      if (!done) setConnected(false);
       if (!done) setTimeout(open, 1000);
     };
   };
@@ -50,6 +56,14 @@ export function follow(path, parameters, version, tell, ended) {
     document.removeEventListener("visibilitychange", seen);
     close();
   };
+}
+
+// A banner while the server does not answer: what is shown may be old.
+export function setConnected(is) {
+  const known = document.getElementById("connection");
+  document.body.classList.toggle("stale", !is);
+  if (is) known?.remove();
+  else if (!known) document.getElementById("top").after(h("div.connection", { id: "connection", role: "alert" }, `The viewer does not answer since ${new Date().toTimeString().slice(0, 8)}. What is shown may be out of date; trying again …`));
 }
 
 function fromFile(path, parameters) {

@@ -56,7 +56,7 @@ async function open(route) {
   if (route.name === "training") return (await import("./training.js")).trainingPage(page, route.keys);
   if (route.name === "evaluation") return (await import("./evaluation.js")).evaluationPage(page, route.keys);
   if (route.name === "compare") return (await import("./compare.js")).comparePage(page, route.keys);
-  if (route.name === "runs") return (await import("./runs.js")).runsPage(page);
+  if (route.name === "runs") return (await import("./runs.js")).runsPage(page, route.keys);
   throw new Error(`there is no page ${route.name}`);
 }
 

@@ -5,6 +5,7 @@ import { get } from "./api.js";
 import { VirtualList } from "./list.js";
 import { runAddress } from "./run.js";
 import { worthTone } from "./story.js";
+import { facets, parseFilter, percentiles } from "./filter.js";
 import { count, dollars, grouped, moment, number, oneLine, seconds, stopWords } from "./format.js";
 
 const EVERY_MS = 2000;  // between updates
@@ -41,19 +42,24 @@ function shortened(run) {
   return run.problem.slice(Math.max(0, run.problem.indexOf(name)));
 }
 
-export async function runsPage(page) {
-  const view = new RunsView();
+export async function runsPage(page, [filter = ""] = []) {
+  const view = new RunsView(filter);
   await view.start(page);
   return view;
 }
 
 class RunsView {
-  constructor() {
+  constructor(filter) {
+    this.filter = filter;
+    this.ticked = new Set();  // keys of the runs to compare
     this.by = "when";
     this.down = true;
     this.shown = [];
     this.list = new VirtualList({ rowHeight: NARROW.matches ? 76 : 36, make, show: (row, index) => this.show(row, index),
-      pick: (index) => (location.hash = runAddress(this.shown[index].key)), label: "runs" });
+      pick: (index, event) => {
+        if (event?.target.closest?.(".when")) this.tick(this.shown[index]);
+        else location.hash = runAddress(this.shown[index].key);
+      }, label: "runs" });
     this.list.onmove = () => {};
     this.resized = () => {
       this.list.setRowHeight(NARROW.matches ? 76 : 36);
@@ -62,7 +68,11 @@ class RunsView {
   }
 
   async start(page) {
-    this.input = h("input", { type: "search", id: "filter", placeholder: "filter: words of question, model, stop, task", "aria-label": "filter runs", oninput: () => this.arrange() });
+    this.input = h("input", { type: "search", id: "filter", value: this.filter, placeholder: "words, or cost>0.1 stop:error model:qwen reward:0", "aria-label": "filter runs", oninput: () => this.setFilter(this.input.value) });
+    this.fix = h("p.filter-fix", { hidden: true, role: "status" });
+    this.facets = h("div.facets", { role: "group", "aria-label": "narrow by" });
+    this.figures = h("p.quiet.figures-line");
+    this.compare = h("button.small", { type: "button", hidden: true, onclick: () => this.compareTicked() }, "compare");
     this.tally = h("span.quiet", { "aria-live": "polite" });
     this.problems = h("div.runs-problems");
     this.heads = COLUMNS.map(([name, numeric]) => h(`button.${classOf(name)}`, { type: "button", class: numeric ? "num" : "", onclick: () => this.sortBy(name) }, name));
@@ -70,7 +80,7 @@ class RunsView {
     this.body = h("div.table", null, h("div.thead.cols", { role: "group", "aria-label": "sort by" }, this.heads), this.list.box);
     document.title = "Runs · Ramify";
     await this.load();
-    fill(page, h("div.runs", null, h("div.runs-head", null, h("h1", null, "Runs"), this.input, this.tally), this.problems, this.none, this.body));
+    fill(page, h("div.runs", null, h("div.runs-head", null, h("h1", null, "Runs"), this.input, this.tally, this.compare, this.figures, this.fix, this.facets), this.problems, this.none, this.body));
     this.arrange();
     this.timer = setInterval(() => document.hidden || this.load().then(() => this.arrange(), () => {}), EVERY_MS);
   }
@@ -79,6 +89,40 @@ class RunsView {
     clearInterval(this.timer);
     this.list.close();
     NARROW.removeEventListener("change", this.resized);
+  }
+
+  // The filter is part of the address, so that it can be shared and reloaded.
+  setFilter(text) {
+    this.filter = this.input.value = text;
+    history.replaceState(null, "", text.trim() ? `#/runs/${encodeURIComponent(text)}` : "#/");
+    this.arrange();
+  }
+
+  tick(run) {
+    if (!this.ticked.delete(run.key)) this.ticked.add(run.key);
+    this.compare.hidden = this.ticked.size < 2;
+    this.compare.textContent = this.ticked.size === 2 ? "compare these two" : `compare ${this.ticked.size}: the first two`;
+    this.list.later(true);
+  }
+
+  compareTicked() {
+    location.hash = `#/compare/${[...this.ticked].slice(0, 2).map(encodeURIComponent).join("/")}`;
+  }
+
+  drawFilter(problem) {
+    this.fix.hidden = !problem;
+    if (problem) {
+      const text = this.filter, fixed = `${text.slice(0, problem.start)}${problem.start ? " " : ""}${problem.fix} ${text.slice(problem.end)}`.replace(/ +/g, " ").trim();
+      fill(this.fix, h("code", null, text.slice(0, problem.start), h("u.wrong", null, text.slice(problem.start, problem.end)), text.slice(problem.end)),
+        ` ${problem.words}; `, h("button.small", { type: "button", onclick: () => this.setFilter(fixed) }, `use ${problem.fix}`));
+    }
+    const runs = this.shown, cost = percentiles(runs.map((run) => run.cost)), time = percentiles(runs.filter((run) => run.stop).map((run) => run.seconds || 0));
+    const rewards = runs.map((run) => run.reward).filter((reward) => typeof reward === "number");
+    fill(this.figures, [cost ? `cost: median ${dollars(cost[0])}, 90 % below ${dollars(cost[1])}` : "", time ? `time: median ${seconds(time[0])}, 90 % below ${seconds(time[1])}` : "",
+      rewards.length ? `mean reward ${number(rewards.reduce((a, b) => a + b, 0) / rewards.length)}` : ""].filter(Boolean).join(" · "));
+    const chips = facets(runs);
+    fill(this.facets, chips.map(([field, value, count]) => h("button.small", { type: "button", onclick: () => this.setFilter(`${this.filter.trim()} ${field}:${/\s/.test(value) ? `"${value}"` : value}`.trim()) },
+      `${field}:${value || "none"} `, h("span.quiet", null, grouped(count)))));
   }
 
   async load() {
@@ -93,19 +137,16 @@ class RunsView {
   }
 
   arrange() {
-    const words = this.input.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const { matches, problem } = parseFilter(this.filter), words = this.filter.trim();
     const value = COLUMNS.find((column) => column[0] === this.by)[2], sign = this.down ? -1 : 1;
-    const matches = (run) => {
-      if (!words.length) return true;
-      const text = `${run.question || ""} ${run.model || ""} ${standing(run)[0]} ${run.id} ${run.task || ""} ${run.source || ""} ${run.answer ?? ""} ${run.problem || ""}`.toLowerCase();
-      return words.every((word) => text.includes(word));
-    };
     this.shown = this.data.runs.filter(matches).map((run) => [value(run), run])
       .sort((a, b) => (a[0] < b[0] ? -sign : a[0] > b[0] ? sign : 0)).map(([, run]) => run);
-    this.heads.forEach((head, index) => head.setAttribute("aria-sort", COLUMNS[index][0] === this.by ? (this.down ? "descending" : "ascending") : "none"));
+    this.heads.forEach((head, index) => Object.assign(head.dataset, { sort: COLUMNS[index][0] === this.by ? (this.down ? "descending" : "ascending") : "none" }));
+    this.heads.forEach((head, index) => head.setAttribute("aria-pressed", String(COLUMNS[index][0] === this.by)));
     this.heads.forEach((head, index) => (head.textContent = `${COLUMNS[index][0]}${COLUMNS[index][0] === this.by ? (this.down ? " ↓" : " ↑") : ""}`));
     const total = this.data.runs.length;
-    fill(this.tally, words.length ? `${grouped(this.shown.length)} of ${grouped(total)}` : grouped(total));
+    this.drawFilter(problem);
+    fill(this.tally, words ? `${grouped(this.shown.length)} of ${grouped(total)}` : grouped(total));
     const said = JSON.stringify(this.data.problems);
     if (said !== this.said) fill(this.problems, this.data.problems.map((each) => h("p.problem", null, each.text.includes(each.path) ? each.text : `${each.path} ${each.text}`)));
     this.said = said;
@@ -123,6 +164,7 @@ class RunsView {
 
   show(row, index) {
     const run = this.shown[index], cells = row.children;
+    row.classList.toggle("ticked", this.ticked.has(run.key));
     COLUMNS.forEach(([name, , , words], at) => {
       const text = words(run);
       if (cells[at].textContent !== text) cells[at].textContent = text;
@@ -136,6 +178,7 @@ class RunsView {
   keys() {
     return {
       j: ["next run", () => this.move(1)], k: ["previous run", () => this.move(-1)],
+      x: ["tick the run, to compare it", () => this.list.active >= 0 && this.tick(this.shown[this.list.active])],
       Enter: ["open the run", () => this.list.active >= 0 && this.list.choose(this.list.active)], "/": ["filter", () => this.input.focus()],
     };
   }

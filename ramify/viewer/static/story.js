@@ -83,8 +83,8 @@ export class Story {
       ["cost", head.cost, limits.max_cost, dollars], ["time", head.stop ? head.seconds : spent, limits.max_seconds, ticking],
     ];
     if (!this.slots) {
-      this.slots = slots.map(([name]) => ({ text: h("dd"), bar: h("i"), name }));
-      fill(this.budget, this.slots.map(({ name, text, bar }) => h("div", null, h("dt", null, name), text, h("div.bar", null, bar))));
+      this.slots = slots.map(([name]) => ({ text: h("span"), bar: h("i"), name }));
+      fill(this.budget, this.slots.map(({ name, text, bar }) => h("div", null, h("dt", null, name), h("dd", null, text, h("span.bar", null, bar)))));
     }
     slots.forEach(([, value, limit, words], index) => {
       const { text, bar } = this.slots[index], share = limit && value ? Math.min(1, value / limit) : 0;

@@ -39,7 +39,7 @@ export class Picture {
     this.frame = h("div.canvas", null, this.canvas, this.tip);
     this.element = h("section.picture", { "aria-label": "tree" },
       h("div.picture-tools", null, this.startUp, this.legend, this.modes,
-        button("−", "zoom out", () => this.zoom(1.6)), button("+", "zoom in", () => this.zoom(1 / 1.6)), button("fit", "show all of it", () => this.fit())),
+        button("−", "zoom out", () => this.zoom(1.6)), button("+", "zoom in", () => this.zoom(1 / 1.6)), button("fit", "fit: show all of it", () => this.fit())),
       this.frame);
     listen(this);
     this.sized = new ResizeObserver(() => this.later());

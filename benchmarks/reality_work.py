@@ -1,0 +1,237 @@
+"""The figures of ``reality.py`` about runs that are interrupted and about careless models.
+
+Interruptions are a kill, a disk that fills up, and a failure that a person must fix, each at every
+event of one run with more than 100 events. The careless models lose what they paid for in every way
+that their code allows, and then look for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from engine import Figure
+from reality_providers import SANDBOX, SCAFFOLD
+
+from ramify import RLM, Limits, ScriptedClient, Stop, Store, Suspended
+from ramify.clients.scripted import refused
+from ramify.sandbox.base import SharedContext
+from ramify.types.event import AnyEvent
+from ramify.types.message import Message
+
+NUM_CALLS = 24
+ROOT = (
+    f"a = llm_query_batched([f'a{{i}}' for i in range({NUM_CALLS // 2})])",
+    f"b = [llm_query(f'b{{i}} ' + 'x' * 3000)[:5] for i in range({NUM_CALLS // 2})]",
+    "FINAL([*a, *b])",
+)
+ANSWER = [f"r a{i}" for i in range(NUM_CALLS // 2)] + [
+    f"r b{i} "[:5] for i in range(NUM_CALLS // 2)
+]
+
+
+class CountingModel:
+    """A scripted model that counts its replies to each prompt, and has no credit while
+    ``is_out``."""
+
+    def __init__(self) -> None:
+        self.replies: Counter[str] = Counter()
+        self.is_out = False
+        self.fails_at = -1
+
+    def client(self) -> ScriptedClient:
+        return ScriptedClient(self._reply)
+
+    def _reply(self, messages: tuple[Message, ...]) -> Any:
+        text = messages[-1].content
+        if self.is_out or sum(self.replies.values()) == self.fails_at:
+            self.is_out = True
+            return refused(402, "no credit")
+        self.replies[text] += 1
+        if messages[0].role != "system":
+            return f"r {text}"
+        turn = sum(message.role == "assistant" for message in messages)
+        return f"```repl\n{ROOT[turn]}\n```"
+
+
+def _program(model: CountingModel, store: Store, **options: Any) -> RLM:
+    return RLM(model.client(), scaffold=SCAFFOLD, sandbox=SANDBOX, store=store, **options)
+
+
+def _reference(folder: Path) -> list[bytes]:
+    """The journal of an undisturbed run, event for event."""
+    store = Store(folder)
+    with _program(CountingModel(), store) as rlm:
+        assert rlm.completion("text", "?").answer == ANSWER
+    return store.path("last").read_bytes().splitlines(keepends=True)
+
+
+Disturbed = tuple[Any, Counter[str]]
+"""(answer after a resume, replies by prompt over both parts of the run)"""
+
+
+def _killed(folder: Path, journal: list[bytes], at: int) -> Disturbed:
+    store, model = Store(folder), CountingModel()
+    with store.create(msgspec.json.decode(journal[0])["id"]) as new:
+        path = new.path
+    path.write_bytes(b"".join(journal[:at]))
+    context = SharedContext("text")
+    store.blobs.put(context.buffer(), context.digest)
+    prompts = {}
+    for line in journal[:at]:
+        event = msgspec.json.decode(line)
+        place = (event.get("call"), event.get("turn", 0))
+        if event["type"] == "Requested":
+            prompts[place] = event["prompt"][-1]["content"]
+        elif event["type"] == "Replied":
+            model.replies[prompts[place]] += 1
+    with _program(model, store) as rlm:
+        return rlm.resume("last").answer, model.replies
+
+
+def _suspended(folder: Path, at: int) -> Disturbed:
+    store, model = Store(folder), CountingModel()
+    model.fails_at = at
+    with _program(model, store) as rlm:
+        try:
+            rlm.completion("text", "?")
+        except Suspended as suspended:
+            model.is_out, model.fails_at = False, -1
+            assert store.runs()[0].stop is Stop.SUSPENDED
+            return suspended.resume().answer, model.replies
+    return None, model.replies
+
+
+@contextlib.contextmanager
+def small_disk() -> Iterator[Path]:
+    """A file system of 8 MiB, if this user may mount one."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder],
+            check=True,
+            capture_output=True,
+        )
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run(["umount", "-l", folder], check=True)
+
+
+def _on_full_disk(at: int) -> Disturbed:
+    with small_disk() as disk:
+        store, model, seen = Store(disk / "store"), CountingModel(), Counter[str]()
+
+        def fill(event: AnyEvent) -> None:
+            seen["events"] += 1
+            if seen["events"] == at:
+                with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as file:
+                    while True:
+                        file.write(bytes(4096))
+
+        with _program(model, store, on_event=fill) as rlm:
+            try:
+                result = rlm.completion("text", "?")
+                return result.answer, model.replies  # it ended within the space that was left
+            except Suspended as suspended:
+                (disk / "filler").unlink(missing_ok=True)
+                return suspended.resume().answer, model.replies
+
+
+def interruptions(quick: bool) -> Iterator[Figure]:
+    step = 3 if quick else 1
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        journal = _reference(root / "whole")
+        yield Figure("events of the interrupted run", len(journal), "events", {}, least=101)
+        ways: dict[str, tuple[range, Callable[[int], Disturbed]]] = {
+            "kill": (
+                range(1, len(journal), step),
+                lambda at: _killed(root / f"k{at}", journal, at),
+            ),
+            "suspension": (
+                range(0, NUM_CALLS + len(ROOT), step),
+                lambda at: _suspended(root / f"s{at}", at),
+            ),
+            "full disk": (range(1, len(journal), step), _on_full_disk),
+        }
+        for name, (places, disturb) in ways.items():
+            try:
+                outcomes = [disturb(at) for at in places]
+            except (subprocess.CalledProcessError, FileNotFoundError):
+                yield Figure(f"{name}: not measured, mount is not allowed", None, "runs", {})
+                continue
+            wrong = sum(answer != ANSWER for answer, _ in outcomes)
+            twice = sum(count > 1 for _, replies in outcomes for count in replies.values())
+            yield Figure(f"{name} at {len(outcomes)} places: wrong", wrong, "runs", {}, floor=0)
+            yield Figure(f"{name}: replies paid for twice", twice, "replies", {}, floor=0)
+
+
+# --- careless models
+
+PAYS = {
+    "a batch": "llm_query_batched({prompts})",
+    "a loop": "[llm_query(p) for p in {prompts}]",
+    "children": "rlm_query_batched({prompts})",
+}
+LOSES = {
+    "uncaught": "found = {pays}",
+    "caught and dropped": "try:\n    found = {pays}\nexcept Exception:\n    pass",
+    "wrong parsing": "found = [int(r) for r in {pays}]",
+    "a reserved name": "history = {pays}",
+    "the name of the answer": "answer = {pays}",
+    "a crash after it": "found = {pays}\nfound[10**6]",
+}
+TAKES = "[r for r in [*globals().get('last_replies', ()), *(globals().get('own_history') or ()), *(globals().get('own_answer') or ()), *globals().get('found', ())] if r]"
+ANSWERS = {
+    "FINAL": "```repl\nFINAL({takes})\n```",
+    "text": "FINAL({takes})",
+    "answer": "```repl\nanswer = {{'content': {takes}, 'ready': True}}\n```",
+    "answer by key": "```repl\nanswer['content'] = {takes}\nanswer['ready'] = True\n```",
+}
+
+
+def _careless(draw: random.Random) -> bool:
+    """Whether a careless model can reach every reply that it paid for."""
+    num, bad = draw.randint(2, 8), draw.choice([None, 0, 1, -1])
+    prompts = [f"p{i}" for i in range(num)]
+    if bad is not None:
+        prompts[bad] = "bad"
+    pays = PAYS[draw.choice([*PAYS])].format(prompts=prompts)
+    loses = LOSES[draw.choice([*LOSES])].format(pays=pays)
+    last = ANSWERS[draw.choice([*ANSWERS])].format(takes=TAKES)
+    limits = draw.choice(
+        [{}, {"max_calls": draw.randint(3, 9)}, {"max_turns": 1}, {"max_tokens": 30_000}]
+    )
+    paid: list[str] = []
+
+    def reply(messages: tuple[Message, ...]) -> Any:
+        text = messages[-1].content
+        if messages[0].role == "system":
+            return f"```repl\n{loses}\n```" if len(messages) == 2 else last
+        if "bad" in text:
+            return refused(400, "no")
+        name = text.partition("\n")[0].removeprefix("Question: ").strip()
+        paid.append(f"paid for {name}")
+        return paid[-1]
+
+    with RLM(
+        ScriptedClient(reply),
+        scaffold=SCAFFOLD,
+        sandbox=SANDBOX,
+        limits=Limits(max_depth=0, **limits),
+    ) as rlm:
+        answer = rlm.completion("text", "?").answer
+    return set(paid) <= set(map(str, answer or ()))
+
+
+def careless_models(quick: bool) -> Iterator[Figure]:
+    num = 60 if quick else 200
+    lost = sum(not _careless(random.Random(seed)) for seed in range(num))
+    yield Figure(f"{num} careless models that lost a paid reply", lost, "models", {}, floor=0)

@@ -1,0 +1,157 @@
+"""JSON of OpenAI's responses API: translate a ``Request`` to a body and a body to a ``Reply``.
+
+    Request(messages, Sampling(max_tokens=64))  ->  {"input": […], "max_output_tokens": 64, …}
+    {"status": "completed", "output": [{"type": "message", …}]}  ->  Reply(Message("assistant", …))
+
+``openai.py`` chooses it for a base URL that ends in ``/responses``. The whole conversation is sent
+each time, and the server is asked to store nothing. The API has neither ``stop`` and ``seed`` nor
+token ids.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ramify.clients.base import Request, counted
+from ramify.clients.chat_json import is_strict
+from ramify.clients.providers import Endpoint
+from ramify.errors import ServerFailed
+from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
+
+KIND = "response"
+
+
+class ResponseBody(msgspec.Struct):
+    """The fields of a server's response that are read."""
+
+    status: str | None = None
+    output: list[dict[str, Any]] | None = None
+    incomplete_details: Any = None
+    usage: Any = None
+    model: str | None = None
+    error: Any = None
+
+    @property
+    def choices(self) -> list[dict[str, Any]] | None:
+        """What the server sent as its reply: here the items of the output."""
+        return self.output
+
+
+decode = msgspec.json.Decoder(ResponseBody).decode
+
+
+def body_fields(request: Request, endpoint: Endpoint, limit_field: str) -> dict[str, Any]:
+    """Return the request's body. ``limit_field`` is that of chat completions and not used."""
+    sampling = request.sampling
+    fields: dict[str, Any] = {
+        "model": endpoint.model,
+        "input": [item for message in request.messages for item in _items(message)],
+        "max_output_tokens": sampling.max_tokens,
+        "store": False,
+    }
+    for name in ("temperature", "top_p"):
+        if (value := getattr(sampling, name)) is not None:
+            fields[name] = value
+    if request.schema is not None:
+        kind = {"type": "json_schema", "name": "answer", "strict": is_strict(request.schema)}
+        fields["text"] = {"format": {**kind, "schema": request.schema}}
+    if request.tools:
+        fields["tools"] = [
+            {"type": "function", "strict": False, **msgspec.to_builtins(tool)}
+            for tool in request.tools
+        ]
+    if request.affinity and endpoint.cache_key:
+        fields["prompt_cache_key"] = request.affinity
+    return fields | sampling.extra
+
+
+def read(response: ResponseBody, _output: Any, model: str, seconds: float) -> Reply:
+    """Return ``response`` as a ``Reply``. Raises ValueError if it contradicts itself or does not
+    say that it is complete, and ServerFailed if the server says that it failed."""
+    items = response.output or []
+    parts = [part for item in items if item.get("type") == "message" for part in _parts(item)]
+    text = "".join(str(part.get("text") or "") for part in parts)
+    refusal = "".join(str(part.get("refusal") or "") for part in parts)
+    calls = tuple(
+        ToolCall(str(item.get("call_id")), str(item.get("name")), str(item.get("arguments")))
+        for item in items
+        if item.get("type") == "function_call"
+    )
+    finish, stopped_by = _finish(response, bool(calls), model)
+    if refusal and not text:
+        finish, stopped_by = "content_filter", "refusal"
+    return Reply(
+        Message("assistant", text or refusal, _reasoning(items), calls),
+        _usage(response.usage),
+        finish,
+        model=response.model or model,
+        seconds=seconds,
+        filter=stopped_by if finish == "content_filter" else "",
+    )
+
+
+def _items(message: Message) -> list[dict[str, Any]]:
+    if message.role == "tool":
+        id = message.tool_call_id or ""
+        return [{"type": "function_call_output", "call_id": id, "output": message.content}]
+    items: list[dict[str, Any]] = []
+    if message.content or not message.tool_calls:
+        items.append({"role": message.role, "content": message.content})
+    for call in message.tool_calls:
+        fields = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+        items.append({"type": "function_call", **fields})
+    return items
+
+
+def _parts(item: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parts of a message. Raises ValueError if the message is not complete."""
+    if item.get("status") not in ("completed", "incomplete", None):
+        raise ValueError(f"sent a message with status {item['status']!r:.60}: is it complete?")
+    content = item.get("content")
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise ValueError("sent a message whose content is not a list of parts")
+    return content
+
+
+def _finish(response: ResponseBody, has_calls: bool, model: str) -> tuple[Finish, str]:
+    """Return how the reply ended, and the server's reason if it is incomplete."""
+    details = response.incomplete_details
+    reason = str(details.get("reason")) if isinstance(details, dict) else ""
+    is_cut = any(item.get("status") == "incomplete" for item in response.output or ())
+    match response.status:
+        case "completed" if not is_cut:
+            return ("tool_calls" if has_calls else "stop"), ""
+        case "incomplete" if reason == "content_filter":
+            return "content_filter", reason
+        case "incomplete" if reason == "max_output_tokens":
+            return "length", reason
+        case "failed" | "cancelled":
+            failed = ServerFailed(f"{model} broke the reply off (status {response.status!r})")
+            failed.may_be_paid = True
+            raise failed
+        case status:
+            raise ValueError(f"ended a reply with status {status!r:.60} {reason}: is it complete?")
+
+
+def _reasoning(items: list[dict[str, Any]]) -> str | None:
+    summaries = [item.get("summary") for item in items if item.get("type") == "reasoning"]
+    parts = [part for summary in summaries if isinstance(summary, list) for part in summary]
+    texts = [str(part.get("text") or "") for part in parts if isinstance(part, dict)]
+    return "\n\n".join(filter(None, texts)) or None
+
+
+def _usage(reported: Any) -> Usage:
+    fields = reported if isinstance(reported, dict) else {}
+    inputs, outputs = (
+        details if isinstance(details, dict) else {}
+        for details in (fields.get("input_tokens_details"), fields.get("output_tokens_details"))
+    )
+    return counted(
+        fields.get("input_tokens"),
+        fields.get("output_tokens"),
+        total=fields.get("total_tokens"),
+        cached=inputs.get("cached_tokens"),
+        reasoning=outputs.get("reasoning_tokens"),
+    )

@@ -1,0 +1,231 @@
+"""Reads messages whose code is in a form of another system, which models write out of habit.
+
+If the meaning is certain, the code is run and a note says how to write it. Otherwise a note names
+the mistake, and the message does not count as an answer in words.
+
+    "```\nprint(1)\n```"                                      ->  codes=("print(1)",) and a note
+    '<tool_call>{"name": "repl", "arguments": {"code": "f()"}}</tool_call>'      ->  codes=("f()",)
+    "```bash\nls\n```"                                        ->  was_attempted, and a note
+
+Not here: the session's own forms (see ``action.py``).
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from ramify.engine.action import (
+    CODE_TOOL,
+    FINAL_TOOL,
+    FinalAnswer,
+    ParsedAction,
+    fences,
+    read_action,
+    without_thinking,
+)
+from ramify.types.message import Message
+
+_WRITE = "write Python in a ```repl fence"
+_RUN_AS_CODE = f"code that was not in a ```repl fence was run; next time {_WRITE}"
+_TOOL_AS_TEXT = f"a tool call that was written as text was run as code; next time {_WRITE}"
+_NO_TOOL = f"a call of the tool '{{}}' that was written as text was not made; {_WRITE}"
+_NO_SHELL = f"a fence marked '{{}}' was not run: the session has no shell; {_WRITE}"
+_NOT_FENCED = f"code outside of a fence was not run; {_WRITE}"
+_PROMPTS = "the prompts (>>>) and outputs between them were left out of the code"
+
+_SHELLS = {"bash", "sh", "shell", "zsh", "console", "terminal", "powershell", "cmd", "bat"}
+_MOST_FENCES = 100
+_BARE = {"", "code", "tool_code", "ipython3", "jupyter", "pycon", "python2"}
+"""Marks of a fence whose content is run if it is Python."""
+_DOES_SOMETHING = (
+    ast.Call,
+    ast.Assign,
+    ast.AugAssign,
+    ast.AnnAssign,
+    ast.Import,
+    ast.ImportFrom,
+    ast.FunctionDef,
+    ast.For,
+    ast.While,
+)
+_MARKS = re.compile(
+    r"```|~~~|<\|?tool_call|<function|<invoke|<\||\[TOOL_CALLS\]|^[ \t]*(>>>|!\w|%)|\w\(", re.M
+)
+_SESSION_CALL = re.compile(r"\s*(print|llm_query|rlm_query|llm_query_batched|SHOW_VARS)\(")
+_PYTHON_TAG = "<|python_tag|>"
+_HARMONY = re.compile(
+    r"<\|channel\|>(?P<channel>\w+)(?P<head>[^<]*)(?:<\|constrain\|>[^<]*)?<\|message\|>"
+    r"(?P<body>.*?)(?P<end><\|(?:end|call|return|start|channel)\|>|\Z)",
+    re.DOTALL,
+)
+_TOOL_CALL = re.compile(
+    r"(?:<\|?tool_calls?\|?>|\[TOOL_CALLS\])\s*(?P<body>[\[{<].*?)"
+    r"(?P<end></tool_calls?>|<\|/?tool_calls?\|?>|\Z)",
+    re.DOTALL,
+)
+_INVOKED = re.compile(
+    r"<(?:function=|invoke name=[\"']?)(?P<name>[\w.-]+)[\"']?>\s*(?P<body>.*?)"
+    r"(?P<end></function>|</invoke>|\Z)",
+    re.DOTALL,
+)
+_PARAMETER = re.compile(
+    r"<parameter(?:=| name=[\"']?)(?P<name>\w+)[\"']?>\n?(?P<value>.*?)\n?</parameter>", re.DOTALL
+)
+_RUNS_CODE = re.compile(r"repl|python|code|interpreter|exec|run")
+_COMMAND = re.compile(r"^[ \t]*(>>> |!\w|%%?(time|timeit|run|pip|bash|sh|cd|ls|load)\b)", re.M)
+
+
+def read_any(message: Message, is_cut: bool = False) -> ParsedAction:
+    """``read_action``, for messages in the form of another system too."""
+    if "<|channel|>" in message.content:
+        message, calls = _without_harmony(message, is_cut)
+    else:
+        calls = []
+    action = _without_prompts(read_action(message, is_cut))
+    if action.codes or action.final:
+        return action
+    if action.tool_call_ids:
+        return msgspec.structs.replace(action, was_attempted=True)
+    if not calls and not _MARKS.search(message.content):
+        return action
+    text = without_thinking(message.content)
+    if _PYTHON_TAG in text and not is_cut:
+        calls = [(CODE_TOOL, _arguments(text.partition(_PYTHON_TAG)[2].partition("<|e")[0]))]
+    calls = calls or list(_tool_calls(text, is_cut))
+    return _of_calls(action, calls) if calls else _of_text(action, text, is_cut)
+
+
+def syntax_hint(code: str, error: str) -> str | None:
+    """Return what is wrong with ``code``, whose cell ended with ``error``, if it is a habit from
+    another system."""
+    if not re.search(r"^(SyntaxError|IndentationError)", error, re.M):
+        return None
+    if re.search(r"^\s*>>> ", code, re.M):
+        return "the code has the prompts of a terminal (>>>): remove prompts and outputs"
+    if magic := re.search(r"^\s*(%%?\w+)", code, re.M):
+        return f"{magic[1]} is a command of IPython, which this session lacks: remove it"
+    if shell := re.search(r"^\s*!\s*(\w+)", code, re.M):
+        return f"!{shell[1]} is a shell command, and the session has no shell: use Python (os, re)"
+    if quote := re.search("[\u201c\u201d\u2018\u2019]", code):
+        return f"the code has typographic quotes ({quote[0]}): use \" or '"
+    return None
+
+
+def _of_calls(action: ParsedAction, calls: list[tuple[str, Any]]) -> ParsedAction:
+    """Add tool calls that were written as text: each a name and its arguments."""
+    codes, notes, final = [], [], None
+    for name, given in calls:
+        arguments = given if isinstance(given, dict) else {"code": given}
+        code = next((arguments[key] for key in ("code", "input", "script") if key in arguments), "")
+        if name == FINAL_TOOL and "answer" in arguments:
+            answer = arguments["answer"]
+            final = FinalAnswer(answer if isinstance(answer, str) else repr(answer))
+        elif isinstance(code, str) and code.strip() and _RUNS_CODE.search(name):
+            codes.append(code)
+            notes.append(_TOOL_AS_TEXT)
+        else:
+            notes.append(_NO_TOOL.format(name[:60]))
+    return msgspec.structs.replace(
+        action,
+        codes=tuple(codes),
+        final=final,
+        ignored=(*action.ignored, *dict.fromkeys(notes)),
+        was_attempted=not codes and final is None,
+    )
+
+
+def _of_text(action: ParsedAction, text: str, is_cut: bool) -> ParsedAction:
+    """Run unmarked fences that are code, or name the mistake."""
+    found = list(itertools.islice(fences(text), _MOST_FENCES))
+    bare = [body for mark, body, closed in found if mark in _BARE and (closed or not is_cut)]
+    codes = [code for body in bare if _is_code(code := _unprompted(body))]
+    if codes:
+        return ParsedAction(tuple(codes), ignored=(_RUN_AS_CODE,))
+    shells = [mark for mark, _, _ in found if mark in _SHELLS]
+    if shells:
+        others = tuple(note for note in action.ignored if f"'{shells[0]}'" not in note)
+        notes = (_NO_SHELL.format(shells[0]), *others)
+        return msgspec.structs.replace(action, ignored=notes, was_attempted=True)
+    hints = [hint for body in bare if (hint := syntax_hint(body, "SyntaxError"))]
+    is_bare = _SESSION_CALL.match(text) is not None and _is_code(text)
+    if not found and (_COMMAND.search(text) or is_bare):
+        hints = [syntax_hint(text, "SyntaxError") or "", _NOT_FENCED]
+    if not hints:
+        return action
+    notes = (*action.ignored, *filter(None, hints))
+    return msgspec.structs.replace(action, ignored=notes, was_attempted=True)
+
+
+def _is_code(text: str) -> bool:
+    """True if ``text`` is Python that does something."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(isinstance(node, _DOES_SOMETHING) for node in ast.walk(tree))
+
+
+def _without_prompts(action: ParsedAction) -> ParsedAction:
+    if not any(">>>" in code for code in action.codes):
+        return action
+    codes = tuple(map(_unprompted, action.codes))
+    if codes == action.codes:
+        return action
+    return msgspec.structs.replace(action, codes=codes, ignored=(*action.ignored, _PROMPTS))
+
+
+def _unprompted(code: str) -> str:
+    """Return the lines after the prompts of a terminal session, or ``code`` if it has none."""
+    lines = code.split("\n")
+    first = next((line for line in lines if line.strip()), "")
+    if not first.startswith(">>> "):
+        return code
+    return "\n".join(line[4:] for line in lines if line.startswith((">>> ", "... ", "...")))
+
+
+def _without_harmony(message: Message, is_cut: bool) -> tuple[Message, list[tuple[str, Any]]]:
+    """Return ``message`` with the text of its channels except thinking, and its tool calls."""
+    texts: list[str] = []
+    calls: list[tuple[str, Any]] = []
+    for part in _HARMONY.finditer(message.content):
+        to = re.search(r"to=(?:functions\.)?([\w.-]+)", part["head"])
+        if to and (part["end"] or not is_cut):
+            calls.append((to[1], _arguments(part["body"])))
+        elif not to and part["channel"] != "analysis":
+            texts.append(part["body"])
+    if not texts and not calls:
+        return message, []
+    return msgspec.structs.replace(message, content="\n".join(texts)), calls
+
+
+def _tool_calls(text: str, is_cut: bool) -> Iterator[tuple[str, Any]]:
+    """Yield the name and arguments of each tool call in ``text``."""
+    found = itertools.chain(_TOOL_CALL.finditer(text), _INVOKED.finditer(text))
+    for call in found:
+        body = call["body"].strip()
+        if is_cut and not call["end"]:
+            continue
+        if call.re is _INVOKED:
+            yield call["name"], {m["name"]: m["value"] for m in _PARAMETER.finditer(body)}
+        elif not body.startswith("<"):
+            parsed = _arguments(body)
+            for one in parsed if isinstance(parsed, list) else [parsed]:
+                fields = one if isinstance(one, dict) else {}
+                given = fields.get("arguments", fields.get("parameters", {}))
+                given = _arguments(given) if isinstance(given, str) else given
+                yield str(fields.get("name", CODE_TOOL)), given
+
+
+def _arguments(text: str) -> Any:
+    """Return ``text`` as JSON, or as it is."""
+    try:
+        return json.JSONDecoder(strict=False).raw_decode(text.strip())[0]
+    except ValueError:
+        return text

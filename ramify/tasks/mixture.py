@@ -1,0 +1,218 @@
+"""Several tasks in one: each item belongs to one of them, in proportion to their weights.
+
+    mixture(parts={
+        "sums": {"task": "ledger", "weight": 2},
+        "papers": {"task": "evidence", "options": {"papers": [4, 6]}, "reward": 0.5},
+        "held out": {"task": "needle", "weight": 0},                 evaluated, never trained
+        "again": {"task": "ledger", "pool": "runs/a/groups.jsonl"},  what was learnt from in a run
+    })
+
+    train       sums sums papers sums sums papers …       the same order each time, without a seed
+    validation  the trained parts, alternately            decides which checkpoint is the best
+    test        the trained parts, alternately
+    test_NAME, validation_NAME                            one part alone, for ``evaluate.final``
+
+A reward is called ``PART.REWARD``, so that metrics and weights are those of one part. Items keep
+the score, the tools and the initial state of their task. Not here: which algorithm learns from
+them; a run has one for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.tasks.base import Item, Score, Task, TaskStart, items_of, task_of
+from ramify.types.trajectory import Trajectory
+
+_PERIOD = 1000
+"""Items after which the order of the parts repeats."""
+_MARK = ":"
+"""Between the name of a part and the id of an item in its task."""
+
+
+class MixturePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One task of a mixture."""
+
+    task: str
+    """Its name, as in ``TaskSpec.name``."""
+    options: dict[str, Any] = {}
+    weight: float = 1.0
+    """Share of the training items, relative to the other parts; 0: only evaluated."""
+    reward: float = 1.0
+    """Factor of its rewards."""
+    pool: str = ""
+    """A run's ``groups.jsonl``: train only on items that it has with one of ``outcomes``."""
+    outcomes: tuple[str, ...] = ("learnt",)
+    """``learnt``: some attempts were better than others. ``silent``: all were equal, so the item
+    was too easy or too hard."""
+
+
+class MixtureTask(msgspec.Struct, frozen=True):
+    """The tasks of a mixture as one. Implements ``tasks.Task``."""
+
+    name: str
+    splits: Mapping[str, Sequence[Item]]
+    weights: Mapping[str, float]
+    tasks: Mapping[str, Task]
+    factors: Mapping[str, float]
+    """Name of a part -> factor of its rewards."""
+
+    def right_worth(self, item: Item) -> float:
+        """The weighted reward of a right answer."""
+        return self.factors[_own(item)[0]]
+
+    async def prepare(self, item: Item) -> TaskStart:
+        part, own = _own(item)
+        return await self.tasks[part].prepare(own)
+
+    def score(self, item: Item, trajectory: Trajectory) -> Score:
+        part, own = _own(item)
+        score = self.tasks[part].score(own, trajectory)
+        calls = {call: _named(part, rewards) for call, rewards in score.calls.items()}
+        return Score(_named(part, score.rewards), calls, _named(part, score.metrics))
+
+
+class MixedItems(Sequence[Item]):
+    """The items of several splits, in proportion to weights."""
+
+    def __init__(self, parts: Mapping[str, Sequence[Item]], weights: Mapping[str, float]) -> None:
+        self._parts = parts
+        self._order = list(_order(weights))
+        self._before: list[int] = []
+        """Items of the same part earlier in the period."""
+        seen: Counter[str] = Counter()
+        for name in self._order:
+            self._before.append(seen[name])
+            seen[name] += 1
+        self._counts = seen
+
+    def __len__(self) -> int:
+        """Until a part would repeat an item."""
+        period = len(self._order)
+        return min(len(self._parts[name]) * period // num for name, num in self._counts.items())
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Item]: ...
+    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"the mixture has {len(self)} items; item {index} does not exist")
+        period, place = divmod(index % len(self), len(self._order))
+        name = self._order[place]
+        items = self._parts[name]
+        own = items[(period * self._counts[name] + self._before[place]) % len(items)]
+        kind = f"{name} {own.kind}".strip()
+        return msgspec.structs.replace(own, id=f"{name}{_MARK}{own.id}", kind=kind)
+
+    def __iter__(self) -> Iterator[Item]:
+        return (self[index] for index in range(len(self)))
+
+
+def mixture(*, parts: Mapping[str, Any]) -> MixtureTask:
+    """Several weighted tasks as one.
+
+    Args:
+        parts: Name -> ``MixturePart`` or a mapping of its fields.
+
+    Raises ConfigError if no part has a weight above 0, and for a pool without items."""
+    if not parts or any(_MARK in name or "." in name for name in parts):
+        raise ConfigError("mixture: give parts by name, without ':' and '.' in a name")
+    specs = {name: _part(name, value) for name, value in parts.items()}
+    weights = {name: spec.weight for name, spec in specs.items()}
+    if any(not weight >= 0 or math.isinf(weight) for weight in weights.values()):
+        raise ConfigError(f"mixture: weights {weights} must be numbers from 0")
+    trained = {name: weight for name, weight in weights.items() if weight}
+    if not trained:
+        raise ConfigError(
+            "mixture: all weights are 0, so there is nothing to train on: give at least one part a "
+            "weight above 0"
+        )
+    tasks = {name: task_of(spec.task, **spec.options) for name, spec in specs.items()}
+    train = {name: _train_items(name, specs[name], tasks[name]) for name in trained}
+    splits: dict[str, Sequence[Item]] = {"train": MixedItems(train, trained)}
+    for split in ("validation", "test"):
+        each = {name: items_of(task, split) for name, task in tasks.items()}
+        splits[split] = MixedItems(each, dict.fromkeys(trained, 1.0))
+        splits |= {f"{split}_{name}": MixedItems(each, {name: 1.0}) for name in tasks}
+    factors = {name: spec.reward for name, spec in specs.items()}
+    return MixtureTask("mixture", splits, _Weights(factors, tasks), tasks, factors)
+
+
+class _Weights(dict[str, float]):
+    """Weight of each reward, of which a task need not list those of weight 1."""
+
+    def __init__(self, factors: Mapping[str, float], tasks: Mapping[str, Task]) -> None:
+        super().__init__()
+        self._factors = factors
+        self._tasks = tasks
+
+    def get(self, name: str, default: Any = None) -> Any:
+        part, _, reward = name.partition(".")
+        if part not in self._factors:
+            return default
+        return self._factors[part] * self._tasks[part].weights.get(reward, 1.0)
+
+
+def _part(name: str, value: Any) -> MixturePart:
+    if isinstance(value, MixturePart):
+        return value
+    try:
+        return msgspec.convert(value, MixturePart)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"mixture: part '{name}': {error}") from error
+
+
+def _train_items(name: str, spec: MixturePart, task: Task) -> Sequence[Item]:
+    items = items_of(task, "train")
+    if not spec.pool:
+        return items
+    path = Path(spec.pool)
+    if not path.is_file():
+        raise ConfigError(f"mixture: part '{name}': its pool {path} does not exist")
+    records = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+    kept = (each["item"] for each in records if each["outcome"] in spec.outcomes)
+    found = [id.rpartition(_MARK)[2] for id in kept]
+    # An item's id ends with its index in the split: ledger/train/57.
+    indices = dict.fromkeys(
+        int(id.rpartition("/")[2]) for id in found if id.startswith(f"{task.name}/train/")
+    )
+    if not indices:
+        raise ConfigError(
+            f"mixture: part '{name}': {path} has no item of {task.name}/train with an outcome in "
+            f"{list(spec.outcomes)}"
+        )
+    return [items[index] for index in indices]
+
+
+def _order(weights: Mapping[str, float]) -> Iterator[str]:
+    """The parts of one period: at each place, the part that is furthest behind its share."""
+    total = math.fsum(weights.values())
+    num = min(_PERIOD, round(total / min(weights.values())) * 10)
+    behind = dict.fromkeys(weights, 0.0)
+    for _ in range(num):
+        for name, weight in weights.items():
+            behind[name] += weight / total
+        chosen = max(behind, key=lambda name: behind[name])
+        behind[chosen] -= 1
+        yield chosen
+
+
+def _own(item: Item) -> tuple[str, Item]:
+    """(the part of an item, the item as its task knows it)"""
+    part, _, id = item.id.partition(_MARK)
+    kind = item.kind.removeprefix(part).strip()
+    return part, msgspec.structs.replace(item, id=id, kind=kind)
+
+
+def _named(part: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{part}.{name}": value for name, value in values.items()}

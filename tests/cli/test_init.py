@@ -1,0 +1,41 @@
+"""``ramify init task``: what it writes is a task that proves itself, is shown and can be trained."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from ramify.train.recipe import load_recipe
+from tests.cli.helpers import Shell
+
+
+def test_a_new_task_runs_its_test_and_is_a_recipe(shell: Shell) -> None:
+    done = shell.run("init", "task", "errors")
+    assert (done.code, done.out) == (
+        0,
+        "wrote errors.py, test_errors.py; next: ramify train errors.py --out runs/errors\n",
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_errors.py"]
+    tested = subprocess.run(
+        command, cwd=shell.folder, env=shell.env, capture_output=True, text=True, check=False
+    )
+    assert tested.returncode == 0, tested.stdout
+    run = load_recipe(shell.folder / "errors.py")
+    assert (run.name, run.task.name) == ("errors", f"{shell.folder / 'errors.py'}:errors")
+    again = shell.run("init", "task", "errors")
+    assert (again.code, "errors.py exists already" in again.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("recipe", "x"), "ramify init recipe: only 'task' can be written"),
+        (("task", "My-Task"), "'My-Task' is not a name of a module"),
+        (("task", "class"), "'class' is not a name of a module"),
+    ],
+)
+def test_bad_input_is_one_line(shell: Shell, words: tuple[str, ...], message: str) -> None:
+    done = shell.run("init", *words)
+    assert (done.code, message in done.err, done.err.count("\n")) == (2, True, 1)

@@ -1,0 +1,114 @@
+"""What was paid for stays within reach: batches that fail in part, limits in the middle of a batch,
+names that are taken, and answers in other forms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramify import Stop, Store
+from ramify.clients.scripted import refused
+from tests.engine.helpers import by_role, client, code, rlm
+
+
+def other(prompt: str) -> Any:
+    return refused(400, "no") if "bad" in prompt else f"re: {prompt}"
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "found = llm_query_batched(['a', 'bad', 'c'])",
+        "try:\n  llm_query_batched(['a', 'bad', 'c'])\nexcept SubcallError: pass",
+        "found = [llm_query(p) for p in ['a', 'c', 'bad']]",
+        "found = [int(r) for r in llm_query_batched(['a', 'c'])]",
+    ],
+)
+def test_replies_of_a_failed_cell_are_in_the_next_one(cell: str) -> None:
+    model = client(by_role([code(cell), code("FINAL([r for r in last_replies if r])")], other))
+    with rlm(model) as r:
+        result = r.completion("text", "?")
+    assert result.answer == ["re: a", "re: c"]
+    assert "replies to this cell's calls arrived; all are in the list `last_replies`" in (
+        result.trajectory.root.turns[1].prompt[-1].content
+    )
+
+
+def test_a_variable_of_that_name_is_left_alone() -> None:
+    lines = [
+        "last_replies = 1",
+        "llm_query_batched(['a', 'bad'])",
+        "FINAL([last_replies, last_replies_])",
+    ]
+    with rlm(client(by_role([code(line) for line in lines], other))) as r:
+        assert r.completion("text", "?").answer == [1, ["re: a", None]]
+
+
+def test_a_batch_with_more_calls_than_remain_is_refused_before_its_first_call(
+    tmp_path: Path,
+) -> None:
+    lines = [
+        "llm_query_batched([str(i) for i in range(9)])",
+        "FINAL(llm_query_batched(['a', 'b']))",
+    ]
+    model = client(by_role([code(line) for line in lines]))
+    with rlm(model, limits={"max_calls": 8}, store=Store(tmp_path)) as r:
+        result = r.completion("text", "?")
+        assert r.replay("last").answer == result.answer == ["re: a", "re: b"]
+    error = result.trajectory.root.turns[0].cells[0].error
+    assert error is not None
+    assert "9 calls, but 6 of the run's 8 are left: none was made; ask for 6 at most" in error
+    assert [call.id for call in result.trajectory.calls] == ["0", "0.0", "0.1"]
+
+
+@pytest.mark.parametrize(
+    ("last", "answer"),
+    [
+        ("FINAL(len(rs))", 3),
+        (code("FINAL(sorted(rs))"), ["re: 0", "re: 1", "re: 2"]),
+        ("FINAL(rs)", ["re: 0", "re: 1", "re: 2"]),
+        ("FINAL(three)", "three"),
+        ("FINAL(f(x) is unknown)", "f(x) is unknown"),
+        ("FINAL(f(x))", "f(x)"),
+        (code("FINAL(llm_query('more'))"), None),
+    ],
+)
+@pytest.mark.parametrize("limit", [{"max_calls": 5}, {"max_turns": 1}])
+def test_the_last_cell_runs_on_the_data_and_makes_no_calls(
+    limit: dict[str, Any], last: str, answer: Any
+) -> None:
+    root = [code("rs = llm_query_batched(['0', '1', '2'])"), last]
+    model = client(by_role(root))
+    with rlm(model, limits=limit) as r:
+        result = r.completion("text", "?")
+    assert (result.answer, result.stop.is_truncated()) == (answer, True)
+    assert len(model.requests) == 5
+
+
+def test_a_value_of_a_reserved_name_is_kept_under_another() -> None:
+    lines = [
+        "context = llm_query('a')\nhistory = [1]",
+        "FINAL([own_context, own_history, context])",
+    ]
+    with rlm(client(by_role([code(line) for line in lines]))) as r:
+        result = r.completion("text", "?")
+    assert result.answer == ["re: a", [1], "text"]
+    shown = result.trajectory.root.turns[1].prompt[-1].content
+    assert "[note] your value of `history` is in `own_history`" in shown
+    assert "[note] your value of `context` is in `own_context`" in shown
+
+
+def test_a_dict_bound_to_answer_is_an_answer() -> None:
+    with rlm([code("answer = {'content': [1], 'ready': True}")]) as r:
+        result = r.completion("text", "?")
+    assert (result.answer, result.stop, len(result.trajectory.root.turns)) == ([1], Stop.FINAL, 1)
+
+
+def test_a_third_lost_session_leaves_a_last_word(tmp_path: Path) -> None:
+    lines = [code("import os; os._exit(3)")] * 3 + ["FINAL(what I saw)"]
+    with rlm(client(lines), store=Store(tmp_path)) as r:
+        result = r.completion("text", "?")
+    assert (result.stop, result.answer) == (Stop.ERROR, "what I saw")
+    assert "The session was lost 3 times." in result.trajectory.root.turns[3].prompt[-1].content

@@ -1,0 +1,80 @@
+"""Mixtures: proportions, scores and weights of each part, pools, and parts that are not trained."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramify.errors import ConfigError
+from ramify.tasks.base import items_of, scored, task_of, total
+from ramify.tasks.validation import answered, validate
+
+PARTS: dict[str, Any] = {
+    "sums": {"task": "ledger", "weight": 3, "options": {"kinds": ["sum"]}},
+    "papers": {"task": "evidence", "reward": 0.5},
+    "held": {"task": "needle", "weight": 0, "options": {"chars": 2000}},
+}
+
+
+def test_parts_have_their_share_their_score_and_their_weight() -> None:
+    task = task_of("mixture", parts=PARTS)
+    train = items_of(task, "train")
+    parts = [item.id.partition(":")[0] for item in train[:400]]
+    assert Counter(parts) == {"sums": 300, "papers": 100}
+    assert Counter(parts[:8]) == {"sums": 6, "papers": 2}
+    assert len({item.id for item in train[:400]}) == 400
+    sums, papers = (
+        next(item for item in train if item.id.startswith(n)) for n in ("sums", "papers")
+    )
+    assert sums.kind == "sums sum"
+    for item, rewards, worth in (
+        (sums, {"sums.correct": 1.0}, 1.0),
+        (papers, {"papers.f1": 1.0}, 0.5),
+    ):
+        trajectory = scored(task, item, answered(item, item.gold))
+        assert trajectory.rewards == rewards
+        assert total(trajectory.rewards, task.weights) == worth
+    start = asyncio.run(task.prepare(papers))
+    assert "papers()" in start.about
+    assert {item.id.partition(":")[0] for item in items_of(task, "validation")[:20]} == {
+        "sums",
+        "papers",
+    }
+    assert {item.id.partition(":")[0] for item in items_of(task, "test_held")[:5]} == {"held"}
+    assert validate(task, ("train", "validation", "test_held")) == ""
+
+
+def test_a_pool_is_what_a_run_learned_from(tmp_path: Path) -> None:
+    path = tmp_path / "groups.jsonl"
+    rows = [(7, "learnt"), (8, "silent"), (9, "learnt"), (7, "learnt")]
+    lines = [json.dumps({"item": f"sums:ledger/train/{n}", "outcome": out}) for n, out in rows]
+    path.write_text("\n".join(lines))
+    parts = {"again": {"task": "ledger", "pool": str(path)}}
+    items = items_of(task_of("mixture", parts=parts), "train")
+    assert [item.id for item in items[:2]] == ["again:ledger/train/7", "again:ledger/train/9"]
+    parts["again"]["outcomes"] = ["lost"]  # type: ignore[assignment]
+    with pytest.raises(
+        ConfigError, match=r"has no item of ledger/train with an outcome in \['lost'\]"
+    ):
+        task_of("mixture", parts=parts)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({}, "give parts by name"),
+        ({"a": {"task": "ledger", "weight": 0}}, "all weights are 0, so there is nothing to train"),
+        ({"a": {"task": "ledger", "weight": -1}}, "must be numbers from 0"),
+        ({"a": {"task": "ledgr"}}, "did you mean 'ledger'"),
+        ({"a": {"tusk": "ledger"}}, "part 'a': .*tusk"),
+        ({"a": {"task": "ledger", "pool": "nowhere"}}, "its pool nowhere does not exist"),
+    ],
+)
+def test_bad_parts(parts: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        task_of("mixture", parts=parts)
