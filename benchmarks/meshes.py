@@ -104,46 +104,58 @@ def batches(share: bool, max_tokens: int = 512) -> list[Batch]:
     return pack(rows, PackingSpec(max_tokens=max_tokens, share=share))
 
 
-def figures(steps: int) -> Iterator[Figure]:
+def figures() -> Iterator[Figure]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        yield from same_numbers(folder, steps)
-        yield from resumed(folder)
+        for stage in ("steps", "resume"):
+            for size in (1, 2, 4):  # torch keeps meshes of a process's earlier ranks
+                yield from in_process(stage, size, folder)
         yield from measured(folder)
         yield from killed(folder)
 
 
-def by_launch() -> Iterator[tuple[FsdpRanks, dict[str, tuple[Any, dict[str, int]]]]]:
-    """The ranks of each size, once, with the meshes that they form."""
-    for size in (1, 2, 4):
-        with tempfile.TemporaryDirectory() as logs:
-            ranks = FsdpRanks(compute(ranks=size), dumps=Path(logs))
-            try:
-                yield ranks, {name: m for name, m in MESHES.items() if m[1]["ranks"] == size}
-            finally:
-                ranks.close()
+def in_process(stage: str, size: int, folder: Path) -> Iterator[Figure]:
+    command = [sys.executable, __file__, "--stage", stage, str(size), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"meshes of {size} ranks, {stage}: {done.stderr[-2000:]}")
+    for fields in json.loads(done.stdout.splitlines()[-1]):
+        yield Figure(*fields)
 
 
-def same_numbers(folder: Path, steps: int) -> Iterator[Figure]:
+def staged(stage: str, size: int, folder: Path) -> Iterator[Figure]:
+    """The figures of all meshes that ``size`` ranks form."""
+    ranks = FsdpRanks(compute(ranks=size), dumps=folder / "logs")
+    found = {name: mesh for name, mesh in MESHES.items() if mesh[1]["ranks"] == size}
+    try:
+        yield from (
+            same_numbers(ranks, found, folder)
+            if stage == "steps"
+            else resumed(ranks, found, folder)
+        )
+    finally:
+        ranks.close()
+
+
+Meshes = dict[str, tuple[Any, dict[str, int]]]
+
+
+def same_numbers(ranks: FsdpRanks, found: Meshes, folder: Path) -> Iterator[Figure]:
     """Compare losses and gradients with one process, and save each mesh after its steps."""
-    for ranks, found in by_launch():
-        for name, (config, shard) in found.items():
-            for share in (True, False):
-                worst_loss, worst_gradient, model = compare(ranks, config, shard, share, steps)
-                form = "forest" if share else "rows"
-                limits: dict[str, Any] = {"floor": 1e-5}
-                yield Figure(f"loss of {steps} steps, {name}, {form}", worst_loss, "", {}, **limits)
-                yield Figure(
-                    f"gradient of {steps} steps, {name}, {form}", worst_gradient, "", {}, **limits
-                )
-                if share:
-                    save(model, folder / name)
-                model.drop()
-            whole = policy(config).model
-            model = ranks.spread(config, dict(whole.state_dict()), compute=compute(**shard))
-            same = fingerprint_of(model.weights()) == fingerprint_of(whole.named_parameters())
-            yield Figure(f"fingerprint of a sync, {name}", float(same), "", {}, least=1.0)
+    for name, (config, shard) in found.items():
+        for share in (True, False):
+            worst_loss, worst_gradient, model = compare(ranks, config, shard, share, STEPS)
+            form = "forest" if share else "rows"
+            for kind, value in (("loss", worst_loss), ("gradient", worst_gradient)):
+                yield Figure(f"{kind} of {STEPS} steps, {name}, {form}", value, "", {}, 1e-5)
+            if share:
+                save(model, folder / name)
             model.drop()
+        whole = policy(config).model
+        model = ranks.spread(config, dict(whole.state_dict()), compute=compute(**shard))
+        same = fingerprint_of(model.weights()) == fingerprint_of(whole.named_parameters())
+        yield Figure(f"fingerprint of a sync, {name}", float(same), "", {}, least=1.0)
+        model.drop()
 
 
 def compare(
@@ -184,26 +196,25 @@ def save(model: FsdpModel, folder: Path) -> None:
     (folder / "following.json").write_text(json.dumps(following))
 
 
-def resumed(folder: Path) -> Iterator[Figure]:
-    """Resume each mesh's checkpoint on every other mesh of the same model."""
-    worst = 0.0
-    for ranks, found in by_launch():
-        for name, (config, shard) in found.items():
-            weights = dict(policy(config).model.state_dict())
-            for other, (theirs, _) in MESHES.items():
-                if other == name or theirs is not config:
-                    continue
-                model = ranks.spread(config, weights, compute=compute(**shard))
-                backend = model.backend(OPTIM)
-                backend.load(folder / other)
-                following = [backend.forward_backward(batches(True), LOSS)["loss"]]
-                following.append(backend.optim_step()["grad_norm"])
-                following.append(backend.forward_backward(batches(True), LOSS)["loss"])
-                wanted = json.loads((folder / other / "following.json").read_text())
-                apart = [abs(a - b) / abs(b) for a, b in zip(following, wanted, strict=True)]
-                worst = max(worst, *apart)
-                model.drop()
-    yield Figure("resumed on every other mesh", worst, "", {}, floor=1e-5)
+def resumed(ranks: FsdpRanks, found: Meshes, folder: Path) -> Iterator[Figure]:
+    """Resume the checkpoints of all other meshes of the same model on each mesh."""
+    for name, (config, shard) in found.items():
+        worst = 0.0
+        weights = dict(policy(config).model.state_dict())
+        for other, (theirs, _) in MESHES.items():
+            if other == name or theirs is not config:
+                continue
+            model = ranks.spread(config, weights, compute=compute(**shard))
+            backend = model.backend(OPTIM)
+            backend.load(folder / other)
+            following = [backend.forward_backward(batches(True), LOSS)["loss"]]
+            following.append(backend.optim_step()["grad_norm"])
+            following.append(backend.forward_backward(batches(True), LOSS)["loss"])
+            wanted = json.loads((folder / other / "following.json").read_text())
+            apart = [abs(a - b) / abs(b) for a, b in zip(following, wanted, strict=True)]
+            worst = max(worst, *apart)
+            model.drop()
+        yield Figure(f"every other mesh resumed on {name}", worst, "", {}, 1e-5)
 
 
 # --- memory and bytes ---------------------------------------------------------------------------
@@ -333,6 +344,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="accepted; there is no longer form")
     parser.add_argument("--json", action="store_true", help="also print JSON on the last line")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--stage", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     disable_progress_bar()  # type: ignore[no-untyped-call]
     if options.measure:
@@ -340,7 +352,11 @@ def main() -> int:
         print(json.dumps(measure(json.loads(shard), Path(checkpoint))))
         return 0
     torch.set_num_threads(1)
-    found = list(figures(STEPS))
+    if options.stage:
+        stage, size, folder = options.stage
+        print(json.dumps(list(staged(stage, int(size), Path(folder)))))
+        return 0
+    found = list(figures())
     show(found)
     if options.json:
         print(json.dumps({"figures": [figure.as_json() for figure in found]}))

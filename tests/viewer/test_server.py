@@ -17,8 +17,19 @@ import pytest
 
 from ramify import Store
 from ramify.errors import ConfigError
-from ramify.types.event import AnyEvent, ScoreAdded
-from ramify.types.message import Reply
+from ramify.types.event import (
+    AnyEvent,
+    CallEnded,
+    CallStarted,
+    ReplyReceived,
+    RequestStarted,
+    RunEnded,
+    RunResumed,
+    RunStarted,
+    ScoreAdded,
+)
+from ramify.types.message import Message, Reply, Usage
+from ramify.types.trajectory import Stop
 from ramify.viewer.guard import POLICY
 from ramify.viewer.picture import COLUMNS
 from ramify.viewer.run_library import RunLibrary
@@ -701,3 +712,33 @@ def test_a_resumed_training_is_read_anew(world: World, tmp_path: Path) -> None:
     assert curves.size_changed()
     curves.refresh()
     assert curves.data()["names"]["loss"][0] == list(range(1, 21))
+
+
+def test_a_resumed_call_forgets_its_last_word(tmp_path: Path) -> None:
+    """A limit ended the call; the run was resumed with a higher one."""
+    store = Store(tmp_path / "store")
+    journal = store.create("20260301-000000-again")
+
+    def turn(number: int, text: str) -> None:
+        asked = RequestStarted(call="0", turn=number, reused=0, prompt=(), prompt_hash="")
+        reply = Reply(Message("assistant", text), Usage(1, 1, calls=1))
+        for event in (asked, ReplyReceived(call="0", turn=number, reply=reply)):
+            journal.append(event)
+
+    journal.append(RunStarted(id=journal.id, question="q?", started_at=1.0))
+    journal.append(CallStarted(id="0", kind="rlm", model="m", depth=0, question="q?"))
+    turn(0, "first")
+    turn(1, "last word")
+    journal.append(CallEnded(id="0", stop=Stop.MAX_TURNS, answer="partial", reason="1 of 1"))
+    journal.append(RunEnded(stop=Stop.MAX_TURNS, answer="partial", reason="1 of 1"))
+    journal.append(RunResumed(limits={"max_turns": 9}, forgets={"0": 1}))
+    turn(1, "again")
+    journal.append(CallEnded(id="0", stop=Stop.FINAL, answer="whole"))
+    journal.append(RunEnded(stop=Stop.FINAL, answer="whole"))
+    journal.close()
+    head = seen([store.root], "/api/run", key=journal.id)["head"]
+    call = seen([store.root], "/api/call", key=journal.id, id="0")
+    assert (head["ending"], head["answer"]) == ("final, after 2 turns", "whole")
+    assert head["problems"] == []
+    assert [each["reply"]["content"] for each in call["turns"]] == ["first", "again"]
+    assert call["answer"] == "whole"
