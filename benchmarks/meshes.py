@@ -61,7 +61,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.1,
     "bos_token_id": None,
     "eos_token_id": 3,
-    "pad_token_id": 0,
+    "pad_token_id": None,
 }
 DENSE = Qwen3Config(**SIZES, intermediate_size=128)
 MIXTURE = Qwen3MoeConfig(**SIZES, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)

@@ -77,6 +77,7 @@ class ThreadTransport:
     """Connection to a guest in a thread."""
 
     shared_buffers: SharedMemoryBuffers | None = None
+    has_same_python = True
 
     def __init__(
         self, caps: SandboxCapabilities, scratch: bytearray, max_output_bytes: int

@@ -30,6 +30,7 @@ from ramify.train.backends.base import BACKENDS, ComputeSpec, OptimizerSpec, has
 from ramify.train.config import Run
 from ramify.train.demonstrations import demonstrations_of, rows_of
 from ramify.train.depth_models import check_models
+from ramify.train.policy_defaults import with_policy_defaults
 from ramify.train.precision import RunPrecision, precision_of
 from ramify.train.preflight import (
     check_deterministic,
@@ -121,7 +122,7 @@ class RunParts:
 def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
     """The parts of the run that ``recipe`` describes. ``checkpoint``: where it will continue; a
     tokenizer that was trained is taken from there. Raises ConfigError for mistakes in it."""
-    run, placement_slots = settled(recipe)
+    run, placement_slots = settled(with_policy_defaults(recipe))
     check_device(run)
     device = device_of(run)
     kind: Any = BACKENDS.of(run.compute.backend)
@@ -206,7 +207,7 @@ def adapters_of(run: Run) -> Any:
     lora = run.policy.lora
     if lora is None:
         return None
-    return AdapterSpec(rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=run.seed)
+    return AdapterSpec(rank=lora.rank, alpha=lora.scale_alpha, targets=lora.targets, seed=run.seed)
 
 
 def _optims(run: Run) -> list[OptimizerSpec]:
@@ -262,7 +263,8 @@ def policy_of(
     spec = run.policy
     device = None if spec.device == "auto" else spec.device
     if spec.path:
-        return load_policy(path_of(run), getattr(torch, dtype), "meta" if is_bare(run) else device)
+        device = "meta" if is_bare(run) else device
+        return load_policy(path_of(run), getattr(torch, dtype), device, thinking=spec.thinking)
     if spec.tokenizer:
         tokenizer = load_tokenizer(Path(spec.tokenizer))
     elif spec.words:
@@ -335,7 +337,7 @@ def serving_of(run: Run, policy: Policy, is_here: bool) -> Policy:
         return policy
     serving = dataclasses.replace(policy, model=copy.deepcopy(policy.model))
     if lora is not None:
-        num = attach(policy.model, lora.rank, lora.alpha, lora.targets, run.seed)
+        num = attach(policy.model, lora.rank, lora.scale_alpha, lora.targets, run.seed)
         _log.info(
             "adapters",
             f"adapters of rank {lora.rank}: {num:,} of {policy.num_parameters:,} parameters are "

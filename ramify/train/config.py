@@ -77,9 +77,14 @@ class LoraSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Train low-rank adapters instead of all weights; needs ``ramify[lora]``."""
 
     rank: int = 16
-    alpha: float = 32.0
+    alpha: float | None = None
+    """Adapters are scaled by ``alpha / rank``. None: by the policy (``policy_defaults.py``)."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Names of the modules that get an adapter."""
+
+    @property
+    def scale_alpha(self) -> float:
+        return 2.0 * self.rank if self.alpha is None else self.alpha
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -116,6 +121,9 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     cache_bytes: int | None = None
     """Size of the engine's KV cache in bytes; None: 2 GiB on a CPU, a third of the memory on a
     GPU."""
+    thinking: bool | None = None
+    """Whether a hybrid model thinks, if its chat template has ``enable_thinking``. None: a
+    checkpoint does not, if it can be switched; otherwise as in the template."""
     lora: LoraSpec | None = None
 
     def __post_init__(self) -> None:

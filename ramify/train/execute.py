@@ -33,6 +33,7 @@ from ramify.train.lineage import check_changes, with_same_demonstrations
 from ramify.train.lock import locked
 from ramify.train.metrics import StepMetrics
 from ramify.train.open_run import opened_run
+from ramify.train.policy_defaults import report_policy_defaults, with_policy_defaults
 from ramify.train.preflight import check_folder
 from ramify.train.recipe import with_defaults
 from ramify.train.trackers.base import RunTrackers
@@ -114,6 +115,7 @@ def _train(
     log: LogFile,
 ) -> CheckpointState:
     """``train`` in the process that holds the folder's lock."""
+    given, run = run, with_policy_defaults(run)
     checkpoint = find(resume) if resume is not None else None
     if checkpoint is not None:
         verify(checkpoint)
@@ -125,6 +127,7 @@ def _train(
     if not is_of_out and any(out.glob(f"{FOLDER}/step-*")):
         raise ConfigError(f"{out} already contains a run: resume it, or give another folder")
     check_folder(out)
+    report_policy_defaults(given, run)
 
     trackers = RunTrackers(run.trackers, run.tracker_options)
     resumed_at = read_state(checkpoint).step if checkpoint is not None else None

@@ -265,6 +265,7 @@ def _worker_spec(parts: RunParts, client: HttpEngines, checkpoint: Path) -> Roll
         dtype=parts.dtype,
         grace_s=run.rl.rollout.grace_s,
         direct=run.rl.rollout.direct,
+        thinking=run.policy.thinking,
         variables=tuple(each.variable for each in run.placement.services.values())
         if run.placement
         else (),

@@ -379,8 +379,11 @@ class RolloutStepSource:
 
 
 def scheduled(stage: str, optim: OptimizerSpec, num_steps: int) -> OptimizerSpec:
-    """``optim`` with ``num_steps`` as the length of its schedule, unless it sets one. Raises
-    ConfigError, with the stage's name, if that is shorter than the warm-up."""
+    """``optim`` with ``num_steps`` as the length of its schedule, unless it sets one, and a tenth
+    of it as warm-up, at most 10, unless that is given. Raises ConfigError, with the stage's name,
+    if the schedule is shorter than the warm-up."""
+    if optim.warmup_steps is None:
+        optim = msgspec.structs.replace(optim, warmup_steps=min(10, num_steps // 10))
     if optim.num_steps is not None:
         return optim
     try:

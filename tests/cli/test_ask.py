@@ -175,12 +175,13 @@ def test_no_answer(shell: Shell) -> None:
 
 def test_a_model_that_refuses(shell: Shell) -> None:
     done = shell.ask([{"fail": "refused", "status": 401, "text": "invalid key"}], "hm?", "-q")
-    assert (done.code, done.out, done.err.count("\n")) == (1, "", 1)
-    assert done.err.startswith("ramify: scripted:script.json: 401, invalid key")
+    assert (done.code, done.out, done.err.count("\n")) == (5, "", 1)
+    assert done.err.startswith("ramify: suspended after ")
+    assert "scripted:script.json: 401, invalid key; continue with: ramify ask --" in done.err
     as_json = shell.ask(
         [{"fail": "refused", "status": 401, "text": "invalid key"}], "hm?", "-q", "--json"
     )
-    assert (as_json.code, json.loads(as_json.out)["stop"]) == (1, "error")
+    assert (as_json.code, json.loads(as_json.out)["stop"]) == (5, "suspended")
 
 
 def test_without_a_store_nothing_is_kept(shell: Shell) -> None:

@@ -50,10 +50,11 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     kind: Literal["adamw", "muon"] = "adamw"
     """``muon`` orthogonalizes the momentum of matrices (2502.16982); embeddings, the output matrix
     and norms use AdamW."""
-    lr: float = 1e-3
-    """Peak learning rate, also for Muon's matrices: their update is scaled to the size of
-    AdamW's."""
-    betas: tuple[float, float] = (0.9, 0.98)
+    lr: float | None = None
+    """Peak learning rate, also for Muon's matrices: their update is scaled to the size of AdamW's.
+    None: by the policy (``policy_defaults.py``); outside of a run 1e-3."""
+    betas: tuple[float, float] | None = None
+    """None: by the policy; outside of a run 0.9 and 0.98."""
     eps: float = 1e-8
     weight_decay: float = 0.0
     """Weight decay of matrices; norms, biases and embeddings do not decay."""
@@ -63,27 +64,37 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Clip the gradient to this global norm; None: never."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the decay after the warm-up."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up to ``lr``; the first step uses ``lr / warmup_steps``."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up to ``lr``; the first step uses ``lr / warmup_steps``. None: by the
+    policy; outside of a run 0."""
     num_steps: int | None = None
     """Step at which ``final_fraction`` is reached; None: the length of the stage."""
     final_fraction: float = 0.1
 
     def __post_init__(self) -> None:
-        if not self.lr > 0 or not math.isfinite(self.lr):
+        if not self.peak_lr > 0 or not math.isfinite(self.peak_lr):
             raise ConfigError(f"optim.lr={self.lr} must be a positive number")
         check_optional("optim", "never", max_grad_norm=self.max_grad_norm)
         check_optional("optim", "the length of the stage", num_steps=self.num_steps)
         num_steps = self.num_steps
-        if self.schedule != "constant" and num_steps is not None and num_steps <= self.warmup_steps:
+        if self.schedule != "constant" and num_steps is not None and num_steps <= self.num_warmup:
             raise ConfigError(
                 f"optim.schedule={self.schedule} over {num_steps} steps needs more than the "
-                f"{self.warmup_steps} of warm-up"
+                f"{self.num_warmup} of warm-up"
             )
-        if min(self.weight_decay, self.warmup_steps, self.final_fraction) < 0:
+        if min(self.weight_decay, self.num_warmup, self.final_fraction) < 0:
             raise ConfigError(
                 "optim: weight_decay, warmup_steps and final_fraction cannot be negative"
             )
+
+    @property
+    def peak_lr(self) -> float:
+        return 1e-3 if self.lr is None else self.lr
+
+    @property
+    def num_warmup(self) -> int:
+        """Steps of warm-up."""
+        return self.warmup_steps or 0
 
     def lr_at(self, step: int) -> float:
         """The learning rate of step ``step``, counted from 0.
@@ -91,15 +102,15 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         lr=1, linear, warmup_steps=2, num_steps=6, final_fraction=0: 0.5, 1, 1, 0.75, 0.5, 0.25, 0,
         0, …
         """
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
+        if step < self.num_warmup:
+            return self.peak_lr * (step + 1) / self.num_warmup
         if self.schedule == "constant":
-            return self.lr
+            return self.peak_lr
         if self.num_steps is None:
             raise ConfigError(f"optim.schedule={self.schedule} has no end: set optim.num_steps")
-        done = min(1.0, (step - self.warmup_steps) / (self.num_steps - self.warmup_steps))
+        done = min(1.0, (step - self.num_warmup) / (self.num_steps - self.num_warmup))
         left = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-        return self.lr * (self.final_fraction + (1 - self.final_fraction) * left)
+        return self.peak_lr * (self.final_fraction + (1 - self.final_fraction) * left)
 
 
 class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

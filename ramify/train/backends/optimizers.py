@@ -90,7 +90,7 @@ class CombinedOptimizer:
         adamw: list[dict[str, Any]] = [{"params": others, "weight_decay": 0.0}]
         self._all: list[torch.optim.Optimizer] = []
         if optim.kind == "muon" and inside:
-            self._all.append(muon(inside, optim.lr, optim.momentum, optim.weight_decay))
+            self._all.append(muon(inside, optim.peak_lr, optim.momentum, optim.weight_decay))
         else:
             adamw.append({"params": inside, "weight_decay": optim.weight_decay})
         # Fused AdamW steps only tensors of one mesh together.
@@ -98,9 +98,10 @@ class CombinedOptimizer:
             {**group, "params": params} for group in adamw for params in _by_mesh(group["params"])
         ]
         if groups:
-            self._all.append(
-                torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
-            )
+            betas = optim.betas or (0.9, 0.98)
+            rate = optim.peak_lr
+            adam = torch.optim.AdamW(groups, lr=rate, betas=betas, eps=optim.eps, fused=True)
+            self._all.append(adam)
 
     def step(self, lr: float) -> None:
         for optimizer in self._all:

@@ -57,6 +57,8 @@ def on_meta(config: Any, *, splits_layers: bool = False) -> nn.Module:
 
     with _parameters_on_meta():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    if unsupported(config) is None:  # the padding token learns as it does in our own model
+        model.get_input_embeddings().padding_idx = None
     return cast(nn.Module, model.eval())
 
 

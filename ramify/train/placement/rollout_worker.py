@@ -54,6 +54,8 @@ class RolloutWorkerSpec(msgspec.Struct, frozen=True):
     grace_s: float
     direct: bool = False
     """Whether a single plain call may answer a short context."""
+    thinking: bool | None = None
+    """See ``PolicySpec.thinking``."""
     variables: tuple[str, ...] = ()
     """Environment variables that hold the addresses of services."""
 
@@ -139,7 +141,9 @@ class _RolloutWorker:
         from ramify.train.audited_client import AuditedClient
 
         torch.set_num_threads(1)
-        policy = load_policy(spec.checkpoint, getattr(torch, spec.dtype), "meta")
+        policy = load_policy(
+            spec.checkpoint, getattr(torch, spec.dtype), "meta", thinking=spec.thinking
+        )
         self._engines = HttpEngines(policy, spec.inference, name=spec.name)
         await self._engines.start(
             Path(),

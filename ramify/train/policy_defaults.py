@@ -1,0 +1,161 @@
+"""Defaults that depend on where the policy comes from: a checkpoint of a pretrained model, or a
+model that is created from scratch.
+
+    option                       checkpoint             from scratch
+    rl.optim.lr                  1e-6, adapters 1e-5    1e-3
+    sft.optim.lr, warmup.…       1e-5, adapters 1e-4    1e-3
+    *.optim.betas                0.9, 0.999             0.9, 0.98
+    *.optim.warmup_steps         a tenth, at most 10    0
+    policy.lora.alpha            32                     2 · rank
+    limits.max_reply_tokens      1024, thinking 4096    a quarter of the window
+    policy.thinking              off if it can be       as in its template
+
+The learning rates of checkpoints are those of TRL, verl and SkyRL (full weights) and ten times as
+much for adapters (Thinking Machines, "LoRA Without Regret", whose alpha of 32 makes the best rate
+independent of the rank). A policy that a recipe of Ramify trained from scratch (format ``tiny``)
+counts as from scratch. Only options that are not given are set; the engine's default of
+``limits.max_reply_tokens`` counts as not given.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from ramify.engine.limits import Limits
+from ramify.errors import ConfigError
+from ramify.inference.base import made_for
+from ramify.logging import RoomLogger
+from ramify.train.backends.base import OptimizerSpec
+from ramify.train.config import PolicySpec, Run
+
+_log = RoomLogger("train")
+_RATES = {"warmup": (1e-5, 1e-4), "sft": (1e-5, 1e-4), "rl": (1e-6, 1e-5)}
+"""Stage -> usual learning rates of a checkpoint: of all weights, of adapters."""
+_HIGH = 10
+"""A learning rate this many times the usual one is reported."""
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def with_policy_defaults(run: Run) -> Run:
+    """``run`` with the options set that were not given and depend on its policy. Raises ConfigError
+    for a thinking switch that the policy does not have."""
+    policy = _policy(run.policy)
+    is_checkpoint = is_pretrained(run.policy)
+    stages: dict[str, Any] = {}
+    for name in _RATES:
+        stage = getattr(run, name)
+        if stage is not None:
+            optim = _optim(stage.optim, usual_rate(run, name) if is_checkpoint else None)
+            stages[name] = _changed(stage, optim=optim)
+    limits = run.limits
+    if limits.max_reply_tokens == Limits().max_reply_tokens:
+        limits = _changed(limits, max_reply_tokens=_reply_tokens(policy, is_checkpoint))
+    return _changed(run, policy=policy, limits=limits, **stages)
+
+
+def is_pretrained(policy: PolicySpec) -> bool:
+    """Whether the policy is a checkpoint of a model that was pretrained elsewhere."""
+    return bool(policy.path) and policy.path != "tiny" and made_for(f"local:{policy.path}") is None
+
+
+def usual_rate(run: Run, stage: str) -> float:
+    """The usual learning rate of a checkpoint in ``stage``."""
+    return _RATES[stage][run.policy.lora is not None]
+
+
+def report_policy_defaults(given: Run, run: Run) -> None:
+    """Report what ``with_policy_defaults`` made of ``given``, and learning rates that are high for
+    a checkpoint."""
+    kind = "a checkpoint" if is_pretrained(run.policy) else "from scratch"
+    names = ("policy", "limits", *_RATES)
+    found = [
+        f"{name}.{field}={_short(value)}"
+        for name in names
+        for field, value in _differences(getattr(given, name), getattr(run, name))
+    ]
+    if found:
+        text = f"defaults of a policy that is {kind}: {', '.join(found)}"
+        _log.info("policy_defaults", text.replace("is from", "is trained from"), shown=True)
+    if not is_pretrained(run.policy):
+        return
+    for name in _RATES:
+        stage = getattr(run, name)
+        usual = usual_rate(run, name)
+        if stage is not None and stage.optim.lr >= _HIGH * usual * (1 - 1e-9):
+            text = (
+                f"{name}.optim.lr={stage.optim.lr:g} is {stage.optim.lr / usual:.3g} times what "
+                f"checkpoints usually tolerate: {usual:g} is usual"
+                + (" with adapters" if run.policy.lora is not None else "")
+            )
+            _log.warning("high_learning_rate", text, shown=True, stage=name)
+
+
+def _policy(policy: PolicySpec) -> PolicySpec:
+    lora, thinking = policy.lora, policy.thinking
+    if lora is not None and lora.alpha is None:
+        lora = _changed(lora, alpha=32.0 if is_pretrained(policy) else 2.0 * lora.rank)
+    can_think = _can_switch_thinking(policy)
+    if thinking is not None and not can_think:
+        raise ConfigError(
+            f"policy.thinking={str(thinking).lower()}: the chat template of "
+            f"{policy.path or 'a policy from scratch'} has no enable_thinking: remove it"
+        )
+    if thinking is None and can_think:
+        thinking = False
+    return _changed(policy, lora=lora, thinking=thinking)
+
+
+def _can_switch_thinking(policy: PolicySpec) -> bool:
+    if not is_pretrained(policy):
+        return False
+    from ramify.models.load import load_tokenizer, model_folder
+
+    template = load_tokenizer(Path(model_folder(policy.path))).chat_template
+    return "enable_thinking" in str(template)
+
+
+def _optim(optim: OptimizerSpec, usual: float | None) -> OptimizerSpec:
+    """``usual``: learning rate of a checkpoint; None from scratch. ``stages.scheduled`` sets the
+    warm-up of a checkpoint, since it knows the number of steps."""
+    values: dict[str, Any] = {}
+    if optim.lr is None:
+        values["lr"] = 1e-3 if usual is None else usual
+    if optim.betas is None:
+        values["betas"] = (0.9, 0.98) if usual is None else (0.9, 0.999)
+    if optim.warmup_steps is None and usual is None:
+        values["warmup_steps"] = 0
+    return _changed(optim, **values)
+
+
+def _reply_tokens(policy: PolicySpec, is_checkpoint: bool) -> int:
+    if is_checkpoint:
+        return 4096 if policy.thinking else 1024
+    window = policy.shape.get("max_position_embeddings", 4096) if policy.shape else 512
+    return max(1, int(window) // 4)
+
+
+def _changed(value: S, **fields: Any) -> S:
+    return msgspec.structs.replace(value, **fields)
+
+
+def _differences(given: Any, now: Any) -> list[tuple[str, Any]]:
+    """(dotted name, value) of the fields of ``now`` that differ from ``given``."""
+    if not isinstance(now, msgspec.Struct) or not isinstance(given, msgspec.Struct):
+        return []
+    found: list[tuple[str, Any]] = []
+    for field in now.__struct_fields__:
+        before, after = getattr(given, field), getattr(now, field)
+        if isinstance(after, msgspec.Struct) and isinstance(before, msgspec.Struct):
+            found += [(f"{field}.{name}", value) for name, value in _differences(before, after)]
+        elif (before is None and after is not None) or (
+            field == "max_reply_tokens" and before != after
+        ):
+            found.append((field, after))
+    return found
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else msgspec.json.encode(value).decode()

@@ -1,0 +1,129 @@
+"""Options that depend on the policy: a checkpoint of a pretrained model, or one from scratch."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from transformers import Qwen3Config
+
+from ramify.engine.limits import Limits
+from ramify.errors import ConfigError
+from ramify.models.load import from_config, save_policy
+from ramify.train.assemble import assemble
+from ramify.train.backends.base import OptimizerSpec
+from ramify.train.config import LoraSpec, PolicySpec, RlSpec, Run
+from ramify.train.policy_defaults import report_policy_defaults, with_policy_defaults
+from ramify.train.stages import scheduled
+from ramify.types.message import Message
+from tests.models.templates import tokenizer_of
+from tests.train.small import SHAPE, small
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders ``qwen3``, whose thinking can be switched, and ``llama3``, which does not think."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for name in ("qwen3", "llama3"):
+        tokenizer = tokenizer_of(name)
+        sizes = {name: value for name, value in SHAPE.items() if name != "model_type"} | {
+            "max_position_embeddings": 4096
+        }
+        config = Qwen3Config(
+            vocab_size=len(tokenizer), **sizes, bos_token_id=None, eos_token_id=1, pad_token_id=0
+        )
+        save_policy(from_config(config, tokenizer, 0), root / name)
+    return root
+
+
+def run_of(policy: PolicySpec, **rl: Any) -> Run:
+    return small(policy=policy, warmup=None, sft=None, rl=RlSpec(**rl), limits=Limits())
+
+
+def found(policy: PolicySpec, **rl: Any) -> tuple[Any, ...]:
+    run = with_policy_defaults(run_of(policy, **rl))
+    assert run.rl is not None
+    optim, lora = run.rl.optim, run.policy.lora
+    return (
+        optim.lr,
+        optim.betas,
+        scheduled("rl", optim, 45).warmup_steps,
+        run.limits.max_reply_tokens,
+        run.policy.thinking,
+        lora and lora.alpha,
+    )
+
+
+def test_each_kind_of_policy_has_its_defaults(checkpoints: Path) -> None:
+    path, lora = str(checkpoints / "qwen3"), LoraSpec(rank=4)
+    plain = str(checkpoints / "llama3")
+    scratch, usual = (0.9, 0.98), (0.9, 0.999)
+    assert found(PolicySpec(shape=SHAPE)) == (1e-3, scratch, 0, 128, None, None)
+    assert found(PolicySpec(shape=SHAPE, lora=lora)) == (1e-3, scratch, 0, 128, None, 8.0)
+    assert found(PolicySpec(path="tiny")) == (1e-3, scratch, 0, 128, None, None)
+    assert found(PolicySpec(path=path)) == (1e-6, usual, 4, 1024, False, None)
+    assert found(PolicySpec(path=plain)) == (1e-6, usual, 4, 1024, None, None)
+    thinking = PolicySpec(path=path, thinking=True, lora=lora)
+    assert found(thinking) == (1e-5, usual, 4, 4096, True, 32.0)
+    given = OptimizerSpec(lr=3e-6, betas=(0.8, 0.9), warmup_steps=2)
+    assert found(PolicySpec(path=path), optim=given)[:3] == (3e-6, (0.8, 0.9), 2)
+
+
+def test_they_are_set_once() -> None:
+    run = with_policy_defaults(small())
+    assert with_policy_defaults(run) == run
+    explicit = run_of(PolicySpec(shape=SHAPE))
+    limits = msgspec.structs.replace(explicit.limits, max_reply_tokens=77)
+    changed = with_policy_defaults(msgspec.structs.replace(explicit, limits=limits))
+    assert changed.limits.max_reply_tokens == 77
+
+
+def test_the_policy_thinks_as_the_run_says(checkpoints: Path) -> None:
+    opened = []
+    for thinking in (True, False):
+        policy = PolicySpec(path=str(checkpoints / "qwen3"), thinking=thinking)
+        run = msgspec.structs.replace(run_of(policy), scaffold="default")
+        renderer = assemble(run).policy.renderer
+        opened.append(
+            "<think>" in renderer._pieces.decode(renderer.prompt([Message("user", "Hm?")]))
+        )  # type: ignore[attr-defined]
+    assert opened == [False, True]  # without thinking, replies begin after an empty block
+
+
+def test_what_was_set_is_reported(checkpoints: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given = run_of(PolicySpec(path=str(checkpoints / "llama3")))
+    with caplog.at_level(logging.INFO, "ramify.train"):
+        report_policy_defaults(given, with_policy_defaults(given))
+    assert [record.getMessage() for record in caplog.records] == [
+        "defaults of a policy that is a checkpoint: limits.max_reply_tokens=1024, "
+        "rl.optim.lr=1e-06, rl.optim.betas=[0.9,0.999]"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rate", "lora", "warns"),
+    [(9e-6, None, False), (1e-5, None, True), (9e-5, LoraSpec(), False), (1e-3, LoraSpec(), True)],
+)
+def test_a_high_learning_rate_is_reported_with_the_usual_one(
+    rate: float, lora: Any, warns: bool, checkpoints: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = PolicySpec(path=str(checkpoints / "llama3"), lora=lora)
+    run = with_policy_defaults(run_of(policy, optim=OptimizerSpec(lr=rate)))
+    with caplog.at_level(logging.WARNING, "ramify.train"):
+        report_policy_defaults(run, run)
+    usual = "1e-05 is usual with adapters" if lora else "1e-06 is usual"
+    found = [record.getMessage() for record in caplog.records]
+    assert len(found) == warns
+    assert all(text.endswith(f"checkpoints usually tolerate: {usual}") for text in found)
+
+
+def test_a_thinking_switch_that_does_not_exist_is_refused(checkpoints: Path) -> None:
+    for policy in (
+        PolicySpec(path=str(checkpoints / "llama3"), thinking=True),
+        PolicySpec(shape=SHAPE, thinking=False),
+    ):
+        with pytest.raises(ConfigError, match=r"^policy\.thinking=.*no enable_thinking: remove it"):
+            with_policy_defaults(run_of(policy))
