@@ -127,9 +127,8 @@ def _train(
     if not is_of_out and any(out.glob(f"{FOLDER}/step-*")):
         raise ConfigError(f"{out} already contains a run: resume it, or give another folder")
     check_folder(out)
-    report_policy_defaults(given, run)
-
     trackers = RunTrackers(run.trackers, run.tracker_options)
+    report_policy_defaults(given, run)
     resumed_at = read_state(checkpoint).step if checkpoint is not None else None
 
     def measured(metrics: StepMetrics) -> None:

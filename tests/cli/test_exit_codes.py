@@ -71,7 +71,7 @@ WRONG = {
         (["broken.py"], "the recipe broken.py cannot be executed: SyntaxError("),
         (["raises.py"], "the recipe raises.py cannot be executed: ZeroDivisionError("),
         (["runless.py"], "no `def run() -> Run`"),
-        ([R, "rl.optim.lr=fast"], "Expected `float`, got `str`"),
+        ([R, "rl.optim.lr=fast"], "Expected `float | null`, got `str`"),
         ([R, "evaluate.max_failed=2"], "evaluate.max_failed=2.0 is a share"),
         ([R, "--placement", "moon"], "--placement moon: known"),
         ([R, "--restarts", "0", "--out", "x"], "--restarts 0"),
@@ -117,6 +117,10 @@ WRONG = {
     ),
     "show": ((["x"], "has no runs"), (["x.jsonl"], "the journal x.jsonl does not exist")),
     "replay": ((["x"], "has no runs"),),
+    "init": (
+        ([], "give"),
+        (["tsak", "mine"], "tsak"),
+    ),
     "plugins": (
         (["taks"], "unknown kind 'taks': did you mean 'task'? known: algorithm, "),
         (["task", "x"], "unexpected argument 'x'"),
@@ -189,6 +193,8 @@ WRONG_VALUES = {
     **dict.fromkeys(("answer_schema", "resume", "mount"), "nowhere.json"),
     **dict.fromkeys(("model", "sub_model"), "opnai:x"),
     "scaffold": "minimum",
+    "preset": "tlr",
+    "turn": "0",
     "sandbox": "jial",
     "tier": "Z",
     "package": "no_such_package",

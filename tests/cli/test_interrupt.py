@@ -31,7 +31,9 @@ def test_once_answers_with_what_there_is(shell: Shell) -> None:
     out, err = process.communicate(timeout=100)
     assert (process.returncode, out) == (3, b"at least 3\n")
     assert b"finishing with the best answer so far; Ctrl-C again to stop" in err
-    assert err.decode().splitlines()[-1].startswith("cancelled · ")
+    summary, reason = err.decode().splitlines()[-2:]
+    assert summary.startswith("cancelled · ")
+    assert reason == "ended: cancelled: it was asked to finish before it had a final answer"
 
 
 def test_once_while_the_model_is_silent(shell: Shell) -> None:

@@ -132,7 +132,7 @@ def test_a_session_gets_the_tools_of_a_server(shell: Shell) -> None:
     server = f"TOKEN=sk-of-mine {sys.executable} {shell.folder / shell.write('server.py', SERVER)}"
     script = [code("x = add(40, 1)"), {"fail": "refused", "status": 401, "text": "wrong key"}]
     failed = shell.ask(script, "How much?", "--mcp", server)
-    assert failed.code == 1
+    assert failed.code == 5
     assert "wrong key" in failed.err
     (journal,) = (shell.folder / "store" / "runs").glob("*.jsonl")
     recorded = journal.read_text()

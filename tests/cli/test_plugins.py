@@ -187,8 +187,8 @@ def test_they_are_listed(machine: Shell) -> None:
         ],
     ]
     lines = machine.run("plugins", "task").out.splitlines()
-    assert [line.split("\t")[1] for line in lines][4:] == ["absent", "colors", "needs", "stops"]
-    assert "task\tneeds\tbroken-plugins 0.1\tbroken: No module" in lines[6]
+    assert [line.split("\t")[1] for line in lines][-4:] == ["absent", "colors", "needs", "stops"]
+    assert "task\tneeds\tbroken-plugins 0.1\tbroken: No module" in lines[-2]
     assert machine.run("plugins", "taks").err.startswith(
         "ramify: unknown kind 'taks': did you mean 'task'? known: algorithm, "
     )
@@ -210,7 +210,7 @@ def test_they_are_found_by_name(machine: Shell) -> None:
     )
     assert (done.code, "colors" in done.out + done.err) == (0, True), done.err
     done = machine.run("ask", "-m", "cloud:m", "say it", "--patience", "0.1")
-    assert (done.code, "cloud:m" in done.err) == (1, True), done.err
+    assert (done.code, "cloud:m" in done.err) == (5, True), done.err
 
 
 def test_a_run_is_trained_with_them(machine: Shell) -> None:
