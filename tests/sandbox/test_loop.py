@@ -202,7 +202,7 @@ class PiecewiseDoor(LyingDoor):
 
 @pytest.fixture(autouse=True)
 def without_the_garbage_of_others() -> Iterator[None]:
-    """A full collection takes as long as other tests have left objects, and is no frame's work."""
+    """A full collection takes as long as other tests have left objects, and belongs to no frame."""
     gc.collect()
     gc.freeze()
     yield
