@@ -140,6 +140,8 @@ class Ledger:
         self.cost: float | None = 0.0 if priced else None
         self.refusals: dict[Stop, str] = {}
         """Limit -> a sentence with both numbers about the last request that it ruled out."""
+        self.reported: set[tuple[Stop, str]] = set()
+        """(a limit, the call that has it; empty if all calls share it), once that is in the log."""
         self._waiting: deque[tuple[ResourceAmount, asyncio.Future[None]]] = deque()
 
     def _first_exceeded(self, total: ResourceAmount) -> Stop | None:

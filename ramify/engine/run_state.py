@@ -262,7 +262,6 @@ class RunState:
         self._in_flight: set[asyncio.Task[Any]] = set()
         """Tasks that wait for a model, except those of final requests."""
         self._sessions: set[Session] = set()
-        self._limits_reported: set[tuple[Stop, str]] = set()
         self._descriptions: dict[str, str] = {}
         loop, limits = asyncio.get_running_loop(), setup.limits
         self._deadline = loop.time() + limits.max_seconds
@@ -436,9 +435,10 @@ class RunState:
     def _report_limit(self, call: LiveCall, stop: Stop) -> None:
         """Log a limit once: each call has its own turns, and all calls share the other limits."""
         limit = (stop, call.id if stop is Stop.MAX_TURNS else "")
-        if stop not in _LIMITS or limit in self._limits_reported:
+        reported = self.requests.ledger.reported
+        if stop not in _LIMITS or limit in reported:
             return
-        self._limits_reported.add(limit)
+        reported.add(limit)
         spent: dict[str, Any] = {name: num for name, num, _ in self.requests.ledger.state()}
         text = f"call {call.id} ends at the limit {stop}"
         _log.warning("limit", text, limit=str(stop), call=call.id, **spent)
