@@ -235,8 +235,9 @@ def test_no_rollout_of_a_recipe_is_cut_on_a_busy_machine(path: Path) -> None:
         return
     run = load_recipe(path)
     assert run.limits.max_seconds == 86_400 > 10 * run.stall_s
+    staleness = 2 if path.stem == "qwen3_8b_8gpu_async" else 0
     assert run.rl is None or (run.rl.sample.max_staleness, run.rl.sample.straggler_factor) == (
-        0,
+        staleness,
         None,
     )
 
