@@ -128,7 +128,7 @@ def _train(
         raise ConfigError(f"{out} already contains a run: resume it, or give another folder")
     check_folder(out)
     trackers = RunTrackers(run.trackers, run.tracker_options)
-    report_policy_defaults(given, run)
+    report_policy_defaults(given, run, resumed=checkpoint is not None)
     resumed_at = read_state(checkpoint).step if checkpoint is not None else None
 
     def measured(metrics: StepMetrics) -> None:

@@ -66,9 +66,9 @@ def usual_rate(run: Run, stage: str) -> float:
     return _RATES[stage][run.policy.lora is not None]
 
 
-def report_policy_defaults(given: Run, run: Run) -> None:
-    """Report what ``with_policy_defaults`` made of ``given``, and learning rates that are high for
-    a checkpoint."""
+def report_policy_defaults(given: Run, run: Run, *, resumed: bool = False) -> None:
+    """Report what ``with_policy_defaults`` made of ``given``, unless it was reported when the run
+    began, and learning rates that are high for a checkpoint."""
     kind = "a checkpoint" if is_pretrained(run.policy) else "from scratch"
     names = ("policy", "limits", *_RATES)
     found = [
@@ -76,7 +76,7 @@ def report_policy_defaults(given: Run, run: Run) -> None:
         for name in names
         for field, value in _differences(getattr(given, name), getattr(run, name))
     ]
-    if found:
+    if found and not resumed:
         text = f"defaults of a policy that is {kind}: {', '.join(found)}"
         _log.info("policy_defaults", text.replace("is from", "is trained from"), shown=True)
     if not is_pretrained(run.policy):
@@ -113,7 +113,10 @@ def _can_switch_thinking(policy: PolicySpec) -> bool:
         return False
     from ramify.models.load import load_tokenizer, model_folder
 
-    template = load_tokenizer(Path(model_folder(policy.path))).chat_template
+    try:
+        template = load_tokenizer(Path(model_folder(policy.path))).chat_template
+    except ConfigError:  # reported where the policy is loaded, after what costs nothing to check
+        return False
     return "enable_thinking" in str(template)
 
 

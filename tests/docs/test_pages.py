@@ -14,6 +14,7 @@ import pytest
 import ramify
 from ramify.clients.providers import PriceTable
 from ramify.clients.scripted import ScriptedClient
+from ramify.tasks.mixture import MixturePart
 from tests.docs import world
 from tests.docs.pages import ALL, PAGES, ROOT, Block, prose
 
@@ -149,12 +150,14 @@ def test_python(page, reader):
 
 @pytest.mark.parametrize("block", JSON, ids=lambda block: block.place)
 def test_json(block: Block, tmp_path):
-    """A price table, or a script."""
+    """A price table, the parts of a mixture, or a script."""
     path = tmp_path / "shown.json"
     path.write_text(block.code)
     if isinstance(msgspec.json.decode(block.code), list):
         client = ScriptedClient.load(str(path))
         assert client.name == f"scripted:{path}"
+    elif "task" in block.code:
+        assert len(msgspec.json.decode(block.code, type=dict[str, MixturePart])) == 4
     else:
         table = PriceTable.load(path)
         price = table.price("openai:gpt-5-mini")

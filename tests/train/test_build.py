@@ -35,6 +35,7 @@ from ramify.train.config import (
 from ramify.train.execute import train
 from ramify.train.lineage import check_changes
 from ramify.train.losses.loss import LossSpec
+from ramify.train.policy_defaults import with_policy_defaults
 from ramify.train.recipe import load_recipe, stored
 from ramify.train.rollouts.rollouter import RolloutOptions
 from tests.shown import heard
@@ -258,7 +259,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="already contains a run: resume it"):
         train(run, tmp_path)
     again = stored(tmp_path)
-    assert again == run
+    assert again == with_policy_defaults(run)
     other = msgspec.structs.replace(run, seed=4)
     with pytest.raises(ConfigError, match="has a different config: seed was 0 and is now 4"):
         train(other, tmp_path, resume=tmp_path)

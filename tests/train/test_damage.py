@@ -18,6 +18,7 @@ from ramify.models.load import load_policy, save_policy
 from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state, verify
 from ramify.train.config import Schedule
 from ramify.train.losses.loss import LossSpec
+from ramify.train.policy_defaults import with_policy_defaults
 from ramify.train.recipe import stored
 from tests.shown import train
 from tests.train.small import small, weights_of
@@ -173,5 +174,5 @@ def test_checkpoints_of_before_there_were_checksums_are_gone_on_with(tmp_path: P
         )
         (checkpoint / "state.json").write_text(json.dumps(state))
         assert read_state(checkpoint).checksums == ""
-    assert stored(tmp_path) == run
+    assert stored(tmp_path) == with_policy_defaults(run)
     train(run, tmp_path, resume=tmp_path, say=pytest.fail)

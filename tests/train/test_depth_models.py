@@ -62,7 +62,13 @@ def run_of(depths: Sequence[DepthSpec], frozen: FrozenSpec, **changes: Any) -> R
         warmup=None,
         depths=tuple(depths),
         frozen=frozen,
-        limits=Limits(max_turns=2, max_depth=len(depths) - 1, max_reply_tokens=64, max_seconds=300),
+        limits=Limits(
+            max_turns=2,
+            max_depth=len(depths) - 1,
+            max_reply_tokens=64,
+            max_reasoning_tokens=0,
+            max_seconds=300,
+        ),
         evaluate=EvaluateSpec(num=1, final=()),
         schedule=Schedule(evaluate_every=None, save_rollouts_every=1, keep_last=9),
         rl=RlSpec(

@@ -28,6 +28,7 @@ from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import Schedule, SftSpec
 from ramify.train.data.sft_data import read as trajectories
+from ramify.train.depth_models import DepthModels, FrozenSpec
 from ramify.train.execute import train
 from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import read_metrics
@@ -293,7 +294,9 @@ def test_teachers_have_the_weights_of_ranks_that_engines_elsewhere_sample_from(
     audited = AuditedClient(client)
     rlm = RLM(audited, limits=run.limits, scaffold=made.scaffold, sandbox=run.sandbox)
     try:
-        trainer_of(made, RolloutParts(client, audited, rlm, None), tmp_path / "out", opened)
+        depths = DepthModels((), FrozenSpec(), audited)
+        parts = RolloutParts(client, audited, rlm, None, depths)
+        trainer_of(made, parts, tmp_path / "out", opened)
         backend = opened["trained"].backend(OptimizerSpec())
         row = ScoringRow([5, 6, 7, 8], [(1, 4)])
         names = ("live", "ema", "reference")
