@@ -2,7 +2,7 @@
 
 For each shape and precision: replies of the embedded engine are scored by the trainer, and one
 group is learnt as a forest and as rows. fp32 differs by rounding; bf16 is bounded by the tolerance
-that training itself uses (``backends.base.ROUNDING``).
+that training itself uses (``train.precision``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kit import VOCABULARY, Kit
 from ramify.clients.base import Sampling
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy
-from ramify.train.backends.base import ROUNDING, ComputeSpec
+from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import pack
 from ramify.train.losses import PpoClip
@@ -27,6 +27,8 @@ from ramify.train.losses.loss import LossSpec
 from ramify.types.sequence import Batch, TokenSequence
 
 LOSS = LossSpec(policy=PpoClip())
+ROUNDING = 2.0**-5
+"""For bf16: largest difference as a share of the largest log-probability, as in training."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
