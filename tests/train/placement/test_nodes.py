@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -129,8 +130,12 @@ def moved(cluster: Any, second: Any, folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_over_nodes_and_what_becomes_of_those_that_go(tmp_path: Path) -> None:
-    ray = Path("/tmp") / f"ray-{os.getpid()}"  # sockets lie in there, whose paths are short
+def test_a_run_over_nodes_and_what_becomes_of_those_that_go(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    # Sockets lie in there, whose paths are short; another test looks for what Ray leaves in /tmp/ray*.
+    ray = Path("/tmp") / f"n-{os.getpid()}"
+    request.addfinalizer(lambda: shutil.rmtree(ray, ignore_errors=True))
     (ray / "ray").mkdir(parents=True)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)],
