@@ -341,7 +341,7 @@ def killed(folder: Path) -> Iterator[Figure]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Meshes of ranks against one process.")
-    parser.add_argument("--quick", action="store_true", help="accepted; there is no longer form")
+    parser.add_argument("--quick", action="store_true", help="accepted; it is always this short")
     parser.add_argument("--json", action="store_true", help="also print JSON on the last line")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--stage", nargs=3, help=argparse.SUPPRESS)

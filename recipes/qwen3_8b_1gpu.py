@@ -11,11 +11,17 @@ whole checkpoint. A test runs it cut down; no GPU has run it yet.
 
 from __future__ import annotations
 
-from ramify import Limits, train
+import msgspec
+from hf_grpo import run as hf_grpo
+
+from ramify import train
 
 
 def run() -> train.Run:
-    return train.Run(
+    base = hf_grpo()
+    assert base.rl is not None
+    return msgspec.structs.replace(
+        base,
         name="qwen3-8b-1gpu",
         policy=train.PolicySpec(
             path="Qwen/Qwen3-8B",
@@ -23,24 +29,12 @@ def run() -> train.Run:
             slots=64,
             cache_bytes=12_000_000_000,
         ),
-        task=train.TaskSpec(name="ledger", options={"multi": 0.5, "chars": 20_000}),
-        rl=train.RlSpec(
-            steps=200,
+        rl=msgspec.structs.replace(
+            base.rl,
             sample=train.StepSampleSpec(items=8, max_items=24),
             rollout=train.RolloutOptions(group=8, concurrency=64),
-            algorithm=train.DrGRPO(credit="per_role", overlong="mask"),
             optim=train.OptimizerSpec(lr=1e-5, warmup_steps=5, max_grad_norm=1.0),
         ),
-        scaffold="default",
-        limits=Limits(
-            max_turns=8,
-            max_depth=1,
-            max_children=16,
-            max_reply_tokens=1024,
-            max_seconds=86_400,
-            max_concurrency=512,
-        ),
-        evaluate=train.EvaluateSpec(num=64, first=("test",), final=("test",)),
         schedule=train.Schedule(evaluate_every=20, keep_last=1),
         compute=train.ComputeSpec(max_tokens=8192, recompute=True),
     )

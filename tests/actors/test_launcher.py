@@ -109,3 +109,4 @@ def test_a_process_whose_agent_is_gone_is_gone(tmp_path: Path) -> None:
 def test_started_processes_are_of_the_interface(tmp_path: Path) -> None:
     child: Process = ChildProcess(["true"])
     child.end(1.0)
+    assert child.poll() is not None
