@@ -47,7 +47,7 @@ from ramify.types.message import Usage
 from ramify.types.trajectory import Fork, Stop, Trajectory
 
 if TYPE_CHECKING:
-    from ramify.store.call_cache import CallCache
+    from ramify.engine.reply_reuse import ReusableReplies
     from ramify.store.recorded_replies import RecordedReplies
 
 
@@ -107,7 +107,7 @@ class RunHandle:
         *,
         conversation: ConversationState | None = None,
         recording: RecordedReplies | None = None,
-        cache: CallCache | None = None,
+        cache: ReusableReplies | None = None,
         earlier: Sequence[Question] | None = None,
     ) -> None:
         """``earlier`` are the questions of a recorded conversation that are repeated first; the

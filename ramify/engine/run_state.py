@@ -37,10 +37,10 @@ from ramify.types.message import Reply
 from ramify.types.trajectory import Fork, Stop
 
 if TYPE_CHECKING:
+    from ramify.engine.reply_reuse import ReusableReplies
     from ramify.engine.scaffold import Scaffold
     from ramify.engine.tool_set import ToolSet
     from ramify.sandbox.base import SharedContext
-    from ramify.store.call_cache import CallCache
     from ramify.store.recorded_replies import RecordedReplies
 
 _log = RoomLogger("engine")
@@ -61,7 +61,7 @@ class RunState:
         question: Question,
         *,
         recording: RecordedReplies | None = None,
-        cache: CallCache | None = None,
+        cache: ReusableReplies | None = None,
     ) -> None:
         self.setup = setup
         self.models = models
