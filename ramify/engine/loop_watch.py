@@ -1,7 +1,7 @@
 """Watchdog: a thread that ends a run whose event loop is blocked past the run's deadline.
 
     run starts ── watch ──> thread: sleeps until the deadline, then posts a beat to the loop
-      loop is blocked for ``stall_s``         ──> ``on_blocked``, in a thread of its own
+      loop is blocked for ``stall_s``         ──> ``on_blocked``, in another thread
       loop advances, but the run does not end ──> ``on_overdue``, on the loop, which cancels it
       nor then, for another ``stall_s``       ──> ``on_blocked``
 

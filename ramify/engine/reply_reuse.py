@@ -3,7 +3,7 @@
     request ──> key ──> the cache of replies ──> the journals of all runs ──> None: it is sent
 
 Every journal has its run's requests and replies, so a reply is found whether or not its run used
-the cache. The key leaves out what limits change: the maximum length of a reply, and the limits that
+the cache. The key omits what limits change: the maximum length of a reply, and the limits that
 the engine states in prompts. A reply that was truncated at its length is reused for an identical
 request only. Not reused are replies with token ids, whose prompt ids are recorded in parts.
 """

@@ -51,7 +51,7 @@ def test_the_caller_is_released_and_the_run_resumed(tmp_path: Path) -> None:
             assert [run.stop for run in store.runs()] == [Stop.SUSPENDED]
             model.freed.set()
             assert r.resume("last", limits=Limits()).answer == ["r a", "r b"]
-        # The blocked request is answered at last, when nobody waits for it any more.
+        # The blocked request is answered at last, when its run has long ended.
         assert model.replies["a"] == 1
         assert [run.stop for run in store.runs()] == [Stop.FINAL]
     finally:
