@@ -131,8 +131,11 @@ def recorded_limits(recording: RecordedReplies) -> Limits:
     return msgspec.convert(fields, Limits)
 
 
-def question_of(store: Store | None, started: RunStarted, kind: Any) -> Question:
-    """The recorded question, with ``kind`` as the type of its answer if that is given."""
+def question_of(
+    store: Store | None, started: RunStarted, kind: Any, prompt: Any = None
+) -> Question:
+    """The recorded question, with ``kind`` as the type of its answer if that is given, and with the
+    tools and the sessions of ``prompt``."""
     config, value = started.config, None
     if started.context is not None:
         blob = stored_in(store, "resume").blobs.get(started.context.digest)
@@ -146,6 +149,9 @@ def question_of(store: Store | None, started: RunStarted, kind: Any) -> Question
     )
     resolved = resolved or question(started.question, None, kind, cite)
     direct = config.get("direct") is not False
+    if prompt is not None:
+        given = question(prompt, started.question, None, False)
+        resolved = msgspec.structs.replace(resolved, tools=given.tools, on_session=given.on_session)
     return msgspec.structs.replace(resolved, about=config.get("about", ""), direct=direct)
 
 

@@ -33,13 +33,7 @@ from ramify.engine.branch import recorded_search, search_of
 from ramify.engine.conversation import Conversation
 from ramify.engine.event_recorder import EventRecorder, checked_listener, tracing
 from ramify.engine.limits import Limits
-from ramify.engine.question import (
-    ModelSpec,
-    RlmKeywords,
-    RunKeywords,
-    RunOptions,
-    question,
-)
+from ramify.engine.question import ModelSpec, RlmKeywords, RunKeywords, RunOptions, question
 from ramify.engine.resources import (
     RlmSetup,
     SharedResources,
@@ -285,17 +279,27 @@ class RLM:
         """
         chosen = self._rerun_options(options, changes)  # reports wrong ones even if it has ended
         recording = self._recording(run, "resume")
-        if recording.ended is not None:
-            limits = self._setup.for_run(chosen).limits
-            if not rerun.is_raised(recording, limits):
-                return rerun.from_record(stored_in(self.store, "resume"), run)
+        limits = self._setup.for_run(chosen).limits
+        if recording.ended is not None and not rerun.is_raised(recording, limits):
+            return rerun.from_record(stored_in(self.store, "resume"), run)
         return checked(await self.restart(run, options, **changes), self.resume)
 
+    def recorded(self, run: str) -> Result | None:
+        """The result of a stored run that has ended; None if it can be continued as it is."""
+        ended = self._recording(run, "resume").ended
+        return rerun.from_record(stored_in(self.store, "resume"), run) if ended else None
+
     def restart(
-        self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
+        self,
+        run: str,
+        options: RunOptions | None = None,
+        *,
+        prompt: Any = None,
+        **changes: Unpack[RunKeywords],
     ) -> RunHandle:
-        """``start`` for a stored run that ``aresume`` would continue. Raises ConfigError if the run
-        has ended."""
+        """``start`` for a stored run that ``aresume`` would continue. ``prompt``, as given to
+        ``start``, gives its tools and prepares its sessions; the context is the recorded one.
+        Raises ConfigError if the run has ended."""
         options = self._rerun_options(options, changes)
         recording = self._recording(run, "resume")
         setup = self._rerun_setup(recording, options)
@@ -318,7 +322,7 @@ class RLM:
             on_close=journal.close,
         )
         try:
-            return self._rerun(recording, setup, options, recorder)
+            return self._rerun(recording, setup, options, recorder, prompt)
         except BaseException:
             journal.close()
             raise
@@ -432,10 +436,11 @@ class RLM:
         setup: RlmSetup,
         options: RunOptions,
         recorder: EventRecorder,
+        prompt: Any = None,
     ) -> RunHandle:
         """Repeat the recorded questions; the handle is that of the last one."""
         *before, started = recording.questions
-        last = rerun.question_of(self.store, started, options.answer_type)
+        last = rerun.question_of(self.store, started, options.answer_type, prompt)
         state = ConversationState(recorder) if rerun.is_conversation(recording) else None
         return RunHandle(
             setup,
