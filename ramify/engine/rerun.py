@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ramify.engine.branch import recorded_search
 from ramify.engine.limits import Limits
-from ramify.engine.question import Question, question
+from ramify.engine.question import Question, RunOptions, question
 from ramify.engine.resources import RlmSetup, stored_in
 from ramify.engine.run_handle import Result, as_text
-from ramify.engine.typed import Citation, CitedAnswer
+from ramify.engine.typed import Citation, CitedAnswer, TypeMismatch, answer_type
 from ramify.errors import ConfigError, ReplayDiverged
 from ramify.sandbox.base import SharedContext
 from ramify.store.recorded_replies import RecordedReplies
@@ -30,6 +31,7 @@ from ramify.types.event import (
     CellRan,
     ReplyReceived,
     RequestStarted,
+    RunEnded,
     RunStarted,
     ToolAnswered,
 )
@@ -38,6 +40,8 @@ from ramify.types.trajectory import Stop
 if TYPE_CHECKING:
     from ramify.store.store import Store
 
+_OF_THE_RECORD = ("cite", "cache", "metadata", "direct")
+"""Options that a resumed or replayed run takes from its record."""
 _COMPARED = ("model", "sub_model", "scaffold", "sampling", "tools")
 _LIMIT_OF = {
     Stop.MAX_TURNS: ("max_turns",),
@@ -47,6 +51,26 @@ _LIMIT_OF = {
     Stop.DEADLINE: ("max_seconds",),
 }
 """Limits of which at least one must be raised to continue a run that ended with this stop."""
+
+
+def options_of(
+    defaults: RunOptions, options: RunOptions | None, changes: Mapping[str, Any]
+) -> RunOptions:
+    """Return the options of a run that is repeated."""
+    for name in _OF_THE_RECORD:
+        if name in changes:
+            raise ConfigError(f"a repeated run takes {name} from its record: omit it")
+    unused = dict.fromkeys(("cite", "cache"), False) | {"metadata": None, "direct": True}
+    return msgspec.structs.replace(defaults.updated(options, changes), **unused)
+
+
+def setup_of(setup: RlmSetup, recording: RecordedReplies, options: RunOptions) -> RlmSetup:
+    """Return the settings of a run that is repeated with ``options``."""
+    now = setup.for_run(options)
+    if options.search is not None:
+        return now
+    search = recorded_search(recording.started.config, setup.search)
+    return msgspec.structs.replace(now, search=search)
 
 
 def check_settings(started: RunStarted, setup: RlmSetup) -> None:
@@ -155,14 +179,24 @@ def question_of(
     return msgspec.structs.replace(resolved, about=config.get("about", ""), direct=direct)
 
 
-def from_record(store: Store, run: str) -> Result:
-    """The result of a run that has ended."""
+def from_record(store: Store, run: str, ended: RunEnded, kind: Any = None) -> Result:
+    """The result of a run that has ended. ``kind`` is the type of its answer, if that is given."""
     trajectory = store.load(run)
     answer: Any = trajectory.answer
+    if ended.typed_answer is not None:
+        answer = SharedContext.unpack(ended.typed_answer)
     citations: tuple[Citation, ...] = ()
     if trajectory.metadata.get("cite") and answer is not None:
         cited = msgspec.convert(answer, CitedAnswer[Any])
         answer, citations = cited.answer, cited.citations
+    check = answer_type(kind)
+    if check is not None and answer is not None:
+        try:
+            answer = check.convert(answer)
+        except TypeMismatch as mismatch:
+            raise ConfigError(
+                f"the answer of run {trajectory.id} has another type: {mismatch}"
+            ) from None
     return Result(
         as_text(answer),
         answer,

@@ -336,7 +336,7 @@ def test_it_works_in_a_running_loop_that_has_the_rlm_open() -> None:
 
 
 def test_unfinished_attempts_continue_from_their_journals(tmp_path: Path) -> None:
-    """Of four attempts one is suspended, one is killed after its first turn, one had ended but was
+    """Four attempts: one is suspended, one is killed after its first turn, one had ended but was
     not scored: each is counted once, and none pays for a recorded reply."""
     asked = Counter[int]()
     is_out = True
