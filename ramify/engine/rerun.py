@@ -73,19 +73,31 @@ def setup_of(setup: RlmSetup, recording: RecordedReplies, options: RunOptions) -
     return msgspec.structs.replace(now, search=search)
 
 
-def check_settings(started: RunStarted, setup: RlmSetup) -> None:
+def check_settings(started: RunStarted, setup: RlmSetup, options: RunOptions) -> list[str]:
     """Raise ReplayDiverged, which names each setting of ``setup`` that differs from the record and
-    would change what is asked."""
-    differences = list(_differences(started.config, setup.config))
+    would change what is asked. Models may differ if ``options`` name them; returns these
+    differences."""
+    chosen = [name for name in ("model", "sub_model") if getattr(options, name) is not None]
+    changed = list(_differences(started.config, setup.config, chosen))
+    compared = [name for name in _COMPARED if name not in chosen]
+    differences = list(_differences(started.config, setup.config, compared))
+    depths = [
+        config.get("limits", {}).get("max_depth", 1) for config in (started.config, setup.config)
+    ]
+    if started.config.get("limits") is not None and depths[0] != depths[1]:
+        differences.append(_difference("limits.max_depth", *depths))
     if differences:
         raise ReplayDiverged(
             f"run {started.id} was started with {'; '.join(differences)}: resume it with the "
             "recorded settings, or ask as a new run"
         )
+    return changed
 
 
-def _differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    for name in _COMPARED:
+def _differences(
+    recorded: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]
+) -> Iterator[str]:
+    for name in names:
         before, after = recorded.get(name), now.get(name)
         if before is None or before == after:
             continue
@@ -95,9 +107,6 @@ def _differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> Iterato
                     yield _difference(f"{name}.{field}", before.get(field), after.get(field))
         else:
             yield _difference(name, before, after)
-    depths = [config.get("limits", {}).get("max_depth", 1) for config in (recorded, now)]
-    if recorded.get("limits") is not None and depths[0] != depths[1]:
-        yield _difference("limits.max_depth", *depths)
 
 
 def _difference(name: str, before: Any, after: Any) -> str:
@@ -113,6 +122,13 @@ def _difference(name: str, before: Any, after: Any) -> str:
         if sum(map(len, shown)) < 200
         else f"another {name} (of {len(shown[0]):,} characters, not {len(shown[1]):,})"
     )
+
+
+def check_models(started: RunStarted, setup: RlmSetup) -> None:
+    """Raise ReplayDiverged if a run with other models is to be replayed."""
+    differences = [*_differences(started.config, setup.config, ("model", "sub_model"))]
+    if differences:
+        raise ReplayDiverged(f"run {started.id} was started with {'; '.join(differences)}")
 
 
 def is_raised(recording: RecordedReplies, limits: Limits) -> bool:

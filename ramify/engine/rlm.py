@@ -273,7 +273,8 @@ class RLM:
         counted as possibly billed. A run that has ended is answered from the record, unless a limit
         ended it and ``limits`` are higher now. Raises ReplayDiverged, which names each difference,
         if the settings differ from the recorded ones, or if the program sends a request that
-        differs from the recorded one; the journal is left unchanged. ``cite``, ``cache``,
+        differs from the recorded one; the journal is left unchanged. ``model`` and ``sub_model``
+        may be others if they are given here: the journal names them. ``cite``, ``cache``,
         ``metadata`` and ``direct`` are those of the record.
         """
         chosen = rerun.options_of(
@@ -313,7 +314,7 @@ class RLM:
                 remedy = rerun.remedy(recording) or "ask it as a new run"
                 raise ConfigError(f"run {started.id} has ended ({recording.ended.stop}): {remedy}")
             recording.continue_past_limit()
-        rerun.check_settings(started, setup)
+        changed = rerun.check_settings(started, setup, options)
         recording.has_other_limits = True
         listeners = (*checked_listener(options.on_event), *tracing())
         journal = stored_in(self.store, "resume").reopen(run)
@@ -325,6 +326,8 @@ class RLM:
             since_s=recording.last_s,
             on_close=journal.close,
         )
+        if changed:
+            recorder.warn(f"the run was started with {'; '.join(changed)}")
         try:
             return self._rerun(recording, setup, options, recorder, prompt)
         except BaseException:
@@ -339,6 +342,7 @@ class RLM:
         options = rerun.options_of(self._options, options, changes)
         recording = self._recording(run, "replay", strict=True)
         setup = rerun.setup_of(self._setup, recording, options)
+        rerun.check_models(recording.started, setup)
         recording.has_other_limits = bool(recording.limits)
         recorder = EventRecorder(recording.started.id, None, checked_listener(options.on_event))
         return checked(await self._rerun(recording, setup, options, recorder), self.resume)
@@ -367,12 +371,14 @@ class RLM:
         setup = self._setup.for_run(
             msgspec.structs.replace(options, metadata={**rerun.about(started), **origin})
         )
-        rerun.check_settings(started, setup)
+        changed = rerun.check_settings(started, setup, options)
         recording.has_other_limits = True
         journal = store.create(store.new_id(started.question))
         listeners = (*checked_listener(options.on_event), *tracing())
         close = functools.partial(close_journal, store, journal)
         recorder = EventRecorder(journal.id, journal, listeners, on_close=close)
+        if changed:
+            recorder.warn(f"the run was forked from one with {'; '.join(changed)}")
         try:
             return self._rerun(recording, setup, options, recorder)
         except BaseException:

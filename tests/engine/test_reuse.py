@@ -99,3 +99,19 @@ def test_an_answer_has_the_same_type_after_a_resume(tmp_path: Path, answer: str,
         ended = r.resume("last", **options).answer
     direct = msgspec.convert(eval(answer), kind) if kind else eval(answer)
     assert (type(resumed), resumed) == (type(ended), ended) == (type(direct), direct)
+
+
+def test_a_run_is_resumed_with_another_model_if_that_is_named(tmp_path: Path) -> None:
+    first = client(
+        [code("x = llm_query('a')"), "re: a", refused(402, "no credit")], name="scripted:one"
+    )
+    other = client([code("FINAL(x + llm_query('b'))"), ", re: b"], name="scripted:two")
+    with rlm(first, store=Store(tmp_path), sandbox=SANDBOX) as r:
+        with pytest.raises(Suspended):
+            r.completion("text", "?")
+        resumed = r.resume("last", model=other)
+    with rlm(first, store=Store(tmp_path), sandbox=SANDBOX) as r:
+        assert r.replay("last").answer == resumed.answer
+    assert (resumed.answer, len(other.requests)) == ("re: a, re: b", 2)
+    [note] = [each for each in resumed.trajectory.warnings if "was started with" in each]
+    assert "model=scripted:one, not scripted:two" in note
