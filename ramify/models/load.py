@@ -104,8 +104,9 @@ def load_policy(
 
     ``dtype``: by default fp32 on a CPU, otherwise as stored. ``device``: by default a GPU if there
     is one; ``meta`` loads no weights, for callers that only render ids. ``thinking`` switches a
-    hybrid model's thinking, if its template supports that, and is saved with it. Raises ConfigError for a missing folder,
-    weights that do not match the configuration, or a tokenizer that does not match its template.
+    hybrid model's thinking, if its template supports that, and is saved with it. Raises
+    ConfigError for a missing folder, weights that do not match the configuration, or a tokenizer
+    that does not match its template.
 
     Example:
         policy = inference.load_policy("Qwen/Qwen3-0.6B", torch.bfloat16)

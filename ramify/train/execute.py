@@ -75,9 +75,9 @@ def train(
     mistakes in the run before anything is trained, StoreError for a damaged checkpoint, and
     TrainError if training cannot continue. In the main thread, SIGINT, SIGTERM and SIGHUP (unless
     it is ignored, as under nohup) first save the steps so far, and then raise KeyboardInterrupt or
-    SystemExit; a second signal ends the run at once. ``on_stall`` is called if nothing progresses for ``run.stall_s``: an error follows,
-    but a stuck thread may keep this function from returning. Records of the ``ramify`` loggers are
-    also written to ``OUT/run.log``.
+    SystemExit; a second signal ends the run at once. ``on_stall`` is called if nothing progresses
+    for ``run.stall_s``: an error follows, but a stuck thread may keep this function from returning.
+    Records of the ``ramify`` loggers are also written to ``OUT/run.log``.
 
     Example:
         state = train.train(train.load_recipe("recipes/tiny.py"), "runs/tiny")

@@ -72,7 +72,8 @@ def test_each_kind_of_policy_has_its_defaults(checkpoints: Path) -> None:
     assert found(PolicySpec(path=path), optim=given)[:3] == (3e-6, (0.8, 0.9), 2)
     critic = CriticSpec(model="own", optim=OptimizerSpec(weight_decay=0.1))
     run = with_policy_defaults(run_of(PolicySpec(path=plain), critic=critic))
-    assert run.rl is not None and run.rl.critic.optim is not None
+    assert run.rl is not None
+    assert run.rl.critic.optim is not None
     assert (run.rl.critic.optim.lr, run.rl.critic.optim.betas) == (1e-6, usual)
 
 

@@ -25,8 +25,8 @@ import msgspec
 from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
-from ramify.logging import RoomLogger
 from ramify.evaluate.attempt import GRACE_S, attempt, is_direct
+from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.tasks.base import Item, Task
 from ramify.train.optional_fields import check_optional
@@ -35,6 +35,7 @@ from ramify.train.rollouts.concurrency import ConcurrencyController, Gauge
 from ramify.types.trajectory import Group, Stop, Trajectory
 
 _log = RoomLogger("train")
+
 
 class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How items are rolled out."""
