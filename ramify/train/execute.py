@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -158,17 +158,20 @@ def _train(
             ):
                 return await trainer.run(checkpoint)
 
-    return _in_new_loop(
-        execute(), lambda: [trainer.stop(signal.SIGINT.name) for trainer in trainers]
-    )
+    def stop() -> bool:
+        for trainer in trainers:
+            trainer.stop(signal.SIGINT.name)
+        return bool(trainers)
+
+    return _in_new_loop(execute(), stop)
 
 
 def _in_new_loop(
-    work: Coroutine[Any, Any, CheckpointState], stop: Callable[[], Sequence[None]]
+    work: Coroutine[Any, Any, CheckpointState], stop: Callable[[], bool]
 ) -> CheckpointState:
     """Run ``work`` in its own event loop, and in its own thread if this one has a loop already, as
-    in a notebook. There an interrupt calls ``stop`` in the new loop; a second one, or one before
-    ``stop`` finds anything to stop, cancels ``work``."""
+    in a notebook. There an interrupt calls ``stop`` in the new loop; a second one, or one for which
+    there is nothing to stop (``stop`` returns False), cancels ``work``."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
