@@ -270,6 +270,32 @@ def differences(runs: Sequence[Trained]) -> str:
     return "\n".join(lines) + "\n"
 
 
+LATE = range(16, 21)
+"""Steps whose rollouts are compared, also of runs that did not finish."""
+
+
+def rollouts(folder: Path, seeds: Sequence[int]) -> str:
+    """Return a Markdown table of the mean reward of the rollouts of the steps ``LATE``."""
+    lines = ["| run | " + " | ".join(f"seed {seed}" for seed in seeds) + " |"]
+    lines.append("|" + " --- |" * (len(seeds) + 1))
+    for name in CREDITS:
+        found = [late_reward(folder / f"tiny-recursive-{seed}-{name}") for seed in seeds]
+        if any(found):
+            cells = " | ".join("" if value is None else f"{value:.1%}" for value in found)
+            lines.append(f"| `{name}` | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
+def late_reward(folder: Path) -> float | None:
+    rows = [] if not folder.exists() else list(read_metrics(folder))
+    values = [
+        row.values["reward"]
+        for row in rows
+        if row.stage == "rl" and row.step in LATE and "loss" in row.values
+    ]
+    return mean(values) if len(values) == len(LATE) else None
+
+
 def mean_of_pairs(pairs: Sequence[float]) -> str:
     """Mean of differences with Student's interval, which includes how much seeds differ."""
     if len(pairs) < 2:
@@ -335,7 +361,9 @@ def picture(runs: Sequence[Trained]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def write(runs: Sequence[Trained], found: Sequence[Figure]) -> None:
+def write(
+    runs: Sequence[Trained], found: Sequence[Figure], folder: Path, seeds: Sequence[int]
+) -> None:
     RESULTS.parent.mkdir(exist_ok=True)
     data = {
         "figures": [figure.as_json() for figure in found],
@@ -343,7 +371,8 @@ def write(runs: Sequence[Trained], found: Sequence[Figure]) -> None:
     }
     RESULTS.write_text(json.dumps(data, indent=1) + "\n")
     PICTURE.write_text(picture(runs))
-    fill(PAGE, {"runs": table(runs), "differences": differences(runs), "kinds": kinds(runs)})
+    parts = {"runs": table(runs), "differences": differences(runs), "kinds": kinds(runs)}
+    fill(PAGE, {**parts, "rollouts": rollouts(folder, seeds)})
 
 
 def main() -> int:
@@ -368,7 +397,7 @@ def main() -> int:
     runs.sort(key=lambda run: (["tiny", *CREDITS].index(run.name), run.seed))
     found = list(figures(runs, options.quick))
     if not options.quick and options.only is None:
-        write(runs, found)
+        write(runs, found, folder, options.seeds)
     return tell(found, options.json)
 
 
