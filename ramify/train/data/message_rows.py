@@ -89,7 +89,7 @@ def _turns(messages: Sequence[Message], learned: Sequence[bool]) -> Iterator[Tur
     begin = 0
     for index, message in enumerate(messages):
         if learned[index]:
-            yield Turn(begin, messages[begin:index], Reply(message))
+            yield Turn(begin, tuple(messages[begin:index]), Reply(message))
             begin = index + 1
 
 
