@@ -44,7 +44,7 @@ CHILDREN = (
     "('{s}' in s or k in s) and any(map(str.isdigit,s))",  # by full or short name, with a figure
     "'{s}' in s and any(map(str.isdigit,s))",  # by the full name only
     "any(map(str.isdigit,s))",  # of any substance
-    "'{s}' in s",  # also where nothing was measured
+    "'{s}' in s",  # even if nothing was measured
 )
 """Conditions for the sentences that a child returns, shown equally often. The first is right."""
 PAPERS = ("", "[:1]")
