@@ -1,6 +1,6 @@
 // The list of runs, with filter and sorting; of thousands of rows only visible ones are elements.
 
-import { h, fill } from "./dom.js";
+import { h, fill, toast } from "./dom.js";
 import { get } from "./api.js";
 import { VirtualList } from "./list.js";
 import { runAddress } from "./run.js";
@@ -8,6 +8,7 @@ import { worthTone } from "./story.js";
 import { facets, parseFilter, percentiles } from "./filter.js";
 import { count, dollars, grouped, moment, number, oneLine, seconds, stopWords } from "./format.js";
 
+const MAX_RUNS = 8;  // that are compared, as in viewer/comparison.py
 const EVERY_MS = 2000;  // between updates
 const NARROW = matchMedia("(max-width: 800px)");
 
@@ -99,14 +100,17 @@ class RunsView {
   }
 
   tick(run) {
-    if (!this.ticked.delete(run.key)) this.ticked.add(run.key);
+    if (!this.ticked.delete(run.key)) {
+      if (this.ticked.size === MAX_RUNS) return toast(`at most ${MAX_RUNS} runs are compared`);
+      this.ticked.add(run.key);
+    }
     this.compare.hidden = this.ticked.size < 2;
-    this.compare.textContent = this.ticked.size === 2 ? "compare these two" : `compare ${this.ticked.size}: the first two`;
+    this.compare.textContent = this.ticked.size === 2 ? "compare these two" : `compare these ${this.ticked.size}`;
     this.list.later(true);
   }
 
   compareTicked() {
-    location.hash = `#/compare/${[...this.ticked].slice(0, 2).map(encodeURIComponent).join("/")}`;
+    location.hash = `#/compare/${[...this.ticked].map(encodeURIComponent).join("/")}`;
   }
 
   drawFilter(problem) {
