@@ -8,16 +8,23 @@ to each question; the clock is stopped between questions.
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ramify.engine import threads
+from ramify.engine.event_recorder import EventRecorder, checked_listener, tracing
 from ramify.engine.question import RunKeywords, RunOptions, question
 from ramify.engine.resources import RlmSetup, SharedResources, reply_cache
-from ramify.engine.run_handle import ConversationState, Result, RunHandle, checked
-from ramify.engine.run_state import EventRecorder, checked_listener, tracing
+from ramify.engine.run_handle import (
+    ConversationState,
+    Result,
+    RunHandle,
+    blocked_as_suspended,
+    checked,
+)
 from ramify.errors import ConfigError
 from ramify.types.trajectory import Trajectory
 
@@ -36,7 +43,7 @@ class Conversation:
         prompt: Any,
         options: RunOptions,
         *,
-        resume: Callable[[str], Result],
+        resume: Callable[..., Result],
     ) -> None:
         """``options`` are the defaults of its questions. ``resume`` continues the run of a
         conversation that was closed."""
@@ -59,7 +66,8 @@ class Conversation:
         self, query: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
         """Ask the next question. Takes the options and raises the errors of ``RLM.completion``."""
-        return threads.run(self.aask(query, options, **changes))
+        with blocked_as_suspended(self._resume):
+            return threads.run(self.aask(query, options, **changes))
 
     async def aask(
         self, query: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
@@ -84,7 +92,7 @@ class Conversation:
                 conversation=state,
                 cache=reply_cache(self._store, options.cache),
             )
-            return checked(await running, self._resume)
+            return checked(await running, functools.partial(self._resume, options=options))
         finally:
             if options.on_event is not None:
                 state.recorder.ignore(options.on_event)
