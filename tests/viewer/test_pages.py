@@ -540,7 +540,7 @@ def test_a_filter_is_in_the_address_and_says_what_is_wrong_with_it(
         page.locator(".run-row .when").first.click()
         page.locator(".run-row .when").nth(1).click()
         page.get_by_role("button", name="compare these two").click()
-        page.locator(".compared").wait_for()
+        page.locator(".pair-row.active").wait_for()
 
 
 def test_a_page_whose_server_is_gone_says_so(browser: Any, world: World) -> None:
