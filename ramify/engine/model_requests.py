@@ -241,6 +241,10 @@ class ModelRequests:
         Raises the error that the recorded run met instead of a reply."""
         call, recording = turn.call, self.run.recording
         if recording is not None:
+            if turn.last_word is not None and recording.is_unanswered(call.id, call.turn):
+                # The run closes while a request that had been cut off is sent again.
+                self._repeat_attempts(recording, turn)
+                recording.replace_request(call.id, call.turn)
             turn.adopt(recording)
             recording.check(call.id, call.turn, turn.digest)
             self._repeat_attempts(recording, turn)

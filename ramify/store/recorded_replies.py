@@ -164,6 +164,15 @@ class RecordedReplies:
         )
         return is_open and call not in self._ends
 
+    def is_unanswered(self, call: str, turn: int) -> bool:
+        """Whether this request was recorded, and neither a reply nor the end of its call."""
+        place = (call, turn)
+        return place in self._requests and place not in self._replies and call not in self._ends
+
+    def replace_request(self, call: str, turn: int) -> None:
+        """Let another request take the place of one that was not answered."""
+        self._requests.pop((call, turn), None)
+
     def unanswered(self) -> list[RequestStarted]:
         """All requests that were in flight."""
         return [
