@@ -234,15 +234,16 @@ class RunningCell:
         wire: SessionWire,
         limit_s: float,
         output: HeadTailBuffer,
-        on_bug: Callable[[RunningCell], None],
+        on_bug: Callable[[], None],
     ) -> None:
-        """``on_bug``: called if ``answer`` fails unexpectedly."""
+        """``on_bug``: called if ``answer`` fails unexpectedly. It must not refer to this cell: only
+        the garbage collector could free the two, which costs as much as the cell."""
         self.id = id
         self.code = code
         self.limit_s = limit_s
         """Limit of working time; the time that the host takes to answer does not count."""
         self.clock = CellClock()
-        self.calls = CellCalls(wire, self.clock, answer, lambda: on_bug(self))
+        self.calls = CellCalls(wire, self.clock, answer, on_bug)
         self._changed: asyncio.Future[None] | None = None
         """Wakes the task that waits for the end. Cancelling that task cancels this future, so the
         end itself is stored in ``end``."""
@@ -269,7 +270,7 @@ class RunningCell:
         self,
         pending: dict[int, PendingCall],
         wire: SessionWire,
-        on_bug: Callable[[RunningCell], None],
+        on_bug: Callable[[], None],
     ) -> RunningCell:
         """Copy the cell for a branch, which was forked while these calls were ``pending``."""
         twin = RunningCell(
