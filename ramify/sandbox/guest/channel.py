@@ -162,6 +162,14 @@ class GuestChannel:
             raise
         return frame(text, blobs)
 
+    def frame_of(self, text: bytes) -> list[Buffer]:
+        """Build the frame of a header that is encoded already and within the limits."""
+        shared_buffers = self.shared_buffers
+        if shared_buffers is not None and shared_buffers.reported != shared_buffers.got:
+            shared_buffers.reported = shared_buffers.got
+            text = b'%b,"got":%d}' % (text[:-1], shared_buffers.got)
+        return frame(text)
+
     def send(self, header: dict[str, Any], encoder: ValueEncoder | None = None) -> None:
         parts = self.frame(header, encoder)
         with self.sending:
@@ -176,8 +184,9 @@ class GuestChannel:
     def next(self) -> tuple[dict[str, Any], list[memoryview]] | None:
         """Return the next header and its blobs, or None if more must be read first."""
         view = self._reader.next()
-        if view is None:
-            return None
+        return None if view is None else self._opened(view)
+
+    def _opened(self, view: memoryview) -> tuple[dict[str, Any], list[memoryview]]:
         text, end = open_frame(view)
         header = from_json(str(text, "utf-8"))
         blobs: list[memoryview] = []
@@ -215,9 +224,14 @@ class GuestChannel:
         """Wait until there is something to read."""
         self._poll.poll()
 
-    def fill(self) -> None:
-        """Read once. Raises EOFError at the end of the stream."""
+    def fill(self) -> tuple[dict[str, Any], list[memoryview]] | None:
+        """Read once. Returns what ``next`` returns, if exactly one frame has arrived. Raises
+        EOFError at the end of the stream."""
+        if self._reader.reads_whole:
+            view = self._reader.whole()
+            return None if view is None else self._opened(view)
         self._reader.fill()
+        return None
 
 
 def _receiver(fd: int) -> Any:
@@ -322,17 +336,17 @@ class FrameInbox:
 
     def _read_step(self, own_ticket: FrameTicket) -> None:
         message = self._channel.next()
+        if message is None:
+            if self._interrupts.is_live and not self._channel.has_part():
+                self._interrupts.wait(self._channel.poll)
+            try:
+                message = self._channel.fill()
+            except (EOFError, OSError):
+                if self._ends_process:
+                    os._exit(0)  # the host is gone
+                raise
         if message is not None:
             self._dispatch(*message, own_ticket)
-            return
-        if self._interrupts.is_live and not self._channel.has_part():
-            self._interrupts.wait(self._channel.poll)
-        try:
-            self._channel.fill()
-        except (EOFError, OSError):
-            if self._ends_process:
-                os._exit(0)  # the host is gone
-            raise
 
     def _dispatch(
         self, header: dict[str, Any], blobs: list[memoryview], own_ticket: FrameTicket

@@ -160,6 +160,23 @@ def json_bytes(header: Any) -> bytes:
         return "".join(escaped).encode()
 
 
+def done_json(
+    id: int, value: str | None, error: str | None, restored: list[str], chars: int
+) -> bytes:
+    """Encode the header of a cell's end without a note. A third of the time of ``json_bytes``."""
+    shown = "null" if value is None else to_json(value)
+    failed = "null" if error is None else to_json(error)
+    names = to_json(restored) if restored else "[]"
+    text = (
+        f'{{"op":"done","id":{id},"value":{shown},"error":{failed},"restored":{names},'
+        f'"note":null,"chars":{chars}}}'
+    )
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return json_bytes(json.loads(text))
+
+
 def check_size(header: bytes, blobs: Sequence[Any]) -> None:
     """Raise LimitError for a header and blobs that a host would refuse."""
     size = len(header) + sum(map(len, blobs))
@@ -238,6 +255,23 @@ class FrameReader:
             self.data = self.data[end : self.have]
         self.have = len(self.data)
         return view
+
+    @property
+    def reads_whole(self) -> bool:
+        """Return True if nothing is left of an earlier read, and no descriptors can arrive."""
+        return not self.have and self.receive is None
+
+    def whole(self) -> memoryview | None:
+        """Read once, and return the frame without its length prefix if it is exactly one: this
+        saves copies. Raises EOFError at the end of the stream."""
+        chunk = _read(self.fd, _CHUNK)
+        if not chunk:
+            raise EOFError
+        if len(chunk) > 8 and U32.unpack_from(chunk)[0] == len(chunk) - 4:
+            return memoryview(chunk)[4:]
+        self.data += chunk
+        self.have = len(chunk)
+        return None
 
     def fill(self) -> None:
         """Read once. Raises EOFError at the end of the stream."""

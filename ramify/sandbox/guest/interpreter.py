@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import ctypes
 import signal
 import sys
 import types
@@ -24,25 +25,49 @@ _signal: Any = sys.modules["_signal"]
 """The C functions behind ``signal``, which spends microseconds of every cell on creating enums."""
 
 
+def _version_of(mapping: dict[str, Any]) -> Any:
+    """Return the field in which this Python counts the changes of ``mapping``."""
+    return ctypes.c_uint64.from_address(id(mapping) + 24)
+
+
+def _counts_changes() -> bool:
+    """Return True if every change of a dict shows in that field: in CPython before 3.13."""
+    if sys.implementation.name != "cpython":
+        return False
+    probe: dict[str, Any] = {}
+    field = _version_of(probe)
+    seen = {field.value}
+    for value in (1, 2):
+        probe["name"] = value
+        seen.add(field.value)
+    del probe["name"]
+    return len({*seen, field.value}) == 4
+
+
 class InterpreterState:
     """The interpreter state at the guest's start, to which it is restored."""
 
-    __slots__ = ("_builtins", "_recursion_limit")
+    __slots__ = ("_builtins", "_recursion_limit", "_seen", "_version")
 
     def __init__(self) -> None:
         self._builtins = dict(vars(builtins))
         self._recursion_limit = sys.getrecursionlimit()
+        self._version: Any = _version_of(vars(builtins)) if _counts_changes() else None
+        self._seen = -1
+        """Version of the builtins when they were last compared: comparing them writes to the
+        reference counts of all of them, each on its own page."""
 
     def mend_builtins(self) -> None:
+        if self._version is not None and self._version.value == self._seen:
+            return
         if vars(builtins) != self._builtins:
             vars(builtins).update(self._builtins)
+        if self._version is not None:
+            self._seen = self._version.value
 
-    def mend_process(
-        self, main: types.ModuleType, output: CellOutput, on_interrupt: Callable[..., None]
-    ) -> None:
-        """Restore process-wide state; the guest must own the process. ``main``: the module to use
-        as ``__main__``."""
-        output.spool.attach()
+    def mend_streams(self, main: types.ModuleType, output: CellOutput) -> None:
+        """Restore what the end of a cell depends on; the guest must own the process. ``main``: the
+        module to use as ``__main__``."""
         sys.stdout = sys.__stdout__ = output.stdout  # type: ignore[misc,assignment]
         sys.stderr = sys.__stderr__ = output.stderr  # type: ignore[misc,assignment]
         sys.modules["__main__"] = main
@@ -52,6 +77,10 @@ class InterpreterState:
             sys.setprofile(None)
         if sys.getrecursionlimit() != self._recursion_limit:
             sys.setrecursionlimit(self._recursion_limit)
+
+    def mend_process(self, output: CellOutput, on_interrupt: Callable[..., None]) -> None:
+        """Restore descriptors and signals, once the host has the result of the cell."""
+        output.spool.attach()
         if _signal.getsignal(_SIGINT) != on_interrupt:
             _signal.signal(_SIGINT, on_interrupt)
         _signal.pthread_sigmask(signal.SIG_UNBLOCK, (_SIGINT,))

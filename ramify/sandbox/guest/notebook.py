@@ -12,10 +12,12 @@ import __future__
 
 import ast
 import builtins
+import contextlib
 import gc
 import linecache
 import marshal
 import os
+import re
 import sys
 import threading
 import traceback
@@ -102,6 +104,22 @@ trees at once, one may fail with "AST constructor recursion depth mismatch". In-
 threads of one process."""
 
 
+_ASSIGNMENT = re.compile(r"[A-Za-z_][\w.]* *[-+*/%&|^@]?= *[^\s=;#'\"\\][^;#'\"\\\r\f]*\Z", re.ASCII)
+
+
+def ends_in_assignment(source: str) -> bool:
+    """Return True only if the last statement is an assignment on one line, so that a cell has no
+    echo. Without long strings and backslashes, only brackets continue a line; where its own are
+    balanced, it is no part of another statement (or the cell has a syntax error)."""
+    if "\\" in source or '"""' in source or "'''" in source:
+        return False
+    source = source.rstrip()
+    last = source[source.rfind("\n") + 1 :]
+    return _ASSIGNMENT.match(last) is not None and all(
+        last.count(opening) == last.count(closing) for opening, closing in ("()", "[]", "{}")
+    )
+
+
 class CellCode:
     """A cell's compiled code: everything except the last expression, and that expression."""
 
@@ -109,6 +127,11 @@ class CellCode:
 
     def __init__(self, source: str, name: str, flags: int) -> None:
         self.last = None
+        if ends_in_assignment(source):
+            with contextlib.suppress(SyntaxError):  # reported below
+                self.body = self._compile(source, name, flags)
+                self.flags = flags | (self.body.co_flags & _FUTURES)
+                return
         with _COMPILING:
             tree = compile(source, name, "exec", flags | _COMPILE_FLAGS | ast.PyCF_ONLY_AST, True)
             if tree.body and isinstance(tree.body[-1], ast.Expr):
