@@ -24,7 +24,13 @@ from ramify.sandbox.base import Answer, CellResult, SandboxSpec
 from ramify.sandbox.guest.frames import HALF_BYTES
 from ramify.sandbox.guest.output import HeadTailBuffer
 from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueEncoder, encoded
-from ramify.sandbox.session_wire import CellDoneFrame, HostCallFrame, SessionWire, in_thread
+from ramify.sandbox.session_wire import (
+    CellDoneFrame,
+    HostCallFrame,
+    SessionWire,
+    in_thread,
+)
+from ramify.sandbox.transport import ignored
 from ramify.types.trajectory import Cell
 
 if TYPE_CHECKING:
@@ -342,6 +348,11 @@ class CellAlarm:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def close(self) -> None:
+        """Forget the session, which refers to this alarm."""
+        self.cancel()
+        self._cell, self._ring = None, ignored
 
 
 class SessionLimits(NamedTuple):

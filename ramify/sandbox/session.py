@@ -441,7 +441,7 @@ class GuestSession:
     async def _close(self) -> None:
         self._failure = self._failure or "it was closed"
         self._state = SessionState.ENDED
-        self._alarm.cancel()
+        self._alarm.close()
         self._hooks.on_close(self)
         self.tree.discard(self)
         await self._wire.close()

@@ -113,6 +113,12 @@ MAX_UNSENT_BYTES = 64 << 20
 guest until the guest has read."""
 
 
+def ignored(*_: Any) -> None:
+    """What a closed session does with what is still on its way. It takes the place of its methods,
+    so that no cycle of references is left for the garbage collector, which would stop the event
+    loop for as long as it looks through the whole host."""
+
+
 class ReadBuffers:
     """What all transports of one sandbox share: read buffers, whose data is only valid until the
     next read, and the tasks that wait for processes that were killed."""
@@ -271,6 +277,11 @@ class SocketStream:
         if not backlog:
             self._backlog = None
             self._loop.remove_writer(self._sock)
+
+    def end(self) -> None:
+        """Close the stream for good: nobody is told of what is still on its way."""
+        self.close()
+        self._received = self._lost = ignored
 
     def close(self) -> None:
         if self._sock.fileno() >= 0:

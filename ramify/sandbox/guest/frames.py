@@ -256,23 +256,6 @@ class FrameReader:
         self.have = len(self.data)
         return view
 
-    @property
-    def reads_whole(self) -> bool:
-        """Return True if nothing is left of an earlier read, and no descriptors can arrive."""
-        return not self.have and self.receive is None
-
-    def whole(self) -> memoryview | None:
-        """Read once, and return the frame without its length prefix if it is exactly one: this
-        saves copies. Raises EOFError at the end of the stream."""
-        chunk = _read(self.fd, _CHUNK)
-        if not chunk:
-            raise EOFError
-        if len(chunk) > 8 and U32.unpack_from(chunk)[0] == len(chunk) - 4:
-            return memoryview(chunk)[4:]
-        self.data += chunk
-        self.have = len(chunk)
-        return None
-
     def fill(self) -> None:
         """Read once. Raises EOFError at the end of the stream."""
         if len(self.data) > self.have:

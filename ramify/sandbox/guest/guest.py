@@ -248,7 +248,6 @@ class Guest:
     def _run(self, id: int, code: str) -> None:
         self._cells += 1
         self.output.begin()
-        self.interrupts.reset()
         self._channel.is_open = True
         value = error = None
         self._memory.allow_cell()
@@ -276,13 +275,13 @@ class Guest:
         with channel.sending:
             parts = output.take(final=True)
         output.end()
-        note, encoder = None, None
-        if self.notebook.has_hooks:
+        note, encoder, has_hooks = None, None, self.notebook.has_hooks
+        if has_hooks:
             encoder = ValueEncoder(bounded=True)
             note, error = self.notebook.after_cell(encoder, error)
         restored = self.notebook.restore_names()
         with channel.sending:
-            if self.notebook.has_hooks:
+            if has_hooks:
                 parts += output.take(final=True)
             channel.is_open = False
             self._inbox.drop_calls()

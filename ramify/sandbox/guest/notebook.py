@@ -12,7 +12,6 @@ import __future__
 
 import ast
 import builtins
-import contextlib
 import gc
 import linecache
 import marshal
@@ -104,7 +103,9 @@ trees at once, one may fail with "AST constructor recursion depth mismatch". In-
 threads of one process."""
 
 
-_ASSIGNMENT = re.compile(r"[A-Za-z_][\w.]* *[-+*/%&|^@]?= *[^\s=;#'\"\\][^;#'\"\\\r\f]*\Z", re.ASCII)
+_ASSIGNMENT = re.compile(
+    r"[A-Za-z_][\w.]* *[-+*/%&|^@]?= *[^\s=;#'\"\\][^;#'\"\\\r\f]*\Z", re.ASCII
+)
 
 
 def ends_in_assignment(source: str) -> bool:
@@ -115,9 +116,10 @@ def ends_in_assignment(source: str) -> bool:
         return False
     source = source.rstrip()
     last = source[source.rfind("\n") + 1 :]
-    return _ASSIGNMENT.match(last) is not None and all(
-        last.count(opening) == last.count(closing) for opening, closing in ("()", "[]", "{}")
-    )
+    if _ASSIGNMENT.match(last) is None:
+        return False
+    count = last.count
+    return count("(") == count(")") and count("[") == count("]") and count("{") == count("}")
 
 
 class CellCode:
@@ -128,8 +130,11 @@ class CellCode:
     def __init__(self, source: str, name: str, flags: int) -> None:
         self.last = None
         if ends_in_assignment(source):
-            with contextlib.suppress(SyntaxError):  # reported below
+            try:
                 self.body = self._compile(source, name, flags)
+            except SyntaxError:
+                pass  # reported below
+            else:
                 self.flags = flags | (self.body.co_flags & _FUTURES)
                 return
         with _COMPILING:
@@ -229,6 +234,8 @@ class GuestNotebook:
 
     def restore_names(self) -> list[str]:
         """Restore the reserved names that a cell has rebound, and return them."""
+        if not self._reserved:
+            return []
         namespace = self.namespace
         changed = [
             name
