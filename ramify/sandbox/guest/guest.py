@@ -156,6 +156,11 @@ class Guest:
 
     # -- serving
 
+    def begin(self, memory_limits: tuple[int, int] | None) -> None:
+        """Take over the process, which may have been forked since this guest was created."""
+        self._channel.pid = os.getpid()
+        self._memory.limits = memory_limits
+
     def serve(self, *, rehearse: bool = False) -> None:
         """Answer the host until it closes the stream. ``rehearse``: warm up first, since no caller
         is waiting yet."""

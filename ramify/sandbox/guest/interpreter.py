@@ -44,26 +44,38 @@ def _counts_changes() -> bool:
     return len({*seen, field.value}) == 4
 
 
+_VERSION: Any = _version_of(vars(builtins)) if _counts_changes() else None
+_taken: tuple[int, dict[str, Any]] = (-1, {})
+
+
+def _snapshot() -> tuple[int, dict[str, Any]]:
+    """Return the version of the builtins, and a copy of them. A session takes the copy that its
+    server made: copying and comparing write to the reference counts of all builtins, which are
+    spread over a hundred memory pages."""
+    global _taken
+    if _VERSION is None:
+        return -1, dict(vars(builtins))
+    if _taken[0] != _VERSION.value:
+        _taken = (_VERSION.value, dict(vars(builtins)))
+    return _taken
+
+
 class InterpreterState:
     """The interpreter state at the guest's start, to which it is restored."""
 
-    __slots__ = ("_builtins", "_recursion_limit", "_seen", "_version")
+    __slots__ = ("_builtins", "_recursion_limit", "_seen")
 
     def __init__(self) -> None:
-        self._builtins = dict(vars(builtins))
+        self._seen, self._builtins = _snapshot()
         self._recursion_limit = sys.getrecursionlimit()
-        self._version: Any = _version_of(vars(builtins)) if _counts_changes() else None
-        self._seen = -1
-        """Version of the builtins when they were last compared: comparing them writes to the
-        reference counts of all of them, each on its own page."""
 
     def mend_builtins(self) -> None:
-        if self._version is not None and self._version.value == self._seen:
+        if _VERSION is not None and _VERSION.value == self._seen:
             return
         if vars(builtins) != self._builtins:
             vars(builtins).update(self._builtins)
-        if self._version is not None:
-            self._seen = self._version.value
+        if _VERSION is not None:
+            self._seen = _VERSION.value
 
     def mend_streams(self, main: types.ModuleType, output: CellOutput) -> None:
         """Restore what the end of a cell depends on; the guest must own the process. ``main``: the
@@ -90,20 +102,20 @@ class MemoryLimit:
     """Limits of address space: one for cells, and a slightly larger one for the guest, so that it
     can still report when a cell has used up its memory."""
 
-    __slots__ = ("_limits",)
+    __slots__ = ("limits",)
 
     def __init__(self, limits: tuple[int, int] | None) -> None:
         """``limits``: bytes for a cell and for the guest; None for no limits."""
-        self._limits = limits
+        self.limits = limits
 
     def allow_cell(self) -> None:
         """Apply the limit for cells from now on."""
-        if self._limits is not None:
-            resource.setrlimit(resource.RLIMIT_AS, self._limits)
+        if self.limits is not None:
+            resource.setrlimit(resource.RLIMIT_AS, self.limits)
 
     def allow_guest(self) -> None:
-        if self._limits is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (self._limits[1], self._limits[1]))
+        if self.limits is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (self.limits[1], self.limits[1]))
 
 
 def complete_builtins() -> None:
