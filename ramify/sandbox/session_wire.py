@@ -15,14 +15,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 import msgspec
 
 from ramify.sandbox.guest.frames import (
-    MAX_FRAME,
     MAX_HEADER,
     MAX_NESTING,
     SharedMemoryBuffers,
@@ -41,7 +40,7 @@ from ramify.sandbox.guest.values import (
     ValueEncoder,
     encoded,
 )
-from ramify.sandbox.transport import SCRATCH_BYTES, Transport, ignored
+from ramify.sandbox.transport import SCRATCH_BYTES, FrameAssembler, Transport, ignored
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Shown = Annotated[str, msgspec.Meta(max_length=VALUE_CHARS + 100)]
@@ -132,59 +131,6 @@ _decoder = msgspec.json.Decoder(FromGuest)
 _list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 _dict_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _encoder = msgspec.json.Encoder()
-
-
-class FrameAssembler:
-    """Turns bytes from a guest into complete frames: views that are valid until the next ``feed``.
-    If the caller stops early, the rest is kept."""
-
-    __slots__ = ("_held", "_need")
-
-    def __init__(self) -> None:
-        self._held: bytearray | None = None
-        self._need = 0
-
-    def is_one(self, data: memoryview) -> bool:
-        """Return True if ``data`` is exactly one small frame, and nothing was read before."""
-        return (
-            self._held is None
-            and 9 <= len(data) <= LARGE_HEADER
-            and int.from_bytes(data[:4], "little") == len(data) - 4
-        )
-
-    def feed(self, data: memoryview) -> Generator[memoryview, None, None]:
-        if self._held is not None:
-            self._held += data
-            if len(self._held) < self._need:
-                return
-            data, self._held = memoryview(self._held), None
-        at, end = 0, len(data)
-        self._need = 4
-        try:
-            while end - at >= 4:
-                size = int.from_bytes(data[at : at + 4], "little")
-                if not 5 <= size <= MAX_FRAME:
-                    raise ProtocolError(
-                        f"a frame of {size:,} bytes, where 5 to {MAX_FRAME:,} are allowed"
-                    )
-                if end - at < 4 + size:
-                    self._need = 4 + size
-                    return
-                at += 4 + size
-                yield data[at - size : at]
-        finally:
-            if at < end:
-                self._held = bytearray(data[at:])
-
-    def keep(self, data: memoryview) -> None:
-        """Keep ``data`` for the next ``feed``."""
-        if self._held is None:
-            self._held, self._need = bytearray(), 0
-        self._held += data
-
-    def held_bytes(self) -> int:
-        """Return the size of the unfinished frames."""
-        return len(self._held) if self._held is not None else 0
 
 
 def is_large(view: memoryview) -> bool:
@@ -390,7 +336,7 @@ class SessionWire:
             self._assembler.keep(data)
             return
         try:
-            if self._assembler.is_one(data):
+            if len(data) <= LARGE_HEADER and self._assembler.is_one(data):
                 self._open(data[4:])
                 return
             until = time.perf_counter() + _TURN_S
