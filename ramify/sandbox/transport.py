@@ -2,7 +2,8 @@
 process.
 
 Decides how bytes move between a socket and the event loop at the lowest cost, and where a frame
-ends. Not here: what the bytes mean (see ``session.py``) and what is at the other end (see each provider).
+ends. Not here: what the bytes mean (see ``session.py``) and what is at the other end (see each
+provider).
 """
 
 from __future__ import annotations
