@@ -8,8 +8,11 @@ that their code allows, and then look for it.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import statistics
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -252,3 +255,41 @@ def careless_models(quick: bool) -> Iterator[Figure]:
     num = 60 if quick else 200
     lost = sum(not _careless(random.Random(seed)) for seed in range(num))
     yield Figure(f"{num} careless models that lost a paid reply", lost, "models", {}, floor=0)
+
+
+# --- overhead
+
+_RUNS = """
+import sys, tempfile, time
+from ramify import RLM, SandboxSpec, Scaffold, ScriptedClient, Store
+CELLS = ("x = llm_query_batched([str(i) for i in range(8)])", "y = llm_query('b')", "FINAL(len(x))")
+def reply(messages):
+    turn = sum(each.role == "assistant" for each in messages)
+    return f"```repl\\n{CELLS[turn]}\\n```" if messages[0].role == "system" else "r"
+with tempfile.TemporaryDirectory() as folder:
+    scaffold = Scaffold(name="overhead", system="You drive a session.", direct_chars=0)
+    spec = SandboxSpec("inprocess", allow_weaker=True)
+    with RLM(ScriptedClient(reply), scaffold=scaffold, sandbox=spec, store=Store(folder)) as rlm:
+        for num in (5, int(sys.argv[1])):
+            began = time.process_time()
+            for _ in range(num):
+                assert rlm.completion("text", "?").answer == 8
+    print((time.process_time() - began) / num)
+"""
+
+
+def overhead(before: Path, quick: bool) -> Iterator[Figure]:
+    """CPU time per stored run against the checkout at ``before``, in interleaved processes."""
+    times: dict[Path, list[float]] = {Path(__file__).parents[1]: [], before: []}
+    for _ in range(5):
+        for root, found in times.items():
+            done = subprocess.run(
+                [sys.executable, "-W", "ignore", "-c", _RUNS, "20" if quick else "100"],
+                env={**os.environ, "PYTHONPATH": str(root)},
+                capture_output=True,
+                check=True,
+                text=True,
+            )
+            found.append(float(done.stdout))
+    now, then = (statistics.median(found) for found in times.values())
+    yield Figure("CPU time per run, relative to before", now / then, "", {}, floor=1.05)
