@@ -331,7 +331,7 @@ class SocketStream:
             self._loop.remove_writer(self._sock)
 
     def end(self) -> None:
-        """Close the stream for good: nobody is told of what is still on its way."""
+        """Close the stream for good; what is still on its way is ignored."""
         self.close()
         self._received = self._lost = ignored
 

@@ -194,8 +194,8 @@ class GuestChannel:
     # -- from the host
 
     def lone(self) -> tuple[dict[str, Any], list[memoryview]] | None:
-        """Wait for a frame and return what ``next`` would, if it is short, has no blobs of its own
-        and is all there is to read. Otherwise returns None, and ``next`` continues."""
+        """Wait for a frame and return what ``next`` would, if it is short, contains no blobs and
+        is all there is to read. Otherwise returns None, and ``next`` continues."""
         reader = self._reader
         if reader.have or reader.receive is not None:
             return None

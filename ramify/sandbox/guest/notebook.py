@@ -111,7 +111,7 @@ _ASSIGNMENT = re.compile(
 def ends_in_assignment(source: str) -> bool:
     """Return True only if the last statement is an assignment on one line, so that a cell has no
     echo. Without long strings and backslashes, only brackets continue a line; where its own are
-    balanced, it is no part of another statement (or the cell has a syntax error)."""
+    balanced, it does not belong to another statement (or the cell has a syntax error)."""
     if "\\" in source or '"""' in source or "'''" in source:
         return False
     source = source.rstrip()
