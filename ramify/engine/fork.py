@@ -94,8 +94,13 @@ class ForkPoint:
             raise ConfigError(
                 f"{whose} has {len(self._recorded)} turns: turn {turn + 1} cannot be forked"
             )
-        self._is_code = code is not None
+        self._codes = [
+            event.result.code
+            for event in events
+            if isinstance(event, CellRan) and (event.call, event.turn) == (self.call.id, turn)
+        ]
         texts = [prompt] if isinstance(prompt, str) else list(prompt or ())
+        self._edited = "prompt" if texts else "" if code is None else "code"
         self._check_edit(whose, code, texts)
         path = _path(events, calls, self.call, turn)
         kept = _kept_calls(events, calls, path)
@@ -119,6 +124,16 @@ class ForkPoint:
         ]
         self._recorded_cost = sum(costs) if costs else None
 
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The messages that the turn adds to its prompt, as recorded."""
+        return self._recorded[self.turn][0].prompt
+
+    @property
+    def code(self) -> str | None:
+        """The code that the turn's reply ran, as recorded; None for a plain call."""
+        return "\n\n".join(self._codes) if self.call.kind == "rlm" else None
+
     def _check_edit(self, whose: str, code: str | None, texts: Sequence[str]) -> None:
         if code is not None and texts:
             raise ConfigError("a fork has an edited prompt or code: give one of the two")
@@ -126,7 +141,7 @@ class ForkPoint:
             raise ConfigError(
                 f"{whose} is a plain call, which runs no code: give an edited prompt instead"
             )
-        most = len(self._recorded[self.turn][0].prompt)
+        most = len(self.messages)
         if len(texts) > most:
             raise ConfigError(
                 f"turn {self.turn + 1} of {whose} adds {most} messages to its prompt, and "
@@ -144,6 +159,8 @@ class ForkPoint:
         forked: dict[str, Any] = {"run": started.id, "turn": self.turn}
         if self.call.parent is not None:
             forked["call"] = self.call.id
+        if self._edited:
+            forked["edited"] = self._edited
         if self.recording.prompts:
             forked["prompts"] = {
                 f"{call}/{turn}": texts for (call, turn), texts in self.recording.prompts.items()
@@ -158,10 +175,10 @@ class ForkPoint:
         client = next((each for each in clients if each.name == self.call.model), clients[0])
         ledger = Ledger(limits, priced=any(each.price is not None for each in clients))
         tokens = None
-        if not self._is_code:
-            request, recorded, reply = self._recorded[self.turn]
-            edited = self.recording.edited(self.call.id, self.turn, request.prompt)
-            messages = (*recorded[: len(recorded) - len(request.prompt)], *edited)
+        if self._edited != "code":
+            _, recorded, reply = self._recorded[self.turn]
+            edited = self.recording.edited(self.call.id, self.turn, self.messages)
+            messages = (*recorded[: len(recorded) - len(self.messages)], *edited)
             chars, before = _num_chars(messages), _num_chars(recorded)
             counted = reply.reply.usage.input_tokens
             tokens = chars // 4 if not counted else -(-counted * chars // max(1, before))

@@ -361,7 +361,11 @@ def test_a_run_is_forked_at_a_turn_with_other_code(tmp_path: Path) -> None:
     assert fork.answer == ["re: a0", "re: a1", "mine", "re: a3"]
     assert (again.answer, again.usage.calls) == (ALL, 1)
     assert store.path(origin.run_id).read_bytes() == before
-    assert fork.trajectory.metadata["forked"] == {"run": origin.run_id, "turn": 2}
+    assert fork.trajectory.metadata["forked"] == {
+        "run": origin.run_id,
+        "turn": 2,
+        "edited": "code",
+    }
     assert fork.usage.calls == 3, "two turns of the root and one call are new"
     assert len(store.runs()) == 3
 
@@ -439,6 +443,7 @@ def test_a_fork_may_have_an_edited_prompt_which_its_record_keeps(tmp_path: Path)
         assert fork.trajectory.metadata["forked"] == {
             "run": origin.run_id,
             "turn": 2,
+            "edited": "prompt",
             "prompts": {"0/2": ["continue with care"]},
         }
         assert r.replay(fork.run_id).answer == fork.answer == origin.answer
@@ -490,6 +495,7 @@ def test_a_fork_of_a_call_below_repeats_what_had_begun_beside_it(tmp_path: Path)
         "run": origin.run_id,
         "turn": 0,
         "call": "0.1",
+        "edited": "prompt",
         "prompts": {"0.1/0": ["B"]},
     }
 

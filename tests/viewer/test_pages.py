@@ -524,6 +524,23 @@ def test_a_page_whose_server_is_gone_says_so(browser: Any, world: World) -> None
         shown.complaints.clear()  # the browser logs each refused connection
 
 
+def test_a_server_that_hangs_is_named_until_it_answers(browser: Any, world: World) -> None:
+    gate = threading.Event()
+    with served(world.store) as server, tab(browser) as shown:
+        shown.page.clock.install()
+        page = shown.open(f"{server.url}#/run/{world.tree}")
+        page.locator(".state.connected").wait_for()
+        server.loop.call_soon_threadsafe(gate.wait)  # it accepts connections and never answers
+        page.clock.run_for(5_000)
+        page.clock.run_for(5_000)
+        page.locator("#connection", has_text="does not answer since").wait_for()
+        assert text(page, ".state") == "no answer"
+        gate.set()
+        page.clock.run_for(5_000)
+        page.locator(".state.connected").wait_for()
+        assert page.locator("#connection").count() == 0
+
+
 def test_bad_files_are_named_on_the_page(browser: Any, tmp_path: Path) -> None:
     from tests.viewer.test_server import bad_files
 

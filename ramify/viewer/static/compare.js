@@ -2,10 +2,10 @@
 
 import { h, fill } from "./dom.js";
 import { get } from "./api.js";
-import { Run, runAddress } from "./run.js";
+import { Run } from "./run.js";
 import { codeBlock, textBlock } from "./code.js";
 import { pieces, textOf } from "./turn.js";
-import { count, dollars, many, moment, number, oneLine, seconds, stopWords } from "./format.js";
+import { count, dollars, many, moment, number, oneLine, runAddress, seconds, stopWords } from "./format.js";
 
 export async function comparePage(page, keys) {
   const view = new CompareView();

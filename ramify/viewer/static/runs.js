@@ -3,10 +3,9 @@
 import { h, fill } from "./dom.js";
 import { get } from "./api.js";
 import { VirtualList } from "./list.js";
-import { runAddress } from "./run.js";
 import { worthTone } from "./story.js";
 import { facets, parseFilter, percentiles } from "./filter.js";
-import { count, dollars, grouped, moment, number, oneLine, seconds, stopWords } from "./format.js";
+import { count, dollars, grouped, moment, number, oneLine, runAddress, seconds, stopWords } from "./format.js";
 
 const EVERY_MS = 2000;  // between updates
 const NARROW = matchMedia("(max-width: 800px)");
