@@ -6,6 +6,7 @@ import asyncio
 import re
 import threading
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -525,12 +526,12 @@ def test_a_page_whose_server_is_gone_says_so(browser: Any, world: World) -> None
 
 
 def test_a_server_that_hangs_is_named_until_it_answers(browser: Any, world: World) -> None:
-    gate = threading.Event()
-    with served(world.store) as server, tab(browser) as shown:
+    gate, hang = threading.Event(), Queue[threading.Event]()
+    with served(world.store, hang=hang) as server, tab(browser) as shown:
         shown.page.clock.install()
         page = shown.open(f"{server.url}#/run/{world.tree}")
         page.locator(".state.connected").wait_for()
-        server.loop.call_soon_threadsafe(gate.wait)  # it accepts connections and never answers
+        hang.put(gate)
         page.clock.run_for(5_000)
         page.clock.run_for(5_000)
         page.locator("#connection", has_text="does not answer since").wait_for()
