@@ -21,12 +21,14 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from ramify.clients.base import Sampling
+from ramify.engine.call import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result
 from ramify.engine.threads import in_thread
 from ramify.errors import RamifyError, Refused, ReplyFiltered, SessionDied
 from ramify.logging import RoomLogger
 from ramify.tasks.base import Item, Task, TaskStart, scored
+from ramify.types.call_tree import as_text, cut
 from ramify.types.event import scores_of
 from ramify.types.trajectory import Stop, Trajectory
 
@@ -59,7 +61,7 @@ async def attempt(
         start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
     except RamifyError as error:
         return Trajectory(name, item.question, task=item.id, errors=[str(error)], stop=Stop.ERROR)
-    about = {**(metadata or {}), "task": item.id}
+    about = {**(metadata or {}), "task": item.id, **_gold(item)}
     try:
         trajectory, failure = await _run(
             rlm,
@@ -98,6 +100,16 @@ async def attempt(
     if failure is not None:
         trajectory.errors.append(failure)
     return trajectory
+
+
+MAX_GOLD = 2_000
+"""Maximum characters of an expected answer that a run keeps for its readers."""
+
+
+def _gold(item: Item) -> dict[str, str]:
+    """The expected answer as text, for readers of the run; empty if the item has none."""
+    gold = item.gold if item.right is None else item.right
+    return {} if gold is None else {"gold": cut(as_text(jsonable(gold)), MAX_GOLD)}
 
 
 async def is_direct(rlm: RLM, task: Task, item: Item, grace_s: float = GRACE_S) -> bool:

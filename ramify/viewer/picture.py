@@ -137,6 +137,7 @@ def head(run: WatchedRun) -> dict[str, Any]:
         "answer": cut(as_text(trajectory.answer), 4_000),
         "has_answer": trajectory.answer is not None,
         "ending": _ending(run),
+        "gold": str(config.get("gold") or ""),
         "answered_by": trajectory.answered_by,
         "usage": fields(trajectory.usage),
         "cost": trajectory.cost,

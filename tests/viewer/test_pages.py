@@ -121,6 +121,68 @@ def test_the_picture_is_clicked_zoomed_and_recoloured(
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
 
 
+FORMATTED = r"""## Sums
+The total is **361,214** of `sums`, not <img src=x onerror="window.hacked=1">:
+
+| sheet | sum |
+|---|---:|
+| 8 | 1,414 |
+
+1. with $x^2 + \frac{a}{b}$ for $5 or $10
+2. [a link](https://example.org) and \(\unknowncommand{x}\)
+
+$$\sum_{i=1}^{n} r_i$$
+"""
+
+
+def test_answers_are_formatted_here_and_in_a_file(
+    browser: Any, tmp_path: Path, world: World
+) -> None:
+    store = Store(tmp_path / "store")
+    run, file = golden.plain(store, "Sum?", FORMATTED), tmp_path / "run.html"
+    located = RunLibrary([store.root]).find(run)
+    file.write_bytes(exported(located))
+    with served(store.root) as server:
+        for address in (f"{server.url}#/run/{run}", file.as_uri()):
+            with tab(browser) as shown:
+                page = shown.open(address)
+                answer = page.locator("section.answer .formatted")
+                answer.locator("math").nth(1).wait_for()
+                assert answer.locator("td").all_inner_texts() == ["8", "1,414"]
+                assert answer.locator("strong").inner_text() == "361,214"
+                assert answer.locator("mfrac").count() == 1
+                assert answer.locator(".md-math code").inner_text() == r"\(\unknowncommand{x}\)"
+                assert '<img src=x onerror="window.hacked=1">' in answer.inner_text()
+                assert "for $5 or $10" in answer.inner_text()
+                assert "a link (https://example.org)" in answer.inner_text()
+                assert page.locator(".story-answer.formatted td").count() == 2
+                assert page.evaluate(HACKED) == [None, 0]
+                photograph(page, "answer-formatted", tmp_path)
+                assert violations(page) == [] if AXE.is_file() else True
+
+
+@SIZES
+def test_a_report_has_a_page_for_each_session(
+    browser: Any, world: World, tmp_path: Path, size: tuple[int, int]
+) -> None:
+    file = tmp_path / "run.html"
+    file.write_bytes(exported(RunLibrary([world.store]).find(world.tree)))
+    with served(world.store) as server:
+        for address in (f"{server.url}#/run/{world.tree}", file.as_uri()):
+            with tab(browser, size) as shown:
+                page = shown.open(address)
+                page.get_by_role("link", name="report").click()
+                page.locator(".report[data-ready]").wait_for()
+                assert page.locator(".sheet tbody tr").count() == 32
+                sessions = page.locator(".sheet h2").all_inner_texts()[1:]
+                assert [each.split(":")[0] for each in sessions][:2] == ["call 0", "call 0.24"]
+                assert page.locator(".report-turn").count() > 4
+                photograph(page, f"report-{size[0]}", tmp_path)
+                assert violations(page) == [] if AXE.is_file() else True
+                pages = len(re.findall(rb"/Type\s*/Page\b", page.pdf()))
+                assert pages >= 1 + len(sessions)
+
+
 def test_search_links_copy_tokens_and_the_journal(
     browser: Any, world: World, tmp_path: Path
 ) -> None:
@@ -363,6 +425,7 @@ def test_training(browser: Any, world: World, tmp_path: Path, size: tuple[int, i
         page.locator(".rollout").first.click()
         page.locator("canvas[data-drawn='32']").wait_for()
         assert text(page, ".badge.worth") == "correct 1 ✓"
+        assert text(page, ".gold").startswith("expected ")
         page.locator(".turn-head .small:not(.request)").first.click()
         page.locator(".tok.sampled").first.wait_for()
         page.get_by_label("what the colour of a token says").select_option("advantage")
@@ -395,6 +458,7 @@ def test_an_evaluation_and_what_was_scored(
         page.locator(".attempt:visible").first.click()
         page.locator(".turn").nth(1).wait_for()
         assert text(page, ".badge.worth") == "correct 1 ✓"
+        assert text(page, ".gold").startswith("expected ")
         tool = page.locator(".tool-answer")
         assert tool.locator(".came").inner_text() == "rain: water that falls"
         assert "Looks before it counts." in text(page, ".turn:nth-child(1) .marks")

@@ -5,6 +5,14 @@ import { h } from "./dom.js";
 const holder = document.getElementById("ramify-data");
 export const offline = holder ? JSON.parse(holder.textContent) : null;
 
+// Parts that are loaded when they are needed; an exported file has them already.
+export const optional = {};
+
+export async function load(name) {
+  if (!optional[name]) await import(`./${name}.js`);
+  return optional[name];
+}
+
 const BEAT_MS = 4000;  // the server is asked for a sign of life if it gave none for so long
 const PATIENCE_MS = 8000;  // without any answer, the server is gone, or hangs
 

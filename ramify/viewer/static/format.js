@@ -73,3 +73,10 @@ export function stopWords(stop, alive = false) {
 export function runAddress(key) {
   return `#/run/${encodeURIComponent(key)}`;
 }
+
+const MARKUP = /(^|\n)(#{1,6} |\s*[-*+] \S|\s*\d+[.)] \S|> |\|.*\||```)|\*\*\S|`[^`\n]+`|\$[^\s$][^$]*\$|\\\(|\\\[|\]\(/;
+
+// Whether a text is worth reading as Markdown or LaTeX.
+export function hasMarkup(text) {
+  return MARKUP.test(text);
+}

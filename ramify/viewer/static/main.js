@@ -2,10 +2,11 @@
 //
 //   #/                        runs          #/run/KEY[/call/ID[/turn/N]]    one run
 //   #/training[/KEY[/OTHER]]  training      #/compare[/KEY[/OTHER]]         two runs
+//   #/run/KEY/report          one run to read or print
 //   #/evaluation[/KEY[/OTHER]]              evaluations, and one of them
 
 import { h, fill } from "./dom.js";
-import { offline, showState, watchServer } from "./api.js";
+import { load, offline, showState, watchServer } from "./api.js";
 import { runAddress } from "./format.js";
 import { runPage } from "./run.js";
 
@@ -20,6 +21,7 @@ function readRoute() {
   const route = { name: parts[0] || (offline ? "run" : "runs"), keys: parts.slice(1).filter(Boolean), call: null, turn: null };
   if (route.name === "run") {
     route.keys = [offline ? offline.picture.head.key : parts[1] || ""];
+    if (parts[2] === "report") route.name = "report";
     if (parts[2] === "call") route.call = parts[3];
     if (parts[4] === "turn") route.turn = Math.max(0, Number(parts[5]) - 1) || 0;
   }
@@ -58,6 +60,7 @@ async function turn() {
 
 async function open(route) {
   if (route.name === "run") return runPage(page, route.keys[0], route);
+  if (route.name === "report") return (await load("report"))(page, route.keys);
   if (offline) throw new Error("this file holds one run alone");
   if (route.name === "training") return (await import("./training.js")).trainingPage(page, route.keys);
   if (route.name === "evaluation") return (await import("./evaluation.js")).evaluationPage(page, route.keys);

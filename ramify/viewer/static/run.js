@@ -142,6 +142,7 @@ class RunView {
     this.search.addEventListener("input", () => !this.search.value && this.closeFound());
     this.tail = h("button.small", { type: "button", "aria-pressed": "false", onclick: () => this.setFollowing(!this.following) }, "follow");
     fill(this.story.tools, this.search, this.tail,
+      h("a.small", { href: `${runAddress(this.key)}/report` }, "report"),
       offline ? null : h("a.small", { href: `/api/journal?key=${encodeURIComponent(this.key)}`, download: "" }, "journal"),
       offline ? null : h("a.small", { href: `#/compare/${encodeURIComponent(this.key)}` }, "compare"));
     fill(page, h("div.run", null,

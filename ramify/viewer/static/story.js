@@ -2,8 +2,8 @@
 // which calls differ from their siblings, and what each depth cost.
 
 import { h, fill } from "./dom.js";
-import { offline } from "./api.js";
-import { count, dollars, many, moment, number, oneLine, runAddress, seconds, stopWords, ticking } from "./format.js";
+import { load, offline } from "./api.js";
+import { count, dollars, hasMarkup, many, moment, number, oneLine, runAddress, seconds, stopWords, ticking } from "./format.js";
 
 const MAX_NAMED = 3;  // calls that differ and are named
 
@@ -62,16 +62,30 @@ export class Story {
 
   drawWorth(head) {
     const rewards = Object.entries(head.rewards);
-    fill(this.worth, rewards.map(([name, value]) => h("span.badge.worth", { class: worthTone(value), title: "reward" },
+    fill(this.worth, head.gold ? h("span.gold", { title: `the expected answer: ${head.gold}` }, "expected ", h("b", null, oneLine(head.gold, 80))) : null, rewards.map(([name, value]) => h("span.badge.worth", { class: worthTone(value), title: "reward" },
       `${name} ${number(value)}`, h("span.sign", null, value >= 1 ? " ✓" : value <= 0 ? " ✗" : ""))));
   }
 
   drawAnswer(head, unreadable) {
     const [, tone] = stopWords(head.stop, head.alive), wrong = Object.values(head.rewards).some((value) => value <= 0);
-    this.answer.className = `story-answer ${head.has_answer && wrong ? "bad" : tone}`;
+    const kept = this.answer.classList.contains("formatted") ? " formatted" : "";
+    this.answer.className = `story-answer ${head.has_answer && wrong ? "bad" : tone}${kept}`;
     this.answer.hidden = Boolean(unreadable);
-    if (head.has_answer) fill(this.answer, head.answer || "(an empty answer)");
+    if (head.has_answer) this.drawText(head.answer);
     else fill(this.answer, h("span.quiet", null, head.stop ? "no answer" : head.alive ? "no answer yet" : "no answer: the run was interrupted"));
+  }
+
+  // Text first; with its formatting when that has been loaded.
+  async drawText(text) {
+    if (this.text === text) return;
+    this.text = text;
+    this.answer.classList.remove("formatted");
+    fill(this.answer, text || "(an empty answer)");
+    if (!hasMarkup(text)) return;
+    const formatted = await load("markdown");
+    if (this.text !== text) return;
+    fill(this.answer, formatted(text));
+    this.answer.classList.add("formatted");
   }
 
   drawDiffering() {
