@@ -31,8 +31,7 @@ from ramify.tasks.validation import answered  # noqa: E402
 from ramify.train.checkpoint import CheckpointStore, read_state  # noqa: E402
 from ramify.train.config import Schedule  # noqa: E402
 from ramify.train.execute import train  # noqa: E402
-from ramify.train.metrics import read_metrics  # noqa: E402
-from tests.train.test_extend import run_of, stopped_after  # noqa: E402
+from tests.train.test_extend import is_stopped, learned, run_of  # noqa: E402
 from tests.train.test_loop import same  # noqa: E402
 
 
@@ -74,18 +73,19 @@ def of_signals(folder: Path, num: int) -> Iterator[Figure]:
     """``num`` runs, each ended by SIGTERM at a random moment and resumed."""
     run = run_of(6, schedule=Schedule(evaluate_every=4, checkpoint_every=100))
     began = time.monotonic()
-    train(run, folder / "calm")
-    took_s, chosen = time.monotonic() - began, random.Random(0)
+    state = train(run, folder / "calm")
+    step_s, chosen = (time.monotonic() - began) / state.step, random.Random(0)
     lost = unequal = sent = 0
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         for number in range(num):
             out = folder / f"stopped-{number}"
-            while sent <= number and stopped_after(chosen.uniform(0.1, 0.9) * took_s, run, out):
+            while sent <= number and is_stopped(
+                chosen.randint(1, 3), chosen.random() * step_s, run, out
+            ):
                 sent += 1
-                learned = [row.step for row in read_metrics(out) if "loss" in row.values]
                 latest = CheckpointStore(out).latest()
-                lost += max(learned, default=0) - (read_state(latest).step if latest else 0)
+                lost += max(learned(out)) - (read_state(latest).step if latest else 0)
             if not (out / "policy").is_dir():
                 is_begun = any(out.glob("checkpoints/step-*"))
                 train(run, out, resume=out if is_begun else None)

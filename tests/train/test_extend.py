@@ -143,33 +143,49 @@ def test_fields_that_cannot_change_are_named(
             check_changes(state, now)
 
 
-def stopped_after(seconds: float, run: Run, out: Path) -> bool:
-    """Train, and send SIGTERM after ``seconds``. Returns whether that ended the run."""
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
+def learned(out: Path) -> list[int]:
+    """Steps whose loss is in the metrics."""
+    return [row.step for row in read_metrics(out) if "loss" in row.values]
+
+
+def is_stopped(num_steps: int, delay_s: float, run: Run, out: Path) -> bool:
+    """Train, and send SIGTERM ``delay_s`` seconds after ``num_steps`` more steps. Returns whether
+    that ended the run."""
+    resume = out if any(out.glob("checkpoints/step-*")) else None
+    over, begun = threading.Event(), len(learned(out))
+
+    def interrupt() -> None:
+        while len(learned(out)) < begun + num_steps:
+            if over.wait(0.002):
+                return
+        if not over.wait(delay_s):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     try:
-        train(run, out, resume=out if any(out.glob("checkpoints/step-*")) else None)
+        train(run, out, resume=resume)
     except SystemExit as ended:
         return ended.code == 128 + signal.SIGTERM
     finally:
-        timer.cancel()
+        over.set()
+        thread.join()
     return False
 
 
 def test_a_signal_loses_no_whole_step(tmp_path: Path) -> None:
-    """At random moments; what comes out is what would have without them, bit by bit."""
+    """At random moments of a step; what comes out is what would have without them, bit by bit."""
     run = run_of(6, schedule=Schedule(evaluate_every=4, checkpoint_every=100))
     whole, broken, chosen = tmp_path / "whole", tmp_path / "broken", random.Random(3)
     began = time.monotonic()
-    train(run, whole)
-    took_s = time.monotonic() - began
+    state = train(run, whole)
+    step_s = (time.monotonic() - began) / state.step
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     num = 0
     try:
-        while stopped_after(chosen.uniform(0.3, 0.7) * took_s, run, broken):
-            learned = [row.step for row in read_metrics(broken) if "loss" in row.values]
+        while is_stopped(chosen.randint(1, 3), chosen.random() * step_s, run, broken):
             latest = CheckpointStore(broken).latest()
-            assert (latest is not None and read_state(latest).step) == max(learned, default=False)
+            assert (latest is not None and read_state(latest).step) == max(learned(broken))
             num += 1
     finally:
         signal.signal(signal.SIGTERM, before)
