@@ -11,6 +11,7 @@ const FIELDS = {
   depth: (run) => run.depth || 0, reward: (run) => run.reward,
   stop: (run) => (run.problem ? "unreadable" : run.stop || (run.alive ? "running" : "interrupted")),
   model: (run) => run.model || "", task: (run) => run.task || "", question: (run) => run.question || "", answer: (run) => run.answer ?? "",
+  label: (run) => (run.labels || []).join("\n"), note: (run) => run.note || "", corrected: (run) => Object.keys(run.corrected || {}).join("\n"),
   id: (run) => run.id, file: (run) => run.source || "", origin: (run) => originOf(run),
 };
 const NUMBERS = new Set(["cost", "tokens", "calls", "seconds", "depth", "reward"]);
@@ -49,11 +50,11 @@ function fieldTest(field, sign, value) {
   }
   if (sign !== ":" && sign !== "=") return { words: `${field} is text: use ${field}:`, fix: `${field}:${value}` };
   const wanted = value.replaceAll(" ", "_");
-  return sign === "=" ? (run) => String(of(run)).toLowerCase() === value : (run) => String(of(run)).toLowerCase().includes(field === "stop" ? wanted : value);
+  return sign === "=" ? (run) => String(of(run)).toLowerCase().split("\n").includes(value) : (run) => String(of(run)).toLowerCase().includes(field === "stop" ? wanted : value);
 }
 
 function textOfRun(run) {
-  return `${run.question || ""} ${run.model || ""} ${FIELDS.stop(run)} ${FIELDS.stop(run).replaceAll("_", " ")} ${run.id} ${run.task || ""} ${run.source || ""} ${run.answer ?? ""} ${run.problem || ""}`.toLowerCase();
+  return `${run.question || ""} ${run.model || ""} ${FIELDS.stop(run)} ${FIELDS.stop(run).replaceAll("_", " ")} ${run.id} ${run.task || ""} ${run.source || ""} ${run.answer ?? ""} ${(run.labels || []).join(" ")} ${run.note || ""} ${run.problem || ""}`.toLowerCase();
 }
 
 function nearest(word, known) {
@@ -72,10 +73,10 @@ function nearest(word, known) {
 // [[field, value, number of runs], …]: what the runs can be narrowed by.
 export function facets(runs) {
   const found = [];
-  for (const [field, of] of [["origin", originOf], ["stop", FIELDS.stop], ["model", FIELDS.model]]) {
+  for (const [field, of] of [["origin", originOf], ["stop", FIELDS.stop], ["model", FIELDS.model], ["task", FIELDS.task], ["label", (run) => run.labels || []]]) {
     const counts = new Map();
-    for (const run of runs) counts.set(of(run), (counts.get(of(run)) || 0) + 1);
-    if (counts.size > 1) found.push(...[...counts].sort((a, b) => b[1] - a[1]).slice(0, 5).map(([value, count]) => [field, value, count]));
+    for (const run of runs) for (const value of [of(run)].flat()) counts.set(value, (counts.get(value) || 0) + 1);
+    if (counts.size > 1 || (field === "label" && counts.size)) found.push(...[...counts].sort((a, b) => b[1] - a[1]).slice(0, 5).map(([value, count]) => [field, value, count]));
   }
   return found;
 }

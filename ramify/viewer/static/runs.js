@@ -15,7 +15,7 @@ const NARROW = matchMedia("(max-width: 800px)");
 // [name, whether it is a number, sort key, text]
 const COLUMNS = [
   ["when", false, (run) => run.started_at || 0, (run) => moment(run.started_at)],
-  ["question", false, (run) => (run.question || "").toLowerCase(), (run) => run.problem ? shortened(run) : oneLine(run.question || run.id, 300)],
+  ["question", false, (run) => (run.question || "").toLowerCase(), (run) => run.problem ? shortened(run) : `${(run.labels || []).map((label) => `[${label}] `).join("")}${oneLine(run.question || run.id, 300)}`],
   ["answer", false, (run) => (run.answer || "").toLowerCase(), (run) => answerWords(run)],
   ["model", false, (run) => run.model || "", (run) => run.model || ""],
   ["calls", true, (run) => run.num_calls || 0, (run) => count(run.num_calls || 0)],
@@ -23,7 +23,7 @@ const COLUMNS = [
   ["cost", true, (run) => run.cost ?? -1, (run) => dollars(run.cost)],
   ["seconds", true, (run) => run.seconds || 0, (run) => seconds(run.seconds || 0)],
   ["stop", false, (run) => standing(run)[0], (run) => standing(run)[0]],
-  ["reward", true, (run) => run.reward ?? -1e9, (run) => (run.reward === undefined || run.reward === null ? "" : `${number(run.reward)}${run.reward >= 1 ? " ✓" : run.reward <= 0 ? " ✗" : ""}`)],
+  ["reward", true, (run) => run.reward ?? -1e9, (run) => (run.reward === undefined || run.reward === null ? "" : `${number(run.reward)}${run.reward >= 1 ? " ✓" : run.reward <= 0 ? " ✗" : ""}${run.corrected ? "*" : ""}`)],
 ];
 
 function standing(run) {
@@ -176,7 +176,7 @@ class RunsView {
       if (name === "reward" && text) cells[at].className = `reward num ${worthTone(run.reward)}`;
       if (name === "question") cells[at].classList.toggle("bad", Boolean(run.problem));
     });
-    row.title = run.problem || [run.question, run.answer, run.ending, run.id].filter(Boolean).join("\n");
+    row.title = run.problem || [run.question, run.answer, run.ending, (run.labels || []).join(", "), run.note, run.corrected ? `corrected: ${JSON.stringify(run.corrected)}` : "", run.id].filter(Boolean).join("\n");
   }
 
   keys() {

@@ -17,6 +17,7 @@ export class Story {
     this.question = h("h1");
     this.answer = h("div.story-answer", { tabindex: "0", role: "region", "aria-label": "answer of the run" });
     this.ending = h("p.ending");
+    this.note = h("p.review-note", { hidden: true, "aria-label": "note" });
     this.differing = h("p.differing");
     this.budget = h("dl.budget", { "aria-label": "budget" });
     this.depths = h("p.by-depth");
@@ -24,7 +25,7 @@ export class Story {
     this.tools = h("div.run-tools");
     this.element = h("section.story", { "aria-label": "what happened" },
       h("div.story-top", null, this.status, this.worth, this.clock, h("span.spread"), this.tools),
-      h("div.story-main", null, this.question, this.answer, this.differing),
+      h("div.story-main", null, this.question, this.answer, this.note, this.differing),
       h("div.story-side", null, this.ending, this.budget, this.depths, this.meta));
   }
 
@@ -49,13 +50,15 @@ export class Story {
   }
 
   drawWorth(head) {
-    const rewards = Object.entries(head.rewards);
-    fill(this.worth, rewards.map(([name, value]) => h("span.badge.worth", { class: worthTone(value), title: "reward" },
-      `${name} ${number(value)}`, h("span.sign", null, value >= 1 ? " ✓" : value <= 0 ? " ✗" : ""))));
+    const { labels, note, rewards: corrected } = head.review;
+    fill(this.worth, Object.entries(scoresOf(head)).map(([name, value]) => h("span.badge.worth", { class: worthTone(value), title: name in corrected ? `corrected; recorded: ${number(head.rewards[name])}` : "reward" },
+      `${name} ${number(value)}`, h("span.sign", null, value >= 1 ? " ✓" : value <= 0 ? " ✗" : ""), name in corrected ? " corrected" : "")), labels.map((label) => h("span.badge.label", null, label)));
+    this.note.hidden = !note;
+    this.note.textContent = note;
   }
 
   drawAnswer(head, unreadable) {
-    const [, tone] = stopWords(head.stop, head.alive), wrong = Object.values(head.rewards).some((value) => value <= 0);
+    const [, tone] = stopWords(head.stop, head.alive), wrong = Object.values(scoresOf(head)).some((value) => value <= 0);
     this.answer.className = `story-answer ${head.has_answer && wrong ? "bad" : tone}`;
     this.answer.hidden = Boolean(unreadable);
     if (head.has_answer) fill(this.answer, head.answer || "(an empty answer)");
@@ -94,6 +97,11 @@ export class Story {
       bar.className = share >= 0.9 ? "bad" : share >= 0.7 ? "warn" : "";
     });
   }
+}
+
+// The scores of a run; a corrected one replaces the recorded one.
+export function scoresOf(head) {
+  return { ...head.rewards, ...head.review.rewards };
 }
 
 export function worthTone(value) {
