@@ -150,6 +150,7 @@ def head(run: WatchedRun) -> dict[str, Any]:
         "sources": (config.get("sources") or {}).get("paths", []),
         "rewards": trajectory.rewards,
         "metrics": trajectory.metrics,
+        "forked": _forked(run),
         "marks": [fields(mark) for mark in trajectory.marks if not mark.call],
         "errors": trajectory.errors[:_MAX_ERRORS],
         "num_errors": len(trajectory.errors),
@@ -168,6 +169,23 @@ def _review(run: WatchedRun, problems: list[str]) -> RunReview:
     except StoreError as error:
         problems.append(str(error))
         return RunReview()
+
+
+def _forked(run: WatchedRun) -> dict[str, Any] | None:
+    """Which turn of which run this one continues, with the address of that run if it is here."""
+    forked = run.tree.run.metadata.get("forked")
+    if not isinstance(forked, dict):
+        return None
+    origin, call, turn = (str(forked.get("run")), forked.get("call", "0"), forked.get("turn", 0))
+    is_here = (run.path.parent / f"{origin}.jsonl").is_file()
+    prefix = run.key[: len(run.key) - len(run.tree.run.id)]
+    return {
+        "run": origin,
+        "key": f"{prefix}{origin}" if is_here else "",
+        "call": call,
+        "turn": turn,
+        "edited": forked.get("edited", ""),
+    }
 
 
 def _ending(run: WatchedRun) -> str:

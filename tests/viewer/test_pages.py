@@ -6,6 +6,7 @@ import asyncio
 import re
 import threading
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -551,6 +552,23 @@ def test_a_page_whose_server_is_gone_says_so(browser: Any, world: World) -> None
         page.locator("#connection", has_text="does not answer").wait_for()
         assert page.evaluate("document.body.classList.contains('stale')")
         shown.complaints.clear()  # the browser logs each refused connection
+
+
+def test_a_server_that_hangs_is_named_until_it_answers(browser: Any, world: World) -> None:
+    gate, hang = threading.Event(), Queue[threading.Event]()
+    with served(world.store, hang=hang) as server, tab(browser) as shown:
+        shown.page.clock.install()
+        page = shown.open(f"{server.url}#/run/{world.tree}")
+        page.locator(".state.connected").wait_for()
+        hang.put(gate)
+        page.clock.run_for(5_000)
+        page.clock.run_for(5_000)
+        page.locator("#connection", has_text="does not answer since").wait_for()
+        assert text(page, ".state") == "no answer"
+        gate.set()
+        page.clock.run_for(5_000)
+        page.locator(".state.connected").wait_for()
+        assert page.locator("#connection").count() == 0
 
 
 def test_bad_files_are_named_on_the_page(browser: Any, tmp_path: Path) -> None:

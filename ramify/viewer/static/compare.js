@@ -6,12 +6,11 @@
 import { h, fill, toast } from "./dom.js";
 import { get } from "./api.js";
 import { VirtualList } from "./list.js";
-import { runAddress } from "./run.js";
 import { scoresOf } from "./story.js";
 import { codeBlock, textBlock } from "./code.js";
 import { pieces, textOf } from "./turn.js";
 import { diffTexts, markDifferences, sizeOfDifference } from "./diff.js";
-import { count, dollars, grouped, many, moment, number, oneLine, seconds, stopWords } from "./format.js";
+import { count, dollars, grouped, many, moment, number, oneLine, runAddress, seconds, stopWords } from "./format.js";
 
 const MAX_RUNS = 8;  // as in viewer/comparison.py
 const MAX_CHOICES = 200;  // runs in a menu

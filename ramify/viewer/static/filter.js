@@ -2,7 +2,7 @@
 //
 //   cost>0.1 stop:error model:qwen reward:0 "two words"
 //
-// parseFilter(text) -> { matches(run), problem }: a part that cannot be read has a problem with its place
+// parseFilter(text) -> { matches(run), problem, group }: `group:origin` groups the rows. A part that cannot be read has a problem with its place
 // and its fix, and is left aside.
 
 // Field -> its value for a run. Numbers can be compared.
@@ -24,16 +24,21 @@ export function originOf(run) {
 
 export function parseFilter(text) {
   const tests = [];
-  let problem = null;
+  let problem = null, group = null;
   for (const match of text.matchAll(/(-?)(?:([a-z_]+)(>=|<=|[:=<>]))?("[^"]*"?|\S+)/gi)) {
     const [part, not, field, sign, raw] = match, value = raw.replace(/^"|"$/g, "").toLowerCase();
+    if (field?.toLowerCase() === "group") {
+      if (FIELDS[value] && !NUMBERS.has(value)) group = { name: value, of: FIELDS[value] };
+      else problem ??= { start: match.index, end: match.index + part.length, words: "rows are grouped by origin, task, model, stop, label or question", fix: "group:origin" };
+      continue;
+    }
     const test = field ? fieldTest(field.toLowerCase(), sign, value) : (run) => textOfRun(run).includes(value);
     if (typeof test === "function") tests.push(not ? (run) => !test(run) : test);
     else problem ??= { start: match.index, end: match.index + part.length, ...test };
   }
   const open = /(?:^|\s)([a-z_]+)(>=|<=|[:=<>])(?=\s|$)/i.exec(text);
-  if (open && !problem) problem = { start: open.index, end: open.index + open[0].length, words: `${open[1]}${open[2]} needs a value`, fix: `${open[1]}${open[2]}${NUMBERS.has(open[1]) ? "0" : "error"}` };
-  return { matches: (run) => tests.every((test) => test(run)), problem };
+  if (open && !problem) problem = { start: open.index, end: open.index + open[0].length, words: `${open[1]}${open[2]} needs a value`, fix: `${open[1]}${open[2]}${NUMBERS.has(open[1]) ? "0" : "error"}`.replace("group:error", "group:origin") };
+  return { matches: (run) => tests.every((test) => test(run)), problem, group };
 }
 
 // A test, or { words, fix } if the part cannot be read.

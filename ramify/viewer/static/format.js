@@ -69,3 +69,7 @@ const STOPS = {
 export function stopWords(stop, alive = false) {
   return STOPS[stop] || (stop ? [stop, "warn"] : alive ? ["running", "live"] : ["interrupted", "warn"]);
 }
+
+export function runAddress(key) {
+  return `#/run/${encodeURIComponent(key)}`;
+}

@@ -5,12 +5,13 @@
 //   #/evaluation[/KEY[/OTHER]]              evaluations, and one of them
 
 import { h, fill } from "./dom.js";
-import { offline } from "./api.js";
-import { runPage, runAddress } from "./run.js";
+import { offline, showState, watchServer } from "./api.js";
+import { runAddress } from "./format.js";
+import { runPage } from "./run.js";
 
 const page = document.getElementById("page");
 const bar = document.getElementById("top");
-let view = null, shown = "", turning = 0;
+let view = null, shown = "", turning = 0, settled = 0;
 
 const PAGES = [["#/", "Runs"], ["#/training", "Training"], ["#/evaluation", "Evaluations"], ["#/compare", "Compare"]];
 
@@ -45,8 +46,13 @@ async function turn() {
   document.body.dataset.page = route.name;
   try {
     const made = await open(route);
-    if (number !== turning && made && made.close && readRoute().name !== route.name) made.close();
-    else view = made;
+    if (number === turning) [view, settled] = [made, number];
+    else {
+      if (made && made.close) made.close();
+      if (settled !== turning) return;  // the newest page is still loading, and will be drawn over this one
+      shown = "";
+      await turn();  // this page came late and was drawn over the newest one
+    }
   } catch (error) {
     fill(page, h("div.pad", null, h("p.problem", { role: "alert" }, error.message), offline ? null : h("p", null, h("a", { href: "#/" }, "all runs"))));
   }
@@ -67,9 +73,10 @@ function drawBar(route) {
   const here = { runs: "Runs", run: offline ? "Run" : "", training: "Training", evaluation: "Evaluations", compare: "Compare" }[route.name];
   fill(bar, h("a.brand", { href: offline ? runAddress(offline.picture.head.key) : "#/" }, "ramify"),
     h("nav", { "aria-label": "pages" }, links.map(([href, name]) => h("a", { href, "aria-current": name === here ? "page" : null }, name))),
-    h("span.spread"),
+    h("span.spread"), offline ? null : h("span.state", { id: "state", role: "status" }),
     h("button.small", { type: "button", onclick: otherTheme, "aria-label": "dark or light", title: "dark or light (t)" }, "◐"),
     h("button.small", { type: "button", onclick: help, "aria-label": "keys", title: "keys (?)" }, "?"));
+  showState();
 }
 
 // --- dark and light ---------------------------------------------------------------------------------------------------
@@ -135,3 +142,4 @@ addEventListener("keydown", (event) => {
 addEventListener("hashchange", turn);
 setTheme(storedTheme());
 turn();
+watchServer();

@@ -7,7 +7,7 @@ import { Outline } from "./outline.js";
 import { Transcript } from "./transcript.js";
 import { Story } from "./story.js";
 import { marksOf } from "./turn.js";
-import { many } from "./format.js";
+import { many, runAddress } from "./format.js";
 
 const NONE = [];
 const FIRST_TEXTS = 256;  // calls whose texts come with the picture (early.js requests the same number)
@@ -310,8 +310,4 @@ class RunView {
       "+": ["zoom in", () => this.picture.zoom(1 / 1.6)], "-": ["zoom out", () => this.picture.zoom(1.6)], 0: ["the whole picture", () => this.picture.fit()],
     };
   }
-}
-
-export function runAddress(key) {
-  return `#/run/${encodeURIComponent(key)}`;
 }

@@ -3,10 +3,9 @@
 import { h, fill, toast } from "./dom.js";
 import { get } from "./api.js";
 import { VirtualList } from "./list.js";
-import { runAddress } from "./run.js";
 import { worthTone } from "./story.js";
 import { facets, parseFilter, percentiles } from "./filter.js";
-import { count, dollars, grouped, moment, number, oneLine, seconds, stopWords } from "./format.js";
+import { count, dollars, grouped, moment, number, oneLine, runAddress, seconds, stopWords } from "./format.js";
 
 const MAX_RUNS = 8;  // that are compared, as in viewer/comparison.py
 const EVERY_MS = 2000;  // between updates
@@ -59,6 +58,7 @@ class RunsView {
     this.list = new VirtualList({ rowHeight: NARROW.matches ? 76 : 36, make, show: (row, index) => this.show(row, index),
       pick: (index, event) => {
         if (event?.target.closest?.(".when")) this.tick(this.shown[index]);
+        else if (this.shown[index].group) this.setFilter(this.shown[index].group);
         else location.hash = runAddress(this.shown[index].key);
       }, label: "runs" });
     this.list.onmove = () => {};
@@ -73,6 +73,7 @@ class RunsView {
     this.fix = h("p.filter-fix", { hidden: true, role: "status" });
     this.facets = h("div.facets", { role: "group", "aria-label": "narrow by" });
     this.figures = h("p.quiet.figures-line");
+    this.groups = h("select", { "aria-label": "group by", onchange: () => this.setGroup(this.groups.value) }, ["", "origin", "task", "model", "stop", "label", "question"].map((name) => h("option", { value: name }, name ? `by ${name}` : "no groups")));
     this.compare = h("button.small", { type: "button", hidden: true, onclick: () => this.compareTicked() }, "compare");
     this.tally = h("span.quiet", { "aria-live": "polite" });
     this.problems = h("div.runs-problems");
@@ -81,7 +82,7 @@ class RunsView {
     this.body = h("div.table", null, h("div.thead.cols", { role: "group", "aria-label": "sort by" }, this.heads), this.list.box);
     document.title = "Runs · Ramify";
     await this.load();
-    fill(page, h("div.runs", null, h("div.runs-head", null, h("h1", null, "Runs"), this.input, this.tally, this.compare, this.figures, this.fix, this.facets), this.problems, this.none, this.body));
+    fill(page, h("div.runs", null, h("div.runs-head", null, h("h1", null, "Runs"), this.input, this.tally, this.groups, this.compare, this.figures, this.fix, this.facets), this.problems, this.none, this.body));
     this.arrange();
     this.timer = setInterval(() => document.hidden || this.load().then(() => this.arrange(), () => {}), EVERY_MS);
   }
@@ -99,7 +100,12 @@ class RunsView {
     this.arrange();
   }
 
+  setGroup(name) {
+    this.setFilter(`${this.filter.replace(/(^|\s)group:\S*/gi, "").trim()} ${name ? `group:${name}` : ""}`.trim());
+  }
+
   tick(run) {
+    if (run.group) return;
     if (!this.ticked.delete(run.key)) {
       if (this.ticked.size === MAX_RUNS) return toast(`at most ${MAX_RUNS} runs are compared`);
       this.ticked.add(run.key);
@@ -141,16 +147,18 @@ class RunsView {
   }
 
   arrange() {
-    const { matches, problem } = parseFilter(this.filter), words = this.filter.trim();
+    const { matches, problem, group } = parseFilter(this.filter), words = this.filter.trim();
     const value = COLUMNS.find((column) => column[0] === this.by)[2], sign = this.down ? -1 : 1;
     this.shown = this.data.runs.filter(matches).map((run) => [value(run), run])
       .sort((a, b) => (a[0] < b[0] ? -sign : a[0] > b[0] ? sign : 0)).map(([, run]) => run);
     this.heads.forEach((head, index) => Object.assign(head.dataset, { sort: COLUMNS[index][0] === this.by ? (this.down ? "descending" : "ascending") : "none" }));
     this.heads.forEach((head, index) => head.setAttribute("aria-pressed", String(COLUMNS[index][0] === this.by)));
     this.heads.forEach((head, index) => (head.textContent = `${COLUMNS[index][0]}${COLUMNS[index][0] === this.by ? (this.down ? " ↓" : " ↑") : ""}`));
-    const total = this.data.runs.length;
+    const total = this.data.runs.length, num = this.shown.length;
     this.drawFilter(problem);
-    fill(this.tally, words ? `${grouped(this.shown.length)} of ${grouped(total)}` : grouped(total));
+    if (group) this.shown = this.grouped(this.shown, group);
+    this.groups.value = group ? group.name : "";
+    fill(this.tally, words ? `${grouped(num)} of ${grouped(total)}` : grouped(total));
     const said = JSON.stringify(this.data.problems);
     if (said !== this.said) fill(this.problems, this.data.problems.map((each) => h("p.problem", null, each.text.includes(each.path) ? each.text : `${each.path} ${each.text}`)));
     this.said = said;
@@ -158,6 +166,17 @@ class RunsView {
     this.body.hidden = !total;
     if (!total) this.sayNone();
     this.list.set(this.shown.length);
+  }
+
+  // Rows in groups: a row for each value, with its number of runs and its median figures, before its runs.
+  grouped(runs, { name, of }) {
+    const groups = new Map();
+    for (const run of runs) {
+      const value = String(of(run)).replaceAll("\n", ", ");
+      if (!groups.has(value)) groups.set(value, []);
+      groups.get(value).push(run);
+    }
+    return [...groups].sort((a, b) => b[1].length - a[1].length).flatMap(([value, members]) => [groupRow(name, value, members), ...members]);
   }
 
   sayNone() {
@@ -168,6 +187,7 @@ class RunsView {
 
   show(row, index) {
     const run = this.shown[index], cells = row.children;
+    row.classList.toggle("group-row", Boolean(run.group));
     row.classList.toggle("ticked", this.ticked.has(run.key));
     COLUMNS.forEach(([name, , , words], at) => {
       const text = words(run);
@@ -190,6 +210,16 @@ class RunsView {
   move(step) {
     this.list.setActive(Math.min(this.shown.length - 1, Math.max(0, this.list.active + step)));
   }
+}
+
+// A row that stands for many runs: its figures are medians, its reward is the mean. A click filters by it.
+function groupRow(name, value, runs) {
+  const median = (values) => percentiles(values)?.[0], rewards = runs.map((run) => run.reward).filter((reward) => typeof reward === "number");
+  return {
+    key: `group ${value}`, group: `${name}:${/\s/.test(value) ? `"${value}"` : value}`, question: `${value || `no ${name}`} · ${grouped(runs.length)} run${runs.length === 1 ? "" : "s"}`,
+    num_calls: median(runs.map((run) => run.num_calls || 0)), tokens: median(runs.map((run) => run.tokens || 0)), cost: median(runs.map((run) => run.cost)) ?? null,
+    seconds: median(runs.map((run) => run.seconds || 0)), stop: "medians", reward: rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : undefined,
+  };
 }
 
 // "answer" is the class of an answer in a transcript.

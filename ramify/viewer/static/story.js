@@ -2,7 +2,8 @@
 // which calls differ from their siblings, and what each depth cost.
 
 import { h, fill } from "./dom.js";
-import { count, dollars, many, moment, number, oneLine, seconds, stopWords, ticking } from "./format.js";
+import { offline } from "./api.js";
+import { count, dollars, many, moment, number, oneLine, runAddress, seconds, stopWords, ticking } from "./format.js";
 
 const MAX_NAMED = 3;  // calls that differ and are named
 
@@ -22,11 +23,12 @@ export class Story {
     this.budget = h("dl.budget", { "aria-label": "budget" });
     this.depths = h("p.by-depth");
     this.meta = h("p.meta");
+    this.forked = h("p.forked", { hidden: true });
     this.tools = h("div.run-tools");
     this.element = h("section.story", { "aria-label": "what happened" },
       h("div.story-top", null, this.status, this.worth, this.clock, h("span.spread"), this.tools),
       h("div.story-main", null, this.question, this.answer, this.note, this.differing),
-      h("div.story-side", null, this.ending, this.budget, this.depths, this.meta));
+      h("div.story-side", null, this.ending, this.budget, this.depths, this.forked, this.meta));
   }
 
   draw() {
@@ -46,7 +48,17 @@ export class Story {
       moment(head.started_at), head.id, head.task ? `task ${head.task}` : "", head.context ? `context ${head.context.kind}, ${count(head.context.chars)} characters` : "",
       head.sandbox ? `sandbox ${head.sandbox}` : "", ...head.sources.map((path) => String(path)),
     ].filter(Boolean).join(" · "));
+    this.drawForked(head.forked);
     this.tick();
+  }
+
+  // A run that a person started from a turn of another one.
+  drawForked(forked) {
+    this.forked.hidden = !forked;
+    if (!forked) return;
+    const place = `${forked.run}, call ${forked.call}, turn ${forked.turn + 1}`;
+    fill(this.forked, "run again from ", forked.key && !offline ? h("a", { href: `${runAddress(forked.key)}/call/${encodeURIComponent(forked.call)}/turn/${forked.turn + 1}` }, place) : place,
+      forked.edited ? `, with edited ${forked.edited}` : "");
   }
 
   drawWorth(head) {
