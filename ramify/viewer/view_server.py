@@ -21,9 +21,9 @@
     POST /api/again              start a new run from a turn; returns its address
     POST /api/review             save labels, a note and corrected scores of a run
 
-Only the last two change anything, and only with a token (see run_again.py and store/reviews.py). Static files are
-served from memory. Not here: access control (see guard.py) and how scripts are bundled (see
-page_script.py).
+Only the last two change anything, and only with a token (see run_again.py and store/reviews.py).
+Static files are served from memory. Not here: access control (see guard.py) and how scripts are
+bundled (see page_script.py).
 """
 
 from __future__ import annotations

@@ -541,7 +541,44 @@ def test_a_filter_is_in_the_address_and_says_what_is_wrong_with_it(
         page.locator(".run-row .when").first.click()
         page.locator(".run-row .when").nth(1).click()
         page.get_by_role("button", name="compare these two").click()
-        page.locator(".compared").wait_for()
+        page.locator(".pair-row.active").wait_for()
+
+
+def test_a_review_is_kept_and_shown_filtered_and_grouped(browser: Any, tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    runs = [golden.plain(store, f"question {n}", str(n)) for n in range(3)]
+    store.append(runs[0], [ScoreAdded(at_s=1.0, by="task", rewards={"correct": 0.0})])
+    journal = store.path(runs[0]).read_bytes()
+    with served(store.root, token="secret") as server, tab(browser) as shown:
+        shown.open(server.url)
+        page = shown.open(f"{server.url.partition('?')[0]}#/run/{runs[0]}")
+        page.locator(".worth", has_text="correct 0").wait_for()
+        page.keyboard.press("r")
+        page.get_by_label("labels, with").fill("wrong gold, odd")
+        page.get_by_label("note").fill("0 is right")
+        page.get_by_label("corrected correct").fill("1")
+        if AXE.exists():
+            assert violations(page) == []
+        page.get_by_role("button", name="save").click()
+        page.locator(".worth", has_text="correct 1 ✓ corrected").wait_for()
+        assert page.locator(".badge.tag").all_inner_texts() == ["wrong gold", "odd"]
+        assert text(page, ".review-note") == "0 is right"
+        assert store.path(runs[0]).read_bytes() == journal
+        assert store.review(runs[0]).rewards == {"correct": 1.0}
+
+        page = shown.open(f"{server.url.partition('?')[0]}#/runs/label%3Aodd%20reward%3A1")
+        page.locator(".runs-head .quiet", has_text="1 of 3").wait_for()
+        assert text(page, ".run-row .question").startswith("[wrong gold] [odd] question 0")
+        page.locator("#filter").fill("")
+        page.get_by_label("group by").select_option("label")
+        page.locator(".group-row").first.wait_for()
+        assert page.locator(".group-row .question").all_inner_texts() == [
+            "no label · 2 runs",
+            "wrong gold, odd · 1 run",
+        ]
+        assert page.url.endswith("#/runs/group%3Alabel")
+        page.locator(".group-row .question").first.click()
+        page.locator(".runs-head .quiet", has_text="2 of 3").wait_for()
 
 
 def test_a_page_whose_server_is_gone_says_so(browser: Any, world: World) -> None:

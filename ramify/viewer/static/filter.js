@@ -54,6 +54,7 @@ function fieldTest(field, sign, value) {
     return { words: `${field} is compared with a number, not with ${value}`, fix: `${field}${sign}0.1` };
   }
   if (sign !== ":" && sign !== "=") return { words: `${field} is text: use ${field}:`, fix: `${field}:${value}` };
+  if (value === "none") return (run) => !String(of(run));
   const wanted = value.replaceAll(" ", "_");
   return sign === "=" ? (run) => String(of(run)).toLowerCase().split("\n").includes(value) : (run) => String(of(run)).toLowerCase().includes(field === "stop" ? wanted : value);
 }

@@ -58,7 +58,7 @@ class RunsView {
     this.list = new VirtualList({ rowHeight: NARROW.matches ? 76 : 36, make, show: (row, index) => this.show(row, index),
       pick: (index, event) => {
         if (event?.target.closest?.(".when")) this.tick(this.shown[index]);
-        else if (this.shown[index].group) this.setFilter(this.shown[index].group);
+        else if (this.shown[index].group) this.openGroup(this.shown[index].group);
         else location.hash = runAddress(this.shown[index].key);
       }, label: "runs" });
     this.list.onmove = () => {};
@@ -101,7 +101,15 @@ class RunsView {
   }
 
   setGroup(name) {
-    this.setFilter(`${this.filter.replace(/(^|\s)group:\S*/gi, "").trim()} ${name ? `group:${name}` : ""}`.trim());
+    this.setFilter(`${this.ungrouped()} ${name ? `group:${name}` : ""}`.trim());
+  }
+
+  openGroup(part) {
+    this.setFilter(`${this.ungrouped()} ${part}`.trim());
+  }
+
+  ungrouped() {
+    return this.filter.replace(/(^|\s)group:\S*/gi, "").trim();
   }
 
   tick(run) {
@@ -131,7 +139,7 @@ class RunsView {
     fill(this.figures, [cost ? `cost: median ${dollars(cost[0])}, 90 % below ${dollars(cost[1])}` : "", time ? `time: median ${seconds(time[0])}, 90 % below ${seconds(time[1])}` : "",
       rewards.length ? `mean reward ${number(rewards.reduce((a, b) => a + b, 0) / rewards.length)}` : ""].filter(Boolean).join(" · "));
     const chips = facets(runs);
-    fill(this.facets, chips.map(([field, value, count]) => h("button.small", { type: "button", onclick: () => this.setFilter(`${this.filter.trim()} ${field}:${/\s/.test(value) ? `"${value}"` : value}`.trim()) },
+    fill(this.facets, chips.map(([field, value, count]) => h("button.small", { type: "button", onclick: () => this.setFilter(`${this.filter.trim()} ${field}:${quoted(value)}`.trim()) },
       `${field}:${value || "none"} `, h("span.quiet", null, grouped(count)))));
   }
 
@@ -212,11 +220,16 @@ class RunsView {
   }
 }
 
+// A value as a part of the filter.
+function quoted(value) {
+  return /\s/.test(value) ? `"${value.replaceAll('"', "")}"` : value || "none";
+}
+
 // A row that stands for many runs: its figures are medians, its reward is the mean. A click filters by it.
 function groupRow(name, value, runs) {
   const median = (values) => percentiles(values)?.[0], rewards = runs.map((run) => run.reward).filter((reward) => typeof reward === "number");
   return {
-    key: `group ${value}`, group: `${name}:${/\s/.test(value) ? `"${value}"` : value}`, question: `${value || `no ${name}`} · ${grouped(runs.length)} run${runs.length === 1 ? "" : "s"}`,
+    key: `group ${value}`, group: `${name}:${quoted(value)}`, question: `${value || `no ${name}`} · ${grouped(runs.length)} run${runs.length === 1 ? "" : "s"}`,
     num_calls: median(runs.map((run) => run.num_calls || 0)), tokens: median(runs.map((run) => run.tokens || 0)), cost: median(runs.map((run) => run.cost)) ?? null,
     seconds: median(runs.map((run) => run.seconds || 0)), stop: "medians", reward: rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : undefined,
   };

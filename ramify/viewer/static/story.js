@@ -18,7 +18,7 @@ export class Story {
     this.question = h("h1");
     this.answer = h("div.story-answer", { tabindex: "0", role: "region", "aria-label": "answer of the run" });
     this.ending = h("p.ending");
-    this.note = h("p.review-note", { hidden: true, "aria-label": "note" });
+    this.note = h("p.review-note", { hidden: true });
     this.differing = h("p.differing");
     this.budget = h("dl.budget", { "aria-label": "budget" });
     this.depths = h("p.by-depth");
@@ -64,7 +64,7 @@ export class Story {
   drawWorth(head) {
     const { labels, note, rewards: corrected } = head.review;
     fill(this.worth, Object.entries(scoresOf(head)).map(([name, value]) => h("span.badge.worth", { class: worthTone(value), title: name in corrected ? `corrected; recorded: ${number(head.rewards[name])}` : "reward" },
-      `${name} ${number(value)}`, h("span.sign", null, value >= 1 ? " ✓" : value <= 0 ? " ✗" : ""), name in corrected ? " corrected" : "")), labels.map((label) => h("span.badge.label", null, label)));
+      `${name} ${number(value)}`, h("span.sign", null, value >= 1 ? " ✓" : value <= 0 ? " ✗" : ""), name in corrected ? " corrected" : "")), labels.map((label) => h("span.badge.tag", null, label)));
     this.note.hidden = !note;
     this.note.textContent = note;
   }
