@@ -178,6 +178,7 @@ OTHERWISE_RIGHT = {
 WRONG_VALUES = {
     "from": "2",
     "code": "x.py",
+    "prompt": "x.txt",
     **dict.fromkeys(("max_cost", "max_calls", "max_depth", "patience", "temperature"), "-1"),
     **dict.fromkeys(("max_sub_reply_tokens", "max_reasoning_tokens"), "-1"),
     **dict.fromkeys(("max_seconds", "max_turns", "max_tokens", "max_reply_tokens"), "0"),
