@@ -33,6 +33,7 @@ MAX_OPEN = 12
 """Maximum number of runs in memory that no page follows."""
 
 T = TypeVar("T", bound=WatchedRun | TrainingCurves)
+R = TypeVar("R")
 
 
 class FileFeed(Generic[T]):
@@ -51,7 +52,7 @@ class FileFeed(Generic[T]):
             self._notify(await asyncio.to_thread(self.watched.refresh))
         return self.watched
 
-    async def inspect(self, look: Callable[[T], dict[str, Any]]) -> dict[str, Any]:
+    async def inspect(self, look: Callable[[T], R]) -> R:
         """Run ``look`` on ``watched`` in a thread, while nothing can change it."""
         async with self.lock:
             return await asyncio.to_thread(look, self.watched)

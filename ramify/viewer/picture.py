@@ -18,6 +18,8 @@ from typing import Any
 
 import msgspec
 
+from ramify.errors import StoreError
+from ramify.store.reviews import RunReview
 from ramify.types.call_tree import CallNode, as_text, cut, ending
 from ramify.viewer.watched_run import WatchedRun
 
@@ -122,7 +124,7 @@ def head(run: WatchedRun) -> dict[str, Any]:
     """Head of the page: facts about the run as a whole."""
     trajectory, at_s = run.tree.run, run.tree.at_s
     problems = [text for text in (run.problem, run.damage, run.torn) if text]
-    config = trajectory.metadata
+    config, review = trajectory.metadata, _review(run, problems)
     return {
         "key": run.key,
         "id": trajectory.id,
@@ -158,7 +160,16 @@ def head(run: WatchedRun) -> dict[str, Any]:
         "generation": run.generation,
         "raw_code": bool((config.get("scaffold") or {}).get("raw_code")),
         "num_calls": len(run.tree.order),
+        "review": fields(review),
     }
+
+
+def _review(run: WatchedRun, problems: list[str]) -> RunReview:
+    try:
+        return run.review
+    except StoreError as error:
+        problems.append(str(error))
+        return RunReview()
 
 
 def _forked(run: WatchedRun) -> dict[str, Any] | None:

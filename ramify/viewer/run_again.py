@@ -41,6 +41,7 @@ NO_TOKEN = (
     "--token TOKEN"
 )
 T = TypeVar("T")
+B = TypeVar("B", bound=msgspec.Struct)
 Rebuild = Callable[[RunStarted, Store], RLM]
 """Builds the RLM that a stored run was made with."""
 
@@ -61,15 +62,15 @@ class AgainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Dollars that the new run may spend; None for the limit of the stored run."""
 
 
-def decoded(request: web.Request, body: bytes) -> AgainRequest:
+def decoded(request: web.Request, body: bytes, type: type[B]) -> B:
     """The body of a request, which must come from this server's own page."""
     origin = request.headers.get("Origin")
     if origin is not None and urlsplit(origin).netloc != request.host:
-        raise BadRequest(f"{request.path}: a page of {origin} may not start runs here")
+        raise BadRequest(f"{request.path}: a page of {origin} may not change anything here")
     if request.content_type != "application/json":
         raise BadRequest(f"{request.path}: the body is {request.content_type}: send JSON")
     try:
-        return msgspec.json.decode(body, type=AgainRequest)
+        return msgspec.json.decode(body, type=type)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"{request.path}: {error}") from None
 

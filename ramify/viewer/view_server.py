@@ -5,6 +5,7 @@
     GET /api/run?key=            overview of a run, with the texts of &texts= calls
     GET /api/texts?key=          texts of the other calls, from index &from=
     GET /api/call?key=           one call of a run
+    GET /api/compare?key=&key=   the calls of several runs, matched by question
     GET /api/provenance?key=     where the values of a call (&id=) came from
     GET /api/request?key=        the exact request of one turn (&id=&turn=)
     GET /api/tokens?key=         tokens of one turn
@@ -18,10 +19,11 @@
     GET /api/again?key=          what of a turn (&id=&turn=) can be edited, and what that may cost
     POST /api/again/cost         the cost of an edit, or why it is refused
     POST /api/again              start a new run from a turn; returns its address
+    POST /api/review             save labels, a note and corrected scores of a run
 
-Only the last one changes anything, and only with a token (see run_again.py). Static files are
-served from memory. Not here: access control (see guard.py) and how scripts are bundled (see
-page_script.py).
+Only the last two change anything, and only with a token (see run_again.py and store/reviews.py).
+Static files are served from memory. Not here: access control (see guard.py) and how scripts are
+bundled (see page_script.py).
 """
 
 from __future__ import annotations
@@ -41,13 +43,15 @@ import msgspec
 from aiohttp import web
 
 from ramify.errors import StoreError, cannot_listen
+from ramify.store.reviews import RunReview, write_review
+from ramify.viewer.comparison import MAX_RUNS, compared, rows_of
 from ramify.viewer.evaluation import EvaluationLibrary
 from ramify.viewer.feed import FileFeed, FileFeeds
 from ramify.viewer.guard import BadRequest, NotAllowed, RequestGuard, add_headers
 from ramify.viewer.page_script import APP, STATIC, app, early, module
-from ramify.viewer.picture import picture, texts
+from ramify.viewer.picture import fields, picture, texts
 from ramify.viewer.provenance import provenance
-from ramify.viewer.run_again import NO_TOKEN, Rebuild, RunAgain, decoded
+from ramify.viewer.run_again import NO_TOKEN, AgainRequest, Rebuild, RunAgain, decoded
 from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.run_locations import Kind, LocatedRun, kind_of
 from ramify.viewer.search import search
@@ -107,6 +111,7 @@ class ViewServer:
             "/api/run": self._run,
             "/api/texts": self._texts,
             "/api/call": self._call,
+            "/api/compare": self._compare,
             "/api/provenance": self._provenance,
             "/api/request": self._request,
             "/api/tokens": self._tokens,
@@ -123,6 +128,7 @@ class ViewServer:
             app.router.add_get(path, handler)
         app.router.add_post("/api/again/cost", self._again_cost)
         app.router.add_post("/api/again", self._again_start)
+        app.router.add_post("/api/review", self._write_review)
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
         )
@@ -193,6 +199,18 @@ class ViewServer:
         length = None if "full" in request.query else MAX_TEXT
         return await self._inspected(request, lambda run: transcript(run, id, first, length))
 
+    async def _compare(self, request: web.Request) -> web.Response:
+        keys = request.query.getall("key", [])
+        if not 2 <= len(keys) <= MAX_RUNS:
+            raise BadRequest(f"{request.path} compares 2 to {MAX_RUNS} runs, and got {len(keys)}")
+        runs = []
+        for key in keys:
+            feed = self._feeds.run(self._library.find(key))
+            await feed.fresh()
+            runs.append(await feed.inspect(compared))
+        rows = await asyncio.to_thread(rows_of, [calls for _, calls in runs])
+        return data({"heads": [head for head, _ in runs], "rows": rows})
+
     async def _provenance(self, request: web.Request) -> web.Response:
         id = _word(request, "id")
         return await self._inspected(request, lambda run: provenance(run, id))
@@ -259,11 +277,11 @@ class ViewServer:
         return data(await again.place(located, _word(request, "id"), _number(request, "turn")))
 
     async def _again_cost(self, request: web.Request) -> web.Response:
-        again, wanted = self._able(), decoded(request, await request.read())
+        again, wanted = self._able(), decoded(request, await request.read(), AgainRequest)
         return data(await again.estimate(self._library.find(wanted.key), wanted))
 
     async def _again_start(self, request: web.Request) -> web.Response:
-        again, wanted = self._able(), decoded(request, await request.read())
+        again, wanted = self._able(), decoded(request, await request.read(), AgainRequest)
         path = await again.start(self._library.find(wanted.key), wanted)
         return data({"key": self._library.key_of(path)})
 
@@ -271,6 +289,20 @@ class ViewServer:
         if self._again is None or not self._token:
             raise NotAllowed(NO_TOKEN if self._again else "this server cannot start runs")
         return self._again
+
+    async def _write_review(self, request: web.Request) -> web.Response:
+        if not self._token:
+            raise NotAllowed(
+                "a review is stored, so it needs the page's token: start the viewer with ramify "
+                "view --token TOKEN, or use ramify runs review"
+            )
+        wanted = decoded(request, await request.read(), ReviewRequest)
+        review = RunReview(wanted.labels, wanted.note, wanted.rewards)
+        feed = self._feeds.run(self._library.find(wanted.key))
+        await feed.fresh()
+        return data(
+            await feed.inspect(lambda run: fields(write_review(run.path, run.review_id, review)))
+        )
 
     # --- changes
 
@@ -311,6 +343,17 @@ def _number(request: web.Request, name: str) -> int:
 
 MAX_BODY = 8 << 20
 """Maximum bytes of a request's body: an edited prompt."""
+
+
+class ReviewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of a request to review a run; fields as in ``RunReview``."""
+
+    key: str
+    labels: tuple[str, ...] = ()
+    note: str = ""
+    rewards: dict[str, float] = {}
+
+
 _KEEP_ALIVE_S = 15.0
 """Seconds between keep-alive comments on an idle stream."""
 

@@ -109,6 +109,7 @@ WRONG = {
     ),
     "runs": ((["--limit", "-1"], "--limit -1"),),
     "runs rm": (([], "give RUN"), (["x"], "has no runs")),
+    "runs review": (([], "give RUN"), (["x"], "has no runs")),
     "runs prune": (
         ([], "nothing to prune by: give --older-than AGE, --keep N or --max-size SIZE"),
         (["--keep", "-1"], "--keep -1"),

@@ -529,12 +529,41 @@ def test_compare(browser: Any, world: World, tmp_path: Path, size: tuple[int, in
         page.get_by_role("link", name="compare", exact=True).click()
         page.locator("#parting").wait_for()
         assert text(page, "#parting") == "Here they part, at turn 2: the model says something else."
-        assert page.locator(".aligned.same").count() == 1
+        assert page.locator(".turn-row.same").count() == 1
+        page.get_by_role("button", name="only calls that differ").click()
+        assert text(page, ".pair-row.active .came:nth-child(3)").startswith("web-5")
         photograph(page, f"compare-{size[0]}", tmp_path)
         page.get_by_label("right run").select_option(world.tree)
         page.locator(".note", has_text="They never part").wait_for()
-        page.get_by_label("which call").select_option("0.24")
+        page.get_by_label("which call").select_option(label="call 0.24")
         page.locator(".answer", has_text="2026-03-01T12:00:05").first.wait_for()
+        assert page.url.endswith("/call/0.24")
+
+
+def test_three_runs_of_direct_calls_are_compared_word_by_word(browser: Any, tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    for month, answer in (("May", "31 days"), ("June", "30 days"), ("July", "31 days")):
+        golden.plain(store, f"How many days has {month}?", answer)
+    with served(store.root) as server, tab(browser) as shown:
+        page = shown.open(server.url)
+        for row in range(3):
+            page.locator(".run-row .when").nth(row).click()
+        page.get_by_role("button", name="compare these 3").click()
+        page.locator(".pair-row.active").wait_for()
+        assert page.locator(".pair-row.active .came").all_inner_texts()[1].startswith("30 days")
+        assert page.locator("section.answer").all_inner_texts() == [
+            "answer\n31 days",
+            "answer\n30 days",
+        ]
+        assert page.locator("section.answer del, section.answer ins").all_inner_texts() == [
+            "31",
+            "30",
+        ]
+        page.get_by_label("right run").select_option(index=2)
+        page.locator(".side-head .run-letter", has_text="C").wait_for()
+        assert page.locator(".pair .message[open] del, .pair .message[open] ins").all_inner_texts()
+        page.get_by_label("remove run B").click()
+        page.locator("h1", has_text="Compare 2 runs").wait_for()
 
 
 @pytest.mark.skipif(not AXE.exists(), reason="axe-core is not installed: scripts/setup, with npm")
@@ -576,7 +605,44 @@ def test_a_filter_is_in_the_address_and_says_what_is_wrong_with_it(
         page.locator(".run-row .when").first.click()
         page.locator(".run-row .when").nth(1).click()
         page.get_by_role("button", name="compare these two").click()
-        page.locator(".compared").wait_for()
+        page.locator(".pair-row.active").wait_for()
+
+
+def test_a_review_is_kept_and_shown_filtered_and_grouped(browser: Any, tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    runs = [golden.plain(store, f"question {n}", str(n)) for n in range(3)]
+    store.append(runs[0], [ScoreAdded(at_s=1.0, by="task", rewards={"correct": 0.0})])
+    journal = store.path(runs[0]).read_bytes()
+    with served(store.root, token="secret") as server, tab(browser) as shown:
+        shown.open(server.url)
+        page = shown.open(f"{server.url.partition('?')[0]}#/run/{runs[0]}")
+        page.locator(".worth", has_text="correct 0").wait_for()
+        page.keyboard.press("r")
+        page.get_by_label("labels, with").fill("wrong gold, odd")
+        page.get_by_label("note").fill("0 is right")
+        page.get_by_label("corrected correct").fill("1")
+        if AXE.exists():
+            assert violations(page) == []
+        page.get_by_role("button", name="save").click()
+        page.locator(".worth", has_text="correct 1 ✓ corrected").wait_for()
+        assert page.locator(".badge.tag").all_inner_texts() == ["wrong gold", "odd"]
+        assert text(page, ".review-note") == "0 is right"
+        assert store.path(runs[0]).read_bytes() == journal
+        assert store.review(runs[0]).rewards == {"correct": 1.0}
+
+        page = shown.open(f"{server.url.partition('?')[0]}#/runs/label%3Aodd%20reward%3A1")
+        page.locator(".runs-head .quiet", has_text="1 of 3").wait_for()
+        assert text(page, ".run-row .question").startswith("[wrong gold] [odd] question 0")
+        page.locator("#filter").fill("")
+        page.get_by_label("group by").select_option("label")
+        page.locator(".group-row").first.wait_for()
+        assert page.locator(".group-row .question").all_inner_texts() == [
+            "no label · 2 runs",
+            "wrong gold, odd · 1 run",
+        ]
+        assert page.url.endswith("#/runs/group%3Alabel")
+        page.locator(".group-row .question").first.click()
+        page.locator(".runs-head .quiet", has_text="2 of 3").wait_for()
 
 
 def test_a_page_whose_server_is_gone_says_so(browser: Any, world: World) -> None:

@@ -156,7 +156,7 @@ def test_what_is_refused_is_refused_before_it_is_sent(origin: Origin) -> None:
         got, answer = await post("/api/again", place, Origin="http://evil.example")
         assert (got, answer["error"]) == (
             400,
-            "/api/again: a page of http://evil.example may not start runs here",
+            "/api/again: a page of http://evil.example may not change anything here",
         )
         assert (len(origin.model.requests), len(origin.store.runs())) == (num, 1)
 

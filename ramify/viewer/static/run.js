@@ -133,6 +133,7 @@ class RunView {
     const run = this.run;
     this.story = new Story(run, this.address);
     this.problems = h("div.problems");
+    this.review = h("div.review-holder");
     this.found = h("div.found", { hidden: true });
     this.search = h("input", { type: "search", placeholder: "search the run", "aria-label": "search the run", id: "search" });
     this.search.addEventListener("keydown", (event) => {
@@ -144,9 +145,10 @@ class RunView {
     fill(this.story.tools, this.search, this.tail,
       h("a.small", { href: `${runAddress(this.key)}/report` }, "report"),
       offline ? null : h("a.small", { href: `/api/journal?key=${encodeURIComponent(this.key)}`, download: "" }, "journal"),
+      offline ? null : h("button.small", { type: "button", onclick: () => this.openReview() }, "review"),
       offline ? null : h("a.small", { href: `#/compare/${encodeURIComponent(this.key)}` }, "compare"));
     fill(page, h("div.run", null,
-      h("div.run-head", null, this.story.element, this.found, this.problems),
+      h("div.run-head", null, this.story.element, this.review, this.found, this.problems),
       this.picture.element, this.outline.element, this.transcript.element));
     this.drawHead();
     this.picture.changed();
@@ -224,6 +226,14 @@ class RunView {
     });
   }
 
+  async openReview() {
+    const { showReview } = await import("./review.js");
+    showReview(this.review, this.run.head, (review) => {
+      this.run.head.review = review;
+      this.drawHead();
+    });
+  }
+
   // --- head -----------------------------------------------------------------------------------------------------
 
   drawHead() {
@@ -296,6 +306,7 @@ class RunView {
         const code = this.transcript.firstCode();
         return code ? copy(code, "cell") : toast("no code in this call");
       }],
+      ...(offline ? {} : { r: ["labels, note and corrected scores", () => this.openReview()] }),
       "/": ["search the run", () => this.search.focus()],
       "+": ["zoom in", () => this.picture.zoom(1 / 1.6)], "-": ["zoom out", () => this.picture.zoom(1.6)], 0: ["the whole picture", () => this.picture.fit()],
     };

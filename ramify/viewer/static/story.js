@@ -18,6 +18,7 @@ export class Story {
     this.question = h("h1");
     this.answer = h("div.story-answer", { tabindex: "0", role: "region", "aria-label": "answer of the run" });
     this.ending = h("p.ending");
+    this.note = h("p.review-note", { hidden: true });
     this.differing = h("p.differing");
     this.budget = h("dl.budget", { "aria-label": "budget" });
     this.depths = h("p.by-depth");
@@ -26,7 +27,7 @@ export class Story {
     this.tools = h("div.run-tools");
     this.element = h("section.story", { "aria-label": "what happened" },
       h("div.story-top", null, this.status, this.worth, this.clock, h("span.spread"), this.tools),
-      h("div.story-main", null, this.question, this.answer, this.differing),
+      h("div.story-main", null, this.question, this.answer, this.note, this.differing),
       h("div.story-side", null, this.ending, this.budget, this.depths, this.forked, this.meta));
   }
 
@@ -61,13 +62,15 @@ export class Story {
   }
 
   drawWorth(head) {
-    const rewards = Object.entries(head.rewards);
-    fill(this.worth, head.gold ? h("span.gold", { title: `the expected answer: ${head.gold}` }, "expected ", h("b", null, oneLine(head.gold, 80))) : null, rewards.map(([name, value]) => h("span.badge.worth", { class: worthTone(value), title: "reward" },
-      `${name} ${number(value)}`, h("span.sign", null, value >= 1 ? " ✓" : value <= 0 ? " ✗" : ""))));
+    const { labels, note, rewards: corrected } = head.review;
+    fill(this.worth, head.gold ? h("span.gold", { title: `the expected answer: ${head.gold}` }, "expected ", h("b", null, oneLine(head.gold, 80))) : null, Object.entries(scoresOf(head)).map(([name, value]) => h("span.badge.worth", { class: worthTone(value), title: name in corrected ? `corrected; recorded: ${number(head.rewards[name])}` : "reward" },
+      `${name} ${number(value)}`, h("span.sign", null, value >= 1 ? " ✓" : value <= 0 ? " ✗" : ""), name in corrected ? " corrected" : "")), labels.map((label) => h("span.badge.tag", null, label)));
+    this.note.hidden = !note;
+    this.note.textContent = note;
   }
 
   drawAnswer(head, unreadable) {
-    const [, tone] = stopWords(head.stop, head.alive), wrong = Object.values(head.rewards).some((value) => value <= 0);
+    const [, tone] = stopWords(head.stop, head.alive), wrong = Object.values(scoresOf(head)).some((value) => value <= 0);
     const kept = this.answer.classList.contains("formatted") ? " formatted" : "";
     this.answer.className = `story-answer ${head.has_answer && wrong ? "bad" : tone}${kept}`;
     this.answer.hidden = Boolean(unreadable);
@@ -120,6 +123,11 @@ export class Story {
       bar.className = share >= 0.9 ? "bad" : share >= 0.7 ? "warn" : "";
     });
   }
+}
+
+// The scores of a run; a corrected one replaces the recorded one.
+export function scoresOf(head) {
+  return { ...head.rewards, ...head.review.rewards };
 }
 
 export function worthTone(value) {
