@@ -122,8 +122,8 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Size of the engine's KV cache in bytes; None: 2 GiB on a CPU, a third of the memory on a
     GPU."""
     thinking: bool | None = None
-    """Whether a hybrid model thinks, if its chat template has ``enable_thinking``. None: a
-    checkpoint does not, if it can be switched; otherwise as in the template."""
+    """Whether a hybrid model thinks, if its chat template has ``enable_thinking``; saved with the
+    policy. None: as a policy was trained; other checkpoints do not, if it can be switched."""
     lora: LoraSpec | None = None
 
     def __post_init__(self) -> None:
