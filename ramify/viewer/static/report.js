@@ -1,5 +1,5 @@
 // A run as a report to read or print: its answer, the table of its calls, then each session on a page
-// of its own.
+// (separate when printed).
 
 import { h, fill } from "./dom.js";
 import { get, load, offline, optional } from "./api.js";
