@@ -175,11 +175,12 @@ def run_again(
     as_json: bool,
     allow_weaker: bool,
     limits: dict[str, Any],
+    models: dict[str, Any],
     fork: tuple[int, dict[str, str | None]] | None,
 ) -> ExitCode:
     """Continue a stored run. If it has already ended, and not by a limit that is now higher, print
-    its recorded answer. ``limits`` replace recorded ones. ``fork`` (turn from 0, options of
-    ``RLM.start_fork``) starts a new run from there."""
+    its recorded answer. ``limits`` and ``models`` replace recorded ones. ``fork`` (turn from 0,
+    options of ``RLM.start_fork``) starts a new run from there."""
     from ramify.cli import resume
     from ramify.engine import rerun
 
@@ -197,12 +198,12 @@ def run_again(
     if fork is not None:
         turn, edit = fork
         call, code, prompt = edit["call"], edit["code"], edit["prompt"]
-        asyncio.run(rlm.estimate_fork(run, turn, call=call, code=code, prompt=prompt))
+        asyncio.run(rlm.estimate_fork(run, turn, call=call, code=code, prompt=prompt, **models))
         of_call = f" of call {call}" if call else ""
         notes.say(f"continuing run {started.id} from turn {turn + 1}{of_call} as a new run")
         return _finish(
             lambda on_event: rlm.start_fork(
-                run, turn, call=call, code=code, prompt=prompt, on_event=on_event
+                run, turn, call=call, code=code, prompt=prompt, on_event=on_event, **models
             ),
             rlm,
             screen,
@@ -217,7 +218,11 @@ def run_again(
         return _print(result, notes, as_json, has_schema, is_stored=True)
     notes.say(f"continuing run {started.id}: {terminal_text.one_line(started.question)}")
     return _finish(
-        lambda on_event: rlm.restart(run, on_event=on_event), rlm, screen, as_json, has_schema
+        lambda on_event: rlm.restart(run, on_event=on_event, **models),
+        rlm,
+        screen,
+        as_json,
+        has_schema,
     )
 
 

@@ -20,6 +20,7 @@ counts as from scratch. Only options that are not given are set; the engine's de
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -106,6 +107,39 @@ def report_policy_defaults(given: Run, run: Run, *, resumed: bool = False) -> No
                 + (" with adapters" if run.policy.lora is not None else "")
             )
             _log.warning("high_learning_rate", text, shown=True, stage=name)
+
+
+_SIZES = ((0, 128, 3), (5_000_000, 256, 4), (50_000_000, 512, 8))
+"""(tokens of demonstrations, width, layers): 0.5M, 3M and 20M parameters."""
+_WINDOWS = (512, 32_768)
+
+
+def vocabulary_for(num_chars: int) -> int:
+    """Size of a vocabulary for texts of ``num_chars`` characters: the power of two below their
+    square root, since the distinct words of a text grow as its root (Heaps' law).
+
+    1 million characters -> 512;  4 million -> 1024"""
+    return max(512, min(32_768, 1 << (math.isqrt(max(num_chars, 1)).bit_length() - 1)))
+
+
+def shape_for(num_tokens: int, longest: int) -> dict[str, Any]:
+    """The shape of a model for ``num_tokens`` tokens of demonstrations, the longest conversation of
+    which has ``longest``: its window has a quarter more than that."""
+    width, layers = next(size[1:] for size in reversed(_SIZES) if num_tokens >= size[0])
+    low, high = _WINDOWS
+    return {
+        "model_type": "qwen3",
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 32,
+        "num_key_value_heads": max(2, width // 64),
+        "head_dim": 32,
+        "intermediate_size": 2 * width,
+        "max_position_embeddings": min(high, max(low, 1 << (longest * 5 // 4).bit_length())),
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+    }
 
 
 def _policy(policy: PolicySpec) -> PolicySpec:

@@ -9,6 +9,7 @@ import { count, dollars, grouped, moment, number, oneLine, runAddress, seconds, 
 
 const MAX_RUNS = 8;  // that are compared, as in viewer/comparison.py
 const EVERY_MS = 2000;  // between updates
+const SHARE = 20;  // updates of a long list are rarer: they take at most one part in so many of the time
 const NARROW = matchMedia("(max-width: 800px)");
 
 // [name, whether it is a number, sort key, text]
@@ -84,11 +85,20 @@ class RunsView {
     await this.load();
     fill(page, h("div.runs", null, h("div.runs-head", null, h("h1", null, "Runs"), this.input, this.tally, this.groups, this.compare, this.figures, this.fix, this.facets), this.problems, this.none, this.body));
     this.arrange();
-    this.timer = setInterval(() => document.hidden || this.load().then(() => this.arrange(), () => {}), EVERY_MS);
+    this.again();
+  }
+
+  // The next update; a list of thousands of runs takes a while.
+  again() {
+    this.timer = setTimeout(async () => {
+      if (!document.hidden) await this.load().then(() => this.closed || this.arrange(), () => {});
+      if (!this.closed) this.again();
+    }, Math.max(EVERY_MS, SHARE * this.took));
   }
 
   close() {
-    clearInterval(this.timer);
+    this.closed = true;
+    clearTimeout(this.timer);
     this.list.close();
     NARROW.removeEventListener("change", this.resized);
   }
@@ -144,7 +154,9 @@ class RunsView {
   }
 
   async load() {
+    const start = performance.now();
     this.data = await get("/api/runs");
+    this.took = performance.now() - start;
   }
 
   sortBy(name) {
