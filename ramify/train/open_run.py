@@ -29,12 +29,10 @@ from ramify.store.store import Store
 from ramify.tasks.base import items_of
 from ramify.train.advantages.base import needs_of
 from ramify.train.assemble import RunParts, adapters_of, device_of, read_in_parts
-from ramify.train.audited_client import AuditedClient
 from ramify.train.config import plain
-from ramify.train.cpu_seconds import CpuMeter
 from ramify.train.depth_models import DepthModels, temperatures
 from ramify.train.evaluation_metrics import evaluate
-from ramify.train.metrics import StepMetrics, latest_values
+from ramify.train.metrics import CpuMeter, StepMetrics, latest_values
 from ramify.train.placement.rollout_worker import RolloutWorkerSpec
 from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.placement.services import RunServices
@@ -43,7 +41,7 @@ from ramify.train.publisher import PolicyWeights, Publisher
 from ramify.train.resource_counts import attached, check_reach
 from ramify.train.rollouts.rollouter import Rollouter
 from ramify.train.run_record import RunRecord
-from ramify.train.selfcheck import SelfCheck
+from ramify.train.selfcheck import AuditedClient, SelfCheck
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.scorer import RunTeachers
 from ramify.train.signals.signal_reader import RunSignals
@@ -421,7 +419,7 @@ def _teachers(
     weights: PolicyWeights,
 ) -> RunTeachers | None:
     """The models that score for signals; None if no signal needs one."""
-    from ramify.inference.connect_local import connect
+    from ramify.inference.base import connect
     from ramify.inference.local.local_client import LocalClient
     from ramify.train.backends.single import SingleBackend
 

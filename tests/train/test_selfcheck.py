@@ -17,17 +17,16 @@ from ramify.errors import TrainError
 from ramify.inference.http.http_engines import HttpEngines
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
-from ramify.inference.weight_sync.layout import sources
+from ramify.inference.weight_sync.base import sources
 from ramify.models.load import Policy, from_config
 from ramify.serve.policy import PolicyServer
 from ramify.tasks.base import items_of
 from ramify.train.assemble import RunParts, assemble
-from ramify.train.audited_client import AuditedClient
 from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import pack
 from ramify.train.preflight import first_prompt
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
-from ramify.train.selfcheck import SelfCheck
+from ramify.train.selfcheck import AuditedClient, SelfCheck
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Group
 from tests.train.small import small
