@@ -15,6 +15,7 @@
     ├── SandboxError        a session could not be started, or failed
     │   └── SessionDied         the process behind a session ended
     ├── Suspended           the run waits for a person; ``.resume()`` continues it
+    ├── LoopBlocked         code blocked the run's event loop past the run's deadline
     ├── StoreError          a journal or blob cannot be read or written
     │   ├── UnknownRun          no run or evaluation matches the name, or several do
     │   ├── RunInUse            another process is writing the run, evaluation or training folder
@@ -64,6 +65,19 @@ class Suspended(RamifyError):
         self.run_id = run_id
         self.resume = resume
         """Blocks. In a coroutine, use ``await rlm.aresume(error.run_id)``."""
+
+
+class LoopBlocked(RamifyError):
+    """A run was ended from another thread, since it did not end by itself past its deadline: its
+    event loop was blocked. The message names the place. ``run_id`` is empty if it is not stored.
+
+    Example:
+        rlm.completion(text, query, on_event=lambda event: time.sleep(1e9))    # blocks the loop
+    """
+
+    def __init__(self, message: str, run_id: str = "") -> None:
+        super().__init__(message)
+        self.run_id = run_id
 
 
 class ConfigError(RamifyError):
@@ -291,6 +305,8 @@ def can_be_fixed(error: BaseException | None) -> bool:
     The run can then be continued."""
     if isinstance(error, StoreError):
         return not isinstance(error, UnknownRun | RunInUse | ReplayDiverged)
+    if isinstance(error, LoopBlocked):
+        return True
     is_refused_key = isinstance(error, Refused) and error.needs_key
     return is_refused_key or (isinstance(error, ModelError) and error.transient)
 

@@ -102,7 +102,7 @@ SETTINGS = (
     OptionSpec(
         "cache",
         bool,
-        "cache replies, and reuse those cached by earlier runs for identical requests",
+        "reuse the replies that earlier runs recorded for the same requests",
     ),
     OptionSpec("store", bool, "store the run (default: yes)"),
     OptionSpec("json", bool, "print one JSON object"),

@@ -24,7 +24,7 @@ import msgspec
 from ramify.cli import terminal_text
 from ramify.cli.parser import ExitCode, exit_of
 from ramify.cli.progress_screen import ProgressScreen
-from ramify.cli.stop_signals import on_signal
+from ramify.cli.stop_signals import ends_if_blocked, on_signal
 from ramify.cli.terminal_text import StderrNotes, count, dollars, error_line, one_line, seconds
 from ramify.clients.pool import RETRYING
 from ramify.engine.call import jsonable
@@ -239,7 +239,8 @@ def _finish(
     gc.freeze()  # start-up's objects live on; ``main`` disabled collection while they were made
     gc.enable()
     try:
-        result = asyncio.run(_watched(start, rlm, screen, interrupts))
+        with ends_if_blocked("ramify ask --resume {run}", screen.clear):
+            result = asyncio.run(_watched(start, rlm, screen, interrupts))
     except asyncio.CancelledError:
         notes.say("ramify: stopped")
         return interrupts.code

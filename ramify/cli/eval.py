@@ -23,6 +23,7 @@ from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, mcp_tools, open_
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.progress_screen import ProgressScreen, form_of
 from ramify.cli.settings import fill, unknown_variables
+from ramify.cli.stop_signals import ends_if_blocked
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import StderrNotes, dollars, error_line, write
 from ramify.log_outputs import run_log
@@ -282,12 +283,12 @@ class _Command:
         record: EvaluationRecord | None,
         other: Evaluation | None,
     ) -> ExitCode:
+        command = f"ramify eval --resume {record.id}" if record is not None else ""
         try:
-            evaluation = asyncio.run(evaluating)
+            with ends_if_blocked(command, self._screen.clear):
+                evaluation = asyncio.run(evaluating)
         except KeyboardInterrupt:
-            hint = (
-                f"; continue with: ramify eval --resume {record.id}" if record is not None else ""
-            )
+            hint = f"; continue with: {command}" if command else ""
             self._notes.say(f"ramify: stopped after {progress.done:,} attempts{hint}")
             return ExitCode.STOPPED
         self._screen.clear()

@@ -19,7 +19,7 @@ from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, mcp_tools, open_
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError, parse_size
 from ramify.cli.progress_screen import ProgressScreen, form_of
 from ramify.cli.settings import fill, unknown_variables
-from ramify.cli.stop_signals import on_stop
+from ramify.cli.stop_signals import ends_if_blocked, on_stop
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import StderrNotes, write
 from ramify.errors import ConfigError
@@ -86,7 +86,8 @@ def serve(words: list[str], **given: Any) -> int:
     logged = _logged(server_options["log"], store)
     with logged, exporting(notes), mcp_tools(settings) as tools:
         server = _server(settings, server_options, store, tools)
-        asyncio.run(_serve(server, grace_s, notes))
+        with ends_if_blocked("ramify ask --resume {run}"):
+            asyncio.run(_serve(server, grace_s, notes))
     return ExitCode.ANSWERED
 
 
@@ -182,12 +183,9 @@ def mcp(words: list[str], **given: Any) -> int:
     from ramify.serve.mcp_server import run
 
     with exporting(notes), mcp_tools(settings) as tools:
-        asyncio.run(
-            run(
-                make_rlm(settings, sandbox_spec(settings), open_store(settings), tools),
-                words or ["."],
-            )
-        )
+        rlm = make_rlm(settings, sandbox_spec(settings), open_store(settings), tools)
+        with ends_if_blocked("ramify ask --resume {run}"):
+            asyncio.run(run(rlm, words or ["."]))
     return ExitCode.ANSWERED
 
 

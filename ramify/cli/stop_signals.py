@@ -1,23 +1,30 @@
-"""Handlers of Ctrl-C and SIGTERM that end a command even if its event loop is blocked.
+"""Handlers of Ctrl-C and SIGTERM that end a command even if its event loop is blocked, and the end
+of a command whose loop is blocked past the deadline of its run.
 
     signal ── next iteration of the loop ──> the command's handler: wrap up, stop, drain
        └── no iteration within PATIENCE_S ──> KeyboardInterrupt or SystemExit in the main thread
+    deadline ── the run's journal is closed (``engine/loop_watch.py``) ──> one line, exit code 5
 
 The handlers of asyncio wait for the loop's next iteration, which never comes while a callback
 blocks. One SIGTERM is enough to end a blocked command. Ctrl-C takes two, because the first one only
-asks for the best answer so far. Not covered: code that stays in a C function, because Python runs
-no signal handler until it returns.
+asks for the best answer so far. Code that stays in a C function hears no signal, because Python
+runs no handler until it returns; the deadline ends it too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from ramify.cli.parser import ExitCode
+from ramify.cli.terminal_text import error_line
+from ramify.engine import loop_watch
+from ramify.errors import LoopBlocked
 
 PATIENCE_S = 3.0
 """Seconds that the event loop may take to act on a signal."""
@@ -42,6 +49,27 @@ def on_stop(do: Callable[[], None]) -> None:
     """Call ``do`` for each Ctrl-C and each SIGTERM, while the current event loop runs."""
     for number in (signal.SIGINT, signal.SIGTERM):
         on_signal(number, do)
+
+
+@contextlib.contextmanager
+def ends_if_blocked(command: str, restore: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """End the process with one line if the loop of a run in the block is blocked past the run's
+    deadline. ``command`` continues the run; ``{run}`` in it is the run's id. ``restore`` restores
+    the terminal."""
+
+    def end(error: LoopBlocked) -> None:
+        with contextlib.suppress(Exception):
+            restore()
+        how = f"; continue with: {command.format(run=error.run_id)}" if error.run_id else ""
+        error_line(f"{'suspended: ' if how else ''}{error}{how}")
+        # Nothing else ends a process whose main thread is blocked.
+        os._exit(ExitCode.SUSPENDED if how else ExitCode.ERROR)
+
+    before = loop_watch.on_blocked.set(end)
+    try:
+        yield
+    finally:
+        loop_watch.on_blocked.reset(before)
 
 
 class SignalWatch:

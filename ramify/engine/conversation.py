@@ -14,10 +14,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ramify.engine import threads
+from ramify.engine.event_recorder import EventRecorder, checked_listener, tracing
 from ramify.engine.question import RunKeywords, RunOptions, question
 from ramify.engine.resources import RlmSetup, SharedResources, reply_cache
-from ramify.engine.run_handle import ConversationState, Result, RunHandle, checked
-from ramify.engine.run_state import EventRecorder, checked_listener, tracing
+from ramify.engine.run_handle import (
+    ConversationState,
+    Result,
+    RunHandle,
+    blocked_as_suspended,
+    checked,
+)
 from ramify.errors import ConfigError
 from ramify.types.trajectory import Trajectory
 
@@ -59,7 +65,8 @@ class Conversation:
         self, query: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
         """Ask the next question. Takes the options and raises the errors of ``RLM.completion``."""
-        return threads.run(self.aask(query, options, **changes))
+        with blocked_as_suspended(self._resume):
+            return threads.run(self.aask(query, options, **changes))
 
     async def aask(
         self, query: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]

@@ -69,6 +69,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     patience_s: float = 600.0
     """How long a request is retried while its model cannot be reached or gives no usable reply:
     refused connections, rate limits, 5xx, web pages. Never past ``max_seconds``."""
+    stall_s: float = 30.0
+    """How long code may block the run's event loop past ``max_seconds``, in seconds. Then the run
+    is suspended from another thread."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

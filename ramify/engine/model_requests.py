@@ -37,8 +37,8 @@ from ramify.types.message import Message, Reply, Usage, sendable
 from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
+    from ramify.engine.reply_reuse import ReusableReplies
     from ramify.engine.run_state import RunState
-    from ramify.store.call_cache import CallCache
     from ramify.store.recorded_replies import RecordedReplies
 
 
@@ -51,7 +51,7 @@ _REASONING_TOKENS = 16_384
 class ModelRequests:
     """The only way from a run's calls to a model."""
 
-    def __init__(self, run: RunState, pool: ClientPool, cache: CallCache | None) -> None:
+    def __init__(self, run: RunState, pool: ClientPool, cache: ReusableReplies | None) -> None:
         """``cache`` has replies of earlier runs by the hash of their request."""
         setup, clients = run.setup, run.models.all
         self.run = run
@@ -255,7 +255,7 @@ class ModelRequests:
                 return call.without_path(self.run.scaffold.reply_with(code))
         # Branches send equal requests to get different replies, so they bypass the cache.
         if self.cache is not None and not call.is_branch:
-            reply = self.cache.get(turn.digest)
+            reply = self.cache.find(turn.digest, call.client.name, turn.request)
             if reply is not None:
                 return call.without_path(_free(reply))
         return None
@@ -297,7 +297,7 @@ class ModelRequests:
             usage, cost = turn.most()
             reply = msgspec.structs.replace(reply, usage=usage, cost=cost)
         if self.cache is not None:
-            self.cache.put(turn.digest, reply)
+            self.cache.keep(turn.digest, turn.call.client.name, turn.request, reply)
         return turn.call.without_path(reply)
 
 

@@ -29,8 +29,8 @@ from ramify.logging import RoomLogger
 from ramify.sandbox.base import Sandbox, SandboxSpec, launch, open_sandbox, warning_of
 
 if TYPE_CHECKING:
+    from ramify.engine.reply_reuse import ReusableReplies
     from ramify.store.blobs import BlobStore
-    from ramify.store.call_cache import CallCache
     from ramify.store.journal import Journal
     from ramify.store.store import Store
 
@@ -235,13 +235,13 @@ def stored_in(store: Store | None, what: str) -> Store:
     return store
 
 
-def reply_cache(store: Store | None, is_enabled: bool) -> CallCache | None:
-    """Return the cache of replies in ``store`` if it is enabled."""
+def reply_cache(store: Store | None, is_enabled: bool) -> ReusableReplies | None:
+    """Return the replies recorded in ``store`` if their reuse is enabled."""
     if not is_enabled:
         return None
-    from ramify.store.call_cache import CallCache
+    from ramify.engine.reply_reuse import ReusableReplies
 
-    return CallCache(stored_in(store, "cache=True"))
+    return ReusableReplies(stored_in(store, "cache=True"))
 
 
 def new_id() -> str:

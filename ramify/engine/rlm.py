@@ -31,6 +31,7 @@ from ramify.clients.pool import ClientPool
 from ramify.engine import rerun, threads
 from ramify.engine.branch import recorded_search, search_of
 from ramify.engine.conversation import Conversation
+from ramify.engine.event_recorder import EventRecorder, checked_listener, tracing
 from ramify.engine.limits import Limits
 from ramify.engine.question import (
     ModelSpec,
@@ -47,8 +48,13 @@ from ramify.engine.resources import (
     reply_cache,
     stored_in,
 )
-from ramify.engine.run_handle import ConversationState, Result, RunHandle, checked
-from ramify.engine.run_state import EventRecorder, checked_listener, tracing
+from ramify.engine.run_handle import (
+    ConversationState,
+    Result,
+    RunHandle,
+    blocked_as_suspended,
+    checked,
+)
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.engine.tool_set import Tools, ToolSet
 from ramify.errors import ConfigError
@@ -135,7 +141,7 @@ class RLM:
             options, sub_model=None, limits=None, sampling=None, search=None
         )
         """Defaults that are not part of ``setup``."""
-        self._is_pinned_in_thread = False
+        self._loop = threads.PinnedLoop(self._shared.pin, self._shared.unpin)
 
     @property
     def limits(self) -> Limits:
@@ -444,23 +450,12 @@ class RLM:
     # --- resources --------------------------------------------------------------------------------
 
     def _in_thread(self, work: Coroutine[Any, Any, Result]) -> Result:
-        if not self._is_pinned_in_thread:
-            try:
-                threads.run(self._pin())
-            except BaseException:
-                work.close()
-                raise
-            self._is_pinned_in_thread = True
-        return threads.run(work)
-
-    async def _pin(self) -> None:
-        self._shared.pin()
+        with blocked_as_suspended(self.resume):
+            return self._loop.run(work)
 
     def close(self) -> None:
         """Release what the synchronous API keeps open between completions. Idempotent."""
-        if self._is_pinned_in_thread:
-            self._is_pinned_in_thread = False
-            threads.run(self._shared.unpin())
+        self._loop.close()
 
     def __enter__(self) -> RLM:
         return self
@@ -486,10 +481,8 @@ class RLM:
         await self._shared.unpin()
 
     def __del__(self) -> None:
-        if getattr(self, "_is_pinned_in_thread", False):
-            with contextlib.suppress(Exception):
-                self._is_pinned_in_thread = False
-                threads.leave(self._shared.unpin())
+        with contextlib.suppress(Exception):
+            if self._loop.close(waits=False):
                 warnings.warn(
                     "an RLM was not closed: use `with RLM(…) as rlm`, or rlm.close()",
                     ResourceWarning,

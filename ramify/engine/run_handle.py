@@ -8,27 +8,31 @@ between, the journal ends with what is known.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ramify.clients.base import Client
-from ramify.engine import observe
+from ramify.engine import loop_watch, observe
 from ramify.engine.branch import BranchedLoop
 from ramify.engine.call import CallOutcome, LiveCall, context_ref, jsonable
+from ramify.engine.event_recorder import EventRecorder
 from ramify.engine.host import ask_plain
+from ramify.engine.loop_watch import LoopWatch
 from ramify.engine.question import Question
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels, SharedResources
 from ramify.engine.rlm_loop import RlmLoop
-from ramify.engine.run_state import EventRecorder, RunState
+from ramify.engine.run_state import RunState
 from ramify.engine.typed import Citation, CitedAnswer
 from ramify.errors import (
     ConfigError,
+    LoopBlocked,
     RamifyError,
     ReplayDiverged,
     SandboxError,
@@ -43,11 +47,14 @@ from ramify.types.message import Usage
 from ramify.types.trajectory import Fork, Stop, Trajectory
 
 if TYPE_CHECKING:
-    from ramify.store.call_cache import CallCache
+    from ramify.engine.reply_reuse import ReusableReplies
     from ramify.store.recorded_replies import RecordedReplies
 
 
 _log = RoomLogger("sources")
+_engine_log = RoomLogger("engine")
+_CLOSE_S = 5.0
+"""Maximum time to close the journal of a run whose event loop is blocked."""
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -100,7 +107,7 @@ class RunHandle:
         *,
         conversation: ConversationState | None = None,
         recording: RecordedReplies | None = None,
-        cache: CallCache | None = None,
+        cache: ReusableReplies | None = None,
         earlier: Sequence[Question] | None = None,
     ) -> None:
         """``earlier`` are the questions of a recorded conversation that are repeated first; the
@@ -117,6 +124,7 @@ class RunHandle:
         self._answered_by = ""
         self._requested_stop: Stop | None = None
         self._thread = threading.get_ident()
+        self._on_blocked = loop_watch.on_blocked.get()
         with in_run(self.id, self._warn):  # the task inherits it
             self._task = asyncio.get_running_loop().create_task(self._drive())
 
@@ -173,6 +181,7 @@ class RunHandle:
             _log.warning("warning", text)
         outcome = CallOutcome(Stop.ERROR, error="the run did not start")
         run: RunState | None = None
+        watch: LoopWatch | None = None
         try:
             async with self._shared.use() as resources:
                 await self._repeat_earlier()
@@ -192,6 +201,8 @@ class RunHandle:
                     recording=self._recording,
                     cache=self._cache,
                 )
+                limits = self._setup.limits
+                watch = LoopWatch(limits.max_seconds, limits.stall_s, self._blocked, run.overdue)
                 self._started(context)
                 if self._requested_stop is not None:
                     run.close_in(self._requested_stop)
@@ -212,6 +223,8 @@ class RunHandle:
         finally:
             if self._earlier is not None and self._conversation is not None:
                 await self._conversation.close()
+            if watch is not None:
+                watch.end()
             outcome = self._ended(outcome, run)
         return self._result(outcome, run)
 
@@ -229,6 +242,31 @@ class RunHandle:
             is_over = result.stop is Stop.SUSPENDED or isinstance(result.failure, ReplayDiverged)
             if is_over and isinstance(result.failure, RamifyError):
                 raise result.failure
+
+    def _blocked(self, place: str) -> None:
+        """End the run from another thread, since its event loop is blocked at ``place``, or since
+        it cannot be cancelled: its journal is closed, so that the run can be resumed, and its
+        caller is released."""
+        run, limits = self._run, self._setup.limits
+        assert run is not None
+        why = (
+            f"the run's event loop has been blocked for {limits.stall_s:g} s past its deadline "
+            f"(max_seconds={limits.max_seconds:g}), at {place}: code on the loop must not block"
+        )
+        id = self.id if self.recorder.is_stored else ""
+        error = LoopBlocked(why if place else str(run.suspension), id)
+        run.suspension = error
+        end = self._end_of(self._failed(error), run)
+        # In a thread, because the disk may be what blocks the loop.
+        ending = threading.Thread(target=self.recorder.seal, args=(end, error), daemon=True)
+        ending.start()
+        ending.join(_CLOSE_S)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._task.get_loop().call_soon_threadsafe(run.overdue, error)
+        if (release := self._on_blocked) is not None:
+            release(error)
+        else:
+            _engine_log.error("blocked", f"run {self.id}: {error}", shown=True)
 
     def _failed(self, error: RamifyError) -> CallOutcome:
         """Return the outcome of a run that ``error`` ended, or suspended if it is stored."""
@@ -350,19 +388,8 @@ class RunHandle:
         another one if the end could not be written."""
         try:
             if self.recorder.trajectory.id:
-                self.recorder.emit(
-                    RunEnded(
-                        at_s=self.recorder.now(),
-                        stop=outcome.stop,
-                        answer=jsonable(outcome.answer),
-                        error=outcome.error,
-                        usage=run.requests.ledger.usage if run else Usage(),
-                        cost=run.requests.ledger.cost if run else None,
-                        answered_by=self._answered_by,
-                        reason=self._reason(outcome, run),
-                    )
-                )
-        except StoreError as error:  # its journal ends as if killed
+                self.recorder.emit(self._end_of(outcome, run))
+        except (StoreError, LoopBlocked) as error:  # its journal ends as if killed
             return self._failed(error)
         finally:
             if run is not None:
@@ -370,6 +397,18 @@ class RunHandle:
             if self._conversation is None or self._earlier is not None:
                 self.recorder.close()
         return outcome
+
+    def _end_of(self, outcome: CallOutcome, run: RunState | None) -> RunEnded:
+        return RunEnded(
+            at_s=self.recorder.now(),
+            stop=outcome.stop,
+            answer=jsonable(outcome.answer),
+            error=outcome.error,
+            usage=run.requests.ledger.usage if run else Usage(),
+            cost=run.requests.ledger.cost if run else None,
+            answered_by=self._answered_by,
+            reason=self._reason(outcome, run),
+        )
 
     def _reason(self, outcome: CallOutcome, run: RunState | None) -> str:
         """The reason of the call that gave the answer, or of a failure outside of every call."""
@@ -412,11 +451,7 @@ def checked(result: Result, resume: Callable[[str], Result]) -> Result:
     """Return ``result``, or raise the error that left it without an answer. ``resume`` continues a
     run by its id."""
     if result.stop is Stop.SUSPENDED:
-        raise Suspended(
-            f"the run is suspended: {result.error}; continue it with resume({result.run_id!r})",
-            result.run_id,
-            functools.partial(resume, result.run_id),
-        ) from result.failure
+        raise _suspended(result.run_id, result.error, resume) from result.failure
     if result.stop is Stop.ERROR and result.answer is None:
         raise (
             result.failure
@@ -424,3 +459,22 @@ def checked(result: Result, resume: Callable[[str], Result]) -> Result:
             else RamifyError(result.error or "no answer")
         )
     return result
+
+
+@contextlib.contextmanager
+def blocked_as_suspended(resume: Callable[[str], Result]) -> Iterator[None]:
+    """Turn LoopBlocked into Suspended for a stored run."""
+    try:
+        yield
+    except LoopBlocked as error:
+        if not error.run_id:
+            raise
+        raise _suspended(error.run_id, str(error), resume) from error
+
+
+def _suspended(run_id: str, error: str | None, resume: Callable[[str], Result]) -> Suspended:
+    return Suspended(
+        f"the run is suspended: {error}; continue it with resume({run_id!r})",
+        run_id,
+        functools.partial(resume, run_id),
+    )

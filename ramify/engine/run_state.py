@@ -1,232 +1,52 @@
-"""State that all calls of one question share, and the record of its events.
+"""State that all calls of one question share.
 
     RLM.start ──> RunHandle ──> RlmLoop (root) ──> ModelRequests.ask ──> recorded? ──> ClientPool
                                     │                    ^
                                     └── CellHost ────────┘  llm_query: ask  rlm_query: child RlmLoop
-
-Each event passes through ``EventRecorder`` to the journal, the trajectory and all listeners before
-it is acted on. A resumed run repeats its events. Those that its journal contains already are not
-written again.
 
 ``RunState.suspend`` ends a run that a person must help: nothing more is sent, the replies on their
 way are recorded, and then the run's task is cancelled.
 
 ``RunState.close_in`` ends work early, at the deadline or on the user's request: requests in flight
 are cancelled and charged as possibly billed, running cells are interrupted, and only final requests
-("last words") are still sent. Not here: requests and their budget (see ``model_requests.py``).
+("last words") are still sent. Not here: requests and their budget (see ``model_requests.py``), and
+the record of events (see ``event_recorder.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
-import sys
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from logging import DEBUG
+from collections.abc import Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
 from ramify.engine import observe
 from ramify.engine.call import CallOutcome, LiveCall, context_ref, jsonable
+from ramify.engine.event_recorder import EventRecorder
+from ramify.engine.loop_watch import waiting_at
 from ramify.engine.model_requests import ModelRequests, closed
-from ramify.engine.question import Listener, Question
+from ramify.engine.question import Question
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels
-from ramify.errors import ConfigError, RamifyError, ReplyCut
+from ramify.errors import LoopBlocked, RamifyError, ReplyCut
 from ramify.logging import RoomLogger
 from ramify.sandbox.base import Session
-from ramify.types.event import (
-    AnyEvent,
-    AttemptFailed,
-    CallEnded,
-    CallStarted,
-    NoteAdded,
-    ReplyReceived,
-    RunEnded,
-    RunResumed,
-    TrajectoryFold,
-)
+from ramify.types.event import CallEnded, CallStarted, NoteAdded, ReplyReceived, RunResumed
 from ramify.types.message import Reply
-from ramify.types.trajectory import Fork, Stop, Trajectory
+from ramify.types.trajectory import Fork, Stop
 
 if TYPE_CHECKING:
+    from ramify.engine.reply_reuse import ReusableReplies
     from ramify.engine.scaffold import Scaffold
     from ramify.engine.tool_set import ToolSet
     from ramify.sandbox.base import SharedContext
-    from ramify.store.call_cache import CallCache
-    from ramify.store.journal import Journal
     from ramify.store.recorded_replies import RecordedReplies
 
 _log = RoomLogger("engine")
 _CUT = "cut by close_in"
 _SUSPENDED = "suspended"
 _LIMITS = (Stop.MAX_TURNS, Stop.MAX_CALLS, Stop.MAX_TOKENS, Stop.MAX_COST, Stop.DEADLINE)
-
-
-def checked_listener(listener: Listener | None) -> tuple[Listener, ...]:
-    """Return ``listener`` as a tuple of at most one. Raises ConfigError for a coroutine
-    function."""
-    if inspect.iscoroutinefunction(listener):
-        raise ConfigError(
-            "on_event is a coroutine function, which is never awaited: give a plain function, or "
-            "use stream()"
-        )
-    return (listener,) if listener else ()
-
-
-def tracing() -> tuple[Listener, ...]:
-    """Return a listener that traces one run or conversation, if this process has set up
-    OpenTelemetry."""
-    if "opentelemetry.trace" not in sys.modules:
-        return ()
-    from ramify.engine.spans import span_listeners
-
-    return span_listeners()
-
-
-class EventRecorder:
-    """Receives events in order; there is one per run or conversation."""
-
-    def __init__(
-        self,
-        id: str,
-        journal: Journal | None = None,
-        listeners: tuple[Listener, ...] = (),
-        *,
-        held: Callable[[AnyEvent], bool] | None = None,
-        since_s: float = 0.0,
-        on_close: Callable[[], object] | None = None,
-    ) -> None:
-        """``id`` is that of the run. ``held`` returns True for events that the journal of a resumed
-        run already contains. ``since_s`` is the time on its clock at which it resumes. ``on_close``
-        is called when nothing more will be recorded."""
-        self.id = id
-        self._on_close = on_close
-        self._journal = journal
-        self._listeners = list(listeners)
-        self._held = held
-        self._unwritten: list[AnyEvent] | None = None if held is None else []
-        """New events of a resumed run that has done nothing worth writing yet."""
-        self._root: str | None = None
-        """Id of the root call in progress."""
-        self._warnings: list[str] = []
-        """Warnings from before the root call began."""
-        self._fold = TrajectoryFold()
-        self._began = time.perf_counter() - since_s
-        self.on_trouble: Callable[[RamifyError], object] | None = None
-        """Called if the disk is full and the journal uses the space that was kept free."""
-
-    @property
-    def is_stored(self) -> bool:
-        return self._journal is not None
-
-    @property
-    def trajectory(self) -> Trajectory:
-        return self._fold.trajectory
-
-    def now(self) -> float:
-        """Seconds since the run started."""
-        return round(time.perf_counter() - self._began, 6)
-
-    def emit(self, event: AnyEvent, *, is_written: bool = False) -> None:
-        """Record ``event``. ``is_written``: the journal has it, although a resume does not repeat
-        it."""
-        if self._journal is not None and not is_written:
-            self._write(self._journal, event)
-            if self._journal.trouble is not None and self.on_trouble is not None:
-                self.on_trouble(self._journal.trouble)
-        self._fold.apply(event)
-        if _log.wants(DEBUG):
-            _log.debug(str(event.__struct_config__.tag), _place(event), at_s=event.at_s)
-        for listener in tuple(self._listeners):
-            try:
-                listener(event)
-            except Exception as error:  # noqa: BLE001 -- a user's listener must not end a paid run
-                self._listeners.remove(listener)
-                _log.warn(
-                    f"an event listener failed and is not called again: {error!r}", stacklevel=2
-                )
-
-        if isinstance(event, CallStarted) and event.parent is None:
-            self._root = event.id
-            warnings, self._warnings = self._warnings, []
-            for text in warnings:
-                self.warn(text)
-        elif isinstance(event, RunEnded):
-            self._root = None
-
-    def warn(self, text: str) -> None:
-        """Record a warning about the run, as a note on its root call once that has begun."""
-        if self._root is None:
-            self._warnings.append(text)
-        else:
-            note = f"warning: {text}"
-            self.emit(NoteAdded(at_s=self.now(), call=self._root, text=note, is_warning=True))
-
-    def _write(self, journal: Journal, event: AnyEvent) -> None:
-        """Write ``event`` unless the journal contains it. A resumed run that asks nothing new and
-        gives no answer leaves its journal unchanged."""
-        if self._held is not None and self._held(event):
-            return
-        if self._unwritten is not None:
-            self._unwritten.append(event)
-            if _is_minor(event):
-                return
-            earlier, self._unwritten = self._unwritten[:-1], None
-            for minor in earlier:
-                journal.append(minor)
-        journal.append(event)
-
-    def listen(self, listener: Listener) -> None:
-        """Call ``listener`` for every event from now on."""
-        self._listeners.append(listener)
-
-    def ignore(self, listener: Listener) -> None:
-        """Stop calling ``listener``. Does nothing if it is not registered."""
-        if listener in self._listeners:
-            self._listeners.remove(listener)
-
-    def close(self) -> None:
-        """Release the journal: nothing more will be recorded."""
-        if self._on_close is not None:
-            self._on_close()
-
-    async def events(self) -> AsyncIterator[AnyEvent]:
-        """Yield every event from now on, until the run ends."""
-        queue: asyncio.Queue[AnyEvent] = asyncio.Queue()
-        self.listen(queue.put_nowait)
-        try:
-            while True:
-                event = await queue.get()
-                yield event
-                if isinstance(event, RunEnded):
-                    return
-        finally:
-            self.ignore(queue.put_nowait)
-
-
-def _is_minor(event: AnyEvent) -> bool:
-    """Whether ``event`` says nothing that a further resume needs."""
-    match event:
-        case NoteAdded() | CallStarted() | CallEnded() | RunResumed():
-            return True
-        case AttemptFailed():
-            return not event.usage.calls
-        case RunEnded():
-            is_unfinished = event.stop in (Stop.ERROR, Stop.SUSPENDED, Stop.CANCELLED)
-            return is_unfinished and event.answer is None
-        case _:
-            return False
-
-
-def _place(event: AnyEvent) -> str:
-    """``call 0, turn 2, cell 1``, as far as the event has them; no text of the run."""
-    id = getattr(event, "call", getattr(event, "id", ""))
-    parts = [f"call {id}" if id else ""]
-    parts += [f"{name} {getattr(event, name)}" for name in ("turn", "cell") if hasattr(event, name)]
-    return ", ".join(filter(None, parts)) or "the run"
 
 
 class RunState:
@@ -241,7 +61,7 @@ class RunState:
         question: Question,
         *,
         recording: RecordedReplies | None = None,
-        cache: CallCache | None = None,
+        cache: ReusableReplies | None = None,
     ) -> None:
         self.setup = setup
         self.models = models
@@ -303,6 +123,19 @@ class RunState:
         if self.suspension is not None and not self.requests.under_way:
             # Later, because a task that cancels itself as it ends would end cancelled.
             asyncio.get_running_loop().call_soon(self._cancel_main)
+
+    def overdue(self, error: RamifyError | None = None) -> None:
+        """End the run, whose event loop was blocked (``error``), or which did not end by itself
+        past its deadline."""
+        main, stall_s = self._main, self.setup.limits.stall_s
+        if main is not None and error is None:
+            error = LoopBlocked(
+                f"the run did not end within {stall_s:g} s of its deadline; it waits at "
+                f"{waiting_at(main)}",
+                self.recorder.id if self.recorder.is_stored else "",
+            )
+        self.suspension = self.suspension or error
+        self._cancel_main()
 
     def _cancel_main(self) -> None:
         main, self._main = self._main, None

@@ -1,7 +1,8 @@
 """Threads: the event loop of the synchronous API, and a thread for each call of a user's function.
 
 The event loop runs in one thread for the whole process. It works wherever the caller is, even
-inside a running loop (a notebook). Ctrl-C cancels the work that is being waited for.
+inside a running loop (a notebook). Ctrl-C cancels the work that is being waited for. If that work
+blocks the loop past its deadline, the caller gets the error and later work gets another loop.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from typing import Any, TypeVar, cast
 
-from ramify.errors import ConfigError
+from ramify.engine import loop_watch
+from ramify.errors import ConfigError, LoopBlocked
 
 T = TypeVar("T")
 
@@ -33,31 +36,102 @@ def loop() -> asyncio.AbstractEventLoop:
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Run ``work`` on the loop and return its result. If the wait is interrupted, ``work`` is
-    cancelled."""
+    cancelled. Raises LoopBlocked if ``work`` blocks the loop past its deadline."""
     if _is_here():
         work.close()
         raise ConfigError(
             "a callback that runs on the event loop cannot wait for it: use the async form, or a "
             "thread"
         )
-    future = asyncio.run_coroutine_threadsafe(work, loop())
+    used, answer = loop(), Future[T]()
+
+    def release(error: LoopBlocked) -> None:
+        _abandon(used)
+        _settle(answer, None, error)
+
+    context = contextvars.copy_context()
+    context.run(loop_watch.on_blocked.set, release)
+    future = context.run(asyncio.run_coroutine_threadsafe, work, used)
+    future.add_done_callback(lambda done: _copy(done, answer))
     try:
-        return future.result()
+        return answer.result()
     except BaseException:
         future.cancel()
         raise
 
 
-def leave(work: Coroutine[Any, Any, object]) -> None:
-    """Run ``work`` on the loop, if there is one, without waiting.
+def _copy(done: Future[T], answer: Future[T]) -> None:
+    if done.cancelled():
+        _settle(answer, None, CancelledError())
+    else:
+        error = done.exception()
+        _settle(answer, None if error else done.result(), error)
+
+
+def _settle(answer: Future[T], value: T | None, error: BaseException | None) -> None:
+    """Give ``answer`` its outcome, unless it has one."""
+    with contextlib.suppress(InvalidStateError):
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(cast("T", value))
+
+
+def _abandon(blocked: asyncio.AbstractEventLoop) -> None:
+    """Leave a blocked loop to its thread: later work gets another one."""
+    global _loop
+    with _lock:
+        if _loop is blocked:
+            _loop = None
+
+
+def leave(work: Coroutine[Any, Any, object], on: asyncio.AbstractEventLoop | None = None) -> None:
+    """Run ``work`` on the loop (or ``on`` another one), if there is one, without waiting.
 
     For finalizers: the garbage collector may call one at any line, even in the loop's own thread,
     where waiting would deadlock.
     """
-    if _loop is None or _loop.is_closed():
+    used = on or _loop
+    if used is None or used.is_closed():
         work.close()
     else:
-        asyncio.run_coroutine_threadsafe(work, _loop)
+        asyncio.run_coroutine_threadsafe(work, used)
+
+
+class PinnedLoop:
+    """What the synchronous API keeps open on the loop between calls. After a call that blocked its
+    loop, the next one opens it again on another loop."""
+
+    def __init__(
+        self, pin: Callable[[], object], unpin: Callable[[], Coroutine[Any, Any, object]]
+    ) -> None:
+        """``pin`` and ``unpin`` are called on the loop."""
+        self._pin = pin
+        self._unpin = unpin
+        self._pinned: asyncio.AbstractEventLoop | None = None
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """``run``, with everything open."""
+        if self._pinned is not _loop or _loop is None:
+            try:
+                run(self._open())
+            except BaseException:
+                work.close()
+                raise
+        return run(work)
+
+    async def _open(self) -> None:
+        self._pin()
+        self._pinned = asyncio.get_running_loop()
+
+    def close(self, *, waits: bool = True) -> bool:
+        """Close what is open, and return whether anything was. A blocked loop does so later."""
+        pinned, self._pinned = self._pinned, None
+        if pinned is not None and pinned is _loop and waits:
+            run(self._unpin())
+        elif pinned is not None:
+            leave(self._unpin(), pinned)
+        return pinned is not None
 
 
 def _is_here() -> bool:

@@ -191,8 +191,8 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: int = 2 << 30
     """Address space that one session may allocate on top of what it was forked with."""
     cell_s: float = 120.0
-    """Maximum working time of one cell, in seconds; time spent waiting for models does not
-    count."""
+    """Maximum working time of one cell, in seconds. Time spent waiting for models does not count;
+    what other threads of the cell compute meanwhile does (jail and process)."""
     grace_s: float = 0.5
     """Seconds between an interrupt and a kill."""
     max_output_bytes: int = 1 << 20

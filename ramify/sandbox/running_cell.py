@@ -2,8 +2,9 @@
 has worked.
 
 Decides the states of a session and the result of a cell; how many calls may be pending (one task
-for each, while the cell's clock pauses), that a large answer is encoded in a thread, and what a
-cell receives if an answer fails; and what a branch that is forked in the middle of a cell inherits.
+for each, while the cell's clock counts only the CPU time of its other threads), that a large answer
+is encoded in a thread, and what a cell receives if an answer fails; and what a branch that is
+forked in the middle of a cell inherits.
 Not here: what the calls do (``Answer``), and what is done with a cell that does not end (see
 ``session.py``).
 """
@@ -38,26 +39,40 @@ _MANY_ITEMS, _LONG_TEXT = 2000, 1 << 20
 
 
 class CellClock:
-    """The time that a cell has worked, in seconds; time in which it waits for the host does not
-    count."""
+    """The time that a cell has worked, in seconds. While it waits for the host, only the CPU time
+    of its other threads counts, if that can be read."""
 
-    __slots__ = ("_since", "worked_s")
+    __slots__ = ("_cpu_s", "_paused", "_since", "worked_s")
 
-    def __init__(self) -> None:
+    def __init__(self, cpu_s: Callable[[], float] | None = None) -> None:
+        """``cpu_s`` returns the CPU time that the session has used, in seconds."""
         self.worked_s = 0.0
-        """The time up to the last ``stop``."""
+        """The time up to the last ``start``, ``pause`` or ``stop``."""
+        self._cpu_s = cpu_s
         self._since: float | None = None
+        self._paused: tuple[float, float] | None = None
+        """(wall time, CPU time) of the last ``pause``."""
 
     def start(self) -> None:
+        self.stop()
         self._since = time.monotonic()
 
+    def pause(self) -> None:
+        """The cell waits for the host from now on."""
+        self.stop()
+        if self._cpu_s is not None:
+            self._paused = time.monotonic(), self._cpu_s()
+
     def stop(self) -> None:
-        self.worked_s, self._since = self.worked(), None
+        self.worked_s, self._since, self._paused = self.worked(), None, None
 
     def worked(self) -> float:
-        if self._since is None:
+        if self._since is not None:
+            return self.worked_s + time.monotonic() - self._since
+        if self._paused is None or self._cpu_s is None:
             return self.worked_s
-        return self.worked_s + time.monotonic() - self._since
+        wall_s, cpu_s = time.monotonic() - self._paused[0], self._cpu_s() - self._paused[1]
+        return self.worked_s + max(0.0, min(wall_s, cpu_s))
 
 
 class PendingCall(NamedTuple):
@@ -104,7 +119,7 @@ class CellCalls:
             self._refuse(message.id, HostCallError("Interrupted", reason))
             return
         if not self.tasks:
-            self._clock.stop()
+            self._clock.pause()
         self.pending[message.id] = PendingCall(message.name, args, kwargs, weight)
         self.begin(message.id)
         if (
@@ -240,8 +255,9 @@ class RunningCell:
         self.id = id
         self.code = code
         self.limit_s = limit_s
-        """Limit of working time; the time that the host takes to answer does not count."""
-        self.clock = CellClock()
+        """Limit of working time. The time that the host takes to answer does not count, except for
+        what other threads of the cell work meanwhile."""
+        self.clock = CellClock(getattr(wire.transport, "cpu_s", None))
         self.calls = CellCalls(wire, self.clock, answer, lambda: on_bug(self))
         self._changed: asyncio.Future[None] | None = None
         """Wakes the task that waits for the end. Cancelling that task cancels this future, so the

@@ -5,8 +5,8 @@ cell that does not end. Not here: the frames (see ``session_wire.py``), the stat
 and its calls (see ``running_cell.py``), and the guest (see ``guest/``).
 
     run ──> run frame ──> … out* call* … ──> done ──> CellResult
-              clock runs      └─ answer(name, args, kwargs), one task each; the clock pauses
-                                 while any of them runs
+              clock runs      └─ answer(name, args, kwargs), one task each; meanwhile the clock
+                                 counts only CPU time, of the cell's other threads
     timeout, interrupt(), cancelled ──> cancel the answers, send SIGINT until the cell ends
                                           ──grace──> kill ──> SessionDied
 """

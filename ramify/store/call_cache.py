@@ -1,4 +1,5 @@
-"""Cache of replies by the hash of the request, shared by all runs; only used on request.
+"""Cache of replies by the hash of the request, shared by all runs; only used on request. It also
+has the places of replies in journals, so that replies are found that no run had cached.
 
 The hash covers the model, the whole prompt and the sampling settings, so a hit is a reply to
 exactly the same request. A cache that cannot be read or written raises StoreError instead of
@@ -10,7 +11,8 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -20,6 +22,21 @@ from ramify.types.message import Reply
 
 if TYPE_CHECKING:
     from ramify.store.store import Store
+
+
+class ReplyPlace(NamedTuple):
+    """Where a reply is recorded."""
+
+    run: str
+    offset: int
+    """First byte of its line in the journal."""
+
+
+_TABLES = (
+    "replies (hash TEXT PRIMARY KEY, at REAL, reply BLOB)",
+    "recorded (hash TEXT PRIMARY KEY, run TEXT, offset INTEGER)",
+    "read_runs (run TEXT PRIMARY KEY, bytes INTEGER)",
+)
 
 
 class CallCache:
@@ -34,22 +51,39 @@ class CallCache:
             self._database.execute("PRAGMA journal_mode = WAL")  # readers do not wait for a writer
             self._database.execute("PRAGMA synchronous = NORMAL")
             with self._database:
-                self._database.execute(
-                    "CREATE TABLE IF NOT EXISTS replies (hash TEXT PRIMARY KEY, at REAL, reply "
-                    "BLOB)"
-                )
+                for table in _TABLES:
+                    self._database.execute(f"CREATE TABLE IF NOT EXISTS {table}")
         except sqlite3.Error as error:
             self._database.close()
             raise self._failed(error) from error
 
     def get(self, prompt_hash: str) -> Reply | None:
+        row = self._row("SELECT reply FROM replies WHERE hash = ?", prompt_hash)
         try:
-            with self._lock:
-                row = self._database.execute(
-                    "SELECT reply FROM replies WHERE hash = ?", (prompt_hash,)
-                ).fetchone()
             return None if row is None else msgspec.msgpack.decode(row[0], type=Reply)
-        except (sqlite3.Error, msgspec.DecodeError) as error:
+        except msgspec.DecodeError as error:
+            raise self._failed(error) from error
+
+    def place(self, prompt_hash: str) -> ReplyPlace | None:
+        """Where the reply to this request is recorded, if ``add_run`` found one."""
+        row = self._row("SELECT run, offset FROM recorded WHERE hash = ?", prompt_hash)
+        return None if row is None else ReplyPlace(*row)
+
+    def read_bytes(self, run: str) -> int:
+        """Size of the journal of ``run`` when ``add_run`` was given it; 0 if it never was."""
+        row = self._row("SELECT bytes FROM read_runs WHERE run = ?", run)
+        return 0 if row is None else int(row[0])
+
+    def add_run(self, run: str, num_bytes: int, places: Iterable[tuple[str, ReplyPlace]]) -> None:
+        """Add the replies in the journal of ``run``: (hash of the request, place)."""
+        rows = [(prompt_hash, *place) for prompt_hash, place in places]
+        try:
+            with self._lock, self._database:
+                self._database.executemany("INSERT OR REPLACE INTO recorded VALUES (?, ?, ?)", rows)
+                self._database.execute(
+                    "INSERT OR REPLACE INTO read_runs VALUES (?, ?)", (run, num_bytes)
+                )
+        except sqlite3.Error as error:
             raise self._failed(error) from error
 
     def put(self, prompt_hash: str, reply: Reply) -> None:
@@ -77,6 +111,14 @@ class CallCache:
     def __len__(self) -> int:
         with self._lock:
             return int(self._database.execute("SELECT count(*) FROM replies").fetchone()[0])
+
+    def _row(self, query: str, *values: object) -> tuple[Any, ...] | None:
+        try:
+            with self._lock:
+                row: tuple[Any, ...] | None = self._database.execute(query, values).fetchone()
+                return row
+        except sqlite3.Error as error:
+            raise self._failed(error) from error
 
     def _change(self, statement: str, *values: object) -> int:
         try:

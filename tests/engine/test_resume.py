@@ -160,16 +160,6 @@ def test_without_a_store_nothing_is_written_and_nothing_can_be_resumed(tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_call_cache_pays_once_for_the_same_request(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    model = client(by_role([code("FINAL(llm_query('a'))")] * 2))
-    with rlm(model, store=store) as r:
-        first = r.completion("text", "?", cache=True)
-        second = r.completion("text", "?", cache=True)
-    assert (first.answer, second.answer) == ("re: a", "re: a")
-    assert (first.usage.calls, second.usage.calls, len(model.requests)) == (2, 0, 2)
-
-
 def test_contexts_are_stored_once_and_long_outputs_whole(tmp_path: Path) -> None:
     store = Store(tmp_path)
     text = "line\n" * 50_000

@@ -24,8 +24,8 @@ from ramify.errors import ConfigError, SandboxError, SessionDied
 from ramify.sandbox.base import SandboxSpec, SharedContext, open_sandbox
 from ramify.sandbox.jail import provider
 from ramify.sandbox.jail.provider import JailSandbox, probe
-from ramify.sandbox.jail.watch import pid_of
 from ramify.sandbox.process import ProcessSandbox
+from ramify.sandbox.process_transport import pid_of
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="THE JAIL IS NOT TESTED HERE: it needs Linux"

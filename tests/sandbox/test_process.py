@@ -329,3 +329,22 @@ def test_a_closed_sandbox_opens_nothing() -> None:
             await sandbox.open()
 
     with_sandbox(test)
+
+
+def test_a_waiting_thread_does_not_stop_the_clock_of_a_busy_one() -> None:
+    async def test(sandbox: ProcessSandbox) -> None:
+        async def never(name: str, args: Any, kwargs: Any) -> Any:
+            await asyncio.Event().wait()
+
+        session = await sandbox.open()
+        await session.install("ask", "ask = lambda: call_host('ask')\n__all__ = ['ask']")
+        start = "import threading\nthreading.Thread(target=ask, daemon=True).start()\n"
+        busy = await session.run(start + "while True: pass", answer=never, timeout_s=0.5)
+        assert busy.interrupted == "time"
+        # A cell in which every thread waits has all the time of its host.
+        waiting = asyncio.ensure_future(session.run("ask()", answer=never, timeout_s=0.2))
+        assert not await until(waiting.done, 0.6)
+        session.interrupt("enough")
+        assert (await waiting).interrupted == "enough"
+
+    with_sandbox(test)

@@ -19,8 +19,13 @@ from typing import Any
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities
 from ramify.sandbox.forkserver_channel import ForkServerChannel
-from ramify.sandbox.jail.watch import ForkRequestListener, kill_strays, pid_of
-from ramify.sandbox.process_transport import BranchTransport, ProcessTransport, SessionMemoryFiles
+from ramify.sandbox.jail.watch import ForkRequestListener, kill_strays
+from ramify.sandbox.process_transport import (
+    BranchTransport,
+    ProcessTransport,
+    SessionMemoryFiles,
+    pid_of,
+)
 from ramify.sandbox.transport import ReadBuffers
 
 _F_ADD_SEALS, _SEAL_WRITE = 1033, 0x8

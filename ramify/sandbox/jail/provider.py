@@ -43,9 +43,9 @@ from ramify.sandbox.forkserver_channel import (
 from ramify.sandbox.guest.frames import open_frame
 from ramify.sandbox.jail.jail_transport import JailTransport
 from ramify.sandbox.jail.rollback import RollbackSession
-from ramify.sandbox.jail.watch import JailBudgetWatcher, machine_bytes, pid_of
+from ramify.sandbox.jail.watch import JailBudgetWatcher, machine_bytes
 from ramify.sandbox.process import ProcessSandbox
-from ramify.sandbox.process_transport import SessionMemoryFiles
+from ramify.sandbox.process_transport import SessionMemoryFiles, pid_of
 from ramify.sandbox.session import GuestSession
 
 MODULES = (

@@ -341,12 +341,3 @@ def kill_strays(origin: int, known: set[int]) -> None:
             if int(status[3]) == origin:
                 with contextlib.suppress(OSError):
                     os.kill(int(entry), signal.SIGKILL)
-
-
-def pid_of(pidfd: int) -> int:
-    """Return the process id (as seen by the host), or -1 if the process has ended."""
-    try:
-        with open(f"/proc/self/fdinfo/{pidfd}") as file:
-            return next((int(line.split()[1]) for line in file if line.startswith("Pid:")), -1)
-    except OSError:
-        return -1

@@ -1,0 +1,213 @@
+"""The record of a run's events.
+
+    event ──> EventRecorder ──> journal, then trajectory, then listeners ──> it is acted on
+
+A resumed run repeats its events. Those that its journal contains already are not written again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from logging import DEBUG
+from typing import TYPE_CHECKING
+
+from ramify.engine.question import Listener
+from ramify.errors import ConfigError, LoopBlocked, RamifyError, StoreError
+from ramify.logging import RoomLogger
+from ramify.types.event import (
+    AnyEvent,
+    AttemptFailed,
+    CallEnded,
+    CallStarted,
+    NoteAdded,
+    RunEnded,
+    RunResumed,
+    TrajectoryFold,
+)
+from ramify.types.trajectory import Stop, Trajectory
+
+if TYPE_CHECKING:
+    from ramify.store.journal import Journal
+
+_log = RoomLogger("engine")
+
+
+def checked_listener(listener: Listener | None) -> tuple[Listener, ...]:
+    """Return ``listener`` as a tuple of at most one. Raises ConfigError for a coroutine
+    function."""
+    if inspect.iscoroutinefunction(listener):
+        raise ConfigError(
+            "on_event is a coroutine function, which is never awaited: give a plain function, or "
+            "use stream()"
+        )
+    return (listener,) if listener else ()
+
+
+def tracing() -> tuple[Listener, ...]:
+    """Return a listener that traces one run or conversation, if this process has set up
+    OpenTelemetry."""
+    if "opentelemetry.trace" not in sys.modules:
+        return ()
+    from ramify.engine.spans import span_listeners
+
+    return span_listeners()
+
+
+class EventRecorder:
+    """Receives events in order; there is one per run or conversation."""
+
+    def __init__(
+        self,
+        id: str,
+        journal: Journal | None = None,
+        listeners: tuple[Listener, ...] = (),
+        *,
+        held: Callable[[AnyEvent], bool] | None = None,
+        since_s: float = 0.0,
+        on_close: Callable[[], object] | None = None,
+    ) -> None:
+        """``id`` is that of the run. ``held`` returns True for events that the journal of a resumed
+        run already contains. ``since_s`` is the time on its clock at which it resumes. ``on_close``
+        is called when nothing more will be recorded."""
+        self.id = id
+        self._on_close = on_close
+        self._journal = journal
+        self._listeners = list(listeners)
+        self._held = held
+        self._unwritten: list[AnyEvent] | None = None if held is None else []
+        """New events of a resumed run that has done nothing worth writing yet."""
+        self._root: str | None = None
+        """Id of the root call in progress."""
+        self._sealed: LoopBlocked | None = None
+        self._warnings: list[str] = []
+        """Warnings from before the root call began."""
+        self._fold = TrajectoryFold()
+        self._began = time.perf_counter() - since_s
+        self.on_trouble: Callable[[RamifyError], object] | None = None
+        """Called if the disk is full and the journal uses the space that was kept free."""
+
+    @property
+    def is_stored(self) -> bool:
+        return self._journal is not None
+
+    @property
+    def trajectory(self) -> Trajectory:
+        return self._fold.trajectory
+
+    def now(self) -> float:
+        """Seconds since the run started."""
+        return round(time.perf_counter() - self._began, 6)
+
+    def emit(self, event: AnyEvent, *, is_written: bool = False) -> None:
+        """Record ``event``. ``is_written``: the journal has it, although a resume does not repeat
+        it."""
+        if self._sealed is not None:
+            raise self._sealed
+        if self._journal is not None and not is_written:
+            self._write(self._journal, event)
+            if self._journal.trouble is not None and self.on_trouble is not None:
+                self.on_trouble(self._journal.trouble)
+        self._fold.apply(event)
+        if _log.wants(DEBUG):
+            _log.debug(str(event.__struct_config__.tag), _place(event), at_s=event.at_s)
+        for listener in tuple(self._listeners):
+            try:
+                listener(event)
+            except Exception as error:  # noqa: BLE001 -- a user's listener must not end a paid run
+                self._listeners.remove(listener)
+                _log.warn(
+                    f"an event listener failed and is not called again: {error!r}", stacklevel=2
+                )
+
+        if isinstance(event, CallStarted) and event.parent is None:
+            self._root = event.id
+            warnings, self._warnings = self._warnings, []
+            for text in warnings:
+                self.warn(text)
+        elif isinstance(event, RunEnded):
+            self._root = None
+
+    def warn(self, text: str) -> None:
+        """Record a warning about the run, as a note on its root call once that has begun."""
+        if self._root is None:
+            self._warnings.append(text)
+        else:
+            note = f"warning: {text}"
+            self.emit(NoteAdded(at_s=self.now(), call=self._root, text=note, is_warning=True))
+
+    def _write(self, journal: Journal, event: AnyEvent) -> None:
+        """Write ``event`` unless the journal contains it. A resumed run that asks nothing new and
+        gives no answer leaves its journal unchanged."""
+        if self._held is not None and self._held(event):
+            return
+        if self._unwritten is not None:
+            self._unwritten.append(event)
+            if _is_minor(event):
+                return
+            earlier, self._unwritten = self._unwritten[:-1], None
+            for minor in earlier:
+                journal.append(minor)
+        journal.append(event)
+
+    def seal(self, end: RunEnded, error: LoopBlocked) -> None:
+        """Write ``end`` and release the journal, from another thread than that of the events. What
+        the run does later raises ``error``, since it is not recorded any more."""
+        self._sealed = error
+        with contextlib.suppress(StoreError):  # its journal ends as if killed
+            if self._journal is not None:
+                self._write(self._journal, end)
+            self.close()
+
+    def listen(self, listener: Listener) -> None:
+        """Call ``listener`` for every event from now on."""
+        self._listeners.append(listener)
+
+    def ignore(self, listener: Listener) -> None:
+        """Stop calling ``listener``. Does nothing if it is not registered."""
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+
+    def close(self) -> None:
+        """Release the journal: nothing more will be recorded."""
+        if self._on_close is not None:
+            self._on_close()
+
+    async def events(self) -> AsyncIterator[AnyEvent]:
+        """Yield every event from now on, until the run ends."""
+        queue: asyncio.Queue[AnyEvent] = asyncio.Queue()
+        self.listen(queue.put_nowait)
+        try:
+            while True:
+                event = await queue.get()
+                yield event
+                if isinstance(event, RunEnded):
+                    return
+        finally:
+            self.ignore(queue.put_nowait)
+
+
+def _is_minor(event: AnyEvent) -> bool:
+    """Whether ``event`` says nothing that a further resume needs."""
+    match event:
+        case NoteAdded() | CallStarted() | CallEnded() | RunResumed():
+            return True
+        case AttemptFailed():
+            return not event.usage.calls
+        case RunEnded():
+            is_unfinished = event.stop in (Stop.ERROR, Stop.SUSPENDED, Stop.CANCELLED)
+            return is_unfinished and event.answer is None
+        case _:
+            return False
+
+
+def _place(event: AnyEvent) -> str:
+    """``call 0, turn 2, cell 1``, as far as the event has them; no text of the run."""
+    id = getattr(event, "call", getattr(event, "id", ""))
+    parts = [f"call {id}" if id else ""]
+    parts += [f"{name} {getattr(event, name)}" for name in ("turn", "cell") if hasattr(event, name)]
+    return ", ".join(filter(None, parts)) or "the run"

@@ -1,0 +1,71 @@
+"""Replies that earlier runs recorded, reused by choice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramify import Limits, SandboxSpec, Stop, Store
+from ramify.types.message import Message, Reply
+from tests.engine.helpers import by_role, client, code, rlm
+
+SANDBOX = SandboxSpec("inprocess", allow_weaker=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"limits": Limits(max_turns=7, max_calls=40, max_reply_tokens=512, max_concurrency=2)},
+        {"limits": Limits(max_seconds=60, max_tokens=400_000, max_sub_reply_tokens=99)},
+        {"on_event": lambda event: None, "metadata": {"a": 1}},
+    ],
+)
+def test_the_cache_finds_what_a_run_with_other_options_recorded(
+    tmp_path: Path, changes: Any
+) -> None:
+    store = Store(tmp_path)
+    turns = [code("x = llm_query('a')"), code("FINAL([x, *llm_query_batched(['b', 'c'])])")]
+    model = client(by_role(turns * 2))
+    with rlm(model, store=store, sandbox=SANDBOX) as r:
+        first = r.completion("text", "?", **changes)
+        second = r.completion("text", "?", cache=True)
+        third = r.completion("text", "?")
+    assert first.answer == second.answer == ["re: a", "re: b", "re: c"]
+    assert (first.usage.calls, second.usage.calls, third.usage.calls) == (5, 0, 5)
+
+
+def test_the_cache_finds_the_replies_of_a_conversation_and_of_a_killed_run(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    script = [code(f"FINAL(llm_query('q{n}'))") for n in range(2)]
+    model = client(by_role(script * 3))
+
+    def talk(r: Any, cache: bool) -> int:
+        with r.conversation("text") as talk:
+            return sum(talk.ask(f"{n}?", cache=cache).usage.calls for n in range(2))
+
+    with rlm(model, store=store, sandbox=SANDBOX) as r:
+        assert talk(r, cache=False) == 4
+        path = store.path("last")
+        path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-2]))
+        assert talk(r, cache=True) == 0
+
+
+def test_a_reply_that_was_cut_is_reused_for_the_same_limit_only(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    cut = Reply(Message("assistant", "cut off he"), finish="length")
+    whole = Reply(Message("assistant", "complete"))
+    with rlm([cut, whole, whole], store=store, scaffold=None) as r:
+        assert r.completion("?").stop is Stop.MAX_TOKENS
+        assert r.completion("?", cache=True).response == "cut off he"
+        larger = r.completion("?", cache=True, limits=Limits(max_reply_tokens=999))
+    assert (larger.response, larger.stop) == ("complete", Stop.FINAL)
+
+
+def test_the_cache_pays_once_for_the_same_request_in_one_run(tmp_path: Path) -> None:
+    model = client(by_role([code("FINAL([llm_query('a'), llm_query('a')])")]))
+    with rlm(model, store=Store(tmp_path), sandbox=SANDBOX) as r:
+        result = r.completion("text", "?", cache=True)
+    assert (result.answer, result.usage.calls, len(model.requests)) == (["re: a"] * 2, 2, 2)
