@@ -25,8 +25,6 @@ from ramify.types.message import Message
 if TYPE_CHECKING:
     from ramify.models.renderer import Renderer
 
-from ramify.progress import report_progress
-
 PROTOCOL = 3
 """Version of the ``ramify serve-policy --weight-transfer`` protocol. It increases with every change
 that an older trainer or engine would misunderstand. Both sides send theirs at the start."""
@@ -162,25 +160,3 @@ def too_long(name: str, window: int, request: Request | None, num_ids: int) -> R
     )
     error.too_long = True
     return error
-
-
-def connect(name: str, tiny: Path = TINY, **_connection: object) -> Client:
-    """An engine in this process, for ``local:…``, or for ``tiny``, which is stored in the folder
-    ``tiny``. Raises ConfigError if the model or a package that it needs is missing.
-
-    Example:
-        client = inference.connect("local:checkpoints/mine")
-    """
-    path = str(tiny) if name == "tiny" else name.removeprefix("local:")
-    if name == "tiny" and not (tiny / "config.json").is_file():
-        raise ConfigError(
-            f"the model 'tiny' is not part of this installation ({tiny} has no checkpoint): train "
-            "one with `ramify train recipes/tiny.py`, and use it as local:FOLDER"
-        )
-    need_train_extra(f"model '{name}'")
-    # The import takes longer than loading a small policy.
-    with report_progress("starting", note=f"the engine for {name}"):
-        from ramify.inference.local.local_client import LocalClient
-        from ramify.models.load import load_policy
-
-    return LocalClient(load_policy(path), name=name)

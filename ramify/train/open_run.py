@@ -29,6 +29,7 @@ from ramify.store.store import Store
 from ramify.tasks.base import items_of
 from ramify.train.advantages.base import needs_of
 from ramify.train.assemble import RunParts, adapters_of, device_of, read_in_parts
+from ramify.train.audited_client import AuditedClient
 from ramify.train.config import plain
 from ramify.train.depth_models import DepthModels, temperatures
 from ramify.train.evaluation_metrics import evaluate
@@ -41,7 +42,7 @@ from ramify.train.publisher import PolicyWeights, Publisher
 from ramify.train.resource_counts import attached, check_reach
 from ramify.train.rollouts.rollouter import Rollouter
 from ramify.train.run_record import RunRecord
-from ramify.train.selfcheck import AuditedClient, SelfCheck
+from ramify.train.selfcheck import SelfCheck
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.scorer import RunTeachers
 from ramify.train.signals.signal_reader import RunSignals
@@ -419,7 +420,7 @@ def _teachers(
     weights: PolicyWeights,
 ) -> RunTeachers | None:
     """The models that score for signals; None if no signal needs one."""
-    from ramify.inference.base import connect
+    from ramify.inference.connect_local import connect
     from ramify.inference.local.local_client import LocalClient
     from ramify.train.backends.single import SingleBackend
 

@@ -16,6 +16,7 @@ from ramify.errors import ConfigError, TrainError
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy
 from ramify.train.assemble import assemble
+from ramify.train.audited_client import AuditedClient
 from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import LoraSpec, Run
@@ -23,7 +24,7 @@ from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.execute import train
 from ramify.train.losses import PpoClip
 from ramify.train.losses.loss import LossSpec
-from ramify.train.selfcheck import AuditedClient, SelfCheck
+from ramify.train.selfcheck import SelfCheck
 from tests.train.backends.small import policy as small_policy
 from tests.train.backends.small import tree
 from tests.train.backends.test_precision import PROMPT, at_once

@@ -22,11 +22,12 @@ from ramify.models.load import Policy, from_config
 from ramify.serve.policy import PolicyServer
 from ramify.tasks.base import items_of
 from ramify.train.assemble import RunParts, assemble
+from ramify.train.audited_client import AuditedClient
 from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import pack
 from ramify.train.preflight import first_prompt
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
-from ramify.train.selfcheck import AuditedClient, SelfCheck
+from ramify.train.selfcheck import SelfCheck
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Group
 from tests.train.small import small

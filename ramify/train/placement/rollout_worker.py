@@ -138,7 +138,7 @@ class _RolloutWorker:
         from ramify.engine.scaffold import scaffold_of
         from ramify.inference.http.http_engines import HttpEngines
         from ramify.models.load import load_policy
-        from ramify.train.selfcheck import AuditedClient
+        from ramify.train.audited_client import AuditedClient
 
         torch.set_num_threads(1)
         policy = load_policy(

@@ -23,6 +23,7 @@ from ramify.models.weights import load_weights
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.assemble import assemble
+from ramify.train.audited_client import AuditedClient
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import Schedule, SftSpec
@@ -37,7 +38,6 @@ from ramify.train.preflight import check_signals
 from ramify.train.recipe import stored
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.selfcheck import AuditedClient
 from ramify.train.signals.base import ScoringRow
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.hindsight import Hindsight
