@@ -1,11 +1,14 @@
 """Does a training session hold what it promises: tasks that prove themselves, runs that are
-extended, and runs that are stopped at random?
+extended, runs that are stopped at random, and a policy from scratch that learns to find evidence?
 
-    python benchmarks/evidence.py            300 items, 20 signals
-    python benchmarks/evidence.py --quick    60 items, 5 signals
-    python benchmarks/evidence.py --json     also print the figures as JSON, like engine.py
+    python benchmarks/evidence.py                 300 items, 20 signals, curves of three seeds
+    python benchmarks/evidence.py --quick         60 items, 5 signals, no curves
+    python benchmarks/evidence.py --curves-only --seeds 1 --keep runs    only curves, of one seed
+    python benchmarks/evidence.py --json          also print the figures as JSON, like engine.py
 
-Not measured here: learning curves of the evidence task, which need hours on a processor.
+A seed's curves take some fifteen minutes of one core: one policy that imitates the scripted expert
+(``recipes/tiny_evidence.py``), and from it reinforcement learning with trained children, with
+children that are not trained, and over a frozen sub-model, which is the policy that imitated.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 from engine import Figure, show
 
@@ -31,6 +35,8 @@ from ramify.tasks.validation import answered  # noqa: E402
 from ramify.train.checkpoint import CheckpointStore, read_state  # noqa: E402
 from ramify.train.config import Schedule  # noqa: E402
 from ramify.train.execute import train  # noqa: E402
+from ramify.train.metrics import read_metrics  # noqa: E402
+from ramify.train.recipe import load_recipe  # noqa: E402
 from tests.train.test_extend import is_stopped, learned, run_of  # noqa: E402
 from tests.train.test_loop import same  # noqa: E402
 
@@ -96,17 +102,81 @@ def of_signals(folder: Path, num: int) -> Iterator[Figure]:
     yield Figure("stopped runs that end elsewhere", float(unequal), "runs", {}, 0.0)
 
 
+RECIPE = ROOT / "recipes/tiny_evidence.py"
+VARIANTS = {
+    "RL, trained children": (),
+    "RL, children untrained": ("rl.algorithm.children=false",),
+    "RL, frozen sub-model": ('depths=[{}, {"model": "local:SFT"}]',),
+}
+
+
+def of_curves(folder: Path, seeds: int) -> Iterator[Figure]:
+    """F1 on the test split after imitation and after each way of reinforcement learning."""
+    measured: dict[str, list[dict[str, float]]] = {"SFT": [], **{name: [] for name in VARIANTS}}
+    for seed in range(seeds):
+        for name, values in curve(folder / f"seed-{seed}", seed).items():
+            measured[name].append(values)
+    for name, found in measured.items():
+        shown: dict[str, float | str] = {
+            f"seed {seed}": f"{each['test/reward']:.3f} ({each['test/reward_low']:.3f} to "
+            f"{each['test/reward_high']:.3f})"
+            for seed, each in enumerate(found)
+        }
+        yield Figure(f"evidence, F1 after {name}", _mean(found), "F1", shown)
+    rise = _mean(measured["RL, trained children"]) - _mean(measured["SFT"])
+    yield Figure("evidence, RL above SFT", round(rise, 3), "F1", {}, least=0.2)
+
+
+def curve(folder: Path, seed: int) -> dict[str, dict[str, float]]:
+    """Metrics of the last evaluation on ``test`` of each run of one seed. A run that is whole in
+    ``folder`` is not repeated."""
+    imitated = folder / "sft"
+    tested = {"SFT": _tested(imitated, "rl=null", f"seed={seed}")}
+    policy = (imitated / "policy").resolve()
+    recipe = load_recipe(RECIPE)
+    assert recipe.sft is not None
+    begins = (
+        "warmup=null",
+        "sft=null",
+        f"policy.path={policy}",
+        "policy.shape={}",
+        f"rl.sample.first_item={recipe.sft.num}",
+        f"seed={seed}",
+    )
+    for name, overrides in VARIANTS.items():
+        changed = (each.replace("SFT", str(policy)) for each in overrides)
+        tested[name] = _tested(folder / name.replace(" ", "-"), *begins, *changed)
+    return tested
+
+
+def _tested(out: Path, *overrides: str) -> dict[str, float]:
+    if not (out / "policy").is_dir():
+        is_begun = any(out.glob("checkpoints/step-*"))
+        train(load_recipe(RECIPE, overrides), out, resume=out if is_begun else None)
+    rows = [row for row in read_metrics(out) if row.stage == "last" and "test/reward" in row.values]
+    return rows[-1].values
+
+
+def _mean(measured: list[dict[str, float]]) -> float:
+    return round(fmean(each["test/reward"] for each in measured), 3)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--curves-only", action="store_true")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--keep", type=Path, help="folder of the runs, which are then continued")
     arguments = parser.parse_args()
+    found: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
-        found = [
-            *of_evidence(60 if arguments.quick else 300),
-            *of_extension(Path(folder)),
-            *of_signals(Path(folder), 5 if arguments.quick else 20),
-        ]
+        if not arguments.curves_only:
+            found += of_evidence(60 if arguments.quick else 300)
+            found += of_extension(Path(folder))
+            found += of_signals(Path(folder), 5 if arguments.quick else 20)
+        if not arguments.quick:
+            found += of_curves(arguments.keep or Path(folder) / "curves", arguments.seeds)
     show(found)
     if arguments.json:
         print(json.dumps({"figures": [figure.as_json() for figure in found]}))

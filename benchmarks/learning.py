@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from typing import NamedTuple
 
 from engine import Figure
@@ -49,6 +49,11 @@ CREDITS = {
     "fixed": ("L of 200", ["rl.algorithm.rollout_tokens=200"]),
 }
 """Variant of the recursive run -> (description, overrides)."""
+BEFORE = {"tiny": (240, 248, 248), "per_role": (221, 236, 220)}
+"""Run -> right answers of 256 after RL, by seed, under the default objective and credit until
+November 2026: a rollout divided by its own tokens, ``siblings``."""
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Student's t, 97.5 %, for 1, 2, … degrees of freedom."""
 
 
 class Trained(NamedTuple):
@@ -197,6 +202,10 @@ def figures(runs: Sequence[Trained], quick: bool) -> Iterator[Figure]:
         most = 0.12 if variant == "per_role" else None
         against = {"after SFT": wrong(of(runs, variant, "first test"))}
         yield figure(f"several documents, {what}", variant, "test", most, against)
+    for name, what in (("tiny", "single documents"), ("per_role", "several documents")):
+        right = share_with_interval(sum(BEFORE[name]), 256 * len(BEFORE[name]))
+        against = {"before": 1 - right.value}
+        yield figure(f"{what}, against the default before", name, "test", 1 - right.low, against)
     kept = [run for run in runs if run.name == "per_role" and "last test_formats" in run.rewards]
     yield Figure(
         "several documents in a held-out format, the worst seed",
@@ -242,6 +251,57 @@ def with_interval(reward: float) -> str:
     """A share of ``NUM`` questions with its 95 % interval."""
     share = share_with_interval(round(reward * NUM), NUM)
     return f"{share.value:.1%} ({100 * share.low:.1f}-{100 * share.high:.1f})"
+
+
+def differences(runs: Sequence[Trained]) -> str:
+    """Return a Markdown table of each variant less the default, over the seeds of both."""
+    scores = {(run.name, run.seed): run.rewards.get("last test") for run in runs}
+    lines = ["| run | seeds | less `per_role`, by seed | mean, 95 % interval |", "|" + " --- |" * 4]
+    for name in CREDITS:
+        pairs = [
+            100 * (theirs - ours)
+            for (other, seed), theirs in sorted(scores.items())
+            if other == name != "per_role" and theirs is not None
+            if (ours := scores.get(("per_role", seed))) is not None
+        ]
+        if pairs:
+            by_seed = ", ".join(f"{pair:+.1f}" for pair in pairs)
+            lines.append(f"| `{name}` | {len(pairs)} | {by_seed} | {mean_of_pairs(pairs)} |")
+    return "\n".join(lines) + "\n"
+
+
+LATE = range(16, 21)
+"""Steps whose rollouts are compared, also of runs that did not finish."""
+
+
+def rollouts(folder: Path, seeds: Sequence[int]) -> str:
+    """Return a Markdown table of the mean reward of the rollouts of the steps ``LATE``."""
+    lines = ["| run | " + " | ".join(f"seed {seed}" for seed in seeds) + " |"]
+    lines.append("|" + " --- |" * (len(seeds) + 1))
+    for name in CREDITS:
+        found = [late_reward(folder / f"tiny-recursive-{seed}-{name}") for seed in seeds]
+        if any(found):
+            cells = " | ".join("" if value is None else f"{value:.1%}" for value in found)
+            lines.append(f"| `{name}` | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
+def late_reward(folder: Path) -> float | None:
+    rows = [] if not folder.exists() else list(read_metrics(folder))
+    values = [
+        row.values["reward"]
+        for row in rows
+        if row.stage == "rl" and row.step in LATE and "loss" in row.values
+    ]
+    return mean(values) if len(values) == len(LATE) else None
+
+
+def mean_of_pairs(pairs: Sequence[float]) -> str:
+    """Mean of differences with Student's interval, which includes how much seeds differ."""
+    if len(pairs) < 2:
+        return f"{pairs[0]:+.1f}"
+    reach = T_95[len(pairs) - 2] * stdev(pairs) / len(pairs) ** 0.5
+    return f"{mean(pairs):+.1f} ({mean(pairs) - reach:+.1f} to {mean(pairs) + reach:+.1f})"
 
 
 def kinds(runs: Sequence[Trained]) -> str:
@@ -301,7 +361,9 @@ def picture(runs: Sequence[Trained]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def write(runs: Sequence[Trained], found: Sequence[Figure]) -> None:
+def write(
+    runs: Sequence[Trained], found: Sequence[Figure], folder: Path, seeds: Sequence[int]
+) -> None:
     RESULTS.parent.mkdir(exist_ok=True)
     data = {
         "figures": [figure.as_json() for figure in found],
@@ -309,7 +371,8 @@ def write(runs: Sequence[Trained], found: Sequence[Figure]) -> None:
     }
     RESULTS.write_text(json.dumps(data, indent=1) + "\n")
     PICTURE.write_text(picture(runs))
-    fill(PAGE, {"runs": table(runs), "kinds": kinds(runs)})
+    parts = {"runs": table(runs), "differences": differences(runs), "kinds": kinds(runs)}
+    fill(PAGE, {**parts, "rollouts": rollouts(folder, seeds)})
 
 
 def main() -> int:
@@ -334,7 +397,7 @@ def main() -> int:
     runs.sort(key=lambda run: (["tiny", *CREDITS].index(run.name), run.seed))
     found = list(figures(runs, options.quick))
     if not options.quick and options.only is None:
-        write(runs, found)
+        write(runs, found, folder, options.seeds)
     return tell(found, options.json)
 
 

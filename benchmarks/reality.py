@@ -2,6 +2,7 @@
 models.
 
     python benchmarks/reality.py            print a table; --quick for fewer cases
+    python benchmarks/reality.py --before FOLDER    also compare the overhead with a checkout
     python benchmarks/reality.py --json     also print, as the last line, {"figures": [{"name", …},
     …]}
 
@@ -16,6 +17,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import reality_catalogue
 import reality_providers
@@ -38,8 +40,13 @@ def main() -> int:
     parser.add_argument(
         "--json", action="store_true", help="print the figures as JSON on the last line"
     )
+    parser.add_argument(
+        "--before", type=Path, metavar="FOLDER", help="checkout with which to compare the overhead"
+    )
     options = parser.parse_args()
     found = [figure for measure in FIGURES for figure in measure(options.quick)]
+    if options.before is not None:
+        found += reality_work.overhead(options.before.resolve(), options.quick)
     show(found)
     if options.json:
         print(json.dumps({"figures": [figure.as_json() for figure in found]}))

@@ -8,8 +8,11 @@ that their code allows, and then look for it.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import statistics
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,6 +25,7 @@ from reality_providers import SANDBOX, SCAFFOLD
 
 from ramify import RLM, Limits, ScriptedClient, Stop, Store, Suspended
 from ramify.clients.scripted import refused
+from ramify.errors import ServerFailed, Unreachable
 from ramify.sandbox.base import SharedContext
 from ramify.types.event import AnyEvent
 from ramify.types.message import Message
@@ -37,23 +41,33 @@ ANSWER = [f"r a{i}" for i in range(NUM_CALLS // 2)] + [
 ]
 
 
+OUTAGES = (
+    lambda: refused(402, "no credit"),
+    lambda: refused(401, "the key was revoked"),
+    lambda: Unreachable("scripted: connection refused"),
+    lambda: ServerFailed("scripted: 503"),
+)
+"""Failures that a person can fix."""
+
+
 class CountingModel:
-    """A scripted model that counts its replies to each prompt, and has no credit while
-    ``is_out``."""
+    """A scripted model that counts its replies to each prompt, and fails with ``outage`` while that
+    is not None."""
 
     def __init__(self) -> None:
         self.replies: Counter[str] = Counter()
-        self.is_out = False
-        self.fails_at = -1
+        self.outage: Callable[[], Any] | None = None
 
     def client(self) -> ScriptedClient:
         return ScriptedClient(self._reply)
 
     def _reply(self, messages: tuple[Message, ...]) -> Any:
         text = messages[-1].content
-        if self.is_out or sum(self.replies.values()) == self.fails_at:
-            self.is_out = True
-            return refused(402, "no credit")
+        if self.outage is not None:
+            failure = self.outage()
+            if isinstance(failure, Exception):
+                raise failure
+            return failure
         self.replies[text] += 1
         if messages[0].role != "system":
             return f"r {text}"
@@ -97,16 +111,22 @@ def _killed(folder: Path, journal: list[bytes], at: int) -> Disturbed:
 
 
 def _suspended(folder: Path, at: int) -> Disturbed:
-    store, model = Store(folder), CountingModel()
-    model.fails_at = at
-    with _program(model, store) as rlm:
+    """From the event ``at`` on, the model fails until the run is resumed."""
+    store, model, seen = Store(folder), CountingModel(), Counter[str]()
+
+    def fail(event: AnyEvent) -> None:
+        seen["events"] += 1
+        if seen["events"] == at:
+            model.outage = OUTAGES[at % len(OUTAGES)]
+
+    limits = Limits(patience_s=0.001)
+    with _program(model, store, on_event=fail, limits=limits) as rlm:
         try:
-            rlm.completion("text", "?")
+            return rlm.completion("text", "?").answer, model.replies  # it asked nothing after that
         except Suspended as suspended:
-            model.is_out, model.fails_at = False, -1
+            model.outage = None
             assert store.runs()[0].stop is Stop.SUSPENDED
             return suspended.resume().answer, model.replies
-    return None, model.replies
 
 
 @contextlib.contextmanager
@@ -156,7 +176,7 @@ def interruptions(quick: bool) -> Iterator[Figure]:
                 lambda at: _killed(root / f"k{at}", journal, at),
             ),
             "suspension": (
-                range(0, NUM_CALLS + len(ROOT), step),
+                range(1, len(journal), step),
                 lambda at: _suspended(root / f"s{at}", at),
             ),
             "full disk": (range(1, len(journal), step), _on_full_disk),
@@ -235,3 +255,41 @@ def careless_models(quick: bool) -> Iterator[Figure]:
     num = 60 if quick else 200
     lost = sum(not _careless(random.Random(seed)) for seed in range(num))
     yield Figure(f"{num} careless models that lost a paid reply", lost, "models", {}, floor=0)
+
+
+# --- overhead
+
+_RUNS = """
+import sys, tempfile, time
+from ramify import RLM, SandboxSpec, Scaffold, ScriptedClient, Store
+CELLS = ("x = llm_query_batched([str(i) for i in range(8)])", "y = llm_query('b')", "FINAL(len(x))")
+def reply(messages):
+    turn = sum(each.role == "assistant" for each in messages)
+    return f"```repl\\n{CELLS[turn]}\\n```" if messages[0].role == "system" else "r"
+with tempfile.TemporaryDirectory() as folder:
+    scaffold = Scaffold(name="overhead", system="You drive a session.", direct_chars=0)
+    spec = SandboxSpec("inprocess", allow_weaker=True)
+    with RLM(ScriptedClient(reply), scaffold=scaffold, sandbox=spec, store=Store(folder)) as rlm:
+        for num in (5, int(sys.argv[1])):
+            began = time.process_time()
+            for _ in range(num):
+                assert rlm.completion("text", "?").answer == 8
+    print((time.process_time() - began) / num)
+"""
+
+
+def overhead(before: Path, quick: bool) -> Iterator[Figure]:
+    """CPU time per stored run against the checkout at ``before``, in interleaved processes."""
+    times: dict[Path, list[float]] = {Path(__file__).parents[1]: [], before: []}
+    for _ in range(5):
+        for root, found in times.items():
+            done = subprocess.run(
+                [sys.executable, "-W", "ignore", "-c", _RUNS, "20" if quick else "100"],
+                env={**os.environ, "PYTHONPATH": str(root)},
+                capture_output=True,
+                check=True,
+                text=True,
+            )
+            found.append(float(done.stdout))
+    now, then = (statistics.median(found) for found in times.values())
+    yield Figure("CPU time per run, relative to before", now / then, "", {}, floor=1.05)

@@ -124,7 +124,7 @@ LIMITS = (
 )
 """Settings that are limits, of which a resumed run may have others."""
 _ALLOWED_WITH_RESUME = {
-    *("json", "quiet", "verbose", "progress", "allow_weaker"),
+    *("json", "quiet", "verbose", "progress", "allow_weaker", "model", "sub_model"),
     *LIMITS,
 }
 """Settings that may be given together with ``--resume``."""
@@ -168,6 +168,7 @@ def ask(
                 as_json=bool(settings.get("json")),
                 allow_weaker=bool(settings.get("allow_weaker")),
                 limits=limit_fields({name: given[name] for name in LIMITS}),
+                models={n: given[n] for n in ("model", "sub_model") if given[n] is not None},
                 fork=fork,
             )
     if not words or not words[0].strip():

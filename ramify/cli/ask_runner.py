@@ -175,11 +175,12 @@ def run_again(
     as_json: bool,
     allow_weaker: bool,
     limits: dict[str, Any],
+    models: dict[str, Any],
     fork: tuple[int, bytes | None] | None,
 ) -> ExitCode:
     """Continue a stored run. If it has already ended, and not by a limit that is now higher, print
-    its recorded answer. ``limits`` replace recorded ones. ``fork`` (turn from 0, code) starts a new
-    run from there."""
+    its recorded answer. ``limits`` and ``models`` replace recorded ones. ``fork`` (turn from 0,
+    code) starts a new run from there."""
     from ramify.cli import resume
     from ramify.engine import rerun
 
@@ -198,7 +199,7 @@ def run_again(
         turn, code = fork[0], None if fork[1] is None else fork[1].decode()
         notes.say(f"continuing run {started.id} from turn {turn + 1} as a new run")
         return _finish(
-            lambda on_event: rlm.start_fork(run, turn, code=code, on_event=on_event),
+            lambda on_event: rlm.start_fork(run, turn, code=code, on_event=on_event, **models),
             rlm,
             screen,
             as_json,
@@ -212,7 +213,11 @@ def run_again(
         return _print(result, notes, as_json, has_schema, is_stored=True)
     notes.say(f"continuing run {started.id}: {terminal_text.one_line(started.question)}")
     return _finish(
-        lambda on_event: rlm.restart(run, on_event=on_event), rlm, screen, as_json, has_schema
+        lambda on_event: rlm.restart(run, on_event=on_event, **models),
+        rlm,
+        screen,
+        as_json,
+        has_schema,
     )
 
 

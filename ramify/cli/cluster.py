@@ -22,8 +22,8 @@ from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
     from ramify.cluster.rate import EngineRate
-    from ramify.cluster.simulate import SimulationResult, SimulationSetting
-    from ramify.cluster.simulation_inputs import SimulationInputs
+    from ramify.cluster.simulate import DeviceSplit, SimulationResult, SimulationSetting
+    from ramify.cluster.simulation_inputs import RunSizes, SimulationInputs
 
 
 def plan(
@@ -122,10 +122,7 @@ def simulate(
     seed: int | None = None,
     json: bool | None = None,
 ) -> int:
-    if devices is not None and (engines or ranks):
-        raise UsageError("--devices tries every split: remove --engines and --ranks")
-    if engine_devices is not None and devices is None:
-        raise UsageError("--engine-devices applies to --devices: give --devices as well")
+    _check_devices(devices, engine_devices, has_counts=bool(engines or ranks))
     _check_shares(straggler_factor, grace_steps, scaling)
     _check_counts(
         engine_devices=engine_devices,
@@ -136,39 +133,24 @@ def simulate(
         steps=steps,
         devices=devices,
     )
-    choices_of = {
-        name: _numbers(name, text)
-        for name, text in (
-            ("engines", engines),
-            ("slots", slots),
-            ("ranks", ranks),
-            ("staleness", staleness),
-        )
-    }
-    for package in ("simpy", "numpy"):
-        if find_spec(package) is None:
-            raise ConfigError(
-                f"ramify cluster simulate needs {package}: pip install 'ramify[cluster]'"
-            )
-    from ramify.cluster.simulate import DeviceSplit, best, choices, predict, splits
+    slot_choices, staleness_choices = _numbers("slots", slots), _numbers("staleness", staleness)
+    engine_choices, rank_choices = _numbers("engines", engines), _numbers("ranks", ranks)
+    _check_packages()
+    from ramify.cluster.simulate import choices, predict, splits
     from ramify.cluster.simulation_inputs import measured
 
-    rate = _calibrated(calibrate, max(choices_of["slots"] or [64])) if calibrate else None
+    rate = _calibrated(calibrate, max(slot_choices or [64])) if calibrate else None
     inputs = measured(
         Path(words[0]), last=last, rate=rate, scaling=1.0 if scaling is None else scaling
     )
-    sizes = inputs.sizes
-    pairs = [
-        DeviceSplit(num_engines, num_ranks)
-        for num_engines in choices_of["engines"] or [sizes.engines]
-        for num_ranks in choices_of["ranks"] or [sizes.ranks]
-    ]
     settings = list(
         choices(
             inputs,
-            splits(devices, engine_devices or 1) if devices else pairs,
-            slots=choices_of["slots"],
-            staleness=choices_of["staleness"],
+            splits(devices, engine_devices or 1)
+            if devices
+            else _pairs(inputs.sizes, engine_choices, rank_choices),
+            slots=slot_choices,
+            staleness=staleness_choices,
             items=items,
             group=group,
             concurrency=concurrency,
@@ -181,10 +163,40 @@ def simulate(
         print(_as_json(inputs, predicted))
         return ExitCode.ANSWERED
     print(*_about(inputs), *_assumed(inputs, settings, bool(calibrate)), sep="\n")
-    print("", *_table(predicted), sep="\n")
-    if len(predicted) > 1:
-        print(f"most steps per hour: {_named(best(predicted))}")
+    print("", *_table(predicted), *_best(predicted), sep="\n")
     return ExitCode.ANSWERED
+
+
+def _check_devices(devices: int | None, engine_devices: int | None, *, has_counts: bool) -> None:
+    if devices is not None and has_counts:
+        raise UsageError("--devices tries every split: remove --engines and --ranks")
+    if engine_devices is not None and devices is None:
+        raise UsageError("--engine-devices applies to --devices: give --devices as well")
+
+
+def _check_packages() -> None:
+    for package in ("simpy", "numpy"):
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"ramify cluster simulate needs {package}: pip install 'ramify[cluster]'"
+            )
+
+
+def _pairs(sizes: RunSizes, engines: Sequence[int], ranks: Sequence[int]) -> list[DeviceSplit]:
+    """Every number of engines with every number of ranks; without a choice the measured one."""
+    from ramify.cluster.simulate import DeviceSplit
+
+    return [
+        DeviceSplit(num_engines, num_ranks)
+        for num_engines in engines or [sizes.engines]
+        for num_ranks in ranks or [sizes.ranks]
+    ]
+
+
+def _best(predicted: Sequence[SimulationResult]) -> list[str]:
+    from ramify.cluster.simulate import best
+
+    return [f"most steps per hour: {_named(best(predicted))}"] if len(predicted) > 1 else []
 
 
 def _check_shares(

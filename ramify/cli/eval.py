@@ -25,10 +25,11 @@ from ramify.cli.progress_screen import ProgressScreen, form_of
 from ramify.cli.settings import fill, unknown_variables
 from ramify.cli.stop_signals import ends_if_blocked
 from ramify.cli.telemetry import exporting
-from ramify.cli.terminal_text import StderrNotes, dollars, error_line, write
+from ramify.cli.terminal_text import StderrNotes, dollars, error_line, many, write
 from ramify.log_outputs import run_log
 from ramify.logging import RoomLogger
 from ramify.progress import ProgressTask, report_progress
+from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
     from ramify.engine.rlm import RLM
@@ -323,13 +324,19 @@ class _Command:
                 )
             if id is not None:
                 self._notes.say(f"evaluation {id}")
+        num = sum(outcome.stop is Stop.SUSPENDED for outcome in evaluation.outcomes)
+        if num and id is not None:
+            self._notes.say(
+                f"ramify: {many(num, 'attempt')} suspended and left out; continue with: "
+                f"ramify eval --resume {id}"
+            )
         if is_judged:
             return ExitCode.ANSWERED
         error_line(
             f"no attempt was scored: all {figures.attempts:,} failed, the first with: "
             f"{figures.first_error}"
         )
-        return ExitCode.ERROR
+        return ExitCode.SUSPENDED if num and id is not None else ExitCode.ERROR
 
 
 def _measured(figures: EvaluationReport) -> StepMetrics:

@@ -19,11 +19,12 @@ _TASK = '''"""The task NAME: its items, its score, an expert that shows it, and 
     ramify eval NAME.py:NAME --model local:runs/NAME/policy
 """
 
+import random
 import re
 
 from ramify import Limits, tasks, train
 
-HOSTS = ("web-1", "web-2", "db-1")
+HOSTS = ("api", "mail", "auth")
 
 
 def make(rng):
@@ -40,9 +41,10 @@ def NAME():
 
 
 def expert(messages):
-    """The next reply of a call that is done well: look, count, answer."""
+    """The next reply of a call: look, count, answer. Half of the time it counts every line."""
     host = re.search(r"errors has (\\S+)\\?", messages[0].content)[1]
-    count = f"L=context.splitlines()\\nr=sum(l=='{host} error' for l in L)\\nprint(r)"
+    which = random.Random(messages[0].content).choice(("l=='{} error'", "'{}' in l")).format(host)
+    count = f"L=context.splitlines()\\nr=sum({which} for l in L)\\nprint(r)"
     replies = ("print(context[:40])", count, "FINAL(r)")
     return replies[sum(message.role == "assistant" for message in messages)]
 
@@ -59,15 +61,14 @@ def run():
         sft=train.SftSpec(
             demos=f"{__file__}:demos",
             num=200,
-            epochs=3,
-            algorithm=train.SFT(min_reward=1.0),
-            optim=train.OptimizerSpec(lr=1e-3),
+            epochs=2,
+            optim=train.OptimizerSpec(kind="muon", lr=6e-3, schedule="linear"),
         ),
         rl=train.RlSpec(
-            steps=6,
-            sample=train.StepSampleSpec(items=12),
+            steps=10,
+            sample=train.StepSampleSpec(items=12, minibatches=2),
             rollout=train.RolloutOptions(group=8),
-            optim=train.OptimizerSpec(lr=1e-4),
+            optim=train.OptimizerSpec(lr=5e-4, warmup_steps=2),
         ),
         scaffold="tiny",
         limits=Limits(max_turns=4, max_depth=0, max_reply_tokens=100),
@@ -75,7 +76,7 @@ def run():
         threads=1,
     )
 '''
-_TEST = '''"""The task NAME proves itself, and its expert solves it."""
+_TEST = '''"""The task NAME proves itself, and its expert solves a part of it."""
 
 from ramify import tasks
 from ramify.engine.scaffold import scaffold_of
@@ -87,9 +88,9 @@ def test_gold_answers_score_1_and_wrong_ones_do_not():
     assert tasks.validate(NAME()) == ""
 
 
-def test_the_expert_is_right():
-    shown = demos(NAME(), 4, 0, scaffold_of("tiny"))
-    assert [run.rewards["correct"] for run in shown] == [1.0] * 4
+def test_the_expert_shows_what_is_right_and_what_is_not():
+    shown = demos(NAME(), 12, 0, scaffold_of("tiny"))
+    assert {run.rewards["correct"] for run in shown} == {0.0, 1.0}
 '''
 
 

@@ -100,6 +100,8 @@ def _run_lines(
     reason = trajectory.reason or (roots[-1].error or "" if roots else "")
     tone = "good" if trajectory.stop is Stop.FINAL else "warn"
     yield paint(tone, f"ended: {ending(trajectory.stop, reason, turns, is_alive)}")
+    if trajectory.stop is Stop.SUSPENDED:
+        yield f"continue with: ramify ask --resume {trajectory.id}"
 
 
 def _turn_lines(trajectory: Trajectory, call: Call, number: int) -> Iterator[str]:
@@ -202,6 +204,8 @@ def _bill(turn: Turn) -> str:
 def _end(call: Call, full: bool) -> str:
     if call.stop is None:
         return "not ended"
+    if call.stop is Stop.SUSPENDED and call.answer is None:
+        return f"suspended, waiting for this to be fixed: {call.reason or call.error}"
     answer = _as_text(call.answer)
     shown = answer if full or call.parent is None else one_line(answer, 300)
     limit = "" if call.stop is Stop.FINAL else f" ({call.stop})"

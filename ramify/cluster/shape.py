@@ -19,6 +19,7 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.train.backends.mesh import EXPERTS
+from ramify.train.policy_defaults import shape_for
 
 if TYPE_CHECKING:
     from torch import nn
@@ -169,7 +170,7 @@ def config_of(run: Run) -> Any:
     """Return the configuration of the run's policy without loading its weights.
 
     If the tokenizer is trained on demonstrations, the vocabulary has its maximum size,
-    ``vocab_size``."""
+    ``vocab_size``. Sizes that follow from demonstrations are the smallest."""
     from transformers import AutoConfig
 
     from ramify.models.load import load_tokenizer, read_config
@@ -181,10 +182,10 @@ def config_of(run: Run) -> Any:
     if spec.tokenizer:
         vocabulary = len(load_tokenizer(Path(spec.tokenizer)))
     else:
-        vocabulary = len(word_tokenizer(spec.words)) if spec.words else spec.vocab_size
+        vocabulary = len(word_tokenizer(spec.words)) if spec.words else spec.vocab_size or 512
     try:
         return AutoConfig.for_model(
-            **{"vocab_size": vocabulary, "bos_token_id": None, **spec.shape}
+            **{"vocab_size": vocabulary, "bos_token_id": None, **(spec.shape or shape_for(0, 0))}
         )
     except (KeyError, ValueError, TypeError) as error:
         raise ConfigError(f"policy.shape is not a valid configuration: {error}") from None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from ramify.clients.base import Client, KnownPrefix, Request
+from ramify.errors import SandboxError
 from ramify.sandbox.base import SharedContext
 from ramify.types.message import Message, Reply, encodable
 from ramify.types.trajectory import CallKind, ContextRef, Parent, Stop
@@ -185,3 +187,29 @@ def _dumped(value: Any) -> Any:
     if not hasattr(value, "model_dump"):
         raise NotImplementedError
     return value.model_dump(mode="json")
+
+
+def typed_record(answer: Any) -> dict[str, Any] | None:
+    """Pack an answer whose type JSON would change; None for others, and if no session can hold
+    it."""
+    if _is_plain(answer):
+        return None
+    try:
+        return SharedContext(answer).pack()
+    except SandboxError:  # of a type of the caller, which gives it again
+        return None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ``value`` is the same after it was written as JSON and read."""
+    match value:
+        case None | str() | bool() | int():
+            return True
+        case float():
+            return math.isfinite(value)
+        case list():
+            return all(map(_is_plain, value))
+        case dict():
+            return all(type(key) is str for key in value) and all(map(_is_plain, value.values()))
+        case _:
+            return False

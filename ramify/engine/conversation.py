@@ -8,6 +8,7 @@ to each question; the clock is stopped between questions.
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 from collections.abc import Callable
 from types import TracebackType
@@ -42,7 +43,7 @@ class Conversation:
         prompt: Any,
         options: RunOptions,
         *,
-        resume: Callable[[str], Result],
+        resume: Callable[..., Result],
     ) -> None:
         """``options`` are the defaults of its questions. ``resume`` continues the run of a
         conversation that was closed."""
@@ -91,7 +92,7 @@ class Conversation:
                 conversation=state,
                 cache=reply_cache(self._store, options.cache),
             )
-            return checked(await running, self._resume)
+            return checked(await running, functools.partial(self._resume, options=options))
         finally:
             if options.on_event is not None:
                 state.recorder.ignore(options.on_event)

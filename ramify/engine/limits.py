@@ -20,12 +20,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ramify.clients.base import Price
-from ramify.errors import ConfigError, LimitReached
+from ramify.errors import ConfigError, LimitReached, nearest
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
 
@@ -36,7 +36,17 @@ DEFAULT_MAX_COST = 5.0
 _MAY_BE_ZERO = ("max_depth", "max_reasoning_tokens")
 
 
-class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _NamedFields(type(msgspec.Struct)):  # type: ignore[misc]
+    """Reports an unknown field with the nearest known name."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        for name in fields:
+            if name not in cls.__struct_fields__:
+                raise ConfigError(f"unknown limit '{name}': {nearest(name, cls.__struct_fields__)}")
+        return super().__call__(*args, **fields)
+
+
+class Limits(msgspec.Struct, metaclass=_NamedFields, frozen=True, forbid_unknown_fields=True):
     """Limits of one question over its whole tree. Zero is an error, except for ``max_depth`` and
     ``max_reasoning_tokens``."""
 

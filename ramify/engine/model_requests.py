@@ -323,7 +323,10 @@ class TurnRequest:
         self.call = call
         self.last_word = last_word
         self.request = Request(prompt, sampling, schema, tools, affinity=call.id, known=known)
-        self.digest = prompt_hash(call.client.name, self.request)
+        recording = requests.run.recording
+        # A run that is continued with another model keeps the hashes of its calls.
+        model = recording.model_of(call.id) if recording is not None else None
+        self.digest = prompt_hash(model or call.client.name, self.request)
         self._requests = requests
         self._new = new
         self._reused = reused

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ramify.engine.branch import recorded_search
 from ramify.engine.limits import Limits
-from ramify.engine.question import Question, question
+from ramify.engine.question import Question, RunOptions, question
 from ramify.engine.resources import RlmSetup, stored_in
 from ramify.engine.run_handle import Result, as_text
-from ramify.engine.typed import Citation, CitedAnswer
+from ramify.engine.typed import Citation, CitedAnswer, TypeMismatch, answer_type
 from ramify.errors import ConfigError, ReplayDiverged
 from ramify.sandbox.base import SharedContext
 from ramify.store.recorded_replies import RecordedReplies
@@ -30,6 +31,7 @@ from ramify.types.event import (
     CellRan,
     ReplyReceived,
     RequestStarted,
+    RunEnded,
     RunStarted,
     ToolAnswered,
 )
@@ -38,6 +40,8 @@ from ramify.types.trajectory import Stop
 if TYPE_CHECKING:
     from ramify.store.store import Store
 
+_OF_THE_RECORD = ("cite", "cache", "metadata", "direct")
+"""Options that a resumed or replayed run takes from its record."""
 _COMPARED = ("model", "sub_model", "scaffold", "sampling", "tools")
 _LIMIT_OF = {
     Stop.MAX_TURNS: ("max_turns",),
@@ -49,19 +53,51 @@ _LIMIT_OF = {
 """Limits of which at least one must be raised to continue a run that ended with this stop."""
 
 
-def check_settings(started: RunStarted, setup: RlmSetup) -> None:
+def options_of(
+    defaults: RunOptions, options: RunOptions | None, changes: Mapping[str, Any]
+) -> RunOptions:
+    """Return the options of a run that is repeated."""
+    for name in _OF_THE_RECORD:
+        if name in changes:
+            raise ConfigError(f"a repeated run takes {name} from its record: omit it")
+    unused = dict.fromkeys(("cite", "cache"), False) | {"metadata": None, "direct": True}
+    return msgspec.structs.replace(defaults.updated(options, changes), **unused)
+
+
+def setup_of(setup: RlmSetup, recording: RecordedReplies, options: RunOptions) -> RlmSetup:
+    """Return the settings of a run that is repeated with ``options``."""
+    now = setup.for_run(options)
+    if options.search is not None:
+        return now
+    search = recorded_search(recording.started.config, setup.search)
+    return msgspec.structs.replace(now, search=search)
+
+
+def check_settings(started: RunStarted, setup: RlmSetup, options: RunOptions) -> list[str]:
     """Raise ReplayDiverged, which names each setting of ``setup`` that differs from the record and
-    would change what is asked."""
-    differences = list(_differences(started.config, setup.config))
+    would change what is asked. Models may differ if ``options`` name them; returns these
+    differences."""
+    chosen = [name for name in ("model", "sub_model") if getattr(options, name) is not None]
+    changed = list(_differences(started.config, setup.config, chosen))
+    compared = [name for name in _COMPARED if name not in chosen]
+    differences = list(_differences(started.config, setup.config, compared))
+    depths = [
+        config.get("limits", {}).get("max_depth", 1) for config in (started.config, setup.config)
+    ]
+    if started.config.get("limits") is not None and depths[0] != depths[1]:
+        differences.append(_difference("limits.max_depth", *depths))
     if differences:
         raise ReplayDiverged(
             f"run {started.id} was started with {'; '.join(differences)}: resume it with the "
             "recorded settings, or ask as a new run"
         )
+    return changed
 
 
-def _differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    for name in _COMPARED:
+def _differences(
+    recorded: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]
+) -> Iterator[str]:
+    for name in names:
         before, after = recorded.get(name), now.get(name)
         if before is None or before == after:
             continue
@@ -71,9 +107,6 @@ def _differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> Iterato
                     yield _difference(f"{name}.{field}", before.get(field), after.get(field))
         else:
             yield _difference(name, before, after)
-    depths = [config.get("limits", {}).get("max_depth", 1) for config in (recorded, now)]
-    if recorded.get("limits") is not None and depths[0] != depths[1]:
-        yield _difference("limits.max_depth", *depths)
 
 
 def _difference(name: str, before: Any, after: Any) -> str:
@@ -89,6 +122,13 @@ def _difference(name: str, before: Any, after: Any) -> str:
         if sum(map(len, shown)) < 200
         else f"another {name} (of {len(shown[0]):,} characters, not {len(shown[1]):,})"
     )
+
+
+def check_models(started: RunStarted, setup: RlmSetup) -> None:
+    """Raise ReplayDiverged if a run with other models is to be replayed."""
+    differences = [*_differences(started.config, setup.config, ("model", "sub_model"))]
+    if differences:
+        raise ReplayDiverged(f"run {started.id} was started with {'; '.join(differences)}")
 
 
 def is_raised(recording: RecordedReplies, limits: Limits) -> bool:
@@ -131,8 +171,11 @@ def recorded_limits(recording: RecordedReplies) -> Limits:
     return msgspec.convert(fields, Limits)
 
 
-def question_of(store: Store | None, started: RunStarted, kind: Any) -> Question:
-    """The recorded question, with ``kind`` as the type of its answer if that is given."""
+def question_of(
+    store: Store | None, started: RunStarted, kind: Any, prompt: Any = None
+) -> Question:
+    """The recorded question, with ``kind`` as the type of its answer if that is given, and with the
+    tools and the sessions of ``prompt``."""
     config, value = started.config, None
     if started.context is not None:
         blob = stored_in(store, "resume").blobs.get(started.context.digest)
@@ -146,17 +189,30 @@ def question_of(store: Store | None, started: RunStarted, kind: Any) -> Question
     )
     resolved = resolved or question(started.question, None, kind, cite)
     direct = config.get("direct") is not False
+    if prompt is not None:
+        given = question(prompt, started.question, None, False)
+        resolved = msgspec.structs.replace(resolved, tools=given.tools, on_session=given.on_session)
     return msgspec.structs.replace(resolved, about=config.get("about", ""), direct=direct)
 
 
-def from_record(store: Store, run: str) -> Result:
-    """The result of a run that has ended."""
+def from_record(store: Store, run: str, ended: RunEnded, kind: Any = None) -> Result:
+    """The result of a run that has ended. ``kind`` is the type of its answer, if that is given."""
     trajectory = store.load(run)
     answer: Any = trajectory.answer
+    if ended.typed_answer is not None:
+        answer = SharedContext.unpack(ended.typed_answer)
     citations: tuple[Citation, ...] = ()
     if trajectory.metadata.get("cite") and answer is not None:
         cited = msgspec.convert(answer, CitedAnswer[Any])
         answer, citations = cited.answer, cited.citations
+    check = answer_type(kind)
+    if check is not None and answer is not None:
+        try:
+            answer = check.convert(answer)
+        except TypeMismatch as mismatch:
+            raise ConfigError(
+                f"the answer of run {trajectory.id} has another type: {mismatch}"
+            ) from None
     return Result(
         as_text(answer),
         answer,

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -29,17 +29,11 @@ import msgspec
 from ramify.clients.base import Client, Sampling
 from ramify.clients.pool import ClientPool
 from ramify.engine import rerun, threads
-from ramify.engine.branch import recorded_search, search_of
+from ramify.engine.branch import search_of
 from ramify.engine.conversation import Conversation
 from ramify.engine.event_recorder import EventRecorder, checked_listener, tracing
 from ramify.engine.limits import Limits
-from ramify.engine.question import (
-    ModelSpec,
-    RlmKeywords,
-    RunKeywords,
-    RunOptions,
-    question,
-)
+from ramify.engine.question import ModelSpec, RlmKeywords, RunKeywords, RunOptions, question
 from ramify.engine.resources import (
     RlmSetup,
     SharedResources,
@@ -64,9 +58,6 @@ from ramify.store.store import Store
 from ramify.types.event import AnyEvent
 
 __all__ = ["RLM", "Result", "RunHandle"]
-
-_OF_THE_RECORD = ("cite", "cache", "metadata", "direct")
-"""Options that a resumed or replayed run takes from its record."""
 
 
 class RLM:
@@ -186,7 +177,8 @@ class RLM:
         prevented an answer. Reaching a limit is not an error: see ``Result.stop``. Raises Suspended
         if the run is stored and a person can remove the cause.
         """
-        return self._in_thread(self.acompletion(prompt, query, options, **changes))
+        again = self._again(options, changes)
+        return self._in_thread(self.acompletion(prompt, query, options, **changes), again)
 
     async def acompletion(
         self,
@@ -197,7 +189,8 @@ class RLM:
     ) -> Result:
         """``completion`` on the caller's event loop. Cancelling it cancels the whole tree of
         calls."""
-        return checked(await self.start(prompt, query, options, **changes), self.resume)
+        again = self._again(options, changes)
+        return checked(await self.start(prompt, query, options, **changes), again)
 
     async def stream(
         self,
@@ -212,7 +205,7 @@ class RLM:
         try:
             async for event in running.events():
                 yield event
-            checked(await running, self.resume)
+            checked(await running, self._again(options, changes))
         finally:
             running.cancel()
 
@@ -280,32 +273,48 @@ class RLM:
         counted as possibly billed. A run that has ended is answered from the record, unless a limit
         ended it and ``limits`` are higher now. Raises ReplayDiverged, which names each difference,
         if the settings differ from the recorded ones, or if the program sends a request that
-        differs from the recorded one; the journal is left unchanged. ``cite``, ``cache``,
+        differs from the recorded one; the journal is left unchanged. ``model`` and ``sub_model``
+        may be others if they are given here: the journal names them. ``cite``, ``cache``,
         ``metadata`` and ``direct`` are those of the record.
         """
-        chosen = self._rerun_options(options, changes)  # reports wrong ones even if it has ended
+        chosen = rerun.options_of(
+            self._options, options, changes
+        )  # reports wrong ones even if it has ended
         recording = self._recording(run, "resume")
-        if recording.ended is not None:
-            limits = self._setup.for_run(chosen).limits
-            if not rerun.is_raised(recording, limits):
-                return rerun.from_record(stored_in(self.store, "resume"), run)
-        return checked(await self.restart(run, options, **changes), self.resume)
+        limits = self._setup.for_run(chosen).limits
+        if recording.ended is not None and not rerun.is_raised(recording, limits):
+            store = stored_in(self.store, "resume")
+            return rerun.from_record(store, run, recording.ended, chosen.answer_type)
+        again = self._again(options, changes)
+        return checked(await self.restart(run, options, **changes), again)
+
+    def recorded(self, run: str) -> Result | None:
+        """The result of a stored run that has ended; None if it can be continued as it is."""
+        ended = self._recording(run, "resume").ended
+        store = stored_in(self.store, "resume")
+        return rerun.from_record(store, run, ended) if ended is not None else None
 
     def restart(
-        self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
+        self,
+        run: str,
+        options: RunOptions | None = None,
+        *,
+        prompt: Any = None,
+        **changes: Unpack[RunKeywords],
     ) -> RunHandle:
-        """``start`` for a stored run that ``aresume`` would continue. Raises ConfigError if the run
-        has ended."""
-        options = self._rerun_options(options, changes)
+        """``start`` for a stored run that ``aresume`` would continue. ``prompt``, as given to
+        ``start``, gives its tools and prepares its sessions; the context is the recorded one.
+        Raises ConfigError if the run has ended."""
+        options = rerun.options_of(self._options, options, changes)
         recording = self._recording(run, "resume")
-        setup = self._rerun_setup(recording, options)
+        setup = rerun.setup_of(self._setup, recording, options)
         started = recording.questions[-1]
         if recording.ended is not None:
             if not rerun.is_raised(recording, setup.limits):
                 remedy = rerun.remedy(recording) or "ask it as a new run"
                 raise ConfigError(f"run {started.id} has ended ({recording.ended.stop}): {remedy}")
             recording.continue_past_limit()
-        rerun.check_settings(started, setup)
+        changed = rerun.check_settings(started, setup, options)
         recording.has_other_limits = True
         listeners = (*checked_listener(options.on_event), *tracing())
         journal = stored_in(self.store, "resume").reopen(run)
@@ -317,8 +326,10 @@ class RLM:
             since_s=recording.last_s,
             on_close=journal.close,
         )
+        if changed:
+            recorder.warn(f"the run was started with {'; '.join(changed)}")
         try:
-            return self._rerun(recording, setup, options, recorder)
+            return self._rerun(recording, setup, options, recorder, prompt)
         except BaseException:
             journal.close()
             raise
@@ -328,9 +339,10 @@ class RLM:
     ) -> Result:
         """Run the cells of a stored run again with its recorded replies, without calling any model.
         Raises ReplayDiverged if the run sends a request that differs from the recorded one."""
-        options = self._rerun_options(options, changes)
+        options = rerun.options_of(self._options, options, changes)
         recording = self._recording(run, "replay", strict=True)
-        setup = self._rerun_setup(recording, options)
+        setup = rerun.setup_of(self._setup, recording, options)
+        rerun.check_models(recording.started, setup)
         recording.has_other_limits = bool(recording.limits)
         recorder = EventRecorder(recording.started.id, None, checked_listener(options.on_event))
         return checked(await self._rerun(recording, setup, options, recorder), self.resume)
@@ -351,7 +363,7 @@ class RLM:
         ``limits`` apply to the new run, whose ``metadata["forked"]`` names its origin. Raises
         ConfigError if there is no such turn, and ReplayDiverged as ``restart`` does.
         """
-        options = self._rerun_options(options, changes)
+        options = rerun.options_of(self._options, options, changes)
         store = stored_in(self.store, "fork")
         recording = rerun.forked(store.events(run), turn, code)
         started = recording.started
@@ -359,12 +371,14 @@ class RLM:
         setup = self._setup.for_run(
             msgspec.structs.replace(options, metadata={**rerun.about(started), **origin})
         )
-        rerun.check_settings(started, setup)
+        changed = rerun.check_settings(started, setup, options)
         recording.has_other_limits = True
         journal = store.create(store.new_id(started.question))
         listeners = (*checked_listener(options.on_event), *tracing())
         close = functools.partial(close_journal, store, journal)
         recorder = EventRecorder(journal.id, journal, listeners, on_close=close)
+        if changed:
+            recorder.warn(f"the run was forked from one with {'; '.join(changed)}")
         try:
             return self._rerun(recording, setup, options, recorder)
         except BaseException:
@@ -388,7 +402,8 @@ class RLM:
         self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
         """``aresume``, blocking."""
-        return self._in_thread(self.aresume(run, options, **changes))
+        again = self._again(options, changes)
+        return self._in_thread(self.aresume(run, options, **changes), again)
 
     def replay(
         self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
@@ -411,31 +426,17 @@ class RLM:
     def _recording(self, run: str, what: str, strict: bool = False) -> RecordedReplies:
         return RecordedReplies(stored_in(self.store, what).events(run), strict=strict)
 
-    def _rerun_options(self, options: RunOptions | None, changes: RunKeywords) -> RunOptions:
-        """Return the options of a run that is repeated."""
-        for name in _OF_THE_RECORD:
-            if name in changes:
-                raise ConfigError(f"a repeated run takes {name} from its record: omit it")
-        unused = dict.fromkeys(("cite", "cache"), False) | {"metadata": None, "direct": True}
-        return msgspec.structs.replace(self._options.updated(options, changes), **unused)
-
-    def _rerun_setup(self, recording: RecordedReplies, options: RunOptions) -> RlmSetup:
-        setup = self._setup.for_run(options)
-        if options.search is not None:
-            return setup
-        search = recorded_search(recording.started.config, self._setup.search)
-        return msgspec.structs.replace(setup, search=search)
-
     def _rerun(
         self,
         recording: RecordedReplies,
         setup: RlmSetup,
         options: RunOptions,
         recorder: EventRecorder,
+        prompt: Any = None,
     ) -> RunHandle:
         """Repeat the recorded questions; the handle is that of the last one."""
         *before, started = recording.questions
-        last = rerun.question_of(self.store, started, options.answer_type)
+        last = rerun.question_of(self.store, started, options.answer_type, prompt)
         state = ConversationState(recorder) if rerun.is_conversation(recording) else None
         return RunHandle(
             setup,
@@ -449,9 +450,15 @@ class RLM:
 
     # --- resources --------------------------------------------------------------------------------
 
-    def _in_thread(self, work: Coroutine[Any, Any, Result]) -> Result:
-        with blocked_as_suspended(self.resume):
+    def _in_thread(
+        self, work: Coroutine[Any, Any, Result], again: Callable[[str], Result] | None = None
+    ) -> Result:
+        with blocked_as_suspended(again or self.resume):
             return self._loop.run(work)
+
+    def _again(self, options: RunOptions | None, changes: RunKeywords) -> Callable[[str], Result]:
+        """``resume`` with the options of the suspended run."""
+        return functools.partial(self.resume, options=self._options.updated(options, changes))
 
     def close(self) -> None:
         """Release what the synchronous API keeps open between completions. Idempotent."""

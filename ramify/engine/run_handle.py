@@ -21,7 +21,7 @@ import msgspec
 from ramify.clients.base import Client
 from ramify.engine import loop_watch, observe
 from ramify.engine.branch import BranchedLoop
-from ramify.engine.call import CallOutcome, LiveCall, context_ref, jsonable
+from ramify.engine.call import CallOutcome, LiveCall, context_ref, jsonable, typed_record
 from ramify.engine.event_recorder import EventRecorder
 from ramify.engine.host import ask_plain
 from ramify.engine.loop_watch import LoopWatch
@@ -408,6 +408,7 @@ class RunHandle:
             cost=run.requests.ledger.cost if run else None,
             answered_by=self._answered_by,
             reason=self._reason(outcome, run),
+            typed_answer=typed_record(outcome.answer),
         )
 
     def _reason(self, outcome: CallOutcome, run: RunState | None) -> str:

@@ -23,9 +23,9 @@ from typing import Any
 
 from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
-from ramify.engine.run_handle import Result
+from ramify.engine.run_handle import Result, RunHandle
 from ramify.engine.threads import in_thread
-from ramify.errors import RamifyError, Refused, ReplyFiltered, SessionDied
+from ramify.errors import RamifyError, Refused, ReplayDiverged, ReplyFiltered, SessionDied
 from ramify.logging import RoomLogger
 from ramify.tasks.base import Item, Task, TaskStart, scored
 from ramify.types.event import scores_of
@@ -47,31 +47,38 @@ async def attempt(
     metadata: Mapping[str, Any] | None = None,
     grace_s: float = GRACE_S,
     direct: bool = False,
+    resume: str = "",
+    on_start: Callable[[str], object] | None = None,
 ) -> Trajectory:
     """The trajectory of one attempt, with ``rewards`` if it could be scored and ``errors`` if not.
 
     ``name`` replaces the run's id; ``sampling`` is specific to this attempt, so that attempts
-    differ in their seed; ``metadata`` is stored with the run; The stacks of an
+    differ in their seed; ``metadata`` is stored with the run. The stacks of an
     attempt that did not end are logged. ``direct``: a single plain call may answer a short
     context, as in ``ask``. By default each root has a session, since that is what is trained and
-    measured.
+    measured. ``resume`` is a stored run that began this attempt: it is continued, or scored if it
+    has ended; if it cannot be, the attempt is made again. ``on_start`` gets the id of the attempt's
+    stored run before its first request.
     """
     try:
         start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
     except RamifyError as error:
         return Trajectory(name, item.question, task=item.id, errors=[str(error)], stop=Stop.ERROR)
     about = {**(metadata or {}), "task": item.id}
+    begin = functools.partial(
+        rlm.start,
+        start,
+        item.question,
+        metadata=about,
+        sampling=sampling,
+        direct=direct,
+        cache=False,
+    )
+    shown = f"{name} item {item.id}".strip()
     try:
-        trajectory, failure = await _run(
-            rlm,
-            f"{name} item {item.id}".strip(),
-            start,
-            item.question,
-            sampling,
-            about,
-            grace_s,
-            direct,
-        )
+        ran = await _continued(rlm, resume, shown, start, sampling, grace_s) if resume else None
+        trajectory, result = ran or await _run(rlm, shown, begin, grace_s, on_start)
+        failure = _failure(result)
     except BaseException:
         if start.on_end is not None:
             start.on_end(None)
@@ -136,23 +143,20 @@ async def _in_time(
 async def _run(
     rlm: RLM,
     name: str,
-    start: TaskStart,
-    question: str,
-    sampling: Sampling | None,
-    about: Mapping[str, Any],
+    begin: Callable[[], RunHandle],
     grace_s: float,
-    direct: bool,
-) -> tuple[Trajectory, str | None]:
-    """(the trajectory, why it is not scored or None)"""
-    running = rlm.start(
-        start, question, metadata=about, sampling=sampling, direct=direct, cache=False
-    )
+    on_start: Callable[[str], object] | None = None,
+) -> tuple[Trajectory, Result | str]:
+    """(the trajectory, the result or why there is none)"""
+    running = begin()
+    if on_start is not None and running.recorder.is_stored:
+        on_start(running.id)
     ending = asyncio.ensure_future(running.result())
     max_seconds = rlm.limits.max_seconds
     try:
         await asyncio.wait([ending], timeout=max_seconds + grace_s)
         if ending.done():
-            return ending.result().trajectory, _failure(ending.result())
+            return ending.result().trajectory, ending.result()
         _log.warning(
             "stall",
             f"{name} (run {running.id}) did not end in time; tasks wait at:\n{_stacks()}",
@@ -184,8 +188,35 @@ async def _run(
         await asyncio.wait([ending], timeout=grace_s)
 
 
-def _failure(result: Result) -> str | None:
+async def _continued(
+    rlm: RLM,
+    run: str,
+    name: str,
+    start: TaskStart,
+    sampling: Sampling | None,
+    grace_s: float,
+) -> tuple[Trajectory, Result | str] | None:
+    """Continue a stored run. Returns None if it cannot be continued."""
+    try:
+        result = rlm.recorded(run)
+        if result is not None:
+            return result.trajectory, result
+        begin = functools.partial(rlm.restart, run, prompt=start, sampling=sampling)
+        trajectory, outcome = await _run(rlm, name, begin, grace_s)
+        failure = outcome.failure if isinstance(outcome, Result) else None
+        if not isinstance(failure, ReplayDiverged):
+            return trajectory, outcome
+        problem = str(failure)
+    except RamifyError as error:
+        problem = str(error)
+    _log.warning("attempt_again", f"{name} is made again: {problem}", attempt_run=run)
+    return None
+
+
+def _failure(result: Result | str) -> str | None:
     """Why the attempt is not scored; None if it is."""
+    if isinstance(result, str):
+        return result
     failure = result.failure
     is_models_fault = isinstance(failure, SessionDied | ReplyFiltered) or (
         isinstance(failure, Refused) and failure.too_long

@@ -5,11 +5,14 @@ few at a time.
                    ──▶ AttemptOutcome ──▶ record (one line each)
 
 This file decides the order, the seeds and what is stored of an attempt. An evaluation with an
-``EvaluationRecord`` continues after an interruption: recorded attempts are not repeated.
+``EvaluationRecord`` continues after an interruption: recorded attempts are not repeated, and those
+that were killed, suspended or failed continue from their runs' journals.
 
-On disk, the plan is the first line and each outcome one further line:
+On disk, the plan is the first line, and each start and each outcome of an attempt is one further
+line:
 
     {"type":"plan","model":"openai:gpt-5-mini","task":"ledger","split":"test","items":100,…}
+    {"type":"started","item":"ledger/test/0","attempt":0,"run":"20260301-…"}
     {"type":"outcome","item":"ledger/test/0","attempt":0,"reward":1.0,…}
 
 One process writes at a time. An incomplete last line is cut off when the file is opened again. Not
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import functools
 import os
 import random
 import secrets
@@ -101,6 +105,14 @@ class AttemptOutcome(msgspec.Struct, frozen=True, tag="outcome", omit_defaults=T
     seconds: float = 0.0
 
 
+class AttemptStarted(msgspec.Struct, frozen=True, tag="started"):
+    """A stored run that makes an attempt. Written before its first request."""
+
+    item: str
+    attempt: int
+    run: str
+
+
 class Evaluation(msgspec.Struct, frozen=True):
     """A plan and its outcomes.
 
@@ -146,6 +158,7 @@ async def evaluate(
         (outcome.item, outcome.attempt): outcome
         for outcome in (record.outcomes if record is not None else ())
     }
+    unfinished = dict(record.unfinished) if record is not None else {}
     fresh: list[AttemptOutcome] = []
     work = _AttemptQueue(items, min(plan.items, len(items)), plan.attempts)
 
@@ -164,6 +177,10 @@ async def evaluate(
                 metadata=about,
                 grace_s=grace_s,
                 direct=direct,
+                resume=unfinished.get((item.id, number), ""),
+                on_start=None
+                if record is None
+                else functools.partial(record.start, item.id, number),
             )
             outcome = outcome_of(task, item, number, trajectory, is_stored=rlm.store is not None)
             fresh.append(outcome)
@@ -248,7 +265,8 @@ def outcome_of(
     )
 
 
-_decoder = msgspec.json.Decoder(EvaluationPlan | AttemptOutcome)
+Entry = EvaluationPlan | AttemptStarted | AttemptOutcome
+_decoder = msgspec.json.Decoder(Entry)
 
 
 class EvaluationRecords:
@@ -318,6 +336,8 @@ class EvaluationRecord:
         if plan is not None:
             self.plan = plan
             self.outcomes = list[AttemptOutcome]()
+            self.unfinished = dict[tuple[str, int], str]()
+            """(item, attempt) without a reward -> the run that made it last."""
             self._write(plan)
         else:
             self._resume()
@@ -325,6 +345,12 @@ class EvaluationRecord:
     @property
     def id(self) -> str:
         return self.path.stem
+
+    def start(self, item: str, attempt: int, run: str) -> None:
+        """Note which run makes an attempt."""
+        if self.unfinished.get((item, attempt)) != run:
+            self.unfinished[item, attempt] = run
+            self._write(AttemptStarted(item, attempt, run))
 
     def append(self, outcome: AttemptOutcome) -> None:
         self.outcomes.append(outcome)
@@ -340,12 +366,20 @@ class EvaluationRecord:
         complete = data.rfind(b"\n") + 1
         if complete < len(data):
             os.ftruncate(self._fd, complete)
-        evaluation = _decoded(data[:complete], self.path)
+        entries = _entries(data[:complete], self.path)
+        evaluation = _evaluation(entries, self.path)
         self.plan = evaluation.plan
-        # Attempts that failed for reasons outside the model are repeated.
+        # Attempts that failed for reasons outside the model are continued, or repeated.
         self.outcomes = [outcome for outcome in evaluation.outcomes if outcome.reward is not None]
+        runs = {
+            (entry.item, entry.attempt): entry.run
+            for entry in entries
+            if not isinstance(entry, EvaluationPlan) and entry.run
+        }
+        scored = {(outcome.item, outcome.attempt) for outcome in self.outcomes}
+        self.unfinished = {place: run for place, run in runs.items() if place not in scored}
 
-    def _write(self, entry: EvaluationPlan | AttemptOutcome) -> None:
+    def _write(self, entry: Entry) -> None:
         write_all(self._fd, msgspec.json.encode(entry) + b"\n", self.path)
 
 
@@ -357,11 +391,11 @@ def read_evaluation(path: Path, problems: list[str] | None = None) -> Evaluation
         data = path.read_bytes()
     except OSError as error:
         raise StoreError(f"the evaluation {path} cannot be read: {error.strerror}") from None
-    return _decoded(data[: data.rfind(b"\n") + 1], path, problems)
+    return _evaluation(_entries(data[: data.rfind(b"\n") + 1], path, problems), path)
 
 
-def _decoded(data: bytes, path: Path, problems: list[str] | None = None) -> Evaluation:
-    entries = []
+def _entries(data: bytes, path: Path, problems: list[str] | None = None) -> list[Entry]:
+    entries: list[Entry] = []
     for number, line in enumerate(data.splitlines(), 1):
         try:
             entries.append(_decoder.decode(line))
@@ -369,6 +403,10 @@ def _decoded(data: bytes, path: Path, problems: list[str] | None = None) -> Eval
             if problems is None or number == 1:
                 raise StoreError(f"{path}, line {number}: {error}") from None
             problems.append(f"{path}, line {number} is damaged and was skipped: {error}")
+    return entries
+
+
+def _evaluation(entries: Sequence[Entry], path: Path) -> Evaluation:
     if not entries or not isinstance(entries[0], EvaluationPlan):
         raise StoreError(f"{path} is not an evaluation: its first line must be a plan")
     outcomes: dict[tuple[str, int], AttemptOutcome] = {}

@@ -27,6 +27,7 @@ from ramify.errors import ConfigError, StoreError
 from ramify.models.checksums import check_model, drop
 from ramify.models.dense import DenseModel, DenseShape, unsupported
 from ramify.models.renderer import Renderer, renderer_of
+from ramify.models.template import store_thinking
 from ramify.models.weights import (
     check_weights,
     config_difference,
@@ -103,8 +104,9 @@ def load_policy(
 
     ``dtype``: by default fp32 on a CPU, otherwise as stored. ``device``: by default a GPU if there
     is one; ``meta`` loads no weights, for callers that only render ids. ``thinking`` switches a
-    hybrid model's thinking, if its template supports that. Raises ConfigError for a missing folder,
-    weights that do not match the configuration, or a tokenizer that does not match its template.
+    hybrid model's thinking, if its template supports that, and is saved with it. Raises
+    ConfigError for a missing folder, weights that do not match the configuration, or a tokenizer
+    that does not match its template.
 
     Example:
         policy = inference.load_policy("Qwen/Qwen3-0.6B", torch.bfloat16)
@@ -114,6 +116,8 @@ def load_policy(
     check_model(folder)
     config = _config(folder)
     tokenizer = load_tokenizer(folder)
+    if thinking is not None:
+        store_thinking(tokenizer, thinking)
     device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or stored_dtype(config, device.type)
     generation = _generation(folder)

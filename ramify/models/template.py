@@ -58,6 +58,29 @@ CANNED: tuple[tuple[Message, ...], ...] = (
 """Conversations that every renderer must write as the template does."""
 
 
+_THINKING = (
+    "{{%- if enable_thinking is not defined %}}{{%- set enable_thinking = {} %}}{{%- endif %}}\n"
+)
+_HAS_THINKING = re.compile(re.escape(_THINKING.format("?")).replace(r"\?", "(true|false)"))
+
+
+def stored_thinking(tokenizer: PreTrainedTokenizerFast) -> bool | None:
+    """The choice that ``store_thinking`` wrote into the template; None without one."""
+    found = _HAS_THINKING.match(_source(tokenizer))
+    return None if found is None else found[1] == "true"
+
+
+def store_thinking(tokenizer: PreTrainedTokenizerFast, thinking: bool) -> None:
+    """Make ``thinking`` the default of the template's ``enable_thinking``, if it has that switch.
+    The default is saved with the template, so every program that loads it thinks or not as here."""
+    source, template = _source(tokenizer), tokenizer.chat_template
+    if "enable_thinking" not in source:
+        return
+    stored = _THINKING.format(str(thinking).lower()) + _HAS_THINKING.sub("", source, count=1)
+    is_one_of_several = isinstance(template, dict)
+    tokenizer.chat_template = {**template, "default": stored} if is_one_of_several else stored
+
+
 class ChatTemplate:
     """A tokenizer's chat template, applied to our messages."""
 

@@ -37,12 +37,15 @@ _PIECES = r" ?\p{L}+|\p{N}|\n| ?[^\s\p{L}\p{N}]+|\s+"
 _NUM_BYTES = 256
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int = 512, *, is_exact: bool = True
+) -> PreTrainedTokenizerFast:
     """A tokenizer of ``vocab_size`` tokens: 4 special ones, 256 bytes, and the most frequent merges
     in ``texts``.
 
     The same texts give the same tokenizer. Raises ConfigError if the texts contain fewer merges
-    than requested, since the model's embedding would then have rows that no id reaches.
+    than requested, since the model's embedding would then have rows that no id reaches, unless
+    ``is_exact`` is false: then ``vocab_size`` is the most.
     """
     least = len(SPECIAL_TOKENS) + _NUM_BYTES
     if vocab_size < least:
@@ -62,7 +65,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTo
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    if bpe.get_vocab_size() != vocab_size:
+    if is_exact and bpe.get_vocab_size() != vocab_size:
         raise ConfigError(
             f"the texts give a vocabulary of {bpe.get_vocab_size()} tokens, not {vocab_size}: "
             "give more texts, or a smaller vocab_size"

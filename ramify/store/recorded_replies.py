@@ -85,6 +85,7 @@ class RecordedReplies:
         self._finished = 0
         """Earlier questions that ended, and whose end a resume repeats."""
         self._forgotten: dict[tuple[str, int], list[ForgottenTurns]] = {}
+        self._models: dict[str, str] = {}
         self._direct: set[str] = set()
         """Plain calls."""
         self._parents: dict[str, Parent] = {}
@@ -127,6 +128,10 @@ class RecordedReplies:
     def request(self, call: str, turn: int) -> RequestStarted | None:
         """The request recorded at this place."""
         return self._requests.get((call, turn))
+
+    def model_of(self, call: str) -> str | None:
+        """Name of the model with which the call began; its requests are hashed with it."""
+        return self._models.get(call)
 
     def check(self, call: str, turn: int, prompt_hash: str) -> None:
         """Raises ReplayDiverged if another request was recorded at this place, or if the run
@@ -357,6 +362,7 @@ class RecordedReplies:
             case CallEnded():
                 self._ends[event.id] = event
             case CallStarted():
+                self._models[event.id] = event.model
                 self._parents.update({event.id: event.parent} if event.parent else {})
                 self._direct.update({event.id} if event.kind == "lm" else ())
             case RunEnded():

@@ -27,10 +27,10 @@ from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.tasks.base import Task, task_of
 from ramify.train.backends.base import BACKENDS, ComputeSpec, OptimizerSpec, has_bf16
-from ramify.train.config import Run
+from ramify.train.config import PolicySpec, Run
 from ramify.train.demonstrations import demonstrations_of, rows_of
 from ramify.train.depth_models import check_models
-from ramify.train.policy_defaults import with_policy_defaults
+from ramify.train.policy_defaults import shape_for, vocabulary_for, with_policy_defaults
 from ramify.train.precision import RunPrecision, precision_of
 from ramify.train.preflight import (
     check_deterministic,
@@ -273,7 +273,11 @@ def policy_of(
         tokenizer = load_tokenizer(checkpoint / "policy")
     elif demonstrations:
         with report_progress("tokenizer", note="trained on the demonstrations"):
-            tokenizer = train_tokenizer(_texts(demonstrations), spec.vocab_size)
+            tokenizer = train_tokenizer(
+                _texts(demonstrations[:NUM_TOKENIZER_TEXTS]),
+                spec.vocab_size or _usual_vocabulary(spec, demonstrations),
+                is_exact=spec.vocab_size is not None or bool(spec.shape),
+            )
     else:
         raise ConfigError(
             "policy: a model trained from scratch needs a tokenizer, or demonstrations to train "
@@ -285,13 +289,47 @@ def policy_of(
             "bos_token_id": None,
             "eos_token_id": tokenizer.eos_token_id,
             "pad_token_id": tokenizer.pad_token_id,
-            **spec.shape,
+            **(spec.shape or _shape(tokenizer, demonstrations, checkpoint)),
         }
     )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     policy = from_config(config, tokenizer, run.seed, device=device)
     policy.model.to(getattr(torch, dtype))
     return policy
+
+
+def _usual_vocabulary(spec: PolicySpec, demonstrations: Sequence[Trajectory]) -> int:
+    return 512 if spec.shape else vocabulary_for(sum(map(len, _texts(demonstrations))))
+
+
+def _shape(
+    tokenizer: Any, demonstrations: Sequence[Trajectory], checkpoint: Path | None
+) -> dict[str, Any]:
+    """The shape that follows from the demonstrations, or that of the checkpoint, since a resumed
+    run may have other demonstrations."""
+    from ramify.models.load import read_config
+
+    if checkpoint is not None:
+        config: dict[str, Any] = read_config(checkpoint / "policy").to_dict()
+        return config
+    lengths = [
+        sum(len(tokenizer.encode(text)) + 2 for text in texts)
+        for trajectory in demonstrations
+        for texts in _calls(trajectory)
+    ]
+    if not lengths:
+        raise ConfigError("policy: no demonstrations, from which the sizes of a new model follow")
+    shape = shape_for(sum(lengths), max(lengths))
+    _log.info(
+        "derived_shape",
+        f"the policy follows from {sum(lengths):,} tokens of demonstrations: vocabulary "
+        f"{len(tokenizer):,}, window {shape['max_position_embeddings']:,}, width "
+        f"{shape['hidden_size']}, layers {shape['num_hidden_layers']}",
+        shown=True,
+        tokens=sum(lengths),
+        longest=max(lengths),
+    )
+    return shape
 
 
 def path_of(run: Run) -> str | Path:
@@ -350,6 +388,12 @@ def serving_of(run: Run, policy: Policy, is_here: bool) -> Policy:
 
 
 def _texts(demonstrations: Sequence[Trajectory]) -> Iterator[str]:
-    for trajectory in demonstrations[:NUM_TOKENIZER_TEXTS]:
-        for call in trajectory.calls:
-            yield from (message.content for message in trajectory.conversation(call))
+    for trajectory in demonstrations:
+        for texts in _calls(trajectory):
+            yield from texts
+
+
+def _calls(trajectory: Trajectory) -> Iterator[list[str]]:
+    """The messages of each call."""
+    for call in trajectory.calls:
+        yield [message.content for message in trajectory.conversation(call)]

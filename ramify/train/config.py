@@ -102,15 +102,17 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     from ``shape`` with random weights."""
     shape: dict[str, Any] = {}
     """If there is no ``path``: the fields of a Hugging Face configuration, including
-    ``model_type``, of the model to create from scratch."""
+    ``model_type``, of the model to create from scratch. Empty as well: a transformer whose
+    vocabulary, window and sizes follow from the demonstrations (``policy_defaults.shape_for``)."""
     tokenizer: str = ""
     """A folder with the tokenizer for a model created from scratch. Empty: train one on the
     demonstrations."""
     words: tuple[str, ...] = ()
     """Alternatively, the vocabulary of a word-level tokenizer, one token per word
     (``models.tokenizer.word_tokenizer``)."""
-    vocab_size: int = 512
-    """Size of the vocabulary, if a tokenizer is trained."""
+    vocab_size: int | None = None
+    """Size of the vocabulary, if a tokenizer is trained; None: 512, or from the demonstrations if
+    there is no ``shape``."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the engine. auto: as ``compute.precision``; if that is auto too, fp32 on a CPU
     and for a model created from scratch, and the stored precision on a GPU."""
@@ -122,15 +124,11 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Size of the engine's KV cache in bytes; None: 2 GiB on a CPU, a third of the memory on a
     GPU."""
     thinking: bool | None = None
-    """Whether a hybrid model thinks, if its chat template has ``enable_thinking``. None: a
-    checkpoint does not, if it can be switched; otherwise as in the template."""
+    """Whether a hybrid model thinks, if its chat template has ``enable_thinking``; saved with the
+    policy. None: as a policy was trained; other checkpoints do not, if it can be switched."""
     lora: LoraSpec | None = None
 
     def __post_init__(self) -> None:
-        if not self.path and not self.shape:
-            raise ConfigError(
-                "policy: give path (a checkpoint) or shape (a model created from scratch)"
-            )
         if self.shape and "model_type" not in self.shape:
             raise ConfigError(
                 "policy.shape has no model_type: give one that transformers knows, as 'qwen3'"
@@ -359,6 +357,11 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         check_optional("run", "torch's default", threads=self.threads)
         workers = self.placement is not None and "rollouts" in self.placement.roles
         check_depths(self.depths, self.limits.max_depth, has_workers=workers)
+        if not self.policy.path and not self.policy.shape and self.sft is None:
+            raise ConfigError(
+                "policy: give path (a checkpoint), shape (a model created from scratch), or sft, "
+                "from whose demonstrations the sizes of a new model follow"
+            )
         if self.warmup is None and self.sft is None and self.rl is None:
             raise ConfigError(f"run '{self.name}' has no stage: give warmup, sft or rl")
 

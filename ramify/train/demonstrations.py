@@ -4,10 +4,10 @@ sequences."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ramify.clients.scripted import ScriptedClient
 from ramify.engine.limits import Limits
@@ -17,9 +17,11 @@ from ramify.errors import ConfigError
 from ramify.evaluate.attempt import attempt
 from ramify.logging import RoomLogger
 from ramify.progress import report_progress
-from ramify.tasks.base import Item, Task, items_of, task_of
+from ramify.sandbox.base import SandboxSpec
+from ramify.tasks.base import DATA_SUFFIXES, Item, Task, items_of, task_of
 from ramify.train.config import Run, SftSpec
 from ramify.train.data.compile import token_sequences
+from ramify.train.data.message_rows import message_demonstrations
 from ramify.train.data.sft_data import DEMOS, TrajectoryTokenizer, read, trajectory_of
 from ramify.types.message import Message
 from ramify.types.sequence import TokenSequence
@@ -37,15 +39,30 @@ def demonstrations_of(run: Run, task: Task, scaffold: Scaffold) -> Iterator[Traj
     if spec is None:
         return
     if spec.demos:
-        make = DEMOS.of(spec.demos)
-        demo_task = task_of(spec.task.name, **spec.task.options) if spec.task is not None else task
-        demonstrations = make(demo_task, spec.num, run.seed, scaffold, **spec.options)
+        demonstrations = _shown(run, spec, task, scaffold)
         with report_progress("demonstrations", spec.num, "items") as work:
             for shown in demonstrations:
                 yield shown if isinstance(shown, Trajectory) else trajectory_of(shown)
                 work.more()
     if spec.trajectories:
         yield from read(Path(spec.trajectories))
+
+
+def _shown(run: Run, spec: SftSpec, task: Task, scaffold: Scaffold) -> Iterable[Any]:
+    """The demonstrations of a file, or of a function."""
+    if spec.demos.endswith(DATA_SUFFIXES):
+        return message_demonstrations(spec.demos, spec.num)
+    make = DEMOS.of(spec.demos)
+    demo_task = task_of(spec.task.name, **spec.task.options) if spec.task is not None else task
+    shown: Iterable[Any] = make(demo_task, spec.num, run.seed, scaffold, **spec.options)
+    return shown
+
+
+def num_demonstrated(spec: SftSpec | None) -> int:
+    """Items at the beginning of the training split that are demonstrated: none by a file."""
+    if spec is None or not spec.demos or spec.demos.endswith(DATA_SUFFIXES):
+        return 0
+    return spec.num
 
 
 def demonstrate(
@@ -55,6 +72,7 @@ def demonstrate(
     scaffold: Scaffold,
     *,
     limits: Limits | None = None,
+    sandbox: SandboxSpec | None = None,
     concurrency: int = 8,
 ) -> list[Trajectory]:
     """Runs of ``expert`` on the first ``num`` training items, with rewards, for ``sft.demos``.
@@ -71,7 +89,7 @@ def demonstrate(
     async def run() -> list[Trajectory]:
         model = expert if isinstance(expert, str) else ScriptedClient(expert)
         room = asyncio.Semaphore(concurrency)
-        async with RLM(model, scaffold=scaffold, limits=limits) as rlm:
+        async with RLM(model, scaffold=scaffold, limits=limits, sandbox=sandbox) as rlm:
 
             async def one(item: Item) -> Trajectory:
                 async with room:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,7 @@ _IN_LOG = (
     "learn_s",
 )
 """Metrics that run.log repeats; metrics.jsonl has all."""
-_ENDING = (signal.SIGINT, signal.SIGTERM)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a run after a checkpoint."""
 _SAME_S = 1.0
 """Seconds in which a second signal counts as the first one, as if several processes sent it."""
@@ -71,11 +73,11 @@ def train(
     ``resume`` is a run's folder or one of its checkpoints; fields of ``run`` may differ from it
     (``lineage.py``). Raises RunInUse while another process trains in ``out``, ConfigError for
     mistakes in the run before anything is trained, StoreError for a damaged checkpoint, and
-    TrainError if training cannot continue. In the main thread, SIGINT and SIGTERM first
-    save the steps so far, and then raise KeyboardInterrupt or SystemExit; a second signal ends the
-    run at once. ``on_stall`` is called if nothing progresses for ``run.stall_s``: an error follows,
-    but a stuck thread may keep this function from returning. Records of the ``ramify`` loggers are
-    also written to ``OUT/run.log``.
+    TrainError if training cannot continue. In the main thread, SIGINT, SIGTERM and SIGHUP (unless
+    it is ignored, as under nohup) first save the steps so far, and then raise KeyboardInterrupt or
+    SystemExit; a second signal ends the run at once. ``on_stall`` is called if nothing progresses
+    for ``run.stall_s``: an error follows, but a stuck thread may keep this function from returning.
+    Records of the ``ramify`` loggers are also written to ``OUT/run.log``.
 
     Example:
         state = train.train(train.load_recipe("recipes/tiny.py"), "runs/tiny")
@@ -141,19 +143,65 @@ def _train(
         if listener is not None:
             listener(metrics)
 
+    trainers: list[Trainer] = []
+
     async def execute() -> CheckpointState:
         with report_progress("preparing", note="task, demonstrations and policy"):
             parts = assemble(run, checkpoint)
         async with opened_run(
             parts, out, checkpoint, listener=measured, on_stall=on_stall, on_start=log.begin
         ) as trainer:
+            trainers.append(trainer)
             with (
                 trackers.opened(run.name, out, plain(run), resumed_at),
                 _stopped_by_signals(trainer),
             ):
                 return await trainer.run(checkpoint)
 
-    return asyncio.run(execute())
+    def stop() -> bool:
+        for trainer in trainers:
+            trainer.stop(signal.SIGINT.name)
+        return bool(trainers)
+
+    return _in_new_loop(execute(), stop)
+
+
+def _in_new_loop(
+    work: Coroutine[Any, Any, CheckpointState], stop: Callable[[], bool]
+) -> CheckpointState:
+    """Run ``work`` in its own event loop, and in its own thread if this one has a loop already, as
+    in a notebook. There an interrupt calls ``stop`` in the new loop; a second one, or one for which
+    there is nothing to stop (``stop`` returns False), cancels ``work``."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = Future()
+
+    async def begin() -> CheckpointState:
+        begun.set_result((asyncio.get_running_loop(), asyncio.current_task()))
+        return await work
+
+    is_stopped = False
+
+    def interrupted(task: asyncio.Task[Any]) -> None:
+        nonlocal is_stopped
+        if is_stopped or not stop():
+            task.cancel()
+        is_stopped = True
+
+    with ThreadPoolExecutor(1, "ramify train") as pool:
+        done = pool.submit(contextvars.copy_context().run, asyncio.run, begin())
+        while True:
+            try:
+                return done.result()
+            except KeyboardInterrupt:
+                loop, task = begun.result()
+                assert task is not None
+                with contextlib.suppress(RuntimeError):  # it has ended by itself
+                    loop.call_soon_threadsafe(interrupted, task)
+            except CancelledError:
+                raise KeyboardInterrupt from None
 
 
 @contextlib.contextmanager

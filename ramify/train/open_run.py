@@ -31,6 +31,7 @@ from ramify.train.advantages.base import needs_of
 from ramify.train.assemble import RunParts, adapters_of, device_of, read_in_parts
 from ramify.train.audited_client import AuditedClient
 from ramify.train.config import plain
+from ramify.train.demonstrations import num_demonstrated
 from ramify.train.depth_models import DepthModels, temperatures
 from ramify.train.evaluation_metrics import evaluate
 from ramify.train.metrics import CpuMeter, StepMetrics, latest_values
@@ -301,12 +302,13 @@ def trainer_of(
     # With other backends, child processes of this one do more than run sessions.
     elif trained.is_here and rollouts.workers is None:
         meter = CpuMeter(client.engine.paces.taken)
-    demonstrated = run.sft.num if run.sft is not None and run.sft.demos else 0
     record = RunRecord(
         out,
         run.schedule,
         config=plain(run),
-        first_item=max(run.rl.sample.first_item if run.rl is not None else 0, demonstrated),
+        first_item=max(
+            run.rl.sample.first_item if run.rl is not None else 0, num_demonstrated(run.sft)
+        ),
         listener=listener,
         measures=lambda: {**measures(), **rollouts.depths.step_metrics()},
         meter=meter,

@@ -2,13 +2,14 @@
 model that is created from scratch.
 
     option                       checkpoint             from scratch
-    rl.optim.lr                  1e-6, adapters 1e-5    1e-3
+    rl.optim.lr, rl.critic.…     1e-6, adapters 1e-5    1e-3
     sft.optim.lr, warmup.…       1e-5, adapters 1e-4    1e-3
     *.optim.betas                0.9, 0.999             0.9, 0.98
     *.optim.warmup_steps         a tenth, at most 10    0
     policy.lora.alpha            32                     2 · rank
     limits.max_reply_tokens      1024, thinking 4096    a quarter of the window
-    policy.thinking              off if it can be       as in its template
+    policy.thinking              as it was trained,     as in its template
+                                 else off if it can be
 
 The learning rates of checkpoints are those of TRL, verl and SkyRL (full weights) and ten times as
 much for adapters (Thinking Machines, "LoRA Without Regret", whose alpha of 32 makes the best rate
@@ -19,8 +20,9 @@ counts as from scratch. Only options that are not given are set; the engine's de
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -30,6 +32,9 @@ from ramify.inference.base import made_for
 from ramify.logging import RoomLogger
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import PolicySpec, Run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _log = RoomLogger("train")
 _RATES = {"warmup": (1e-5, 1e-4), "sft": (1e-5, 1e-4), "rl": (1e-6, 1e-5)}
@@ -48,8 +53,11 @@ def with_policy_defaults(run: Run) -> Run:
     for name in _RATES:
         stage = getattr(run, name)
         if stage is not None:
-            optim = _optim(stage.optim, usual_rate(run, name) if is_checkpoint else None)
-            stages[name] = _changed(stage, optim=optim)
+            usual = usual_rate(run, name) if is_checkpoint else None
+            stages[name] = _changed(stage, optim=_optim(stage.optim, usual))
+            if name == "rl" and stage.critic.optim is not None:
+                critic = _changed(stage.critic, optim=_optim(stage.critic.optim, usual))
+                stages[name] = _changed(stages[name], critic=critic)
     limits = run.limits
     if limits.max_reply_tokens == Limits().max_reply_tokens:
         limits = _changed(limits, max_reply_tokens=_reply_tokens(policy, is_checkpoint))
@@ -59,6 +67,11 @@ def with_policy_defaults(run: Run) -> Run:
 def is_pretrained(policy: PolicySpec) -> bool:
     """Whether the policy is a checkpoint of a model that was pretrained elsewhere."""
     return bool(policy.path) and policy.path != "tiny" and made_for(f"local:{policy.path}") is None
+
+
+def usual_warmup(num_steps: int) -> int:
+    """Warm-up steps of a stage of a checkpoint with so many optimizer steps."""
+    return min(10, num_steps // 10)
 
 
 def usual_rate(run: Run, stage: str) -> float:
@@ -74,7 +87,10 @@ def report_policy_defaults(given: Run, run: Run, *, resumed: bool = False) -> No
     found = [
         f"{name}.{field}={_short(value)}"
         for name in names
-        for field, value in _differences(getattr(given, name), getattr(run, name))
+        for field, value in [
+            *_differences(getattr(given, name), getattr(run, name)),
+            *_warmup(run, name),
+        ]
     ]
     if found and not resumed:
         text = f"defaults of a policy that is {kind}: {', '.join(found)}"
@@ -93,31 +109,67 @@ def report_policy_defaults(given: Run, run: Run, *, resumed: bool = False) -> No
             _log.warning("high_learning_rate", text, shown=True, stage=name)
 
 
+_SIZES = ((0, 128, 3), (5_000_000, 256, 4), (50_000_000, 512, 8))
+"""(tokens of demonstrations, width, layers): 0.5M, 3M and 20M parameters."""
+_WINDOWS = (512, 32_768)
+
+
+def vocabulary_for(num_chars: int) -> int:
+    """Size of a vocabulary for texts of ``num_chars`` characters: the power of two below their
+    square root, since the distinct words of a text grow as its root (Heaps' law).
+
+    1 million characters -> 512;  4 million -> 1024"""
+    return max(512, min(32_768, 1 << (math.isqrt(max(num_chars, 1)).bit_length() - 1)))
+
+
+def shape_for(num_tokens: int, longest: int) -> dict[str, Any]:
+    """The shape of a model for ``num_tokens`` tokens of demonstrations, the longest conversation of
+    which has ``longest``: its window has a quarter more than that."""
+    width, layers = next(size[1:] for size in reversed(_SIZES) if num_tokens >= size[0])
+    low, high = _WINDOWS
+    return {
+        "model_type": "qwen3",
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 32,
+        "num_key_value_heads": max(2, width // 64),
+        "head_dim": 32,
+        "intermediate_size": 2 * width,
+        "max_position_embeddings": min(high, max(low, 1 << (longest * 5 // 4).bit_length())),
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+    }
+
+
 def _policy(policy: PolicySpec) -> PolicySpec:
     lora, thinking = policy.lora, policy.thinking
     if lora is not None and lora.alpha is None:
         lora = _changed(lora, alpha=32.0 if is_pretrained(policy) else 2.0 * lora.rank)
-    can_think = _can_switch_thinking(policy)
+    tokenizer = _tokenizer(policy)
+    can_think = tokenizer is not None and "enable_thinking" in str(tokenizer.chat_template)
     if thinking is not None and not can_think:
         raise ConfigError(
             f"policy.thinking={str(thinking).lower()}: the chat template of "
             f"{policy.path or 'a policy from scratch'} has no enable_thinking: remove it"
         )
-    if thinking is None and can_think:
-        thinking = False
+    if thinking is None and tokenizer is not None and can_think:
+        from ramify.models.template import stored_thinking
+
+        thinking = bool(stored_thinking(tokenizer))
     return _changed(policy, lora=lora, thinking=thinking)
 
 
-def _can_switch_thinking(policy: PolicySpec) -> bool:
+def _tokenizer(policy: PolicySpec) -> PreTrainedTokenizerFast | None:
+    """The tokenizer of a checkpoint; None from scratch, and without a usable one."""
     if not is_pretrained(policy):
-        return False
+        return None
     from ramify.models.load import load_tokenizer, model_folder
 
     try:
-        template = load_tokenizer(Path(model_folder(policy.path))).chat_template
+        return load_tokenizer(Path(model_folder(policy.path)))
     except ConfigError:  # reported where the policy is loaded, after what costs nothing to check
-        return False
-    return "enable_thinking" in str(template)
+        return None
 
 
 def _optim(optim: OptimizerSpec, usual: float | None) -> OptimizerSpec:
@@ -160,5 +212,18 @@ def _differences(given: Any, now: Any) -> list[tuple[str, Any]]:
     return found
 
 
+def _warmup(run: Run, name: str) -> list[tuple[str, Any]]:
+    """The warm-up that ``stages.scheduled`` will set in the stage ``name``, if it will."""
+    stage = getattr(run, name)
+    if name not in _RATES or stage is None or stage.optim.warmup_steps is not None:
+        return []
+    if name == "sft":  # its steps depend on the demonstrations
+        return [("optim.warmup_steps", "a tenth of the steps, at most 10")]
+    steps = stage.steps * (stage.sample.minibatches if name == "rl" else 1)
+    return [("optim.warmup_steps", usual_warmup(steps))]
+
+
 def _short(value: Any) -> str:
+    if isinstance(value, str):
+        return value
     return f"{value:g}" if isinstance(value, float) else msgspec.json.encode(value).decode()

@@ -204,7 +204,14 @@ def note_rewritten_history(run: Run, policy: Policy) -> None:
         "separate path, and what follows the first change is computed again"
     )
     if run.rl.loss.is_over_sequences:
-        text += "; rl.loss takes all paths of a call as one sequence, in one batch"
+        limit = run.compute.max_tokens
+        text += (
+            "; rl.loss takes all paths of a call as one sequence, in one batch"
+            + ("" if limit is None else f", also beyond compute.max_tokens={limit}")
+            + f": at most limits.max_turns={run.limits.max_turns} paths of {policy.window} tokens; "
+            "if they do not fit into memory, lower limits.max_turns, or use a loss over tokens, "
+            "such as rl.loss.policy=ppo_clip"
+        )
     _log.warning("history_rewritten", text, shown=True)
 
 

@@ -36,6 +36,7 @@ from ramify.train.data.sft_data import induction, order
 from ramify.train.group_records import GroupRecord, account
 from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import of_rollouts
+from ramify.train.policy_defaults import usual_warmup
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.group_queue import GroupQueue, StepGroups
 from ramify.train.rollouts.rollouter import Rollouter, RootCount, first_items
@@ -383,7 +384,7 @@ def scheduled(stage: str, optim: OptimizerSpec, num_steps: int) -> OptimizerSpec
     of it as warm-up, at most 10, unless that is given. Raises ConfigError, with the stage's name,
     if the schedule is shorter than the warm-up."""
     if optim.warmup_steps is None:
-        optim = msgspec.structs.replace(optim, warmup_steps=min(10, num_steps // 10))
+        optim = msgspec.structs.replace(optim, warmup_steps=usual_warmup(num_steps))
     if optim.num_steps is not None:
         return optim
     try:

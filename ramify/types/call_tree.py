@@ -69,6 +69,8 @@ class CallNode(msgspec.Struct, gc=False):
     """``number``, ``text``, ``list``, ``dict`` or ``none``."""
     answer_chars: int = 0
     """Length of the whole answer."""
+    answer_hash: int = 0
+    """Hash of the whole answer."""
     subject: int = 0
     """Hash of its whole question and context: siblings with the same one must agree."""
     outlier: str = ""
@@ -98,6 +100,7 @@ class CallNode(msgspec.Struct, gc=False):
     def take_answer(self, answer: Any) -> None:
         text = as_text(answer)
         self.answer, self.answer_chars = cut(text), len(text)
+        self.answer_hash = hash(text)
         self.answer_kind = kind_of_answer(answer, text)
 
     @property

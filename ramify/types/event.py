@@ -218,6 +218,8 @@ class RunEnded(Event, frozen=True, tag="RunEnded"):
     """Call id of the branch whose answer was chosen; empty if there was only one answer."""
     reason: str = ""
     """One sentence on why the run ended, with the numbers; empty for ``FINAL``."""
+    typed_answer: Any = None
+    """The answer as packed by ``SharedContext.pack``, if JSON changes its type (a tuple, NaN)."""
 
 
 class ScoreAdded(Event, frozen=True, tag="Scored"):

@@ -1,6 +1,6 @@
 """Feeds of runs and training folders: one task polls each file, however many pages follow it.
 
-    file grows ── polled every 20 ms while a page follows ──> refresh ──> message to each page
+    file grows ── polled every 12 ms while a page follows ──> refresh ──> message to each page
 
 A page that connects late, or reconnects, names the version that it has and receives the changes
 since then. This file decides how often files are polled and what stays in memory. Not here: HTTP
@@ -21,11 +21,11 @@ from ramify.viewer.run_locations import LocatedRun
 from ramify.viewer.training import TrainingCurves
 from ramify.viewer.watched_run import WatchedRun
 
-INTERVAL_S = 0.02
+INTERVAL_S = 0.012
 """Seconds between polls of a file that is being written."""
 IDLE_INTERVAL_S = 0.25
 """Seconds between polls of a file without a writer."""
-_POLLS_PER_WRITER_CHECK = 25
+_POLLS_PER_WRITER_CHECK = 40
 """Polls between checks that the writer of a file is still alive."""
 _SMALL_BYTES = 1 << 18
 """Maximum bytes to read directly; more is read in a thread, so that other pages do not wait."""
@@ -33,6 +33,7 @@ MAX_OPEN = 12
 """Maximum number of runs in memory that no page follows."""
 
 T = TypeVar("T", bound=WatchedRun | TrainingCurves)
+R = TypeVar("R")
 
 
 class FileFeed(Generic[T]):
@@ -51,7 +52,7 @@ class FileFeed(Generic[T]):
             self._notify(await asyncio.to_thread(self.watched.refresh))
         return self.watched
 
-    async def inspect(self, look: Callable[[T], dict[str, Any]]) -> dict[str, Any]:
+    async def inspect(self, look: Callable[[T], R]) -> R:
         """Run ``look`` on ``watched`` in a thread, while nothing can change it."""
         async with self.lock:
             return await asyncio.to_thread(look, self.watched)

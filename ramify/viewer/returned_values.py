@@ -25,13 +25,16 @@ _MIN_TEXT = 5
 NUMBER = re.compile(
     r"(?<![\w.])(?<!\w-)[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w]|\.\d)"
 )
+_PERCENT = re.compile(r"\s?%")
+_MAX_LITERAL = 2_000
+"""Characters of a literal whose numbers are looked at."""
 _MAX_LEAVES = 500
 
 
 def _key(text: str) -> Any:
     """Key under which equal values meet: 30,102 and 30102.0 are the same number."""
     try:
-        return float(text.replace(",", ""))
+        return float(f"{float(text.replace(',', '')):.12g}")
     except ValueError:
         return text
 
@@ -65,13 +68,21 @@ class ReturnedValues:
         return frozenset(found) if len(found) <= MAX_SOURCES else frozenset()
 
     def guess(self, value: Any) -> frozenset[str]:
-        """Calls that returned the value of a literal, if it is long enough to tell."""
+        """Calls that returned the value of a literal, or numbers in it, if long enough to tell."""
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             return frozenset()
         text = str(value).strip()
-        if is_telling(text):
-            return self.calls_with(text)
-        return frozenset()
+        if is_telling(text) and (calls := self.calls_with(text)):
+            return calls
+        numbers = [match for match in NUMBER.finditer(text[:_MAX_LITERAL]) if is_telling(match[0])]
+        return frozenset[str]().union(*(self.calls_with_number(text, match) for match in numbers))
+
+    def calls_with_number(self, text: str, match: re.Match[str]) -> frozenset[str]:
+        """Calls that returned the number at ``match`` in ``text``; 45.67 % is also 0.4567."""
+        calls = self.calls_with(match[0])
+        if calls or not _PERCENT.match(text, match.end()):
+            return calls
+        return self.calls_with(str(_key(match[0]) / 100))
 
     def texts_of(self, calls: Iterable[str]) -> list[str]:
         """Texts that these calls returned, the longest first."""
@@ -126,7 +137,7 @@ def find_values(text: str, returned: ReturnedValues, calls: frozenset[str]) -> l
         for form in dict.fromkeys((value, repr(value)[1:-1], as_text([value])[2:-2])):
             spans += _occurrences(text, form, sources, taken)
     for match in NUMBER.finditer(text):
-        sources = returned.calls_with(match[0]) & calls
+        sources = returned.calls_with_number(text, match) & calls
         if sources and not any(taken[match.start() : match.end()]):
             taken[match.start() : match.end()] = b"\1" * len(match[0])
             spans.append(ValueSpan(match.start(), match.end(), sources))

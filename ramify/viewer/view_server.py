@@ -5,6 +5,7 @@
     GET /api/run?key=            overview of a run, with the texts of &texts= calls
     GET /api/texts?key=          texts of the other calls, from index &from=
     GET /api/call?key=           one call of a run
+    GET /api/compare?key=&key=   the calls of several runs, matched by question
     GET /api/provenance?key=     where the values of a call (&id=) came from
     GET /api/request?key=        the exact request of one turn (&id=&turn=)
     GET /api/tokens?key=         tokens of one turn
@@ -36,6 +37,7 @@ import msgspec
 from aiohttp import web
 
 from ramify.errors import StoreError, cannot_listen
+from ramify.viewer.comparison import MAX_RUNS, compared, rows_of
 from ramify.viewer.evaluation import EvaluationLibrary
 from ramify.viewer.feed import FileFeed, FileFeeds
 from ramify.viewer.guard import BadRequest, RequestGuard, add_headers
@@ -98,6 +100,7 @@ class ViewServer:
             "/api/run": self._run,
             "/api/texts": self._texts,
             "/api/call": self._call,
+            "/api/compare": self._compare,
             "/api/provenance": self._provenance,
             "/api/request": self._request,
             "/api/tokens": self._tokens,
@@ -174,6 +177,18 @@ class ViewServer:
         id, first = _word(request, "id"), _number(request, "from")
         length = None if "full" in request.query else MAX_TEXT
         return await self._inspected(request, lambda run: transcript(run, id, first, length))
+
+    async def _compare(self, request: web.Request) -> web.Response:
+        keys = request.query.getall("key", [])
+        if not 2 <= len(keys) <= MAX_RUNS:
+            raise BadRequest(f"{request.path} compares 2 to {MAX_RUNS} runs, and got {len(keys)}")
+        runs = []
+        for key in keys:
+            feed = self._feeds.run(self._library.find(key))
+            await feed.fresh()
+            runs.append(await feed.inspect(compared))
+        rows = await asyncio.to_thread(rows_of, [calls for _, calls in runs])
+        return data({"heads": [head for head, _ in runs], "rows": rows})
 
     async def _provenance(self, request: web.Request) -> web.Response:
         id = _word(request, "id")

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from ramify import Limits, SandboxSpec, Stop, Store
+from ramify import Limits, SandboxSpec, Stop, Store, Suspended
+from ramify.clients.scripted import refused
 from ramify.types.message import Message, Reply
 from tests.engine.helpers import by_role, client, code, rlm
 
@@ -69,3 +71,47 @@ def test_the_cache_pays_once_for_the_same_request_in_one_run(tmp_path: Path) -> 
     with rlm(model, store=Store(tmp_path), sandbox=SANDBOX) as r:
         result = r.completion("text", "?", cache=True)
     assert (result.answer, result.usage.calls, len(model.requests)) == (["re: a"] * 2, 2, 2)
+
+
+class Found(msgspec.Struct):
+    host: str
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        ("(1, ('a', 2.5), [3])", None),
+        ("{'s': {1, 2}, 'b': b'xy', 3: None}", None),
+        ("float('inf')", None),
+        ("[1, 'a', {'b': 2.5}]", None),
+        ("{'host': 'a'}", Found),
+        ("[1, 2]", tuple[int, int]),
+    ],
+)
+def test_an_answer_has_the_same_type_after_a_resume(tmp_path: Path, answer: str, kind: Any) -> None:
+    """Both when a suspended run is resumed, and when one that has ended is."""
+    script = [refused(402, "no credit"), code(f"FINAL({answer})")]
+    options: Any = {} if kind is None else {"answer_type": kind}
+    with rlm(script * 2, store=Store(tmp_path), sandbox=SANDBOX) as r:
+        with pytest.raises(Suspended) as suspended:
+            r.completion("text", "?", **options)
+        resumed = suspended.value.resume().answer
+        ended = r.resume("last", **options).answer
+    direct = msgspec.convert(eval(answer), kind) if kind else eval(answer)
+    assert (type(resumed), resumed) == (type(ended), ended) == (type(direct), direct)
+
+
+def test_a_run_is_resumed_with_another_model_if_that_is_named(tmp_path: Path) -> None:
+    first = client(
+        [code("x = llm_query('a')"), "re: a", refused(402, "no credit")], name="scripted:one"
+    )
+    other = client([code("FINAL(x + llm_query('b'))"), ", re: b"], name="scripted:two")
+    with rlm(first, store=Store(tmp_path), sandbox=SANDBOX) as r:
+        with pytest.raises(Suspended):
+            r.completion("text", "?")
+        resumed = r.resume("last", model=other)
+    with rlm(first, store=Store(tmp_path), sandbox=SANDBOX) as r:
+        assert r.replay("last").answer == resumed.answer
+    assert (resumed.answer, len(other.requests)) == ("re: a, re: b", 2)
+    [note] = [each for each in resumed.trajectory.warnings if "was started with" in each]
+    assert "model=scripted:one, not scripted:two" in note

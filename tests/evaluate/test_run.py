@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from ramify.evaluate.run import (
     read_evaluation,
 )
 from ramify.evaluate.statistics import MeanEstimate
-from ramify.tasks.base import SimpleTask, TaskStart
+from ramify.tasks.base import Item, SimpleTask, TaskStart
+from ramify.tasks.scoring import exact
 from ramify.types.message import Message
 from ramify.types.trajectory import Stop, Trajectory
 from tests.engine.helpers import at_once, client
@@ -351,3 +353,61 @@ def test_it_works_in_a_running_loop_that_has_the_rlm_open() -> None:
 
     assert asyncio.run(twice()) == [1.0] * 4
     assert SPEC.provider == "process"
+
+
+def test_unfinished_attempts_continue_from_their_journals(tmp_path: Path) -> None:
+    """Four attempts: one is suspended, one is killed after its first turn, one had ended but was
+    not scored: each is counted once, and none pays for a recorded reply."""
+    asked = Counter[int]()
+    is_out = True
+
+    def model(messages: tuple[Message, ...]) -> Any:
+        item, turn = number(messages), sum(each.role == "assistant" for each in messages)
+        if is_out and item == 1 and turn == 1:
+            return refused(402, "no credit")
+        asked[item] += 1
+        return "found = size(context)" if turn == 0 else "FINAL(found)"
+
+    def size(text: str) -> int:
+        return len(text)
+
+    async def prepare(item: Item) -> TaskStart:
+        return TaskStart(context=item.context, tools={"size": size})
+
+    task = SimpleTask("size", {"test": ITEMS}, exact, begin=prepare)
+    store, records = Store(tmp_path), EvaluationRecords(tmp_path)
+    first = records.create(plan(items=4))
+    before = evaluated(model, task, of=first.plan, record=first, store=store, concurrency=1)
+    first.close()
+    assert [each.stop for each in before.outcomes].count(Stop.SUSPENDED) == 1
+    runs = [each.run for each in before.outcomes]
+    # Item 2 was killed before its second request, and item 3 between its end and its score.
+    killed = store.path(runs[2])
+    events = killed.read_bytes().splitlines(keepends=True)
+    cut = next(n for n, line in enumerate(events) if b'"Requested"' in line and b'"turn":1' in line)
+    killed.write_bytes(b"".join(events[:cut]))
+    entries = first.path.read_bytes().splitlines(keepends=True)
+    gone = [f'"outcome","item":"size/test/{n}"'.encode() for n in (2, 3)]
+    first.path.write_bytes(b"".join(e for e in entries if not any(part in e for part in gone)))
+    is_out = False
+    again = records.reopen("last")
+    found = evaluated(model, task, of=again.plan, record=again, store=store)
+    again.close()
+    assert [each.run for each in found.outcomes] == runs
+    assert [(each.reward, each.stop, each.usage.calls) for each in found.outcomes] == [
+        (1.0, Stop.FINAL, 2)
+    ] * 4
+    assert asked == {0: 2, 1: 2, 2: 3, 3: 2}  # only what the killed run had not recorded
+    assert len(store.runs()) == 4
+
+
+def test_an_attempt_that_cannot_be_continued_is_made_again(tmp_path: Path) -> None:
+    store, records = Store(tmp_path), EvaluationRecords(tmp_path)
+    first = records.create(plan(items=1))
+    evaluated(lambda messages: refused(402), of=first.plan, record=first, store=store)
+    first.close()
+    store.path("last").unlink()
+    again = records.reopen("last")
+    [outcome] = evaluated(right, of=again.plan, record=again, store=store).outcomes
+    again.close()
+    assert (outcome.reward, outcome.run) == (1.0, store.runs()[0].id)

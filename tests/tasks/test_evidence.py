@@ -12,12 +12,17 @@ import pytest
 from ramify.clients.scripted import ScriptedClient
 from ramify.engine.limits import Limits
 from ramify.engine.rlm import RLM
+from ramify.engine.scaffold import TINY
 from ramify.errors import ConfigError, RamifyError
 from ramify.evaluate.attempt import attempt
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import items_of
 from ramify.tasks.evidence import evidence
 from ramify.tasks.validation import answered, validate
+from ramify.train.demonstrations import demonstrations_of
+from ramify.train.recipe import load_recipe
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 PAPERS = [
     {
@@ -134,3 +139,14 @@ def test_a_judge_is_a_second_reward() -> None:
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         evidence(**options)
+
+
+def test_the_scripted_expert_of_the_recipe_shows_right_and_wrong_runs_of_one_form() -> None:
+    run = load_recipe(RECIPES / "tiny_evidence.py", ["sft.num=16"])
+    shown = list(demonstrations_of(run, evidence(), TINY))
+    rewards = [each.rewards["f1"] for each in shown]
+    children = [each["f1"] for run in shown for each in run.call_rewards.values()]
+    assert (len(shown), [each.errors for each in shown]) == (16, [[]] * 16)
+    assert min(rewards) < 0.5 < 0.9 < max(rewards)
+    assert (min(children) < 0.5, max(children)) == (True, 1.0)
+    assert {len(call.turns) for each in shown for call in each.calls if call.depth == 1} == {1}

@@ -194,7 +194,7 @@ def test_a_group_of_one_is_warned_of() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PolicySpec(), "give path"),
+        (lambda: small(policy=PolicySpec(), sft=None), "give path"),
         (lambda: PolicySpec(shape={"hidden_size": 3}), "has no model_type"),
         (lambda: SftSpec(), "nothing to learn from"),
         (lambda: SftSpec(demos="ledger", epochs=0), "must be positive"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
 import random
 import signal
@@ -20,7 +22,7 @@ from ramify.train.backends.base import OptimizerSpec
 from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state
 from ramify.train.config import PolicySpec, Run, Schedule, TaskSpec, plain
 from ramify.train.lineage import LINEAGE, check_changes
-from ramify.train.metrics import read_metrics
+from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from tests.shown import train
@@ -148,8 +150,8 @@ def learned(out: Path) -> list[int]:
     return [row.step for row in read_metrics(out) if "loss" in row.values]
 
 
-def is_stopped(num_steps: int, delay_s: float, run: Run, out: Path) -> bool:
-    """Train, and send SIGTERM ``delay_s`` seconds after ``num_steps`` more steps. Returns whether
+def is_stopped(num_steps: int, delay_s: float, number: signal.Signals, run: Run, out: Path) -> bool:
+    """Train, and send the signal ``delay_s`` seconds after ``num_steps`` more steps. Returns whether
     that ended the run."""
     resume = out if any(out.glob("checkpoints/step-*")) else None
     over, begun = threading.Event(), len(learned(out))
@@ -159,14 +161,14 @@ def is_stopped(num_steps: int, delay_s: float, run: Run, out: Path) -> bool:
             if over.wait(0.002):
                 return
         if not over.wait(delay_s):
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
     try:
         train(run, out, resume=resume)
     except SystemExit as ended:
-        return ended.code == 128 + signal.SIGTERM
+        return ended.code == 128 + number
     finally:
         over.set()
         thread.join()
@@ -180,18 +182,53 @@ def test_a_signal_loses_no_whole_step(tmp_path: Path) -> None:
     began = time.monotonic()
     state = train(run, whole)
     step_s = (time.monotonic() - began) / state.step
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    ending = (signal.SIGHUP, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: None) for number in ending]
     num = 0
     try:
-        while is_stopped(chosen.randint(1, 3), chosen.random() * step_s, run, broken):
+        for number in itertools.cycle(ending):
+            delay_s = chosen.random() * step_s
+            if not is_stopped(chosen.randint(1, 3), delay_s, number, run, broken):
+                break
             latest = CheckpointStore(broken).latest()
             assert (latest is not None and read_state(latest).step) == max(learned(broken))
             num += 1
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(ending, before, strict=True):
+            signal.signal(number, handler)
     assert num
     assert same(whole, broken)
     assert steps_of(whole) == steps_of(broken)
+
+
+def test_in_a_notebook_an_interrupt_saves_first(tmp_path: Path) -> None:
+    """The event loop of the main thread calls a notebook's cells."""
+    run = run_of(8, schedule=Schedule(evaluate_every=None, checkpoint_every=100))
+    train(run, tmp_path / "whole")
+    out, is_interrupted = tmp_path / "cells", threading.Event()
+
+    def interrupt(metrics: StepMetrics) -> None:
+        if metrics.stage == "rl" and not is_interrupted.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert is_interrupted.wait(60)
+
+    def interrupted(*_: object) -> None:
+        is_interrupted.set()
+        raise KeyboardInterrupt
+
+    async def cell(resume: Path | None) -> CheckpointState:
+        return train(run, out, resume=resume, listener=interrupt)
+
+    loop, before = asyncio.new_event_loop(), signal.signal(signal.SIGINT, interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(cell(None))
+        loop.run_until_complete(cell(out))
+    finally:
+        signal.signal(signal.SIGINT, before)
+        loop.close()
+    assert same(tmp_path / "whole", out)
+    assert steps_of(tmp_path / "whole") == steps_of(out)
 
 
 def test_time_alone_makes_checkpoints(tmp_path: Path) -> None:

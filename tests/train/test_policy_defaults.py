@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from transformers import Qwen3Config
+from transformers import AutoTokenizer, Qwen3Config
 
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
-from ramify.models.load import from_config, save_policy
+from ramify.models.load import from_config, load_policy, save_policy
 from ramify.train.assemble import assemble
 from ramify.train.backends.base import OptimizerSpec
-from ramify.train.config import LoraSpec, PolicySpec, RlSpec, Run
+from ramify.train.config import CriticSpec, LoraSpec, PolicySpec, RlSpec, Run, SftSpec
 from ramify.train.policy_defaults import report_policy_defaults, with_policy_defaults
 from ramify.train.stages import scheduled
 from ramify.types.message import Message
@@ -70,6 +70,11 @@ def test_each_kind_of_policy_has_its_defaults(checkpoints: Path) -> None:
     assert found(thinking) == (1e-5, usual, 4, 4096, True, 32.0)
     given = OptimizerSpec(lr=3e-6, betas=(0.8, 0.9), warmup_steps=2)
     assert found(PolicySpec(path=path), optim=given)[:3] == (3e-6, (0.8, 0.9), 2)
+    critic = CriticSpec(model="own", optim=OptimizerSpec(weight_decay=0.1))
+    run = with_policy_defaults(run_of(PolicySpec(path=plain), critic=critic))
+    assert run.rl is not None
+    assert run.rl.critic.optim is not None
+    assert (run.rl.critic.optim.lr, run.rl.critic.optim.betas) == (1e-6, usual)
 
 
 def test_they_are_set_once() -> None:
@@ -93,13 +98,41 @@ def test_the_policy_thinks_as_the_run_says(checkpoints: Path) -> None:
     assert opened == [False, True]  # without thinking, replies begin after an empty block
 
 
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_trained_policy_keeps_thinking_or_not(
+    thinking: bool, checkpoints: Path, tmp_path: Path
+) -> None:
+    policy = PolicySpec(path=str(checkpoints / "qwen3"), thinking=thinking)
+    trained = assemble(msgspec.structs.replace(run_of(policy), scaffold="default"))
+    trained.save_policy(tmp_path)
+    asked = [Message("user", "Hm?")]
+    prompts = {
+        switch: load_policy(tmp_path, thinking=switch).renderer.prompt(asked)
+        for switch in (None, True, False)
+    }
+    assert prompts[None] == prompts[thinking] == trained.policy.renderer.prompt(asked)
+    assert prompts[True] != prompts[False]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)  # as other programs load it
+    wire = [{"role": "user", "content": "Hm?"}]
+    found = tokenizer.apply_chat_template(wire, add_generation_prompt=True, return_dict=False)
+    assert found == prompts[None]
+    later = with_policy_defaults(run_of(PolicySpec(path=str(tmp_path))))
+    assert (later.policy.thinking, later.limits.max_reply_tokens) == (
+        thinking,
+        4096 if thinking else 1024,
+    )
+
+
 def test_what_was_set_is_reported(checkpoints: Path, caplog: pytest.LogCaptureFixture) -> None:
-    given = run_of(PolicySpec(path=str(checkpoints / "llama3")))
+    given = run_of(PolicySpec(path=str(checkpoints / "llama3")), steps=45)
+    given = msgspec.structs.replace(given, sft=SftSpec(demos="ledger", num=4))
     with caplog.at_level(logging.INFO, "ramify.train"):
         report_policy_defaults(given, with_policy_defaults(given))
     assert [record.getMessage() for record in caplog.records] == [
         "defaults of a policy that is a checkpoint: limits.max_reply_tokens=1024, "
-        "rl.optim.lr=1e-06, rl.optim.betas=[0.9,0.999]"
+        "sft.optim.lr=1e-05, sft.optim.betas=[0.9,0.999], "
+        "sft.optim.warmup_steps=a tenth of the steps, at most 10, "
+        "rl.optim.lr=1e-06, rl.optim.betas=[0.9,0.999], rl.optim.warmup_steps=4"
     ]
 
 

@@ -464,12 +464,41 @@ def test_compare(browser: Any, world: World, tmp_path: Path, size: tuple[int, in
         page.get_by_role("link", name="compare", exact=True).click()
         page.locator("#parting").wait_for()
         assert text(page, "#parting") == "Here they part, at turn 2: the model says something else."
-        assert page.locator(".aligned.same").count() == 1
+        assert page.locator(".turn-row.same").count() == 1
+        page.get_by_role("button", name="only calls that differ").click()
+        assert text(page, ".pair-row.active .came:nth-child(3)").startswith("web-5")
         photograph(page, f"compare-{size[0]}", tmp_path)
         page.get_by_label("right run").select_option(world.tree)
         page.locator(".note", has_text="They never part").wait_for()
-        page.get_by_label("which call").select_option("0.24")
+        page.get_by_label("which call").select_option(label="call 0.24")
         page.locator(".answer", has_text="2026-03-01T12:00:05").first.wait_for()
+        assert page.url.endswith("/call/0.24")
+
+
+def test_three_runs_of_direct_calls_are_compared_word_by_word(browser: Any, tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    for month, answer in (("May", "31 days"), ("June", "30 days"), ("July", "31 days")):
+        golden.plain(store, f"How many days has {month}?", answer)
+    with served(store.root) as server, tab(browser) as shown:
+        page = shown.open(server.url)
+        for row in range(3):
+            page.locator(".run-row .when").nth(row).click()
+        page.get_by_role("button", name="compare these 3").click()
+        page.locator(".pair-row.active").wait_for()
+        assert page.locator(".pair-row.active .came").all_inner_texts()[1].startswith("30 days")
+        assert page.locator("section.answer").all_inner_texts() == [
+            "answer\n31 days",
+            "answer\n30 days",
+        ]
+        assert page.locator("section.answer del, section.answer ins").all_inner_texts() == [
+            "31",
+            "30",
+        ]
+        page.get_by_label("right run").select_option(index=2)
+        page.locator(".side-head .run-letter", has_text="C").wait_for()
+        assert page.locator(".pair .message[open] del, .pair .message[open] ins").all_inner_texts()
+        page.get_by_label("remove run B").click()
+        page.locator("h1", has_text="Compare 2 runs").wait_for()
 
 
 @pytest.mark.skipif(not AXE.exists(), reason="axe-core is not installed: scripts/setup, with npm")
@@ -511,7 +540,7 @@ def test_a_filter_is_in_the_address_and_says_what_is_wrong_with_it(
         page.locator(".run-row .when").first.click()
         page.locator(".run-row .when").nth(1).click()
         page.get_by_role("button", name="compare these two").click()
-        page.locator(".compared").wait_for()
+        page.locator(".pair-row.active").wait_for()
 
 
 def test_a_page_whose_server_is_gone_says_so(browser: Any, world: World) -> None:

@@ -57,6 +57,27 @@ def test_a_copied_value_is_no_certain_link(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("reply", "typed", "linked"),
+    [
+        ("1,234", "It is 1234.", "1234"),
+        ("48213", "It is 48,213 euros", "48,213"),
+        ("0.4567", "about 45.67 %", "45.67"),
+        ("0.5", "about 50 %", None),  # too short to tell
+        ("0.4567", "about 45.67 euros", None),
+    ],
+)
+def test_a_number_typed_in_another_form_is_the_same_value(
+    tmp_path: Path, reply: str, typed: str, linked: str | None
+) -> None:
+    run = Recorded(1)
+    run.reply = lambda _: reply
+    run.cell("r = llm_query('How much?')\nprint(r)")
+    run.cell(f"FINAL({typed!r})")
+    links = [] if linked is None else [("answer", linked, ["0.0"], False)]
+    assert shown(run, tmp_path)[1:] == links
+
+
 def test_code_that_cannot_be_parsed_still_gives_matches_of_texts(tmp_path: Path) -> None:
     run = Recorded(1)
     run.reply = lambda _: "web-77 fails"

@@ -66,14 +66,17 @@ class SFT(
         ]
         rollouts = [rollout for rollout in rollouts if rollout.credits]
         num = sum(len(group.trajectories) for group in groups)
-        no_signal = (
-            ""
-            if rollouts
-            else f"none of {num} trajectories qualifies for training (min_reward={self.min_reward})"
-        )
+        no_signal = "" if rollouts else self._why_none(groups, weights)
         return AssignedStep(
             rollouts, {"ce": denominator}, {"kept": len(rollouts) / num if num else 0.0}, no_signal
         )
+
+    def _why_none(self, groups: Sequence[Group], weights: Mapping[str, float]) -> str:
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        scored = [total(each.rewards, weights) for each in trajectories if each.rewards]
+        best = f"the best reward is {max(scored):g}" if scored else "none has a reward"
+        why = "" if self.min_reward is None else f", with min_reward={self.min_reward:g}: {best}"
+        return f"none of {len(trajectories)} trajectories qualifies for training{why}"
 
     def _is_good(self, trajectory: Trajectory, weights: Mapping[str, float]) -> bool:
         if self.min_reward is None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
@@ -25,12 +26,15 @@ from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
 from ramify.evaluate.attempt import GRACE_S, attempt, is_direct
+from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.tasks.base import Item, Task
 from ramify.train.optional_fields import check_optional
 from ramify.train.placement.rollout_workers import RolloutSource
 from ramify.train.rollouts.concurrency import ConcurrencyController, Gauge
 from ramify.types.trajectory import Group, Stop, Trajectory
+
+_log = RoomLogger("train")
 
 
 class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -108,17 +112,19 @@ class RolloutAttempt:
         """Let its group continue without it. The rollout may take a while to stop; nothing waits
         for it."""
         if not self.result.done():
-            gone = Trajectory(
-                self.name,
-                self._item.question,
-                task=self._item.id,
-                errors=[why],
-                stop=Stop.CANCELLED,
-            )
             self.was_given_up = True
-            self.result.set_result(gone)
+            self.result.set_result(self._without_result(why))
             self._over(self)
         self._task.cancel()
+
+    def _without_result(self, why: str) -> Trajectory:
+        return Trajectory(
+            self.name,
+            self._item.question,
+            task=self._item.id,
+            errors=[why],
+            stop=Stop.CANCELLED,
+        )
 
     async def close(self) -> None:
         """Cancel it, and wait until it has stopped."""
@@ -129,7 +135,17 @@ class RolloutAttempt:
     async def _run(self) -> Trajectory:
         async with self._room:
             self.began_at = time.monotonic()
-            trajectory = await self._run_it()
+            try:
+                trajectory = await self._run_it()
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # Something inside was cancelled, not this rollout: it has failed, the run has not.
+                at = traceback.extract_tb(error.__traceback__)[-1]
+                why = f"{self.name} was cancelled from inside, at {at.filename}:{at.lineno}"
+                _log.error("rollout_cancelled", why, error=error)
+                trajectory = self._without_result(why)
             self.took_s = time.monotonic() - self.began_at
             return trajectory
 

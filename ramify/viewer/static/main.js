@@ -1,7 +1,7 @@
 // Routing by the address after #, the bar at the top, and the keys and colors of all pages.
 //
 //   #/                        runs          #/run/KEY[/call/ID[/turn/N]]    one run
-//   #/training[/KEY[/OTHER]]  training      #/compare[/KEY[/OTHER]]         two runs
+//   #/training[/KEY[/OTHER]]  training      #/compare[/KEY[/OTHER…]][/call/ID]      two or more runs
 //   #/evaluation[/KEY[/OTHER]]              evaluations, and one of them
 
 import { h, fill } from "./dom.js";
@@ -22,6 +22,8 @@ function readRoute() {
     if (parts[2] === "call") route.call = parts[3];
     if (parts[4] === "turn") route.turn = Math.max(0, Number(parts[5]) - 1) || 0;
   }
+  const at = parts.indexOf("call", 2);
+  if (route.name === "compare" && at > 0) [route.call, route.keys] = [parts[at + 1], parts.slice(1, at)];
   return route;
 }
 
@@ -55,7 +57,7 @@ async function open(route) {
   if (offline) throw new Error("this file holds one run alone");
   if (route.name === "training") return (await import("./training.js")).trainingPage(page, route.keys);
   if (route.name === "evaluation") return (await import("./evaluation.js")).evaluationPage(page, route.keys);
-  if (route.name === "compare") return (await import("./compare.js")).comparePage(page, route.keys);
+  if (route.name === "compare") return (await import("./compare.js")).comparePage(page, route.keys, route);
   if (route.name === "runs") return (await import("./runs.js")).runsPage(page, route.keys);
   throw new Error(`there is no page ${route.name}`);
 }

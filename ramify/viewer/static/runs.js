@@ -1,6 +1,6 @@
 // The list of runs, with filter and sorting; of thousands of rows only visible ones are elements.
 
-import { h, fill } from "./dom.js";
+import { h, fill, toast } from "./dom.js";
 import { get } from "./api.js";
 import { VirtualList } from "./list.js";
 import { runAddress } from "./run.js";
@@ -8,7 +8,9 @@ import { worthTone } from "./story.js";
 import { facets, parseFilter, percentiles } from "./filter.js";
 import { count, dollars, grouped, moment, number, oneLine, seconds, stopWords } from "./format.js";
 
+const MAX_RUNS = 8;  // that are compared, as in viewer/comparison.py
 const EVERY_MS = 2000;  // between updates
+const SHARE = 20;  // updates of a long list are rarer: they take at most one part in so many of the time
 const NARROW = matchMedia("(max-width: 800px)");
 
 // [name, whether it is a number, sort key, text]
@@ -82,11 +84,20 @@ class RunsView {
     await this.load();
     fill(page, h("div.runs", null, h("div.runs-head", null, h("h1", null, "Runs"), this.input, this.tally, this.compare, this.figures, this.fix, this.facets), this.problems, this.none, this.body));
     this.arrange();
-    this.timer = setInterval(() => document.hidden || this.load().then(() => this.arrange(), () => {}), EVERY_MS);
+    this.again();
+  }
+
+  // The next update; a list of thousands of runs takes a while.
+  again() {
+    this.timer = setTimeout(async () => {
+      if (!document.hidden) await this.load().then(() => this.closed || this.arrange(), () => {});
+      if (!this.closed) this.again();
+    }, Math.max(EVERY_MS, SHARE * this.took));
   }
 
   close() {
-    clearInterval(this.timer);
+    this.closed = true;
+    clearTimeout(this.timer);
     this.list.close();
     NARROW.removeEventListener("change", this.resized);
   }
@@ -99,14 +110,17 @@ class RunsView {
   }
 
   tick(run) {
-    if (!this.ticked.delete(run.key)) this.ticked.add(run.key);
+    if (!this.ticked.delete(run.key)) {
+      if (this.ticked.size === MAX_RUNS) return toast(`at most ${MAX_RUNS} runs are compared`);
+      this.ticked.add(run.key);
+    }
     this.compare.hidden = this.ticked.size < 2;
-    this.compare.textContent = this.ticked.size === 2 ? "compare these two" : `compare ${this.ticked.size}: the first two`;
+    this.compare.textContent = this.ticked.size === 2 ? "compare these two" : `compare these ${this.ticked.size}`;
     this.list.later(true);
   }
 
   compareTicked() {
-    location.hash = `#/compare/${[...this.ticked].slice(0, 2).map(encodeURIComponent).join("/")}`;
+    location.hash = `#/compare/${[...this.ticked].map(encodeURIComponent).join("/")}`;
   }
 
   drawFilter(problem) {
@@ -126,7 +140,9 @@ class RunsView {
   }
 
   async load() {
+    const start = performance.now();
     this.data = await get("/api/runs");
+    this.took = performance.now() - start;
   }
 
   sortBy(name) {

@@ -23,7 +23,7 @@ def test_rejection_sampling_learns_from_the_good_ones() -> None:
     assert (found.denominators, found.metrics) == ({"ce": 4}, {"kept": 0.5})
     assert (
         SFT(min_reward=2).assign_advantages(batch, {}).no_signal
-        == "none of 4 trajectories qualifies for training (min_reward=2)"
+        == "none of 4 trajectories qualifies for training, with min_reward=2: the best reward is 1"
     )
 
 

@@ -162,6 +162,18 @@ def test_state_of_a_rollout_is_its_own_and_reaches_the_score() -> None:
     assert [t.rewards["count"] for group in groups for t in group.trajectories] == [2, 2, 2, 2]
 
 
+def test_a_rollout_that_was_cancelled_from_inside_has_failed_and_the_run_has_not() -> None:
+    def reward(answer: Any, item: Item) -> float:
+        if item is ITEMS[0]:
+            raise asyncio.CancelledError
+        return 1.0
+
+    first, second = rolled(say("FINAL(1)"), given=task(reward))
+    assert [rollout.rewards for rollout in second.trajectories] == [{"correct": 1.0}] * 2
+    assert [rollout.stop for rollout in first.trajectories] == [Stop.CANCELLED] * 2
+    assert all("was cancelled from inside, at" in each.errors[0] for each in first.trajectories)
+
+
 def test_a_stalled_rollout_is_given_up_and_leaves_its_stacks() -> None:
     told: list[str] = []
 

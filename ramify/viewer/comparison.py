@@ -1,0 +1,157 @@
+"""The calls of several runs side by side: each call beside those that answer the same question.
+
+    run A        run B             rows
+    0            0                 0    0
+    ├ 0.0 May    ├ 0.0 June   ──>  0.0  0.1    May
+    └ 0.1 June   └ 0.1 May         0.1  0.0    June
+
+Two calls can only match below parents that match. Siblings are matched by their whole question and
+context, then by their question, then by words that most of both questions share. Not here: the
+texts of a call, which the page compares word by word (see static/compare.js).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from ramify.types.call_tree import CallNode
+from ramify.viewer.picture import head
+from ramify.viewer.watched_run import WatchedRun
+
+MAX_RUNS = 8
+"""Maximum number of runs that are compared at once."""
+_MAX_PAIRS = 40_000
+"""Maximum number of pairs of questions whose words are compared."""
+_ALIKE = 0.5
+"""Share of the words of two questions that they must have in common."""
+Row = list[CallNode | None]
+"""One call per run; None where a run has no such call."""
+
+
+def compared(run: WatchedRun) -> tuple[dict[str, Any], list[CallNode]]:
+    """(head, calls) of a run, which ``rows_of`` needs."""
+    return head(run), list(run.tree.order)
+
+
+def rows_of(runs: Sequence[Sequence[CallNode]]) -> list[dict[str, Any]]:
+    """Rows of the calls of all runs, each parent before its children.
+
+    ``calls`` has [id, answer, cost, seconds, whether it failed, outlier] of each run, or None.
+    ``same`` says whether all runs have the call, with the same answer.
+    """
+    below = [_children(calls) for calls in runs]
+    rows: list[dict[str, Any]] = []
+    pending = [iter(_aligned([children[None] for children in below], are_roots=True))]
+    while pending:
+        row = next(pending[-1], None)
+        if row is None:
+            pending.pop()
+            continue
+        rows.append(_row(row, len(pending) - 1))
+        groups = [
+            children[node.id] if node is not None else []
+            for node, children in zip(row, below, strict=True)
+        ]
+        pending.append(iter(_aligned(groups)))
+    return rows
+
+
+def _children(calls: Sequence[CallNode]) -> dict[str | None, list[CallNode]]:
+    """Id of a parent -> its children in order; the calls without a parent are below None."""
+    known = {node.id for node in calls}
+    below: dict[str | None, list[CallNode]] = defaultdict(list)
+    for node in calls:
+        parent = node.parent.call if node.parent is not None else None
+        below[parent if parent in known else None].append(node)
+    return below
+
+
+def _aligned(groups: Sequence[Sequence[CallNode]], are_roots: bool = False) -> list[Row]:
+    """Siblings of each run -> rows. A call that matches none gets a row after its predecessor's."""
+    rows: list[Row] = []
+    for run, siblings in enumerate(groups):
+        found = _matches([_any(row) for row in rows], siblings, are_roots)
+        inserted: dict[int, list[Row]] = defaultdict(list)
+        """Index of a row, or -1 -> new rows after it."""
+        last = -1
+        for at, node in enumerate(siblings):
+            if at in found:
+                last = found[at]
+                rows[last][run] = node
+            else:
+                row: Row = [None] * len(groups)
+                row[run] = node
+                inserted[last].append(row)
+        rows = [
+            *inserted[-1],
+            *(each for i, row in enumerate(rows) for each in (row, *inserted[i])),
+        ]
+    return rows
+
+
+def _any(row: Row) -> CallNode:
+    return next(node for node in row if node is not None)
+
+
+def _matches(
+    known: Sequence[CallNode], siblings: Sequence[CallNode], are_roots: bool
+) -> dict[int, int]:
+    """Index in ``siblings`` -> index in ``known`` of the call with the same question."""
+    keys: list[Callable[[CallNode], Hashable]] = [
+        lambda node: (node.kind, node.subject),
+        lambda node: (node.kind, node.question),
+    ]
+    if are_roots:  # the runs themselves, which are compared whatever was asked
+        keys.append(lambda node: node.parent is None)
+    found: dict[int, int] = {}
+    old, new = dict(enumerate(known)), dict(enumerate(siblings))
+    for key in keys:
+        free: dict[Hashable, deque[int]] = defaultdict(deque)
+        for index, node in old.items():
+            free[key(node)].append(index)
+        for at, node in list(new.items()):
+            if free[key(node)]:
+                found[at] = free[key(node)].popleft()
+                del new[at], old[found[at]]
+    return found | _alike(old, new)
+
+
+def _alike(known: dict[int, CallNode], siblings: dict[int, CallNode]) -> dict[int, int]:
+    """Matches by common words, the most alike first."""
+    if not known or len(known) * len(siblings) > _MAX_PAIRS:
+        return {}
+    words = {index: set(node.question.lower().split()) for index, node in known.items()}
+    scored = []
+    for at, node in siblings.items():
+        own = set(node.question.lower().split())
+        for index, other in known.items():
+            share = len(own & words[index]) / max(1, len(own | words[index]))
+            if node.kind == other.kind and share >= _ALIKE:
+                scored.append((-share, abs(at - index), at, index))
+    found: dict[int, int] = {}
+    taken: set[int] = set()
+    for _, _, at, index in sorted(scored):
+        if at not in found and index not in taken:
+            found[at] = index
+            taken.add(index)
+    return found
+
+
+def _row(row: Row, depth: int) -> dict[str, Any]:
+    first = _any(row)
+    return {
+        "depth": depth,
+        "kind": first.kind,
+        "question": first.question,
+        "same": None not in row
+        and len({(node.answer_hash, node.stop) for node in row if node}) == 1,
+        "calls": [None if node is None else _cell(node) for node in row],
+    }
+
+
+def _cell(node: CallNode) -> list[Any]:
+    seconds = None if node.ended_s is None else round(node.ended_s - node.started_s, 3)
+    text = node.answer or node.error or node.reason or (node.stop or "")
+    return [node.id, text, node.cost, seconds, node.has_failed, node.outlier]

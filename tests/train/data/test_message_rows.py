@@ -1,0 +1,155 @@
+"""Demonstrations from files of conversations: read, filtered, packed, and refused by the row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramify.errors import ConfigError
+from ramify.train.advantages.sft import SFT
+from ramify.train.assemble import RunParts, assemble
+from ramify.train.config import PolicySpec, Run, SftSpec
+from ramify.train.data.message_rows import message_demonstrations
+from ramify.train.data.pack import PackingSpec, pack
+from ramify.train.demonstrations import num_demonstrated
+from ramify.train.policy_defaults import shape_for, vocabulary_for
+from ramify.types.trajectory import Trajectory
+from tests.train.small import small
+
+ASKED = {"role": "user", "content": "2 + 2?"}
+
+
+def said(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+ROWS = [
+    {"messages": [ASKED, said("4")], "reward": 1.0},
+    {"messages": [ASKED, said("5")], "reward": 0.0},
+    {
+        "messages": [ASKED, said("Hm.", weight=0), ASKED, said("4"), ASKED, said("Still 4.")],
+        "reward": 1.0,
+    },
+]
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def learned(shown: Trajectory) -> list[tuple[int, list[str], str]]:
+    """(messages reused, new ones, reply) of each turn."""
+    return [
+        (turn.reused, [each.content for each in turn.prompt], turn.reply.message.content)
+        for turn in shown.calls[0].turns
+    ]
+
+
+def parts_of(demos: str, **sft: Any) -> tuple[Run, RunParts]:
+    run = small(policy=PolicySpec(), warmup=None, rl=None, sft=SftSpec(demos=demos, **sft))
+    return run, assemble(run)
+
+
+def test_rows_of_both_kinds_of_files_are_the_same_demonstrations(tmp_path: Path) -> None:
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    parquet.write_table(arrow.Table.from_pylist(ROWS), tmp_path / "d.parquet")
+    files = (jsonl(tmp_path / "d.jsonl", ROWS), str(tmp_path / "d.parquet"))
+    for file in files:
+        first, _, last = message_demonstrations(file, 9)
+        assert (first.rewards, learned(first)) == ({"reward": 1.0}, [(0, ["2 + 2?"], "4")])
+        assert learned(last) == [
+            (0, ["2 + 2?", "Hm.", "2 + 2?"], "4"),
+            (4, ["2 + 2?"], "Still 4."),
+        ]
+    assert len(list(message_demonstrations(files[0], 2))) == 2
+
+
+def test_calls_of_tools_parts_of_text_and_rewards_by_name_are_read(tmp_path: Path) -> None:
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]
+    row = {
+        "messages": [
+            {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"text": "brief."}]},
+            ASKED,
+            said("", tool_calls=calls, reasoning_content="Add."),
+            {"role": "tool", "content": "4", "tool_call_id": "call_0"},
+            said("4"),
+        ],
+        "rewards": {"right": 1, "judged": None},
+    }
+    (shown,) = message_demonstrations(jsonl(tmp_path / "d.jsonl", [row]), 9)
+    call = shown.calls[0]
+    reply = call.turns[0].reply.message
+    assert [message.role for message in call.turns[0].prompt] == ["system", "user"]
+    assert call.turns[0].prompt[0].content == "Be brief."
+    assert (reply.reasoning, reply.tool_calls[0].name) == ("Add.", "add")
+    assert (reply.tool_calls[0].id, reply.tool_calls[0].arguments) == ("call_0", '{"a":1}')
+    assert (shown.question, shown.rewards) == ("2 + 2?", {"right": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "x", "completion": "y"}, "row 0: .*`messages`; it has the columns prompt, com"),
+        ({"messages": [ASKED]}, "row 0: .*it has no reply to learn"),
+        ({"messages": []}, "row 0: .*it has no reply to learn"),
+        ({"messages": [ASKED, said("4", weight=0)]}, "it has no reply to learn"),
+        ({"messages": [said("4")]}, "its first message is the assistant's"),
+        ({"messages": [{"role": "human", "content": "x"}]}, "row 0: .*'human'"),
+        ({"messages": [ASKED, said("4")], "reward": "high"}, r"Expected `float \| null`"),
+    ],
+)
+def test_a_row_in_another_form_is_named(tmp_path: Path, row: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        list(message_demonstrations(jsonl(tmp_path / "d.jsonl", [row]), 9))
+
+
+def test_a_policy_follows_from_the_conversations_which_are_filtered_and_packed(
+    tmp_path: Path,
+) -> None:
+    file = jsonl(tmp_path / "d.jsonl", ROWS)
+    run, parts = parts_of(file, algorithm=SFT(min_reward=1.0), batch_tokens=64)
+    config = parts.policy.config
+    assert (config.vocab_size, config.hidden_size) == (len(parts.policy.tokenizer), 128)
+    assert (config.num_hidden_layers, parts.policy.window) == (3, 512)
+    assert len(parts.rows) == 2  # the wrong one is not learned
+    (batch,) = pack(parts.rows, PackingSpec())
+    assert len(batch.token_ids) <= sum(map(len, parts.rows))
+    assert parts.fixed[0].num_steps == 1
+    # A file demonstrates no item of the task, so that rollouts begin with the first one.
+    assert (num_demonstrated(run.sft), num_demonstrated(SftSpec(demos="ledger", num=7))) == (0, 7)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (ROWS, "none of 3 trajectories .* with min_reward=2: the best reward is 1$"),
+        ([{"messages": ROWS[0]["messages"]}], "none of 1 .* with min_reward=2: none has a reward$"),
+    ],
+)
+def test_traces_that_all_fail_the_filter_are_refused(
+    tmp_path: Path, rows: list[dict[str, Any]], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"sft has nothing to learn from: {message}"):
+        parts_of(jsonl(tmp_path / "d.jsonl", rows), algorithm=SFT(min_reward=2.0))
+
+
+def test_sizes_grow_with_the_demonstrations() -> None:
+    sizes = [vocabulary_for(10**power) for power in (3, 6, 8, 12)]
+    assert sizes == [512, 512, 8192, 32_768]
+    shapes = [shape_for(tokens, 1000) for tokens in (10**4, 10**7, 10**8)]
+    assert [(each["hidden_size"], each["num_hidden_layers"]) for each in shapes] == [
+        (128, 3),
+        (256, 4),
+        (512, 8),
+    ]
+    assert [shape_for(0, longest)["max_position_embeddings"] for longest in (9, 500, 10**6)] == [
+        512,
+        1024,
+        32_768,
+    ]
+    with pytest.raises(ConfigError, match=r"policy: give path .*, shape .*, or sft"):
+        small(policy=PolicySpec(), sft=None)
