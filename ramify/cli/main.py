@@ -122,6 +122,7 @@ def _run(arguments: list[str]) -> int:
     if name in COMMANDS:
         spec = command(name)
         if name != "ask":
+            gc.freeze()  # as ``ask`` does: start-up's objects live on
             gc.enable()
         code = spec.call(options)
     elif name in ("", "--help", "-h", "help"):

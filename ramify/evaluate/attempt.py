@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
@@ -181,6 +182,19 @@ async def _run(
         )
     except RamifyError as error:  # before it started: no session or no model
         return running.recorder.trajectory, str(error)
+    except asyncio.CancelledError as error:
+        if not ending.cancelled():
+            raise
+        # Nothing here cancelled it. This attempt is lost, and not the others.
+        place = "".join(traceback.format_tb(error.__traceback__)[-3:])
+        _log.error(
+            "stray_cancellation",
+            f"{name} (run {running.id}) was cancelled from within, at:\n{place}",
+            shown=True,
+            attempt=name,
+            attempt_run=running.id,
+        )
+        return running.recorder.trajectory, "it was cancelled from within (a bug; see the log)"
     finally:
         running.cancel()
         await asyncio.wait([ending], timeout=grace_s)

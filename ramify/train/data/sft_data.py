@@ -284,8 +284,7 @@ def ledger_demos(
 ) -> Iterator[Sequence[DemonstrationConversation]]:
     """Demonstrations of ``tasks.ledger.demos``: ``noisy``, with habits to unlearn, or
     ``expert``."""
-    from ramify.tasks.ledger.demos import EXPERT, NOISY
-    from ramify.tasks.ledger.ledger_demos import demonstrations
+    from ramify.tasks.ledger.demos import EXPERT, NOISY, demonstrations
 
     kinds = {"noisy": NOISY, "expert": EXPERT}
     if habits not in kinds:
