@@ -311,7 +311,7 @@ async def _attempted(policy: Path, num_items: int, is_start: bool) -> dict[str, 
 async def gates(client: Any, task: Any) -> dict[str, float]:
     """Return the probability of the right function at its place, with a hint that names it and
     without."""
-    from ramify.tasks.programs.hints import HintRule, hint_text
+    from ramify.tasks.programs.demos import HintRule, hint_text
     from ramify.tasks.programs.program_library import (
         IMPORTED,
         PROGRAM_HINT,

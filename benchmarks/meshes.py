@@ -30,9 +30,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from transformers.utils.logging import disable_progress_bar
 
 from ramify.cluster import memory
-from ramify.cluster.devices import device_of
 from ramify.cluster.meshes import sent_bytes
-from ramify.cluster.shape import shape_of
+from ramify.cluster.shape import device_of, shape_of
 from ramify.cluster.steps import StepTokens
 from ramify.errors import TrainError
 from ramify.inference.http.inference_spec import InferenceSpec

@@ -7,7 +7,7 @@ a bare Python, bubblewrap, and an IPython kernel.
     python benchmarks/sandbox.py --json     also print the figures as JSON on the last line; see
     engine.py
 
-The figures of ``versions`` take turns in one run: this version, the one before the review of the
+The figures of ``versions`` take turns in one run, and the least of each counts: this version, the one before the review of the
 jail (commit BEFORE, in a separate worktree; ``--before FOLDER`` names an existing one), and the
 loop of ``sandbox_minimal.py``.
 
@@ -100,6 +100,10 @@ async def timed(work: Callable[[], Awaitable[Any]]) -> float:
 def middle(values: Sequence[float | None], scale: float) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) * scale if known else None
+
+
+def least(values: Sequence[float | None]) -> float | None:
+    return min((value for value in values if value is not None), default=None)
 
 
 # --- from start to the first cell -----------------------------------------------------------------
@@ -379,7 +383,7 @@ MEASUREMENTS = {
     "close": 15,
     "pool": 15,
     "cell": 15,
-    "sessions": 8,
+    "sessions": 15,
     "fork": 15,
     "forks_in_a_row": 5,
     "forks_at_once": 5,
@@ -463,7 +467,7 @@ def minimal(server: MinimalServer, session: MinimalSession, name: str) -> float 
 
 
 def in_turns(b: Bench, tree: str | None) -> dict[str, dict[str, float | None]]:
-    """Return the median of each measurement, by side."""
+    """Return the least of each measurement, by side: what else the machine does only adds."""
     sides: dict[str, Callable[[str], float | None]] = {}
     with contextlib.ExitStack() as stack:
         for side, place in {"this": str(ROOT), "before": tree}.items():
@@ -482,7 +486,7 @@ def in_turns(b: Bench, tree: str | None) -> dict[str, dict[str, float | None]]:
             for number in range(max(rounds // 3, 2) if b.quick else rounds):
                 for side in sorted(sides, reverse=bool(number % 2)):
                     laps[side].append(sides[side](name))
-            found[name] = {side: middle(values, 1) for side, values in laps.items()}
+            found[name] = {side: least(values) for side, values in laps.items()}
         return found
 
 
@@ -529,6 +533,17 @@ FIGURES: dict[str, Callable[[Bench], Figures]] = {
 }
 
 
+REASONS = {
+    "cell, to minimal": "the guest takes 15 µs against 12, the host 14 and two turns of the event "
+    "loop against one blocking call",
+    "first, to bubblewrap": "the minimal loop, which builds the same walls and nothing else, already "
+    "needs about 0.2",
+    "memory of a child over a 100 MB context": "600 pages: 250 for the walls, 85 for the fork, 90 "
+    "for the first cell; Python writes to the reference count of each object that it uses",
+}
+"""Figure that misses its limit -> where the rest goes; see ``docs/log.md``, 2026-11-23."""
+
+
 async def measure(bench: Bench, names: Sequence[str]) -> list[Figure]:
     figures = []
     for name in names:
@@ -564,6 +579,9 @@ def main() -> int:
     )
     figures = asyncio.run(measure(bench, options.only or list(FIGURES)))
     show(figures)
+    for figure in figures:
+        if figure.holds is False and figure.name in REASONS:
+            print(f"{figure.name}: {REASONS[figure.name]}")
     if options.json:
         print(json.dumps({"figures": [figure.as_json() for figure in figures]}))
     return 1 if any(figure.holds is False for figure in figures) else 0

@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import collections
 import contextlib
+import gc
 import json
 import os
 import random
@@ -29,7 +30,7 @@ from sandbox import _below
 
 from ramify.errors import RamifyError
 from ramify.sandbox.base import SandboxSpec, SharedContext, open_sandbox
-from ramify.sandbox.jail.watch import pid_of
+from ramify.sandbox.process_transport import pid_of
 
 HOST = "__all__ = ['host']\ndef host(*args):\n    return call_host('host', *args)\n"
 HUNG_S = 120.0
@@ -51,6 +52,8 @@ class Chaos:
         self.context = SharedContext("a line of text\n" * 100_000)
         self.live: set[Any] = set()
         self.longest_block_s = 0.0
+        self.longest_collection_s = 0.0
+        self._began = 0.0
 
     async def check(self, session: Any, code: str, wanted: str) -> None:
         async with asyncio.timeout(HUNG_S):
@@ -117,6 +120,14 @@ class Chaos:
                 os.kill(self.random.choice(pids), signal.SIGKILL)
                 self.counts[f"killed {kind}"] += 1
 
+    def note_collection(self, phase: str, _: Any) -> None:
+        """Measure the CPU time of Python's garbage collector."""
+        if phase == "start":
+            self._began = time.thread_time()
+        else:
+            took = time.thread_time() - self._began
+            self.longest_collection_s = max(self.longest_collection_s, took)
+
     async def heartbeat(self, until: float) -> None:
         """Measure the CPU time of this thread between two turns of the event loop."""
         while time.monotonic() < until:
@@ -133,6 +144,9 @@ class Chaos:
         until = time.monotonic() + 60 * minutes
         workers = [self.worker(until) for _ in range(at_once)]
         faults: list[str] = []
+        gc.collect()
+        gc.freeze()  # as the commands do: the objects of the start live on
+        gc.callbacks.append(self.note_collection)
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: faults.append(str(context)[:300]))
         await asyncio.gather(*workers, self.killer(until), self.heartbeat(until))
@@ -150,6 +164,7 @@ class Chaos:
             "useful": is_useful,
             "faults": faults[:10],
             "longest block, ms of CPU": round(self.longest_block_s * 1e3, 1),
+            "longest collection, ms of CPU": round(self.longest_collection_s * 1e3, 1),
             "errors": dict(self.errors.most_common(12)),
         }
 

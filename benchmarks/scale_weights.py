@@ -175,7 +175,7 @@ async def _deltas(
 async def _sync(engines: Any, policy: Any, version: int) -> float:
     import torch
 
-    from ramify.inference.weight_sync.layout import sources
+    from ramify.inference.weight_sync.base import sources
 
     given = sources(policy.model.named_parameters(), torch.float32)
     started = time.perf_counter()

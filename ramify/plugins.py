@@ -81,6 +81,7 @@ MOVED_MODULES = {
     "ramify.train.policy_losses.": "ramify.train.losses.",
     "ramify.train.corrections": "ramify.train.losses.corrections",
     "ramify.train.signals.credit": "ramify.train.advantages.credit",
+    "ramify.tasks.scoring.numeric": "ramify.tasks.scoring.answer_text",
 }
 """Beginnings of dotted paths that an earlier version stored -> today's."""
 _OTHERS = "module:name or file.py:name"

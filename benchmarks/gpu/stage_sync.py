@@ -23,7 +23,7 @@ from ramify.inference.base import TAGS
 from ramify.inference.http.http_engines import HttpEngines
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
-from ramify.inference.weight_sync.layout import sources
+from ramify.inference.weight_sync.base import sources
 from ramify.models.load import Policy, save_policy
 from ramify.models.weights import fingerprint
 

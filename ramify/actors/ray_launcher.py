@@ -33,8 +33,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ramify.actors.launcher import NodeAgent, RemoteProcess, cannot_start
-from ramify.actors.process_slots import PlacementSlot, SlotMember, SlotResources
+from ramify.actors.launcher import (
+    NodeAgent,
+    PlacementSlot,
+    RemoteProcess,
+    SlotMember,
+    SlotResources,
+    cannot_start,
+)
 from ramify.errors import ConfigError, TrainError
 
 ADDRESS = "RAY_ADDRESS"

@@ -132,7 +132,9 @@ OF_ONE_QUESTION = (
     OptionSpec("answer_schema", str, "JSON schema that the answer must match", "FILE|JSON"),
     OptionSpec("resume", str, "continue a run: suspended, killed, or with a higher limit", "RUN"),
     OptionSpec("from", int, "with --resume: a new run that continues from this turn", "TURN"),
+    OptionSpec("call", str, "with --from: the call of that turn (default: the root)", "ID"),
     OptionSpec("code", str, "with --from: code to run in place of that turn's reply", "FILE"),
+    OptionSpec("prompt", str, "with --from: text in place of that prompt's last message", "FILE"),
 )
 KINDS: dict[str, Any] = {
     option.name: list[str] if option.kind is list else option.kind for option in SETTINGS
@@ -143,11 +145,12 @@ KINDS: dict[str, Any] = {
 def ask(
     words: list[str], answer_schema: str | None = None, resume: str | None = None, **given: Any
 ) -> int:
-    turn, code_file = given.pop("from", None), given.pop("code", None)
+    turn = given.pop("from", None)
+    edit = {name: given.pop(name, None) for name in ("call", "code", "prompt")}
     if turn is not None and resume is None:
         raise UsageError("--from needs a run: give --resume RUN too")
-    if code_file is not None and turn is None:
-        raise UsageError("--code replaces the reply of one turn: give --from TURN too")
+    if turn is None and (name := next((name for name in edit if edit[name] is not None), "")):
+        raise UsageError(f"--{name} is about one turn: give --from TURN too")
     if resume is not None:
         _refuse_settings(words, answer_schema, given)
     settings = fill(given, KINDS)
@@ -160,7 +163,9 @@ def ask(
     if resume is not None:
         from ramify.cli.ask_runner import run_again
 
-        fork = None if turn is None else (turn - 1, code_file and _read(code_file, "the code"))
+        for name in ("code", "prompt"):
+            edit[name] = edit[name] and _read(edit[name], f"the {name}").decode()
+        fork = None if turn is None else (turn - 1, edit)
         with exporting(notes), ProgressScreen(notes, form) as screen:
             return run_again(
                 resume,

@@ -176,11 +176,11 @@ def run_again(
     allow_weaker: bool,
     limits: dict[str, Any],
     models: dict[str, Any],
-    fork: tuple[int, bytes | None] | None,
+    fork: tuple[int, dict[str, str | None]] | None,
 ) -> ExitCode:
     """Continue a stored run. If it has already ended, and not by a limit that is now higher, print
     its recorded answer. ``limits`` and ``models`` replace recorded ones. ``fork`` (turn from 0,
-    code) starts a new run from there."""
+    options of ``RLM.start_fork``) starts a new run from there."""
     from ramify.cli import resume
     from ramify.engine import rerun
 
@@ -196,10 +196,15 @@ def run_again(
         started, store, limits=now, with_tools=not is_over, allow_weaker=allow_weaker
     )
     if fork is not None:
-        turn, code = fork[0], None if fork[1] is None else fork[1].decode()
-        notes.say(f"continuing run {started.id} from turn {turn + 1} as a new run")
+        turn, edit = fork
+        call, code, prompt = edit["call"], edit["code"], edit["prompt"]
+        asyncio.run(rlm.estimate_fork(run, turn, call=call, code=code, prompt=prompt, **models))
+        of_call = f" of call {call}" if call else ""
+        notes.say(f"continuing run {started.id} from turn {turn + 1}{of_call} as a new run")
         return _finish(
-            lambda on_event: rlm.start_fork(run, turn, code=code, on_event=on_event, **models),
+            lambda on_event: rlm.start_fork(
+                run, turn, call=call, code=code, prompt=prompt, on_event=on_event, **models
+            ),
             rlm,
             screen,
             as_json,

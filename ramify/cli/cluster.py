@@ -36,8 +36,8 @@ def plan(
 ) -> int:
     import msgspec
 
-    from ramify.cluster.devices import DeviceEfficiency
     from ramify.cluster.plan import PlanOptions, lines, plan
+    from ramify.cluster.shape import DeviceEfficiency
     from ramify.train.recipe import load_recipe
 
     run = load_recipe(recipe_of(words), [word for word in words if "=" in word])

@@ -43,6 +43,7 @@ COMMANDS = {
     "view": ("ramify.cli.view_command", "browse runs, training curves and comparisons, live"),
     "runs": ("ramify.cli.runs_command", "list stored runs"),
     "runs rm": ("ramify.cli.runs_command", "delete stored runs"),
+    "runs review": ("ramify.cli.runs_command", "label a run, or correct its scores"),
     "runs prune": ("ramify.cli.runs_command", "delete old runs"),
     "show": ("ramify.cli.show", "print the turns, code and answers of a run"),
     "replay": ("ramify.cli.show", "re-run a run's code against its recorded replies"),
@@ -121,6 +122,7 @@ def _run(arguments: list[str]) -> int:
     if name in COMMANDS:
         spec = command(name)
         if name != "ask":
+            gc.freeze()  # as ``ask`` does: start-up's objects live on
             gc.enable()
         code = spec.call(options)
     elif name in ("", "--help", "-h", "help"):

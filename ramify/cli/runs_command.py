@@ -1,4 +1,5 @@
-"""``ramify runs``, ``runs rm`` and ``runs prune``: list stored runs, delete some, prune the store.
+"""``ramify runs``, ``runs review``, ``runs rm`` and ``runs prune``: list stored runs, review and
+delete them.
 
 Not here: the files of the store (see ramify/store/store.py).
 """
@@ -12,6 +13,7 @@ import msgspec
 
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError, parse_age, parse_size
 from ramify.cli.terminal_text import clean, count, dollars, many, moment, one_line, seconds, size
+from ramify.store.reviews import RunReview
 from ramify.store.store import RunSummary, Store
 
 _SHORT = len("20260301-142501-5gk0x7m")
@@ -36,6 +38,36 @@ def runs(words: list[str], limit: int | None, json: bool | None) -> int:
         print("\t".join(_COLUMNS))
         for summary in summaries:
             print("\t".join(_cells(summary, 200)))
+    return ExitCode.ANSWERED
+
+
+def review(
+    words: list[str], label: list[str] | None, note: str | None, score: list[str] | None
+) -> int:
+    store = Store()
+    path = store.path(words[0])
+    known = store.review(path)
+    if label is None and note is None and score is None:
+        print(msgspec.json.format(msgspec.json.encode(known), indent=1).decode())
+        return ExitCode.ANSWERED
+    labels, rewards = list(known.labels), dict(known.rewards)
+    for each in label or ():
+        name = each.removeprefix("-")
+        labels = [old for old in labels if old != name] + ([name] if name == each else [])
+    for each in score or ():
+        name, sign, value = each.partition("=")
+        try:
+            if not sign:
+                raise ValueError
+            rewards.pop(name, None)
+            rewards |= {name: float(value)} if value else {}
+        except ValueError:
+            raise UsageError(
+                f"--score {each}: give NAME=NUMBER, or NAME= for the recorded score"
+            ) from None
+    saved = RunReview(tuple(labels), known.note if note is None else note, rewards)
+    store.write_review(path, saved)
+    print(f"reviewed {path.stem}")
     return ExitCode.ANSWERED
 
 
@@ -143,6 +175,23 @@ COMMANDS = (
         options=(
             OptionSpec("limit", int, "number of runs to list; 0 lists all (default: 20)"),
             OptionSpec("json", bool, "print one JSON object per line", has_no=False),
+        ),
+    ),
+    CommandSpec(
+        "runs review",
+        """\
+Label a run, note something about it, or correct its scores. The review is stored beside the run,
+which stays as it is. Without options, it is printed.""",
+        review,
+        "RUN",
+        1,
+        1,
+        options=(
+            OptionSpec("label", list, "add a label; --label=-NAME removes it", "NAME"),
+            OptionSpec("note", str, "replace the note", "TEXT"),
+            OptionSpec(
+                "score", list, "correct a score; NAME= restores the recorded one", "NAME=NUMBER"
+            ),
         ),
     ),
     CommandSpec(

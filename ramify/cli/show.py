@@ -85,6 +85,8 @@ def _run_lines(
     yield summary(trajectory, None, "running" if is_alive else "interrupted")
     if trajectory.context:
         yield f"context: {trajectory.context.kind}, {trajectory.context.chars:,} characters"
+    if gold := trajectory.metadata.get("gold"):
+        yield f"expected: {one_line(str(gold), 200)}"
     yield from ("", *tree_lines(trajectory, paint))
     for root in trajectory.calls:
         if root.parent is None and not only_tree:

@@ -20,8 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ramify.actors.child_process import exit_reason
-from ramify.actors.foreground_process import ForegroundProcess
+from ramify.actors.child_process import ForegroundProcess, exit_reason
 from ramify.actors.restarts import RestartCount
 from ramify.cli.parser import ExitCode, UsageError
 from ramify.cli.terminal_text import error_line

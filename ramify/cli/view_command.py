@@ -50,6 +50,7 @@ def view(
     ]
     if export is not None:
         return _export(library, [key for key in keys if key], export)
+    from ramify.cli.resume import rebuild
     from ramify.viewer.view_server import ViewServer
 
     first = keys[0] if len(keys) == 1 else ""
@@ -59,6 +60,7 @@ def view(
         port=PORT if port is None else port,
         token=token or os.environ.get(_TOKEN) or None,
         first=first,
+        rebuild=rebuild,
     )
     sys.setswitchinterval(_SWITCH_S)
     asyncio.run(_serve(server, f"#/run/{quote(first, safe='')}" if first else "", bool(open)))

@@ -2,8 +2,7 @@
 
 Before a run starts:
 
-    devices.py              GPUs by name: memory, speed, bandwidth
-    shape.py                the sizes of a model that determine memory and time
+    shape.py                the sizes of models and of devices (by name) that determine them
     memory.py               bytes of each kind of process
     steps.py                seconds of each part of a step, from device speeds or measurements
     plan.py                 the whole plan of a recipe
@@ -16,6 +15,5 @@ From a measured run, a prediction for other devices and settings:
     simulation_inputs.py    measurements read from a run's folder; recorded_cpu.py: its CPU seconds
     simulated_engine.py     an engine in simulated time, and what its slots hold of requests
     simulated_rollout.py    a rollout in simulated time, and the CPU cores that the parts share
-    simulated_queue.py      the queue of groups in simulated time
     simulate.py             a whole run in simulated time; the settings to simulate, and the best
 """

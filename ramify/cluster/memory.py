@@ -22,8 +22,7 @@ from itertools import pairwise
 
 import msgspec
 
-from ramify.cluster.devices import DeviceSpec
-from ramify.cluster.shape import ModelShape
+from ramify.cluster.shape import DeviceSpec, ModelShape
 from ramify.train.advantages.base import needs_of
 from ramify.train.config import Run
 

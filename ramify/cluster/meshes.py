@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.cluster import memory
-from ramify.cluster.devices import DeviceEfficiency, DeviceSpec
-from ramify.cluster.shape import ModelShape, num_experts
+from ramify.cluster.shape import DeviceEfficiency, DeviceSpec, ModelShape, num_experts
 from ramify.errors import ConfigError
 from ramify.train.backends.mesh import MeshSizes, check_model
 from ramify.train.config import Run

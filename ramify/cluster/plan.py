@@ -13,12 +13,18 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.actors.process_slots import PlacementSlot
+from ramify.actors.launcher import PlacementSlot
 from ramify.cluster import memory, steps
-from ramify.cluster.devices import DeviceEfficiency, DeviceSpec, device_of
 from ramify.cluster.memory import MemoryEstimate
 from ramify.cluster.meshes import MeshEstimate, meshes
-from ramify.cluster.shape import ModelShape, config_of, shape_of
+from ramify.cluster.shape import (
+    DeviceEfficiency,
+    DeviceSpec,
+    ModelShape,
+    config_of,
+    device_of,
+    shape_of,
+)
 from ramify.cluster.steps import StepSeconds, StepTokens
 from ramify.errors import ConfigError
 from ramify.train.config import Run

@@ -1,7 +1,7 @@
 """A run in simulated time: groups begin when their staleness allows it, engines and a trainer work,
 and weights are published.
 
-    queue (simulated_queue.py) ──▶ rollouts (simulated_rollout.py) on engines ──▶ a step's groups
+    queue and rollouts (simulated_rollout.py) on engines ───────────────────────▶ a step's groups
           ▲                                       (simulated_engine.py)                 │
           └──────── version + 1 ◀── publish ◀── learn ◀── prepare ◀─────────────────────┘
 
@@ -31,8 +31,7 @@ from simpy import Environment, Event
 
 from ramify.cluster.rollout_shapes import RolloutShape
 from ramify.cluster.simulated_engine import SimulatedCache, SimulatedEngine
-from ramify.cluster.simulated_queue import SimulatedGroup, SimulatedQueue
-from ramify.cluster.simulated_rollout import SimulatedStage
+from ramify.cluster.simulated_rollout import SimulatedGroup, SimulatedQueue, SimulatedStage
 from ramify.cluster.simulation_inputs import SimulationInputs
 from ramify.errors import ConfigError
 from ramify.progress import report_progress

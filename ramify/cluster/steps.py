@@ -23,10 +23,9 @@ from statistics import fmean
 
 import msgspec
 
-from ramify.cluster.devices import DeviceEfficiency, DeviceSpec
 from ramify.cluster.memory import itemsize_of, slots
 from ramify.cluster.meshes import learning_seconds, sent_bytes
-from ramify.cluster.shape import ModelShape
+from ramify.cluster.shape import DeviceEfficiency, DeviceSpec, ModelShape
 from ramify.errors import ConfigError
 from ramify.train.advantages.base import needs_of
 from ramify.train.config import Run

@@ -97,9 +97,10 @@ class ModelRequests:
         limit = self.reply_tokens(call, longer)
         if last_word:
             limit = min(limit, self._last_word_tokens(call))
-        turn = TurnRequest(
-            self, call, tuple(map(sendable, new)), reused, schema, tools, last_word, limit
-        )
+        messages = tuple(map(sendable, new))
+        if self.run.recording is not None and last_word is None:
+            messages = self.run.recording.edited(call.id, call.turn, messages)
+        turn = TurnRequest(self, call, messages, reused, schema, tools, last_word, limit)
         found = self._found(turn)
         if found is not None:
             turn.announce()  # as in the recorded run

@@ -2,9 +2,10 @@
 
     record ──> compare the settings ──> repeat what is recorded ──> continue
 
-Decides which settings may differ from the recorded ones (limits, but not the depth), which of a
-finished run may be continued (one that a limit ended, with a higher limit), and what a fork takes
-from its origin. Not here: the lookup of recorded replies (see ``store/recorded_replies.py``).
+Decides which settings may differ from the recorded ones (limits, but not the depth), and which of a
+finished run may be continued (one that a limit ended, with a higher limit). Not here: what a fork
+takes from its origin (see ``fork.py``), and the lookup of recorded replies (see
+``store/recorded_replies.py``).
 """
 
 from __future__ import annotations
@@ -24,16 +25,8 @@ from ramify.errors import ConfigError, ReplayDiverged
 from ramify.sandbox.base import SharedContext
 from ramify.store.recorded_replies import RecordedReplies
 from ramify.types.event import (
-    AnyEvent,
-    AttemptFailed,
-    CallEnded,
-    CallStarted,
-    CellRan,
-    ReplyReceived,
-    RequestStarted,
     RunEnded,
     RunStarted,
-    ToolAnswered,
 )
 from ramify.types.trajectory import Stop
 
@@ -42,7 +35,8 @@ if TYPE_CHECKING:
 
 _OF_THE_RECORD = ("cite", "cache", "metadata", "direct")
 """Options that a resumed or replayed run takes from its record."""
-_COMPARED = ("model", "sub_model", "scaffold", "sampling", "tools")
+COMPARED = ("model", "sub_model", "scaffold", "sampling", "tools")
+"""Settings of a run that change what is asked."""
 _LIMIT_OF = {
     Stop.MAX_TURNS: ("max_turns",),
     Stop.MAX_CALLS: ("max_calls",),
@@ -79,7 +73,7 @@ def check_settings(started: RunStarted, setup: RlmSetup, options: RunOptions) ->
     differences."""
     chosen = [name for name in ("model", "sub_model") if getattr(options, name) is not None]
     changed = list(_differences(started.config, setup.config, chosen))
-    compared = [name for name in _COMPARED if name not in chosen]
+    compared = [name for name in COMPARED if name not in chosen]
     differences = list(_differences(started.config, setup.config, compared))
     depths = [
         config.get("limits", {}).get("max_depth", 1) for config in (started.config, setup.config)
@@ -154,12 +148,6 @@ def remedy(recording: RecordedReplies) -> str:
     return f"to continue it, give more than {' or '.join(names)}"
 
 
-def about(started: RunStarted) -> dict[str, Any]:
-    """What a fork takes from the configuration of its origin: whatever is not a setting."""
-    known = {*_COMPARED, "limits", "sandbox", "mcp", "search", "answer_schema", "cite", "about"}
-    return {name: value for name, value in started.config.items() if name not in known}
-
-
 def is_conversation(recording: RecordedReplies) -> bool:
     """Whether the recorded run was begun by ``RLM.conversation``."""
     return len(recording.questions) > 1 or bool(recording.started.config.get("conversation"))
@@ -222,48 +210,3 @@ def from_record(store: Store, run: str, ended: RunEnded, kind: Any = None) -> Re
         trajectory,
         citations,
     )
-
-
-def forked(events: Iterable[AnyEvent], turn: int, code: str | None) -> RecordedReplies:
-    """The record of a run before ``turn`` of its root. ``code`` replaces the reply of that turn.
-
-    Raises ConfigError if the run has no such turn, or several roots.
-    """
-    events = list(events)
-    calls = [event for event in events if isinstance(event, CallStarted)]
-    roots = [call.id for call in calls if call.parent is None]
-    if len(roots) != 1:
-        raise ConfigError(
-            f"the run has {len(roots)} root calls: only a run with one question and without "
-            "branches can be forked"
-        )
-    root = roots[0]
-    replies = [event for event in events if isinstance(event, ReplyReceived) and event.call == root]
-    turns = len({event.turn for event in replies})
-    if not 0 <= turn < turns:
-        raise ConfigError(f"the root has {turns} turns: turn {turn + 1} cannot be forked")
-    under: dict[str, int] = {}
-    """Call -> turn of the root below which it is."""
-    for call in calls:
-        if call.parent is not None:
-            under[call.id] = (
-                call.parent.turn if call.parent.call == root else under[call.parent.call]
-            )
-    recording = RecordedReplies(event for event in events if _is_before(event, root, turn, under))
-    recording.is_fork = True
-    if code is not None:
-        recording.given[root, turn] = code
-    return recording
-
-
-def _is_before(event: AnyEvent, root: str, turn: int, under: Mapping[str, int]) -> bool:
-    match event:
-        case RunStarted():
-            return True
-        case CallStarted(id=call) | CallEnded(id=call):
-            at = under.get(call, -1 if isinstance(event, CallStarted) else turn)
-        case RequestStarted() | AttemptFailed() | ReplyReceived() | CellRan() | ToolAnswered():
-            at = event.turn if event.call == root else under[event.call]
-        case _:
-            return False
-    return at < turn

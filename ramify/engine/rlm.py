@@ -32,6 +32,7 @@ from ramify.engine import rerun, threads
 from ramify.engine.branch import search_of
 from ramify.engine.conversation import Conversation
 from ramify.engine.event_recorder import EventRecorder, checked_listener, tracing
+from ramify.engine.fork import ForkEstimate, ForkOptions, fork_point
 from ramify.engine.limits import Limits
 from ramify.engine.question import ModelSpec, RlmKeywords, RunKeywords, RunOptions, question
 from ramify.engine.resources import (
@@ -225,16 +226,20 @@ class RLM:
             question(prompt, query, options.answer_type, options.cite), direct=options.direct
         )
         setup = self._setup.for_run(options)
+        recorder = self._recorder(resolved.text, options)
+        return RunHandle(
+            setup, resolved, self._shared, recorder, cache=reply_cache(self.store, options.cache)
+        )
+
+    def _recorder(self, question: str, options: RunOptions) -> EventRecorder:
+        """Recorder of a new run, which is in the store if there is one."""
         listeners = (*checked_listener(options.on_event), *tracing())
-        journal = self.store.create(self.store.new_id(resolved.text)) if self.store else None
-        recorder = EventRecorder(
+        journal = self.store.create(self.store.new_id(question)) if self.store else None
+        return EventRecorder(
             journal.id if journal else new_id(),
             journal,
             listeners,
             on_close=functools.partial(close_journal, self.store, journal),
-        )
-        return RunHandle(
-            setup, resolved, self._shared, recorder, cache=reply_cache(self.store, options.cache)
         )
 
     async def is_direct(self, prompt: Any, query: str | None = None) -> bool:
@@ -348,55 +353,51 @@ class RLM:
         return checked(await self._rerun(recording, setup, options, recorder), self.resume)
 
     def start_fork(
-        self,
-        run: str,
-        turn: int,
-        options: RunOptions | None = None,
-        *,
-        code: str | None = None,
-        **changes: Unpack[RunKeywords],
+        self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
     ) -> RunHandle:
-        """Start a new run that continues a stored one from ``turn`` of its root (from 0) on.
+        """Start a new run that continues a stored one from ``turn`` (from 0) of the root, or of
+        ``call``; what came before it, or had begun beside it, is repeated and costs nothing.
 
-        The earlier turns are those of the record and cost nothing. ``code`` is run in place of the
-        recorded reply of that turn; without it, the model is asked again. Options such as
-        ``limits`` apply to the new run, whose ``metadata["forked"]`` names its origin. Raises
-        ConfigError if there is no such turn, and ReplayDiverged as ``restart`` does.
+        ``code`` runs in place of that turn's reply; otherwise the model is asked again, with
+        ``prompt`` as the text of the last message (a list: of the last messages). The new run's
+        ``metadata["forked"]`` names its origin. Raises ConfigError if there is no such turn, and
+        ReplayDiverged as ``restart`` does.
         """
-        options = rerun.options_of(self._options, options, changes)
         store = stored_in(self.store, "fork")
-        recording = rerun.forked(store.events(run), turn, code)
-        started = recording.started
-        origin = {"forked": {"run": started.id, "turn": turn}}
-        setup = self._setup.for_run(
-            msgspec.structs.replace(options, metadata={**rerun.about(started), **origin})
-        )
+        point = fork_point(store.events(run), turn, changes)
+        recording, started = point.recording, point.recording.started
+        options = rerun.options_of(self._options, options, changes)
+        setup = self._setup.for_run(msgspec.structs.replace(options, metadata=point.config()))
         changed = rerun.check_settings(started, setup, options)
         recording.has_other_limits = True
-        journal = store.create(store.new_id(started.question))
-        listeners = (*checked_listener(options.on_event), *tracing())
-        close = functools.partial(close_journal, store, journal)
-        recorder = EventRecorder(journal.id, journal, listeners, on_close=close)
+        recorder = self._recorder(started.question, options)
         if changed:
             recorder.warn(f"the run was forked from one with {'; '.join(changed)}")
         try:
             return self._rerun(recording, setup, options, recorder)
         except BaseException:
-            close()
+            recorder.close()
             raise
 
+    async def estimate_fork(
+        self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
+    ) -> ForkEstimate:
+        """What ``start_fork`` may cost. Sends nothing. Raises ConfigError also for an edited prompt
+        beyond the model's window or the budget."""
+        point = fork_point(stored_in(self.store, "fork").events(run), turn, changes)
+        chosen = rerun.options_of(self._options, options, changes)
+        setup = self._setup.for_run(chosen)
+        rerun.check_settings(point.recording.started, setup, chosen)
+        async with self._shared.use() as resources:
+            limits, clients = setup.limits, setup.connect(resources).all
+            return point.estimate(limits, clients, limits.max_reply_tokens)
+
     async def afork(
-        self,
-        run: str,
-        turn: int,
-        options: RunOptions | None = None,
-        *,
-        code: str | None = None,
-        **changes: Unpack[RunKeywords],
+        self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
     ) -> Result:
-        """``start_fork``, and wait for the result."""
-        forked = self.start_fork(run, turn, options, code=code, **changes)
-        return checked(await forked, self.resume)
+        """``start_fork`` if ``estimate_fork`` allows it, and wait for the result."""
+        await self.estimate_fork(run, turn, options, **changes)
+        return checked(await self.start_fork(run, turn, options, **changes), self.resume)
 
     def resume(
         self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
@@ -412,16 +413,10 @@ class RLM:
         return self._in_thread(self.areplay(run, options, **changes))
 
     def fork(
-        self,
-        run: str,
-        turn: int,
-        options: RunOptions | None = None,
-        *,
-        code: str | None = None,
-        **changes: Unpack[RunKeywords],
+        self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
     ) -> Result:
         """``afork``, blocking."""
-        return self._in_thread(self.afork(run, turn, options, code=code, **changes))
+        return self._in_thread(self.afork(run, turn, options, **changes))
 
     def _recording(self, run: str, what: str, strict: bool = False) -> RecordedReplies:
         return RecordedReplies(stored_in(self.store, what).events(run), strict=strict)

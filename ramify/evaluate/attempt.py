@@ -16,17 +16,20 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from ramify.clients.base import Sampling
+from ramify.engine.call import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle
 from ramify.engine.threads import in_thread
 from ramify.errors import RamifyError, Refused, ReplayDiverged, ReplyFiltered, SessionDied
 from ramify.logging import RoomLogger
 from ramify.tasks.base import Item, Task, TaskStart, scored
+from ramify.types.call_tree import as_text, cut
 from ramify.types.event import scores_of
 from ramify.types.trajectory import Stop, Trajectory
 
@@ -63,7 +66,7 @@ async def attempt(
         start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
     except RamifyError as error:
         return Trajectory(name, item.question, task=item.id, errors=[str(error)], stop=Stop.ERROR)
-    about = {**(metadata or {}), "task": item.id}
+    about = {**(metadata or {}), "task": item.id, **_gold(item)}
     begin = functools.partial(
         rlm.start,
         start,
@@ -105,6 +108,16 @@ async def attempt(
     if failure is not None:
         trajectory.errors.append(failure)
     return trajectory
+
+
+MAX_GOLD = 2_000
+"""Maximum characters of an expected answer that a run keeps for its readers."""
+
+
+def _gold(item: Item) -> dict[str, str]:
+    """The expected answer as text, for readers of the run; empty if the item has none."""
+    gold = item.gold if item.right is None else item.right
+    return {} if gold is None else {"gold": cut(as_text(jsonable(gold)), MAX_GOLD)}
 
 
 async def is_direct(rlm: RLM, task: Task, item: Item, grace_s: float = GRACE_S) -> bool:
@@ -169,6 +182,19 @@ async def _run(
         )
     except RamifyError as error:  # before it started: no session or no model
         return running.recorder.trajectory, str(error)
+    except asyncio.CancelledError as error:
+        if not ending.cancelled():
+            raise
+        # Nothing here cancelled it. This attempt is lost, and not the others.
+        place = "".join(traceback.format_tb(error.__traceback__)[-3:])
+        _log.error(
+            "stray_cancellation",
+            f"{name} (run {running.id}) was cancelled from within, at:\n{place}",
+            shown=True,
+            attempt=name,
+            attempt_run=running.id,
+        )
+        return running.recorder.trajectory, "it was cancelled from within (a bug; see the log)"
     finally:
         running.cancel()
         await asyncio.wait([ending], timeout=grace_s)

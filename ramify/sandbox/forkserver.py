@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         values,
     )
     from ramify.sandbox.process_setup import (
+        MAX_FILES,
         adopt_orphans,
         keep_only,
         limit_files,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 else:
     from ramify_guest import frames, guest, interpreter, notebook, output, values
     from ramify_process_setup import (
+        MAX_FILES,
         adopt_orphans,
         keep_only,
         limit_files,
@@ -100,6 +102,8 @@ PRELOAD = (
     "uuid",
 )
 """Modules that cells often import: imported once here, they cost a session nothing."""
+_USUAL_FDS = [MAX_FILES, MAX_FILES + 1, MAX_FILES + 2]
+"""Descriptors of a session: wire, spool, shared buffers."""
 _TEMPLATE = None
 BRANCH = False
 """Marks a process that a session forked: the server prepared nothing for it."""
@@ -162,6 +166,8 @@ class ForkServer:
         self.apart: Any = None
         """A ``branches.ApartFork``, if the host does not send the descriptors for a branch with its
         request."""
+        self._guest: guest.Guest | None = None
+        """The guest of the next session whose descriptors have the usual numbers."""
         self.children: dict[int, Any] = {}
         """Process id -> what ``prepare`` made for its session; _TEMPLATE for a template."""
         self._num_opened = 0
@@ -172,6 +178,9 @@ class ForkServer:
     def serve(self) -> None:
         """Serve until the host is gone, or until this template is retired and has no sessions."""
         self.pid = os.getpid()
+        if self.apart is not None:  # its parts then lie on pages that sessions share
+            self._guest = self._make_guest(_USUAL_FDS)
+            gc.freeze()
         awake, wakeup = (
             os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else nonblocking_pipe()
         )
@@ -303,25 +312,30 @@ class ForkServer:
         """Run the session in its process, until it ends."""
         os.dup2(fds[1], 2)  # the host reads there why it could not be set up
         quiet_signals()
-        (wire, spool, *buffers), memory = self.enter(prepared, fds)
-        session = guest.Guest(
+        own_fds, memory = self.enter(prepared, fds)
+        session = self._guest if own_fds == _USUAL_FDS else None
+        session = session or self._make_guest(own_fds)
+        session.begin(memory)
+        if self._has_context:
+            session.notebook.bind("context", self._context, True)
+        gc.enable()
+        session.serve(rehearse=header["early"])
+        os._exit(0)
+
+    def _make_guest(self, fds: list[int]) -> guest.Guest:
+        wire, spool, *buffers = fds
+        return guest.Guest(
             wire,
             wire,
             output.FileOutputSpool(spool),
             max_output_bytes=self.config["max_output_bytes"],
             owns_process=True,
-            memory_limits=memory,
             can_fork=True,
             shared_buffers=frames.SharedMemoryBuffers(buffers[0], is_host=False)
             if buffers
             else None,
             apart=self.apart,
         )
-        if self._has_context:
-            session.notebook.bind("context", self._context, True)
-        gc.enable()
-        session.serve(rehearse=header["early"])
-        os._exit(0)
 
     # -- endings
 
@@ -366,7 +380,7 @@ class ForkServer:
                         os.kill(pid, signal.SIGKILL)
             self._reap()
             self.kill_orphans()
-            if not self.children and not _has_children():
+            if not self.children and _next_dead() is None:
                 break
             time.sleep(0.002)
         for pid in self.children:  # only a hanging template is left
@@ -377,22 +391,14 @@ class ForkServer:
         os._exit(0)
 
 
-def _next_dead() -> int:
-    """Return a child that has ended and is not reaped yet, or 0. Its pid is not reused until
-    then."""
+def _next_dead() -> int | None:
+    """Return a child that has ended and is not reaped yet, 0 if there is none, None if there are no
+    children. Its pid is not reused until then."""
     try:
         dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return 0
+        return None
     return dead.si_pid if dead is not None else 0
-
-
-def _has_children() -> bool:
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
 
 
 def _in_child(life: Any) -> None:

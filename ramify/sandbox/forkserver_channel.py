@@ -49,7 +49,7 @@ import msgspec
 from ramify.errors import ConfigError, SandboxError
 from ramify.sandbox.base import anonymous_file
 from ramify.sandbox.guest.frames import frame, open_frame
-from ramify.sandbox.session_wire import FrameAssembler
+from ramify.sandbox.transport import FrameAssembler
 
 FOLDER = Path(__file__).resolve().parent
 LOADER = """

@@ -84,6 +84,8 @@ class ProcessSandbox:
             int, tuple[weakref.ref[SharedContext], asyncio.Task[ForkServerChannel]]
         ] = {}
         self._retired: list[ForkServerChannel] = []
+        self._retiring: set[asyncio.Task[ForkServerChannel]] = set()
+        """Starts of templates that are to end."""
         self.buffers = ReadBuffers()
         self._is_closed = False
 
@@ -194,14 +196,16 @@ class ProcessSandbox:
         entry = self._templates.pop(key, None)
         if entry is None:
             return
-        task = entry[1]
-        if task.done() and not task.cancelled() and task.exception() is None:
-            channel = task.result()
+        self._retiring.add(entry[1])
+        entry[1].add_done_callback(self._end_template)  # a caller may still wait for its start
+
+    def _end_template(self, started: asyncio.Task[ForkServerChannel]) -> None:
+        self._retiring.discard(started)
+        if not started.cancelled() and started.exception() is None:
+            channel = started.result()
             with contextlib.suppress(SandboxError):
                 channel.send({"op": "retire"})
             self._retired = [old for old in self._retired if not old.gone.done()] + [channel]
-        else:
-            task.cancel()
 
     # -- sessions
 
@@ -270,7 +274,7 @@ class ProcessSandbox:
             if task is not None
         ]
         self._templates.clear()
-        await asyncio.gather(*started, return_exceptions=True)
+        await asyncio.gather(*started, *self._retiring, return_exceptions=True)
         channels = [
             task.result()
             for task in reversed(started)

@@ -262,7 +262,7 @@ class ProcessTransport:
         if self._files.spool < 0:
             return
         self.kill()
-        self.stream.close()
+        self.stream.end()
         self._files.close()
         ending = asyncio.ensure_future(self._wait_for_exit())
         self.buffers.endings.add(ending)

@@ -25,7 +25,13 @@ from ramify.sandbox.base import Answer, CellResult, SandboxSpec
 from ramify.sandbox.guest.frames import HALF_BYTES
 from ramify.sandbox.guest.output import HeadTailBuffer
 from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueEncoder, encoded
-from ramify.sandbox.session_wire import CellDoneFrame, HostCallFrame, SessionWire, in_thread
+from ramify.sandbox.session_wire import (
+    CellDoneFrame,
+    HostCallFrame,
+    SessionWire,
+    in_thread,
+)
+from ramify.sandbox.transport import ignored
 from ramify.types.trajectory import Cell
 
 if TYPE_CHECKING:
@@ -249,16 +255,17 @@ class RunningCell:
         wire: SessionWire,
         limit_s: float,
         output: HeadTailBuffer,
-        on_bug: Callable[[RunningCell], None],
+        on_bug: Callable[[], None],
     ) -> None:
-        """``on_bug``: called if ``answer`` fails unexpectedly."""
+        """``on_bug``: called if ``answer`` fails unexpectedly. It must not refer to this cell: only
+        the garbage collector could free the two, which costs as much as the cell."""
         self.id = id
         self.code = code
         self.limit_s = limit_s
         """Limit of working time. The time that the host takes to answer does not count, except for
         what other threads of the cell work meanwhile."""
         self.clock = CellClock(getattr(wire.transport, "cpu_s", None))
-        self.calls = CellCalls(wire, self.clock, answer, lambda: on_bug(self))
+        self.calls = CellCalls(wire, self.clock, answer, on_bug)
         self._changed: asyncio.Future[None] | None = None
         """Wakes the task that waits for the end. Cancelling that task cancels this future, so the
         end itself is stored in ``end``."""
@@ -285,7 +292,7 @@ class RunningCell:
         self,
         pending: dict[int, PendingCall],
         wire: SessionWire,
-        on_bug: Callable[[RunningCell], None],
+        on_bug: Callable[[], None],
     ) -> RunningCell:
         """Copy the cell for a branch, which was forked while these calls were ``pending``."""
         twin = RunningCell(
@@ -357,6 +364,11 @@ class CellAlarm:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def close(self) -> None:
+        """Forget the session, which refers to this alarm."""
+        self.cancel()
+        self._cell, self._ring = None, ignored
 
 
 class SessionLimits(NamedTuple):

@@ -121,7 +121,7 @@ class GuestSession:
             wire=self._wire,
             limit_s=self._limits.cell_s if timeout_s is None else timeout_s,
             output=HeadTailBuffer(self._limits.max_output_bytes),
-            on_bug=self._stop,
+            on_bug=self._stop_for_bug,
         )
         cell.clock.start()
         return await self._finish(cell, {"op": "run", "id": id, "code": code})
@@ -338,7 +338,7 @@ class GuestSession:
             self._wire.send_held()
         branch.tree, branch._wire.last_id = self.tree, self._wire.last_id
         if cell is not None and self._cell is cell and cell.end is None:
-            branch._cell = cell.copy(pending, branch._wire, branch._stop)
+            branch._cell = cell.copy(pending, branch._wire, branch._stop_for_bug)
             branch._state = SessionState.SUSPENDED
         self.tree.add(branch)
         self._hooks.on_fork(branch)
@@ -391,6 +391,11 @@ class GuestSession:
         cell.calls.cancel()
         self._interrupt_again(cell, _INTERRUPTS)
 
+    def _stop_for_bug(self) -> None:
+        """Stop the running cell: the host failed to answer one of its calls."""
+        if self._cell is not None:
+            self._stop(self._cell)
+
     def _interrupt_again(self, cell: RunningCell, times: int) -> None:
         if cell.end is not None:
             return
@@ -436,7 +441,7 @@ class GuestSession:
     async def _close(self) -> None:
         self._failure = self._failure or "it was closed"
         self._state = SessionState.ENDED
-        self._alarm.cancel()
+        self._alarm.close()
         self._hooks.on_close(self)
         self.tree.discard(self)
         await self._wire.close()

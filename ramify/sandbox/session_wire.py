@@ -15,14 +15,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 import msgspec
 
 from ramify.sandbox.guest.frames import (
-    MAX_FRAME,
     MAX_HEADER,
     MAX_NESTING,
     SharedMemoryBuffers,
@@ -41,7 +40,7 @@ from ramify.sandbox.guest.values import (
     ValueEncoder,
     encoded,
 )
-from ramify.sandbox.transport import SCRATCH_BYTES, Transport
+from ramify.sandbox.transport import SCRATCH_BYTES, FrameAssembler, Transport, ignored
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Shown = Annotated[str, msgspec.Meta(max_length=VALUE_CHARS + 100)]
@@ -132,51 +131,6 @@ _decoder = msgspec.json.Decoder(FromGuest)
 _list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 _dict_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _encoder = msgspec.json.Encoder()
-
-
-class FrameAssembler:
-    """Turns bytes from a guest into complete frames: views that are valid until the next ``feed``.
-    If the caller stops early, the rest is kept."""
-
-    __slots__ = ("_held", "_need")
-
-    def __init__(self) -> None:
-        self._held: bytearray | None = None
-        self._need = 0
-
-    def feed(self, data: memoryview) -> Generator[memoryview, None, None]:
-        if self._held is not None:
-            self._held += data
-            if len(self._held) < self._need:
-                return
-            data, self._held = memoryview(self._held), None
-        at, end = 0, len(data)
-        self._need = 4
-        try:
-            while end - at >= 4:
-                size = int.from_bytes(data[at : at + 4], "little")
-                if not 5 <= size <= MAX_FRAME:
-                    raise ProtocolError(
-                        f"a frame of {size:,} bytes, where 5 to {MAX_FRAME:,} are allowed"
-                    )
-                if end - at < 4 + size:
-                    self._need = 4 + size
-                    return
-                at += 4 + size
-                yield data[at - size : at]
-        finally:
-            if at < end:
-                self._held = bytearray(data[at:])
-
-    def keep(self, data: memoryview) -> None:
-        """Keep ``data`` for the next ``feed``."""
-        if self._held is None:
-            self._held, self._need = bytearray(), 0
-        self._held += data
-
-    def held_bytes(self) -> int:
-        """Return the size of the unfinished frames."""
-        return len(self._held) if self._held is not None else 0
 
 
 def is_large(view: memoryview) -> bool:
@@ -317,7 +271,6 @@ _TURN_S = 0.005
 _WEIGHT_OF_JSON = 16
 """Memory per byte of JSON: small Python values take many times the size of their JSON."""
 _EMPTY = memoryview(b"")
-_NO_VALUE = NO_VALUE
 _decoding: list[ThreadPoolExecutor] = []
 """The threads that decode large frames, of all sessions; created for the first such frame."""
 
@@ -382,8 +335,11 @@ class SessionWire:
         if self._holds:  # a service delivers what it had received before ``pause``
             self._assembler.keep(data)
             return
-        until = time.perf_counter() + _TURN_S
         try:
+            if len(data) <= LARGE_HEADER and self._assembler.is_one(data):
+                self._open(data[4:])
+                return
+            until = time.perf_counter() + _TURN_S
             frames = self._assembler.feed(data)
             while not self._holds and (view := next(frames, None)) is not None:
                 if is_large(view):
@@ -391,14 +347,21 @@ class SessionWire:
                     held = view if len(view) > SCRATCH_BYTES else memoryview(bytes(view))
                     self._decoder = asyncio.ensure_future(self._decode(held))
                 else:
-                    message, blobs = parse(view, self.transport.shared_buffers)
-                    self._received(message, *_opened(message, blobs, len(view)))
+                    self._open(view)
                 if time.perf_counter() > until:
                     self.hold("turn")
                     asyncio.get_running_loop().call_soon(self.release, "turn")
             frames.close()
         except ProtocolError as error:
             self._failed(f"it broke the protocol: {error}")
+
+    def _open(self, view: memoryview) -> None:
+        """Decode a small frame and hand it on."""
+        message, blobs = parse(view, self.transport.shared_buffers)
+        if type(message) is CellDoneFrame and message.note == NO_VALUE:
+            self._received(message, None, 0)
+        else:
+            self._received(message, *_opened(message, blobs, len(view)))
 
     async def _decode(self, view: memoryview) -> None:
         """Decode a large frame while other sessions are served."""
@@ -444,6 +407,7 @@ class SessionWire:
         if self._decoder is not None:
             self._decoder.cancel()
         await self.transport.close()
+        self._received = self._failed = ignored
 
     # -- to the guest
 
@@ -486,7 +450,7 @@ def _opened(message: FromGuest, blobs: list[memoryview], size: int) -> tuple[Any
     kind = type(message)
     if kind is CellDoneFrame:
         note = message.note  # type: ignore[union-attr]
-        return (None if note == _NO_VALUE else value_of(message, note, blobs)), 0  # type: ignore[arg-type]
+        return (None if note == NO_VALUE else value_of(message, note, blobs)), 0  # type: ignore[arg-type]
     if kind is OutputFrame:
         if len(blobs) != 1 or len(blobs[0]) > MAX_FRAME_BYTES:
             raise ProtocolError(f"output of {sum(map(len, blobs)):,} bytes in {len(blobs)} blobs")

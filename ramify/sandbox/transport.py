@@ -1,8 +1,9 @@
 """The transport between host and guest: a stream of bytes to one guest, and operations on its
 process.
 
-Decides how bytes move between a socket and the event loop at the lowest cost. Not here: what the
-bytes mean (see ``session.py``) and what is at the other end (see each provider).
+Decides how bytes move between a socket and the event loop at the lowest cost, and where a frame
+ends. Not here: what the bytes mean (see ``session.py``) and what is at the other end (see each
+provider).
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import contextlib
 import signal
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities
-from ramify.sandbox.guest.frames import ScratchBuffer, SharedMemoryBuffers
+from ramify.sandbox.guest.frames import MAX_FRAME, ScratchBuffer, SharedMemoryBuffers
+from ramify.sandbox.guest.values import ProtocolError
 
 
 class Transport(Protocol):
@@ -113,6 +115,12 @@ MAX_UNSENT_BYTES = 64 << 20
 guest until the guest has read."""
 
 
+def ignored(*_: Any) -> None:
+    """What a closed session does with what is still on its way. It takes the place of its methods,
+    so that no cycle of references is left for the garbage collector, which would stop the event
+    loop for as long as it looks through the whole host."""
+
+
 class ReadBuffers:
     """What all transports of one sandbox share: read buffers, whose data is only valid until the
     next read, and the tasks that wait for processes that were killed."""
@@ -123,6 +131,56 @@ class ReadBuffers:
         self.endings: set[asyncio.Task[None]] = set()
         self.stream = bytearray(SCRATCH_BYTES)
         self.shared_buffers = ScratchBuffer()
+
+
+class FrameAssembler:
+    """Turns bytes from a guest into complete frames: views that are valid until the next ``feed``.
+    If the caller stops early, the rest is kept."""
+
+    __slots__ = ("_held", "_need")
+
+    def __init__(self) -> None:
+        self._held: bytearray | None = None
+        self._need = 0
+
+    def is_one(self, data: memoryview) -> bool:
+        """Return True if ``data`` is exactly one frame, and nothing was read before."""
+        size = len(data)
+        return self._held is None and size >= 9 and int.from_bytes(data[:4], "little") == size - 4
+
+    def feed(self, data: memoryview) -> Generator[memoryview, None, None]:
+        if self._held is not None:
+            self._held += data
+            if len(self._held) < self._need:
+                return
+            data, self._held = memoryview(self._held), None
+        at, end = 0, len(data)
+        self._need = 4
+        try:
+            while end - at >= 4:
+                size = int.from_bytes(data[at : at + 4], "little")
+                if not 5 <= size <= MAX_FRAME:
+                    raise ProtocolError(
+                        f"a frame of {size:,} bytes, where 5 to {MAX_FRAME:,} are allowed"
+                    )
+                if end - at < 4 + size:
+                    self._need = 4 + size
+                    return
+                at += 4 + size
+                yield data[at - size : at]
+        finally:
+            if at < end:
+                self._held = bytearray(data[at:])
+
+    def keep(self, data: memoryview) -> None:
+        """Keep ``data`` for the next ``feed``."""
+        if self._held is None:
+            self._held, self._need = bytearray(), 0
+        self._held += data
+
+    def held_bytes(self) -> int:
+        """Return the size of the unfinished frames."""
+        return len(self._held) if self._held is not None else 0
 
 
 class SocketStream:
@@ -271,6 +329,11 @@ class SocketStream:
         if not backlog:
             self._backlog = None
             self._loop.remove_writer(self._sock)
+
+    def end(self) -> None:
+        """Close the stream for good; what is still on its way is ignored."""
+        self.close()
+        self._received = self._lost = ignored
 
     def close(self) -> None:
         if self._sock.fileno() >= 0:

@@ -1,10 +1,16 @@
-"""Detection of a file's kind, by its first bytes and then by its name, and the reader of each kind.
+"""Detection of a file's kind, by its first bytes and then by its name; the reader of each kind; and
+the decoding of bytes to text, with a one-line description of tables and records.
 
 A reader is a function ``(file, loading) -> None``, whose module is imported on first use.
+
+Encodings: UTF-8, UTF-16 and UTF-32 by their byte order mark, otherwise UTF-8, otherwise
+Windows-1252 (stated in the detail). A file with a NUL byte near its start, or with many control
+characters, is binary. Line endings are preserved.
 """
 
 from __future__ import annotations
 
+import codecs
 import os
 import pkgutil
 import stat
@@ -13,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.base import NOT_UTF8, SourceLoader, UnreadableSource
 
 HEAD_BYTES = 8192
 """Number of first bytes that determine the kind of a file."""
@@ -33,7 +39,7 @@ class SourceFile(msgspec.Struct):
 Reader = Callable[[SourceFile, SourceLoader], None]
 
 READERS: dict[str, str] = {
-    "text": "ramify.sources.decode_text:read",
+    "text": "ramify.sources.file_kinds:read",
     "pdf": "ramify.sources.pdf:read",
     "sqlite": "ramify.sources.sqlite:read",
     "zip": "ramify.sources.archives:read_zip",
@@ -116,3 +122,120 @@ def read_regular(path: str, name: str, loading: SourceLoader, flags: int = os.O_
             return head + file.read()
     finally:
         os.close(fd)
+
+
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),  # checked first: it begins with the UTF-16 mark
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+_CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b\b"))
+_MAX_CONTROLS = 0.02
+_MAX_PARSED_CHARS = 20_000_000
+"""Larger tables and JSON files are described by their first line only."""
+_MAX_NAMES = 12
+
+
+def read(file: SourceFile, loading: SourceLoader) -> None:
+    text, note = decode(file.data)
+    kind, detail = describe(file.name, text)
+    loading.add(file.name, text, kind, len(file.data), "; ".join(filter(None, (detail, note))))
+
+
+def decode(data: bytes) -> tuple[str, str]:
+    """Return the text, and a note if its encoding is not UTF-8. Raises UnreadableSource for binary
+    data."""
+    for mark, encoding in _MARKS:
+        if data.startswith(mark):
+            try:
+                return data[len(mark) :].decode(
+                    encoding
+                ), "" if encoding == "utf-8" else f"from {encoding.upper()}"
+            except UnicodeDecodeError:
+                break
+    head = data[:HEAD_BYTES]
+    if b"\0" in head or len(head) - len(head.translate(None, _CONTROLS)) > _MAX_CONTROLS * len(
+        head
+    ):
+        raise UnreadableSource("is binary")
+    try:
+        return data.decode("utf-8"), ""
+    except UnicodeDecodeError:
+        return data.decode("cp1252", "replace"), NOT_UTF8
+
+
+def describe(name: str, text: str) -> tuple[str, str]:
+    """Return kind and detail: ``("csv", "CSV: 3 columns a, b, c; 1,200 rows")``, ``("text",
+    "")``."""
+    suffix = name.lower().rpartition(".")[2]
+    if suffix in ("csv", "tsv", "tab"):
+        return "csv", _csv(text, "\t" if suffix != "csv" else None)
+    if suffix in ("jsonl", "ndjson"):
+        return "jsonl", _jsonl(text)
+    if suffix == "json":
+        return "json", _json(text)
+    return "text", ""
+
+
+def _csv(text: str, delimiter: str | None) -> str:
+    import csv
+
+    first = text[: text.find("\n") + 1] or text
+    delimiter = delimiter or max(",;\t|", key=first.count)
+    quoted = '"' in text
+    if len(text) > _MAX_PARSED_CHARS and quoted:
+        columns, num_rows = (
+            next(csv.reader([first], delimiter=delimiter), []),
+            f"about {text.count(chr(10)):,}",
+        )
+    elif quoted:
+        rows = csv.reader(text.splitlines(keepends=True), delimiter=delimiter)
+        try:
+            columns, num_rows = next(rows, []), f"{sum(1 for row in rows if row):,}"
+        except csv.Error as error:
+            return f"CSV, damaged at line {rows.line_num}: {error}"
+    else:
+        columns, num_rows = (
+            first.strip("\r\n").split(delimiter),
+            f"{max(0, _count_lines(text) - 1):,}",
+        )
+    return f"CSV: {_names(columns, 'column')}; {num_rows} rows"
+
+
+def _jsonl(text: str) -> str:
+    first = next((line for line in text[:1_000_000].splitlines() if line.strip()), "")
+    try:
+        record = msgspec.json.decode(first)
+    except (msgspec.DecodeError, UnicodeEncodeError) as error:
+        return f"JSONL: {_count_lines(text):,} lines; the first is not JSON: {error}"
+    keys = f"; {_names(list(record), 'key')}" if isinstance(record, dict) else ""
+    return f"JSONL: {_count_lines(text):,} records{keys}"
+
+
+def _json(text: str) -> str:
+    if len(text) > _MAX_PARSED_CHARS:
+        return "JSON"
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+        return f"JSON that does not parse: {error}"
+    if isinstance(value, dict):
+        return f"JSON: an object; {_names(list(value), 'key')}"
+    return f"JSON: a list of {len(value):,}" if isinstance(value, list) else "JSON: one value"
+
+
+def _count_lines(text: str) -> int:
+    """Lines that are not empty."""
+    if "\n\n" in text or "\r" in text or text[:1] == "\n":
+        return sum(1 for line in text.split("\n") if line.strip())
+    return text.count("\n") + (not text.endswith("\n") and text != "")
+
+
+def _names(names: list[str], what: str) -> str:
+    """Format a count and names: ``3 columns a, b, c``."""
+    shown = ", ".join(" ".join(str(name).split())[:40] for name in names[:_MAX_NAMES]) + (
+        " …" if len(names) > _MAX_NAMES else ""
+    )
+    return f"{len(names)} {what}{'s' * (len(names) != 1)} {shown}"

@@ -7,6 +7,7 @@ A malicious PDF can take hours, so it is parsed in a thread that is stopped at a
 from __future__ import annotations
 
 import ctypes
+import gc
 import io
 import logging
 import threading
@@ -54,7 +55,10 @@ def _pages(reader: Any) -> list[str]:
     return [page.extract_text() for page in reader.pages]
 
 
-class _TimeIsOver(BaseException):
+_TRIES, _TRY_S = 20, 0.05
+
+
+class _TimeIsOver(SystemExit):
     """Stops the parsing thread. Not an Exception, because parsers catch those and continue."""
 
 
@@ -74,11 +78,25 @@ def in_time(work: Callable[[], T], limit_s: float) -> T:
     thread.start()
     thread.join(limit_s)
     if thread.is_alive():
-        assert thread.ident is not None
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(thread.ident), ctypes.py_object(_TimeIsOver)
-        )
+        _stop(thread)
         raise TimeoutError
     if failed:
         raise failed[0]
     return done[0]
+
+
+def _stop(thread: threading.Thread) -> None:
+    """Raise ``_TimeIsOver`` in ``thread`` until it ends. One that arrives in a callback of the
+    garbage collector is lost, so none is begun meanwhile."""
+    assert thread.ident is not None
+    was_enabled = gc.isenabled()
+    gc.disable()
+    for _ in range(_TRIES):
+        thread.join(_TRY_S)  # also lets a callback in progress end
+        if not thread.is_alive():
+            break
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident), ctypes.py_object(_TimeIsOver)
+        )
+    if was_enabled:
+        gc.enable()

@@ -23,6 +23,7 @@ from ramify.logging import RoomLogger
 from ramify.store.blobs import BlobStore
 from ramify.store.journal import open_locked, writer, writer_file
 from ramify.store.private_files import EVALUATIONS, FILE_MODE, remove_file, reserve_bytes
+from ramify.store.reviews import review_file
 
 _log = RoomLogger("store")
 DEFAULT_MAX_BYTES = 20 << 30
@@ -224,6 +225,7 @@ def _delete(path: Path) -> tuple[os.stat_result, dict[str, float]]:
         named = dict.fromkeys(_names(path), stat.st_mtime)
         remove_file(path)
         remove_file(writer_file(path))
+        remove_file(review_file(path))
         fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
         os.close(fd)

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import msgspec
+
 from ramify.errors import LimitReached, ModelError, Refused, ReplayDiverged, StoreError
 from ramify.types.event import (
     AnyEvent,
@@ -31,7 +33,7 @@ from ramify.types.event import (
     ScoreAdded,
     ToolAnswered,
 )
-from ramify.types.message import Reply
+from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Cell, Parent, Stop
 
 Key = tuple[object, ...]
@@ -63,6 +65,8 @@ class RecordedReplies:
     """True if another run continues from this record: it pays only for what is new."""
     given: dict[tuple[str, int], str]
     """(call, turn) -> code that replaces the recorded reply."""
+    prompts: dict[tuple[str, int], list[str]]
+    """(call, turn) -> edited texts of the last messages of that turn's request, in a fork."""
     has_other_limits: bool
     """True if the current run may state other limits in its prompts than the recorded one."""
     limits: dict[str, Any]
@@ -110,6 +114,18 @@ class RecordedReplies:
                 "the journal contains no RunStarted event: the run was cut off before it began"
             )
         self.started = self.questions[0]
+        forked = self.started.config.get("forked") or {}
+        self.prompts = {
+            (place.rpartition("/")[0], int(place.rpartition("/")[2])): texts
+            for place, texts in (forked.get("prompts") or {}).items()
+        }
+
+    def edited(self, call: str, turn: int, new: tuple[Message, ...]) -> tuple[Message, ...]:
+        """``new``, the messages that this turn adds, with the texts that a fork has edited."""
+        texts = self.prompts.get((call, turn), [])[-len(new) :] if new else []
+        first = len(new) - len(texts)
+        changed = zip(new[first:], texts, strict=True)
+        return (*new[:first], *(msgspec.structs.replace(it, content=text) for it, text in changed))
 
     def reply(self, call: str, turn: int, prompt_hash: str) -> Reply | None:
         """The reply recorded for this request, with the prompt ids that it added. Raises the error

@@ -1,6 +1,7 @@
 """Runs on disk: their location, and how they are created, found, read and deleted.
 
     ROOT/runs/RUN_ID.jsonl      a run's events, one per line, append-only  (journal.py)
+    ROOT/runs/RUN_ID.review.json  labels, a note and corrected scores      (reviews.py)
     ROOT/runs/RUN_ID.writer     the process that writes it now
     ROOT/blobs/ab/DIGEST        contexts and long outputs, stored once     (blobs.py)
     ROOT/index.sqlite           summaries for a listing; may be deleted
@@ -39,6 +40,7 @@ from ramify.store.journal import (
 )
 from ramify.store.private_files import FsyncFlusher, keep_reserve, make_folder
 from ramify.store.prune import PruneResult, StorePruner
+from ramify.store.reviews import RunReview, listed_reviews, read_reviews, write_review
 from ramify.types.call_tree import as_text, cut
 from ramify.types.event import AnyEvent, TrajectoryFold
 from ramify.types.message import Usage
@@ -94,6 +96,8 @@ class RunSummary(msgspec.Struct, omit_defaults=True):
     root_turns: int = 0
     """Turns of the root call of the last question."""
     task: str = ""
+    review: RunReview | None = None
+    """Labels, note and corrected scores; None if the run has none."""
 
 
 class _Bill(msgspec.Struct):
@@ -393,11 +397,22 @@ class Store:
         journals = self._journals()[:limit]
         summaries = self._index.summaries(journals)
         claimed = {path.stem for path in self._runs.glob("*.writer")}
+        reviewed = {path.name for path in self._runs.glob("*.review.json")}
         for summary in summaries:
+            if f"{summary.id}.review.json" in reviewed:
+                summary.review = listed_reviews(self._runs / f"{summary.id}.jsonl")[summary.id]
             summary.alive = (
                 summary.id in claimed and writer(self._runs / f"{summary.id}.jsonl") is not None
             )
         return summaries
+
+    def review(self, run: str | Path) -> RunReview:
+        """Labels, note and corrected scores of ``run``; an empty one if there are none."""
+        return read_reviews(path := self.path(run)).get(path.stem, RunReview())
+
+    def write_review(self, run: str | Path, review: RunReview) -> RunReview:
+        """Replace the review of ``run``, beside its journal, and return it with its time."""
+        return write_review(path := self.path(run), path.stem, review)
 
     def remove(self, run: str | Path) -> int:
         """Delete a run and the blobs that no other run needs; returns the bytes freed. Not possible

@@ -14,9 +14,12 @@ from ramify.tasks.data import dataset as dataset
 from ramify.tasks.programs.program_library import PROGRAM_HINT as PROGRAM_HINT
 from ramify.tasks.programs.program_library import PROGRAM_WORDS as PROGRAM_WORDS
 from ramify.tasks.scoring import SCORERS as SCORERS
+from ramify.tasks.scoring.answer_text import NumericScore as NumericScore
 from ramify.tasks.scoring.answer_text import exact as exact
 from ramify.tasks.scoring.answer_text import f1 as f1
+from ramify.tasks.scoring.answer_text import last_number as last_number
 from ramify.tasks.scoring.answer_text import normalised as normalised
+from ramify.tasks.scoring.answer_text import numeric as numeric
 from ramify.tasks.scoring.choice import choice as choice
 from ramify.tasks.scoring.interval import IntervalF1Score as IntervalF1Score
 from ramify.tasks.scoring.interval import interval_f1 as interval_f1
@@ -24,9 +27,6 @@ from ramify.tasks.scoring.interval import line_f1 as line_f1
 from ramify.tasks.scoring.math_answer import MathScore as MathScore
 from ramify.tasks.scoring.math_answer import boxed_math as boxed_math
 from ramify.tasks.scoring.math_answer import math_answer as math_answer
-from ramify.tasks.scoring.numeric import NumericScore as NumericScore
-from ramify.tasks.scoring.numeric import last_number as last_number
-from ramify.tasks.scoring.numeric import numeric as numeric
 from ramify.tasks.scoring.rubric import Rubric as Rubric
 from ramify.tasks.scoring.rubric import RubricScore as RubricScore
 from ramify.tasks.scoring.unit_tests import UnitTestScore as UnitTestScore

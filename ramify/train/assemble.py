@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.actors.process_slots import PlacementSlot
+from ramify.actors.launcher import PlacementSlot
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.errors import ConfigError
 from ramify.inference.base import TINY

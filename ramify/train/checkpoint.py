@@ -28,7 +28,7 @@ from ramify.models import checksums
 from ramify.store.journal import this_process
 from ramify.train.guards import GuardState
 from ramify.train.lock import holder
-from ramify.train.renamed_fields import with_new_names
+from ramify.train.override import with_new_names
 
 _log = RoomLogger("train")
 Write = Callable[[Path], Callable[[], None] | None]

@@ -22,7 +22,7 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.train.checkpoint import CheckpointStore, read_state
-from ramify.train.run_lines import RunLines
+from ramify.train.metrics import RunLines
 from ramify.types.trajectory import Group
 
 FILE = "groups.jsonl"

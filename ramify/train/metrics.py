@@ -3,8 +3,7 @@
     {"step": 12, "stage": "rl", "at_s": 41.2,
      "values": {"reward": 0.46, "sampled_tokens": 8123, …}}
 
-Live views use a listener; the web page and the terminal view read the same lines
-(``run_lines.py``).
+Live views use a listener; the web page and the terminal view read the same lines.
 
 Metrics of a step's rollouts, in addition to those of their algorithm:
 
@@ -13,22 +12,100 @@ Metrics of a step's rollouts, in addition to those of their algorithm:
     depth1.rlm/calls …         calls per rollout, turns and sampled tokens per call, surprise
                                (mean -logprob), share of calls that a limit truncated
     staleness, staleness_max   steps by which the sampling weights of a token are out of date
+
+All files of a run's folder that hold one JSON line per record are ``RunLines``:
+
+    LINES = RunLines("groups.jsonl", GroupRecord)
+    LINES.append(folder, records)     one write: a kill leaves whole lines, except perhaps the last
+    LINES.read(folder)                the records in order; skips a line that a kill tore
+    LINES.cut(folder, step)           drops the records of later steps; atomic
+
+Each record has the number of its ``step``.
+
+CPU time of each step's rollouts, as metrics of the step:
+
+    cpu/loop_s, cpu/sessions_s, cpu/engine_s   seconds of CPU; cpu/cores: cores that they share
+    batch16.decode/steps                       steps of the engine with 9 to 16 sequences
+    batch16.prefill/cpu_s, …/tokens, …/read    the same for steps that also read prompt tokens
+
+For runs whose engine is in the trainer's process, where all parts share the same cores. CPU time is
+the same on a busy machine. It does not include learning, and work between rollouts, such as
+evaluations and checkpoints.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from ramify.evaluate.evaluation_report import RIGHT
 from ramify.evaluate.statistics import pass_at_k
+from ramify.inference.local.step import StepTiming
 from ramify.tasks.base import total
-from ramify.train.run_lines import RunLines
 from ramify.types.trajectory import Call, Group, Trajectory
+
+
+class StepRecord(Protocol):
+    """What one line holds."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps of the whole run, including the one that the line is about."""
+        ...
+
+
+R = TypeVar("R", bound=StepRecord)
+
+
+class RunLines(Generic[R]):
+    """One kind of line file, in any run's folder."""
+
+    def __init__(self, name: str, kind: type[R]) -> None:
+        self.name = name
+        self._kind = kind
+
+    def append(self, folder: Path, records: Sequence[R]) -> None:
+        """Append ``records`` with a single write; without any, nothing is written."""
+        lines = self._encoded(records)
+        if not lines:
+            return
+        with (folder / self.name).open("ab+") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # a torn line must not swallow the next one
+                    lines = b"\n" + lines
+            file.write(lines)
+
+    def read(self, folder: Path) -> Iterator[R]:
+        """The records in a run's folder, in order. Yields none if the file is missing."""
+        path = folder / self.name
+        for line in path.read_bytes().splitlines() if path.is_file() else ():
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                yield msgspec.json.decode(line, type=self._kind)
+
+    def cut(self, folder: Path, step: int) -> None:
+        """Drop the records after ``step``."""
+        path = folder / self.name
+        if path.exists():
+            fresh = path.with_suffix(".tmp")
+            fresh.write_bytes(
+                self._encoded([record for record in self.read(folder) if record.step <= step])
+            )
+            fresh.replace(path)
+
+    @staticmethod
+    def _encoded(records: Sequence[R]) -> bytes:
+        return b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+
 
 FILE = "metrics.jsonl"
 
@@ -206,3 +283,65 @@ def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
         "staleness": sum(length * age for length, age in spans) / num,
         "staleness_max": float(max(age for _, age in spans)),
     }
+
+
+class CpuMeter:
+    """Measures CPU time between calls of ``restart`` and ``spent``. Call it in the event loop's
+    thread."""
+
+    def __init__(self, paces: Callable[[], list[StepTiming]]) -> None:
+        """``paces`` returns the cost of the engine's steps since its last call."""
+        self._paces = paces
+        self._loop_s = 0.0
+        self._sessions_s = 0.0
+
+    def restart(self) -> None:
+        """Start measuring now."""
+        self._paces()
+        self._loop_s, self._sessions_s = time.thread_time(), below_s()
+
+    def spent(self) -> dict[str, float]:
+        """Metrics of the time since the last call; starts measuring again."""
+        loop_s, sessions_s = self._loop_s, self._sessions_s
+        engine = self._paces()
+        self._loop_s, self._sessions_s = time.thread_time(), below_s()
+        return {
+            "cpu/cores": float(num_cores()),
+            "cpu/loop_s": self._loop_s - loop_s,
+            "cpu/sessions_s": max(0.0, self._sessions_s - sessions_s),
+            "cpu/engine_s": sum(each.cpu_s for each in engine),
+            **{name: value for each in engine for name, value in batch_metrics(each)},
+        }
+
+
+def batch_metrics(timing: StepTiming) -> Iterator[tuple[str, float]]:
+    """The metrics of one kind of engine step."""
+    prefix = f"batch{timing.sequences}.{'prefill' if timing.reads else 'decode'}"
+    yield f"{prefix}/steps", float(timing.steps)
+    yield f"{prefix}/tokens", float(timing.tokens)
+    yield f"{prefix}/cpu_s", timing.cpu_s
+    if timing.reads:
+        yield f"{prefix}/read", float(timing.read)
+
+
+def num_cores() -> int:
+    """Number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def below_s() -> float:
+    """CPU seconds of all descendant processes, including children that have ended and were waited
+    for; 0 if the system does not report it."""
+    ticks, children = {}, defaultdict(list)
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
+            fields = path.read_text().rpartition(")")[2].split()
+            number = int(path.parent.name)
+            ticks[number] = sum(map(int, fields[11:15]))
+            children[int(fields[1])].append(number)
+    total, remaining = 0, [os.getpid()]
+    while remaining:
+        for number in children[remaining.pop()]:
+            total += ticks[number]
+            remaining.append(number)
+    return total / os.sysconf("SC_CLK_TCK") if total else 0.0

@@ -31,11 +31,10 @@ from ramify.train.advantages.base import needs_of
 from ramify.train.assemble import RunParts, adapters_of, device_of, read_in_parts
 from ramify.train.audited_client import AuditedClient
 from ramify.train.config import plain
-from ramify.train.cpu_seconds import CpuMeter
 from ramify.train.demonstrations import num_demonstrated
 from ramify.train.depth_models import DepthModels, temperatures
 from ramify.train.evaluation_metrics import evaluate
-from ramify.train.metrics import StepMetrics, latest_values
+from ramify.train.metrics import CpuMeter, StepMetrics, latest_values
 from ramify.train.placement.rollout_worker import RolloutWorkerSpec
 from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.placement.services import RunServices

@@ -3,7 +3,7 @@
     check_optional("optim", "never", max_grad_norm=0.0)
     ConfigError: optim.max_grad_norm=0 must be above 0; give null for never
 
-Not here: configurations of earlier versions, in which 0 had that meaning (``renamed_fields.py``).
+Not here: configurations of earlier versions, in which 0 had that meaning (``override.py``).
 """
 
 from __future__ import annotations

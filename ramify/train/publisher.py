@@ -253,7 +253,7 @@ class PolicyWeights:
         return await self._client.rejoin(self._sources(), self._trained.version)
 
     def _sources(self) -> list[WeightSource]:
-        from ramify.inference.weight_sync.layout import source
+        from ramify.inference.weight_sync.base import source
 
         return [
             source(name, tensor, self._serving.dtype, make)

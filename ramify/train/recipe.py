@@ -14,9 +14,8 @@ from ramify.plugins import load_file
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.checkpoint import find, read_state
 from ramify.train.config import CHOICES, Run, plain
-from ramify.train.override import override
+from ramify.train.override import new_name, override
 from ramify.train.redacted import cut_out
-from ramify.train.renamed_fields import new_name
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:

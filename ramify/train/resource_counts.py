@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ramify.actors.launcher import Launcher
-from ramify.actors.process_slots import PlacementSlot, SlotMember
+from ramify.actors.launcher import Launcher, PlacementSlot, SlotMember
 from ramify.errors import ConfigError, nearest
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.placement.placement_slots import counts, placement_slots

@@ -22,12 +22,11 @@ import msgspec
 from ramify.logging import RoomLogger
 from ramify.train.checkpoint import FOLDER, CheckpointState, CheckpointStore, Write, read_state
 from ramify.train.config import Schedule
-from ramify.train.cpu_seconds import CpuMeter
 from ramify.train.data.sft_data import write
 from ramify.train.group_records import GROUPS, GroupRecord
 from ramify.train.guards import GuardState
 from ramify.train.lineage import LINEAGE, STAGES, LineageEntry, changes
-from ramify.train.metrics import METRICS, MetricsFile, StepMetrics, read_metrics
+from ramify.train.metrics import METRICS, CpuMeter, MetricsFile, StepMetrics, read_metrics
 from ramify.train.recipe import with_defaults
 from ramify.train.signals.scorer import REFERENCE
 from ramify.types.trajectory import Group

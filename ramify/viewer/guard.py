@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from aiohttp import web
 
-from ramify.errors import ConfigError, StoreError
+from ramify.errors import ConfigError, RamifyError, StoreError
 from ramify.viewer.page_script import early, hashed
 
 POLICY = (
@@ -38,6 +38,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 class BadRequest(Exception):
     """A request without a required parameter, or with an invalid one."""
+
+
+class NotAllowed(Exception):
+    """A request that this server never answers, whatever its parameters are."""
 
 
 class RequestGuard:
@@ -77,7 +81,9 @@ class RequestGuard:
             return await handler(request)
         except StoreError as error:
             return _failed(404, str(error))
-        except BadRequest as error:
+        except NotAllowed as error:
+            return _failed(403, str(error))
+        except (BadRequest, RamifyError) as error:
             return _failed(400, str(error))
         except web.HTTPException as error:
             return _failed(error.status, f"{request.method} {request.path}: {error.reason}")

@@ -34,6 +34,9 @@ from ramify.viewer.watched_run import WatchedRun
 STATIC = Path(__file__).parent / "static"
 APP = "app.js"
 _IMPORT = re.compile(r'^import (.+?) from "\./(.+?)";\n', re.MULTILINE)
+ON_DEMAND = ("markdown.js", "latex.js", "report.js")
+"""Modules that a run's page imports on demand, and that an exported file contains."""
+_VENDOR_EXPORTS = re.compile(r"export\s*\{([^}]*)\};?")
 _VENDOR_EXPORT = re.compile(r"export\s*(?:\{\s*(\w+) as default\s*\}|default (\w+));?")
 
 
@@ -81,8 +84,23 @@ def _add(name: str, done: dict[str, str]) -> None:
     done[name] = _IMPORT.sub("", source)
 
 
+def whole() -> str:
+    """Source of ``app.js`` and of all that a run's page imports on demand."""
+    done = dict(_modules())
+    for name in ON_DEMAND:
+        _add(name, done)
+    return "".join(f"// --- {name}\n{source}\n" for name, source in done.items())
+
+
 def _vendored(name: str, source: str) -> str:
-    """Turn a module with one default export into a constant called ``name``."""
+    """Turn a module with one default export into a constant called ``name``; with named exports,
+    ``{ name }`` is the one that is used."""
+    if name.startswith("{"):
+        exports = _VENDOR_EXPORTS.findall(source)[-1]
+        pairs = (each.split(" as ") for each in exports.split(","))
+        object = ", ".join(f"{pair[-1].strip()}: {pair[0].strip()}" for pair in pairs)
+        body = _VENDOR_EXPORTS.sub(lambda _: f"return {{ {object} }};", source)
+        return f"const {name} = (() => {{\n{body}\n}})();"
     body = _VENDOR_EXPORT.sub(lambda match: f"return {match[1] or match[2]};", source)
     return f"const {name} = (() => {{\n{body}\n}})();"
 
@@ -97,7 +115,7 @@ def page(located: LocatedRun) -> bytes:
     run.refresh()
     if not run.tree.order and (problem := run.problem or run.damage):
         raise StoreError(problem)
-    script, style = app(), (STATIC / "style.css").read_text(encoding="utf-8")
+    script, style = whole(), (STATIC / "style.css").read_text(encoding="utf-8")
     policy = (
         f"default-src 'none'; script-src {hashed(script)}; style-src {hashed(style)}; img-src "
         "data:; base-uri 'none'; "

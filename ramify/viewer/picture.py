@@ -18,6 +18,8 @@ from typing import Any
 
 import msgspec
 
+from ramify.errors import StoreError
+from ramify.store.reviews import RunReview
 from ramify.types.call_tree import CallNode, as_text, cut, ending
 from ramify.viewer.watched_run import WatchedRun
 
@@ -122,7 +124,7 @@ def head(run: WatchedRun) -> dict[str, Any]:
     """Head of the page: facts about the run as a whole."""
     trajectory, at_s = run.tree.run, run.tree.at_s
     problems = [text for text in (run.problem, run.damage, run.torn) if text]
-    config = trajectory.metadata
+    config, review = trajectory.metadata, _review(run, problems)
     return {
         "key": run.key,
         "id": trajectory.id,
@@ -137,6 +139,7 @@ def head(run: WatchedRun) -> dict[str, Any]:
         "answer": cut(as_text(trajectory.answer), 4_000),
         "has_answer": trajectory.answer is not None,
         "ending": _ending(run),
+        "gold": str(config.get("gold") or ""),
         "answered_by": trajectory.answered_by,
         "usage": fields(trajectory.usage),
         "cost": trajectory.cost,
@@ -148,6 +151,7 @@ def head(run: WatchedRun) -> dict[str, Any]:
         "sources": (config.get("sources") or {}).get("paths", []),
         "rewards": trajectory.rewards,
         "metrics": trajectory.metrics,
+        "forked": _forked(run),
         "marks": [fields(mark) for mark in trajectory.marks if not mark.call],
         "errors": trajectory.errors[:_MAX_ERRORS],
         "num_errors": len(trajectory.errors),
@@ -156,6 +160,32 @@ def head(run: WatchedRun) -> dict[str, Any]:
         "generation": run.generation,
         "raw_code": bool((config.get("scaffold") or {}).get("raw_code")),
         "num_calls": len(run.tree.order),
+        "review": fields(review),
+    }
+
+
+def _review(run: WatchedRun, problems: list[str]) -> RunReview:
+    try:
+        return run.review
+    except StoreError as error:
+        problems.append(str(error))
+        return RunReview()
+
+
+def _forked(run: WatchedRun) -> dict[str, Any] | None:
+    """Which turn of which run this one continues, with the address of that run if it is here."""
+    forked = run.tree.run.metadata.get("forked")
+    if not isinstance(forked, dict):
+        return None
+    origin, call, turn = (str(forked.get("run")), forked.get("call", "0"), forked.get("turn", 0))
+    is_here = (run.path.parent / f"{origin}.jsonl").is_file()
+    prefix = run.key[: len(run.key) - len(run.tree.run.id)]
+    return {
+        "run": origin,
+        "key": f"{prefix}{origin}" if is_here else "",
+        "call": call,
+        "turn": turn,
+        "edited": forked.get("edited", ""),
     }
 
 

@@ -20,6 +20,7 @@ from ramify.errors import StoreError
 from ramify.evaluate.run import read_evaluation
 from ramify.store.journal import writer
 from ramify.store.private_files import EVALUATIONS as EVALUATIONS
+from ramify.store.reviews import RunReview, listed_reviews, review_file
 from ramify.store.store import MAX_ANSWER, RunSummary, summarise
 from ramify.train.metrics import FILE as METRICS
 from ramify.types.call_tree import as_text, cut, ending
@@ -62,6 +63,15 @@ class RunRow(msgspec.Struct, omit_defaults=True):
     """Beginning of the answer; None if there is none."""
     ending: str = ""
     """One sentence on why it ended."""
+    labels: tuple[str, ...] = ()
+    note: str = ""
+    corrected: dict[str, float] = {}
+    """Corrected scores by name; ``reward`` is the corrected one."""
+
+    def take_review(self, review: RunReview) -> None:
+        """Show the labels, note and corrected scores of ``review``."""
+        self.labels, self.note, self.corrected = review.labels, review.note, review.rewards
+        self.reward = next(iter({**self.rewards, **review.rewards}.values()), None)
 
 
 class TrainingRow(msgspec.Struct, omit_defaults=True):
@@ -216,7 +226,7 @@ def row_of_evaluation(path: Path, key: str) -> EvaluationRow:
     )
 
 
-MAX_FILES = 5_000
+MAX_FILES = 20_000
 """Maximum number of files listed from one place; the list says if there are more."""
 _Stamp = tuple[int, int]
 _Rows = list[RunRow | EvaluationRow]
@@ -268,9 +278,12 @@ class RunLibrary:
     def _rows_in(self, place: RunLocation) -> Iterator[RunRow | EvaluationRow]:
         if place.store is not None:
             for summary in place.store.runs():
-                yield row_of_summary(
+                row = row_of_summary(
                     summary, place.key(place.path / "runs" / f"{summary.id}.jsonl")
                 )
+                if summary.review is not None:
+                    row.take_review(summary.review)
+                yield row
             files = sorted((place.path / EVALUATIONS).glob("*.jsonl"))
         else:
             files = list(self._files(place))
@@ -319,8 +332,11 @@ class RunLibrary:
         if cached_stamp != stamp:
             rows = list(_rows_of(place.key(path), path))
             self._rows[path] = (stamp, rows)
+        reviews = listed_reviews(path) if review_file(path).exists() else None
         for row in rows:
             if isinstance(row, RunRow):
+                if reviews is not None or row.labels or row.note or row.corrected:
+                    row.take_review(reviews[row.id] if reviews is not None else RunReview())
                 row.alive = row.stop == "" and not row.problem and writer(path) is not None
         return rows
 

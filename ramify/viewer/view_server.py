@@ -15,9 +15,15 @@
     GET /api/training?key=       training curves; /api/training/events sends their changes
     GET /api/samples?key=        saved rollouts of a step
     GET /api/evaluation?key=     scores, attempts, and the difference from another (&other=)
+    GET /api/alive               a sign of life
+    GET /api/again?key=          what of a turn (&id=&turn=) can be edited, and what that may cost
+    POST /api/again/cost         the cost of an edit, or why it is refused
+    POST /api/again              start a new run from a turn; returns its address
+    POST /api/review             save labels, a note and corrected scores of a run
 
-The server is read-only. Static files are served from memory. Not here: access control (see
-guard.py) and how scripts are bundled (see page_script.py).
+Only the last two change anything, and only with a token (see run_again.py and store/reviews.py).
+Static files are served from memory. Not here: access control (see guard.py) and how scripts are
+bundled (see page_script.py).
 """
 
 from __future__ import annotations
@@ -37,13 +43,15 @@ import msgspec
 from aiohttp import web
 
 from ramify.errors import StoreError, cannot_listen
+from ramify.store.reviews import RunReview, write_review
 from ramify.viewer.comparison import MAX_RUNS, compared, rows_of
 from ramify.viewer.evaluation import EvaluationLibrary
 from ramify.viewer.feed import FileFeed, FileFeeds
-from ramify.viewer.guard import BadRequest, RequestGuard, add_headers
+from ramify.viewer.guard import BadRequest, NotAllowed, RequestGuard, add_headers
 from ramify.viewer.page_script import APP, STATIC, app, early, module
-from ramify.viewer.picture import picture, texts
+from ramify.viewer.picture import fields, picture, texts
 from ramify.viewer.provenance import provenance
+from ramify.viewer.run_again import NO_TOKEN, AgainRequest, Rebuild, RunAgain, decoded
 from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.run_locations import Kind, LocatedRun, kind_of
 from ramify.viewer.search import search
@@ -63,9 +71,11 @@ class ViewServer:
         port: int = 8765,
         token: str | None = None,
         first: str = "",
+        rebuild: Rebuild | None = None,
     ) -> None:
         """``port`` 0 picks a free port. ``first`` is the run that will be opened first; the server
-        begins to read it at its start.
+        begins to read it at its start. ``rebuild`` builds the RLM of a stored run, so that pages
+        can run it again.
 
         Raises ConfigError for an address beyond loopback without a token.
         """
@@ -79,6 +89,7 @@ class ViewServer:
         self._feeds = FileFeeds()
         self._evaluations = EvaluationLibrary(library)
         self._assets = StaticAssets()
+        self._again = RunAgain(rebuild) if rebuild is not None else None
         self._listing = threading.Lock()
         self._runner: web.AppRunner | None = None
 
@@ -91,7 +102,7 @@ class ViewServer:
         )
 
     async def __aenter__(self) -> ViewServer:
-        app = web.Application(middlewares=[self._guard.admit])
+        app = web.Application(middlewares=[self._guard.admit], client_max_size=MAX_BODY)
         app.on_response_prepare.append(add_headers)
         for path, handler in {
             "/": self._page,
@@ -111,8 +122,13 @@ class ViewServer:
             "/api/training/events": self._training_events,
             "/api/samples": self._samples,
             "/api/evaluation": self._evaluation,
+            "/api/alive": self._alive,
+            "/api/again": self._again_place,
         }.items():
             app.router.add_get(path, handler)
+        app.router.add_post("/api/again/cost", self._again_cost)
+        app.router.add_post("/api/again", self._again_start)
+        app.router.add_post("/api/review", self._write_review)
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
         )
@@ -133,6 +149,8 @@ class ViewServer:
     async def __aexit__(self, *exc: object) -> None:
         if self._reading is not None:
             await asyncio.wait([self._reading])
+        if self._again is not None:
+            await self._again.close()
         await self._feeds.close()
         if self._runner is not None:
             await self._runner.cleanup()
@@ -144,6 +162,9 @@ class ViewServer:
 
     async def _asset(self, request: web.Request) -> web.Response:
         return self._assets.answer(request, request.match_info["name"])
+
+    async def _alive(self, _: web.Request) -> web.Response:
+        return data({})
 
     async def _runs(self, _: web.Request) -> web.Response:
         return data(await asyncio.to_thread(self._listed))
@@ -249,6 +270,40 @@ class ViewServer:
         key, other = _word(request, "key"), request.query.get("other", "")
         return data(await asyncio.to_thread(self._evaluations.shown, key, other))
 
+    # --- running again
+
+    async def _again_place(self, request: web.Request) -> web.Response:
+        located, again = self._library.find(_word(request, "key")), self._able()
+        return data(await again.place(located, _word(request, "id"), _number(request, "turn")))
+
+    async def _again_cost(self, request: web.Request) -> web.Response:
+        again, wanted = self._able(), decoded(request, await request.read(), AgainRequest)
+        return data(await again.estimate(self._library.find(wanted.key), wanted))
+
+    async def _again_start(self, request: web.Request) -> web.Response:
+        again, wanted = self._able(), decoded(request, await request.read(), AgainRequest)
+        path = await again.start(self._library.find(wanted.key), wanted)
+        return data({"key": self._library.key_of(path)})
+
+    def _able(self) -> RunAgain:
+        if self._again is None or not self._token:
+            raise NotAllowed(NO_TOKEN if self._again else "this server cannot start runs")
+        return self._again
+
+    async def _write_review(self, request: web.Request) -> web.Response:
+        if not self._token:
+            raise NotAllowed(
+                "a review is stored, so it needs the page's token: start the viewer with ramify "
+                "view --token TOKEN, or use ramify runs review"
+            )
+        wanted = decoded(request, await request.read(), ReviewRequest)
+        review = RunReview(wanted.labels, wanted.note, wanted.rewards)
+        feed = self._feeds.run(self._library.find(wanted.key))
+        await feed.fresh()
+        return data(
+            await feed.inspect(lambda run: fields(write_review(run.path, run.review_id, review)))
+        )
+
     # --- changes
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
@@ -284,6 +339,19 @@ def _number(request: web.Request, name: str) -> int:
     if not text.isdecimal():
         raise BadRequest(f"{request.path}: {name}={text!r} is not a number")
     return int(text)
+
+
+MAX_BODY = 8 << 20
+"""Maximum bytes of a request's body: an edited prompt."""
+
+
+class ReviewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of a request to review a run; fields as in ``RunReview``."""
+
+    key: str
+    labels: tuple[str, ...] = ()
+    note: str = ""
+    rewards: dict[str, float] = {}
 
 
 _KEEP_ALIVE_S = 15.0

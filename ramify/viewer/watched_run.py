@@ -17,6 +17,7 @@ import msgspec
 
 from ramify.errors import StoreError
 from ramify.store.journal import blocks, writer
+from ramify.store.reviews import RunReview, read_reviews
 from ramify.types.call_tree import CallNode
 from ramify.types.event import CallEnded, CallStarted, RunStarted
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory
@@ -58,6 +59,16 @@ class WatchedRun:
     @property
     def version(self) -> int:
         return self.tree.version
+
+    @property
+    def review(self) -> RunReview:
+        """Labels, note and corrected scores. Raises StoreError if they cannot be read."""
+        return read_reviews(self.path).get(self.review_id, RunReview())
+
+    @property
+    def review_id(self) -> str:
+        """Name of the run among the reviews of its file."""
+        return self.path.stem if self.line is None else self.tree.run.id
 
     def size_changed(self) -> bool:
         """Whether the file has changed since it was read. Costs one system call."""

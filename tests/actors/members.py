@@ -9,11 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ramify.actors.child_process import import_path
+from ramify.actors.child_process import ForegroundProcess, import_path
 from ramify.actors.connect_back import Listener, connect, connect_back
-from ramify.actors.foreground_process import ForegroundProcess
-from ramify.actors.launcher import LocalLauncher
-from ramify.actors.process_slots import SlotMember
+from ramify.actors.launcher import LocalLauncher, SlotMember
 from ramify.actors.rank_group import RankGroup, follow
 from ramify.actors.rank_watch import RankConnection, RankHeartbeat
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from ramify.actors.child_process import ChildProcess, Process, end_when_done
-from ramify.actors.launcher import LocalLauncher, NodeAgent, RemoteProcess
-from ramify.actors.process_slots import SlotMember
+from ramify.actors.launcher import LocalLauncher, NodeAgent, RemoteProcess, SlotMember
 from ramify.errors import ConfigError
 from tests.actors.test_child_process import is_running, lines
 

@@ -109,6 +109,7 @@ WRONG = {
     ),
     "runs": ((["--limit", "-1"], "--limit -1"),),
     "runs rm": (([], "give RUN"), (["x"], "has no runs")),
+    "runs review": (([], "give RUN"), (["x"], "has no runs")),
     "runs prune": (
         ([], "nothing to prune by: give --older-than AGE, --keep N or --max-size SIZE"),
         (["--keep", "-1"], "--keep -1"),
@@ -178,6 +179,8 @@ OTHERWISE_RIGHT = {
 WRONG_VALUES = {
     "from": "2",
     "code": "x.py",
+    "prompt": "x.txt",
+    "score": "correct",
     **dict.fromkeys(("max_cost", "max_calls", "max_depth", "patience", "temperature"), "-1"),
     **dict.fromkeys(("max_sub_reply_tokens", "max_reasoning_tokens"), "-1"),
     **dict.fromkeys(("max_seconds", "max_turns", "max_tokens", "max_reply_tokens"), "0"),
@@ -211,6 +214,7 @@ WRONG_VALUES = {
 }
 ANY_VALUE = {("eval", "seed"), ("cluster simulate", "seed"), ("view", "export")}
 ANY_VALUE |= {(each, "name") for each in ("serve", "serve-policy")}
+ANY_VALUE |= {("runs review", "label"), ("runs review", "note")}
 ANY_VALUE |= {("train", "resume")}  # WRONG has it: it replaces the recipe
 
 

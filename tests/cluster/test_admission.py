@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from simpy import Environment
 
-from ramify.cluster import simulated_queue
+from ramify.cluster import simulated_rollout
 from ramify.cluster.rate import EngineRate
 from ramify.cluster.rollout_shapes import CallShape, RolloutShape, TurnShape
 from ramify.cluster.simulate import SimulationSetting
@@ -29,7 +29,7 @@ Event = tuple[str, Any]
 """("whole", number of a group) or ("taken", numbers of a step's groups) or ("newer", step)"""
 
 
-class _Noting(simulated_queue.SimulatedQueue):
+class _Noting(simulated_rollout.SimulatedQueue):
     """Says when a group became whole."""
 
     events: list[Event]

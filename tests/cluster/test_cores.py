@@ -16,8 +16,7 @@ from ramify.cluster.recorded_cpu import RecordedCpu, recorded_cpu
 from ramify.cluster.simulated_engine import SimulatedCache, SimulatedEngine
 from ramify.cluster.simulated_rollout import SimulatedCores
 from ramify.inference.local.step import StepTiming, StepTimings
-from ramify.train.cpu_seconds import CpuMeter
-from ramify.train.metrics import MetricsFile, read_metrics
+from ramify.train.metrics import CpuMeter, MetricsFile, read_metrics
 
 
 def ends(env: Environment, **events: Event) -> dict[str, float]:

@@ -14,10 +14,9 @@ from transformers import Qwen3MoeConfig
 from ramify.cli.main import command
 from ramify.cli.parser import UsageError
 from ramify.cluster import steps
-from ramify.cluster.devices import DeviceEfficiency, DeviceSpec, device_of
 from ramify.cluster.meshes import meshes
 from ramify.cluster.plan import PlanOptions, lines, plan
-from ramify.cluster.shape import ModelShape, shape_of
+from ramify.cluster.shape import DeviceEfficiency, DeviceSpec, ModelShape, device_of, shape_of
 from ramify.cluster.steps import StepTokens
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec

@@ -351,7 +351,11 @@ def test_a_run_is_forked_at_a_turn_with_other_code(tmp_path: Path) -> None:
     assert fork.answer == ["re: a0", "re: a1", "mine", "re: a3"]
     assert (again.answer, again.usage.calls) == (ALL, 1)
     assert store.path(origin.run_id).read_bytes() == before
-    assert fork.trajectory.metadata["forked"] == {"run": origin.run_id, "turn": 2}
+    assert fork.trajectory.metadata["forked"] == {
+        "run": origin.run_id,
+        "turn": 2,
+        "edited": "code",
+    }
     assert fork.usage.calls == 3, "two turns of the root and one call are new"
     assert len(store.runs()) == 3
 
@@ -416,3 +420,90 @@ def test_every_other_setting_is_named_before_anything_is_written(tmp_path: Path)
         "resume it with the recorded settings, or ask as a new run"
     )
     assert store.path("last").read_bytes() == before
+
+
+def test_a_fork_may_have_an_edited_prompt_which_its_record_keeps(tmp_path: Path) -> None:
+    store, model = Store(tmp_path), client(counting)
+    with rlm(model, store=store) as r:
+        origin = r.completion("text", "?")
+        fork = r.fork(origin.run_id, 2, prompt="continue with care")
+        assert [request.messages[-1].content for request in model.requests].count(
+            "continue with care"
+        ) == 1
+        assert fork.trajectory.metadata["forked"] == {
+            "run": origin.run_id,
+            "turn": 2,
+            "edited": "prompt",
+            "prompts": {"0/2": ["continue with care"]},
+        }
+        assert r.replay(fork.run_id).answer == fork.answer == origin.answer
+        again = r.fork(fork.run_id, 3)
+        assert again.trajectory.root.turns[2].prompt[-1].content == "continue with care"
+        assert again.usage.calls == 3
+        earlier = r.fork(fork.run_id, 1)
+        assert "prompts" not in earlier.trajectory.metadata["forked"]
+        num, size = len(model.requests), len(store.runs())
+        for edit, words in (
+            ({"prompt": "x" * 1_000_000}, "the edited prompt has about .* tokens, and the window"),
+            ({"prompt": "  "}, "an edited message of the prompt is empty"),
+            ({"prompt": ["a", "b"]}, "turn 3 of the root adds 1 messages .* 2 edited ones"),
+            ({"prompt": "a", "code": "b"}, "give one of the two"),
+            ({"call": "0.9"}, "the run has no call 0.9"),
+            ({"call": "0.0", "code": "1"}, "call 0.0 is a plain call, which runs no code"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                r.fork(origin.run_id, 2 if "call" not in edit else 0, **edit)
+        assert (len(model.requests), len(store.runs())) == (num, size), "nothing is sent or stored"
+
+
+def test_a_fork_of_a_call_below_repeats_what_had_begun_beside_it(tmp_path: Path) -> None:
+    begun, is_open = 0, asyncio.Event()
+
+    async def script(messages: tuple[Message, ...]) -> str:
+        nonlocal begun
+        if messages[0].role == "system":
+            if len(messages) > 2:
+                return code("FINAL(both)")
+            return code(
+                "first = llm_query_batched(['a', 'b', 'c'])\n"
+                "both = [*first, llm_query(' '.join(first))]"
+            )
+        begun += 1
+        if begun == 3:
+            is_open.set()
+        await is_open.wait()
+        return f"re: {messages[-1].content}"
+
+    store, model = Store(tmp_path), client(script)
+    with rlm(model, store=store) as r:
+        origin = r.completion("text", "?")
+        fork = r.fork(origin.run_id, 0, call="0.1", prompt="B")
+        assert r.replay(fork.run_id).answer == fork.answer
+    assert fork.answer == ["re: a", "re: B", "re: c", "re: re: a re: B re: c"]
+    assert fork.usage.calls == 3, "the edited call, the one that needs it, and the root's next turn"
+    assert fork.trajectory.metadata["forked"] == {
+        "run": origin.run_id,
+        "turn": 0,
+        "call": "0.1",
+        "edited": "prompt",
+        "prompts": {"0.1/0": ["B"]},
+    }
+
+
+def test_a_fork_says_what_it_may_cost(tmp_path: Path) -> None:
+    async def main() -> None:
+        store, model = Store(tmp_path), client(counting)
+        async with rlm(model, store=store, limits={"max_calls": 40}) as r:
+            origin = await r.acompletion("text", "?")
+            asked = await r.estimate_fork(origin.run_id, 4)
+            ran = await r.estimate_fork(origin.run_id, 4, code="1")
+            with pytest.raises(
+                ConfigError, match=r"may take .* tokens, and the run may take 9,000"
+            ):
+                await r.estimate_fork(
+                    origin.run_id, 4, prompt="more " * 200, limits=Limits(max_tokens=9000)
+                )
+        assert (asked.max_calls, asked.window, ran.input_tokens) == (40, model.window, None)
+        assert asked.input_tokens
+
+    asyncio.run(main())

@@ -32,6 +32,26 @@ from tests.engine.helpers import at_once, client
 from tests.evaluate.helpers import ITEMS, SPEC, TASK, evaluated, number, plan, right, rlm, unless
 
 
+def test_an_attempt_that_is_cancelled_from_within_is_lost_alone() -> None:
+    """A client whose own future was cancelled: only that attempt fails."""
+
+    def cancelled(messages: tuple[Message, ...]) -> str:
+        if number(messages) == 3:
+            raise asyncio.CancelledError
+        return right(messages)
+
+    outcomes: list[AttemptOutcome] = []
+    evaluated(cancelled, on_outcome=lambda outcome, _: outcomes.append(outcome))
+    assert sorted(outcome.item for outcome in outcomes if not outcome.error) == [
+        f"size/test/{n}" for n in (0, 1, 2, 4, 5, 6, 7)
+    ]
+    (lost,) = (outcome for outcome in outcomes if outcome.error)
+    assert (lost.item, lost.error) == (
+        "size/test/3",
+        "it was cancelled from within (a bug; see the log)",
+    )
+
+
 def test_an_evaluation_by_hand() -> None:
     """Items 0 to 7; wrong are 1, 2 and 5: of the odd ones half, of the even ones a quarter."""
     found = report(evaluated(unless(lambda n: n in (1, 2, 5))))

@@ -13,8 +13,7 @@ from ramify import Limits, ScriptedClient
 from ramify.engine.scaffold import TINY
 from ramify.errors import ConfigError
 from ramify.evaluate.task_env import text_env
-from ramify.tasks.ledger.demos import EXPERT, NOISY
-from ramify.tasks.ledger.ledger_demos import play
+from ramify.tasks.ledger.demos import EXPERT, NOISY, play
 from ramify.tasks.ledger.task import ledger
 from tests.evaluate.helpers import SPEC, TASK
 

@@ -66,8 +66,7 @@ def test_rows_and_rewards_of_another_harness(module: str) -> None:
 def demonstrator() -> Any:
     """A model for the scripted server: the expert, told apart by what each call was asked."""
     from ramify.engine.scaffold import TINY
-    from ramify.tasks.ledger.demos import EXPERT
-    from ramify.tasks.ledger.ledger_demos import play
+    from ramify.tasks.ledger.demos import EXPERT, play
     from ramify.tasks.ledger.task import ledger
 
     task = ledger(multi=1.0, docs=(2, 2))

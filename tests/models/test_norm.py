@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ramify.models.rms_norm import rms_norm
+from ramify.models.dense import rms_norm
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (3, 4, 16), (1, 1)])

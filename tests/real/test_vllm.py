@@ -20,7 +20,7 @@ from ramify.inference.base import TINY
 from ramify.inference.http.http_engines import HttpEngines
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
-from ramify.inference.weight_sync.layout import source, sources
+from ramify.inference.weight_sync.base import source, sources
 from ramify.models.load import load_policy, save_policy
 from ramify.train.backends.lora import attach, merged, unmerged
 from ramify.types.message import Message

@@ -221,6 +221,11 @@ CELLS = {
     "ask([0] * 500_001)": "items: at most 500,000 at once",
     "ask([{}] * 50_001)": "lists, dicts and the like: at most 50,000 at once",
     "ask([b''] * 20_001)": "20,001 long strings and bytes values: at most 20,000 at once",
+    "ask([(1,)] * 25_001)": "lists, dicts and the like: at most 50,000 at once",
+    "ask({str(n): 1 for n in range(100_001)})": "keys of dicts: at most 100,000 at once",
+    "ask(['a' * 4097] * 20_001)": "20,001 long strings and bytes values: at most 20,000 at once",
+    "ask(['a' * 4000] * 4300)": "16,777,216 of them outside long strings",
+    "ask('a' * (257 << 20))": "at most 268,435,456 at once",
     "ask(10**5000)": "an integer of more than 4,000 digits",
     "ask(**{'name': 1, 'self': 2, 'x': -10**4000})": "an integer of more than 4,000 digits",
 }
@@ -243,6 +248,27 @@ def test_the_cell_gets_an_exception_and_its_session_goes_on() -> None:
     for ran, limit in zip(between, CELLS.values(), strict=True):
         assert limit in ran.cell.stdout
     assert last.cell.value == "['ask', 1, ['name', 'self']]"
+
+
+def test_a_value_may_be_nested_as_deep_as_the_page_says() -> None:
+    deep = "x = []\nfor _ in range({}): x = [x]\nask(x)"
+    ran = asyncio.run(cells(deep.format(98), deep.format(99)))
+    assert ran[0].cell.value == "['ask', 1, []]"
+    assert ran[1].cell.error is not None
+    assert "TypeError: list nested deeper than 100 levels" in ran[1].cell.error
+
+
+def test_the_host_may_send_more() -> None:
+    async def main() -> Any:
+        sandbox = open_sandbox(SandboxSpec())
+        try:
+            session = await sandbox.open()
+            await session.set("x", [10**5000, ["a"] * 600_000, [(1,)] * 30_000])
+            return (await session.run("x[0] == 10**5000, len(x[1]), len(x[2])", answer=echo)).cell
+        finally:
+            await sandbox.close()
+
+    assert asyncio.run(main()).value == "(True, 600000, 30000)"
 
 
 def test_what_a_cell_leaves_for_the_host_is_its_error_where_it_is_too_much() -> None:

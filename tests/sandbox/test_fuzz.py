@@ -26,6 +26,7 @@ from ramify.sandbox.guest.frames import frame
 from ramify.sandbox.guest.values import ProtocolError
 from ramify.sandbox.running_cell import SessionLimits
 from ramify.sandbox.session import GuestSession
+from ramify.sandbox.transport import FrameAssembler
 
 FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 HELLO = b"".join(frame(b'{"op":"hello","pid":1}'))
@@ -142,7 +143,7 @@ def streams(draw: st.DrawFn) -> list[bytes]:
 def test_reading_frames(pieces: list[bytes]) -> None:
     """Bytes -> messages and values, or a ProtocolError; the reader never holds more than it was
     fed."""
-    assembler, fed = session_wire.FrameAssembler(), 0
+    assembler, fed = FrameAssembler(), 0
     with contextlib.suppress(ProtocolError):
         for piece in pieces:
             fed += len(piece)
@@ -156,7 +157,7 @@ def test_reading_frames(pieces: list[bytes]) -> None:
 @FUZZ
 @given(st.lists(st.binary(max_size=64), max_size=6))
 def test_reading_noise(pieces: list[bytes]) -> None:
-    assembler = session_wire.FrameAssembler()
+    assembler = FrameAssembler()
     with contextlib.suppress(ProtocolError):
         for piece in pieces:
             for view in assembler.feed(memoryview(piece)):
@@ -271,7 +272,7 @@ def test_a_flood_is_not_kept() -> None:
 
 
 def test_a_long_frame_that_never_ends_is_held_once() -> None:
-    assembler, piece = session_wire.FrameAssembler(), memoryview(b"x" * 100_000)
+    assembler, piece = FrameAssembler(), memoryview(b"x" * 100_000)
     list(assembler.feed(memoryview((200 << 20).to_bytes(4, "little"))))
     tracemalloc.start()
     for _ in range(300):

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 
 from ramify.errors import SandboxError
+from ramify.sandbox.base import SandboxSpec
 from ramify.sandbox.guest.frames import frame
+from ramify.sandbox.process import ProcessSandbox
 from ramify.sandbox.running_cell import SessionLimits
 from ramify.sandbox.session import GuestSession
 from tests.sandbox.test_fuzz import HELLO
@@ -262,3 +264,33 @@ def test_random_values_do_not_keep_the_loop() -> None:
         data = raw_call(many(item, count), tags=True)
         worst = max(worst, min(asyncio.run(longest_block(data))[0] for _ in range(2)))
     assert worst <= MOST_S
+
+
+def test_sessions_leave_nothing_to_the_garbage_collector() -> None:
+    """A full collection looks through all objects of the host, and keeps its loop meanwhile."""
+
+    async def main() -> list[str]:
+        sandbox = ProcessSandbox(SandboxSpec(provider="process"))
+        await (await sandbox.open()).close()
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                session = await sandbox.open()
+                await session.run("print(1)", answer=answer)
+                branch = await session.fork()
+                await branch.close()
+                await session.close()
+                del session, branch
+            while sandbox.buffers.endings:
+                await asyncio.sleep(0.01)
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            return sorted({type(each).__name__ for each in gc.garbage})
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+            await sandbox.close()
+
+    assert asyncio.run(main()) == []

@@ -232,6 +232,17 @@ def test_templates_are_retired_and_their_sessions_live_on() -> None:
     with_sandbox(test)
 
 
+def test_a_template_that_is_retired_while_it_starts_serves_those_who_wait_for_it() -> None:
+    async def test(sandbox: ProcessSandbox) -> None:
+        contexts = [SharedContext(f"{number:02}" * 1_000_000) for number in range(20)]
+        sessions = await asyncio.gather(*(sandbox.open(context=each) for each in contexts))
+        assert await asyncio.gather(*(value(each, "context[:2]") for each in sessions)) == [
+            repr(f"{number:02}") for number in range(20)
+        ]
+
+    with_sandbox(test)
+
+
 def test_packages_of_the_host_are_importable_on_request() -> None:
     async def test(sandbox: ProcessSandbox) -> None:
         session = await sandbox.open()

@@ -13,8 +13,15 @@ import pytest
 from ramify import RLM, Limits, SandboxSpec
 from ramify.engine.scaffold import TINY
 from ramify.tasks.base import Item, scored
-from ramify.tasks.ledger.demos import EXPERT, NOISY, LedgerDemonstrator, LedgerDemonstratorHabits
-from ramify.tasks.ledger.ledger_demos import LedgerDemonstration, demonstrations, play
+from ramify.tasks.ledger.demos import (
+    EXPERT,
+    NOISY,
+    LedgerDemonstration,
+    LedgerDemonstrator,
+    LedgerDemonstratorHabits,
+    demonstrations,
+    play,
+)
 from ramify.tasks.ledger.ledger_rows import KINDS
 from ramify.tasks.ledger.task import documents_of, ledger
 from ramify.types.trajectory import Trajectory

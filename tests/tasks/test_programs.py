@@ -17,8 +17,14 @@ from ramify.models.renderer import renderer_of
 from ramify.models.tokenizer import UNKNOWN, word_tokenizer
 from ramify.sandbox.base import Sandbox, open_sandbox
 from ramify.tasks.base import task_of
-from ramify.tasks.programs.demos import ProgramDemonstratorHabits, demonstrate
-from ramify.tasks.programs.hints import HintRule, from_errors, from_facts, hint_text
+from ramify.tasks.programs.demos import (
+    HintRule,
+    ProgramDemonstratorHabits,
+    demonstrate,
+    from_errors,
+    from_facts,
+    hint_text,
+)
 from ramify.tasks.programs.program_library import (
     IMPORTED,
     NO_PROGRAM,

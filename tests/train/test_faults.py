@@ -237,7 +237,7 @@ def test_buffers_of_a_dead_trainer_are_removed_and_those_of_a_living_one_stay(
 ) -> None:
     import torch
 
-    from ramify.inference.weight_sync.layout import sources
+    from ramify.inference.weight_sync.base import sources
 
     living = SharedMemorySync(folder=str(tmp_path))
     living.open(1)

@@ -17,7 +17,7 @@ from ramify.errors import TrainError
 from ramify.inference.http.http_engines import HttpEngines
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
-from ramify.inference.weight_sync.layout import sources
+from ramify.inference.weight_sync.base import sources
 from ramify.models.load import Policy, from_config
 from ramify.serve.policy import PolicyServer
 from ramify.tasks.base import items_of

@@ -15,6 +15,7 @@ import shutil
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
+from queue import Queue
 from typing import Any, TypeVar
 
 from ramify.viewer.run_library import RunLibrary
@@ -81,9 +82,16 @@ class Loop:
 
 
 @contextlib.contextmanager
-def served(*paths: str | Path, **options: Any) -> Iterator[ViewServer]:
-    """A viewer of ``paths`` on a free port."""
+def served(
+    *paths: str | Path, hang: Queue[threading.Event] | None = None, **options: Any
+) -> Iterator[ViewServer]:
+    """A viewer of ``paths`` on a free port. An event put into ``hang`` makes it accept connections
+    without an answer until the event is set."""
     loop = Loop()
+    if hang is not None:
+        threading.Thread(
+            target=lambda: loop.loop.call_soon_threadsafe(hang.get().wait), daemon=True
+        ).start()
     try:
         server = ViewServer(RunLibrary(paths), port=0, **options)
         loop.run(server.__aenter__())

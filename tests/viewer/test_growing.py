@@ -14,9 +14,12 @@ import msgspec
 import pytest
 
 from ramify import Store
+from ramify.cli.show import show
 from ramify.store.journal import Journal
+from ramify.store.store import summarise
 from ramify.train.group_records import GROUPS, GroupRecord
 from ramify.train.metrics import MetricsFile, StepMetrics, read_metrics
+from ramify.types.message import Message
 from ramify.viewer.picture import changes, picture
 from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.run_locations import LocatedRun
@@ -24,6 +27,7 @@ from ramify.viewer.training import TrainingCurves
 from ramify.viewer.view_server import ViewServer
 from ramify.viewer.watched_run import WatchedRun
 from tests.data.golden import JOURNAL
+from tests.engine.helpers import code, rlm
 from tests.viewer import golden
 from tests.viewer.test_server import messages
 
@@ -68,6 +72,34 @@ def test_a_run_that_comes_in_pieces_is_shown_whole(live: Journal, piece: int) ->
         assert (run.problem, run.damage, run.torn, run.is_alive) == ("", "", "", True)
     if piece > 1:
         assert shown(run) == whole()
+    live.close()
+
+
+def test_no_reader_reports_damage_at_any_byte_of_a_growing_journal(
+    tmp_path: Path, live: Journal, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def script(messages: tuple[Message, ...]) -> str:
+        return code("FINAL(llm_query('é?'))") if messages[0].role == "system" else "ja"
+
+    store = Store(tmp_path / "origin")
+    with rlm(script, store=store) as made:
+        data = store.path(made.completion("text", "?").run_id).read_bytes()
+    growing, answers, kept = watched(live.path), set[object](), Store(tmp_path)
+    for byte in range(len(data)):
+        append(live.path, data[byte : byte + 1])
+        num = data[: byte + 1].count(b"\n")
+        growing.refresh()
+        fresh = watched(live.path)
+        fresh.refresh()
+        for run in (growing, fresh):
+            assert (run.version, run.problem, run.damage, run.torn) == (num, "", "", "")
+        answers.add(kept.load("r").answer)
+        assert summarise(live.path).problem is None
+        if byte % 64 == 0 or data[byte : byte + 1] == b"\n":
+            assert show([str(live.path)], *[None] * 7) == 0
+            said = capsys.readouterr()
+            assert "damaged" not in said.out + said.err
+    assert answers == {None, "ja"}
     live.close()
 
 

@@ -6,6 +6,7 @@ import asyncio
 import re
 import threading
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -118,6 +119,68 @@ def test_the_picture_is_clicked_zoomed_and_recoloured(
         page.reload()
         page.locator("canvas[data-drawn='32']").wait_for()
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+FORMATTED = r"""## Sums
+The total is **361,214** of `sums`, not <img src=x onerror="window.hacked=1">:
+
+| sheet | sum |
+|---|---:|
+| 8 | 1,414 |
+
+1. with $x^2 + \frac{a}{b}$ for $5 or $10
+2. [a link](https://example.org) and \(\unknowncommand{x}\)
+
+$$\sum_{i=1}^{n} r_i$$
+"""
+
+
+def test_answers_are_formatted_here_and_in_a_file(
+    browser: Any, tmp_path: Path, world: World
+) -> None:
+    store = Store(tmp_path / "store")
+    run, file = golden.plain(store, "Sum?", FORMATTED), tmp_path / "run.html"
+    located = RunLibrary([store.root]).find(run)
+    file.write_bytes(exported(located))
+    with served(store.root) as server:
+        for address in (f"{server.url}#/run/{run}", file.as_uri()):
+            with tab(browser) as shown:
+                page = shown.open(address)
+                answer = page.locator("section.answer .formatted")
+                answer.locator("math").nth(1).wait_for()
+                assert answer.locator("td").all_inner_texts() == ["8", "1,414"]
+                assert answer.locator("strong").inner_text() == "361,214"
+                assert answer.locator("mfrac").count() == 1
+                assert answer.locator(".md-math code").inner_text() == r"\(\unknowncommand{x}\)"
+                assert '<img src=x onerror="window.hacked=1">' in answer.inner_text()
+                assert "for $5 or $10" in answer.inner_text()
+                assert "a link (https://example.org)" in answer.inner_text()
+                assert page.locator(".story-answer.formatted td").count() == 2
+                assert page.evaluate(HACKED) == [None, 0]
+                photograph(page, "answer-formatted", tmp_path)
+                assert violations(page) == [] if AXE.is_file() else True
+
+
+@SIZES
+def test_a_report_has_a_page_for_each_session(
+    browser: Any, world: World, tmp_path: Path, size: tuple[int, int]
+) -> None:
+    file = tmp_path / "run.html"
+    file.write_bytes(exported(RunLibrary([world.store]).find(world.tree)))
+    with served(world.store) as server:
+        for address in (f"{server.url}#/run/{world.tree}", file.as_uri()):
+            with tab(browser, size) as shown:
+                page = shown.open(address)
+                page.get_by_role("link", name="report").click()
+                page.locator(".report[data-ready]").wait_for()
+                assert page.locator(".sheet tbody tr").count() == 32
+                sessions = page.locator(".sheet h2").all_inner_texts()[1:]
+                assert [each.split(":")[0] for each in sessions][:2] == ["call 0", "call 0.24"]
+                assert page.locator(".report-turn").count() > 4
+                photograph(page, f"report-{size[0]}", tmp_path)
+                assert violations(page) == [] if AXE.is_file() else True
+                pages = len(re.findall(rb"/Type\s*/Page\b", page.pdf()))
+                assert pages >= 1 + len(sessions)
 
 
 def test_search_links_copy_tokens_and_the_journal(
@@ -362,6 +425,7 @@ def test_training(browser: Any, world: World, tmp_path: Path, size: tuple[int, i
         page.locator(".rollout").first.click()
         page.locator("canvas[data-drawn='32']").wait_for()
         assert text(page, ".badge.worth") == "correct 1 ✓"
+        assert text(page, ".gold").startswith("expected ")
         page.locator(".turn-head .small:not(.request)").first.click()
         page.locator(".tok.sampled").first.wait_for()
         page.get_by_label("what the colour of a token says").select_option("advantage")
@@ -394,6 +458,7 @@ def test_an_evaluation_and_what_was_scored(
         page.locator(".attempt:visible").first.click()
         page.locator(".turn").nth(1).wait_for()
         assert text(page, ".badge.worth") == "correct 1 ✓"
+        assert text(page, ".gold").startswith("expected ")
         tool = page.locator(".tool-answer")
         assert tool.locator(".came").inner_text() == "rain: water that falls"
         assert "Looks before it counts." in text(page, ".turn:nth-child(1) .marks")
@@ -543,6 +608,43 @@ def test_a_filter_is_in_the_address_and_says_what_is_wrong_with_it(
         page.locator(".pair-row.active").wait_for()
 
 
+def test_a_review_is_kept_and_shown_filtered_and_grouped(browser: Any, tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    runs = [golden.plain(store, f"question {n}", str(n)) for n in range(3)]
+    store.append(runs[0], [ScoreAdded(at_s=1.0, by="task", rewards={"correct": 0.0})])
+    journal = store.path(runs[0]).read_bytes()
+    with served(store.root, token="secret") as server, tab(browser) as shown:
+        shown.open(server.url)
+        page = shown.open(f"{server.url.partition('?')[0]}#/run/{runs[0]}")
+        page.locator(".worth", has_text="correct 0").wait_for()
+        page.keyboard.press("r")
+        page.get_by_label("labels, with").fill("wrong gold, odd")
+        page.get_by_label("note").fill("0 is right")
+        page.get_by_label("corrected correct").fill("1")
+        if AXE.exists():
+            assert violations(page) == []
+        page.get_by_role("button", name="save").click()
+        page.locator(".worth", has_text="correct 1 ✓ corrected").wait_for()
+        assert page.locator(".badge.tag").all_inner_texts() == ["wrong gold", "odd"]
+        assert text(page, ".review-note") == "0 is right"
+        assert store.path(runs[0]).read_bytes() == journal
+        assert store.review(runs[0]).rewards == {"correct": 1.0}
+
+        page = shown.open(f"{server.url.partition('?')[0]}#/runs/label%3Aodd%20reward%3A1")
+        page.locator(".runs-head .quiet", has_text="1 of 3").wait_for()
+        assert text(page, ".run-row .question").startswith("[wrong gold] [odd] question 0")
+        page.locator("#filter").fill("")
+        page.get_by_label("group by").select_option("label")
+        page.locator(".group-row").first.wait_for()
+        assert page.locator(".group-row .question").all_inner_texts() == [
+            "no label · 2 runs",
+            "wrong gold, odd · 1 run",
+        ]
+        assert page.url.endswith("#/runs/group%3Alabel")
+        page.locator(".group-row .question").first.click()
+        page.locator(".runs-head .quiet", has_text="2 of 3").wait_for()
+
+
 def test_a_page_whose_server_is_gone_says_so(browser: Any, world: World) -> None:
     with tab(browser) as shown:
         with served(world.store) as server:
@@ -551,6 +653,23 @@ def test_a_page_whose_server_is_gone_says_so(browser: Any, world: World) -> None
         page.locator("#connection", has_text="does not answer").wait_for()
         assert page.evaluate("document.body.classList.contains('stale')")
         shown.complaints.clear()  # the browser logs each refused connection
+
+
+def test_a_server_that_hangs_is_named_until_it_answers(browser: Any, world: World) -> None:
+    gate, hang = threading.Event(), Queue[threading.Event]()
+    with served(world.store, hang=hang) as server, tab(browser) as shown:
+        shown.page.clock.install()
+        page = shown.open(f"{server.url}#/run/{world.tree}")
+        page.locator(".state.connected").wait_for()
+        hang.put(gate)
+        page.clock.run_for(5_000)
+        page.clock.run_for(5_000)
+        page.locator("#connection", has_text="does not answer since").wait_for()
+        assert text(page, ".state") == "no answer"
+        gate.set()
+        page.clock.run_for(5_000)
+        page.locator(".state.connected").wait_for()
+        assert page.locator("#connection").count() == 0
 
 
 def test_bad_files_are_named_on_the_page(browser: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -608,6 +609,34 @@ def test_every_answer_has_the_policy(world: World) -> None:
                 assert response.headers["Content-Disposition"].startswith("attachment")
 
     asked([world.store], ask)
+
+
+def test_a_review_needs_a_token_and_the_servers_own_page(world: World, tmp_path: Path) -> None:
+    shutil.copytree(world.store, tmp_path / "store")
+    body = {"key": world.tree, "labels": ["odd"], "rewards": {"correct": 1.0}}
+
+    async def post(token: str | None, wanted: Any, **headers: str) -> tuple[int, Any]:
+        async with (
+            ViewServer(RunLibrary([tmp_path / "store"]), port=0, token=token) as server,
+            aiohttp.ClientSession() as session,
+        ):
+            shown = {"Authorization": f"Bearer {token}"} if token else {}
+            async with session.post(
+                f"http://127.0.0.1:{server.port}/api/review", json=wanted, headers=shown | headers
+            ) as response:
+                return response.status, await response.json()
+
+    def status(*given: Any, **headers: str) -> int:
+        return asyncio.run(post(*given, **headers))[0]
+
+    assert status(None, body) == 403
+    assert status("t", body, Origin="http://evil.example") == 400
+    assert status("t", body | {"labels": ["x" * 61]}) == 400
+    assert status("t", body | {"key": "p7/none"}) == 404
+    assert status("t", {"labels": []}) == 400
+    assert Store(tmp_path / "store").review(world.tree).labels == ()
+    assert asyncio.run(post("t", body))[1]["rewards"] == {"correct": 1.0}
+    assert Store(tmp_path / "store").review(world.tree).labels == ("odd",)
 
 
 def test_no_module_makes_html_of_a_string() -> None:

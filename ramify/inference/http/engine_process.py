@@ -16,8 +16,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-from ramify.actors.launcher import Launcher
-from ramify.actors.process_slots import SlotMember
+from ramify.actors.launcher import Launcher, SlotMember
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import VERSIONS, InferenceSpec
 from ramify.inference.weight_sync import WEIGHT_SYNCS

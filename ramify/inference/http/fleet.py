@@ -26,7 +26,7 @@ from pathlib import Path
 from ramify.actors.launcher import Launcher
 from ramify.errors import ModelError, ReplyLost, ServerFailed, Unreachable
 from ramify.inference.base import TAGS
-from ramify.inference.http.api import EngineStateConflict
+from ramify.inference.http.api import EngineStateConflict, check, until_up
 from ramify.inference.http.engine_process import (
     EngineProcess,
     check_ports,
@@ -36,7 +36,6 @@ from ramify.inference.http.engine_process import (
 from ramify.inference.http.engine_server import EngineServer, SampledIds
 from ramify.inference.http.inference_spec import ENGINES, InferenceSpec
 from ramify.inference.http.membership import EngineList, EngineMembership
-from ramify.inference.http.server_checks import check, until_up
 from ramify.logging import RoomLogger
 from ramify.models.load import Policy
 from ramify.secrets import remember

@@ -12,6 +12,7 @@ thread that reads it executes it at once, whatever other frames are awaited.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import threading
@@ -19,11 +20,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .frames import (
+    PREFIX,
+    VERSION,
     FrameReader,
     check_blobs,
     check_size,
     frame,
-    from_json,
     json_bytes,
     open_frame,
     split_blobs,
@@ -32,6 +34,11 @@ from .frames import (
 from .values import Buffer, LimitError, ValueDecoder, ValueEncoder, encoded
 
 _get_ident = threading.get_ident
+_read, _write = os.read, os.write
+_raw_decode = json.JSONDecoder().raw_decode
+"""Saved before any cell has run."""
+_CHUNK = 1 << 16
+_PREFIX_BYTES = PREFIX.size
 
 
 class GuestInterrupts:
@@ -162,6 +169,14 @@ class GuestChannel:
             raise
         return frame(text, blobs)
 
+    def frame_of(self, text: bytes) -> list[Buffer]:
+        """Build the frame of a header that is encoded already and within the limits."""
+        shared_buffers = self.shared_buffers
+        if shared_buffers is not None and shared_buffers.reported != shared_buffers.got:
+            shared_buffers.reported = shared_buffers.got
+            text = b'%b,"got":%d}' % (text[:-1], shared_buffers.got)
+        return frame(text)
+
     def send(self, header: dict[str, Any], encoder: ValueEncoder | None = None) -> None:
         parts = self.frame(header, encoder)
         with self.sending:
@@ -169,9 +184,29 @@ class GuestChannel:
 
     def write(self, parts: list[Buffer]) -> None:
         """Send frames; the caller holds ``sending``."""
+        if len(parts) == 1:
+            count = _write(self.write_fd, parts[0])
+            if count == len(parts[0]):
+                return
+            parts = [memoryview(parts[0])[count:]]
         write_all(self.write_fd, parts)
 
     # -- from the host
+
+    def lone(self) -> tuple[dict[str, Any], list[memoryview]] | None:
+        """Wait for a frame and return what ``next`` would, if it is short, contains no blobs and
+        is all there is to read. Otherwise returns None, and ``next`` continues."""
+        reader = self._reader
+        if reader.have or reader.receive is not None:
+            return None
+        self._poll.poll()
+        chunk = _read(reader.fd, _CHUNK)
+        end = len(chunk)
+        if end < _PREFIX_BYTES or PREFIX.unpack_from(chunk) != (end - 4, VERSION, end - 9):
+            reader.data += chunk
+            reader.have = end
+            return None
+        return self._opened(chunk[_PREFIX_BYTES:].decode(), memoryview(chunk)[4:], end - 4)
 
     def next(self) -> tuple[dict[str, Any], list[memoryview]] | None:
         """Return the next header and its blobs, or None if more must be read first."""
@@ -179,7 +214,13 @@ class GuestChannel:
         if view is None:
             return None
         text, end = open_frame(view)
-        header = from_json(str(text, "utf-8"))
+        return self._opened(str(text, "utf-8"), view, end)
+
+    def _opened(
+        self, text: str, view: memoryview, end: int
+    ) -> tuple[dict[str, Any], list[memoryview]]:
+        """Return the header of a frame, and the blobs that begin at ``end`` of it."""
+        header: dict[str, Any] = _raw_decode(text)[0]
         blobs: list[memoryview] = []
         if "blobs" in header:
             blobs = (
@@ -283,6 +324,15 @@ class FrameInbox:
 
     def next_command(self) -> tuple[dict[str, Any], list[memoryview]]:
         """Return the host's next request. Raises EOFError or OSError at the end of the stream."""
+        if not self._calls and self._leading.acquire(blocking=False):
+            try:
+                message = self._channel.lone()
+            finally:
+                self._leading.release()
+            if message is not None:
+                if message[0]["op"] not in ("fork", "ret", "err"):
+                    return message
+                self._dispatch(*message, self._command)
         self.wait(self._command)
         command: tuple[dict[str, Any], list[memoryview]] = self._command.frame
         self._command.frame = None
@@ -325,7 +375,8 @@ class FrameInbox:
         if message is not None:
             self._dispatch(*message, own_ticket)
             return
-        if self._interrupts.is_live and not self._channel.has_part():
+        # A blocked ``read`` would also wake up whenever the host reads what was sent.
+        if not self._channel.has_part():
             self._interrupts.wait(self._channel.poll)
         try:
             self._channel.fill()

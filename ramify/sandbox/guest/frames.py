@@ -160,6 +160,23 @@ def json_bytes(header: Any) -> bytes:
         return "".join(escaped).encode()
 
 
+def done_json(
+    id: int, value: str | None, error: str | None, restored: list[str], chars: int
+) -> bytes:
+    """Encode the header of a cell's end without a note. A third of the time of ``json_bytes``."""
+    shown = "null" if value is None else to_json(value)
+    failed = "null" if error is None else to_json(error)
+    names = to_json(restored) if restored else "[]"
+    text = (
+        f'{{"op":"done","id":{id},"value":{shown},"error":{failed},"restored":{names},'
+        f'"note":null,"chars":{chars}}}'
+    )
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return json_bytes(json.loads(text))
+
+
 def check_size(header: bytes, blobs: Sequence[Any]) -> None:
     """Raise LimitError for a header and blobs that a host would refuse."""
     size = len(header) + sum(map(len, blobs))

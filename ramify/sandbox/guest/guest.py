@@ -14,7 +14,7 @@ from typing import Any
 
 from .branches import ApartFork, GuestBranches
 from .channel import DROPPED, FrameInbox, FrameTicket, GuestChannel, GuestInterrupts
-from .frames import portable_to_host, unpack_value
+from .frames import done_json, portable_to_host, unpack_value
 from .interpreter import InterpreterState, MemoryLimit, complete_builtins
 from .notebook import GuestNotebook, cut, show_error, text_of
 from .output import CellOutput, FileOutputSpool, MemoryOutputSpool
@@ -135,7 +135,10 @@ class Guest:
         ``apart``: how to fork, if both processes need a new connection."""
         self.interrupts = GuestInterrupts()
         self._channel = GuestChannel(
-            read_fd, write_fd, takes_fds=can_fork, shared_buffers=shared_buffers
+            read_fd,
+            write_fd,
+            takes_fds=can_fork and apart is None,
+            shared_buffers=shared_buffers,
         )
         self.output = CellOutput(spool, self._channel, self.interrupts, max_output_bytes)
         self._memory = MemoryLimit(memory_limits)
@@ -153,10 +156,16 @@ class Guest:
 
     # -- serving
 
+    def begin(self, memory_limits: tuple[int, int] | None) -> None:
+        """Take over the process, which may have been forked since this guest was created."""
+        self._channel.pid = os.getpid()
+        self._memory.limits = memory_limits
+
     def serve(self, *, rehearse: bool = False) -> None:
         """Answer the host until it closes the stream. ``rehearse``: warm up first, since no caller
         is waiting yet."""
         self._mend()
+        self._mend_process()
         self._channel.send({"op": "hello", "pid": self._channel.pid})
         if rehearse:
             self._rehearse()
@@ -180,8 +189,10 @@ class Guest:
         self.notebook.execute("None", "<cell 0>")
         self._memory.allow_guest()
         self._mend()
+        self._mend_process()
         done = {"op": "done", "id": 0, "value": None, "restored": [], "chars": 0}
         self._channel.frame({**done, "error": None, "note": None}, ValueEncoder(bounded=True))
+        self._channel.frame_of(done_json(0, None, None, [], 0))
 
     def _handle(self, header: dict[str, Any], blobs: list[memoryview]) -> None:
         op, id = header["op"], header["id"]
@@ -242,7 +253,6 @@ class Guest:
     def _run(self, id: int, code: str) -> None:
         self._cells += 1
         self.output.begin()
-        self.interrupts.reset()
         self._channel.is_open = True
         value = error = None
         self._memory.allow_cell()
@@ -270,35 +280,42 @@ class Guest:
         with channel.sending:
             parts = output.take(final=True)
         output.end()
-        encoder = ValueEncoder(bounded=True)
-        note, error = self.notebook.after_cell(encoder, error)
+        note, encoder, has_hooks = None, None, self.notebook.has_hooks
+        if has_hooks:
+            encoder = ValueEncoder(bounded=True)
+            note, error = self.notebook.after_cell(encoder, error)
         restored = self.notebook.restore_names()
         with channel.sending:
-            if self.notebook.has_hooks:
+            if has_hooks:
                 parts += output.take(final=True)
             channel.is_open = False
             self._inbox.drop_calls()
-            done = {
-                "op": "done",
-                "id": id,
-                "value": value,
-                "restored": restored,
-                "chars": output.chars,
-            }
+            done = (id, value, error, restored, output.chars)
+            channel.write(parts + self._report(done, note, encoder))
+        self._mend_process()
+
+    def _report(self, done: Any, note: Any, encoder: ValueEncoder | None) -> Any:
+        """Return the frame that ends a cell: (id, value, error, restored, chars) and its note."""
+        if note is not None:
+            fields = zip(("id", "value", "error", "restored", "chars"), done, strict=True)
             try:
-                parts += channel.frame({**done, "error": error, "note": note}, encoder)
+                return self._channel.frame({"op": "done", **dict(fields), "note": note}, encoder)
             except LimitError as limit:
                 # What the cell left for the host is over a limit: report it as the cell's error.
-                error = error or f"ValueError: {limit}"
-                parts += channel.frame({**done, "error": error, "note": None}, None)
-            channel.write(parts)
+                done = (*done[:2], done[2] or f"ValueError: {limit}", *done[3:])
+        return self._channel.frame_of(done_json(*done))
 
     def _mend(self) -> None:
-        """Undo changes of a cell to the interpreter that would break the next cell or the guest."""
+        """Undo changes of a cell to the interpreter that would break the end of the cell."""
         self._interpreter.mend_builtins()
         self.notebook.mend()
         if self._owns_process:
-            self._interpreter.mend_process(self.notebook.module, self.output, self.on_interrupt)
+            self._interpreter.mend_streams(self.notebook.module, self.output)
+
+    def _mend_process(self) -> None:
+        """Undo changes that would break the next cell."""
+        if self._owns_process:
+            self._interpreter.mend_process(self.output, self.on_interrupt)
 
     def on_interrupt(self, *_: object) -> None:
         """Signal handler for SIGINT."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import ctypes
 import signal
 import sys
 import types
@@ -24,25 +25,61 @@ _signal: Any = sys.modules["_signal"]
 """The C functions behind ``signal``, which spends microseconds of every cell on creating enums."""
 
 
+def _version_of(mapping: dict[str, Any]) -> Any:
+    """Return the field in which this Python counts the changes of ``mapping``."""
+    return ctypes.c_uint64.from_address(id(mapping) + 24)
+
+
+def _counts_changes() -> bool:
+    """Return True if every change of a dict shows in that field: in CPython before 3.13."""
+    if sys.implementation.name != "cpython":
+        return False
+    probe: dict[str, Any] = {}
+    field = _version_of(probe)
+    seen = {field.value}
+    for value in (1, 2):
+        probe["name"] = value
+        seen.add(field.value)
+    del probe["name"]
+    return len({*seen, field.value}) == 4
+
+
+_VERSION: Any = _version_of(vars(builtins)) if _counts_changes() else None
+_taken: tuple[int, dict[str, Any]] = (-1, {})
+
+
+def _snapshot() -> tuple[int, dict[str, Any]]:
+    """Return the version of the builtins, and a copy of them. A session takes the copy that its
+    server made: copying and comparing write to the reference counts of all builtins, which are
+    spread over a hundred memory pages."""
+    global _taken
+    if _VERSION is None:
+        return -1, dict(vars(builtins))
+    if _taken[0] != _VERSION.value:
+        _taken = (_VERSION.value, dict(vars(builtins)))
+    return _taken
+
+
 class InterpreterState:
     """The interpreter state at the guest's start, to which it is restored."""
 
-    __slots__ = ("_builtins", "_recursion_limit")
+    __slots__ = ("_builtins", "_recursion_limit", "_seen")
 
     def __init__(self) -> None:
-        self._builtins = dict(vars(builtins))
+        self._seen, self._builtins = _snapshot()
         self._recursion_limit = sys.getrecursionlimit()
 
     def mend_builtins(self) -> None:
+        if _VERSION is not None and _VERSION.value == self._seen:
+            return
         if vars(builtins) != self._builtins:
             vars(builtins).update(self._builtins)
+        if _VERSION is not None:
+            self._seen = _VERSION.value
 
-    def mend_process(
-        self, main: types.ModuleType, output: CellOutput, on_interrupt: Callable[..., None]
-    ) -> None:
-        """Restore process-wide state; the guest must own the process. ``main``: the module to use
-        as ``__main__``."""
-        output.spool.attach()
+    def mend_streams(self, main: types.ModuleType, output: CellOutput) -> None:
+        """Restore what the end of a cell depends on; the guest must own the process. ``main``: the
+        module to use as ``__main__``."""
         sys.stdout = sys.__stdout__ = output.stdout  # type: ignore[misc,assignment]
         sys.stderr = sys.__stderr__ = output.stderr  # type: ignore[misc,assignment]
         sys.modules["__main__"] = main
@@ -52,6 +89,10 @@ class InterpreterState:
             sys.setprofile(None)
         if sys.getrecursionlimit() != self._recursion_limit:
             sys.setrecursionlimit(self._recursion_limit)
+
+    def mend_process(self, output: CellOutput, on_interrupt: Callable[..., None]) -> None:
+        """Restore descriptors and signals, once the host has the result of the cell."""
+        output.spool.attach()
         if _signal.getsignal(_SIGINT) != on_interrupt:
             _signal.signal(_SIGINT, on_interrupt)
         _signal.pthread_sigmask(signal.SIG_UNBLOCK, (_SIGINT,))
@@ -61,20 +102,20 @@ class MemoryLimit:
     """Limits of address space: one for cells, and a slightly larger one for the guest, so that it
     can still report when a cell has used up its memory."""
 
-    __slots__ = ("_limits",)
+    __slots__ = ("limits",)
 
     def __init__(self, limits: tuple[int, int] | None) -> None:
         """``limits``: bytes for a cell and for the guest; None for no limits."""
-        self._limits = limits
+        self.limits = limits
 
     def allow_cell(self) -> None:
         """Apply the limit for cells from now on."""
-        if self._limits is not None:
-            resource.setrlimit(resource.RLIMIT_AS, self._limits)
+        if self.limits is not None:
+            resource.setrlimit(resource.RLIMIT_AS, self.limits)
 
     def allow_guest(self) -> None:
-        if self._limits is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (self._limits[1], self._limits[1]))
+        if self.limits is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (self.limits[1], self.limits[1]))
 
 
 def complete_builtins() -> None:

@@ -16,6 +16,7 @@ import gc
 import linecache
 import marshal
 import os
+import re
 import sys
 import threading
 import traceback
@@ -102,6 +103,25 @@ trees at once, one may fail with "AST constructor recursion depth mismatch". In-
 threads of one process."""
 
 
+_ASSIGNMENT = re.compile(
+    r"[A-Za-z_][\w.]* *[-+*/%&|^@]?= *[^\s=;#'\"\\][^;#'\"\\\r\f]*\Z", re.ASCII
+)
+
+
+def ends_in_assignment(source: str) -> bool:
+    """Return True only if the last statement is an assignment on one line, so that a cell has no
+    echo. Without long strings and backslashes, only brackets continue a line; where its own are
+    balanced, it does not belong to another statement (or the cell has a syntax error)."""
+    if "\\" in source or '"""' in source or "'''" in source:
+        return False
+    source = source.rstrip()
+    last = source[source.rfind("\n") + 1 :]
+    if _ASSIGNMENT.match(last) is None:
+        return False
+    count = last.count
+    return count("(") == count(")") and count("[") == count("]") and count("{") == count("}")
+
+
 class CellCode:
     """A cell's compiled code: everything except the last expression, and that expression."""
 
@@ -109,6 +129,14 @@ class CellCode:
 
     def __init__(self, source: str, name: str, flags: int) -> None:
         self.last = None
+        if ends_in_assignment(source):
+            try:
+                self.body = self._compile(source, name, flags)
+            except SyntaxError:
+                pass  # reported below
+            else:
+                self.flags = flags | (self.body.co_flags & _FUTURES)
+                return
         with _COMPILING:
             tree = compile(source, name, "exec", flags | _COMPILE_FLAGS | ast.PyCF_ONLY_AST, True)
             if tree.body and isinstance(tree.body[-1], ast.Expr):
@@ -206,6 +234,8 @@ class GuestNotebook:
 
     def restore_names(self) -> list[str]:
         """Restore the reserved names that a cell has rebound, and return them."""
+        if not self._reserved:
+            return []
         namespace = self.namespace
         changed = [
             name

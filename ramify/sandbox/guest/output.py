@@ -230,6 +230,7 @@ FLUSH_BYTES = 1 << 16
 FLUSH_S = 0.05
 MAX_FRAME_BYTES = 1 << 20
 """Maximum output in one frame."""
+_NOTHING: tuple[HeadTailBuffer, int] = (HeadTailBuffer(2), 0)
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 _clock = time.monotonic
 """Saved before any cell has run."""
@@ -246,6 +247,7 @@ class CellOutput:
         "_full_output",
         "_held",
         "_interrupts",
+        "_is_unused",
         "_max_bytes",
         "_pending",
         "_sent",
@@ -268,23 +270,28 @@ class CellOutput:
         self._channel = channel
         self._interrupts = interrupts
         self._max_bytes = max_bytes
-        self._ended: tuple[HeadTailBuffer, int] = (HeadTailBuffer(2), 0)
+        self._ended = _NOTHING
+        self._is_unused = False
+        """True if this cell has printed nothing so far."""
         self.begin()
 
     def begin(self) -> None:
         """Start a cell."""
+        self._pending = 0
+        self._flushed = _clock()
+        if self._is_unused:
+            return
+        self._is_unused = True
         self.chars = 0
         """Number of characters that the cell printed and that were taken."""
-        self._pending = 0
         self._sent = 0
         self._count = _Utf8("replace").decode
         self._full_output = HeadTailBuffer(16 * self._max_bytes)
         self._held = TailBuffer(max(self._max_bytes // 2, 1))
-        self._flushed = _clock()
 
     def end(self) -> None:
         """Keep the output of the cell, which has ended and was taken."""
-        self._ended = (self._full_output, self.chars)
+        self._ended = _NOTHING if self._is_unused else (self._full_output, self.chars)
 
     def last_output(self) -> str:
         """Return the output of the last cell that ended, up to 16 times what the host keeps. In
@@ -325,6 +332,7 @@ class CellOutput:
         self._pending = 0
         parts: list[Buffer] = []
         for data in self.spool.take():
+            self._is_unused = False
             self.chars += len(self._count(data))
             self._full_output.add(data)
             room = max(self._max_bytes - self._sent, 0)
@@ -332,6 +340,8 @@ class CellOutput:
                 parts += self._out(data[:room], 0, self.spool.at - len(data[room:]))
             if room < len(data):
                 self._held.add(data[room:])
+        if self._is_unused:
+            return parts
         now = _clock()
         if len(self._held) and (final or now - self._flushed > FLUSH_S):
             parts += self._out(*self._held.take(), self.spool.at)

@@ -5,11 +5,17 @@ returns a number from 0 to 1.
 from __future__ import annotations
 
 from ramify.plugins import Registry
-from ramify.tasks.scoring.answer_text import exact, f1, normalised
+from ramify.tasks.scoring.answer_text import (
+    NumericScore,
+    exact,
+    f1,
+    last_number,
+    normalised,
+    numeric,
+)
 from ramify.tasks.scoring.choice import choice
 from ramify.tasks.scoring.interval import IntervalF1Score, interval_f1, line_f1
 from ramify.tasks.scoring.math_answer import MathScore, boxed_math, math_answer
-from ramify.tasks.scoring.numeric import NumericScore, last_number, numeric
 from ramify.tasks.scoring.unit_tests import UnitTestScore, unit_tests
 
 __all__ = [

@@ -25,8 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ramify.actors.child_process import ChildProcess, Process, import_path
 from ramify.actors.connect_back import Listener, connect
-from ramify.actors.launcher import STOPPED_S, Launcher
-from ramify.actors.process_slots import SlotMember
+from ramify.actors.launcher import STOPPED_S, Launcher, SlotMember
 from ramify.errors import ConfigError, TrainError
 from ramify.log_outputs import join_run
 from ramify.logging import RoomLogger

@@ -29,6 +29,7 @@ from ramify.errors import ConfigError, nearest
 from ramify.evaluate.run import read_evaluation
 from ramify.plugins import Registry
 from ramify.store.private_files import EVALUATIONS
+from ramify.store.reviews import read_reviews
 from ramify.store.store import Store
 from ramify.tasks.base import Task
 from ramify.types.message import Message, Reply
@@ -188,7 +189,7 @@ _QUESTION = Message("user", "?")
 
 def read(path: Path) -> Iterator[Trajectory]:
     """The trajectories of a JSONL file, of all JSONL files in a folder, or of a store, oldest
-    first. Raises ConfigError, which names the line."""
+    first, with the corrected scores of their reviews. Raises ConfigError, which names the line."""
     if (path / _RUNS).is_dir():
         yield from _stored(path)
         return
@@ -196,17 +197,20 @@ def read(path: Path) -> Iterator[Trajectory]:
         for file_path in sorted(path.glob("*.jsonl")):
             yield from read(file_path)
         return
-    decoder = msgspec.json.Decoder(Trajectory)
+    decoder, reviews = msgspec.json.Decoder(Trajectory), read_reviews(path)
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     try:
-                        yield decoder.decode(line)
+                        trajectory = decoder.decode(line)
                     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                         raise ConfigError(
                             f"{path}, line {number}: not a trajectory: {error}"
                         ) from error
+                    if trajectory.id in reviews:
+                        trajectory.rewards |= reviews[trajectory.id].rewards
+                    yield trajectory
     except OSError as error:
         raise ConfigError(f"trajectories cannot be read from {path}: {error.strerror}") from error
 
@@ -216,8 +220,8 @@ _RUNS = "runs"
 
 
 def _stored(root: Path) -> Iterator[Trajectory]:
-    """The completed runs of a store, with the rewards of its evaluations. Runs that were not
-    evaluated have no reward."""
+    """The completed runs of a store, with the rewards of its evaluations and the corrected scores
+    of its reviews. Other runs have no reward."""
     rewards: dict[str, dict[str, float]] = {}
     for file in sorted((root / EVALUATIONS).glob("*.jsonl")):
         rewards |= {
@@ -229,7 +233,8 @@ def _stored(root: Path) -> Iterator[Trajectory]:
     for summary in reversed(store.runs()):
         trajectory = store.load(summary.id)
         if trajectory.stop is not None:
-            trajectory.rewards = rewards.get(trajectory.id, {})
+            review = store.review(summary.id).rewards if summary.review else {}
+            trajectory.rewards = rewards.get(trajectory.id, {}) | review
             yield trajectory
 
 
@@ -279,8 +284,7 @@ def ledger_demos(
 ) -> Iterator[Sequence[DemonstrationConversation]]:
     """Demonstrations of ``tasks.ledger.demos``: ``noisy``, with habits to unlearn, or
     ``expert``."""
-    from ramify.tasks.ledger.demos import EXPERT, NOISY
-    from ramify.tasks.ledger.ledger_demos import demonstrations
+    from ramify.tasks.ledger.demos import EXPERT, NOISY, demonstrations
 
     kinds = {"noisy": NOISY, "expert": EXPERT}
     if habits not in kinds:

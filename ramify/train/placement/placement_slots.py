@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ramify.actors.process_slots import ALMOST, PlacementSlot, SlotMember, SlotResources
+from ramify.actors.launcher import ALMOST, PlacementSlot, SlotMember, SlotResources
 from ramify.errors import ConfigError
 from ramify.train.placement.placement_spec import ROLES, NodePool, PlacementSpec
 

@@ -33,8 +33,7 @@ import msgspec
 
 from ramify.actors.child_process import Process, end_when_done, import_path
 from ramify.actors.connect_back import HeartbeatDeadline, Listener
-from ramify.actors.launcher import Launcher
-from ramify.actors.process_slots import SlotMember
+from ramify.actors.launcher import Launcher, SlotMember
 from ramify.actors.restarts import RestartCount, until_started
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, TrainError

@@ -23,8 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ramify.actors.child_process import Process
-from ramify.actors.launcher import Launcher
-from ramify.actors.process_slots import SlotMember
+from ramify.actors.launcher import Launcher, SlotMember
 from ramify.actors.restarts import RestartCount, until_started
 from ramify.errors import ConfigError
 from ramify.logging import RoomLogger

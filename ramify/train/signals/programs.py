@@ -8,7 +8,7 @@ and votes for turns.
     ShuffledHints    a control: each rollout gets a hint about a different problem
 
 In a recipe: ``ramify.train.signals.programs:RuleJudge``. None of them asks a model. The rules
-themselves are in ``tasks/programs/hints.py``.
+themselves are in ``tasks/programs/demos.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ramify.tasks.base import Item
-from ramify.tasks.programs import hints
+from ramify.tasks.programs.demos import HintRule, from_errors, from_facts, hint_text
 from ramify.tasks.programs.program_library import Program, ProgramProblem, library
 from ramify.train.signals.base import JudgeVerdict, JudgeView, SignalContext
 from ramify.train.signals.hindsight import TrajectoryHints, hints_of
@@ -45,13 +45,13 @@ class RuleJudge(
     """Also offer each rule separately, for a teacher that chooses among hints."""
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:
-        rules_by_step = [hints.from_errors([step.observed or step.error]) for step in view.steps]
-        rules = hints.from_errors([step.observed or step.error for step in view.steps])
+        rules_by_step = [from_errors([step.observed or step.error]) for step in view.steps]
+        rules = from_errors([step.observed or step.error for step in view.steps])
         if not rules:
             return NOTHING
         last = max(index for index, named in enumerate(rules_by_step) if named)
         single = [[rule] for rule in rules] if self.several and len(rules) > 1 else []
-        texts = tuple(hints.hint_text(selected) for selected in (rules, *single))
+        texts = tuple(hint_text(selected) for selected in (rules, *single))
         return JudgeVerdict(True, texts[0], (1,), texts, place=view.steps[last].place)
 
 
@@ -74,8 +74,8 @@ class OracleJudge(
         if problem is None or "secret" not in view.item.metadata:
             return JudgeVerdict(reason="no problem of programs")
         replies = [step.reply for step in view.steps]
-        rules = hints.from_facts(problem, replies, library(view.item.metadata["secret"]))
-        return JudgeVerdict(True, hints.hint_text(rules), (1,)) if rules else NOTHING
+        rules = from_facts(problem, replies, library(view.item.metadata["secret"]))
+        return JudgeVerdict(True, hint_text(rules), (1,)) if rules else NOTHING
 
 
 class StepRules(
@@ -140,6 +140,6 @@ def _about_another(item: Item, hint: str, rng: random.Random) -> str:
     words = [word for word, _ in problem.steps]
     secret = library(item.metadata["secret"])
     num = max(1, hint.count("@w"))
-    return hints.hint_text(
-        hints.HintRule(word, secret.right[word]) for word in rng.sample(words, min(num, len(words)))
+    return hint_text(
+        HintRule(word, secret.right[word]) for word in rng.sample(words, min(num, len(words)))
     )

@@ -5,22 +5,67 @@ import { h } from "./dom.js";
 const holder = document.getElementById("ramify-data");
 export const offline = holder ? JSON.parse(holder.textContent) : null;
 
+// Parts that are loaded when they are needed; an exported file has them already.
+export const optional = {};
+
+export async function load(name) {
+  if (!optional[name]) await import(`./${name}.js`);
+  return optional[name];
+}
+
+const BEAT_MS = 4000;  // the server is asked for a sign of life if it gave none for so long
+const PATIENCE_MS = 8000;  // without any answer, the server is gone, or hangs
+
 export async function get(path, parameters = {}) {
   if (offline) return fromFile(path, parameters);
   const query = new URLSearchParams(parameters).toString();
-  let response;
   const address = query ? `${path}?${query}` : path, early = window.ramifyEarly;
   window.ramifyEarly = null;
+  return answered(early && early.address === address ? early.answer : fetch(address));
+}
+
+export async function post(path, body) {
+  if (offline) throw new Error("this file holds one run alone; ramify view can run it again");
+  return answered(fetch(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) }));
+}
+
+// The JSON of a response; while it is late, the page says that the server does not answer.
+async function answered(request) {
+  const late = setTimeout(() => setConnected(false), PATIENCE_MS);
+  let response, data;
   try {
-    response = await (early && early.address === address ? early.answer : fetch(address));
+    response = await request;
+    data = await response.json().catch(() => ({ error: `HTTP ${response.status}` }));
   } catch {
     setConnected(false);
     throw new Error("the viewer does not answer: was ramify view stopped?");
+  } finally {
+    clearTimeout(late);
   }
   setConnected(true);
-  const data = await response.json().catch(() => ({ error: `HTTP ${response.status}` }));
   if (!response.ok) throw new Error(data.error || `HTTP ${response.status}`);
   return data;
+}
+
+let heard = Date.now();  // when the server last gave a sign of life
+
+// Asks for a sign of life while nothing else does. A server that hangs accepts connections and never
+// answers, so only the time tells.
+export function watchServer() {
+  if (offline) return;
+  setInterval(async () => {
+    if (document.hidden || Date.now() - heard < BEAT_MS) return;
+    const asking = new AbortController(), late = setTimeout(() => asking.abort(), PATIENCE_MS - BEAT_MS);
+    try {
+      const response = await fetch("/api/alive", { signal: asking.signal, cache: "no-store" });
+      await response.arrayBuffer();
+      setConnected(true);
+    } catch {
+      setConnected(false);
+    } finally {
+      clearTimeout(late);
+    }
+  }, BEAT_MS);
 }
 
 // Calls tell(message) for every change since `version()`, and returns a function that stops it. A
@@ -31,8 +76,13 @@ export function follow(path, parameters, version, tell, ended) {
   const open = () => {
     if (stream || done || document.hidden) return;
     stream = new EventSource(`${path}?${new URLSearchParams({ ...parameters, version: version() })}`);
+    following++;
+    showState();
     stream.onopen = () => setConnected(true);
-    stream.onmessage = (event) => tell(JSON.parse(event.data));
+    stream.onmessage = (event) => {
+      setConnected(true);
+      tell(JSON.parse(event.data));
+    };
     stream.addEventListener("end", () => {
       done = true;
       close();
@@ -45,7 +95,11 @@ export function follow(path, parameters, version, tell, ended) {
     };
   };
   const close = () => {
-    if (stream) stream.close();
+    if (stream) {
+      stream.close();
+      following--;
+      showState();
+    }
     stream = null;
   };
   const seen = () => (document.hidden ? close() : open());
@@ -62,8 +116,22 @@ export function follow(path, parameters, version, tell, ended) {
 export function setConnected(is) {
   const known = document.getElementById("connection");
   document.body.classList.toggle("stale", !is);
-  if (is) known?.remove();
-  else if (!known) document.getElementById("top").after(h("div.connection", { id: "connection", role: "alert" }, `The viewer does not answer since ${new Date().toTimeString().slice(0, 8)}. What is shown may be out of date; trying again …`));
+  showState();
+  if (is) {
+    heard = Date.now();
+    known?.remove();
+  } else if (!known) document.getElementById("top").after(h("div.connection", { id: "connection", role: "alert" }, `The viewer does not answer since ${new Date(heard).toTimeString().slice(0, 8)}. What is shown may be out of date; trying again …`));
+}
+
+let following = 0;  // open streams of changes
+
+// The connection in the bar: live (changes arrive as they happen), connected, or no answer.
+export function showState() {
+  const badge = document.getElementById("state");
+  if (!badge) return;
+  const state = document.body.classList.contains("stale") ? "no answer" : following ? "live" : "connected";
+  badge.textContent = state;
+  badge.className = `state ${state.replace(" ", "-")}`;
 }
 
 function fromFile(path, parameters) {

@@ -65,7 +65,7 @@ export function textBlock(value, { kind = "text", lines = OUTPUT_LINES, whole = 
   const chars = typeof value === "string" ? 0 : value.chars;
   const all = text.replace(/\n+$/, "").split("\n");
   const long = all.length > lines || text.length > 160 * lines;
-  const pre = h("pre", { class: `said ${kind}` }, text.replace(/\n+$/, ""));
+  const pre = h(kind === "answer-text" ? "div" : "pre", { class: `said ${kind}` }, text.replace(/\n+$/, ""));
   const block = h("div.block", null, pre);
   if (long) {
     pre.classList.add("folded");

@@ -6,11 +6,11 @@
 import { h, fill, toast } from "./dom.js";
 import { get } from "./api.js";
 import { VirtualList } from "./list.js";
-import { runAddress } from "./run.js";
+import { scoresOf } from "./story.js";
 import { codeBlock, textBlock } from "./code.js";
 import { pieces, textOf } from "./turn.js";
 import { diffTexts, markDifferences, sizeOfDifference } from "./diff.js";
-import { count, dollars, grouped, many, moment, number, oneLine, seconds, stopWords } from "./format.js";
+import { count, dollars, grouped, many, moment, number, oneLine, runAddress, seconds, stopWords } from "./format.js";
 
 const MAX_RUNS = 8;  // as in viewer/comparison.py
 const MAX_CHOICES = 200;  // runs in a menu
@@ -85,7 +85,7 @@ class CompareView {
 
   // The figures of each run as a column; a figure that differs from the first run's is marked.
   figures() {
-    const reward = (head) => Object.entries(head.rewards).map(([name, value]) => `${name} ${number(value)}`).join(", ");
+    const reward = (head) => Object.entries(scoresOf(head)).map(([name, value]) => `${name} ${number(value)}`).join(", ");
     const lines = [
       ["question", (head) => oneLine(head.question, 300)], ["answer", (head) => (head.has_answer ? oneLine(head.answer, 300) : "none")], ["score", reward],
       ["ended", (head) => head.ending || stopWords(head.stop, head.alive)[0]], ["task", (head) => head.task],

@@ -4,8 +4,7 @@
 import { h, fill } from "./dom.js";
 import { get } from "./api.js";
 import { VirtualList } from "./list.js";
-import { runAddress } from "./run.js";
-import { count, dollars, many, number, oneLine, seconds, stopWords } from "./format.js";
+import { count, dollars, many, number, oneLine, runAddress, seconds, stopWords } from "./format.js";
 
 const EVERY_MS = 2000;  // between requests while attempts are still being made
 

@@ -2,7 +2,7 @@
 //
 //   cost>0.1 stop:error model:qwen reward:0 "two words"
 //
-// parseFilter(text) -> { matches(run), problem }: a part that cannot be read has a problem with its place
+// parseFilter(text) -> { matches(run), problem, group }: `group:origin` groups the rows. A part that cannot be read has a problem with its place
 // and its fix, and is left aside.
 
 // Field -> its value for a run. Numbers can be compared.
@@ -11,6 +11,7 @@ const FIELDS = {
   depth: (run) => run.depth || 0, reward: (run) => run.reward,
   stop: (run) => (run.problem ? "unreadable" : run.stop || (run.alive ? "running" : "interrupted")),
   model: (run) => run.model || "", task: (run) => run.task || "", question: (run) => run.question || "", answer: (run) => run.answer ?? "",
+  label: (run) => (run.labels || []).join("\n"), note: (run) => run.note || "", corrected: (run) => Object.keys(run.corrected || {}).join("\n"),
   id: (run) => run.id, file: (run) => run.source || "", origin: (run) => originOf(run),
 };
 const NUMBERS = new Set(["cost", "tokens", "calls", "seconds", "depth", "reward"]);
@@ -23,16 +24,21 @@ export function originOf(run) {
 
 export function parseFilter(text) {
   const tests = [];
-  let problem = null;
+  let problem = null, group = null;
   for (const match of text.matchAll(/(-?)(?:([a-z_]+)(>=|<=|[:=<>]))?("[^"]*"?|\S+)/gi)) {
     const [part, not, field, sign, raw] = match, value = raw.replace(/^"|"$/g, "").toLowerCase();
+    if (field?.toLowerCase() === "group") {
+      if (FIELDS[value] && !NUMBERS.has(value)) group = { name: value, of: FIELDS[value] };
+      else problem ??= { start: match.index, end: match.index + part.length, words: "rows are grouped by origin, task, model, stop, label or question", fix: "group:origin" };
+      continue;
+    }
     const test = field ? fieldTest(field.toLowerCase(), sign, value) : (run) => textOfRun(run).includes(value);
     if (typeof test === "function") tests.push(not ? (run) => !test(run) : test);
     else problem ??= { start: match.index, end: match.index + part.length, ...test };
   }
   const open = /(?:^|\s)([a-z_]+)(>=|<=|[:=<>])(?=\s|$)/i.exec(text);
-  if (open && !problem) problem = { start: open.index, end: open.index + open[0].length, words: `${open[1]}${open[2]} needs a value`, fix: `${open[1]}${open[2]}${NUMBERS.has(open[1]) ? "0" : "error"}` };
-  return { matches: (run) => tests.every((test) => test(run)), problem };
+  if (open && !problem) problem = { start: open.index, end: open.index + open[0].length, words: `${open[1]}${open[2]} needs a value`, fix: `${open[1]}${open[2]}${NUMBERS.has(open[1]) ? "0" : "error"}`.replace("group:error", "group:origin") };
+  return { matches: (run) => tests.every((test) => test(run)), problem, group };
 }
 
 // A test, or { words, fix } if the part cannot be read.
@@ -48,12 +54,13 @@ function fieldTest(field, sign, value) {
     return { words: `${field} is compared with a number, not with ${value}`, fix: `${field}${sign}0.1` };
   }
   if (sign !== ":" && sign !== "=") return { words: `${field} is text: use ${field}:`, fix: `${field}:${value}` };
+  if (value === "none") return (run) => !String(of(run));
   const wanted = value.replaceAll(" ", "_");
-  return sign === "=" ? (run) => String(of(run)).toLowerCase() === value : (run) => String(of(run)).toLowerCase().includes(field === "stop" ? wanted : value);
+  return sign === "=" ? (run) => String(of(run)).toLowerCase().split("\n").includes(value) : (run) => String(of(run)).toLowerCase().includes(field === "stop" ? wanted : value);
 }
 
 function textOfRun(run) {
-  return `${run.question || ""} ${run.model || ""} ${FIELDS.stop(run)} ${FIELDS.stop(run).replaceAll("_", " ")} ${run.id} ${run.task || ""} ${run.source || ""} ${run.answer ?? ""} ${run.problem || ""}`.toLowerCase();
+  return `${run.question || ""} ${run.model || ""} ${FIELDS.stop(run)} ${FIELDS.stop(run).replaceAll("_", " ")} ${run.id} ${run.task || ""} ${run.source || ""} ${run.answer ?? ""} ${(run.labels || []).join(" ")} ${run.note || ""} ${run.problem || ""}`.toLowerCase();
 }
 
 function nearest(word, known) {
@@ -72,10 +79,10 @@ function nearest(word, known) {
 // [[field, value, number of runs], …]: what the runs can be narrowed by.
 export function facets(runs) {
   const found = [];
-  for (const [field, of] of [["origin", originOf], ["stop", FIELDS.stop], ["model", FIELDS.model]]) {
+  for (const [field, of] of [["origin", originOf], ["stop", FIELDS.stop], ["model", FIELDS.model], ["task", FIELDS.task], ["label", (run) => run.labels || []]]) {
     const counts = new Map();
-    for (const run of runs) counts.set(of(run), (counts.get(of(run)) || 0) + 1);
-    if (counts.size > 1) found.push(...[...counts].sort((a, b) => b[1] - a[1]).slice(0, 5).map(([value, count]) => [field, value, count]));
+    for (const run of runs) for (const value of [of(run)].flat()) counts.set(value, (counts.get(value) || 0) + 1);
+    if (counts.size > 1 || (field === "label" && counts.size)) found.push(...[...counts].sort((a, b) => b[1] - a[1]).slice(0, 5).map(([value, count]) => [field, value, count]));
   }
   return found;
 }

@@ -69,3 +69,14 @@ const STOPS = {
 export function stopWords(stop, alive = false) {
   return STOPS[stop] || (stop ? [stop, "warn"] : alive ? ["running", "live"] : ["interrupted", "warn"]);
 }
+
+export function runAddress(key) {
+  return `#/run/${encodeURIComponent(key)}`;
+}
+
+const MARKUP = /(^|\n)(#{1,6} |\s*[-*+] \S|\s*\d+[.)] \S|> |\|.*\||```)|\*\*\S|`[^`\n]+`|\$[^\s$][^$]*\$|\\\(|\\\[|\]\(/;
+
+// Whether a text is worth reading as Markdown or LaTeX.
+export function hasMarkup(text) {
+  return MARKUP.test(text);
+}

@@ -2,15 +2,17 @@
 //
 //   #/                        runs          #/run/KEY[/call/ID[/turn/N]]    one run
 //   #/training[/KEY[/OTHER]]  training      #/compare[/KEY[/OTHER…]][/call/ID]      two or more runs
+//   #/run/KEY/report                          one run to read or print
 //   #/evaluation[/KEY[/OTHER]]              evaluations, and one of them
 
 import { h, fill } from "./dom.js";
-import { offline } from "./api.js";
-import { runPage, runAddress } from "./run.js";
+import { load, offline, showState, watchServer } from "./api.js";
+import { runAddress } from "./format.js";
+import { runPage } from "./run.js";
 
 const page = document.getElementById("page");
 const bar = document.getElementById("top");
-let view = null, shown = "", turning = 0;
+let view = null, shown = "", turning = 0, settled = 0;
 
 const PAGES = [["#/", "Runs"], ["#/training", "Training"], ["#/evaluation", "Evaluations"], ["#/compare", "Compare"]];
 
@@ -19,6 +21,7 @@ function readRoute() {
   const route = { name: parts[0] || (offline ? "run" : "runs"), keys: parts.slice(1).filter(Boolean), call: null, turn: null };
   if (route.name === "run") {
     route.keys = [offline ? offline.picture.head.key : parts[1] || ""];
+    if (parts[2] === "report") route.name = "report";
     if (parts[2] === "call") route.call = parts[3];
     if (parts[4] === "turn") route.turn = Math.max(0, Number(parts[5]) - 1) || 0;
   }
@@ -45,8 +48,13 @@ async function turn() {
   document.body.dataset.page = route.name;
   try {
     const made = await open(route);
-    if (number !== turning && made && made.close && readRoute().name !== route.name) made.close();
-    else view = made;
+    if (number === turning) [view, settled] = [made, number];
+    else {
+      if (made && made.close) made.close();
+      if (settled !== turning) return;  // the newest page is still loading, and will be drawn over this one
+      shown = "";
+      await turn();  // this page came late and was drawn over the newest one
+    }
   } catch (error) {
     fill(page, h("div.pad", null, h("p.problem", { role: "alert" }, error.message), offline ? null : h("p", null, h("a", { href: "#/" }, "all runs"))));
   }
@@ -54,6 +62,7 @@ async function turn() {
 
 async function open(route) {
   if (route.name === "run") return runPage(page, route.keys[0], route);
+  if (route.name === "report") return (await load("report"))(page, route.keys);
   if (offline) throw new Error("this file holds one run alone");
   if (route.name === "training") return (await import("./training.js")).trainingPage(page, route.keys);
   if (route.name === "evaluation") return (await import("./evaluation.js")).evaluationPage(page, route.keys);
@@ -67,9 +76,10 @@ function drawBar(route) {
   const here = { runs: "Runs", run: offline ? "Run" : "", training: "Training", evaluation: "Evaluations", compare: "Compare" }[route.name];
   fill(bar, h("a.brand", { href: offline ? runAddress(offline.picture.head.key) : "#/" }, "ramify"),
     h("nav", { "aria-label": "pages" }, links.map(([href, name]) => h("a", { href, "aria-current": name === here ? "page" : null }, name))),
-    h("span.spread"),
+    h("span.spread"), offline ? null : h("span.state", { id: "state", role: "status" }),
     h("button.small", { type: "button", onclick: otherTheme, "aria-label": "dark or light", title: "dark or light (t)" }, "◐"),
     h("button.small", { type: "button", onclick: help, "aria-label": "keys", title: "keys (?)" }, "?"));
+  showState();
 }
 
 // --- dark and light ---------------------------------------------------------------------------------------------------
@@ -135,3 +145,4 @@ addEventListener("keydown", (event) => {
 addEventListener("hashchange", turn);
 setTheme(storedTheme());
 turn();
+watchServer();

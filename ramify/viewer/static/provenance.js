@@ -48,8 +48,17 @@ export class Provenance {
     }
     for (const [place, links] of places) {
       place.dataset.linked = "yes";
-      linkText(place, links, (link, text) => this.anchor(link, text));
+      const moved = this.plain?.place === place ? links.map((link) => movedTo(link, this.plain.text, place.textContent)).filter(Boolean) : links;
+      linkText(place, moved, (link, text) => this.anchor(link.link ?? link, text));
     }
+  }
+
+  // The text of `place` has been formatted: it lacks some characters of the plain `text`.
+  redraw(place, text) {
+    this.plain = { place, text };
+    for (const link of this.links) if (this.element(link) === place) link.elements = [];
+    delete place.dataset.linked;
+    this.draw();
   }
 
   // The element that holds the text of a link.
@@ -126,6 +135,14 @@ export class Provenance {
     place.closest("details")?.setAttribute("open", "");
     mark(made);
   }
+}
+
+// The same occurrence of a link's text in a text that lacks some characters; null if it is not there.
+function movedTo(link, plain, shown) {
+  const value = plain.slice(link.start, link.end);
+  let start = -1;
+  for (let at = plain.indexOf(value); at >= 0 && at <= link.start; at = plain.indexOf(value, at + 1)) start = shown.indexOf(value, start + 1);
+  return start < 0 ? null : { link, start, end: start + value.length };
 }
 
 function wordsOfStep(step, link) {

@@ -7,7 +7,7 @@ import { Outline } from "./outline.js";
 import { Transcript } from "./transcript.js";
 import { Story } from "./story.js";
 import { marksOf } from "./turn.js";
-import { many } from "./format.js";
+import { many, runAddress } from "./format.js";
 
 const NONE = [];
 const FIRST_TEXTS = 256;  // calls whose texts come with the picture (early.js requests the same number)
@@ -133,6 +133,7 @@ class RunView {
     const run = this.run;
     this.story = new Story(run, this.address);
     this.problems = h("div.problems");
+    this.review = h("div.review-holder");
     this.found = h("div.found", { hidden: true });
     this.search = h("input", { type: "search", placeholder: "search the run", "aria-label": "search the run", id: "search" });
     this.search.addEventListener("keydown", (event) => {
@@ -142,10 +143,12 @@ class RunView {
     this.search.addEventListener("input", () => !this.search.value && this.closeFound());
     this.tail = h("button.small", { type: "button", "aria-pressed": "false", onclick: () => this.setFollowing(!this.following) }, "follow");
     fill(this.story.tools, this.search, this.tail,
+      h("a.small", { href: `${runAddress(this.key)}/report` }, "report"),
       offline ? null : h("a.small", { href: `/api/journal?key=${encodeURIComponent(this.key)}`, download: "" }, "journal"),
+      offline ? null : h("button.small", { type: "button", onclick: () => this.openReview() }, "review"),
       offline ? null : h("a.small", { href: `#/compare/${encodeURIComponent(this.key)}` }, "compare"));
     fill(page, h("div.run", null,
-      h("div.run-head", null, this.story.element, this.found, this.problems),
+      h("div.run-head", null, this.story.element, this.review, this.found, this.problems),
       this.picture.element, this.outline.element, this.transcript.element));
     this.drawHead();
     this.picture.changed();
@@ -223,6 +226,14 @@ class RunView {
     });
   }
 
+  async openReview() {
+    const { showReview } = await import("./review.js");
+    showReview(this.review, this.run.head, (review) => {
+      this.run.head.review = review;
+      this.drawHead();
+    });
+  }
+
   // --- head -----------------------------------------------------------------------------------------------------
 
   drawHead() {
@@ -295,12 +306,9 @@ class RunView {
         const code = this.transcript.firstCode();
         return code ? copy(code, "cell") : toast("no code in this call");
       }],
+      ...(offline ? {} : { r: ["labels, note and corrected scores", () => this.openReview()] }),
       "/": ["search the run", () => this.search.focus()],
       "+": ["zoom in", () => this.picture.zoom(1 / 1.6)], "-": ["zoom out", () => this.picture.zoom(1.6)], 0: ["the whole picture", () => this.picture.fit()],
     };
   }
-}
-
-export function runAddress(key) {
-  return `#/run/${encodeURIComponent(key)}`;
 }

@@ -3,10 +3,9 @@
 import { h, fill, toast } from "./dom.js";
 import { get } from "./api.js";
 import { VirtualList } from "./list.js";
-import { runAddress } from "./run.js";
 import { worthTone } from "./story.js";
 import { facets, parseFilter, percentiles } from "./filter.js";
-import { count, dollars, grouped, moment, number, oneLine, seconds, stopWords } from "./format.js";
+import { count, dollars, grouped, moment, number, oneLine, runAddress, seconds, stopWords } from "./format.js";
 
 const MAX_RUNS = 8;  // that are compared, as in viewer/comparison.py
 const EVERY_MS = 2000;  // between updates
@@ -16,7 +15,7 @@ const NARROW = matchMedia("(max-width: 800px)");
 // [name, whether it is a number, sort key, text]
 const COLUMNS = [
   ["when", false, (run) => run.started_at || 0, (run) => moment(run.started_at)],
-  ["question", false, (run) => (run.question || "").toLowerCase(), (run) => run.problem ? shortened(run) : oneLine(run.question || run.id, 300)],
+  ["question", false, (run) => (run.question || "").toLowerCase(), (run) => run.problem ? shortened(run) : `${(run.labels || []).map((label) => `[${label}] `).join("")}${oneLine(run.question || run.id, 300)}`],
   ["answer", false, (run) => (run.answer || "").toLowerCase(), (run) => answerWords(run)],
   ["model", false, (run) => run.model || "", (run) => run.model || ""],
   ["calls", true, (run) => run.num_calls || 0, (run) => count(run.num_calls || 0)],
@@ -24,7 +23,7 @@ const COLUMNS = [
   ["cost", true, (run) => run.cost ?? -1, (run) => dollars(run.cost)],
   ["seconds", true, (run) => run.seconds || 0, (run) => seconds(run.seconds || 0)],
   ["stop", false, (run) => standing(run)[0], (run) => standing(run)[0]],
-  ["reward", true, (run) => run.reward ?? -1e9, (run) => (run.reward === undefined || run.reward === null ? "" : `${number(run.reward)}${run.reward >= 1 ? " ✓" : run.reward <= 0 ? " ✗" : ""}`)],
+  ["reward", true, (run) => run.reward ?? -1e9, (run) => (run.reward === undefined || run.reward === null ? "" : `${number(run.reward)}${run.reward >= 1 ? " ✓" : run.reward <= 0 ? " ✗" : ""}${run.corrected ? "*" : ""}`)],
 ];
 
 function standing(run) {
@@ -60,6 +59,7 @@ class RunsView {
     this.list = new VirtualList({ rowHeight: NARROW.matches ? 76 : 36, make, show: (row, index) => this.show(row, index),
       pick: (index, event) => {
         if (event?.target.closest?.(".when")) this.tick(this.shown[index]);
+        else if (this.shown[index].group) this.openGroup(this.shown[index].group);
         else location.hash = runAddress(this.shown[index].key);
       }, label: "runs" });
     this.list.onmove = () => {};
@@ -74,6 +74,7 @@ class RunsView {
     this.fix = h("p.filter-fix", { hidden: true, role: "status" });
     this.facets = h("div.facets", { role: "group", "aria-label": "narrow by" });
     this.figures = h("p.quiet.figures-line");
+    this.groups = h("select", { "aria-label": "group by", onchange: () => this.setGroup(this.groups.value) }, ["", "origin", "task", "model", "stop", "label", "question"].map((name) => h("option", { value: name }, name ? `by ${name}` : "no groups")));
     this.compare = h("button.small", { type: "button", hidden: true, onclick: () => this.compareTicked() }, "compare");
     this.tally = h("span.quiet", { "aria-live": "polite" });
     this.problems = h("div.runs-problems");
@@ -82,7 +83,7 @@ class RunsView {
     this.body = h("div.table", null, h("div.thead.cols", { role: "group", "aria-label": "sort by" }, this.heads), this.list.box);
     document.title = "Runs · Ramify";
     await this.load();
-    fill(page, h("div.runs", null, h("div.runs-head", null, h("h1", null, "Runs"), this.input, this.tally, this.compare, this.figures, this.fix, this.facets), this.problems, this.none, this.body));
+    fill(page, h("div.runs", null, h("div.runs-head", null, h("h1", null, "Runs"), this.input, this.tally, this.groups, this.compare, this.figures, this.fix, this.facets), this.problems, this.none, this.body));
     this.arrange();
     this.again();
   }
@@ -109,7 +110,20 @@ class RunsView {
     this.arrange();
   }
 
+  setGroup(name) {
+    this.setFilter(`${this.ungrouped()} ${name ? `group:${name}` : ""}`.trim());
+  }
+
+  openGroup(part) {
+    this.setFilter(`${this.ungrouped()} ${part}`.trim());
+  }
+
+  ungrouped() {
+    return this.filter.replace(/(^|\s)group:\S*/gi, "").trim();
+  }
+
   tick(run) {
+    if (run.group) return;
     if (!this.ticked.delete(run.key)) {
       if (this.ticked.size === MAX_RUNS) return toast(`at most ${MAX_RUNS} runs are compared`);
       this.ticked.add(run.key);
@@ -135,7 +149,7 @@ class RunsView {
     fill(this.figures, [cost ? `cost: median ${dollars(cost[0])}, 90 % below ${dollars(cost[1])}` : "", time ? `time: median ${seconds(time[0])}, 90 % below ${seconds(time[1])}` : "",
       rewards.length ? `mean reward ${number(rewards.reduce((a, b) => a + b, 0) / rewards.length)}` : ""].filter(Boolean).join(" · "));
     const chips = facets(runs);
-    fill(this.facets, chips.map(([field, value, count]) => h("button.small", { type: "button", onclick: () => this.setFilter(`${this.filter.trim()} ${field}:${/\s/.test(value) ? `"${value}"` : value}`.trim()) },
+    fill(this.facets, chips.map(([field, value, count]) => h("button.small", { type: "button", onclick: () => this.setFilter(`${this.filter.trim()} ${field}:${quoted(value)}`.trim()) },
       `${field}:${value || "none"} `, h("span.quiet", null, grouped(count)))));
   }
 
@@ -153,16 +167,18 @@ class RunsView {
   }
 
   arrange() {
-    const { matches, problem } = parseFilter(this.filter), words = this.filter.trim();
+    const { matches, problem, group } = parseFilter(this.filter), words = this.filter.trim();
     const value = COLUMNS.find((column) => column[0] === this.by)[2], sign = this.down ? -1 : 1;
     this.shown = this.data.runs.filter(matches).map((run) => [value(run), run])
       .sort((a, b) => (a[0] < b[0] ? -sign : a[0] > b[0] ? sign : 0)).map(([, run]) => run);
     this.heads.forEach((head, index) => Object.assign(head.dataset, { sort: COLUMNS[index][0] === this.by ? (this.down ? "descending" : "ascending") : "none" }));
     this.heads.forEach((head, index) => head.setAttribute("aria-pressed", String(COLUMNS[index][0] === this.by)));
     this.heads.forEach((head, index) => (head.textContent = `${COLUMNS[index][0]}${COLUMNS[index][0] === this.by ? (this.down ? " ↓" : " ↑") : ""}`));
-    const total = this.data.runs.length;
+    const total = this.data.runs.length, num = this.shown.length;
     this.drawFilter(problem);
-    fill(this.tally, words ? `${grouped(this.shown.length)} of ${grouped(total)}` : grouped(total));
+    if (group) this.shown = this.grouped(this.shown, group);
+    this.groups.value = group ? group.name : "";
+    fill(this.tally, words ? `${grouped(num)} of ${grouped(total)}` : grouped(total));
     const said = JSON.stringify(this.data.problems);
     if (said !== this.said) fill(this.problems, this.data.problems.map((each) => h("p.problem", null, each.text.includes(each.path) ? each.text : `${each.path} ${each.text}`)));
     this.said = said;
@@ -170,6 +186,17 @@ class RunsView {
     this.body.hidden = !total;
     if (!total) this.sayNone();
     this.list.set(this.shown.length);
+  }
+
+  // Rows in groups: a row for each value, with its number of runs and its median figures, before its runs.
+  grouped(runs, { name, of }) {
+    const groups = new Map();
+    for (const run of runs) {
+      const value = String(of(run)).replaceAll("\n", ", ");
+      if (!groups.has(value)) groups.set(value, []);
+      groups.get(value).push(run);
+    }
+    return [...groups].sort((a, b) => b[1].length - a[1].length).flatMap(([value, members]) => [groupRow(name, value, members), ...members]);
   }
 
   sayNone() {
@@ -180,6 +207,7 @@ class RunsView {
 
   show(row, index) {
     const run = this.shown[index], cells = row.children;
+    row.classList.toggle("group-row", Boolean(run.group));
     row.classList.toggle("ticked", this.ticked.has(run.key));
     COLUMNS.forEach(([name, , , words], at) => {
       const text = words(run);
@@ -188,7 +216,7 @@ class RunsView {
       if (name === "reward" && text) cells[at].className = `reward num ${worthTone(run.reward)}`;
       if (name === "question") cells[at].classList.toggle("bad", Boolean(run.problem));
     });
-    row.title = run.problem || [run.question, run.answer, run.ending, run.id].filter(Boolean).join("\n");
+    row.title = run.problem || [run.question, run.answer, run.ending, (run.labels || []).join(", "), run.note, run.corrected ? `corrected: ${JSON.stringify(run.corrected)}` : "", run.id].filter(Boolean).join("\n");
   }
 
   keys() {
@@ -202,6 +230,21 @@ class RunsView {
   move(step) {
     this.list.setActive(Math.min(this.shown.length - 1, Math.max(0, this.list.active + step)));
   }
+}
+
+// A value as a part of the filter.
+function quoted(value) {
+  return /\s/.test(value) ? `"${value.replaceAll('"', "")}"` : value || "none";
+}
+
+// A row that stands for many runs: its figures are medians, its reward is the mean. A click filters by it.
+function groupRow(name, value, runs) {
+  const median = (values) => percentiles(values)?.[0], rewards = runs.map((run) => run.reward).filter((reward) => typeof reward === "number");
+  return {
+    key: `group ${value}`, group: `${name}:${quoted(value)}`, question: `${value || `no ${name}`} · ${grouped(runs.length)} run${runs.length === 1 ? "" : "s"}`,
+    num_calls: median(runs.map((run) => run.num_calls || 0)), tokens: median(runs.map((run) => run.tokens || 0)), cost: median(runs.map((run) => run.cost)) ?? null,
+    seconds: median(runs.map((run) => run.seconds || 0)), stop: "medians", reward: rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : undefined,
+  };
 }
 
 // "answer" is the class of an answer in a transcript.

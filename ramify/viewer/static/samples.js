@@ -2,8 +2,7 @@
 
 import { h, fill, toast } from "./dom.js";
 import { get } from "./api.js";
-import { runAddress } from "./run.js";
-import { count, many, number, oneLine, stopWords } from "./format.js";
+import { count, many, number, oneLine, runAddress, stopWords } from "./format.js";
 
 const MAX_ROWS = 5;  // best ones, and as many worst ones
 

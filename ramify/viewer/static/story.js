@@ -2,7 +2,8 @@
 // which calls differ from their siblings, and what each depth cost.
 
 import { h, fill } from "./dom.js";
-import { count, dollars, many, moment, number, oneLine, seconds, stopWords, ticking } from "./format.js";
+import { load, offline } from "./api.js";
+import { count, dollars, hasMarkup, many, moment, number, oneLine, runAddress, seconds, stopWords, ticking } from "./format.js";
 
 const MAX_NAMED = 3;  // calls that differ and are named
 
@@ -17,15 +18,17 @@ export class Story {
     this.question = h("h1");
     this.answer = h("div.story-answer", { tabindex: "0", role: "region", "aria-label": "answer of the run" });
     this.ending = h("p.ending");
+    this.note = h("p.review-note", { hidden: true });
     this.differing = h("p.differing");
     this.budget = h("dl.budget", { "aria-label": "budget" });
     this.depths = h("p.by-depth");
     this.meta = h("p.meta");
+    this.forked = h("p.forked", { hidden: true });
     this.tools = h("div.run-tools");
     this.element = h("section.story", { "aria-label": "what happened" },
       h("div.story-top", null, this.status, this.worth, this.clock, h("span.spread"), this.tools),
-      h("div.story-main", null, this.question, this.answer, this.differing),
-      h("div.story-side", null, this.ending, this.budget, this.depths, this.meta));
+      h("div.story-main", null, this.question, this.answer, this.note, this.differing),
+      h("div.story-side", null, this.ending, this.budget, this.depths, this.forked, this.meta));
   }
 
   draw() {
@@ -45,21 +48,47 @@ export class Story {
       moment(head.started_at), head.id, head.task ? `task ${head.task}` : "", head.context ? `context ${head.context.kind}, ${count(head.context.chars)} characters` : "",
       head.sandbox ? `sandbox ${head.sandbox}` : "", ...head.sources.map((path) => String(path)),
     ].filter(Boolean).join(" · "));
+    this.drawForked(head.forked);
     this.tick();
   }
 
+  // A run that a person started from a turn of another one.
+  drawForked(forked) {
+    this.forked.hidden = !forked;
+    if (!forked) return;
+    const place = `${forked.run}, call ${forked.call}, turn ${forked.turn + 1}`;
+    fill(this.forked, "run again from ", forked.key && !offline ? h("a", { href: `${runAddress(forked.key)}/call/${encodeURIComponent(forked.call)}/turn/${forked.turn + 1}` }, place) : place,
+      forked.edited ? `, with edited ${forked.edited}` : "");
+  }
+
   drawWorth(head) {
-    const rewards = Object.entries(head.rewards);
-    fill(this.worth, rewards.map(([name, value]) => h("span.badge.worth", { class: worthTone(value), title: "reward" },
-      `${name} ${number(value)}`, h("span.sign", null, value >= 1 ? " ✓" : value <= 0 ? " ✗" : ""))));
+    const { labels, note, rewards: corrected } = head.review;
+    fill(this.worth, head.gold ? h("span.gold", { title: `the expected answer: ${head.gold}` }, "expected ", h("b", null, oneLine(head.gold, 80))) : null, Object.entries(scoresOf(head)).map(([name, value]) => h("span.badge.worth", { class: worthTone(value), title: name in corrected ? `corrected; recorded: ${number(head.rewards[name])}` : "reward" },
+      `${name} ${number(value)}`, h("span.sign", null, value >= 1 ? " ✓" : value <= 0 ? " ✗" : ""), name in corrected ? " corrected" : "")), labels.map((label) => h("span.badge.tag", null, label)));
+    this.note.hidden = !note;
+    this.note.textContent = note;
   }
 
   drawAnswer(head, unreadable) {
-    const [, tone] = stopWords(head.stop, head.alive), wrong = Object.values(head.rewards).some((value) => value <= 0);
-    this.answer.className = `story-answer ${head.has_answer && wrong ? "bad" : tone}`;
+    const [, tone] = stopWords(head.stop, head.alive), wrong = Object.values(scoresOf(head)).some((value) => value <= 0);
+    const kept = this.answer.classList.contains("formatted") ? " formatted" : "";
+    this.answer.className = `story-answer ${head.has_answer && wrong ? "bad" : tone}${kept}`;
     this.answer.hidden = Boolean(unreadable);
-    if (head.has_answer) fill(this.answer, head.answer || "(an empty answer)");
+    if (head.has_answer) this.drawText(head.answer);
     else fill(this.answer, h("span.quiet", null, head.stop ? "no answer" : head.alive ? "no answer yet" : "no answer: the run was interrupted"));
+  }
+
+  // Text first; with its formatting when that has been loaded.
+  async drawText(text) {
+    if (this.text === text) return;
+    this.text = text;
+    this.answer.classList.remove("formatted");
+    fill(this.answer, text || "(an empty answer)");
+    if (!hasMarkup(text)) return;
+    const formatted = await load("markdown");
+    if (this.text !== text) return;
+    fill(this.answer, formatted(text));
+    this.answer.classList.add("formatted");
   }
 
   drawDiffering() {
@@ -94,6 +123,11 @@ export class Story {
       bar.className = share >= 0.9 ? "bad" : share >= 0.7 ? "warn" : "";
     });
   }
+}
+
+// The scores of a run; a corrected one replaces the recorded one.
+export function scoresOf(head) {
+  return { ...head.rewards, ...head.review.rewards };
 }
 
 export function worthTone(value) {

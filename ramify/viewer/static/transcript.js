@@ -2,10 +2,10 @@
 // While the run is in progress, only new turns are fetched, and only changed elements are rebuilt.
 
 import { h, fill, copy } from "./dom.js";
-import { get, offline } from "./api.js";
+import { get, load, offline } from "./api.js";
 import { textBlock } from "./code.js";
 import { Provenance } from "./provenance.js";
-import { count, dollars, number, oneLine, seconds, stopWords } from "./format.js";
+import { count, dollars, hasMarkup, number, oneLine, seconds, stopWords } from "./format.js";
 import { fillSubcalls } from "./subcalls.js";
 import { marksOf, noteLine, textOf, told, turnElement } from "./turn.js";
 
@@ -139,6 +139,17 @@ export class Transcript {
     } else if (call.stop && !call.error) parts.push(h("p.note", null, `ended without an answer: ${stopWords(call.stop)[0]}`));
     else if (!call.stop && !this.run.alive) parts.push(h("p.note", null, "was interrupted here: the run's process ended"));
     fill(this.foot, parts);
+    const said = this.foot.querySelector(".said.answer-text");
+    if (said && hasMarkup(said.textContent)) this.format(said, said.textContent);
+  }
+
+  // Formats an answer, and draws its links again: their places are those of the plain text.
+  async format(said, text) {
+    const formatted = await load("markdown");
+    if (!said.isConnected) return;
+    fill(said, formatted(text));
+    said.classList.add("formatted");
+    this.provenance.redraw(said, text);
   }
 
   // --- turns ----------------------------------------------------------------------------------------------------

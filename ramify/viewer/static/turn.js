@@ -2,6 +2,7 @@
 // sub-calls and scores. `view` is the Transcript that shows it.
 
 import { h } from "./dom.js";
+import { offline } from "./api.js";
 import { codeBlock, textBlock, errorLine } from "./code.js";
 import { count, dollars, grouped, many, number, oneLine, seconds } from "./format.js";
 import { fillSubcalls } from "./subcalls.js";
@@ -15,14 +16,15 @@ export function turnElement(view, turn, part) {
     `${count(turn.usage.input_tokens)} in, ${count(turn.usage.output_tokens)} out`, turn.cost ? dollars(turn.cost) : null,
     turn.finish !== "stop" ? turn.finish : null,
   ].filter(Boolean);
-  const strip = h("div.strip-holder"), request = h("div.strip-holder");
+  const strip = h("div.strip-holder"), request = h("div.strip-holder"), again = h("div.strip-holder");
   return h("section.turn", { id: `turn-${turn.index}`, "data-turn": String(turn.index), tabindex: "-1" },
     h("header.turn-head", null,
       h("a.turn-no", { href: view.actions.address(view.call.id, turn.index), title: "link to this turn" }, plain ? "request" : `turn ${turn.index + 1}`),
       h("span.turn-facts", null, facts.join(" · ")),
       turn.num_sampled ? h("button.small", { type: "button", onclick: () => tokenStrip(strip, view.run.head.key, view.call.id, turn.index) }, `${count(turn.num_sampled)} tokens`) : null,
-      h("button.small.request", { type: "button", onclick: () => showRequest(request, view.run.head.key, view.call.id, turn.index) }, "request")),
-    request,
+      h("button.small.request", { type: "button", onclick: () => showRequest(request, view.run.head.key, view.call.id, turn.index) }, "request"),
+      offline || !view.run.head.is_journal ? null : h("button.small.request", { type: "button", onclick: async () => (await import("./again.js")).showAgain(again, view.run.head.key, view.call.id, turn.index) }, "run again")),
+    request, again,
     view.call.notes.filter((note) => note.turn === turn.index).map(noteLine),
     kept(view, turn), told(view, turn), said(view, turn, part), marksOf(turn.marks), strip);
 }

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from ramify.actors.child_process import Process
-from ramify.actors.launcher import free_port
-from ramify.actors.process_slots import SlotMember
+from ramify.actors.launcher import SlotMember, free_port
 from ramify.errors import ServerFailed, TrainError
 from ramify.inference.http.http_engines import HttpEngines
 from ramify.inference.http.inference_spec import InferenceSpec

@@ -27,8 +27,7 @@ from ramify.inference.http.engine_server import combined_pressure, pressure_text
 from ramify.inference.http.http_engines import HttpEngines
 from ramify.inference.http.inference_spec import InferenceSpec, check_version
 from ramify.inference.local.local_client import LocalClient
-from ramify.inference.weight_sync.base import WeightPiece, WeightSource
-from ramify.inference.weight_sync.layout import source, sources
+from ramify.inference.weight_sync.base import WeightPiece, WeightSource, source, sources
 from ramify.models.load import Policy, from_config
 from ramify.models.weights import fingerprint, fingerprint_of
 from ramify.serve.policy import PolicyServer

@@ -23,8 +23,9 @@ from ramify.inference.weight_sync.base import (
     WeightReceiver,
     WeightSync,
     reserve,
+    source,
+    sources,
 )
-from ramify.inference.weight_sync.layout import source, sources
 
 RUN_HERE: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("shared", "file", "gloo", "delta")},

@@ -156,6 +156,7 @@ attack("how an origin ends", "branches", act=origin_ends, needs_fork=True, **PAI
 REWRITE = r"""
 import ctypes, os, socket, sys
 kept = []
+__import__('gc').unfreeze()  # the guest is older than its process
 guest = [o for o in __import__('gc').get_objects() if type(o).__name__ == 'GuestBranches'][0]
 apart = guest._apart
 import ramify_guest.branches as own

@@ -517,6 +517,7 @@ attack(
 import gc, sys
 def act():
     names = [m for m in sys.modules if m.split('.')[0] in ('ramify', 'aiohttp', 'msgspec', 'openai', 'attacks') and m != 'ramify']
+    gc.unfreeze()  # what is older than this process
     texts = [o for o in gc.get_objects() if isinstance(o, dict) and arena['secret_name'] in o]
     if not texts: raise Gone()
     return names, len(texts)

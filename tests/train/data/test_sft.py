@@ -12,8 +12,7 @@ from ramify.engine.scaffold import SCAFFOLDS
 from ramify.errors import ConfigError
 from ramify.models.renderer import renderer_of
 from ramify.models.tokenizer import train_tokenizer
-from ramify.tasks.ledger.demos import EXPERT, NOISY
-from ramify.tasks.ledger.ledger_demos import demonstrations
+from ramify.tasks.ledger.demos import EXPERT, NOISY, demonstrations
 from ramify.tasks.ledger.task import ledger
 from ramify.train.advantages.sft import SFT
 from ramify.train.data.compile import token_sequences

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.actors.process_slots import SlotMember
+from ramify.actors.launcher import SlotMember
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.backends.base import ComputeSpec

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.actors.process_slots import PlacementSlot, SlotMember, SlotResources
+from ramify.actors.launcher import PlacementSlot, SlotMember, SlotResources
 from ramify.actors.ray_launcher import bundles, check_bundles
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec

@@ -15,8 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.actors.launcher import LocalLauncher
-from ramify.actors.process_slots import SlotMember
+from ramify.actors.launcher import LocalLauncher, SlotMember
 from ramify.errors import ConfigError
 from ramify.inference.http.engine_process import EngineProcess
 from ramify.inference.http.inference_spec import InferenceSpec

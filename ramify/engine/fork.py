@@ -1,0 +1,316 @@
+"""Forks: a new run that continues a stored one from a turn of one of its calls.
+
+    events ──> those before the turn, or beside it ──> edited prompt or code ──> the new run
+
+Decides what a fork takes from its origin, where an edit applies, and what the fork may cost. An
+edited prompt is kept in the new run's ``metadata["forked"]``, so that it can be resumed and
+replayed; edited code is kept as the reply of its turn. Not here: repeating what is recorded (see
+``rerun.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from ramify.clients.base import Client, Request
+from ramify.engine.limits import Ledger, Limits, bound
+from ramify.engine.question import RunKeywords
+from ramify.engine.rerun import COMPARED
+from ramify.errors import ConfigError, nearest
+from ramify.store.recorded_replies import RecordedReplies
+from ramify.types.event import (
+    AnyEvent,
+    AttemptFailed,
+    CallEnded,
+    CallStarted,
+    CellRan,
+    ReplyReceived,
+    RequestStarted,
+    RunStarted,
+    ToolAnswered,
+)
+from ramify.types.message import Message
+from ramify.types.trajectory import Stop
+
+
+class ForkOptions(RunKeywords, total=False):
+    """Options of a fork: those of a run, and what differs from the origin."""
+
+    call: str | None
+    """Id of the call that continues differently; None for the root."""
+    code: str | None
+    """Code that runs in place of the recorded reply of the turn."""
+    prompt: str | Sequence[str] | None
+    """Text of the last message of the turn's request, or of its last few messages."""
+
+
+class ForkEstimate(msgspec.Struct, frozen=True):
+    """What a fork may cost, known before it starts."""
+
+    model: str
+    """Model of the call that continues."""
+    input_tokens: int | None
+    """About how many tokens the first new prompt has; None if code runs first."""
+    window: int
+    """Tokens of prompt and reply together that the model can read."""
+    max_cost: float | None
+    """Dollars that the new run may spend; None if nothing limits it."""
+    max_calls: int
+    max_tokens: int
+    recorded_cost: float | None
+    """Dollars that the origin spent from this turn on; None if no model had a price."""
+
+
+def fork_point(events: Iterable[AnyEvent], turn: int, changes: ForkOptions) -> ForkPoint:
+    """The ``ForkPoint`` with the edit in ``changes``, which is taken out of it."""
+    call, code = changes.pop("call", None), changes.pop("code", None)
+    return ForkPoint(list(events), turn, call=call, code=code, prompt=changes.pop("prompt", None))
+
+
+class ForkPoint:
+    """One turn of a stored run, and what a fork there repeats."""
+
+    def __init__(
+        self,
+        events: Sequence[AnyEvent],
+        turn: int,
+        *,
+        call: str | None = None,
+        code: str | None = None,
+        prompt: str | Sequence[str] | None = None,
+    ) -> None:
+        """``turn`` counts from 0. Raises ConfigError if the run has no such turn, or several roots,
+        or if the edit does not fit the turn."""
+        calls = {event.id: event for event in events if isinstance(event, CallStarted)}
+        self.call = _call_of(calls, call)
+        self.turn = turn
+        self._recorded = _turns_of(events, self.call.id)
+        """(request, all messages of its prompt, reply) of each turn."""
+        whose = "the root" if self.call.parent is None else f"call {self.call.id}"
+        if not 0 <= turn < len(self._recorded):
+            raise ConfigError(
+                f"{whose} has {len(self._recorded)} turns: turn {turn + 1} cannot be forked"
+            )
+        self._codes = [
+            event.result.code
+            for event in events
+            if isinstance(event, CellRan) and (event.call, event.turn) == (self.call.id, turn)
+        ]
+        texts = [prompt] if isinstance(prompt, str) else list(prompt or ())
+        self._edited = "prompt" if texts else "" if code is None else "code"
+        self._check_edit(whose, code, texts)
+        path = _path(events, calls, self.call, turn)
+        kept = _kept_calls(events, calls, path)
+        are_kept = [_is_kept(event, path, kept) for event in events]
+        kept_events = [event for event, is_kept in zip(events, are_kept, strict=True) if is_kept]
+        self.recording = RecordedReplies(kept_events)
+        self.recording.is_fork = True
+        self.recording.prompts = {
+            place: texts
+            for place, texts in self.recording.prompts.items()
+            if self.recording.request(*place) is not None
+        }
+        if code is not None:
+            self.recording.given[self.call.id, turn] = code
+        if texts:
+            self.recording.prompts[self.call.id, turn] = texts
+        costs = [
+            event.reply.cost
+            for event, is_kept in zip(events, are_kept, strict=True)
+            if isinstance(event, ReplyReceived) and not is_kept and event.reply.cost is not None
+        ]
+        self._recorded_cost = sum(costs) if costs else None
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The messages that the turn adds to its prompt, as recorded."""
+        return self._recorded[self.turn][0].prompt
+
+    @property
+    def code(self) -> str | None:
+        """The code that the turn's reply ran, as recorded; None for a plain call."""
+        return "\n\n".join(self._codes) if self.call.kind == "rlm" else None
+
+    def _check_edit(self, whose: str, code: str | None, texts: Sequence[str]) -> None:
+        if code is not None and texts:
+            raise ConfigError("a fork has an edited prompt or code: give one of the two")
+        if code is not None and self.call.kind != "rlm":
+            raise ConfigError(
+                f"{whose} is a plain call, which runs no code: give an edited prompt instead"
+            )
+        most = len(self.messages)
+        if len(texts) > most:
+            raise ConfigError(
+                f"turn {self.turn + 1} of {whose} adds {most} messages to its prompt, and "
+                f"{len(texts)} edited ones were given: give at most {most}"
+            )
+        if any(not text.strip() for text in texts):
+            raise ConfigError("an edited message of the prompt is empty: give its text")
+
+    def config(self) -> dict[str, Any]:
+        """What the new run takes from the configuration of its origin: whatever is not a setting,
+        and where it comes from."""
+        started = self.recording.started
+        known = {*COMPARED, "limits", "sandbox", "mcp", "search", "answer_schema", "cite", "about"}
+        taken = {name: value for name, value in started.config.items() if name not in known}
+        forked: dict[str, Any] = {"run": started.id, "turn": self.turn}
+        if self.call.parent is not None:
+            forked["call"] = self.call.id
+        if self._edited:
+            forked["edited"] = self._edited
+        if self.recording.prompts:
+            forked["prompts"] = {
+                f"{call}/{turn}": texts for (call, turn), texts in self.recording.prompts.items()
+            }
+        return {**taken, "forked": forked}
+
+    def estimate(
+        self, limits: Limits, clients: Sequence[Client], reply_tokens: int
+    ) -> ForkEstimate:
+        """What the fork may cost with ``limits``, if a reply has at most ``reply_tokens``. Raises
+        ConfigError for an edited prompt that the model's window or the budget has no room for."""
+        client = next((each for each in clients if each.name == self.call.model), clients[0])
+        ledger = Ledger(limits, priced=any(each.price is not None for each in clients))
+        tokens = None
+        if self._edited != "code":
+            _, recorded, reply = self._recorded[self.turn]
+            edited = self.recording.edited(self.call.id, self.turn, self.messages)
+            messages = (*recorded[: len(recorded) - len(self.messages)], *edited)
+            chars, before = _num_chars(messages), _num_chars(recorded)
+            counted = reply.reply.usage.input_tokens
+            tokens = chars // 4 if not counted else -(-counted * chars // max(1, before))
+            if chars > before:
+                self._check_window(client, tokens, reply_tokens)
+            self._check_budget(ledger, client, Request(messages), reply_tokens)
+        cost = ledger.limit.cost
+        return ForkEstimate(
+            client.name,
+            tokens,
+            client.window,
+            cost if cost < float("inf") else None,
+            limits.max_calls,
+            limits.max_tokens,
+            self._recorded_cost,
+        )
+
+    def _check_window(self, client: Client, tokens: int, reply_tokens: int) -> None:
+        if tokens + reply_tokens > client.window:
+            raise ConfigError(
+                f"the edited prompt has about {tokens:,} tokens, and the window of {client.name} "
+                f"holds {client.window:,} with a reply of up to {reply_tokens:,}: shorten it"
+            )
+
+    def _check_budget(
+        self, ledger: Ledger, client: Client, request: Request, reply_tokens: int
+    ) -> None:
+        most = bound(request.max_input_tokens(), reply_tokens, client.price)
+        exceeded = ledger.would_pass(most)
+        if exceeded is Stop.MAX_COST:
+            raise ConfigError(
+                f"the edited prompt and its reply may cost ${most.cost:.3g}, and the run may spend "
+                f"${ledger.limit.cost:g}: shorten it, or raise max_cost"
+            )
+        if exceeded is not None:
+            raise ConfigError(
+                f"the edited prompt and its reply may take {most.tokens:,} tokens, and the run may "
+                f"take {ledger.limit.tokens:,}: shorten it, or raise max_tokens"
+            )
+
+
+def _call_of(calls: dict[str, CallStarted], id: str | None) -> CallStarted:
+    roots = [call for call in calls.values() if call.parent is None]
+    if len(roots) != 1:
+        raise ConfigError(
+            f"the run has {len(roots)} root calls: only a run with one question and without "
+            "branches can be forked"
+        )
+    if id is not None and id not in calls:
+        raise ConfigError(f"the run has no call {id}: {nearest(id, list(calls)[:20])}")
+    return roots[0] if id is None else calls[id]
+
+
+_Turns = list[tuple[RequestStarted, tuple[Message, ...], ReplyReceived]]
+
+
+def _turns_of(events: Sequence[AnyEvent], id: str) -> _Turns:
+    turns: _Turns = []
+    request, messages = None, tuple[Message, ...]()
+    for event in events:
+        if isinstance(event, RequestStarted) and event.call == id:
+            request = event
+        elif isinstance(event, ReplyReceived) and event.call == id and request is not None:
+            prompt = (*messages[: request.reused], *request.prompt)
+            del turns[event.turn :]  # turns that a resumed run forgot
+            turns.append((request, prompt, event))
+            messages = (*prompt, event.reply.message)
+    return turns
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """Where a call on the way to the fork begins to differ from the record."""
+
+    last_reply: int
+    """Last turn whose reply is kept."""
+    cell: tuple[int, int]
+    """(turn, cell) of the first cell that runs again."""
+    end: int
+    """Index of the first event that may depend on the fork; what this cell had begun before it is
+    kept."""
+
+
+def _path(
+    events: Sequence[AnyEvent], calls: dict[str, CallStarted], call: CallStarted, turn: int
+) -> dict[str, _Place]:
+    ends = {event.id: index for index, event in enumerate(events) if isinstance(event, CallEnded)}
+    path = {call.id: _Place(turn - 1, (turn, 0), -1)}
+    while (parent := call.parent) is not None:
+        end = ends.get(call.id, len(events))
+        path[parent.call] = _Place(parent.turn, (parent.turn, parent.cell), end)
+        call = calls[parent.call]
+    return path
+
+
+def _kept_calls(
+    events: Sequence[AnyEvent], calls: dict[str, CallStarted], path: dict[str, _Place]
+) -> dict[str, bool]:
+    """Call beside the path -> whether it is repeated from the record."""
+    kept: dict[str, bool] = {}
+    for index, event in enumerate(events):
+        if isinstance(event, CallStarted) and event.parent is not None and event.id not in path:
+            at, place = event.parent, path.get(event.parent.call)
+            kept[event.id] = (
+                kept[at.call] if place is None else _is_before(place, at.turn, at.cell, index)
+            )
+    return kept
+
+
+def _is_before(place: _Place, turn: int, cell: int, index: int) -> bool:
+    return (turn, cell) < place.cell or ((turn, cell) == place.cell and index < place.end)
+
+
+def _is_kept(event: AnyEvent, path: dict[str, _Place], kept: dict[str, bool]) -> bool:
+    match event:
+        case RunStarted():
+            return True
+        case CallStarted(id=call) | CallEnded(id=call):
+            return kept.get(call, isinstance(event, CallStarted))
+        case RequestStarted() | AttemptFailed() | ReplyReceived():
+            place = path.get(event.call)
+            return kept[event.call] if place is None else event.turn <= place.last_reply
+        case CellRan() | ToolAnswered():
+            place = path.get(event.call)
+            if place is None:
+                return kept[event.call]
+            is_tool = isinstance(event, ToolAnswered)
+            return (event.turn, event.cell) < place.cell or (
+                is_tool and (event.turn, event.cell) == place.cell and place.end >= 0
+            )
+        case _:
+            return False
+
+
+def _num_chars(messages: Sequence[Message]) -> int:
+    return sum(len(message.content) for message in messages)

@@ -1,0 +1,138 @@
+"""What people decide about a run after its end: labels, a note and corrected scores.
+
+    runs/RUN_ID.jsonl          the journal, which never contains a review
+    runs/RUN_ID.review.json    {"RUN_ID": {"labels": ["wrong unit"], "rewards": {"correct": 0.0}}}
+    rollouts/step-000010.jsonl and step-000010.review.json: one review per trajectory, by its id
+
+Corrected scores replace the recorded ones when runs are read as training data
+(``train/data/sft_data.py``), and in the viewer. A file is replaced as a whole, so a reader sees the
+reviews before a change or after it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from ramify.errors import ConfigError, StoreError
+from ramify.store.private_files import FILE_MODE, write_all
+
+MAX_LABELS, MAX_LABEL, MAX_NOTE = 20, 60, 10_000
+"""Maximum number of labels, and characters of a label and of a note."""
+
+
+class RunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Labels, note and corrected scores of one run."""
+
+    labels: tuple[str, ...] = ()
+    note: str = ""
+    rewards: dict[str, float] = {}
+    """Corrected scores by name; they replace the recorded scores with the same names."""
+    changed_at: float = 0.0
+    """Unix time; 0 before it is saved."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a text that is too long, and for a score without a value."""
+        for label in self.labels:
+            if not label.strip() or len(label) > MAX_LABEL:
+                raise ConfigError(f"a label has 1 to {MAX_LABEL} characters, and got {label!r}")
+        if len(self.labels) > MAX_LABELS:
+            raise ConfigError(f"a run has at most {MAX_LABELS} labels, and got {len(self.labels)}")
+        if len(self.note) > MAX_NOTE:
+            raise ConfigError(f"a note has at most {MAX_NOTE:,} characters: {len(self.note):,}")
+        for name, value in self.rewards.items():
+            if not name or not math.isfinite(value):
+                raise ConfigError(
+                    f"a score has a name and a finite value, and got {name!r}={value}"
+                )
+
+    def is_empty(self) -> bool:
+        return not (self.labels or self.note or self.rewards)
+
+
+def review_file(path: Path) -> Path:
+    """The reviews of the journal or file of trajectories at ``path``."""
+    return path.with_suffix(".review.json")
+
+
+def read_reviews(path: Path) -> dict[str, RunReview]:
+    """Id of a run -> its review, for all runs of the journal or file of trajectories at ``path``.
+
+    Raises StoreError if the reviews cannot be read.
+    """
+    file = review_file(path)
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, RunReview])
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise StoreError(f"cannot read {file}: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as error:
+        raise StoreError(f"{file} is not a file of reviews: {error}; repair or delete it") from None
+
+
+def listed_reviews(path: Path) -> Mapping[str, RunReview]:
+    """As ``read_reviews``, with a review for every run; those of a damaged file say so."""
+    try:
+        return defaultdict(RunReview, read_reviews(path))
+    except StoreError as error:
+        damaged = RunReview(("unreadable review",), str(error)[:MAX_NOTE])
+        return defaultdict(lambda: damaged)
+
+
+def write_review(path: Path, run_id: str, review: RunReview) -> RunReview:
+    """Replace the review of run ``run_id``, and return it with its time. An empty one is deleted.
+
+    Raises StoreError if it cannot be written.
+    """
+    file = review_file(path)
+    review = msgspec.structs.replace(review, changed_at=time.time())
+    with _exclusive(path.parent):
+        reviews = {**read_reviews(path), run_id: review}
+        if review.is_empty():
+            del reviews[run_id]
+        if not reviews:
+            file.unlink(missing_ok=True)
+            return review
+        _replace(file, msgspec.json.format(msgspec.json.encode(reviews), indent=1))
+    return review
+
+
+@contextmanager
+def _exclusive(folder: Path) -> Iterator[None]:
+    """Hold the folder, so that no other process changes a review at the same time."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StoreError(f"cannot open {folder}: {error.strerror}") from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _replace(file: Path, data: bytes) -> None:
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
+        try:
+            write_all(fd, data, temporary)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        temporary.replace(file)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise StoreError(f"cannot write {file}: {error.strerror}") from None
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

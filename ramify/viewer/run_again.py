@@ -1,0 +1,194 @@
+"""Runs that the page starts: a stored run that continues from one of its turns, with an edit.
+
+    page ──> estimate: what it may cost, or why it is refused ──> start ──> address of the new run
+
+They spend money, so the server must have a token, and only its own page may ask (view_server.py).
+They run on another event loop than the server, so that pages stay quick, and end with it; what is
+recorded can be resumed. Not here: where a fork begins and what it repeats (see engine/fork.py), and
+how a run's settings become an ``RLM`` (given by the command).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+from aiohttp import web
+
+from ramify.engine import threads
+from ramify.engine.fork import ForkOptions, ForkPoint
+from ramify.engine.limits import Limits
+from ramify.engine.rerun import recorded_limits
+from ramify.engine.rlm import RLM
+from ramify.engine.run_handle import RunHandle
+from ramify.errors import ConfigError, StoreError
+from ramify.store.recorded_replies import RecordedReplies
+from ramify.store.store import Store
+from ramify.types.event import AnyEvent, RunStarted
+from ramify.viewer.guard import BadRequest
+from ramify.viewer.picture import fields
+from ramify.viewer.run_locations import LocatedRun
+
+MAX_RUNNING = 4
+"""Maximum number of runs in progress that pages of one server have started."""
+NO_TOKEN = (
+    "running again spends money, so it needs the page's token: start the viewer with ramify view "
+    "--token TOKEN"
+)
+T = TypeVar("T")
+B = TypeVar("B", bound=msgspec.Struct)
+Rebuild = Callable[[RunStarted, Store], RLM]
+"""Builds the RLM that a stored run was made with."""
+
+
+class AgainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of a request to run again."""
+
+    key: str
+    """Address of the stored run."""
+    call: str
+    turn: int
+    """From 0."""
+    code: str | None = None
+    """Edited code, which runs in place of the turn's reply."""
+    prompt: list[str] | None = None
+    """Edited texts of the messages that the turn adds to the prompt."""
+    max_cost: float | None = None
+    """Dollars that the new run may spend; None for the limit of the stored run."""
+
+
+def decoded(request: web.Request, body: bytes, type: type[B]) -> B:
+    """The body of a request, which must come from this server's own page."""
+    origin = request.headers.get("Origin")
+    if origin is not None and urlsplit(origin).netloc != request.host:
+        raise BadRequest(f"{request.path}: a page of {origin} may not change anything here")
+    if request.content_type != "application/json":
+        raise BadRequest(f"{request.path}: the body is {request.content_type}: send JSON")
+    try:
+        return msgspec.json.decode(body, type=type)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"{request.path}: {error}") from None
+
+
+class RunAgain:
+    """Starts runs for pages. Its coroutines may be awaited on any loop."""
+
+    def __init__(self, rebuild: Rebuild) -> None:
+        self._rebuild = rebuild
+        self._rlms: dict[Path, RLM] = {}
+        self._opened = AsyncExitStack()
+        self._running: dict[RunHandle, asyncio.Task[str]] = {}
+
+    async def place(self, located: LocatedRun, call: str, turn: int) -> dict[str, Any]:
+        """What of a turn can be edited, and what running it again may cost."""
+
+        def look() -> tuple[ForkPoint, Limits]:
+            events = list(_store_of(located).events(located.path))
+            return ForkPoint(events, turn, call=call), recorded_limits(RecordedReplies(events))
+
+        point, limits = await asyncio.to_thread(look)
+        wanted = AgainRequest(located.key, call, turn)
+        return {
+            "messages": [{"role": it.role, "text": it.content} for it in point.messages],
+            "code": point.code,
+            "max_cost": limits.max_cost,
+            "estimate": await self.estimate(located, wanted),
+        }
+
+    async def estimate(self, located: LocatedRun, wanted: AgainRequest) -> dict[str, Any]:
+        """What the new run may cost. Raises RamifyError if it would be refused."""
+        return fields(await _elsewhere(self._estimate(located, wanted)))
+
+    async def start(self, located: LocatedRun, wanted: AgainRequest) -> Path:
+        """Start the new run; returns its journal. Raises RamifyError if it is refused."""
+        return await _elsewhere(self._start(located, wanted))
+
+    async def close(self) -> None:
+        """Cancel the runs that are in progress."""
+        if self._rlms or self._running:
+            await _elsewhere(self._close())
+
+    async def _rlm(self, located: LocatedRun) -> tuple[RLM, RunStarted]:
+        store = _store_of(located)
+        started = RecordedReplies(store.events(located.path)).started
+        if located.path not in self._rlms:
+            rlm = await asyncio.to_thread(self._rebuild, started, store)
+            self._rlms[located.path] = await self._opened.enter_async_context(rlm)
+        return self._rlms[located.path], started
+
+    async def _estimate(self, located: LocatedRun, wanted: AgainRequest) -> Any:
+        rlm, _ = await self._rlm(located)
+        return await rlm.estimate_fork(str(located.path), wanted.turn, **_options(rlm, wanted))
+
+    async def _start(self, located: LocatedRun, wanted: AgainRequest) -> Path:
+        if len(self._running) >= MAX_RUNNING:
+            raise ConfigError(
+                f"{MAX_RUNNING} runs that were started here are in progress: wait for one to end"
+            )
+        rlm, _ = await self._rlm(located)
+        options = _options(rlm, wanted)
+        await rlm.estimate_fork(str(located.path), wanted.turn, **options)
+        begun = asyncio.Event()
+
+        def on_event(_: AnyEvent) -> None:
+            begun.set()
+
+        options["on_event"] = on_event
+        handle = rlm.start_fork(str(located.path), wanted.turn, **options)
+        ending = self._running[handle] = asyncio.create_task(_ended(handle))
+        ending.add_done_callback(lambda _: self._running.pop(handle))
+        waiting = asyncio.ensure_future(begun.wait())
+        await asyncio.wait([ending, waiting], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if not begun.is_set():
+            raise ConfigError(ending.result() or "the run did not start")
+        return _store_of(located).path(handle.id)
+
+    async def _close(self) -> None:
+        endings = list(self._running.values())
+        for handle in self._running:
+            handle.cancel()
+        await asyncio.gather(*endings)
+        self._rlms.clear()
+        await self._opened.aclose()
+
+
+async def _ended(handle: RunHandle) -> str:
+    """Wait for the end of a run; returns its error, or an empty text."""
+    try:
+        return (await handle).error or ""
+    except asyncio.CancelledError:
+        return "cancelled"
+    except Exception as error:  # noqa: BLE001 -- the run has recorded it; the page shows it
+        return str(error)
+
+
+def _options(rlm: RLM, wanted: AgainRequest) -> ForkOptions:
+    options = ForkOptions(call=wanted.call)
+    if wanted.code is not None:
+        options["code"] = wanted.code
+    if wanted.prompt is not None:
+        options["prompt"] = wanted.prompt
+    if wanted.max_cost is not None:
+        options["limits"] = msgspec.structs.replace(rlm.limits, max_cost=wanted.max_cost)
+    return options
+
+
+def _store_of(located: LocatedRun) -> Store:
+    """Store of a run. Raises StoreError for a file that is not in one."""
+    if located.line is not None or located.path.parent.name != "runs":
+        raise StoreError(
+            f"{located.path} is not a journal in a store, where a new run could be kept: only "
+            "stored runs can run again"
+        )
+    return Store(located.path.parent.parent)
+
+
+async def _elsewhere(work: Coroutine[Any, Any, T]) -> T:
+    """Await ``work`` on the loop of the synchronous API."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, threads.loop()))

@@ -1,0 +1,96 @@
+// Running again from a turn: an edited prompt or edited code, what the new run may cost, and its start.
+
+import { h, fill, toast } from "./dom.js";
+import { get, post } from "./api.js";
+import { count, dollars, grouped, runAddress } from "./format.js";
+
+const PAUSE_MS = 400;  // after a key, before the cost of the edit is requested
+
+// Fills `holder` with the form of a turn; a second click empties it.
+export async function showAgain(holder, key, call, turn) {
+  if (holder.firstChild) return fill(holder);
+  fill(holder, h("p.quiet", null, "Loading …"));
+  try {
+    const place = await get("/api/again", { key, id: call, turn });
+    fill(holder, new AgainForm(place, { key, call, turn }).element);
+  } catch (error) {
+    fill(holder, h("p.problem", { role: "alert" }, error.message));
+  }
+}
+
+class AgainForm {
+  constructor(place, where) {
+    this.place = place;
+    this.where = where;
+    this.texts = place.messages.map(({ role, text }) => this.area(text, `edited ${role} message`));
+    this.code = place.code === null ? null : this.area(place.code, "edited code");
+    this.what = h("select", { "aria-label": "what is edited", onchange: () => this.draw() },
+      h("option", { value: "prompt" }, "edit the prompt"), this.code ? h("option", { value: "code" }, "edit the code") : null);
+    this.most = h("input", { type: "number", min: "0", step: "any", "aria-label": "most dollars", value: place.estimate.max_cost ?? "", oninput: () => this.later() });
+    this.fields = h("div.again-fields");
+    this.cost = h("p.again-cost", { role: "status" });
+    this.start = h("button.small.go", { type: "button", onclick: () => this.run() });
+    this.element = h("form.again", { "aria-label": "run again from this turn", onsubmit: (event) => event.preventDefault() },
+      h("div.strip-tools", null, this.what, place.estimate.max_cost === null ? null : h("label", null, "may spend $", this.most)),
+      this.fields, this.cost, this.start);
+    this.draw();
+  }
+
+  area(text, label) {
+    const area = h("textarea", { "aria-label": label, spellcheck: "false", rows: String(Math.min(16, text.split("\n").length + 1)), oninput: () => this.later() });
+    area.value = text;
+    return area;
+  }
+
+  draw() {
+    if (this.what.value === "code") fill(this.fields, this.code);
+    else fill(this.fields, this.texts.map((area, index) => h("label", null, h("b", null, this.place.messages[index].role), area)));
+    this.check();
+  }
+
+  later() {
+    clearTimeout(this.timer);
+    this.start.disabled = true;
+    this.timer = setTimeout(() => this.check(), PAUSE_MS);
+  }
+
+  // What the server needs: only what was changed.
+  body() {
+    const texts = this.texts.map((area) => area.value), most = this.most.value.trim();
+    const edit = this.what.value === "code" ? { code: this.code.value }
+      : texts.some((text, index) => text !== this.place.messages[index].text) ? { prompt: texts } : {};
+    return { ...this.where, ...edit, ...(most && Number(most) !== this.place.max_cost ? { max_cost: Number(most) } : {}) };
+  }
+
+  async check() {
+    const number = (this.checks = (this.checks ?? 0) + 1);
+    this.start.disabled = true;
+    try {
+      const cost = await post("/api/again/cost", this.body());
+      if (number === this.checks) this.say(cost);
+    } catch (error) {
+      if (number === this.checks) fill(this.cost, h("span.problem", null, error.message));
+    }
+  }
+
+  say(cost) {
+    const most = cost.max_cost === null ? `at most ${count(cost.max_tokens)} tokens: no price is known` : `at most ${dollars(cost.max_cost)}`;
+    fill(this.cost, `The new run may cost ${most}, in at most ${grouped(cost.max_calls)} requests. `,
+      cost.recorded_cost === null ? null : `From this turn on, the recorded run spent ${dollars(cost.recorded_cost)}. `,
+      cost.input_tokens === null ? "The code runs first; " : `The prompt has about ${grouped(cost.input_tokens)} tokens of the ${grouped(cost.window)} that ${cost.model} can read; `,
+      "what came before this turn is repeated from the record and costs nothing.");
+    fill(this.start, `run again, for ${most}`.replace(": no price is known", ""));
+    this.start.disabled = false;
+  }
+
+  async run() {
+    this.start.disabled = true;
+    try {
+      const { key } = await post("/api/again", this.body());
+      toast("the new run has started");
+      location.hash = runAddress(key);
+    } catch (error) {
+      fill(this.cost, h("span.problem", { role: "alert" }, error.message));
+    }
+  }
+}

@@ -1,0 +1,85 @@
+"""Labels, notes and corrected scores beside a journal."""
+
+from __future__ import annotations
+
+from multiprocessing.dummy import Pool
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ramify import Store
+from ramify.errors import ConfigError, StoreError
+from ramify.store.reviews import RunReview, read_reviews, review_file, write_review
+from ramify.train.data.sft_data import read
+from ramify.types.event import CallEnded, CallStarted, RunEnded, RunStarted
+from ramify.types.trajectory import Stop, Trajectory
+
+
+def stored(store: Store, run_id: str) -> Path:
+    with store.create(run_id) as journal:
+        journal.append(RunStarted(id=run_id, question="q", started_at=1.0))
+        journal.append(CallStarted(id="0", kind="rlm", model="m", depth=0, question="q"))
+        journal.append(CallEnded(id="0", stop=Stop.FINAL, answer="5"))
+        journal.append(RunEnded(stop=Stop.FINAL, answer="5"))
+    return store.path(run_id)
+
+
+def test_a_review_is_kept_beside_the_journal_and_deleted_with_it(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    path = stored(store, "20260301-000000-one")
+    before = path.read_bytes()
+    saved = store.write_review("last", RunReview(("odd",), "wrong unit", {"correct": 0.0}))
+    assert path.read_bytes() == before
+    assert (store.review("last"), store.runs()[0].review) == (saved, saved)
+    assert oct(review_file(path).stat().st_mode)[-3:] == "600"
+    store.write_review("last", RunReview())
+    assert (review_file(path).exists(), store.runs()[0].review) == (False, None)
+    store.write_review("last", saved)
+    store.remove("last")
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_corrected_scores_are_rewards_of_training_data(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    stored(store, "20260301-000000-one")
+    stored(store, "20260301-000001-two")
+    store.write_review("20260301-000001-two", RunReview(rewards={"correct": 1.0}))
+    assert [each.rewards for each in read(store.root)] == [{}, {"correct": 1.0}]
+
+    lines = tmp_path / "rollouts.jsonl"
+    runs = [Trajectory(id=name, question="q", rewards={"correct": 1.0, "f1": 0.5}) for name in "ab"]
+    lines.write_bytes(b"".join(msgspec.json.encode(run) + b"\n" for run in runs))
+    write_review(lines, "b", RunReview(rewards={"correct": 0.0}))
+    assert [each.rewards for each in read(lines)] == [
+        {"correct": 1.0, "f1": 0.5},
+        {"correct": 0.0, "f1": 0.5},
+    ]
+
+
+def test_reviews_written_at_once_are_all_kept(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    with Pool(8) as pool:
+        pool.map(lambda n: write_review(path, f"run-{n}", RunReview((f"label {n}",))), range(32))
+    assert sorted(each.labels for each in read_reviews(path).values()) == sorted(
+        (f"label {n}",) for n in range(32)
+    )
+
+
+def test_bad_reviews_are_refused_and_damaged_ones_named(tmp_path: Path) -> None:
+    for bad in (
+        lambda: RunReview(("",)),
+        lambda: RunReview(("x" * 61,)),
+        lambda: RunReview(note="x" * 10_001),
+        lambda: RunReview(rewards={"correct": float("nan")}),
+    ):
+        with pytest.raises(ConfigError):
+            bad()
+    store = Store(tmp_path)
+    path = stored(store, "20260301-000000-one")
+    review_file(path).write_text("{not json")
+    with pytest.raises(StoreError, match=r"is not a file of reviews: .*; repair or delete it"):
+        store.review("last")
+    review = store.runs()[0].review
+    assert review is not None
+    assert review.labels == ("unreadable review",)
