@@ -10,9 +10,9 @@ import { load, offline, showState, watchServer } from "./api.js";
 import { runAddress } from "./format.js";
 import { runPage } from "./run.js";
 
-const page = document.getElementById("page");
+let page = document.getElementById("page");
 const bar = document.getElementById("top");
-let view = null, shown = "", turning = 0, settled = 0;
+let view = null, shown = "", turning = 0;
 
 const PAGES = [["#/", "Runs"], ["#/training", "Training"], ["#/evaluation", "Evaluations"], ["#/compare", "Compare"]];
 
@@ -46,21 +46,26 @@ async function turn() {
   view = null;
   shown = name;
   document.body.dataset.page = route.name;
+  const own = ownPage();
   try {
-    const made = await open(route);
-    if (number === turning) [view, settled] = [made, number];
-    else {
-      if (made && made.close) made.close();
-      if (settled !== turning) return;  // the newest page is still loading, and will be drawn over this one
-      shown = "";
-      await turn();  // this page came late and was drawn over the newest one
-    }
+    const made = await open(route, own);
+    if (number === turning) view = made;
+    else if (made && made.close) made.close();
   } catch (error) {
-    fill(page, h("div.pad", null, h("p.problem", { role: "alert" }, error.message), offline ? null : h("p", null, h("a", { href: "#/" }, "all runs"))));
+    fill(own, h("div.pad", null, h("p.problem", { role: "alert" }, error.message), offline ? null : h("p", null, h("a", { href: "#/" }, "all runs"))));
   }
 }
 
-async function open(route) {
+// A new element for the next page, with what is shown until it is drawn. One that comes late draws into an element that
+// has left the document.
+function ownPage() {
+  const next = page.cloneNode(false);
+  next.append(...page.childNodes);
+  page.replaceWith(next);
+  return (page = next);
+}
+
+async function open(route, page) {
   if (route.name === "run") return runPage(page, route.keys[0], route);
   if (route.name === "report") return (await load("report"))(page, route.keys);
   if (offline) throw new Error("this file holds one run alone");
