@@ -571,9 +571,10 @@ def test_a_closed_terminal_leaves_a_record(tmp_path: Path) -> None:
         process.stdout.close()
         process.stderr.close()
     last = (out / RUN_LOG).read_text().splitlines()[-1]
-    assert (
-        f" run_ended: the run was ended by SIGHUP; continue with: ramify train --resume {out}"
-        in last
+    assert re.search(
+        r" run_stopped: the run was ended by SIGHUP; it is saved at step \d+; continue with: "
+        rf"ramify train --resume {out}  signal=SIGHUP$",
+        last,
     )
 
 
