@@ -52,7 +52,8 @@ def test_a_run(browser: Any, world: World, tmp_path: Path, size: tuple[int, int]
         broken = turns.nth(1)
         broken.scroll_into_view_if_needed()
         assert broken.locator(".line.wrong").get_attribute("data-n") == "15"
-        assert "TypeError: expected string" in broken.locator(".fault").inner_text()
+        # A part that is out of sight has no text until it is drawn.
+        broken.locator(".fault", has_text="TypeError: expected string").wait_for()
         assert broken.locator(".sub .bad").count() == 2
         assert turns.nth(2).locator(".sub").count() == 2
         assert "disk full" in turns.nth(2).locator(".out").text_content()
