@@ -43,11 +43,11 @@ def run() -> train.Run:
         ),
         sft=train.SftSpec(demos="ledger", num=9_000, optim=IMITATE),
         rl=train.RlSpec(
-            steps=32,
+            steps=24,
             sample=train.StepSampleSpec(items=12, max_items=36, minibatches=2),
             rollout=train.RolloutOptions(group=8, concurrency=128),
             optim=train.OptimizerSpec(
-                lr=7e-4, warmup_steps=3, schedule="linear", max_grad_norm=0.5
+                lr=5e-4, warmup_steps=3, schedule="linear", max_grad_norm=0.5
             ),
         ),
         scaffold="tiny",
