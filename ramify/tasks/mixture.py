@@ -229,8 +229,8 @@ def _outcomes(path: Path) -> list[tuple[str, str]]:
 
 
 def _indices(items: Sequence[Item], ids: Sequence[str]) -> list[int]:
-    """Places of the items with these ids, which may have the name of a part before them. Leaves out
-    those that are not there."""
+    """Places of the items with these ids, which may have the name of a part before them. Ids that
+    are not there have none."""
     found = {id: place for id in ids if (place := _place(items, id)) is not None}
     if len(found) < len(ids) and len(items) < ENDLESS:
         every = {item.id: place for place, item in enumerate(items)}

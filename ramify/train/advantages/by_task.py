@@ -70,6 +70,11 @@ class ByTask(
         msgspec.structs.force_setattr(self, "tasks", built)
         msgspec.structs.force_setattr(self, "other", ALGORITHMS.build(self.other))
         for name, each in {**built, "other": self.other}.items():
+            if not hasattr(each, "assign_advantages"):
+                raise ConfigError(
+                    f"by_task: {name} is {each!r:.40}, not an algorithm: give a name as in "
+                    "rl.algorithm=grpo, or a mapping with name and options"
+                )
             if isinstance(each, ByTask) or hasattr(each, "outcome"):
                 raise ConfigError(
                     f"by_task: {name} is {type(each).__name__}, which wraps other algorithms: give "

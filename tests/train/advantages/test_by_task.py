@@ -249,6 +249,8 @@ def test_one_task_or_wrapped_algorithms_are_refused(tmp_path: Path) -> None:
         lambda: ByTask(tasks={"a": Hybrid()}),
         lambda: ByTask(other=ByTask()),
         lambda: ByTask(tasks={"a": "gpro"}),
+        lambda: ByTask(tasks={"a": 3}),
+        lambda: ByTask(other=None),
         lambda: ByTask(tasks={"a": {"reduction": "token"}}),
         lambda: Hybrid(outcome=ByTask()),
     ):
