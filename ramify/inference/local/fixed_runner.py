@@ -110,17 +110,14 @@ class _CachedBlock:
         self._cache = cache
         self._runs = runs_of(slots, positions)
         self._num = len(slots)
-        stride = cache.heads * cache.capacity
-        rows = torch.tensor(slots) * stride + torch.tensor(positions)
-        heads = torch.arange(cache.heads) * cache.capacity
-        self._write_at = (rows[:, None] + heads).flatten().to(cache.kv.device)
+        self._write_at = cache.write_rows(torch.tensor(cache.row_of(slots, positions)))
+        self._write_at = self._write_at.to(cache.kv.device)
 
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> Tensor:
         q_THd, k_TKd, v_TKd = cast_for_products(q_THd, k_TKd, v_TKd)
-        for rows, new in zip(self._cache.rows[layer], (k_TKd, v_TKd), strict=True):
-            rows.index_copy_(0, self._write_at, new[: self._num].reshape(-1, self._cache.size))
+        self._cache.write(layer, self._write_at, k_TKd[: self._num], v_TKd[: self._num])
         o_THd = torch.zeros_like(q_THd)
         for run in self._runs:
             at, length = slice(run.row, run.row + run.num), padded(run.position + run.num)
