@@ -1,5 +1,5 @@
 """The inference engine: steps one after the other, each over all sequences that can continue, in a
-thread of its own.
+separate thread.
 
     waiting ─ admit ─▶ slots ─ step: one token per decoding slot, ─▶ runner ─▶ logits
        ▲                       prompts in chunks                                 │
