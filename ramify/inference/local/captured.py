@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ramify.inference.local.kv_cache import DecodeAttention, KeyValueCache
-from ramify.inference.local.step import EngineStep
+from ramify.inference.local.slots import EngineStep
 from ramify.logging import RoomLogger
 from ramify.models.dense import DenseModel
 
