@@ -171,7 +171,7 @@ KINDS = ("count", "sum", "max")
 
 
 def of_mixture(folder: Path, steps: int) -> Iterator[Figure]:
-    """Three tasks in one run, and each in a run of its own: from the same policy, in as many
+    """Three tasks in one run, and each in its own run: from the same policy, in as many
     steps, on the same items (a step of the mixture has those of the three other runs)."""
     _tested(folder / "sft", "rl=null", "evaluate.final=[]", recipe=MIXED_RECIPE)
     parts = {kind: {"task": "ledger", "options": {"kinds": [kind]}} for kind in KINDS}
