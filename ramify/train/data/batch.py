@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ramify.train.data.forest import ForestNode
+from ramify.train.data.forest import ForestNode, NodeCopies
 from ramify.types.sequence import Batch, Floats, Ints, SamplingSupport, Segment, TokenSequence
 
 COMPONENTS = ("rl", "ce", "kd")
@@ -71,7 +71,7 @@ class BatchWriter:
         self._has_versions = all(sequence.versions is not None for sequence in chosen)
         self._has_kept = any(sequence.kept is not None for sequence in chosen)
 
-    def batch(self, pieces: Iterable[BatchPiece]) -> Batch:
+    def batch(self, pieces: Iterable[BatchPiece], copies: NodeCopies) -> Batch:
         columns = _Columns()
         segments: list[Segment] = []
         present: dict[int, str] = {}
@@ -82,7 +82,11 @@ class BatchWriter:
                 ids = self._sequences[self._learning[stretch.sequence]].token_ids[
                     stretch.begin : stretch.end
                 ]
-                columns.add(token_ids=ids, positions=np.arange(stretch.begin, stretch.end))
+                columns.add(
+                    token_ids=ids,
+                    positions=np.arange(stretch.begin, stretch.end),
+                    token_weights=copies.weights(stretch),
+                )
                 segments.append(
                     Segment(
                         end, end + len(ids), stretch.parent + first if stretch.parent >= 0 else -1
@@ -134,6 +138,7 @@ class BatchWriter:
             owners=columns.whole("owners"),
             versions=columns.whole("versions") if self._has_versions else None,
             kept=columns.kept() if self._has_kept else None,
+            token_weights=columns.whole("token_weights"),
         )
 
 

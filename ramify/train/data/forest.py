@@ -16,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from typing import NamedTuple
 
-from ramify.types.sequence import Ints, TokenSequence
+import numpy as np
+
+from ramify.types.sequence import Floats, Ints, TokenSequence
 
 
 class ForestNode(NamedTuple):
@@ -28,6 +30,8 @@ class ForestNode(NamedTuple):
     """Index of the parent node; -1 for a root."""
     sequence: int
     """Index of one sequence that passes through it."""
+    last: int = -1
+    """For a stretch of a batch: index of the forest's node with which it ends."""
 
 
 class Forest(NamedTuple):
@@ -58,6 +62,33 @@ def forest(sequences: Many[TokenSequence]) -> Forest:
         ends[index] = growing.add(index, shared, len(ids))
         before = ids
     return Forest(*growing.grown(ends), order)
+
+
+class NodeCopies:
+    """How often the stretches of a step's batches compute each node of its forest."""
+
+    def __init__(self, radix_forest: Forest, stretches: Many[ForestNode]) -> None:
+        """``stretches``: whole nodes one below the other, of which ``last`` is the last."""
+        self._nodes = radix_forest.nodes
+        self._num = [0] * len(self._nodes)
+        for stretch in stretches:
+            for node in self._within(stretch):
+                self._num[node] += 1
+
+    def weights(self, stretch: ForestNode) -> Floats:
+        """[n] of each token: 1 / how often it is computed."""
+        within = self._within(stretch)[::-1]
+        sizes = [self._nodes[node].end - self._nodes[node].begin for node in within]
+        weights = np.array([1 / self._num[node] for node in within], np.float32)
+        return weights.repeat(sizes)
+
+    def _within(self, stretch: ForestNode) -> list[int]:
+        """The nodes of a stretch, from the last to the first."""
+        found, node = [stretch.last], self._nodes[stretch.last]
+        while node.begin > stretch.begin:
+            found.append(node.parent)
+            node = self._nodes[node.parent]
+        return found
 
 
 class _GrowingForest:
