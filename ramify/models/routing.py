@@ -111,7 +111,7 @@ class MixtureRouters:
         kind = getattr(kind, "target_class", kind)
         if not isinstance(kind, type):
             return None
-        found = [module for module in body.modules() if isinstance(module, kind)]
+        found: list[nn.Module] = [each for each in body.modules() if isinstance(each, kind)]
         if not found:
             return None
         body.ramify_routers = cls(found)
@@ -166,7 +166,8 @@ class MixtureRouters:
                 self._counts[layer] = _counts(logits_RE, experts_Rk, weight_R.double())
         if not torch.is_grad_enabled() or not logits_RE.requires_grad:
             return None
-        return logits_RE, _Balanced.apply(weights_Rk, logits_RE, weight_R, self), experts_Rk
+        balanced = _Balanced.apply(weights_Rk, logits_RE, weight_R, self)  # type: ignore[no-untyped-call]
+        return logits_RE, balanced, experts_Rk
 
     def gradient(self, logits_RE: Tensor, weight_R: Tensor) -> Tensor | None:
         """[R, E] of the loss for a router's logits."""
