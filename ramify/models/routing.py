@@ -20,7 +20,7 @@ per token, L layers.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +111,8 @@ class MixtureRouters:
         kind = getattr(kind, "target_class", kind)
         if not isinstance(kind, type):
             return None
-        found: list[nn.Module] = [each for each in body.modules() if isinstance(each, kind)]
+        router_class = cast("type[nn.Module]", kind)
+        found = [module for module in body.modules() if isinstance(module, router_class)]
         if not found:
             return None
         body.ramify_routers = cls(found)
