@@ -289,7 +289,7 @@ class LossTally:
         self._experts: ExpertLoad | None = None
 
     def experts(self, load: ExpertLoad | None) -> None:
-        """Add the expert load of a batch; None if the model is no mixture of experts."""
+        """Add the expert load of a batch; None if the model is not a mixture of experts."""
         if load is not None:
             self._experts = load if self._experts is None else self._experts.merged(load)
 
