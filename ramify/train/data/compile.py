@@ -7,7 +7,7 @@
 Decides where each turn's credit goes: only into the first path that holds the whole turn. Tokens
 that a second path shares with the first (a fork, or a history that was cut) are context there, so
 that a loss over all sequences counts every sampled token once. Not here: which sequences share
-computation (``forest.py``), and which ones go into a batch (``pack.py``).
+computation (``batch.py``), and which ones go into a batch (``pack.py``).
 
 Legend: T tokens of a path, N tokens sampled in one turn.
 """
