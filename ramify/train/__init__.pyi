@@ -5,6 +5,7 @@ from ramify.train.advantages.base import AlgorithmNeeds as AlgorithmNeeds
 from ramify.train.advantages.base import AssignedRollout as AssignedRollout
 from ramify.train.advantages.base import AssignedStep as AssignedStep
 from ramify.train.advantages.base import TokenCredit as TokenCredit
+from ramify.train.advantages.by_task import ByTask as ByTask
 from ramify.train.advantages.credit import CREDITS as CREDITS
 from ramify.train.advantages.credit import CreditNode as CreditNode
 from ramify.train.advantages.gdpo import GDPO as GDPO
