@@ -130,7 +130,7 @@ def _at_once(run: Run, rollout_workers: int) -> int:
 
 
 def itemsize_of(run: Run, device: DeviceSpec) -> int:
-    """Return the bytes per parameter in engines: see ``train/precision.py``."""
+    """Return the bytes per parameter in engines: see ``train/policy_defaults.py``."""
     dtype = run.policy.dtype
     if dtype == "auto" and run.compute.precision != "auto":
         return 2 if run.compute.precision == "bf16" else FP32

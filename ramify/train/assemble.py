@@ -28,10 +28,15 @@ from ramify.progress import report_progress
 from ramify.tasks.base import Task, task_of
 from ramify.train.backends.base import BACKENDS, ComputeSpec, OptimizerSpec, has_bf16
 from ramify.train.config import PolicySpec, Run
-from ramify.train.demonstrations import demonstrations_of, rows_of
+from ramify.train.demonstrations import demonstrations_of, sft_rows
 from ramify.train.depth_models import check_models
-from ramify.train.policy_defaults import shape_for, vocabulary_for, with_policy_defaults
-from ramify.train.precision import RunPrecision, precision_of
+from ramify.train.policy_defaults import (
+    RunPrecision,
+    precision_of,
+    shape_for,
+    vocabulary_for,
+    with_policy_defaults,
+)
 from ramify.train.preflight import (
     check_deterministic,
     check_device,
@@ -153,7 +158,7 @@ def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
     check_prompts(run, task, scaffold, policy)
     note_rewritten_history(run, policy)
     rows = (
-        rows_of(run.sft, demonstrations, policy, scaffold, task.weights)
+        sft_rows(run.sft, demonstrations, policy, scaffold, task.weights)
         if run.sft is not None
         else []
     )

@@ -82,6 +82,8 @@ class TokenSequence(msgspec.Struct, eq=False, kw_only=True):
     """Sampling temperature. Logits are divided by it before log-probabilities are compared."""
     name: str = ""
     """Name for error messages: ``7c1f/call=0.3``."""
+    item: str = ""
+    """Id of the task's item that the rollout was for; empty if there is none."""
 
     def __post_init__(self) -> None:
         streams: dict[str, Sized] = {"mask": self.mask, "sampler_logprobs": self.sampler_logprobs}

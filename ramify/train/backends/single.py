@@ -47,7 +47,7 @@ from ramify.train.backends.head import HeadRequest, entry_logprobs
 from ramify.train.backends.optimizers import CombinedOptimizer
 from ramify.train.backends.weight_layout import SingleProcessLayout, WeightLayout
 from ramify.train.data.pack import PackingSpec
-from ramify.train.losses import CriticOnlyLoss, whole_step
+from ramify.train.losses import CriticOnlyLoss
 from ramify.train.losses import loss as losses
 from ramify.train.losses.loss import LossEntries, LossSpec, LossTally
 from ramify.types.sequence import Batch, Floats
@@ -116,9 +116,9 @@ class SingleBackend:
 
     def forward_backward(self, batches: Many[Batch], loss: LossSpec) -> dict[str, float]:
         if loss.is_over_sequences:
-            whole_step.check_whole(batches)
-        if whole_step.chooses(loss):
-            batches = whole_step.choose(batches, loss, self.logprobs(batches))
+            losses.check_whole(batches)
+        if losses.chooses(loss):
+            batches = losses.choose(batches, loss, self.logprobs(batches))
         self.prepare(batches, loss)
         tally = LossTally()
         for batch in batches:
@@ -264,7 +264,7 @@ class SingleBackend:
         logprobs, entropies, values = self._spread.run(
             lambda: self._run_model(batch, streams, entropy)
         )
-        calls, num_calls = whole_step.calls_of(batch)
+        calls, num_calls = losses.calls_of(batch)
         return LossEntries(
             logprobs=logprobs[:, 0],
             streams=streams,

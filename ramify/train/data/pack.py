@@ -27,8 +27,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ramify.train.data.batch import BatchPiece, BatchWriter, entries
-from ramify.train.data.forest import Forest, ForestNode, NodeCopies, forest
+from ramify.train.data.batch import (
+    BatchPiece,
+    BatchWriter,
+    Forest,
+    ForestNode,
+    NodeCopies,
+    entries,
+    forest,
+)
 from ramify.types.sequence import Batch, Floats, TokenSequence, path_group
 
 Unit = str | int
