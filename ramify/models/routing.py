@@ -1,4 +1,5 @@
-"""Routers of a mixture of experts: what they choose, and the load-balancing loss of a step.
+"""Routers of a mixture of experts: what they choose, the load-balancing loss of a step, and replay
+of what an engine chose.
 
     router(hidden [R, D]) ── logits [R, E], weights [R, k], experts [R, k]
 
@@ -9,8 +10,11 @@
 This is transformers' ``load_balancing_loss_func`` over a whole step. F has no gradient, so a pass
 that only counts it makes L a sum over tokens: how a step is cut into batches does not matter. The
 gradient is added where a router returns its weights, and reaches it in the model's own backward
-pass, also if layers are recomputed or their weights are gathered again. Decides how rows of a
-router belong to tokens of a batch. Not here: when to count, and over which ranks
+pass, also if layers are recomputed or their weights are gathered again.
+
+In a replay a router's own ``topk`` returns the experts that were given for a token, so weights and
+gradients follow from them as they do for chosen ones. Decides how rows of a router belong to tokens
+of a batch. Not here: when to count, and over which ranks
 (``train/backends/expert_load.py``).
 
 Legend: T tokens of a batch, R rows of a router (T, or padded rows of paths), E experts, k of them
@@ -24,6 +28,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ramify.errors import ConfigError
 
@@ -93,7 +98,12 @@ class MixtureRouters:
         self._row_R: Tensor | None = None
         self._counts: dict[int, tuple[Tensor, Tensor]] | None = None
         self._pull_E: Tensor | None = None
+        self._given_LTk: Tensor | None = None
+        self._replays: list[_GivenExperts] = []
+        self._recorded: dict[int, Tensor] | None = None
         for layer, router in enumerate(routers):
+            router.register_forward_pre_hook(partial(self._before, layer))
+            router.register_forward_hook(self._after, always_call=True)
             router.register_forward_hook(partial(self._routed, layer))
 
     @classmethod
@@ -118,9 +128,31 @@ class MixtureRouters:
         body.ramify_routers = cls(found)
         return body.ramify_routers  # type: ignore[no-any-return]
 
-    def begin(self, weight_T: Tensor) -> None:
-        """Count in the following forward pass. ``weight_T``: how much each token counts."""
+    def record(self) -> None:
+        """From now on, remember what the latest pass chose."""
+        self._recorded = {}
+
+    def recorded(self, rows_N: Tensor | None) -> list[tuple[int, ...]]:
+        """[N] for each of the rows (None: all) of the latest pass, its experts in each layer: L x
+        k."""
+        assert self._recorded is not None
+        chosen_TLk = torch.stack([self._recorded[each] for each in sorted(self._recorded)], 1)
+        chosen_NLk = chosen_TLk if rows_N is None else chosen_TLk[rows_N]
+        return list(map(tuple, chosen_NLk.flatten(1).tolist()))
+
+    def begin(self, weight_T: Tensor, given_TJ: Tensor | None = None) -> None:
+        """Count in the following forward pass. ``weight_T``: how much each token counts.
+        ``given_TJ``: experts to send each token to, L x k, -1 where the router chooses. Raises
+        ConfigError if they are of another model."""
         self._weight_T, self._row_R, self._counts = weight_T, None, {}
+        self._given_LTk = None
+        if given_TJ is not None:
+            if given_TJ.shape[1] % self._num_layers:
+                raise ConfigError(
+                    f"the engine reports {given_TJ.shape[1]} experts per token, which do not fit "
+                    f"{self._num_layers} layers with experts: it has another model"
+                )
+            self._given_LTk = given_TJ.view(len(given_TJ), self._num_layers, -1).transpose(0, 1)
 
     def lay_out(self, token_BL: Tensor, inside_BL: Tensor) -> None:
         """Announce that the pass runs on padded rows: which token each place is, and whether it is
@@ -148,7 +180,7 @@ class MixtureRouters:
 
     def end(self) -> None:
         """Leave the routers alone until the next ``begin``."""
-        self._weight_T = self._row_R = self._counts = self._pull_E = None
+        self._weight_T = self._row_R = self._counts = self._pull_E = self._given_LTk = None
 
     def _weight(self) -> Tensor:
         """[R]"""
@@ -157,8 +189,33 @@ class MixtureRouters:
             return self._weight_T
         return torch.where(self._row_R >= 0, self._weight_T[self._row_R.clamp(min=0)], 0.0)
 
+    def _before(self, layer: int, module: nn.Module, given: Any) -> None:
+        if self._given_LTk is None:
+            return
+        given_Rk = self._given_LTk[layer]
+        if self._row_R is not None:
+            inside_R1 = (self._row_R >= 0)[:, None]
+            given_Rk = torch.where(inside_R1, given_Rk[self._row_R.clamp(min=0)], -1)
+        self._replays.append(_GivenExperts(given_Rk))
+        self._replays[-1].__enter__()  # type: ignore[no-untyped-call]
+
+    def _after(self, module: nn.Module, given: Any, output: Any) -> None:
+        if not self._replays:
+            return
+        replay = self._replays.pop()
+        replay.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if output is not None and not replay.is_used:
+            raise ConfigError(
+                f"{type(module).__name__} does not choose experts by one topk over all of them: "
+                "leave rl.rollout.replay_routes out"
+            )
+
     def _routed(self, layer: int, module: nn.Module, given: Any, output: Any) -> Any:
-        if self._weight_T is None or not isinstance(output, tuple) or len(output) != 3:
+        if not isinstance(output, tuple) or len(output) != 3:
+            return None
+        if self._weight_T is None:
+            if self._recorded is not None:
+                self._recorded[layer] = output[2].detach()
             return None
         logits_RE, weights_Rk, experts_Rk = output
         weight_R = self._weight()
@@ -185,6 +242,25 @@ def _counts(logits_RE: Tensor, experts_Rk: Tensor, weight_R: Tensor) -> tuple[Te
     chosen_E = weight_R.new_zeros(logits_RE.shape[-1])
     chosen_E.index_add_(0, experts_Rk.flatten(), weight_R.repeat_interleave(experts_Rk.shape[-1]))
     return chosen_E, (logits_RE.float().softmax(-1) * weight_R[:, None]).sum(0)
+
+
+class _GivenExperts(TorchFunctionMode):
+    """Inside, a top-k over experts returns the given ones; -1: its own choice."""
+
+    def __init__(self, given_Rk: Tensor) -> None:
+        super().__init__()
+        self._given_Rk = given_Rk
+        self.is_used = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk) or found[1].shape != self._given_Rk.shape:
+            return found
+        self.is_used = True
+        experts_Rk = torch.where(self._given_Rk >= 0, self._given_Rk, found[1])
+        return torch.return_types.topk((args[0].gather(-1, experts_Rk), experts_Rk))
 
 
 class _Balanced(torch.autograd.Function):

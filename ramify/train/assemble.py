@@ -201,12 +201,21 @@ def _check_model(run: Run, kind: Any, device: str, config: Any = None) -> None:
     if config is None and not run.policy.path:
         return
     config = config or read_config(path_of(run))
-    weight = None if run.rl is None else run.rl.loss.router_aux_loss_coef
-    if weight and not any(getattr(config.get_text_config(), name, None) for name in EXPERTS):
-        raise ConfigError(
-            f"rl.loss.router_aux_loss_coef={weight:g} is for mixtures of experts, and "
-            f"{config.model_type} has no experts: leave it out"
-        )
+    if run.rl is not None:
+        replays = run.rl.rollout.replay_routes
+        given = {"loss.router_aux_loss_coef": run.rl.loss.router_aux_loss_coef}
+        given |= {"rollout.replay_routes": "true" if replays else None}
+        has_experts = any(getattr(config.get_text_config(), name, None) for name in EXPERTS)
+        if (name := next((name for name in given if given[name]), "")) and not has_experts:
+            raise ConfigError(
+                f"rl.{name}={given[name]} is for mixtures of experts, and {config.model_type} has "
+                "no experts: leave it out"
+            )
+        if replays and run.inference is not None:
+            raise ConfigError(
+                "rl.rollout.replay_routes needs the engine of this process: those over HTTP do "
+                "not report their routes here; leave inference or replay_routes out"
+            )
     if not hasattr(kind, "check_model"):
         return
     kind.check_model(config, run.compute, device, adapters_of(run), _optims(run))

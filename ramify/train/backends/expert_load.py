@@ -53,13 +53,14 @@ class StepBalance:
 
     @contextmanager
     def passing(self, batch: Batch) -> Iterator[None]:
-        """Around the forward and backward pass of a batch."""
+        """Around the forward and backward pass of a batch, which is sent to the experts that an
+        engine reported for it."""
         if self._routers is None:
             yield
             return
-        weight = batch.token_weights
+        weight, device = batch.token_weights, self._layout.device
         weight_T = torch.ones(len(batch)) if weight is None else torch.from_numpy(weight)
-        self._routers.begin(weight_T.to(self._layout.device))
+        self._routers.begin(weight_T.to(device), _given(batch, device))
         try:
             yield
         finally:
@@ -94,3 +95,13 @@ class StepBalance:
 
     def _summed(self, counts: RoutedCounts) -> RoutedCounts:
         return RoutedCounts(*map(self._layout.total, counts))
+
+
+def _given(batch: Batch, device: torch.device) -> torch.Tensor | None:
+    """[T, J] the experts of each token that predicts an entry, -1 for others; None if unknown."""
+    if batch.routes is None:
+        return None
+    given_TJ = torch.full((len(batch), batch.routes.shape[1]), -1)
+    is_known = batch.routes[:, 0] >= 0
+    given_TJ[torch.from_numpy(batch.sources[is_known])] = torch.from_numpy(batch.routes[is_known])
+    return given_TJ.to(device)

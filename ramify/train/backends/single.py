@@ -175,8 +175,12 @@ class SingleBackend:
         return gradients, norm
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
+        found = []
         with torch.no_grad(), self._trunk.scope():
-            return [self._entries(batch, "no").logprobs.cpu().numpy() for batch in batches]
+            for batch in batches:
+                with self._balance.passing(batch):
+                    found.append(self._entries(batch, "no").logprobs.cpu().numpy())
+        return found
 
     def scores(self, batches: Many[Batch], top: int = 0) -> list[dict[str, npt.NDArray[Any]]]:
         """For each batch: ``logprobs`` [E]; ``candidates`` [E, k], the log-probabilities of its

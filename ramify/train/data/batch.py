@@ -220,6 +220,8 @@ class BatchWriter:
         self._denominators = _denominators(chosen, denominators)
         self._has_versions = all(sequence.versions is not None for sequence in chosen)
         self._has_kept = any(sequence.kept is not None for sequence in chosen)
+        routes = [sequence.routes for sequence in chosen if sequence.routes is not None]
+        self._route_size = max((each.shape[1] for each in routes), default=0)
 
     def batch(self, pieces: Iterable[BatchPiece], copies: NodeCopies) -> Batch:
         columns = _Columns()
@@ -271,6 +273,9 @@ class BatchWriter:
         )
         if self._has_versions and sequence.versions is not None:
             columns.add(versions=sequence.versions[tokens])
+        if self._route_size:
+            unknown = np.full((len(tokens), self._route_size), -1)
+            columns.add(routes=unknown if sequence.routes is None else sequence.routes[tokens])
         if self._has_kept:
             columns.add_kept(sequence.kept, tokens, plain)
 
@@ -288,6 +293,7 @@ class BatchWriter:
             owners=columns.whole("owners"),
             versions=columns.whole("versions") if self._has_versions else None,
             kept=columns.kept() if self._has_kept else None,
+            routes=columns.whole("routes") if self._route_size else None,
             token_weights=columns.whole("token_weights"),
         )
 

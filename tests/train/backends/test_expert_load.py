@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     GptOssConfig,
     MixtralConfig,
@@ -18,9 +19,15 @@ from transformers import (
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from ramify.errors import ConfigError
+from ramify.inference.local.engine import EngineLimits, LocalEngine
+from ramify.inference.local.generation import Generation
+from ramify.inference.local.model_runner import runner_of
+from ramify.models.load import Policy
+from ramify.models.routing import MixtureRouters
 from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import ComputeCost, PackingSpec, pack
+from ramify.train.losses import ImportanceSampling
 from ramify.train.losses.loss import LossSpec
 from ramify.types.sequence import Batch, TokenSequence
 from tests.train.backends.small import VOCAB, policy, row, tree
@@ -167,3 +174,79 @@ def test_the_recipe_may_set_the_weight_for_a_mixture_only():
     )
     with pytest.raises(ConfigError, match=r"coef=-1\.0 cannot be negative"):
         LossSpec(router_aux_loss_coef=-1.0)
+
+
+def sampled_by_engine(served: Policy, prompt: list[int], num: int) -> TokenSequence:
+    """A reply of the engine, with its routes."""
+    generation = Generation(prompt, max_tokens=num, seed="0")
+    room = EngineLimits(slots=2, prefill_tokens=64, cache_bytes=1 << 24, window=64, reuse=True)
+    engine = LocalEngine(runner_of(served.model), room)
+    routers = engine.runner.routers = MixtureRouters.of(served.model)
+    assert routers is not None
+    routers.record()
+    engine.add(generation)
+    while not engine.is_idle:
+        engine.step()
+    ids = np.array(generation.ids)
+    mask = np.arange(len(ids)) >= len(prompt)
+    columns = np.zeros((2, len(ids)), np.float32)
+    columns[0, mask], columns[1, mask] = generation.logprobs, 1
+    routes = np.full((len(ids), 4), -1)
+    routes[mask] = generation.routes
+    return TokenSequence(
+        token_ids=ids,
+        mask=mask,
+        sampler_logprobs=columns[0],
+        advantages=columns[1],
+        rl=columns[1],
+        routes=routes,
+    )
+
+
+def send(router: Any, given_Tk: Tensor) -> None:
+    """Make a router of Qwen send tokens to given experts, if not -1, by a computation of our own."""
+
+    def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = hidden.reshape(-1, 32) @ router.weight.T
+        chances = logits.softmax(-1)
+        experts = torch.where(given_Tk >= 0, given_Tk, chances.topk(2)[1])
+        weights = chances.gather(1, experts)
+        return logits, weights / weights.sum(-1, keepdim=True), experts
+
+    router.forward = forward
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["forest", "rows"])
+def test_training_replays_the_routes_that_an_engine_reports(share: bool):
+    """After the routers changed, sampled tokens still go to the experts that the engine chose, with
+    the weights and gradients of the new routers."""
+    config = without_balance(QWEN)
+    served = policy(config)
+    sequence = sampled_by_engine(served, [3, 1, 4, 1, 5], 12)
+    assert sequence.routes is not None
+    ours, plain = policy(config), policy(config)
+    with torch.no_grad():
+        for module in (ours.model, plain.model):
+            for layer in module.model.layers:  # type: ignore[union-attr]
+                layer.mlp.gate.weight.copy_(layer.mlp.gate.weight.flip(0))
+    given_TLk = torch.from_numpy(sequence.routes[1:]).view(-1, 2, 2)
+    for index, layer in enumerate(plain.model.model.layers):  # type: ignore[union-attr]
+        send(layer.mlp.gate, given_TLk[:, index])
+    logits = plain.model(input_ids=torch.from_numpy(sequence.token_ids[None, :-1])).logits[0]
+    targets = torch.from_numpy(sequence.token_ids[1:, None])
+    wanted = logits.log_softmax(-1).gather(1, targets)[4:, 0]
+    trained = SingleBackend(ours, compute=EXACT)
+    batches = pack([sequence], PackingSpec(share=share))
+    found = torch.from_numpy(trained.logprobs(batches)[0])
+    torch.testing.assert_close(found, wanted.detach(), rtol=1e-4, atol=1e-4)
+    trained.forward_backward(batches, LossSpec(policy=ImportanceSampling()))
+    ratio = (wanted - torch.from_numpy(sequence.sampler_logprobs[5:])).exp()
+    (-ratio.mean()).backward()
+    gates = zip(ours.model.model.layers, plain.model.model.layers, strict=True)  # type: ignore[union-attr]
+    for mine, theirs in gates:
+        torch.testing.assert_close(
+            mine.mlp.gate.weight.grad, theirs.mlp.gate.weight.grad, rtol=1e-3, atol=1e-5
+        )
+    sequence.routes = None
+    free = trained.logprobs(pack([sequence], PackingSpec(share=share)))[0]
+    assert float((torch.from_numpy(free) - wanted.detach()).abs().max()) > 0.01
