@@ -47,7 +47,7 @@ class RoutedCounts(NamedTuple):
         return RoutedCounts(*(a + b for a, b in zip(self, other, strict=True)))
 
     def balance_loss(self) -> Tensor:
-        """E sum_e F_e P_e / N²: 1 or k if all experts get the same; scalar."""
+        """E sum_e F_e P_e / N², a scalar: k if all experts get the same."""
         chosen_E, num = self._chosen()
         return len(chosen_E) * (chosen_E * self.probability_E).sum() / num.square()
 

@@ -203,8 +203,10 @@ def _check_model(run: Run, kind: Any, device: str, config: Any = None) -> None:
     config = config or read_config(path_of(run))
     if run.rl is not None:
         replays = run.rl.rollout.replay_routes
-        given = {"loss.router_aux_loss_coef": run.rl.loss.router_aux_loss_coef}
-        given |= {"rollout.replay_routes": "true" if replays else None}
+        given: dict[str, object] = {
+            "loss.router_aux_loss_coef": run.rl.loss.router_aux_loss_coef,
+            "rollout.replay_routes": "true" if replays else None,
+        }
         has_experts = any(getattr(config.get_text_config(), name, None) for name in EXPERTS)
         if (name := next((name for name in given if given[name]), "")) and not has_experts:
             raise ConfigError(
