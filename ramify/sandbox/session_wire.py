@@ -299,6 +299,7 @@ class SessionWire:
         "_holds",
         "_received",
         "last_id",
+        "seed",
         "transport",
         "upto",
     )
@@ -306,6 +307,8 @@ class SessionWire:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.last_id = 0
+        self.seed: str | None = None
+        """Seed that the next request carries: a frame of its own would wake the guest twice."""
         self.upto = 0
         """Offset in the output file from which data was not received yet."""
         self._assembler = FrameAssembler()
@@ -419,6 +422,8 @@ class SessionWire:
         if self._held_frames is not None:
             self._held_frames.append((header, encoder))
             return
+        if self.seed is not None:
+            header["seed"], self.seed = self.seed, None
         shared_buffers = self.transport.shared_buffers
         if shared_buffers is not None and (
             header["op"] not in ("ret", "err", "fork") or header["id"] == shared_buffers.owed

@@ -196,13 +196,14 @@ class Guest:
 
     def _handle(self, header: dict[str, Any], blobs: list[memoryview]) -> None:
         op, id = header["op"], header["id"]
+        if "seed" in header:
+            import random
+
+            random.seed(header["seed"])
         if op == "run":
             self._run(id, header["code"])
             return
         if op == "seed":
-            import random
-
-            random.seed(header["seed"])
             return
         try:
             if op == "set":
