@@ -134,7 +134,7 @@ class GrantedFork(Protocol):
         """Called when the process is about to fork; it is blocked until this returns."""
 
     def wire_for(self, pid: int) -> int:
-        """Return the socket for ``pid``, on which its files have been sent, or -1 if it gets none."""
+        """Return the socket for ``pid``, on which its files were sent; -1 if it gets none."""
 
     def took(self, pid: int) -> None:
         """Called when ``pid`` has its wire."""
