@@ -268,7 +268,7 @@ class ProcessTransport:
         status = self._exited.result()
         return "its process ended" if status is None else how_it_ended(status)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         if self._files.spool < 0:
             return
         self.kill()
@@ -355,8 +355,8 @@ class BranchTransport(ProcessTransport):
             self.channel.send({"op": "disown", "pid": self._pid})
         self._note_exit(None)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         if self.pidfd < 0:
             asyncio.get_running_loop().remove_reader(self._sock)
             self._note_exit(None)
-        await super().close()
+        super().close()

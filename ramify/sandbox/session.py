@@ -437,17 +437,17 @@ class GuestSession:
 
     async def close(self) -> None:
         if self._closed is None:
-            self._closed = asyncio.ensure_future(self._close())
+            self._closed = self._ended
+            self._failure = self._failure or "it was closed"
+            self._state = SessionState.ENDED
+            self._alarm.close()
+            self._hooks.on_close(self)
+            self.tree.discard(self)
+            waits = self._wire.close()
+            if waits is not None:
+                self._closed = asyncio.ensure_future(waits)
+            self._lost()
         await asyncio.shield(self._closed)
-
-    async def _close(self) -> None:
-        self._failure = self._failure or "it was closed"
-        self._state = SessionState.ENDED
-        self._alarm.close()
-        self._hooks.on_close(self)
-        self.tree.discard(self)
-        await self._wire.close()
-        self._lost()
 
     # -- frames
 

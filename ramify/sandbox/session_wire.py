@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
@@ -406,11 +406,13 @@ class SessionWire:
         self._holds.clear()
         self.transport.resume()
 
-    async def close(self) -> None:
+    def close(self) -> Awaitable[None] | None:
+        """Like ``Transport.close``."""
         if self._decoder is not None:
             self._decoder.cancel()
-        await self.transport.close()
+        waits = self.transport.close()
         self._received = self._failed = ignored
+        return waits
 
     # -- to the guest
 

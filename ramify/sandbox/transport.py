@@ -14,7 +14,7 @@ import contextlib
 import signal
 import socket
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from typing import Any, Protocol
 
 from ramify.errors import SandboxError
@@ -64,8 +64,9 @@ class Transport(Protocol):
         """Reason why the guest ended, if known; waits briefly for the exit status."""
         ...
 
-    async def close(self) -> None:
-        """End the guest. Idempotent. Its process may take a moment to disappear."""
+    def close(self) -> Awaitable[None] | None:
+        """End the guest. Idempotent. Its process may take a moment to disappear. Returns what its
+        caller must wait for, if there is anything."""
         ...
 
 

@@ -106,9 +106,9 @@ class JailTransport(ProcessTransport):
     def end_branch(self, transport: BranchTransport) -> None:
         end_branch(self, transport)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         listener, self.listener = self.listener, None
-        await super().close()
+        super().close()
         if listener is not None:
             listener.drop()
 
@@ -156,9 +156,9 @@ class JailBranchTransport(BranchTransport):
     def end_branch(self, transport: BranchTransport) -> None:
         end_branch(self, transport)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         listener, self.listener = self.listener, None
-        await super().close()
+        super().close()
         if listener is not None:
             listener.drop()
 
