@@ -308,7 +308,7 @@ class SessionWire:
         self.transport = transport
         self.last_id = 0
         self.seed: str | None = None
-        """Seed that the next request carries: a frame of its own would wake the guest twice."""
+        """Seed that the next request carries: a separate frame would wake the guest twice."""
         self.upto = 0
         """Offset in the output file from which data was not received yet."""
         self._assembler = FrameAssembler()

@@ -182,7 +182,7 @@ class Guest:
 
     def _rehearse(self) -> None:
         """Write now to the memory pages that the first cell would otherwise have to copy: run a
-        seeded cell that leaves nothing, and whose report reaches nobody."""
+        seeded cell that leaves nothing, and whose report is not sent to the host."""
         channel, (unread, unsent) = self._channel, os.pipe()
         wire, channel.write_fd = channel.write_fd, unsent
         self._cells = -1

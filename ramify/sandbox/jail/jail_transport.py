@@ -241,7 +241,7 @@ _Ends = tuple[socket.socket, socket.socket, SessionMemoryFiles]
 
 
 def _private_ends(origin: JailTransport | JailBranchTransport) -> _Ends:
-    """Create a socket on which a process finds its standard input (an open file of its own, since
+    """Create a socket on which a process finds its standard input (a separate open file, since
     the flags of one would be shared), its output and its buffers. Raises SandboxError."""
     ends = origin.branch_ends()
     spool, *buffers = ends[2].descriptors()
