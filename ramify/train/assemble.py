@@ -28,10 +28,15 @@ from ramify.progress import report_progress
 from ramify.tasks.base import Task, task_of
 from ramify.train.backends.base import BACKENDS, ComputeSpec, OptimizerSpec, has_bf16
 from ramify.train.config import PolicySpec, Run
-from ramify.train.demonstrations import demonstrations_of, rows_of
+from ramify.train.demonstrations import demonstrations_of, sft_rows
 from ramify.train.depth_models import check_models
-from ramify.train.policy_defaults import shape_for, vocabulary_for, with_policy_defaults
-from ramify.train.precision import RunPrecision, precision_of
+from ramify.train.policy_defaults import (
+    RunPrecision,
+    precision_of,
+    shape_for,
+    vocabulary_for,
+    with_policy_defaults,
+)
 from ramify.train.preflight import (
     check_deterministic,
     check_device,
@@ -153,7 +158,7 @@ def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
     check_prompts(run, task, scaffold, policy)
     note_rewritten_history(run, policy)
     rows = (
-        rows_of(run.sft, demonstrations, policy, scaffold, task.weights)
+        sft_rows(run.sft, demonstrations, policy, scaffold, task.weights)
         if run.sft is not None
         else []
     )
@@ -188,13 +193,22 @@ def _set_deterministic(policy: Policy) -> None:
 
 
 def _check_model(run: Run, kind: Any, device: str, config: Any = None) -> None:
-    """Raise ConfigError if the backend cannot train the model over its mesh. A checkpoint is
-    checked before its weights are read."""
+    """Raise ConfigError if the loss does not suit the model, or the backend cannot train it over
+    its mesh. A checkpoint is checked before its weights are read."""
     from ramify.models.load import read_config
+    from ramify.train.backends.mesh import EXPERTS
 
-    if not hasattr(kind, "check_model") or (config is None and not run.policy.path):
+    if config is None and not run.policy.path:
         return
     config = config or read_config(path_of(run))
+    weight = None if run.rl is None else run.rl.loss.router_aux_loss_coef
+    if weight and not any(getattr(config.get_text_config(), name, None) for name in EXPERTS):
+        raise ConfigError(
+            f"rl.loss.router_aux_loss_coef={weight:g} is for mixtures of experts, and "
+            f"{config.model_type} has no experts: leave it out"
+        )
+    if not hasattr(kind, "check_model"):
+        return
     kind.check_model(config, run.compute, device, adapters_of(run), _optims(run))
     if run.inference is None and not kind.is_here:
         check_embedded(config, run.policy.dtype, device)

@@ -82,6 +82,8 @@ class TokenSequence(msgspec.Struct, eq=False, kw_only=True):
     """Sampling temperature. Logits are divided by it before log-probabilities are compared."""
     name: str = ""
     """Name for error messages: ``7c1f/call=0.3``."""
+    item: str = ""
+    """Id of the task's item that the rollout was for; empty if there is none."""
 
     def __post_init__(self) -> None:
         streams: dict[str, Sized] = {"mask": self.mask, "sampler_logprobs": self.sampler_logprobs}
@@ -143,10 +145,16 @@ class Batch(msgspec.Struct, eq=False, kw_only=True):
     """[E] policy version that sampled the entry's token; None if unknown."""
     kept: SamplingSupport | None = None
     """Sampling support of the entries; its offsets are [E + 1]."""
+    token_weights: Floats | None = None
+    """[T] 1 / the number of times that the step's batches compute the token, so that each token of
+    the forest counts once; None: 1 for all."""
 
     def __post_init__(self) -> None:
         num_tokens, num_entries = len(self.token_ids), len(self.sources)
-        _check_lengths("batch", "tokens", num_tokens, {"positions": self.positions})
+        tokens: dict[str, Sized] = {"positions": self.positions}
+        if self.token_weights is not None:
+            tokens["token_weights"] = self.token_weights
+        _check_lengths("batch", "tokens", num_tokens, tokens)
         entries: dict[str, Sized] = {"targets": self.targets, "owners": self.owners, **self.streams}
         if self.versions is not None:
             entries["versions"] = self.versions

@@ -23,16 +23,26 @@ Names and shapes are those of a checkpoint in Hugging Face's layout. Engines loa
 compute layout (fused, split over GPUs, packed). An output matrix that is tied to the embeddings is
 one tensor; each engine ties its own, and the canary detects one that did not.
 
+Files and folders that hold weights exist as long as the process that made them, which holds a lock
+on each. An unlocked one belongs to a trainer that was killed, and the next trainer that opens a
+weight sync removes it (``sweep``). Locks are used instead of process ids, because process ids are
+reused.
+
 Not here: which requests are sent when (see ``inference/http``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import math
 import os
+import secrets
+import shutil
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -51,14 +61,27 @@ class AdaptedMatrix(msgspec.Struct, frozen=True, eq=False):
     """A matrix with a low-rank adapter: base + scale * b @ a (LoRA, 2106.09685). Calling it
     computes that sum."""
 
-    base: Tensor
-    """[rows, columns], frozen."""
+    base: Callable[[], Tensor]
+    """Returns [rows, columns], frozen."""
     pair: Callable[[], tuple[Tensor, Tensor]]
     """(a [rank, columns], b [rows, rank])"""
     scale: float
+    dtype: torch.dtype
+    """Precision of the base and the sum."""
 
     def __call__(self) -> Tensor:
-        return added(self.base, *self.pair(), self.scale)
+        return added(self.base(), *self.pair(), self.scale)
+
+
+class FrozenTensor(msgspec.Struct, frozen=True, eq=False):
+    """A tensor that is not trained, and that is elsewhere. Calling it gathers it."""
+
+    gather: Callable[[], Tensor]
+    stamp: Hashable
+    """Change marker, as in ``WeightSource``."""
+
+    def __call__(self) -> Tensor:
+        return self.gather()
 
 
 def added(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -279,7 +302,7 @@ def source(name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = No
     """Weight source of one parameter; with ``make``, of a tensor of the same shape that is computed
     from it (an adapter added)."""
     kind = dtype if tensor.is_floating_point() else tensor.dtype
-    stamp = stamp_of(tensor) if make is None else None
+    stamp = stamp_of(tensor) if make is None else getattr(make, "stamp", None)
     adapted = make if isinstance(make, AdaptedMatrix) else None
     return WeightSource(
         name,
@@ -306,3 +329,93 @@ def _full(tensor_or_lazy: Tensor | Lazy, dtype: torch.dtype) -> Tensor:
     gather = None if type(tensor) in _WHOLE else getattr(tensor, "full_tensor", None)
     whole: Tensor = (gather() if callable(gather) else tensor).detach()
     return whole if whole.dtype == dtype else whole.to(dtype)
+
+
+def as_checkpoint(model: Any, given: Iterable[WeightSource]) -> Iterator[WeightSource]:
+    """``given`` under the names that they have in checkpoints of the transformers model ``model``,
+    for engines that load these: a tensor of all experts of a layer becomes one for each."""
+    from ramify.models.stored_weights import disk_tensors
+
+    for each in given:
+        blank = torch.empty(each.shape, dtype=each.dtype, device="meta")
+        parts = list(disk_tensors(model, each.name, blank))
+        if [part.shape for _, part in parts] == [blank.shape]:
+            yield each._replace(name=parts[0][0])
+            continue
+        split = _SplitSource(model, each, len(parts))
+        for index, (name, part) in enumerate(parts):
+            full = partial(split.part, index)
+            yield WeightSource(name, tuple(part.shape), each.dtype, each.stamp, full)
+
+
+class _SplitSource:
+    """One tensor that is sent in parts, one after the other. It is held from the first to the
+    last."""
+
+    def __init__(self, model: Any, whole: WeightSource, num_parts: int) -> None:
+        self._model = model
+        self._whole = whole
+        self._num_parts = num_parts
+        self._parts: list[Tensor] = []
+
+    def part(self, index: int) -> Tensor:
+        """The part ``index``, contiguous."""
+        from ramify.models.stored_weights import disk_tensors
+
+        if not self._parts:
+            found = disk_tensors(self._model, self._whole.name, self._whole.full())
+            self._parts = [tensor for _, tensor in found]
+        part = self._parts[index].contiguous()
+        if index + 1 == self._num_parts:
+            self._parts = []
+        return part
+
+
+PREFIX = "ramify-weights-"
+MEMORY = Path("/dev/shm")
+"""Folder whose files are in memory, on Linux."""
+_HELD = "held-"
+"""Marks the names of files and folders whose makers hold a lock."""
+
+
+def new_name() -> str:
+    """A unique name that ``sweep`` recognizes."""
+    return f"{PREFIX}{_HELD}{secrets.token_hex(8)}"
+
+
+def hold_file(path: Path) -> int:
+    """A descriptor of a new, locked file."""
+    while True:
+        handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:
+            return handle
+        os.close(handle)  # removed by another process before it was locked
+
+
+def hold_folder(below: Path) -> tuple[Path, int]:
+    """(a new folder that only this user can access, a descriptor that holds its lock)"""
+    while True:
+        path = below / new_name()
+        path.mkdir(0o700)
+        with contextlib.suppress(FileNotFoundError):  # removed before it was locked
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if path.is_dir():
+                return path, handle
+            os.close(handle)
+
+
+def sweep(folder: Path) -> None:
+    """Remove files and folders in ``folder`` whose makers have exited."""
+    for path in folder.glob(f"{PREFIX}{_HELD}*"):
+        with contextlib.suppress(OSError):  # another user's, or removed meanwhile
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
+            finally:
+                os.close(handle)

@@ -7,7 +7,7 @@
 Decides where each turn's credit goes: only into the first path that holds the whole turn. Tokens
 that a second path shares with the first (a fork, or a history that was cut) are context there, so
 that a loss over all sequences counts every sampled token once. Not here: which sequences share
-computation (``forest.py``), and which ones go into a batch (``pack.py``).
+computation (``batch.py``), and which ones go into a batch (``pack.py``).
 
 Legend: T tokens of a path, N tokens sampled in one turn.
 """
@@ -60,7 +60,7 @@ def _of_rollout(
                 name = f"{trajectory.id}/call={call.id}" + (
                     f"/path={index}" if len(paths) > 1 else ""
                 )
-                yield _sequence(name, path, credits, temperature(call))
+                yield _sequence(name, trajectory.task, path, credits, temperature(call))
     if remaining:
         call_id, turn = min(remaining)
         raise ValueError(
@@ -93,7 +93,11 @@ def _is_whole(span: TokenSpan, remaining: dict[tuple[str, int], TokenCredit]) ->
 
 
 def _sequence(
-    name: str, path: TokenPath, credits: list[tuple[TokenSpan, TokenCredit]], temperature: float
+    name: str,
+    item: str,
+    path: TokenPath,
+    credits: list[tuple[TokenSpan, TokenCredit]],
+    temperature: float,
 ) -> TokenSequence:
     length = len(path)
     if path.logprobs is None and any(credit.rl for _, credit in credits):
@@ -130,6 +134,7 @@ def _sequence(
         streams=_named(length, credits),
         kept=None if path.kept is None else _kept(path.kept),
         temperature=temperature,
+        item=item,
     )
 
 

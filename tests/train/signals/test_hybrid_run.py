@@ -14,16 +14,18 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from ramify.train.signals.process_reward import ProcessRewardSignal
+from ramify.train.signals.tool_use import ToolUseSignal
 
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
+from ramify.inference.base import AuditedClient
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.models import checksums
 from ramify.models.weights import load_weights
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.assemble import assemble
-from ramify.train.audited_client import AuditedClient
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import Schedule, SftSpec
@@ -42,10 +44,8 @@ from ramify.train.signals.base import ScoringRow
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.hindsight import Hindsight
 from ramify.train.signals.judge import StepJudge
-from ramify.train.signals.process_reward import ProcessRewardSignal
 from ramify.train.signals.scorer import PolicyScorer
 from ramify.train.signals.teacher import TeacherSignal
-from ramify.train.signals.tool_use import ToolUseSignal
 from ramify.train.signals.weighted_term import AnnealSchedule, HybridTerm
 from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.training import kept, samples
