@@ -285,7 +285,7 @@ class ModelRunner(Protocol):
     """Whether it computes in fixed shapes (``FixedShapeRunner``)."""
 
     routers: MixtureRouters | None
-    """Of a mixture whose routes are recorded; None: they are not."""
+    """Routers of the mixture, if routes are recorded."""
 
     routes: Sequence[tuple[int, ...]]
     """For each row of the latest logits, the experts that its token was sent to, k for each layer;

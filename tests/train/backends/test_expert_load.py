@@ -204,7 +204,7 @@ def sampled_by_engine(served: Policy, prompt: list[int], num: int) -> TokenSeque
 
 
 def send(router: Any, given_Tk: Tensor) -> None:
-    """Make a router of Qwen send tokens to given experts, if not -1, by a computation of our own."""
+    """Make a router of Qwen send tokens to given experts, if not -1, by a separate computation."""
 
     def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = hidden.reshape(-1, 32) @ router.weight.T
