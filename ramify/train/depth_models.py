@@ -23,7 +23,7 @@ from ramify.clients.base import Client, Price, Request
 from ramify.clients.pool import ClientPool
 from ramify.engine.limits import Ledger, Limits
 from ramify.errors import ConfigError, LimitReached, ModelError, Refused
-from ramify.train.optional_fields import check_optional
+from ramify.train.config_fields import check_optional
 from ramify.train.signals.judge_calls import BUDGET, POLICY, LedgerBudget
 from ramify.types.message import Reply, Usage
 from ramify.types.trajectory import Call

@@ -22,8 +22,8 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.train.checkpoint import CheckpointState
 from ramify.train.config import Run, TaskSpec, plain
+from ramify.train.config_fields import cut_out, is_cut
 from ramify.train.metrics import RunLines
-from ramify.train.redacted import cut_out, is_cut
 
 FILE = "lineage.jsonl"
 STAGES = ("warmup", "sft", "rl")
