@@ -1,0 +1,166 @@
+"""Two policies trained at once: each from its own calls, with its own weights, optimizer, engine
+and checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from ramify.engine.limits import Limits
+from ramify.errors import ConfigError
+from ramify.models.weights import read_weights
+from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward, generated
+from ramify.train.advantages.group_estimators import DrGRPO
+from ramify.train.assemble import assemble
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.config import (
+    EvaluateSpec,
+    PolicySpec,
+    RlSpec,
+    Run,
+    Schedule,
+    TaskSpec,
+    TrainedPolicySpec,
+)
+from ramify.train.data.sft_data import read as read_trajectories
+from ramify.train.depth_models import DepthSpec
+from ramify.train.metrics import read_metrics
+from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.rollouter import RolloutOptions
+from ramify.types.message import Message
+from ramify.types.trajectory import Trajectory
+from tests.shown import train
+from tests.train.small import _make, small
+from tests.train.test_depth_models import FROZEN, POLICY, served
+from tests.train.test_loop import Killed, kill_at, same
+
+
+def _letters(item: Item, trajectory: Trajectory) -> float:
+    """The share of even letters of the answer, whoever gave them."""
+    text = str(trajectory.answer or "")
+    if text == str(item.gold):
+        return 1.0
+    return sum(ord(letter) % 2 == 0 for letter in text) / len(text) * 0.9 if text else 0.0
+
+
+letters = SimpleTask("letters", generated("letters", _make), WholeTrajectoryReward(_letters))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy to begin with."""
+    out = tmp_path_factory.mktemp("trained")
+    train(small(warmup=None, rl=None, evaluate=EvaluateSpec(num=1, final=())), out)
+    return out / "policy"
+
+
+def run_of(policy: Path, children: DepthSpec, **changes: Any) -> Run:
+    """A scripted root, which asks ``policy`` and ``children`` by name."""
+    fields: dict[str, Any] = {
+        "policy": PolicySpec(path=str(policy), slots=16),
+        "task": TaskSpec(name="tests.train.test_two_policies:letters"),
+        "warmup": None,
+        "sft": None,
+        "depths": (FROZEN, POLICY, children),
+        "limits": Limits(
+            max_turns=1,
+            max_depth=2,
+            max_reply_tokens=12,
+            max_reasoning_tokens=0,
+            max_seconds=300,
+        ),
+        "evaluate": EvaluateSpec(num=1, final=()),
+        "schedule": Schedule(evaluate_every=None, save_rollouts_every=1, keep_last=9),
+        "rl": RlSpec(
+            steps=3,
+            sample=StepSampleSpec(items=1),
+            rollout=RolloutOptions(group=3, concurrency=1),
+            algorithm=DrGRPO(),
+            optim=OptimizerSpec(lr=1e-2),
+        ),
+        "deterministic": True,
+    }
+    return small(**(fields | changes))
+
+
+def trained_over(run: Run, out: Path, children: str, **options: Any) -> Any:
+    """Train; the root's code calls the second policy ``children``."""
+
+    def script(messages: Sequence[Message]) -> str:
+        return f"FINAL(llm_query('a', model='small') + llm_query('b', model='{children}'))"
+
+    with pytest.MonkeyPatch.context() as patch, served(script) as server:
+        patch.setenv("OPENAI_API_KEY", "sk-test")
+        patch.setenv("OPENAI_BASE_URL", server.url)
+        return train(run, out, **options)
+
+
+CHILDREN = DepthSpec(model="children")
+
+
+def both(policy: Path, lr: float, **changes: Any) -> Run:
+    spec = TrainedPolicySpec(policy=PolicySpec(path=str(policy)), optim=OptimizerSpec(lr=lr))
+    return run_of(policy, CHILDREN, policies={"children": spec}, **changes)
+
+
+def weights(out: Path, name: str = "policy") -> dict[str, Any]:
+    return read_weights(out / name)
+
+
+def test_with_learning_rate_0_the_other_learns_as_over_a_frozen_policy(
+    trained: Path, tmp_path: Path
+) -> None:
+    model = f"local:{trained}"
+    trained_over(both(trained, 0.0), tmp_path / "both", "small.children")
+    trained_over(run_of(trained, DepthSpec(model=model)), tmp_path / "frozen", model)
+    assert same(tmp_path / "both", tmp_path / "frozen")
+    names = ("loss", "reward", "grad_norm", "advantage_std", "entropy")
+    ours, theirs = (
+        [
+            {name: row.values[name] for name in names if name in row.values}
+            for row in read_metrics(tmp_path / folder)
+            if "learn_s" in row.values
+        ]
+        for folder in ("both", "frozen")
+    )
+    assert ours == theirs
+    first, last = weights(trained.parent), weights(tmp_path / "both", "policies/children")
+    assert all(torch.equal(first[name], last[name]) for name in first)
+    assert not same(trained.parent, tmp_path / "both")
+
+
+def test_each_learns_from_its_own_calls_and_resumes(trained: Path, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run = both(trained, 5e-3)
+    state = trained_over(run, whole, "small.children")
+    rows = [row.values for row in read_metrics(whole) if "learn_s" in row.values]
+    assert [row["policy.children/lr"] for row in rows] == [5e-3] * 3
+    assert all(row["lr"] == 1e-2 for row in rows)
+    trees = list(read_trajectories(whole / f"rollouts/step-{state.step:06d}.jsonl"))
+    models = {
+        tree.call(place.split("/")[0]).model
+        for tree in trees
+        for place in tree.metadata["advantages"]
+    }
+    assert models == {"local:small", "local:small.children"}
+    first = weights(trained.parent)
+    for name in ("policy", "policies/children"):
+        last = weights(whole, name)
+        assert not all(torch.equal(first[each], last[each]) for each in first)
+    with pytest.raises(Killed):
+        trained_over(
+            msgspec.structs.replace(run, schedule=Schedule(evaluate_every=None, checkpoint_every=1)),
+            broken,
+            "small.children",
+            listener=kill_at(3),
+        )
+    trained_over(run, broken, "small.children", resume=broken)
+    for name in ("policy", "policies/children"):
+        ours, theirs = weights(whole, name), weights(broken, name)
+        assert all(torch.equal(ours[each], theirs[each]) for each in ours)
