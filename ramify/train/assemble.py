@@ -29,7 +29,7 @@ from ramify.tasks.base import Task, task_of
 from ramify.train.backends.base import BACKENDS, ComputeSpec, OptimizerSpec, has_bf16
 from ramify.train.config import PolicySpec, Run
 from ramify.train.demonstrations import demonstrations_of, rows_of
-from ramify.train.depth_models import check_models
+from ramify.train.depth_models import check_models, check_scaffolds
 from ramify.train.policy_defaults import shape_for, vocabulary_for, with_policy_defaults
 from ramify.train.precision import RunPrecision, precision_of
 from ramify.train.preflight import (
@@ -138,6 +138,7 @@ def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
     check_signals(run)
     check_schedules(run)
     check_deterministic(run)
+    check_scaffolds(run.depths, scaffold)
     check_models(run.depths, run.frozen)
     precision = precision_of(run, _stored(run), device, has_bf16=has_bf16(device))
     engines = sleeping(run, device)

@@ -24,6 +24,8 @@ import msgspec
 from ramify.clients.base import Client, Price, Request
 from ramify.clients.pool import ClientPool
 from ramify.engine.limits import Ledger, Limits
+from ramify.engine.resources import DepthOptions
+from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.errors import ConfigError, LimitReached, ModelError, Refused
 from ramify.train.advantages.base import AssignedStep
 from ramify.train.optional_fields import check_optional
@@ -50,6 +52,13 @@ class DepthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Temperature of its samples; None: that of the rollouts."""
     max_reply_tokens: int | None = None
     """Maximum tokens of a reply; None: ``limits.max_reply_tokens``."""
+    max_turns: int | None = None
+    """Maximum requests of one of its calls; None: ``limits.max_turns``."""
+    scaffold: str | None = None
+    """Scaffold of its sessions, with the protocol of the run's; None: the run's. The root's is
+    always the run's."""
+    tools: tuple[str, ...] | None = None
+    """Names of the task's tools (``TaskStart.tools``) that its sessions have; None: all."""
 
     def __post_init__(self) -> None:
         if not self.model.strip():
@@ -58,6 +67,12 @@ class DepthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             )
         check_optional("depths", "that of the rollouts", temperature=self.temperature)
         check_optional("depths", "limits.max_reply_tokens", max_reply_tokens=self.max_reply_tokens)
+        check_optional("depths", "limits.max_turns", max_turns=self.max_turns)
+
+    def options(self) -> DepthOptions:
+        """What the engine needs to know of it."""
+        scaffold = None if self.scaffold is None else scaffold_of(self.scaffold)
+        return DepthOptions(self.max_turns, scaffold, self.tools)
 
     @property
     def is_frozen(self) -> bool:
@@ -122,11 +137,31 @@ def check_depths(
             f"depths: no depth up to limits.max_depth={max_depth} has the model 'policy', so "
             "nothing would be trained: give it to one of them"
         )
-    if has_workers:
+    frozen = [each.model for each in depths if each.is_frozen]
+    if has_workers and frozen:
         raise ConfigError(
-            "depths: models by depth need rollouts in the trainer's process: remove the role "
-            "rollouts from placement"
+            f"depths: rollout workers cannot share the budget of {frozen[0]}: remove the role "
+            "rollouts from placement, or give each depth the model 'policy'"
         )
+
+
+def check_scaffolds(depths: Sequence[DepthSpec], scaffold: Scaffold) -> None:
+    """Raise ConfigError for a scaffold that cannot be combined with the run's."""
+    for depth, spec in enumerate(depths):
+        if spec.scaffold is None:
+            continue
+        if not depth:
+            raise ConfigError(
+                f"depths: the root's scaffold is the run's: set scaffold={spec.scaffold}, and "
+                "leave it out of the first depth"
+            )
+        own = scaffold_of(spec.scaffold)
+        if (own.protocol, own.stop) != (scaffold.protocol, scaffold.stop):
+            raise ConfigError(
+                f"depths: the scaffold '{spec.scaffold}' of depth {depth} has the protocol "
+                f"{own.protocol}, and the run's has {scaffold.protocol}: give scaffolds with the "
+                "same protocol and stop texts"
+            )
 
 
 def check_models(depths: Sequence[DepthSpec], frozen: FrozenSpec) -> None:

@@ -85,7 +85,13 @@ async def open_rollouts(parts: RunParts, out: Path, opened: dict[str, Closable])
         latest_values(out),
         others={name: seen for name, (_, seen) in others.items()},
     )
-    rlm = RLM(depths.clients, limits=run.limits, scaffold=parts.scaffold, sandbox=run.sandbox)
+    rlm = RLM(
+        depths.clients,
+        limits=run.limits,
+        scaffold=parts.scaffold,
+        sandbox=run.sandbox,
+        depths=[each.options() for each in run.depths],
+    )
     return RolloutParts(client, audited, rlm, workers, depths, others)
 
 
@@ -199,6 +205,7 @@ def _worker_spec(parts: RunParts, client: HttpEngines, checkpoint: Path) -> Roll
         grace_s=run.rl.rollout.grace_s,
         direct=run.rl.rollout.direct,
         thinking=run.policy.thinking,
+        depths=run.depths,
         variables=tuple(each.variable for each in run.placement.services.values())
         if run.placement
         else (),
