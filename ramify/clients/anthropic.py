@@ -20,8 +20,7 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import ASSUMED_WINDOW, Price, Request, counted, finish_of
-from ramify.clients.chat_json import is_strict, without_surrogates
-from ramify.clients.failures import from_status, redacted
+from ramify.clients.chat_json import from_status, is_strict, redacted, without_surrogates
 from ramify.clients.providers import no_key, split_name, split_url
 from ramify.errors import BadReply, ConfigError, ModelError, Refused, ReplyLost, Unreachable
 from ramify.secrets import remember

@@ -18,7 +18,7 @@ import msgspec
 
 from ramify.clients import chat_json
 from ramify.clients.base import Price, Request, dollars, is_known_finish
-from ramify.clients.failures import from_status, redacted
+from ramify.clients.chat_json import from_status, redacted
 from ramify.clients.providers import Endpoint, ProviderSpec, split_name, split_url
 from ramify.errors import BadReply, ConfigError, ModelError, Refused, ReplyLost, Unreachable
 from ramify.types.message import Reply

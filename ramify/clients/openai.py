@@ -14,7 +14,7 @@ import msgspec
 
 from ramify.clients import chat_json, responses_json
 from ramify.clients.base import Price, Request
-from ramify.clients.failures import from_status, redacted
+from ramify.clients.chat_json import from_status, redacted
 from ramify.clients.http1 import HttpResponse
 from ramify.clients.pool import HttpConnectionPool, route_to
 from ramify.clients.providers import RESPONSES_PATH, Endpoint

@@ -207,8 +207,8 @@ CLIENTS = Registry(
         "anthropic": "ramify.clients.anthropic:AnthropicClient",
         "litellm": "ramify.clients.litellm:LiteLLMClient",
         "scripted": "ramify.clients.scripted:connect",
-        "local": "ramify.inference.connect_local:connect",
-        "tiny": "ramify.inference.connect_local:connect",
+        "local": "ramify.inference.local:connect",
+        "tiny": "ramify.inference.local:connect",
     },
 )
 """Provider -> a ``ProviderSpec``, or a function ``(name, *, window, price, key, base_url) ->

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.inference.local.step import StepTiming
+from ramify.inference.local.slots import StepTiming
 from ramify.train.metrics import StepMetrics
 
 _EARLIER = "processors.jsonl"

@@ -114,7 +114,7 @@ class CellHost:
         # Checking a large schema takes a second, so it runs in a thread.
         kind = None if schema is None else await asyncio.to_thread(_schema_check, schema)
         calls = [self._sub_call("lm", client, prompt) for prompt in prompts]
-        return await self._all([self._plain(call, call.question, kind) for call in calls])
+        return await self._all(calls, lambda call: self._plain(call, call.question, kind))
 
     async def _plain(self, call: LiveCall, prompt: str, kind: AnswerType | None) -> CallOutcome:
         self._run.begin(call)
@@ -158,8 +158,10 @@ class CellHost:
         }.values():
             if context is not self._call.context:
                 await self._run.keep_context(context)
+        if not deep:
+            return await self._all(calls, self._too_deep)
         slots = asyncio.Semaphore(self._run.setup.limits.max_children)
-        return await self._all([self._child(call, slots) for call in calls])
+        return await self._all(calls, self._loop.run_child, slots)
 
     def _question_and_context(self, prompt: str, value: Any) -> tuple[str, SharedContext | None]:
         if value is not None:
@@ -170,12 +172,6 @@ class CellHost:
                 SharedContext(prompt),
             )
         return prompt, self._call.context
-
-    async def _child(self, call: LiveCall, slots: asyncio.Semaphore) -> CallOutcome:
-        if call.kind == "lm":
-            return await self._too_deep(call)
-        async with slots:
-            return await self._loop.run_child(call)
 
     async def _too_deep(self, call: LiveCall) -> CallOutcome:
         """Answer a child at the depth limit with one plain call that gets question and context."""
@@ -312,10 +308,17 @@ class CellHost:
         failures = dict.fromkeys(range(num), why)
         raise HostCallError("SubcallError", why, {"results": [None] * num, "failures": failures})
 
-    async def _all(self, work: list[Awaitable[CallOutcome]]) -> list[Any]:
-        """Return the answers in order. If one failed, raise SubcallError with the answers that did
-        arrive."""
-        outcomes = await asyncio.gather(*(_caught(item) for item in work))
+    async def _all(
+        self,
+        calls: list[LiveCall],
+        run: Callable[[LiveCall], Awaitable[CallOutcome]],
+        slots: contextlib.AbstractAsyncContextManager[Any] | None = None,
+    ) -> list[Any]:
+        """Run ``calls`` at the same time, each while it holds one of ``slots`` (if given).
+
+        Returns the answers in order; if one failed, raises SubcallError with those that arrived.
+        """
+        outcomes = await asyncio.gather(*(_caught(run, call, slots) for call in calls))
         failures = {
             index: outcome.error
             for index, outcome in enumerate(outcomes)
@@ -361,10 +364,15 @@ def failure_kind(outcome: CallOutcome) -> str:
             return "error"
 
 
-async def _caught(work: Awaitable[CallOutcome]) -> CallOutcome:
+async def _caught(
+    run: Callable[[LiveCall], Awaitable[CallOutcome]],
+    call: LiveCall,
+    slots: contextlib.AbstractAsyncContextManager[Any] | None,
+) -> CallOutcome:
     """Return a failure as data, so that the rest of a batch continues."""
     try:
-        return await work
+        async with slots or contextlib.nullcontext():
+            return await run(call)
     except (LimitReached, ModelError, SandboxError, ReplayDiverged) as error:
         return CallOutcome(Stop.ERROR, error=str(error), failure=error)
 

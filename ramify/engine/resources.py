@@ -30,8 +30,8 @@ from ramify.sandbox.base import Sandbox, SandboxSpec, launch, open_sandbox, warn
 
 if TYPE_CHECKING:
     from ramify.engine.reply_reuse import ReusableReplies
-    from ramify.store.blobs import BlobStore
     from ramify.store.journal import Journal
+    from ramify.store.private_files import BlobStore
     from ramify.store.store import Store
 
 _log = RoomLogger("engine")

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.clients.base import Client
-from ramify.engine import loop_watch, observe
+from ramify.engine import observe, threads
 from ramify.engine.branch import BranchedLoop
 from ramify.engine.call import CallOutcome, LiveCall, context_ref, jsonable, typed_record
 from ramify.engine.event_recorder import EventRecorder
 from ramify.engine.host import ask_plain
-from ramify.engine.loop_watch import LoopWatch
 from ramify.engine.question import Question
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels, SharedResources
 from ramify.engine.rlm_loop import RlmLoop
 from ramify.engine.run_state import RunState
+from ramify.engine.threads import LoopWatch
 from ramify.engine.typed import Citation, CitedAnswer
 from ramify.errors import (
     ConfigError,
@@ -124,7 +124,7 @@ class RunHandle:
         self._answered_by = ""
         self._requested_stop: Stop | None = None
         self._thread = threading.get_ident()
-        self._on_blocked = loop_watch.on_blocked.get()
+        self._on_blocked = threads.on_blocked.get()
         with in_run(self.id, self._warn):  # the task inherits it
             self._task = asyncio.get_running_loop().create_task(self._drive())
 

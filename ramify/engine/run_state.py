@@ -25,10 +25,10 @@ import msgspec
 from ramify.engine import observe
 from ramify.engine.call import CallOutcome, LiveCall, context_ref, jsonable
 from ramify.engine.event_recorder import EventRecorder
-from ramify.engine.loop_watch import waiting_at
 from ramify.engine.model_requests import ModelRequests, closed
 from ramify.engine.question import Question
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels
+from ramify.engine.threads import waiting_at
 from ramify.errors import LoopBlocked, RamifyError, ReplyCut
 from ramify.logging import RoomLogger
 from ramify.sandbox.base import Session

@@ -17,8 +17,8 @@ from ramify.errors import Unreachable as Unreachable
 from ramify.inference.base import CachePressure as CachePressure
 from ramify.inference.base import EngineLost as EngineLost
 from ramify.inference.base import InferenceClient as InferenceClient
-from ramify.inference.connect_local import connect as connect
 from ramify.inference.http.inference_spec import InferenceSpec as InferenceSpec
+from ramify.inference.local import connect as connect
 from ramify.inference.local.local_client import LocalClient as LocalClient
 from ramify.inference.weight_sync.base import WeightChunk as WeightChunk
 from ramify.inference.weight_sync.base import WeightPiece as WeightPiece

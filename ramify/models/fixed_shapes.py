@@ -10,7 +10,7 @@ Kernels round differently for different shapes, so every operation here has one 
 number of tokens. In a fixed shape, the rows of the kernels that are used round alike wherever they
 are; ``selfcheck.py`` checks that on the device. Gradients are those of ordinary attention. They
 depend on the batch, which is the same if the rollouts are. Not here: the order of rollouts
-(``train/rollouts``) and the engine's cache (``inference/local/fixed_runner.py``).
+(``train/rollouts``) and the engine's cache (``inference/local/model_runner.py``).
 
 Legend: n rows of a block or queries of a run, T tokens, H query heads, K key-value heads, g query
 heads per key head, d head size, L keys, D width, V vocabulary.

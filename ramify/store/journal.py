@@ -29,9 +29,9 @@ import msgspec
 
 from ramify.errors import RunInUse, StoreError
 from ramify.secrets import SecretRedactor
-from ramify.store.blobs import BlobStore
 from ramify.store.private_files import (
     FILE_MODE,
+    BlobStore,
     Bytes,
     FsyncFlusher,
     release_reserve,

@@ -20,9 +20,8 @@ import msgspec
 
 from ramify.errors import ConfigError, StoreError
 from ramify.logging import RoomLogger
-from ramify.store.blobs import BlobStore
 from ramify.store.journal import open_locked, writer, writer_file
-from ramify.store.private_files import EVALUATIONS, FILE_MODE, remove_file, reserve_bytes
+from ramify.store.private_files import EVALUATIONS, FILE_MODE, BlobStore, remove_file, reserve_bytes
 from ramify.store.reviews import review_file
 
 _log = RoomLogger("store")

@@ -3,7 +3,7 @@
     ROOT/runs/RUN_ID.jsonl      a run's events, one per line, append-only  (journal.py)
     ROOT/runs/RUN_ID.review.json  labels, a note and corrected scores      (reviews.py)
     ROOT/runs/RUN_ID.writer     the process that writes it now
-    ROOT/blobs/ab/DIGEST        contexts and long outputs, stored once     (blobs.py)
+    ROOT/blobs/ab/DIGEST        contexts and long outputs, stored once     (private_files.py)
     ROOT/index.sqlite           summaries for a listing; may be deleted
     ROOT/cache/replies.sqlite   the optional call cache                    (call_cache.py)
     ROOT/ramify.reserve         space for the last replies, if the disk gets full
@@ -26,7 +26,6 @@ import msgspec
 
 from ramify.errors import StoreError, UnknownRun
 from ramify.secrets import SecretRedactor
-from ramify.store.blobs import BlobStore
 from ramify.store.journal import (
     Journal,
     check_version,
@@ -38,7 +37,7 @@ from ramify.store.journal import (
     read_events,
     writer,
 )
-from ramify.store.private_files import FsyncFlusher, keep_reserve, make_folder
+from ramify.store.private_files import BlobStore, FsyncFlusher, keep_reserve, make_folder
 from ramify.store.prune import PruneResult, StorePruner
 from ramify.store.reviews import RunReview, listed_reviews, read_reviews, write_review
 from ramify.types.call_tree import as_text, cut

@@ -49,7 +49,7 @@ import msgspec
 
 from ramify.evaluate.evaluation_report import RIGHT
 from ramify.evaluate.statistics import pass_at_k
-from ramify.inference.local.step import StepTiming
+from ramify.inference.local.slots import StepTiming
 from ramify.tasks.base import total
 from ramify.types.trajectory import Call, Group, Trajectory
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from ramify.actors.launcher import Launcher, LocalLauncher
 from ramify.engine.rlm import RLM
+from ramify.inference.base import AuditedClient
 from ramify.train.assemble import RunParts
-from ramify.train.audited_client import AuditedClient
 from ramify.train.depth_models import DepthModels
 from ramify.train.metrics import latest_values
 from ramify.train.placement.rollout_worker import RolloutWorkerSpec

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ramify.actors.launcher import closing
 from ramify.errors import ConfigError
+from ramify.inference.base import AuditedClient
 from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.store.call_cache import CallCache
@@ -26,7 +27,6 @@ from ramify.store.store import Store
 from ramify.tasks.base import items_of
 from ramify.train.advantages.base import needs_of
 from ramify.train.assemble import RunParts, adapters_of, device_of, read_in_parts
-from ramify.train.audited_client import AuditedClient
 from ramify.train.config import plain
 from ramify.train.demonstrations import num_demonstrated
 from ramify.train.depth_models import POLICY, OwnCalls, temperatures
@@ -320,7 +320,7 @@ def _teachers(
     weights: PolicyWeights,
 ) -> RunTeachers | None:
     """The models that score for signals; None if no signal needs one."""
-    from ramify.inference.connect_local import connect
+    from ramify.inference.local import connect
     from ramify.inference.local.local_client import LocalClient
     from ramify.train.backends.single import SingleBackend
 

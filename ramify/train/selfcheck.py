@@ -26,8 +26,7 @@ import numpy as np
 
 from ramify.clients.base import Request, Sampling
 from ramify.errors import TrainError
-from ramify.inference.base import EngineLost, InferenceClient, engines_of
-from ramify.train.audited_client import AuditedClient
+from ramify.inference.base import AuditedClient, EngineLost, InferenceClient, engines_of
 from ramify.train.backends.base import Backend
 from ramify.train.data.pack import pack
 from ramify.train.precision import CanaryLimits

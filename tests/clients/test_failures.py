@@ -4,7 +4,7 @@ from email.utils import format_datetime
 
 import pytest
 
-from ramify.clients.failures import redacted, retry_after_s, seconds_of
+from ramify.clients.chat_json import redacted, retry_after_s, seconds_of
 
 
 @pytest.mark.parametrize(

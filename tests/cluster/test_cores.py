@@ -15,7 +15,7 @@ from ramify.cluster.rate import EngineRate
 from ramify.cluster.recorded_cpu import RecordedCpu, recorded_cpu
 from ramify.cluster.simulated_engine import SimulatedCache, SimulatedEngine
 from ramify.cluster.simulated_rollout import SimulatedCores
-from ramify.inference.local.step import StepTiming, StepTimings
+from ramify.inference.local.slots import StepTiming, StepTimings
 from ramify.train.metrics import CpuMeter, MetricsFile, read_metrics
 
 

@@ -13,7 +13,7 @@ import ramify
 from ramify import Limits, Sampling
 from ramify.errors import ConfigError
 from ramify.inference.base import made_for
-from ramify.inference.connect_local import connect
+from ramify.inference.local import connect
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import save_policy
 from tests.inference.helpers import WINDOW, policy
@@ -81,7 +81,7 @@ def test_a_name_costs_no_import() -> None:
     script = (
         "import sys; sys.modules['torch'] = None; import ramify\n"
         "from ramify.inference.base import made_for\n"
-        "from ramify.inference.connect_local import connect\n"
+        "from ramify.inference.local import connect\n"
         "made_for('local:/nowhere'); ramify.RLM('local:/nowhere')\n"
         "import importlib.util; found = importlib.util.find_spec\n"
         "assert not {'transformers', 'numpy', 'tokenizers'} & set(sys.modules)\n"

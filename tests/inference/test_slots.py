@@ -4,8 +4,7 @@ letters."""
 from __future__ import annotations
 
 from ramify.inference.local.generation import Generation
-from ramify.inference.local.slots import SlotMove, SlotTable
-from ramify.inference.local.step import EngineStep, SlotSpan
+from ramify.inference.local.slots import EngineStep, SlotMove, SlotSpan, SlotTable
 
 
 def generation(text: str, affinity: str = "") -> Generation:

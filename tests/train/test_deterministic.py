@@ -13,10 +13,10 @@ import torch
 
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, TrainError
+from ramify.inference.base import AuditedClient
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy
 from ramify.train.assemble import assemble
-from ramify.train.audited_client import AuditedClient
 from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import LoraSpec, Run

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.inference.weight_sync.held_weights import sweep
+from ramify.inference.weight_sync.base import sweep
 from ramify.inference.weight_sync.shared_memory import SharedMemorySync
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward, generated

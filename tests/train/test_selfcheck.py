@@ -14,6 +14,7 @@ import torch
 from ramify import RLM
 from ramify.clients.base import Request
 from ramify.errors import TrainError
+from ramify.inference.base import AuditedClient
 from ramify.inference.http.http_engines import HttpEngines
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
@@ -22,7 +23,6 @@ from ramify.models.load import Policy, from_config
 from ramify.serve.policy import PolicyServer
 from ramify.tasks.base import items_of
 from ramify.train.assemble import RunParts, assemble
-from ramify.train.audited_client import AuditedClient
 from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import pack
 from ramify.train.preflight import first_prompt

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ramify.inference.local.slots import SlotMove
-from ramify.inference.local.step import EngineStep, SlotSpan
+from ramify.inference.local.slots import EngineStep, SlotMove, SlotSpan
 
 
 class CacheLayout(NamedTuple):

@@ -31,8 +31,7 @@ from torch import Tensor, nn
 from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, Refused, ServerFailed
 from ramify.inference.base import TAGS, CachePressure, prompt_ids, spoken, too_long
-from ramify.inference.local.engine import EngineLimits, LocalEngine
-from ramify.inference.local.engine_thread import EngineThread
+from ramify.inference.local.engine import EngineLimits, EngineThread, LocalEngine
 from ramify.inference.local.generation import Generation, SamplingSettings, log_softmax
 from ramify.inference.local.model_runner import runner_of
 from ramify.inference.local.sleeping_weights import SleepingWeights

@@ -1,16 +1,33 @@
 """The model interface of the engine: a step of tokens in, logits out, and a cache of slots.
 
-``FlatRunner`` computes all spans of a step in one pass over one token axis. A model
-gets the fastest runner that gives its own results:
+A model gets the fastest runner that gives its own results:
 
-    DenseModel             one pass
-    transformers module    one pass through its attention interface, if a probe gives the logits
-                           of the module alone (``models.trunk``); otherwise one sequence at a
-                           time, with transformers' own cache (``module_runner.py``)
+    DenseModel             ``FlatRunner``: all spans of a step in one pass over one token axis
+    transformers module    ``FlatRunner`` through its attention interface, if a probe gives the
+                           logits of the module alone (``models.trunk``); otherwise
+                           ``ModuleRunner``: one sequence at a time, with transformers' own cache
+    in fixed shapes        ``FixedShapeRunner``: a token's logits have the same bits whatever else
+                           is in the step, in the cache, or in the slot's past
+                           (``models/fixed_shapes.py``)
+
+``ModuleRunner`` is correct for every kind of model, and slow. What a model's cache supports is
+tested once when the model is loaded, since some caches silently give wrong results for unsupported
+operations:
+
+    cut       crop the cache to its first tokens, for a sequence that shares only those
+    extend    extend it by several tokens at once; state-space models continue one by one
+
+``FixedShapeRunner`` computes tokens in blocks of 64, one pass each, so a step of one sequence costs
+as much as a step of 64. With products in bf16, weights stay in fp32 as in the trainer, and are cast
+once per step.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import inspect
+import itertools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -18,13 +35,235 @@ import torch
 from torch import Tensor, nn
 
 from ramify.errors import ConfigError
-from ramify.inference.local.fixed_runner import FixedShapeRunner
 from ramify.inference.local.kv_cache import CacheLayout, KeyValueCache, StepAttention
-from ramify.inference.local.module_runner import ModuleRunner
-from ramify.inference.local.slots import SlotMove
-from ramify.inference.local.step import EngineStep, SlotSpan
+from ramify.inference.local.slots import EngineStep, SlotMove, SlotSpan
 from ramify.models.dense import CausalAttention, DenseModel
+from ramify.models.fixed_shapes import (
+    BLOCK,
+    attend_path,
+    cast_for_products,
+    in_blocks,
+    padded,
+    runs_of,
+)
 from ramify.models.trunk import ModuleTrunk
+
+
+class FixedShapeRunner:
+    """Implements ``ModelRunner`` in fixed shapes."""
+
+    is_fixed = True
+
+    def __init__(self, model: DenseModel, products: torch.dtype) -> None:
+        """``products``: the precision of matrix products, which the trainer also uses."""
+        shape, parameter = model.shape, next(model.parameters())
+        sizes = (shape.num_layers, shape.num_kv_heads, shape.head_size)
+        self._model = model
+        self._products = products
+        self._device = parameter.device
+        self._layout = CacheLayout(*sizes, products, parameter.device)
+        self.bytes_per_token = self._layout.bytes_per_token
+        self._cache = KeyValueCache(self._layout, 1, BLOCK)
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._cache.kv.untyped_storage().nbytes()
+
+    def forward(self, step: EngineStep, wanted: Sequence[bool]) -> Tensor:
+        tokens = list(zip(step.slots, step.positions, step.ids, strict=True))
+        rows = list(range(len(tokens)))
+        for span, is_wanted in zip(step.spans, wanted, strict=True):
+            tokens += [(span.slot, span.start + at, id) for at, id in enumerate(span.ids)]
+            rows += [len(tokens) - 1] if is_wanted else []
+        return self._logits(self._cache, tokens, rows)
+
+    def change(self, change: SlotMove) -> None:
+        self._cache.change(change)
+
+    def resize(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
+        self._cache = self._cache.resized(stay, num_slots, padded(capacity))
+
+    def forget(self) -> None:
+        """Nothing to do: slots are written before they are read."""
+
+    @torch.inference_mode()
+    def all_logits(self, ids: Sequence[int]) -> Tensor:
+        cache = KeyValueCache(self._layout, 1, padded(len(ids)))
+        tokens = [(0, position, id) for position, id in enumerate(SlotSpan(0, 0, ids).ids)]
+        return self._logits(cache, tokens, range(len(ids)))
+
+    def _logits(
+        self, cache: KeyValueCache, tokens: Sequence[tuple[int, int, int]], rows: Sequence[int]
+    ) -> Tensor:
+        """fp32 [n, V] after the ``tokens`` (slot, position, id) at the indices ``rows``."""
+        with self._precision():
+            h_TD = torch.cat(
+                [
+                    self._block(cache, tokens[start : start + BLOCK])
+                    for start in range(0, len(tokens), BLOCK)
+                ]
+            )
+            index = torch.tensor(rows, dtype=torch.long, device=self._device)
+            return in_blocks(self._model.logits, h_TD.index_select(0, index))
+
+    def _block(self, cache: KeyValueCache, tokens: Sequence[tuple[int, int, int]]) -> Tensor:
+        """[n, D] of at most ``BLOCK`` tokens."""
+        slots, positions, ids = (list(each) for each in zip(*tokens, strict=True))
+        padding = [0] * (BLOCK - len(tokens))
+        ids_T, positions_T = torch.tensor(
+            [[*ids, *padding], [*positions, *padding]], device=self._device
+        )
+        attend = _CachedBlock(cache, slots, positions)
+        return self._model.hidden(ids_T, positions_T, attend)[: len(tokens)]
+
+    def _precision(self) -> contextlib.AbstractContextManager[object]:
+        if self._products == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, self._products)
+
+
+class _CachedBlock:
+    """Attention of one block over the cache. Implements ``dense.CausalAttention``."""
+
+    def __init__(self, cache: KeyValueCache, slots: list[int], positions: list[int]) -> None:
+        self._cache = cache
+        self._runs = runs_of(slots, positions)
+        self._num = len(slots)
+        stride = cache.heads * cache.capacity
+        rows = torch.tensor(slots) * stride + torch.tensor(positions)
+        heads = torch.arange(cache.heads) * cache.capacity
+        self._write_at = (rows[:, None] + heads).flatten().to(cache.kv.device)
+
+    def __call__(
+        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
+    ) -> Tensor:
+        q_THd, k_TKd, v_TKd = cast_for_products(q_THd, k_TKd, v_TKd)
+        for rows, new in zip(self._cache.rows[layer], (k_TKd, v_TKd), strict=True):
+            rows.index_copy_(0, self._write_at, new[: self._num].reshape(-1, self._cache.size))
+        o_THd = torch.zeros_like(q_THd)
+        for run in self._runs:
+            at, length = slice(run.row, run.row + run.num), padded(run.position + run.num)
+            k, v = (self._cache.kv[which, layer, run.source, :, :length] for which in (0, 1))
+            o_THd[at] = attend_path(q_THd[at], k, v, run.position, scale)
+        return o_THd
+
+
+class ModuleRunner:
+    """Runs a transformers module."""
+
+    bytes_per_token = cache_bytes = 0
+    is_fixed = False
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module: Any = module
+        self._device = next(module.parameters()).device
+        takes = inspect.signature(module.forward).parameters
+        self._field = "cache_params" if "cache_params" in takes else "past_key_values"
+        self._memories: list[_Memory] = []
+        self._can_extend = self._can_cut = True
+        self._try_out()
+
+    def forward(self, step: EngineStep, wanted: Sequence[bool]) -> Tensor:
+        single = [
+            SlotSpan(*each)
+            for each in zip(step.slots, step.positions, ([id] for id in step.ids), strict=True)
+        ]
+        logits = [self._after(self._memories[span.slot], span) for span in [*single, *step.spans]]
+        chosen = [*logits[: len(single)], *itertools.compress(logits[len(single) :], wanted)]
+        return torch.stack(chosen) if chosen else torch.empty(0)
+
+    def change(self, change: SlotMove) -> None:
+        memories = self._memories
+        if change.kind == "swap":
+            memories[change.source], memories[change.target] = (
+                memories[change.target],
+                memories[change.source],
+            )
+        else:
+            memories[change.target] = memories[change.source].copy()
+
+    def resize(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
+        memories = [self._memories[slot] for slot in stay if slot < len(self._memories)]
+        self._memories = memories + [_Memory() for _ in range(num_slots - len(memories))]
+
+    def forget(self) -> None:
+        self._memories = [_Memory() for _ in self._memories]
+
+    @torch.inference_mode()
+    def all_logits(self, ids: Sequence[int]) -> Tensor:
+        outputs = self._module(
+            input_ids=torch.tensor([list(ids)], device=self._device), use_cache=False
+        )
+        logits_TV: Tensor = outputs.logits[0].float()
+        return logits_TV
+
+    def _after(self, memory: _Memory, span: SlotSpan) -> Tensor:
+        """fp32 logits [V] after a span, whose beginning is in ``memory``."""
+        new = list(span.ids)
+        if not memory.cut(span.start, self._can_cut):
+            new, memory.ids, memory.cache = [*memory.ids[: span.start], *new], [], None
+        whole = self._can_extend or memory.cache is None
+        for part in [new] if whole else [[token] for token in new]:
+            logits_V = self._pass(memory, part)
+        return logits_V
+
+    def _pass(self, memory: _Memory, ids: list[int]) -> Tensor:
+        known = {} if memory.cache is None else {self._field: memory.cache}
+        outputs = self._module(
+            input_ids=torch.tensor([ids], device=self._device), use_cache=True, **known
+        )
+        memory.cache = getattr(outputs, self._field)
+        memory.ids += ids
+        logits_V: Tensor = outputs.logits[0, -1].float()
+        return logits_V
+
+    @torch.inference_mode()
+    def _try_out(self) -> None:
+        """Find out what the cache supports, by comparing logits."""
+        vocabulary = self._module.config.get_text_config().vocab_size
+        ids = [(1 + 13 * index) % vocabulary for index in range(8)]
+        other = [*ids[:4], *((5 + 7 * index) % vocabulary for index in range(4))]
+        memory = _Memory()
+        self._after(memory, SlotSpan(0, 0, ids[:3]))
+        self._can_extend = self._gives(memory, SlotSpan(0, 3, ids[3:]), ids)
+        memory = _Memory()
+        self._after(memory, SlotSpan(0, 0, ids))
+        self._can_cut = self._can_extend and self._gives(memory, SlotSpan(0, 4, other[4:]), other)
+
+    def _gives(self, memory: _Memory, span: SlotSpan, ids: Sequence[int]) -> bool:
+        try:
+            cached = self._after(memory, span)
+        except (NotImplementedError, ValueError, RuntimeError, AttributeError, IndexError):
+            return False
+        expected = self.all_logits(ids)[-1]
+        tolerance = 1e-3 if self._module.dtype == torch.float32 else 5e-2
+        return bool(torch.allclose(cached, expected, rtol=tolerance, atol=tolerance))
+
+
+class _Memory:
+    """Contents of a slot: the ids that went into it, and transformers' cache of them."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.cache: Any = None
+
+    def copy(self) -> _Memory:
+        other = _Memory()
+        other.ids, other.cache = list(self.ids), copy.deepcopy(self.cache)
+        return other
+
+    def cut(self, length: int, can_cut: bool) -> bool:
+        """Keep only the first ``length`` tokens; False if that is not possible."""
+        if length == len(self.ids):
+            return True
+        if not can_cut or self.cache is None:
+            return False
+        try:
+            self.cache.crop(length)
+        except (NotImplementedError, ValueError, RuntimeError):
+            return False  # such as a sliding window that has moved past these tokens
+        del self.ids[length:]
+        return bool(self.cache.get_seq_length() == length)
 
 
 class ModelRunner(Protocol):
@@ -34,7 +273,7 @@ class ModelRunner(Protocol):
     """Cache bytes per token; 0 if the cache is not allocated in advance."""
 
     is_fixed: bool
-    """Whether it computes in fixed shapes (``fixed_runner.py``)."""
+    """Whether it computes in fixed shapes (``FixedShapeRunner``)."""
 
     @property
     def cache_bytes(self) -> int:

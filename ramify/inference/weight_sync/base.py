@@ -23,16 +23,26 @@ Names and shapes are those of a checkpoint in Hugging Face's layout. Engines loa
 compute layout (fused, split over GPUs, packed). An output matrix that is tied to the embeddings is
 one tensor; each engine ties its own, and the canary detects one that did not.
 
+Files and folders that hold weights exist as long as the process that made them, which holds a lock
+on each. An unlocked one belongs to a trainer that was killed, and the next trainer that opens a
+weight sync removes it (``sweep``). Locks are used instead of process ids, because process ids are
+reused.
+
 Not here: which requests are sent when (see ``inference/http``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import math
 import os
+import secrets
+import shutil
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -306,3 +316,53 @@ def _full(tensor_or_lazy: Tensor | Lazy, dtype: torch.dtype) -> Tensor:
     gather = None if type(tensor) in _WHOLE else getattr(tensor, "full_tensor", None)
     whole: Tensor = (gather() if callable(gather) else tensor).detach()
     return whole if whole.dtype == dtype else whole.to(dtype)
+
+
+PREFIX = "ramify-weights-"
+MEMORY = Path("/dev/shm")
+"""Folder whose files are in memory, on Linux."""
+_HELD = "held-"
+"""Marks the names of files and folders whose makers hold a lock."""
+
+
+def new_name() -> str:
+    """A unique name that ``sweep`` recognizes."""
+    return f"{PREFIX}{_HELD}{secrets.token_hex(8)}"
+
+
+def hold_file(path: Path) -> int:
+    """A descriptor of a new, locked file."""
+    while True:
+        handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:
+            return handle
+        os.close(handle)  # removed by another process before it was locked
+
+
+def hold_folder(below: Path) -> tuple[Path, int]:
+    """(a new folder that only this user can access, a descriptor that holds its lock)"""
+    while True:
+        path = below / new_name()
+        path.mkdir(0o700)
+        with contextlib.suppress(FileNotFoundError):  # removed before it was locked
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if path.is_dir():
+                return path, handle
+            os.close(handle)
+
+
+def sweep(folder: Path) -> None:
+    """Remove files and folders in ``folder`` whose makers have exited."""
+    for path in folder.glob(f"{PREFIX}{_HELD}*"):
+        with contextlib.suppress(OSError):  # another user's, or removed meanwhile
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
+            finally:
+                os.close(handle)

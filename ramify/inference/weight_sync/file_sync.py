@@ -10,7 +10,7 @@ The pointer holds each file's length and a checksum: a file that was torn by a f
 is rejected by name before any of its tensors is used. The last two versions stay. The older one
 makes room for the next version; in memory it is overwritten if no process has it open. Other files
 in FOLDER are not touched. A temporary folder, used if none is given, is removed when the weight
-sync is closed; that of a trainer that was killed is removed by the next one (``held_weights.py``).
+sync is closed; that of a trainer that was killed is removed by the next one (``base.py``).
 
 A file is written sequentially and read from one mapping:
 
@@ -42,13 +42,15 @@ from torch import Tensor
 
 from ramify.errors import ConfigError, StoreError
 from ramify.inference.weight_sync.base import (
+    MEMORY,
     Info,
     WeightChunk,
     WeightPiece,
     WeightSource,
+    hold_folder,
     in_chunks,
+    sweep,
 )
-from ramify.inference.weight_sync.held_weights import MEMORY, hold_folder, sweep
 
 _DTYPES = {
     torch.float64: "F64",

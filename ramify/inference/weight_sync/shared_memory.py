@@ -12,7 +12,7 @@ and readable by this user alone. If trainer and engine are one process, no weigh
 the engine uses the trainer's own weights.
 
 Buffers of a trainer that was killed are removed by the next one that opens this weight sync in the
-same folder (``held_weights.py``).
+same folder (``base.py``).
 """
 
 from __future__ import annotations
@@ -31,18 +31,22 @@ from torch import Tensor
 from ramify.errors import ConfigError
 from ramify.inference.weight_sync.base import (
     CHUNK_BYTES,
+    MEMORY,
+    PREFIX,
     Info,
     WeightChunk,
     WeightPiece,
     WeightSource,
     described,
     fill,
+    hold_file,
     in_chunks,
+    new_name,
     offsets,
     pieces_of,
     reserve,
+    sweep,
 )
-from ramify.inference.weight_sync.held_weights import MEMORY, PREFIX, hold_file, new_name, sweep
 
 
 class SharedMemorySync:

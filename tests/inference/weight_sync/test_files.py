@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from ramify.errors import ConfigError, StoreError
-from ramify.inference.weight_sync.base import source, sources
+from ramify.inference.weight_sync.base import MEMORY, source, sources
 from ramify.inference.weight_sync.file_sync import FileReceiver, FileSync, read_pointer
-from ramify.inference.weight_sync.held_weights import MEMORY
 
 WEIGHTS = {"a": torch.arange(600.0), "b": torch.ones(3, 3)}
 

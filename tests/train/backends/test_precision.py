@@ -18,11 +18,11 @@ import torch
 
 import ramify
 from ramify.errors import ConfigError, TrainError
+from ramify.inference.base import AuditedClient
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config
 from ramify.train.assemble import RunParts, assemble
-from ramify.train.audited_client import AuditedClient
 from ramify.train.backends.base import ComputeSpec, ShardSpec, decided
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import Run

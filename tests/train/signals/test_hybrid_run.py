@@ -17,13 +17,13 @@ import torch
 
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
+from ramify.inference.base import AuditedClient
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.models import checksums
 from ramify.models.weights import load_weights
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.assemble import assemble
-from ramify.train.audited_client import AuditedClient
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import Schedule, SftSpec
