@@ -63,7 +63,7 @@ from tests.train.small import small  # noqa: E402
 from tests.train.test_depth_models import served  # noqa: E402
 from tests.train.test_extend import is_stopped, learned, run_of  # noqa: E402
 from tests.train.test_loop import same  # noqa: E402
-from tests.train.test_two_policies import differing, one_stays  # noqa: E402
+from tests.train.test_two_policies import begin, differing, one_stays  # noqa: E402
 
 
 def of_evidence(num: int) -> Iterator[Figure]:
@@ -130,8 +130,7 @@ def of_signals(folder: Path, num: int) -> Iterator[Figure]:
 def of_policies(folder: Path) -> Iterator[Figure]:
     """Two policies at once, one of them with learning rate 0, and the other over it frozen."""
     begins = folder / "begins"
-    train(small(warmup=None, rl=None, evaluate=EvaluateSpec(num=1, final=())), begins)
-    ours, theirs = one_stays(begins / "policy", folder / "two")
+    ours, theirs = one_stays(begin(begins), folder / "two")
     differ = len(differing(ours, theirs)) + (not same(ours, theirs))
     yield Figure(
         "two policies, one at rate 0: differs from one over it frozen", differ, "values", {}, 0

@@ -15,6 +15,7 @@ from ramify.engine.limits import Limits
 from ramify.models.weights import read_weights
 from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward, generated
 from ramify.train.advantages.group_estimators import DrGRPO
+from ramify.train.assemble import assemble
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import (
     EvaluateSpec,
@@ -49,12 +50,20 @@ def _letters(item: Item, trajectory: Trajectory) -> float:
 letters = SimpleTask("letters", generated("letters", _make), WholeTrajectoryReward(_letters))
 
 
+def begin(out: Path) -> Path:
+    """Save a random policy to begin with."""
+    assemble(small(warmup=None, rl=None)).save_policy(out / "policy")
+    return out / "policy"
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy to begin with."""
     out = tmp_path_factory.mktemp("trained")
-    train(small(warmup=None, rl=None, evaluate=EvaluateSpec(num=1, final=())), out)
-    return out / "policy"
+    return begin(out)
+
+
+SHORT = msgspec.structs.replace(POLICY, max_reply_tokens=8)
 
 
 def run_of(policy: Path, children: DepthSpec, **changes: Any) -> Run:
@@ -64,20 +73,20 @@ def run_of(policy: Path, children: DepthSpec, **changes: Any) -> Run:
         "task": TaskSpec(name="tests.train.test_two_policies:letters"),
         "warmup": None,
         "sft": None,
-        "depths": (FROZEN, POLICY, children),
+        "depths": (FROZEN, SHORT, msgspec.structs.replace(children, max_reply_tokens=8)),
         "limits": Limits(
             max_turns=1,
             max_depth=2,
-            max_reply_tokens=12,
+            max_reply_tokens=200,
             max_reasoning_tokens=0,
             max_seconds=300,
         ),
         "evaluate": EvaluateSpec(num=1, final=()),
         "schedule": Schedule(evaluate_every=None, save_rollouts_every=1, keep_last=9),
         "rl": RlSpec(
-            steps=3,
+            steps=2,
             sample=StepSampleSpec(items=1),
-            rollout=RolloutOptions(group=3, concurrency=1),
+            rollout=RolloutOptions(group=2, concurrency=1),
             algorithm=DrGRPO(),
             optim=OptimizerSpec(lr=1e-2),
         ),
@@ -151,7 +160,7 @@ def test_each_learns_from_its_own_calls_and_resumes(trained: Path, tmp_path: Pat
     run = both(trained, 5e-3)
     state = trained_over(run, whole, "small.children")
     rows = [row.values for row in read_metrics(whole) if "learn_s" in row.values]
-    assert [row["policy.children/lr"] for row in rows] == [5e-3] * 3
+    assert [row["policy.children/lr"] for row in rows] == [5e-3] * 2
     assert all(row["lr"] == 1e-2 for row in rows)
     trees = list(read_trajectories(whole / f"rollouts/step-{state.step:06d}.jsonl"))
     models = {
@@ -171,7 +180,7 @@ def test_each_learns_from_its_own_calls_and_resumes(trained: Path, tmp_path: Pat
             ),
             broken,
             "small.children",
-            listener=kill_at(3),
+            listener=kill_at(2),
         )
     trained_over(run, broken, "small.children", resume=broken)
     for name in ("policy", "policies/children"):
