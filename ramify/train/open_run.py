@@ -29,7 +29,7 @@ from ramify.train.advantages.base import needs_of
 from ramify.train.assemble import RunParts, adapters_of, device_of, read_in_parts
 from ramify.train.config import plain
 from ramify.train.demonstrations import num_demonstrated
-from ramify.train.depth_models import POLICY, OwnCalls, temperatures
+from ramify.train.depth_models import OwnCalls, temperatures
 from ramify.train.evaluation_metrics import evaluate
 from ramify.train.learner import Learner
 from ramify.train.metrics import CpuMeter, StepMetrics
@@ -40,6 +40,7 @@ from ramify.train.rollouts.rollouter import Rollouter
 from ramify.train.run_record import RunRecord
 from ramify.train.selfcheck import SelfCheck
 from ramify.train.signals.compose import Hybrid
+from ramify.train.signals.judge_calls import POLICY
 from ramify.train.signals.scorer import RunTeachers
 from ramify.train.signals.signal_reader import RunSignals
 from ramify.train.signals.teacher import needed

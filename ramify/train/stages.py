@@ -126,8 +126,12 @@ class TrainingStage(Protocol):
     """Whether the stage trains a critic."""
     memory: dict[str, float]
     """State of its algorithm after the latest step. Set it when a run is resumed."""
-    others: Mapping[str, TrainingStage]
-    """Name of another policy -> its part of the stage: same rollouts, own optimizer and credit."""
+
+    @property
+    def others(self) -> Mapping[str, TrainingStage]:
+        """Name of another policy -> its part of the stage: same rollouts, own optimizer and
+        credit."""
+        ...
 
     @property
     def kept(self) -> Mapping[str, Checkpointable]:
@@ -160,8 +164,11 @@ class FixedDataStage(ABC):
 
     def __init__(self) -> None:
         self.memory: dict[str, float] = {}
-        self.others: Mapping[str, TrainingStage] = {}
         self._state: tuple[int, list[int]] = (0, [])
+
+    @property
+    def others(self) -> Mapping[str, TrainingStage]:
+        return {}
 
     @property
     def kept(self) -> Mapping[str, Checkpointable]:

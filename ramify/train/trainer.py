@@ -28,7 +28,7 @@ from ramify.errors import StoreError
 from ramify.logging import RoomLogger
 from ramify.progress import on_heartbeat, report_progress, subscribe
 from ramify.train import metrics as metric_file
-from ramify.train.checkpoint import CheckpointState, verify
+from ramify.train.checkpoint import CheckpointState, Write, verify
 from ramify.train.guards import GuardVerdict, TrainingGuard, after_evaluation, after_step
 from ramify.train.learner import Learner, over_parts, own_parts
 from ramify.train.run_record import RunRecord
@@ -307,7 +307,7 @@ class Trainer:
     def _save(self) -> None:
         stage = self._stages[self.state.stage]
         saved = stage.kept if self.state.stage_step else {}
-        parts = {name: each.save for name, each in saved.items()}
+        parts: dict[str, Write] = {name: each.save for name, each in saved.items()}
         for learner, _ in self._learning(stage):
             parts |= learner.parts()
         self.record.save(parts)
