@@ -87,7 +87,7 @@ def run_of(policy: Path, children: DepthSpec, **changes: Any) -> Run:
             steps=2,
             sample=StepSampleSpec(items=1),
             rollout=RolloutOptions(group=2, concurrency=1),
-            algorithm=DrGRPO(),
+            algorithm=DrGRPO(llm_calls=True),
             optim=OptimizerSpec(lr=1e-2),
         ),
         "deterministic": True,
