@@ -81,7 +81,7 @@ def run_of(policy: Path, children: DepthSpec, **changes: Any) -> Run:
             max_reasoning_tokens=0,
             max_seconds=300,
         ),
-        "evaluate": EvaluateSpec(num=1, final=()),
+        "evaluate": EvaluateSpec(num=1, final=(), keep="last"),
         "schedule": Schedule(evaluate_every=None, save_rollouts_every=1, keep_last=9),
         "rl": RlSpec(
             steps=2,
