@@ -5,7 +5,7 @@
     trainer ◀── Sender ◀── rollout worker
 
 Decides levels per room, and that a full disk or a closed terminal never ends a run. Not here: the
-records (``logging.py``) and their text (``log_text.py``).
+records (``logging.py``) and their text (``logging.py``).
 """
 
 from __future__ import annotations
@@ -18,26 +18,24 @@ from difflib import get_close_matches
 from logging import DEBUG, ERROR, INFO, WARNING, LogRecord
 from pathlib import Path
 
-from ramify.log_text import (
-    FORMAT_VARIABLE,
-    event_of,
-    json_line,
-    room_of,
-    short_line,
-    text_line,
-    text_of,
-    wants_json,
-)
 from ramify.logging import (
+    FORMAT_VARIABLE,
     OFF,
     VARIABLE,
     SentRecord,
     attach,
     attached,
     detach,
+    event_of,
     in_run,
+    json_line,
     name_process,
     outputs,
+    room_of,
+    short_line,
+    text_line,
+    text_of,
+    wants_json,
 )
 from ramify.secrets import without_secrets
 

@@ -81,6 +81,10 @@ MOVED_MODULES = {
     "ramify.train.policy_losses.": "ramify.train.losses.",
     "ramify.train.corrections": "ramify.train.losses.corrections",
     "ramify.train.signals.credit": "ramify.train.advantages.credit",
+    "ramify.train.signals.format": "ramify.train.signals.outcome",
+    "ramify.train.signals.process_reward": "ramify.train.signals.judge",
+    "ramify.train.signals.tool_use": "ramify.train.signals.outcome",
+    "ramify.tasks.scoring.interval": "ramify.tasks.scoring.answer_text",
     "ramify.tasks.scoring.numeric": "ramify.tasks.scoring.answer_text",
 }
 """Beginnings of dotted paths that an earlier version stored -> today's."""

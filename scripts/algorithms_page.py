@@ -47,8 +47,8 @@ P_SAMPLER = (0.6, 0.55, 0.5, 0.02, 0.45)
 ADVANTAGES = (1.0, -2.0, 0.5, -1.0, 3.0)
 OWNERS = (0, 0, 0, 1, 1)
 LAGS = (0.0, 1.0, 3.0, 0.0, 1.0)
-OTHERS = ("sft", "hybrid")
-"""Algorithms without a row: imitation has no advantages, and a wrapper has those of another."""
+OTHERS = ("sft", "hybrid", "by_task")
+"""Algorithms without a row: imitation has no advantages, and a wrapper has those of others."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "gspo": {"clip_low": 0.2, "clip_high": 0.3},
     "clip_cov": {"share": 0.4, "cov_low": 0.0},

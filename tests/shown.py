@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.log_outputs import RUN_LOG
-from ramify.log_text import text_of
-from ramify.logging import attached
+from ramify.logging import attached, text_of
 from ramify.train import execute
 from ramify.train.checkpoint import CheckpointState
 from ramify.train.config import Run

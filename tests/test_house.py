@@ -18,7 +18,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "ramify"
 FLOORS = [
-    {"types", "errors", "plugins", "progress", "secrets", "log_text", "logging", "log_outputs"},
+    {"types", "errors", "plugins", "progress", "secrets", "logging", "log_outputs"},
     {"actors", "clients", "sandbox", "models", "inference", "store", "sources", "tasks"},
     {"engine"},
     {"combinators"},
@@ -32,11 +32,8 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ALSO = {
     ("inference", "models"),
     ("plugins", "errors"),
-    ("log_text", "secrets"),
     ("logging", "secrets"),
-    ("logging", "log_text"),
     ("logging", "log_outputs"),
-    ("log_outputs", "log_text"),
     ("log_outputs", "logging"),
     ("log_outputs", "secrets"),
     ("progress", "logging"),

@@ -58,7 +58,7 @@ PUBLIC = {
     """,
     "ramify.train": """
         ALGORITHMS Algorithm AlgorithmNeeds AnnealSchedule AssignedRollout AssignedStep
-        Backend Batch CORRECTIONS CREDITS Cispo ClipCov CollapseAlarms ComputeSpec
+        Backend Batch ByTask CORRECTIONS CREDITS Cispo ClipCov CollapseAlarms ComputeSpec
         CreditNode CriticOnlyLoss CriticSpec Decoupled DemonstrationHints DepthSpec DppoKl DppoTv
         DrGRPO DualClip EvaluateSpec FeedbackHints FormatSignal FrozenSpec FsdpRanks GDPO GRPO
         GeometricMask Gmpo Group GroupOptions GroupRecords Gspo Hierarchical Hindsight

@@ -29,8 +29,18 @@ from typing import Any
 import msgspec
 
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
-from ramify.cli.terminal_text import StderrNotes, clean, dollars, many, moment, one_line, seconds
-from ramify.cli.tree_text import Paint, print_paged, tree_lines
+from ramify.cli.terminal_text import (
+    Paint,
+    StderrNotes,
+    clean,
+    dollars,
+    many,
+    moment,
+    one_line,
+    print_paged,
+    seconds,
+    tree_lines,
+)
 from ramify.errors import ConfigError, nearest
 from ramify.store.journal import writer
 from ramify.store.store import Store

@@ -11,8 +11,8 @@ From a measured run, a prediction for other devices and settings:
 
     rollout_shapes.py       a rollout as a workload: tokens, seconds of code, dependencies
     rate.py                 speed of an engine by the number of concurrent sequences, fitted to a
-                            run or measured on a live engine
-    simulation_inputs.py    measurements read from a run's folder; recorded_cpu.py: its CPU seconds
+                            run or measured on a live engine; CPU seconds of a run's steps
+    simulation_inputs.py    measurements read from a run's folder
     simulated_engine.py     an engine in simulated time, and what its slots hold of requests
     simulated_rollout.py    a rollout in simulated time, and the CPU cores that the parts share
     simulate.py             a whole run in simulated time; the settings to simulate, and the best

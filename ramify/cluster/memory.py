@@ -130,7 +130,7 @@ def _at_once(run: Run, rollout_workers: int) -> int:
 
 
 def itemsize_of(run: Run, device: DeviceSpec) -> int:
-    """Return the bytes per parameter in engines: see ``train/precision.py``."""
+    """Return the bytes per parameter in engines: see ``train/policy_defaults.py``."""
     dtype = run.policy.dtype
     if dtype == "auto" and run.compute.precision != "auto":
         return 2 if run.compute.precision == "bf16" else FP32
@@ -237,10 +237,10 @@ def _of_run(run: Run, shape: ModelShape, device: DeviceSpec) -> Mapping[str, int
     reads_parts = not is_single and run.inference is not None and bool(run.policy.path)
     if reads_parts and (run.rl is None or not run.rl.signals):
         parts["one gathered tensor"] = max(_GATHERED_BYTES, shape.vocabulary * shape.width * FP32)
-        if run.policy.lora is not None:
-            parts["the frozen weights"] = shape.parameters * FP32
     elif not shares:
         parts["the engine's weights"] = shape.parameters * itemsize
+        if run.policy.lora is not None and not is_single:
+            parts["the frozen weights"] = shape.parameters * FP32
     if run.inference is None:
         parts["keys and values"] = cache_bytes(
             shape, device, itemsize, slots(run, device), run.policy.cache_bytes

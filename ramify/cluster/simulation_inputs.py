@@ -25,8 +25,14 @@ from typing import Any
 
 import msgspec
 
-from ramify.cluster.rate import EngineRate, MeasuredRequest, fit, non_negative
-from ramify.cluster.recorded_cpu import RecordedCpu, recorded_cpu
+from ramify.cluster.rate import (
+    EngineRate,
+    MeasuredRequest,
+    RecordedCpu,
+    fit,
+    non_negative,
+    recorded_cpu,
+)
 from ramify.cluster.rollout_shapes import CallShape, RolloutShape, shape_of
 from ramify.cluster.simulated_rollout import TrainerHost
 from ramify.errors import ConfigError

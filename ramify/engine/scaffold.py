@@ -8,6 +8,7 @@ that is possible. In ``first``, the markers are ``{{question}}``, ``{{chars}}`` 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -17,7 +18,6 @@ from ramify.engine import observe, retool
 from ramify.engine.action import NATIVE_TOOLS, ParsedAction
 from ramify.engine.foreign_formats import read_any
 from ramify.errors import ConfigError
-from ramify.inference.base import made_for
 from ramify.plugins import Registry
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Cell
@@ -275,3 +275,26 @@ def scaffold_of(given: Scaffold | str | None, model: object = None) -> Scaffold:
     if not isinstance(found, Scaffold):
         raise ConfigError(f"scaffold '{name}' is a {type(found).__name__}, not a Scaffold")
     return found
+
+
+def made_for(model: object) -> str | None:
+    """Name of the scaffold that a model was trained for; None if any scaffold will do.
+
+    ``model`` is a model name, a client, or a list whose first entry answers the root call. The
+    answer comes from the checkpoint's chat template, so no weights are loaded.
+    """
+    if isinstance(model, list | tuple) and model:
+        return made_for(model[0])
+    if not isinstance(model, str):
+        named = getattr(model, "scaffold", None)
+        return named if isinstance(named, str) else None
+    if model == "tiny":
+        return "tiny"
+    if model.startswith("local:"):
+        template = Path(model.removeprefix("local:")).expanduser() / "chat_template.jinja"
+        return (
+            "tiny"
+            if template.is_file() and "<|u|>" in template.read_text(encoding="utf-8")
+            else None
+        )
+    return None

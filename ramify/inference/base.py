@@ -134,29 +134,6 @@ def engines_of(client: InferenceClient) -> Sequence[InferenceClient]:
     return [client] if engines is None else engines
 
 
-def made_for(model: object) -> str | None:
-    """Name of the scaffold that a model was trained for; None if any scaffold will do.
-
-    ``model`` is a model name, a client, or a list whose first entry answers the root call. The
-    answer comes from the checkpoint's chat template, so no weights are loaded.
-    """
-    if isinstance(model, list | tuple) and model:
-        return made_for(model[0])
-    if not isinstance(model, str):
-        named = getattr(model, "scaffold", None)
-        return named if isinstance(named, str) else None
-    if model == "tiny":
-        return "tiny"
-    if model.startswith("local:"):
-        template = Path(model.removeprefix("local:")).expanduser() / "chat_template.jinja"
-        return (
-            "tiny"
-            if template.is_file() and "<|u|>" in template.read_text(encoding="utf-8")
-            else None
-        )
-    return None
-
-
 def need_train_extra(what: str) -> None:
     """Raise ConfigError if the packages that run a model in this process are not installed."""
     for package in ("torch", "transformers", "safetensors"):

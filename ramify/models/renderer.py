@@ -11,21 +11,328 @@
 The last line holds if ``r`` are the ids that the tokenizer itself gives to their text. The chat
 template and the tokens of a tokenizer decide which renderer it gets. A renderer is only chosen if
 it writes canned conversations exactly as the template does.
+
+``MarkedRenderer`` renders formats whose messages are each enclosed by fixed marks, by role. It
+writes the same tokens as the tokenizer's template, and never changes them later.
+
+    ChatML, Qwen   <|im_start|>user¶hello<|im_end|>¶<|im_start|>assistant¶
+    Llama 3        <|start_header_id|>user<|end_header_id|>¶¶hello<|eot_id|>
+                   <|start_header_id|>assistant<|end_header_id|>¶¶
+    tiny           <|u|>hello<|a|>
+
+To add a format, add an entry to ``FORMATS``. What a template adds to the format is detected
+by calling it once when a policy is loaded:
+
+    prelude     the text before the first message: a default system message, the date, the tools
+    opening     what begins a reply after its mark: an empty thinking block if thinking is off
+    trims       whether it strips the blanks around a message
+
+Conversations only grow: the thinking of earlier replies stays where the model wrote it, even if a
+template would drop it. So a path trains as one sequence, and its cache stays valid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import msgspec
 from transformers import PreTrainedTokenizerFast
 
 from ramify.clients.base import Tool
 from ramify.errors import ConfigError
-from ramify.models.marked_renderer import FORMATS, ChatFormat, MarkedRenderer
-from ramify.models.template import ChatTemplate, TemplateRenderer
-from ramify.models.text_pieces import TextPieces
-from ramify.types.message import Message
+from ramify.models.template import (
+    CANNED,
+    ChatTemplate,
+    Part,
+    TemplateRenderer,
+    TextPieces,
+    first_difference,
+    joined_reply,
+    split_reply,
+)
+from ramify.types.message import Message, ToolCall
+
+
+class ChatFormat(msgspec.Struct, frozen=True):
+    """One way to write a conversation."""
+
+    name: str
+    tokens: tuple[str, ...]
+    """Its markers; each must be one token."""
+    end: str
+    """The marker that ends a reply."""
+    opens: dict[str, str]
+    """Role -> text before a message's content. Roles that are missing cannot be written."""
+    closes: dict[str, str]
+    """Role -> text after the content; the assistant's begins with ``end``."""
+    prelude: str = ""
+    """Text before the first message if the tokenizer has no template to define it."""
+    wraps_tools: bool = False
+    """Qwen's style of tool use: results in a user message, calls as JSON in ``<tool_call>``; used
+    if the template agrees."""
+
+
+def _chatml() -> ChatFormat:
+    roles = ("system", "user", "assistant")
+    return ChatFormat(
+        name="chatml",
+        tokens=("<|im_start|>", "<|im_end|>"),
+        end="<|im_end|>",
+        opens={role: f"<|im_start|>{role}\n" for role in roles},
+        closes=dict.fromkeys(roles, "<|im_end|>\n"),
+        wraps_tools=True,
+    )
+
+
+def _llama3() -> ChatFormat:
+    roles = ("system", "user", "assistant")
+    return ChatFormat(
+        name="llama3",
+        tokens=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        end="<|eot_id|>",
+        opens={role: f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in roles},
+        closes=dict.fromkeys(roles, "<|eot_id|>"),
+        prelude="<|begin_of_text|>",
+    )
+
+
+def _tiny() -> ChatFormat:
+    return ChatFormat(
+        name="tiny",
+        tokens=("<|u|>", "<|a|>", "<|end|>"),
+        end="<|end|>",
+        opens={"user": "<|u|>", "tool": "<|u|>", "assistant": "<|a|>"},
+        closes={"user": "", "tool": "", "assistant": "<|end|>"},
+    )
+
+
+FORMATS = (_tiny(), _chatml(), _llama3())
+
+
+_SENTINEL = "SYSTEM-TEXT"
+_QUESTION = Message("user", "QUESTION")
+_TOOL = Tool(
+    "look", "Look at a line.", {"type": "object", "properties": {"line": {"type": "integer"}}}
+)
+_TOOL_TALK = (
+    Message("system", "Answer."),
+    Message("user", "Lines 1 and 2?"),
+    Message(
+        "assistant",
+        "Looking.",
+        None,
+        (ToolCall("a", "look", '{"line": 1}'), ToolCall("b", "look", '{"line": 2}')),
+    ),
+    Message("tool", "red", tool_call_id="a"),
+    Message("tool", "blue", tool_call_id="b"),
+    Message("user", "And?"),
+)
+
+
+class MarkedRenderer:
+    """Renderer of one format. It is made by ``renderer.renderer_of``, which tests whether it
+    matches a tokenizer's template."""
+
+    unstable = ""
+
+    def __init__(
+        self,
+        format: ChatFormat,
+        pieces: TextPieces,
+        template: ChatTemplate,
+        stop_ids: Sequence[int],
+        *,
+        trims: bool = False,
+    ) -> None:
+        """Raises ConfigError if the tokenizer has no token for a marker, or the template writes
+        something else."""
+        self.name = format.name
+        self._format, self._pieces, self._template, self._trims = format, pieces, template, trims
+        markers = dict.fromkeys([*format.tokens, *pieces.special_tokens])
+        self._ids = {marker: pieces.token(marker) for marker in markers}
+        self._marks = re.compile("(" + "|".join(map(re.escape, markers)) + ")")
+        self._end = self._ids[format.end]
+        self.stop_ids = tuple(dict.fromkeys([self._end, *stop_ids]))
+        self._thinks = "</think>" in template.source
+        self._preludes: dict[bytes, tuple[str, str]] = {}
+        self._bare_preludes: dict[bytes, str] = {}
+        self._opening = self._reply_opening()
+        self._compare(CANNED)
+        self.takes_tools = format.wraps_tools and self._agrees_on_tools()
+        """Whether it can offer tools and read their calls."""
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """Ids of the whole conversation and of the beginning of the next reply.
+
+        Raises ConfigError for a role that the format cannot write.
+        """
+        if tools and not self.takes_tools:
+            raise ConfigError(
+                f"the {self.name} renderer of this tokenizer cannot offer tools: remove native "
+                "tools"
+            )
+        return self._pieces.joined(self._conversation(messages, tools, self._opening))
+
+    def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
+        """Ids to append after the sampled ids ``after``: the reply's end if it was not sampled,
+        ``messages``, and the beginning of the next reply."""
+        closing = list(self._parts(self._format.closes["assistant"]))
+        if after and after[-1] == self._end:
+            del closing[0]
+        return self._pieces.joined(
+            [*closing, *self._messages(messages, self._opening), *self._begin_reply()]
+        )
+
+    def parse(self, ids: Sequence[int]) -> Message:
+        """The reply that sampled ids stand for, without the token that ended it."""
+        text = self._pieces.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
+        if self._thinks and self._opening.endswith("<think>\n"):
+            text = "<think>\n" + text
+        return split_reply(text, thinks=self._thinks, tool_calls=self.takes_tools)
+
+    def _conversation(
+        self, messages: Sequence[Message], tools: Sequence[Tool], opening: str
+    ) -> Iterator[Part]:
+        before, after = self._prelude(tools)
+        if messages and messages[0].role == "system" and "system" in self._format.opens:
+            yield from self._parts(before)
+            yield self._content(messages[0])
+            yield from self._parts(after)
+            messages = messages[1:]
+        else:
+            yield from self._parts(self._bare_prelude(tools))
+        yield from self._messages(messages, opening)
+        yield from self._begin_reply()
+
+    def _messages(self, messages: Sequence[Message], opening: str) -> Iterator[Part]:
+        for index, message in enumerate(messages):
+            if message.role == "assistant":
+                yield from self._reply(message, opening)
+            elif message.role == "tool" and self._format.wraps_tools:
+                yield from self._tool_result(messages, index)
+            elif message.role in self._format.opens:
+                yield from self._parts(self._format.opens[message.role])
+                yield self._content(message)
+                yield from self._parts(self._format.closes[message.role])
+            else:
+                raise ConfigError(
+                    f"the {self.name} format has no {message.role} message: use a scaffold made "
+                    "for it"
+                )
+
+    def _reply(self, message: Message, opening: str) -> Iterator[Part]:
+        """A reply as it is on a path: the opening, then what the model wrote."""
+        thought = message.reasoning is not None
+        written_before = opening if thought == opening.endswith("<think>\n") else ""
+        written = joined_reply(message).removeprefix(written_before if thought else "")
+        yield from self._parts(self._format.opens["assistant"] + written_before)
+        yield None  # the model wrote the rest: no token spans this point
+        yield written.strip() if self._trims and not thought else written
+        yield from self._parts(self._format.closes["assistant"])
+
+    def _tool_result(self, messages: Sequence[Message], index: int) -> Iterator[Part]:
+        """Consecutive results share one user message."""
+        if index == 0 or messages[index - 1].role != "tool":
+            yield from self._parts(self._format.opens["user"].rstrip("\n"))
+        yield f"\n<tool_response>\n{messages[index].content}\n</tool_response>"
+        if index + 1 == len(messages) or messages[index + 1].role != "tool":
+            yield from self._parts(self._format.closes["user"])
+
+    def _begin_reply(self) -> Iterator[Part]:
+        yield from self._parts(self._format.opens["assistant"] + self._opening)
+
+    def _content(self, message: Message) -> str:
+        return message.content.strip() if self._trims else message.content
+
+    def _parts(self, text: str) -> Iterator[Part]:
+        """Text of the format or the template, with its markers as ids."""
+        for piece in self._marks.split(text):
+            if piece:
+                yield self._ids.get(piece, piece)
+
+    def _prelude(self, tools: Sequence[Tool]) -> tuple[str, str]:
+        """Text that the template writes before and after an initial system message."""
+        opens, closes = self._format.opens, self._format.closes
+        if "system" not in opens:
+            return "", ""
+        if not self._template.source:
+            return self._format.prelude + opens["system"], closes["system"]
+        key = msgspec.json.encode(list(tools))
+        if key not in self._preludes:
+            before, sentinel, after = self._before_question(
+                [Message("system", _SENTINEL)], tools
+            ).partition(_SENTINEL)
+            if not sentinel:
+                raise ConfigError("the chat template drops the system message")
+            self._preludes[key] = before, after
+        return self._preludes[key]
+
+    def _bare_prelude(self, tools: Sequence[Tool]) -> str:
+        """Text that the template writes before a first message that is not a system message."""
+        if not self._template.source:
+            return self._format.prelude
+        key = msgspec.json.encode(list(tools))
+        if key not in self._bare_preludes:
+            self._bare_preludes[key] = self._before_question([], tools)
+        return self._bare_preludes[key]
+
+    def _before_question(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        text = self._template.text([*messages, _QUESTION], generate=False, tools=tools)
+        question = self._format.opens["user"] + _QUESTION.content + self._format.closes["user"]
+        if not text.endswith(question):
+            raise ConfigError(
+                f"the template ends a question with {text[-40:]!r}, not as {self.name} does: "
+                f"{question!r}"
+            )
+        return text.removesuffix(question)
+
+    def _reply_opening(self) -> str:
+        """Text with which the template begins a reply, after the format's own mark."""
+        if not self._template.source:
+            return ""
+        plain, generating = (
+            self._template.text([_QUESTION], generate=generate) for generate in (False, True)
+        )
+        expected_start = plain + self._format.opens["assistant"]
+        if not generating.startswith(expected_start):
+            raise ConfigError(
+                "the template begins a reply differently: "
+                f"{first_difference(expected_start, generating)}"
+            )
+        return generating.removeprefix(expected_start)
+
+    def _compare(self, talks: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()) -> None:
+        """Raise ConfigError if a conversation is written differently than by the template, except
+        for the openings of past replies, which templates drop and paths keep."""
+        for talk in talks if self._template.source else ():
+            if talk[0].role == "system" and "system" not in self._format.opens:
+                continue
+            expected = self._pieces.marked(self._template.text(talk, generate=True, tools=tools))
+            candidates = [
+                self._unbroken(self._conversation(talk, tools, opening))
+                for opening in ("", self._opening)
+            ]
+            if expected not in candidates:
+                texts = self._pieces.decode(candidates[0]), self._pieces.decode(expected)
+                raise ConfigError(
+                    f"the {self.name} renderer differs from the template: "
+                    f"{first_difference(*texts)}"
+                )
+
+    def _unbroken(self, parts: Iterator[Part]) -> list[int]:
+        """Ids of the parts as one text, in which tokens may span a reply's header and the reply."""
+        return self._pieces.joined(part for part in parts if part is not None)
+
+    def _agrees_on_tools(self) -> bool:
+        if not self._template.source:
+            return False
+        try:
+            self._compare([_TOOL_TALK], [_TOOL])
+        except ConfigError:
+            return False
+        return True
 
 
 class Renderer(Protocol):

@@ -27,7 +27,7 @@ from ramify import __version__
 from ramify.engine.call import jsonable
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError, RamifyError
-from ramify.serve.request_watcher import RequestWatcher
+from ramify.serve.answer_request import RequestWatcher
 from ramify.sources.base import LoadedContext
 from ramify.sources.load_sources import load
 from ramify.types.trajectory import Stop

@@ -11,8 +11,8 @@
 
 The server remembers the token ids of its last replies. If a conversation comes back with one more
 message, it continues from exactly those ids. A client that disconnects frees its slot. Without a
-key the server listens on loopback only. Not here: replacing the weights (see weight_routes.py) and
-giving memory back (see sleep.py).
+key the server listens on loopback only. Not here: replacing the weights and giving
+memory back (see weight_routes.py).
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ from ramify.inference.local.local_client import LocalClient
 from ramify.secrets import remember
 from ramify.serve import completions, token_completions
 from ramify.serve.completions import CompletionRequest
-from ramify.serve.sleep import WAIT_S
 from ramify.serve.web import METRICS_TYPE, HttpListener, bearer, failed, refuse_open
-from ramify.serve.weight_routes import WeightRoutes, facts
+from ramify.serve.weight_routes import WAIT_S, WeightRoutes, facts
 from ramify.types.message import Message, Reply
 
 _MAX_BODY_BYTES = 64 << 20

@@ -24,11 +24,10 @@ from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result
 from ramify.engine.typed import answer_type
 from ramify.errors import ConfigError, ModelError, RamifyError, ReplyFiltered
-from ramify.serve.answer_request import AnswerRequest
+from ramify.serve.answer_request import AnswerRequest, RequestWatcher
 from ramify.serve.caller_tools import RequestedToolCall, ToolCallAnswer, new_id
 from ramify.serve.keys import ApiCaller, ApiKeys, BudgetHold
 from ramify.serve.prompt import RunPrompt
-from ramify.serve.request_watcher import RequestWatcher
 from ramify.serve.web import RequestRejected, ServerMetrics
 from ramify.types.message import Usage, encodable
 from ramify.types.trajectory import Stop

@@ -260,7 +260,7 @@ def items_of(task: Task, split: str) -> Sequence[Item]:
     return task.splits[split]
 
 
-def task_of(name: str, **options: Any) -> Task:
+def task_of(name: str, /, **options: Any) -> Task:
     """Return the task called ``name``.
 
     ``name`` is one of ``TASKS``; ``module:attribute`` or ``file.py:attribute``, which is a task or

@@ -34,7 +34,7 @@ from ramify.errors import ConfigError
 from ramify.sandbox.base import Session, digest_of
 from ramify.tasks.base import SPLITS, Item, Score, TaskStart, generated
 from ramify.tasks.data import Row, dataset, rows_of
-from ramify.tasks.scoring.interval import interval_f1
+from ramify.tasks.scoring.answer_text import interval_f1
 from ramify.tasks.scoring.rubric import Rubric, RubricScore
 from ramify.types.trajectory import Trajectory
 

@@ -14,11 +14,12 @@
 
 A reward is called ``PART.REWARD``, so that metrics and weights are those of one part. Items keep
 the score, the tools and the initial state of their task. Not here: which algorithm learns from
-them; a run has one for all.
+them: one for all, or one for each part (``train/advantages/by_task.py``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from typing import Any, overload
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.tasks.base import Item, Score, Task, TaskStart, items_of, task_of
+from ramify.tasks.base import ENDLESS, Item, Score, Task, TaskStart, items_of, task_of
 from ramify.types.trajectory import Trajectory
 
 _PERIOD = 1000
@@ -48,10 +49,18 @@ class MixturePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     reward: float = 1.0
     """Factor of its rewards."""
     pool: str = ""
-    """A run's ``groups.jsonl``: train only on items that it has with one of ``outcomes``."""
+    """A run's folder, or its ``groups.jsonl``: train only on items that it has with one of
+    ``outcomes``."""
     outcomes: tuple[str, ...] = ("learnt",)
     """``learnt``: some attempts were better than others. ``silent``: all were equal, so the item
     was too easy or too hard."""
+
+
+class _GroupOutcome(msgspec.Struct, frozen=True):
+    """What a pool reads of a line of ``groups.jsonl``."""
+
+    item: str
+    outcome: str
 
 
 class MixtureTask(msgspec.Struct, frozen=True):
@@ -63,6 +72,8 @@ class MixtureTask(msgspec.Struct, frozen=True):
     tasks: Mapping[str, Task]
     factors: Mapping[str, float]
     """Name of a part -> factor of its rewards."""
+    trained: tuple[str, ...]
+    """Names of the parts with items to train on."""
 
     def right_worth(self, item: Item) -> float:
         """The weighted reward of a right answer."""
@@ -82,8 +93,16 @@ class MixtureTask(msgspec.Struct, frozen=True):
 class MixedItems(Sequence[Item]):
     """The items of several splits, in proportion to weights."""
 
-    def __init__(self, parts: Mapping[str, Sequence[Item]], weights: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        parts: Mapping[str, Sequence[Item]],
+        weights: Mapping[str, float],
+        *,
+        repeats: bool = False,
+    ) -> None:
+        """``repeats``: a part that is used up begins again while another has new items."""
         self._parts = parts
+        self._repeats = repeats
         self._order = list(_order(weights))
         self._before: list[int] = []
         """Items of the same part earlier in the period."""
@@ -94,9 +113,10 @@ class MixedItems(Sequence[Item]):
         self._counts = seen
 
     def __len__(self) -> int:
-        """Until a part would repeat an item."""
+        """Until a part, or each of them if parts repeat, would begin again."""
         period = len(self._order)
-        return min(len(self._parts[name]) * period // num for name, num in self._counts.items())
+        sizes = (len(self._parts[name]) * period // num for name, num in self._counts.items())
+        return max(sizes) if self._repeats else min(sizes)
 
     @overload
     def __getitem__(self, index: int) -> Item: ...
@@ -118,14 +138,19 @@ class MixedItems(Sequence[Item]):
         return (self[index] for index in range(len(self)))
 
 
-def mixture(*, parts: Mapping[str, Any]) -> MixtureTask:
+def mixture(*, parts: Any = None) -> MixtureTask:
     """Several weighted tasks as one.
 
     Args:
         parts: Name -> ``MixturePart`` or a mapping of its fields.
 
     Raises ConfigError if no part has a weight above 0, and for a pool without items."""
-    if not parts or any(_MARK in name or "." in name for name in parts):
+    if not parts or not isinstance(parts, Mapping):
+        raise ConfigError(
+            f"mixture: parts is {parts!r:.60}: give each task a name, as in "
+            'parts={"sums": {"task": "ledger"}}'
+        )
+    if any(_MARK in name or "." in name for name in parts):
         raise ConfigError("mixture: give parts by name, without ':' and '.' in a name")
     specs = {name: _part(name, value) for name, value in parts.items()}
     weights = {name: spec.weight for name, spec in specs.items()}
@@ -137,15 +162,22 @@ def mixture(*, parts: Mapping[str, Any]) -> MixtureTask:
             "mixture: all weights are 0, so there is nothing to train on: give at least one part a "
             "weight above 0"
         )
+    rare = next((name for name in trained if name not in {*_order(trained)}), None)
+    if rare is not None:
+        raise ConfigError(
+            f"mixture: part '{rare}' with weight {trained[rare]:g} of {sum(trained.values()):g} "
+            f"has no place in the order of {_PERIOD} items, which repeats: raise its weight, or "
+            "set it to 0"
+        )
     tasks = {name: task_of(spec.task, **spec.options) for name, spec in specs.items()}
     train = {name: _train_items(name, specs[name], tasks[name]) for name in trained}
-    splits: dict[str, Sequence[Item]] = {"train": MixedItems(train, trained)}
+    splits: dict[str, Sequence[Item]] = {"train": MixedItems(train, trained, repeats=True)}
     for split in ("validation", "test"):
         each = {name: items_of(task, split) for name, task in tasks.items()}
         splits[split] = MixedItems(each, dict.fromkeys(trained, 1.0))
         splits |= {f"{split}_{name}": MixedItems(each, {name: 1.0}) for name in tasks}
     factors = {name: spec.reward for name, spec in specs.items()}
-    return MixtureTask("mixture", splits, _Weights(factors, tasks), tasks, factors)
+    return MixtureTask("mixture", splits, _Weights(factors, tasks), tasks, factors, tuple(trained))
 
 
 class _Weights(dict[str, float]):
@@ -164,12 +196,19 @@ class _Weights(dict[str, float]):
 
 
 def _part(name: str, value: Any) -> MixturePart:
-    if isinstance(value, MixturePart):
-        return value
     try:
-        return msgspec.convert(value, MixturePart)
+        part = value if isinstance(value, MixturePart) else msgspec.convert(value, MixturePart)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"mixture: part '{name}': {error}") from error
+        raise ConfigError(
+            f"mixture: part '{name}' is {value!r:.60}: {error}; give a task with its options, as "
+            'in {"task": "ledger", "weight": 2}'
+        ) from error
+    if not 0 < part.reward < math.inf:
+        raise ConfigError(
+            f"mixture: part '{name}': reward={part.reward:g} is a factor of its rewards and must "
+            "be above 0; for a task that is only evaluated set weight to 0"
+        )
+    return part
 
 
 def _train_items(name: str, spec: MixturePart, task: Task) -> Sequence[Item]:
@@ -177,21 +216,54 @@ def _train_items(name: str, spec: MixturePart, task: Task) -> Sequence[Item]:
     if not spec.pool:
         return items
     path = Path(spec.pool)
+    path = path / "groups.jsonl" if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(f"mixture: part '{name}': its pool {path} does not exist")
-    records = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
-    kept = (each["item"] for each in records if each["outcome"] in spec.outcomes)
-    found = [id.rpartition(_MARK)[2] for id in kept]
-    # An item's id ends with its index in the split: ledger/train/57.
-    indices = dict.fromkeys(
-        int(id.rpartition("/")[2]) for id in found if id.startswith(f"{task.name}/train/")
-    )
+    outcomes = _outcomes(path)
+    wanted = dict.fromkeys(id for id, outcome in outcomes if outcome in spec.outcomes)
+    indices = _indices(items, list(wanted))
     if not indices:
+        has = Counter(outcome for _, outcome in outcomes)
         raise ConfigError(
             f"mixture: part '{name}': {path} has no item of {task.name}/train with an outcome in "
-            f"{list(spec.outcomes)}"
+            f"{list(spec.outcomes)}; its groups: "
+            f"{', '.join(f'{num} {outcome}' for outcome, num in has.items()) or 'none'}"
         )
     return [items[index] for index in indices]
+
+
+def _outcomes(path: Path) -> list[tuple[str, str]]:
+    """(id of the item, outcome) of each group of a run. Skips a line that a kill tore."""
+    records: list[tuple[str, str]] = []
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            record = msgspec.json.decode(line, type=_GroupOutcome)
+            records.append((record.item, record.outcome))
+    return records
+
+
+def _indices(items: Sequence[Item], ids: Sequence[str]) -> list[int]:
+    """Places of the items with these ids, which may have the name of a part before them. Ids that
+    are not there have none."""
+    found = {id: place for id in ids if (place := _place(items, id)) is not None}
+    if len(found) < len(ids) and len(items) < ENDLESS:
+        every = {item.id: place for place, item in enumerate(items)}
+        own = ((id, next((each for each in _names(id) if each in every), None)) for id in ids)
+        found |= {id: every[name] for id, name in own if name is not None}
+    return list(dict.fromkeys(found[id] for id in ids if id in found))
+
+
+def _place(items: Sequence[Item], id: str) -> int | None:
+    """Place of an item whose id ends with it, as that of a generated item: ledger/train/57. The
+    rows of a file that was divided have the number of their row instead."""
+    last = id.rpartition("/")[2]
+    place = int(last) if last.isdecimal() else len(items)
+    return place if place < len(items) and items[place].id in _names(id) else None
+
+
+def _names(id: str) -> tuple[str, str]:
+    """An item's id as it may be in its task: as it is, or without the name of a part."""
+    return id, id.partition(_MARK)[2]
 
 
 def _order(weights: Mapping[str, float]) -> Iterator[str]:
@@ -205,6 +277,15 @@ def _order(weights: Mapping[str, float]) -> Iterator[str]:
         chosen = max(behind, key=lambda name: behind[name])
         behind[chosen] -= 1
         yield chosen
+
+
+def part_of(id: str) -> str:
+    """The part that the item with this id belongs to.
+
+    >>> part_of("sums:ledger/train/17")
+    'sums'
+    """
+    return id.partition(_MARK)[0]
 
 
 def _own(item: Item) -> tuple[str, Item]:

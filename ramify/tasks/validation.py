@@ -124,7 +124,9 @@ def _check_once(task: Task, split: str, item: Item, seen: dict[bytes, str]) -> N
     except (TypeError, ValueError):
         return  # a context without a JSON form is not compared
     other = seen.setdefault(key, item.id)
-    same_split = other.rpartition("/")[0] == item.id.rpartition("/")[0]
+    # Two parts of a mixture may have the same items: a task, and a pool of it.
+    splits = (id.rpartition("/")[0].rpartition(":")[2] for id in (other, item.id))
+    same_split = next(splits) == next(splits)
     if other != item.id and not same_split and split in SPLITS:
         raise ConfigError(
             f"task '{task.name}': {item.id} is the same question over the same context as {other}"

@@ -1,33 +1,41 @@
-"""Checkpoints of a training run: atomic writes, and retention of the last and best ones.
+"""The folder of a training run: its checkpoints (atomic writes, and retention of the last and best
+ones) and its lock.
 
     OUT/checkpoints/step-000040/      policy/ (Hugging Face layout), backend and random states,
                                       state.json, and checksums.json, verified before loading
     OUT/checkpoints/.step-000045.tmp  being written; after a kill, the next save removes it
     OUT/checkpoints/abandoned/        checkpoints after one that the run went back to
+    OUT/.lock                         held by ``flock`` for the duration of the run; names the
+                                      process that holds it: {"pid":4711,"host":"gpu-3"}
 
 Decides names, atomicity (a folder is written under another name, synced and renamed), and which
-checkpoints are kept. Not here: the content of the parts, which their owners read and write, and
-what must be equal for a resume (``lineage.py``).
+checkpoints are kept. One process writes to the folder, and a second one is rejected at once. The
+system frees the lock when its holder exits, in whatever way, so that a killed run can be resumed.
+Only the process that owns a run takes the lock: not its ranks, engines or rollout workers, nor a
+supervisor that restarts it. Not here: the content of the parts, which their owners read and write,
+and what must be equal for a resume (``lineage.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ramify.errors import ConfigError, StoreError
+from ramify.errors import ConfigError, RunInUse, StoreError
 from ramify.logging import RoomLogger
 from ramify.models import checksums
-from ramify.store.journal import this_process
+from ramify.store.journal import JournalWriter, this_process
 from ramify.train.guards import GuardState
-from ramify.train.lock import holder
 from ramify.train.override import with_new_names
 
 _log = RoomLogger("train")
@@ -336,3 +344,103 @@ def _sync_folder(path: Path) -> None:
             os.fsync(handle)
     finally:
         os.close(handle)
+
+
+_log = RoomLogger("train")
+FILE = ".lock"
+_PATIENCE_S = 0.5
+"""How long to retry: a reader that checks whether a run is live holds the lock for an instant."""
+_TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
+
+
+@contextlib.contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Hold the lock of the folder ``out``. The folder is created if it is missing, and removed
+    again if nothing was written to it. Raises RunInUse, naming the holder, if another process has
+    the lock."""
+    missing: list[Path] = []
+    path = out / FILE
+    try:
+        missing += [folder for folder in (out, *out.parents) if not folder.exists()]
+        out.mkdir(parents=True, exist_ok=True)
+        fd = _acquired(path)
+    except OSError as error:
+        _remove(missing)
+        raise ConfigError(
+            f"cannot write to the run's folder {out} ({error.strerror}): give another one with "
+            "--out DIR"
+        ) from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        # Explicitly, since a forked child may still hold the descriptor.
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+        _remove(missing)
+
+
+def holder(out: Path) -> JournalWriter | None:
+    """The process that writes to the folder ``out`` now; None if there is none."""
+    path = out / FILE
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return _holder_in(path) if error.errno in _TAKEN else None
+    finally:
+        os.close(fd)
+    return None
+
+
+def _acquired(path: Path) -> int:
+    """A file descriptor that holds the lock on ``path``; this process's name is written to it."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        _wait(fd, path)
+        if os.fstat(fd).st_nlink > 0:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, msgspec.json.encode(this_process()), 0)
+            return fd
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)  # removed between opening and locking, so it no longer locks the folder
+    return _acquired(path)
+
+
+def _wait(fd: int, path: Path) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                text = (
+                    f"{path.parent} does not support locks ({error.strerror}): a second run can "
+                    "write to it at the same time"
+                )
+                return _log.warn(text, stacklevel=2)
+            if time.monotonic() > deadline:
+                raise RunInUse(
+                    f"the run's folder {path.parent} is being written by {_holder_in(path)}: "
+                    "wait for it, stop it, or give another folder with --out DIR"
+                ) from None
+        time.sleep(0.02)
+
+
+def _holder_in(path: Path) -> JournalWriter:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=JournalWriter)
+    except (OSError, msgspec.DecodeError):
+        return JournalWriter(0, "an unknown host")
+
+
+def _remove(folders: list[Path]) -> None:
+    """Remove those folders that are empty, innermost first."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()

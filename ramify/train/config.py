@@ -32,13 +32,12 @@ from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.advantages.sft import SFT
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.config_fields import check_optional, redacted
 from ramify.train.depth_models import DepthSpec, FrozenSpec, check_depths
 from ramify.train.guards import TrainingGuard
 from ramify.train.losses import POLICY_LOSSES
 from ramify.train.losses.loss import LossSpec
-from ramify.train.optional_fields import check_optional
 from ramify.train.placement.placement_spec import PlacementSpec
-from ramify.train.redacted import redacted
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.compose import Hybrid
@@ -391,8 +390,8 @@ CHOICES = {"rl.algorithm": ALGORITHMS, "rl.loss.policy": POLICY_LOSSES}
 
 
 def plain(run: Run) -> dict[str, Any]:
-    """``run`` as plain data without secrets (``redacted.py``): the form that checkpoints store and
-    trackers receive.
+    """``run`` as plain data without secrets (``config_fields.py``): the form that checkpoints store
+    and trackers receive.
 
     Raises ConfigError if a part of it cannot be serialized.
     """

@@ -1,34 +1,139 @@
 """Training data of supervised fine-tuning: demonstrations and stored trajectories, as token
-sequences."""
+sequences.
+
+Demonstrations may come from a file of conversations: rows of JSONL or Parquet with ``messages``.
+
+    {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],
+     "reward": 1.0}
+
+The replies of the assistant are learned, except those with ``"weight": 0``. ``reward``, or
+``rewards`` by name, is what ``sft.algorithm.min_reward`` compares with. Messages are learned as
+they are: the first one should be in the form that the scaffold gives a rollout. An error names the
+row. Not here: how conversations are tokenized (``sft_data.py``) and packed (``pack.py``).
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 from ramify.clients.scripted import ScriptedClient
 from ramify.engine.limits import Limits
 from ramify.engine.rlm import RLM
 from ramify.engine.scaffold import Scaffold
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, RamifyError
 from ramify.evaluate.attempt import attempt
 from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import DATA_SUFFIXES, Item, Task, items_of, task_of
+from ramify.tasks.data import rows_of
 from ramify.train.config import Run, SftSpec
 from ramify.train.data.compile import token_sequences
-from ramify.train.data.message_rows import message_demonstrations
 from ramify.train.data.sft_data import DEMOS, TrajectoryTokenizer, read, trajectory_of
-from ramify.types.message import Message
+from ramify.types.message import Message, Reply, ToolCall
 from ramify.types.sequence import TokenSequence
-from ramify.types.trajectory import Group, Trajectory
+from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
 
 if TYPE_CHECKING:
     from ramify.models.load import Policy
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: Any = ""
+
+
+class _ToolCall(msgspec.Struct):
+    function: _Function
+    id: str | None = None
+
+
+class _TextPart(msgspec.Struct):
+    text: str
+    type: Literal["text"] = "text"
+
+
+class _WireMessage(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_TextPart] | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+    weight: float | None = None
+
+
+class _Row(msgspec.Struct):
+    messages: list[_WireMessage]
+    reward: float | None = None
+    rewards: dict[str, float | None] | None = None
+
+
+def message_demonstrations(source: Any, num: int) -> Iterator[Trajectory]:
+    """The first ``num`` rows of ``source`` as demonstrations. Raises ConfigError for a row in
+    another form, and SourceError for a file that cannot be read."""
+    for number, row in enumerate(islice(iter(rows_of(source)), num)):
+        try:
+            yield _trajectory(f"{number}", msgspec.convert(row, _Row))
+        except (msgspec.ValidationError, ValueError) as error:
+            columns = ", ".join(map(str, row))
+            raise ConfigError(
+                f"sft.demos={source}, row {number}: not a conversation: {error}; it has the "
+                f"columns {columns}, and needs messages, each with role and content"
+            ) from None
+
+
+def _trajectory(id: str, row: _Row) -> Trajectory:
+    messages = [_message(each) for each in row.messages]
+    learned = [each.role == "assistant" and each.weight != 0 for each in row.messages]
+    if not any(learned) or learned[0]:
+        raise ValueError(
+            "its first message is the assistant's" if any(learned) else "it has no reply to learn"
+        )
+    call = Call("0", "rlm", "demonstrator", 0, messages[0].content)
+    call.turns = list(_turns(messages, learned))
+    call.stop = Stop.FINAL
+    given = row.rewards or ({} if row.reward is None else {"reward": row.reward})
+    rewards = {name: value for name, value in given.items() if value is not None}
+    question = next((each.content for each in messages if each.role == "user"), "")
+    return Trajectory(
+        f"demo/{id}", question, task=id, calls=[call], stop=Stop.FINAL, rewards=rewards
+    )
+
+
+def _turns(messages: Sequence[Message], learned: Sequence[bool]) -> Iterator[Turn]:
+    begin = 0
+    for index, message in enumerate(messages):
+        if learned[index]:
+            yield Turn(begin, tuple(messages[begin:index]), Reply(message))
+            begin = index + 1
+
+
+def _message(wire: _WireMessage) -> Message:
+    content = wire.content or ""
+    return Message(
+        "system" if wire.role == "developer" else wire.role,
+        content if isinstance(content, str) else "".join(part.text for part in content),
+        wire.reasoning_content,
+        tuple(_tool_call(index, each) for index, each in enumerate(wire.tool_calls or ())),
+        wire.tool_call_id,
+    )
+
+
+def _tool_call(index: int, wire: _ToolCall) -> ToolCall:
+    arguments: Any = wire.function.arguments
+    if isinstance(arguments, Mapping):  # Parquet gives every column of any call
+        given = {name: value for name, value in arguments.items() if value is not None}
+        arguments = msgspec.json.encode(given).decode()
+    return ToolCall(wire.id or f"call_{index}", wire.function.name, str(arguments))
+
 
 _log = RoomLogger("train")
 
@@ -48,14 +153,23 @@ def demonstrations_of(run: Run, task: Task, scaffold: Scaffold) -> Iterator[Traj
         yield from read(Path(spec.trajectories))
 
 
-def _shown(run: Run, spec: SftSpec, task: Task, scaffold: Scaffold) -> Iterable[Any]:
+def _shown(run: Run, spec: SftSpec, task: Task, scaffold: Scaffold) -> Iterator[Any]:
     """The demonstrations of a file, or of a function."""
     if spec.demos.endswith(DATA_SUFFIXES):
-        return message_demonstrations(spec.demos, spec.num)
+        yield from message_demonstrations(spec.demos, spec.num)
+        return
     make = DEMOS.of(spec.demos)
     demo_task = task_of(spec.task.name, **spec.task.options) if spec.task is not None else task
-    shown: Iterable[Any] = make(demo_task, spec.num, run.seed, scaffold, **spec.options)
-    return shown
+    try:
+        yield from make(demo_task, spec.num, run.seed, scaffold, **spec.options)
+    except RamifyError:
+        raise
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"sft.demos={spec.demos} cannot demonstrate the task '{demo_task.name}': {error!r} at "
+            f"{at.filename}:{at.lineno}; correct it, or set sft.task to the task that it shows"
+        ) from error
 
 
 def num_demonstrated(spec: SftSpec | None) -> int:
@@ -107,7 +221,7 @@ def demonstrate(
     return shown
 
 
-def rows_of(
+def sft_rows(
     spec: SftSpec,
     demonstrations: Sequence[Trajectory],
     policy: Policy,

@@ -28,7 +28,7 @@ from ramify.engine.resources import DepthOptions
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.errors import ConfigError, LimitReached, ModelError, Refused
 from ramify.train.advantages.base import AssignedStep
-from ramify.train.optional_fields import check_optional
+from ramify.train.config_fields import check_optional
 from ramify.train.signals.judge_calls import BUDGET, POLICY, LedgerBudget
 from ramify.types.message import Reply, Usage
 from ramify.types.trajectory import Call, Group, Trajectory, Turn

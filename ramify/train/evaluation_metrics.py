@@ -17,8 +17,9 @@ from ramify.engine.rlm import RLM
 from ramify.evaluate.statistics import MeanEstimate, mean_with_interval, share_with_interval
 from ramify.logging import RoomLogger
 from ramify.tasks.base import Item, Task, items_of, total
+from ramify.tasks.mixture import MixtureTask
 from ramify.train.config import Run
-from ramify.train.metrics import passes
+from ramify.train.metrics import of_parts, passes
 from ramify.train.placement.rollout_workers import RolloutSource
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.types.trajectory import Group, Trajectory
@@ -29,8 +30,9 @@ _log = RoomLogger("train")
 async def evaluate(
     run: Run, task: Task, rlm: RLM, workers: RolloutSource | None, split: str
 ) -> dict[str, float]:
-    """Mean reward on the first items of ``split``, overall and by kind, if enough attempts could be
-    judged. ``workers``: processes that run the rollouts; None: this process."""
+    """Mean reward on the first items of ``split``: overall, by kind, and by part of a mixture, if
+    enough attempts could be judged. ``workers``: processes that run the rollouts; None: this
+    process."""
     spec = run.evaluate
     options = msgspec.structs.replace(
         run.rl.rollout if run.rl is not None else RolloutOptions(),
@@ -42,7 +44,14 @@ async def evaluate(
     num = spec.num if split != "validation" or spec.validation is None else spec.validation
     items = [split_items[index] for index in range(min(num, len(split_items)))]
     groups = await rollouter.groups(items, -1, f"evaluating {split}")
-    return report(split, items, groups, task.weights, max_failed=spec.max_failed)
+    values = report(split, items, groups, task.weights, max_failed=spec.max_failed)
+    if isinstance(task, MixtureTask) and f"{split}/reward" in values:
+        by_part = of_parts(groups, task.weights)
+        named = {part: f"task.{part}/reward" for part in task.tasks}
+        values |= {
+            f"{split}/{part}": by_part[name] for part, name in named.items() if name in by_part
+        }
+    return values
 
 
 def report(

@@ -27,12 +27,12 @@ from ramify.train.checkpoint import (
     CheckpointState,
     CheckpointStore,
     find,
+    locked,
     read_state,
     verify,
 )
 from ramify.train.config import Run, plain
 from ramify.train.lineage import check_changes, with_same_demonstrations
-from ramify.train.lock import locked
 from ramify.train.metrics import StepMetrics
 from ramify.train.open_run import opened_run
 from ramify.train.policy_defaults import report_policy_defaults, with_policy_defaults

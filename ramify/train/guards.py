@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.train.optional_fields import check_optional
+from ramify.train.config_fields import check_optional
 
 
 class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

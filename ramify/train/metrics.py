@@ -9,6 +9,7 @@ Metrics of a step's rollouts, in addition to those of their algorithm:
 
     pass@4                     probability that at least one of four attempts at an item is right
     depth1.rlm/reward          mean reward of the calls of one depth and kind, if they have any
+    task.PART/reward …         of each part of a mixture: groups, reward, zero_variance, pass@k
     depth1.rlm/calls …         calls per rollout, turns and sampled tokens per call, surprise
                                (mean -logprob), share of calls that a limit truncated
     staleness, staleness_max   steps by which the sampling weights of a token are out of date
@@ -51,6 +52,7 @@ from ramify.evaluate.evaluation_report import RIGHT
 from ramify.evaluate.statistics import pass_at_k
 from ramify.inference.local.slots import StepTiming
 from ramify.tasks.base import total
+from ramify.tasks.mixture import part_of
 from ramify.types.trajectory import Call, Group, Trajectory
 
 
@@ -262,6 +264,30 @@ def of_rollouts(
             "truncated": layer.truncated,
         }
         metrics |= {f"{name}/{what}": value for what, value in values.items() if value is not None}
+    return metrics
+
+
+def of_parts(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of each part of a mixture: its groups, the mean of its weighted rewards, the share of
+    its groups whose scored rollouts have equal ones, and pass@k."""
+    by_part: dict[str, list[Group]] = defaultdict(list)
+    for group in groups:
+        by_part[part_of(group.task)].append(group)
+    metrics = {}
+    for part, own in sorted(by_part.items()):
+        prefix = f"task.{part}/"
+        metrics[f"{prefix}groups"] = float(len(own))
+        scored = [
+            [total(tree.rewards, weights) for tree in group.trajectories if tree.rewards]
+            for group in own
+        ]
+        every = [reward for rewards in scored for reward in rewards]
+        if every:
+            metrics[f"{prefix}reward"] = math.fsum(every) / len(every)
+            having = [rewards for rewards in scored if rewards]
+            same = sum(min(rewards) == max(rewards) for rewards in having)
+            metrics[f"{prefix}zero_variance"] = same / len(having)
+        metrics |= {f"{prefix}pass@{k}": value for k, value in passes(own, weights).items()}
     return metrics
 
 

@@ -15,7 +15,9 @@ from ramify.errors import ConfigError
 from ramify.inference.http.engine_process import check_program
 from ramify.logging import RoomLogger
 from ramify.tasks.base import Item, Task, items_of
+from ramify.tasks.mixture import MixtureTask
 from ramify.tasks.validation import validate
+from ramify.train.advantages.by_task import ByTask
 from ramify.train.config import Run
 from ramify.train.signals.teacher import needed
 from ramify.train.stages import scheduled
@@ -38,6 +40,13 @@ def check_task(run: Run, task: Task) -> None:
     if skipped:
         text = skipped if run.task.validate else f"{skipped} (task.validate=false)"
         _log.warning("task_not_checked", text, shown=True, task=run.task.name)
+    if run.rl is not None and isinstance(run.rl.algorithm, ByTask):
+        if not isinstance(task, MixtureTask):
+            raise ConfigError(
+                f"rl.algorithm=by_task has an algorithm for each task of a mixture, but "
+                f"'{run.task.name}' is one task: set task.name=mixture, or choose one algorithm"
+            )
+        run.rl.algorithm.check(task.tasks, task.trained)
     if run.rl is not None and run.rl.rollout.group == 1 and run.rl.algorithm.has_group_baseline:
         _log.warn(
             "a group of one has no other rollout to compare with: every advantage is 0, and "

@@ -20,6 +20,7 @@ import msgspec
 
 from ramify.errors import ConfigError, nearest
 from ramify.plugins import Registry
+from ramify.train.advantages.by_task import ByTask
 from ramify.train.config import CHOICES, CriticSpec, Run
 from ramify.train.losses.critic import ValueLoss
 from ramify.train.override import Choices
@@ -238,12 +239,15 @@ def with_preset(run: Run, name: str) -> Run:
         raise ConfigError(f"preset {name}: run '{run.name}' has no rl stage, which it would set")
     named = choices(name)
     outcome = named["rl.algorithm"].build(preset.algorithm)
-    is_hybrid = isinstance(rl.algorithm, Hybrid)
+    # What wraps others keeps what the recipe chose, around or beside the preset's algorithm.
+    algorithm = outcome
+    if isinstance(rl.algorithm, Hybrid):
+        algorithm = msgspec.structs.replace(rl.algorithm, outcome=outcome)
+    elif isinstance(rl.algorithm, ByTask):
+        algorithm = msgspec.structs.replace(rl.algorithm, other=outcome)
     plain = {"old": "auto", "kl_beta": 0.0, "entropy": 0.0}
     fields = {
-        "algorithm": msgspec.structs.replace(rl.algorithm, outcome=outcome)
-        if is_hybrid
-        else outcome,
+        "algorithm": algorithm,
         "loss": msgspec.structs.replace(
             rl.loss, policy=named["rl.loss.policy"].build(preset.policy), **{**plain, **preset.loss}
         ),

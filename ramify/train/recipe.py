@@ -14,8 +14,8 @@ from ramify.plugins import load_file
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.checkpoint import find, read_state
 from ramify.train.config import CHOICES, Run, plain
+from ramify.train.config_fields import cut_out
 from ramify.train.override import new_name, override
-from ramify.train.redacted import cut_out
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:

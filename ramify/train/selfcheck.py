@@ -29,7 +29,7 @@ from ramify.errors import TrainError
 from ramify.inference.base import AuditedClient, EngineLost, InferenceClient, engines_of
 from ramify.train.backends.base import Backend
 from ramify.train.data.pack import pack
-from ramify.train.precision import CanaryLimits
+from ramify.train.policy_defaults import CanaryLimits
 from ramify.types.message import Message
 from ramify.types.sequence import Batch, TokenSequence
 from ramify.types.trajectory import Group, Trajectory

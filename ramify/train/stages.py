@@ -22,6 +22,7 @@ import msgspec
 
 from ramify.errors import ConfigError, TrainError
 from ramify.tasks.base import Item, Task
+from ramify.tasks.mixture import MixtureTask
 from ramify.train.advantages.base import (
     Algorithm,
     AssignedRollout,
@@ -35,7 +36,7 @@ from ramify.train.data.compile import token_sequences
 from ramify.train.data.sft_data import induction, order
 from ramify.train.group_records import GroupRecord, account
 from ramify.train.losses.loss import LossSpec
-from ramify.train.metrics import of_rollouts
+from ramify.train.metrics import of_parts, of_rollouts
 from ramify.train.policy_defaults import usual_warmup
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.group_queue import GroupQueue, StepGroups
@@ -327,7 +328,10 @@ class RlStage:
             data.others[name], also = stage.learned_from(groups)
             learnt |= also
         metrics = {**data.metrics, **taken.metrics, **_measured(groups)}
-        data.metrics = metrics | of_rollouts(groups, self._task.weights)
+        metrics |= of_rollouts(groups, self._task.weights)
+        if isinstance(self._task, MixtureTask):
+            metrics = of_parts(groups, self._task.weights) | metrics
+        data.metrics = metrics
         if reader is not None:
             data.metrics |= reader.metrics(groups)
             reader.put_on_trees(groups)

@@ -3,12 +3,11 @@
     journals, trajectory files, evaluations, folders of ramify train
       │
       ├─ run_locations.py run_library.py      find files, give each run an address, and list them
-      ├─ run_tree.py watched_run.py           one run as it grows, in outline
+      ├─ run_tree.py watched_run.py           one run as it grows, in outline; one call in full
       │    picture.py                           its calls as columns of a table
-      ├─ call_detail.py                       one call in full, read when it is opened
-      │    transcript.py search.py
-      │    provenance.py data_flow.py call_sites.py   which calls its values came from
-      └─ training.py evaluation.py            curves and rollouts; scores and attempts
+      │    transcript.py search.py              a call as a page, read when it is opened
+      │    provenance.py data_flow.py returned_values.py   which calls its values came from
+      └─ training.py                          curves and rollouts; scores and attempts
            │
            ▼
          feed.py ──> view_server.py ──HTTP, server-sent events──> static/*.js

@@ -21,10 +21,10 @@ import msgspec
 from ramify.errors import StoreError
 from ramify.types.call_tree import CallNode, as_text
 from ramify.types.trajectory import Call, Turn
-from ramify.viewer.call_sites import MadeCall
 from ramify.viewer.data_flow import NOTHING, CellFlow, DataFlow, Flow, union
 from ramify.viewer.returned_values import (
     NUMBER,
+    MadeCall,
     ReturnedValues,
     ValueSpan,
     find_values,

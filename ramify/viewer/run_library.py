@@ -4,7 +4,7 @@ A place is a store (a folder with ``runs/``), a journal, a file of trajectories,
 evaluation, a folder of ``ramify train``, or a folder that contains any of these. Every request
 reads the places again, because files grow; the rows of unchanged files are cached. An unreadable
 file has a row with the reason. Not here: addresses (see run_locations.py) and the pages (see
-watched_run.py, training.py and evaluation.py).
+watched_run.py and training.py).
 """
 
 from __future__ import annotations

@@ -1,36 +1,51 @@
-"""Call tree of a run for the viewer, with the place of each call's lines in the journal.
+"""Call tree of a run for the viewer, with the place of each call's lines in the journal, and one
+call in full: its lines, read when a user opens it.
 
 The journal is decoded without its texts. Most of a journal is prompts, replies, token ids and
 outputs, which the overview does not show. The decoder skips fields that a type does not name, so
 the types here decode several times faster than full events. Each has the tag of the event that it
-stands for, and some of its fields. ``call_detail.py`` reads a call in full. Not here: the tree
-itself (see types/call_tree.py), reading files (see watched_run.py) and the data that a page
-receives (see picture.py).
+stands for, and some of its fields.
+
+    journal lines ──> events (of the calls that it continues, then its own) ──> CallDetail
+
+The last few calls are cached and updated while the run is in progress. A ``CallDetail`` also holds
+what a transcript needs but a ``Call`` lacks: the times of each request and reply, the pending
+request, retries, notes, and the answers of tools.
+
+Not here: the tree itself (see types/call_tree.py), reading files (see watched_run.py) and the data
+that a page receives (see picture.py).
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from ramify.store.journal import check_version
+from ramify.errors import StoreError
+from ramify.store.journal import check_version, decode_line
 from ramify.types.call_tree import CallNode, CallTree
 from ramify.types.event import (
+    AnyEvent,
     AttemptFailed,
     CallEnded,
     Event,
     NoteAdded,
+    ReplyReceived,
+    RequestStarted,
     RunEnded,
     RunResumed,
     RunStarted,
     ScoreAdded,
+    ToolAnswered,
+    TrajectoryFold,
 )
-from ramify.types.message import Usage
-from ramify.types.trajectory import CallKind, ContextRef, Fork, Parent, Trajectory
+from ramify.types.message import Message, Usage
+from ramify.types.trajectory import Call, CallKind, ContextRef, Fork, Parent, Stop, Trajectory
 
 
 class CallStartGlance(Event, frozen=True, gc=False, tag="CallStarted"):
@@ -189,3 +204,141 @@ class RunTree:
         """Build the tree from a complete trajectory instead of events."""
         self.calls.take(trajectory)
         self.version += 1
+
+
+MAX_CACHED = 8
+
+
+class PendingRequest(msgspec.Struct, frozen=True):
+    """Request of a call that has no reply yet."""
+
+    turn: int
+    reused: int
+    prompt: tuple[Message, ...]
+    at_s: float
+
+
+class CallNote(msgspec.Struct, frozen=True):
+    """Note about a failed request or another event in a call."""
+
+    at_s: float
+    turn: int
+    kind: str
+    """``attempt`` for a failed request, otherwise ``note``."""
+    text: str
+
+
+class CallDetail(msgspec.Struct):
+    """A call with its timing, notes and pending request."""
+
+    call: Call
+    notes: list[CallNote] = msgspec.field(default_factory=list)
+    spans: list[float] = msgspec.field(default_factory=list)
+    """Times of each request and reply in turn, in seconds since the run began."""
+    tools: list[ToolAnswered] = msgspec.field(default_factory=list)
+    pending: PendingRequest | None = None
+    last_word: Stop | None = None
+
+    def add(self, event: AnyEvent) -> None:
+        """Record the parts of ``event`` that ``Call`` does not hold."""
+        match event:
+            case RequestStarted():
+                self.pending = PendingRequest(event.turn, event.reused, event.prompt, event.at_s)
+                self.last_word = event.last_word
+                self.spans.append(event.at_s)
+            case ReplyReceived():
+                self.pending = None
+                self.spans.append(event.at_s)
+            case CallEnded():
+                self.pending = None
+            case AttemptFailed():
+                self.notes.append(CallNote(event.at_s, event.turn, "attempt", event.error))
+            case NoteAdded():
+                turn = self.pending.turn if self.pending else len(self.call.turns)
+                self.notes.append(CallNote(event.at_s, turn, "note", event.text))
+            case ToolAnswered():
+                self.tools.append(event)
+            case _:
+                pass
+
+
+class CallDetails:
+    """Reader of full calls from one journal, with a small cache."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._cached: OrderedDict[str, _Reading] = OrderedDict()
+
+    def of(self, tree: RunTree, node: CallNode) -> CallDetail:
+        """Return the call of ``node`` in full. Raises StoreError for unreadable lines."""
+        reading = self._cached.pop(node.id, None)
+        try:
+            reading = reading or _Reading(self._path, tree, node)
+            detail = reading.read_on(tree, node)
+        except (KeyError, IndexError) as error:
+            problem = f"the events of call {node.id} are inconsistent: missing {error}"
+            raise StoreError(f"{self._path}: {problem}") from None
+        self._cached[node.id] = reading
+        while len(self._cached) > MAX_CACHED:
+            self._cached.popitem(last=False)
+        return detail
+
+
+class _Reading:
+    """One call, read up to some line of the journal."""
+
+    def __init__(self, path: Path, tree: RunTree, node: CallNode) -> None:
+        self._path = path
+        self._fold = TrajectoryFold()
+        self._detail: CallDetail | None = None
+        self._last_line = -1
+        ancestry = [node]
+        while (fork := ancestry[-1].fork) is not None:
+            origin = tree.nodes[fork.call]
+            if origin.index >= ancestry[-1].index:
+                raise StoreError(
+                    f"{path}: call {ancestry[-1].id} continues call {origin.id}, which does not "
+                    "precede it"
+                )
+            ancestry.append(origin)
+        for ancestor in reversed(ancestry[1:]):
+            for event in journal_events(path, tree.lines_of(ancestor)):
+                self._fold.apply(event)
+        self._num_errors = len(self._fold.trajectory.errors)
+
+    def read_on(self, tree: RunTree, node: CallNode) -> CallDetail:
+        for event in journal_events(self._path, tree.lines_of(node, self._last_line)):
+            if isinstance(event, ScoreAdded):
+                continue
+            if isinstance(event, RunResumed):  # about several calls
+                own = {id: turn for id, turn in event.forgets.items() if id == node.id}
+                event = msgspec.structs.replace(event, forgets=own)
+            self._fold.apply(event)
+            if self._detail is None:
+                self._detail = CallDetail(self._fold.trajectory.call(node.id))
+            self._detail.add(event)
+            self._note_token_errors(self._detail, event)
+        self._last_line = node.last_line
+        if self._detail is None:
+            raise StoreError(f"{self._path} has no line of call {node.id}")
+        return self._detail
+
+    def _note_token_errors(self, detail: CallDetail, event: AnyEvent) -> None:
+        """Add a note to the turn if the fold rejects a reply's token ids (``TrajectoryFold``)."""
+        errors = self._fold.trajectory.errors
+        if isinstance(event, ReplyReceived) and len(errors) > self._num_errors:
+            detail.notes.append(CallNote(event.at_s, event.turn, "note", errors[-1]))
+        self._num_errors = len(errors)
+
+
+def journal_events(path: Path, lines: list[tuple[int, int]]) -> Iterator[AnyEvent]:
+    """Read the events of ``lines``; each line is (number from 0, offset)."""
+    if not lines:
+        return
+    try:
+        with path.open("rb") as file:
+            for number, offset in lines:
+                file.seek(offset)
+                yield decode_line(file.readline()[:-1], path, number + 1)
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}") from error

@@ -17,8 +17,8 @@ from ramify.types.call_tree import as_text
 from ramify.types.event import ToolAnswered
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Annotation, Call, Cell, Turn
-from ramify.viewer.call_detail import PendingRequest
 from ramify.viewer.picture import fields, rewards_of, state
+from ramify.viewer.run_tree import PendingRequest
 from ramify.viewer.watched_run import WatchedRun
 
 MAX_TEXT = 20_000

@@ -45,7 +45,6 @@ from aiohttp import web
 from ramify.errors import StoreError, cannot_listen
 from ramify.store.reviews import RunReview, write_review
 from ramify.viewer.comparison import MAX_RUNS, compared, rows_of
-from ramify.viewer.evaluation import EvaluationLibrary
 from ramify.viewer.feed import FileFeed, FileFeeds
 from ramify.viewer.guard import BadRequest, NotAllowed, RequestGuard, add_headers
 from ramify.viewer.page_script import APP, STATIC, app, early, module
@@ -55,7 +54,7 @@ from ramify.viewer.run_again import NO_TOKEN, AgainRequest, Rebuild, RunAgain, d
 from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.run_locations import Kind, LocatedRun, kind_of
 from ramify.viewer.search import search
-from ramify.viewer.training import kept, samples
+from ramify.viewer.training import EvaluationLibrary, kept, samples
 from ramify.viewer.transcript import MAX_TEXT, exact_request, tokenizer_of, tokens, transcript
 from ramify.viewer.watched_run import WatchedRun, nth_line
 

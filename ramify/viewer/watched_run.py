@@ -1,7 +1,7 @@
 """One run that a page shows: its call tree so far, updated by reading what its journal has gained.
 
     journal ─┬─ new bytes since the last refresh ──> glances ──> RunTree (run_tree.py)
-             └─ lines of one call, when it is opened ──> CallDetail (call_detail.py)
+             └─ lines of one call, when it is opened ──> CallDetail (run_tree.py)
 
 An incomplete last line is read when it is complete. A line that is damaged, or inconsistent with
 the earlier ones, is skipped, and the page says so. A journal that was truncated or replaced is read
@@ -21,9 +21,15 @@ from ramify.store.reviews import RunReview, read_reviews
 from ramify.types.call_tree import CallNode
 from ramify.types.event import CallEnded, CallStarted, RunStarted
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory
-from ramify.viewer.call_detail import CallDetail, CallDetails, journal_events
 from ramify.viewer.run_locations import LocatedRun, kind_of, newer
-from ramify.viewer.run_tree import DamagedLine, RunTree, glances
+from ramify.viewer.run_tree import (
+    CallDetail,
+    CallDetails,
+    DamagedLine,
+    RunTree,
+    glances,
+    journal_events,
+)
 
 
 class WatchedRun:

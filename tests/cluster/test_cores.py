@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from simpy import Environment, Event
 
-from ramify.cluster.rate import EngineRate
-from ramify.cluster.recorded_cpu import RecordedCpu, recorded_cpu
+from ramify.cluster.rate import EngineRate, RecordedCpu, recorded_cpu
 from ramify.cluster.simulated_engine import SimulatedCache, SimulatedEngine
 from ramify.cluster.simulated_rollout import SimulatedCores
 from ramify.inference.local.slots import StepTiming, StepTimings

@@ -11,8 +11,8 @@ import pytest
 
 import ramify
 from ramify import Limits, Sampling
+from ramify.engine.scaffold import made_for
 from ramify.errors import ConfigError
-from ramify.inference.base import made_for
 from ramify.inference.local import connect
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import save_policy
@@ -80,7 +80,7 @@ def test_the_packaged_policy(tmp_path: Path) -> None:
 def test_a_name_costs_no_import() -> None:
     script = (
         "import sys; sys.modules['torch'] = None; import ramify\n"
-        "from ramify.inference.base import made_for\n"
+        "from ramify.engine.scaffold import made_for\n"
         "from ramify.inference.local import connect\n"
         "made_for('local:/nowhere'); ramify.RLM('local:/nowhere')\n"
         "import importlib.util; found = importlib.util.find_spec\n"

@@ -13,7 +13,7 @@ import pytest
 
 from ramify import Limits, ScriptedClient, Store
 from ramify.clients.scripted import refused
-from ramify.serve.request_watcher import RunProgress
+from ramify.serve.answer_request import RunProgress
 from tests.serve.serving import LONG, MINIMAL, PRICE, asking, cell, serving, session, user
 
 CLIENTS = 200

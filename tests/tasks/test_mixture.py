@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ramify.errors import ConfigError
@@ -64,17 +65,62 @@ def test_a_pool_is_what_a_run_learned_from(tmp_path: Path) -> None:
         task_of("mixture", parts=parts)
 
 
+def test_a_pool_of_rows_and_a_part_that_is_used_up(tmp_path: Path) -> None:
+    """Rows of a divided file have their row's number in their id, not their place in the split."""
+    data, path = tmp_path / "rows.jsonl", tmp_path / "groups.jsonl"
+    data.write_text("\n".join(json.dumps({"question": f"{n}?", "answer": n}) for n in range(99)))
+    rows = items_of(task_of(str(data)), "train")
+    chosen = [rows[40], rows[7]]
+    lines = [json.dumps({"item": item.id, "outcome": "silent"}) for item in chosen]
+    path.write_text("\n".join([*lines, '{"item": "torn']))
+    again = {"task": str(data), "pool": str(path), "outcomes": ["silent"]}
+    train = items_of(task_of("mixture", parts={"again": again, "new": {"task": "ledger"}}), "train")
+    assert len(train) > 10**9
+    assert [item.question for item in train[:8] if item.id.startswith("again")] == [
+        chosen[0].question,
+        chosen[1].question,
+    ] * 2
+    assert len({item.id for item in train[:80] if item.id.startswith("new")}) == 40
+    again["pool"] = str(tmp_path)  # the run's folder
+    again["outcomes"] = ["learned"]
+    with pytest.raises(ConfigError, match=r"in \['learned'\]; its groups: 2 silent"):
+        task_of("mixture", parts={"again": again})
+
+
+def test_a_task_may_be_in_two_parts_but_no_item_in_train_and_test(tmp_path: Path) -> None:
+    path = tmp_path / "groups.jsonl"
+    path.write_text(json.dumps({"item": "ledger/train/0", "outcome": "learnt"}))
+    parts = {"sums": {"task": "ledger"}, "again": {"task": "ledger", "pool": str(path)}}
+    task = task_of("mixture", parts=parts)
+    assert validate(task, ("train", "validation", "test", "test_again")) == ""
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(json.dumps({"question": f"{n}?", "answer": n}) for n in range(99)))
+    parts = {name: {"task": str(data)} for name in "ab"}
+    mixed = task_of("mixture", parts=parts)
+    assert validate(mixed, ("train", "test")) == ""
+    items = items_of(mixed, "train")[:4]
+    shown = [msgspec.structs.replace(item, id=f"b:rows/test/{n}") for n, item in enumerate(items)]
+    mixed = msgspec.structs.replace(mixed, splits={**mixed.splits, "test": shown})  # type: ignore[type-var]
+    with pytest.raises(ConfigError, match="is the same question over the same context as"):
+        validate(mixed, ("train", "test"))
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({}, "give parts by name"),
+        ({}, "parts is {}: give each task a name, as in"),
+        ([1], r"parts is \[1\]: give each task a name"),
+        ({"a:b": {"task": "ledger"}}, "without ':' and '.' in a name"),
+        ({"a": "ledger"}, "part 'a' is 'ledger': .* give a task with its options"),
+        ({"a": {"task": "ledger", "reward": 0}}, "reward=0 is a factor .* must be above 0"),
         ({"a": {"task": "ledger", "weight": 0}}, "all weights are 0, so there is nothing to train"),
         ({"a": {"task": "ledger", "weight": -1}}, "must be numbers from 0"),
+        ({"a": {"task": "ledger"}, "b": {"task": "needle", "weight": 1e-5}}, "'b' .* no place in"),
         ({"a": {"task": "ledgr"}}, "did you mean 'ledger'"),
-        ({"a": {"tusk": "ledger"}}, "part 'a': .*tusk"),
+        ({"a": {"tusk": "ledger"}}, "part 'a' is .*tusk"),
         ({"a": {"task": "ledger", "pool": "nowhere"}}, "its pool nowhere does not exist"),
     ],
 )
-def test_bad_parts(parts: dict[str, Any], message: str) -> None:
+def test_bad_parts(parts: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         task_of("mixture", parts=parts)

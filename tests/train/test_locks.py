@@ -14,16 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from ramify.cli.supervise import supervise
+from ramify.cli.train import supervise
 from ramify.errors import RunInUse
-from ramify.train.checkpoint import CheckpointState, CheckpointStore, find
+from ramify.train.checkpoint import FILE, CheckpointState, CheckpointStore, find, holder, locked
 from ramify.train.execute import train
-from ramify.train.lock import FILE, holder, locked
 from tests.cli.helpers import Shell
 from tests.train.small import small
 
 HOLD = (
-    "import sys; from pathlib import Path; from ramify.train.lock import locked\n"
+    "import sys; from pathlib import Path; from ramify.train.checkpoint import locked\n"
     "with locked(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
 )
 

@@ -10,15 +10,29 @@ import msgspec
 import pytest
 import torch
 
+from ramify.train.advantages.by_task import ByTask
+from ramify.train.advantages.group_estimators import GRPO
 from ramify.train.advantages.ppo import PPO
 from ramify.train.advantages.rae import RAE
 from ramify.train.advantages.reinforce_pp import ReinforcePP
 from ramify.train.advantages.remax import ReMax
+from ramify.train.advantages.sft import SFT
 from ramify.train.checkpoint import CheckpointStore, read_state
-from ramify.train.config import CriticSpec, PolicySpec, Run, Schedule
+from ramify.train.config import (
+    CriticSpec,
+    EvaluateSpec,
+    PolicySpec,
+    Run,
+    Schedule,
+    TaskSpec,
+    plain,
+)
 from ramify.train.guards import CollapseAlarms, TrainingGuard
+from ramify.train.lineage import changes
 from ramify.train.losses import Decoupled, ProxApprox
 from ramify.train.losses.loss import LossSpec
+from ramify.train.override import override
+from ramify.train.recipe import stored
 from tests.shown import train
 from tests.train.small import small, weights_of
 from tests.train.test_loop import read_rows
@@ -105,6 +119,37 @@ def test_what_an_algorithm_remembers_goes_into_the_checkpoint(base: str, tmp_pat
     assert memories == pytest.approx(
         [0.5 * rewards[0], 0.25 * rewards[0] + 0.5 * rewards[1]], abs=1e-6
     )
+
+
+def test_each_task_of_a_mixture_has_its_algorithm(base: str, tmp_path: Path) -> None:
+    part = {"task": "tests.train.small:even"}
+    parts = {"a": part, "b": {**part, "reward": 0.5}, "c": {**part, "weight": 0}}
+    algorithm = ByTask(tasks={"a": SFT(min_reward=0.0), "b": GRPO()})
+    given = msgspec.structs.replace(
+        run(base, algorithm=algorithm, steps=2),
+        task=TaskSpec(name="mixture", options={"parts": parts}),
+        evaluate=EvaluateSpec(num=2, validation=2, final=("test_c",)),
+    )
+    resumed_is_the_same(given, tmp_path)
+    rows = [row.values for row in read_rows(tmp_path, "rl") if "learn_s" in row.values]
+    for row in rows:
+        assert row["ce_loss"] > 0
+        assert row["loss"] == pytest.approx(row["ce_loss"] + row["rl_loss"])
+        assert row["task.a/kept"] == row["task.a/groups"] == row["task.b/groups"] == 1
+        assert row["reward"] == pytest.approx(row["task.b/reward"])  # sft reports none
+        assert {"task.a/pass@3", "task.b/groups_with_signal"} <= row.keys()
+    last = [row.values for row in read_rows(tmp_path, "last")][-1]
+    assert last["test_c/c"] == last["test_c/reward"]
+    assert "b/rollout_tokens" in read_state(CheckpointStore(tmp_path).all()[-1]).memory
+    before = stored(tmp_path)
+    assert before.rl is not None
+    assert before.rl.algorithm == algorithm
+    changed = override(before, ["rl.algorithm.tasks.b=rloo", "rl.algorithm.tasks.a.children=false"])
+    found = [str(change) for change in changes(plain(before), plain(changed))]
+    assert found == [
+        "rl.algorithm.tasks.a.children True → False",
+        "rl.algorithm.tasks.b.name 'grpo' → 'rloo'",
+    ]
 
 
 def test_remax_rolls_out_greedily_beside_each_group(base: str, tmp_path: Path) -> None:

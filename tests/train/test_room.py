@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from ramify.inference.base import CachePressure
-from ramify.train.rollouts.concurrency import ConcurrencyController
+from ramify.train.rollouts.rollouter import ConcurrencyController
 
 
 class Engine:

@@ -14,8 +14,12 @@ from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.losses.loss import LossSpec
 from ramify.train.rollouts.admission_rules import StepSampleSpec
-from ramify.train.rollouts.concurrency import ConcurrencyController
-from ramify.train.rollouts.rollouter import GroupRollout, RolloutAttempt, Rollouter
+from ramify.train.rollouts.rollouter import (
+    ConcurrencyController,
+    GroupRollout,
+    RolloutAttempt,
+    Rollouter,
+)
 from ramify.train.stages import RlStage, SftStage, StepData, WarmUpStage
 from ramify.types.trajectory import Trajectory
 from tests.train.trees import call, tree

@@ -66,7 +66,10 @@ def draw(
     """Sample one token per row of fp32 logits, using one number in [0, 1) per row. ``fixed``:
     compute in fixed shapes."""
     logprobs_nV = log_softmax(_tempered(logits_nV, settings), fixed=fixed)
-    ids_n = pick(logprobs_nV, torch.tensor(uniforms, dtype=torch.float64, device=logits_nV.device))
+    device = logits_nV.device
+    # From pinned memory, so that the host does not wait here for the logits.
+    pinned_n = torch.tensor(uniforms, dtype=torch.float64, pin_memory=device.type == "cuda")
+    ids_n = pick(logprobs_nV, pinned_n.to(device, non_blocking=True))
     greedy = [row for row, row_settings in enumerate(settings) if row_settings.temperature == 0]
     if greedy:
         ids_n[greedy] = logits_nV[greedy].argmax(-1)
@@ -162,6 +165,8 @@ class Generation:
         self.affinity = affinity
         self.logprobs: list[float] = []
         self._kept: list[tuple[int, ...]] = []
+        self.routes: list[tuple[int, ...]] = []
+        """For each sampled token, the experts of the token before it; empty unless recorded."""
         self._versions: list[tuple[int, int]] = []
         self._version: int | None = None
         self.end: End | None = None

@@ -32,6 +32,8 @@ class CacheLayout(NamedTuple):
     """d"""
     dtype: torch.dtype
     device: torch.device
+    num_spare: int = 0
+    """Positions at the end of each slot that hold nothing (``captured.py`` writes there)."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -48,12 +50,13 @@ class KeyValueCache:
         self.capacity = capacity
         self.heads = layout.heads
         self.size = layout.size
+        self._width = capacity + layout.num_spare
         self.kv = torch.zeros(
             2,
             layout.num_layers,
             num_slots,
             self.heads,
-            capacity,
+            self._width,
             self.size,
             dtype=layout.dtype,
             device=layout.device,
@@ -61,9 +64,24 @@ class KeyValueCache:
         self.rows = [
             (k.view(-1, self.size), v.view(-1, self.size)) for k, v in zip(*self.kv, strict=True)
         ]
-        """Per layer, keys and values as rows [S K C, d]."""
+        """Per layer, keys and values as rows [S K (C + spare), d]."""
         self.blocks = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(*self.kv, strict=True)]
-        """Per layer, keys and values by slot and head, [S K, C, d]."""
+        """Per layer, keys and values by slot and head, [S K, C + spare, d]."""
+
+    def row_of(self, slots: Sequence[int], positions: Sequence[int]) -> list[int]:
+        """The row of each position's first head; position ``capacity`` is a spare one."""
+        stride = self.heads * self._width
+        return [slot * stride + position for slot, position in zip(slots, positions, strict=True)]
+
+    def write_rows(self, rows_T: Tensor) -> Tensor:
+        """[T K] rows of all heads, from those of the first heads."""
+        heads = torch.arange(self.heads, device=rows_T.device)
+        return (rows_T[:, None] + heads * self._width).flatten()
+
+    def write(self, layer: int, write_at: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> None:
+        """Write keys and values of T tokens to the rows ``write_at`` [T K]."""
+        for rows, new in zip(self.rows[layer], (k_TKd, v_TKd), strict=True):
+            rows.index_copy_(0, write_at, new.reshape(-1, self.size))
 
     def change(self, change: SlotMove) -> None:
         """Copy or swap the first positions of two slots."""
@@ -93,14 +111,13 @@ class StepAttention:
         self._cache = cache
         self._num_decoding = len(step.slots)
         self._write_at = self._rows_of(step).to(cache.kv.device)
-        self._decoding = _DecodeAttention(cache, step) if step.slots else None
+        self._decoding = _SomeSlots(cache, step) if step.slots else None
         self._chunks = [_Chunk(cache, span) for span in step.spans]
 
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> Tensor:
-        for rows, new in zip(self._cache.rows[layer], (k_TKd, v_TKd), strict=True):
-            rows.index_copy_(0, self._write_at, new.reshape(-1, self._cache.size))
+        self._cache.write(layer, self._write_at, k_TKd, v_TKd)
         outputs = (
             []
             if self._decoding is None
@@ -114,56 +131,34 @@ class StepAttention:
 
     def _rows_of(self, step: EngineStep) -> Tensor:
         """[T K] rows of the cache to which the step's keys and values are written."""
-        cache = self._cache
-        stride = cache.heads * cache.capacity
-        rows = [
-            slot * stride + position
-            for slot, position in zip(step.slots, step.positions, strict=True)
-        ]
+        rows = self._cache.row_of(step.slots, step.positions)
         for span in step.spans:
-            rows += range(span.slot * stride + span.start, span.slot * stride + span.end)
-        return (torch.tensor(rows)[:, None] + torch.arange(cache.heads) * cache.capacity).flatten()
+            rows += range(*self._cache.row_of([span.slot] * 2, [span.start, span.end]))
+        return self._cache.write_rows(torch.tensor(rows))
 
 
-class _DecodeAttention:
-    """Attention of one token each of some slots, over the block of slots up to the last of them."""
+class DecodeAttention:
+    """Attention of one token of each of the first n slots, over the first ``length`` positions."""
 
-    def __init__(self, cache: KeyValueCache, step: EngineStep) -> None:
-        device = cache.kv.device
-        self._n = step.slots[-1] + 1
-        self._length = max(step.positions) + 1
-        if device.type != "cpu":  # GPU attention kernels prefer aligned memory
-            self._length = min(-(-self._length // 16) * 16, cache.capacity)
+    def __init__(self, cache: KeyValueCache, last_n: Tensor, length: int) -> None:
+        """``last_n``: the position of each token, on the cache's device. Only tensors are read, so
+        that a CUDA graph can repeat this with other positions."""
         self._cache = cache
-        is_dense = len(step.slots) == self._n
-        last_n = torch.tensor(step.positions)
-        if not is_dense:
-            last_n = torch.zeros(self._n, dtype=torch.long).index_copy_(
-                0, torch.tensor(step.slots), last_n
-            )
-        # A slot that does not decode attends to its first position, so that its unused row is
-        # finite.
-        hidden_nT = torch.arange(self._length) > last_n[:, None]
-        bias_nT = torch.zeros(hidden_nT.shape, dtype=cache.kv.dtype).masked_fill_(
-            hidden_nT, float("-inf")
-        )
-        self._bias_n1T = bias_nT[:, None].to(device)
+        self._n, self._length = len(last_n), length
+        hidden_nT = torch.arange(length, device=last_n.device) > last_n[:, None]
+        bias_nT = torch.zeros(
+            hidden_nT.shape, dtype=cache.kv.dtype, device=last_n.device
+        ).masked_fill_(hidden_nT, float("-inf"))
+        self._bias_n1T = bias_nT[:, None]
         self._two_products = cache.kv.dtype == torch.float32
         self._bias_m1T = (
             self._bias_n1T.repeat_interleave(cache.heads, 0)
             if self._two_products
             else self._bias_n1T
         )
-        self._slots = None if is_dense else torch.tensor(step.slots, device=device)
 
-    def __call__(self, layer: int, q_THd: Tensor, scale: float) -> Tensor:
-        shape = q_THd.shape
-        if self._slots is not None:
-            q_THd = q_THd.new_zeros(self._n, *shape[1:]).index_copy_(0, self._slots, q_THd)
-        o_nHd = self._attended(layer, q_THd, scale).reshape(self._n, *shape[1:])
-        return o_nHd if self._slots is None else o_nHd[self._slots]
-
-    def _attended(self, layer: int, q_nHd: Tensor, scale: float) -> Tensor:
+    def __call__(self, layer: int, q_nHd: Tensor, scale: float) -> Tensor:
+        """[n, H, d]"""
         heads, size = self._cache.heads, self._cache.size
         k, v = (block[: self._n * heads, : self._length] for block in self._cache.blocks[layer])
         q_mgd = q_nHd.reshape(self._n * heads, -1, size)
@@ -172,10 +167,38 @@ class _DecodeAttention:
             weights = torch.baddbmm(self._bias_m1T, q_mgd, k.transpose(1, 2), alpha=scale).softmax(
                 -1
             )
-            return torch.bmm(weights, v)
+            return torch.bmm(weights, v).reshape(q_nHd.shape)
         q, k, v = (x.view(self._n, heads, *x.shape[1:]) for x in (q_mgd, k, v))
         bias = self._bias_n1T[:, None].expand(-1, heads, q.shape[2], -1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+        return o.reshape(q_nHd.shape)
+
+
+class _SomeSlots:
+    """Attention of one token each of some slots, over the block of slots up to the last of them."""
+
+    def __init__(self, cache: KeyValueCache, step: EngineStep) -> None:
+        device = cache.kv.device
+        self._n = step.slots[-1] + 1
+        length = max(step.positions) + 1
+        if device.type != "cpu":  # GPU attention kernels prefer aligned memory
+            length = min(-(-length // 16) * 16, cache.capacity)
+        is_dense = len(step.slots) == self._n
+        last_n = torch.tensor(step.positions)
+        if not is_dense:
+            # A slot that does not decode attends to its first position, so that its unused row is
+            # finite.
+            last_n = torch.zeros(self._n, dtype=torch.long).index_copy_(
+                0, torch.tensor(step.slots), last_n
+            )
+        self._attend = DecodeAttention(cache, last_n.to(device), length)
+        self._slots = None if is_dense else torch.tensor(step.slots, device=device)
+
+    def __call__(self, layer: int, q_THd: Tensor, scale: float) -> Tensor:
+        if self._slots is None:
+            return self._attend(layer, q_THd, scale)
+        q_nHd = q_THd.new_zeros(self._n, *q_THd.shape[1:]).index_copy_(0, self._slots, q_THd)
+        return self._attend(layer, q_nHd, scale)[self._slots]
 
 
 class _Chunk:

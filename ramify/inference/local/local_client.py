@@ -37,6 +37,7 @@ from ramify.inference.local.model_runner import runner_of
 from ramify.inference.local.sleeping_weights import SleepingWeights
 from ramify.inference.weight_sync.base import StaleWeights, WeightPiece
 from ramify.models.load import Policy
+from ramify.models.routing import MixtureRouters
 from ramify.models.weights import fingerprint, load_weights
 from ramify.types.message import Finish, Message, Reply, Usage
 
@@ -60,13 +61,14 @@ class LocalClient:
         cache_bytes: int | None = None,
         reuse: bool = True,
         fixed_shapes: torch.dtype | None = None,
+        capture: bool = True,
     ) -> None:
         """``slots``: concurrent replies (128 on a CPU, otherwise 256). ``prefill_tokens``: prompt
         tokens per step (1024 on a CPU, otherwise 8192). ``cache_bytes``: memory of the KV cache (2
         GiB on a CPU, otherwise a third of the GPU's memory). Without ``reuse``, cached prefixes of
         one request do not serve another. ``fixed_shapes``: precision of products in
         fixed shapes (``models/fixed_shapes.py``), which give the same bits in any batch; None: the
-        fastest shapes."""
+        fastest shapes. ``capture``: on a GPU, decode by CUDA graphs (``captured.py``)."""
         self.policy = policy
         self._weights: dict[str, Tensor] = {}
         """Name -> weight, filled by the first weight sync. These stay the same tensor objects,
@@ -87,13 +89,24 @@ class LocalClient:
             window=self.window,
             reuse=reuse,
         )
-        self.engine = LocalEngine(runner_of(policy.model, fixed_shapes), room, policy.version)
+        self.engine = LocalEngine(
+            runner_of(policy.model, fixed_shapes, capture=capture), room, policy.version
+        )
         self._thread = EngineThread(self.engine)
         self._sleeping_weights = SleepingWeights(policy.model)
 
     @property
     def version(self) -> int:
         return self.engine.version
+
+    def report_routes(self) -> None:
+        """From now on, replies report the experts of a mixture. Raises ConfigError for any other
+        model."""
+        routers = MixtureRouters.of(self.policy.model)
+        if routers is None:
+            raise ConfigError(f"{self.name} has no experts whose choice could be reported")
+        routers.record()
+        self.engine.runner.routers = routers
 
     async def pressure(self) -> CachePressure:
         """Load on the KV cache."""
@@ -296,6 +309,7 @@ class LocalClient:
             logprobs=tuple(generation.logprobs),
             versions=generation.versions,
             kept=generation.kept,
+            routes=tuple(generation.routes) or None,
         )
 
     def _message(self, generation: Generation) -> Message:

@@ -2,7 +2,8 @@
 
 A model gets the fastest runner that gives its own results:
 
-    DenseModel             ``FlatRunner``: all spans of a step in one pass over one token axis
+    DenseModel             ``FlatRunner``: all spans of a step in one pass over one token axis; on a
+                           GPU, decoding steps are CUDA graphs (``captured.py``)
     transformers module    ``FlatRunner`` through its attention interface, if a probe gives the
                            logits of the module alone (``models.trunk``); otherwise
                            ``ModuleRunner``: one sequence at a time, with transformers' own cache
@@ -35,6 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from ramify.errors import ConfigError
+from ramify.inference.local.captured import CapturedDecoding
 from ramify.inference.local.kv_cache import CacheLayout, KeyValueCache, StepAttention
 from ramify.inference.local.slots import EngineStep, SlotMove, SlotSpan
 from ramify.models.dense import CausalAttention, DenseModel
@@ -46,6 +48,7 @@ from ramify.models.fixed_shapes import (
     padded,
     runs_of,
 )
+from ramify.models.routing import MixtureRouters
 from ramify.models.trunk import ModuleTrunk
 
 
@@ -53,6 +56,8 @@ class FixedShapeRunner:
     """Implements ``ModelRunner`` in fixed shapes."""
 
     is_fixed = True
+    routers: MixtureRouters | None = None
+    routes: Sequence[tuple[int, ...]] = ()
 
     def __init__(self, model: DenseModel, products: torch.dtype) -> None:
         """``products``: the precision of matrix products, which the trainer also uses."""
@@ -129,17 +134,14 @@ class _CachedBlock:
         self._cache = cache
         self._runs = runs_of(slots, positions)
         self._num = len(slots)
-        stride = cache.heads * cache.capacity
-        rows = torch.tensor(slots) * stride + torch.tensor(positions)
-        heads = torch.arange(cache.heads) * cache.capacity
-        self._write_at = (rows[:, None] + heads).flatten().to(cache.kv.device)
+        self._write_at = cache.write_rows(torch.tensor(cache.row_of(slots, positions)))
+        self._write_at = self._write_at.to(cache.kv.device)
 
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> Tensor:
         q_THd, k_TKd, v_TKd = cast_for_products(q_THd, k_TKd, v_TKd)
-        for rows, new in zip(self._cache.rows[layer], (k_TKd, v_TKd), strict=True):
-            rows.index_copy_(0, self._write_at, new[: self._num].reshape(-1, self._cache.size))
+        self._cache.write(layer, self._write_at, k_TKd[: self._num], v_TKd[: self._num])
         o_THd = torch.zeros_like(q_THd)
         for run in self._runs:
             at, length = slice(run.row, run.row + run.num), padded(run.position + run.num)
@@ -153,6 +155,8 @@ class ModuleRunner:
 
     bytes_per_token = cache_bytes = 0
     is_fixed = False
+    routers: MixtureRouters | None = None
+    routes: Sequence[tuple[int, ...]] = ()
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module
@@ -168,8 +172,13 @@ class ModuleRunner:
             SlotSpan(*each)
             for each in zip(step.slots, step.positions, ([id] for id in step.ids), strict=True)
         ]
-        logits = [self._after(self._memories[span.slot], span) for span in [*single, *step.spans]]
-        chosen = [*logits[: len(single)], *itertools.compress(logits[len(single) :], wanted)]
+        logits, routes = [], []
+        for span in [*single, *step.spans]:
+            logits.append(self._after(self._memories[span.slot], span))
+            routes += [] if self.routers is None else self.routers.recorded(None)[-1:]
+        is_wanted = [*itertools.repeat(True, len(single)), *wanted]
+        self.routes = list(itertools.compress(routes, is_wanted))
+        chosen = list(itertools.compress(logits, is_wanted))
         return torch.stack(chosen) if chosen else torch.empty(0)
 
     def change(self, change: SlotMove) -> None:
@@ -275,6 +284,13 @@ class ModelRunner(Protocol):
     is_fixed: bool
     """Whether it computes in fixed shapes (``FixedShapeRunner``)."""
 
+    routers: MixtureRouters | None
+    """Routers of the mixture, if routes are recorded."""
+
+    routes: Sequence[tuple[int, ...]]
+    """For each row of the latest logits, the experts that its token was sent to, k for each layer;
+    empty unless they are recorded."""
+
     @property
     def cache_bytes(self) -> int:
         """Bytes that the cache uses now; 0 if that is not known."""
@@ -324,10 +340,16 @@ class FlatRunner:
     """Model runner that computes all spans of a step in one pass."""
 
     is_fixed = False
+    routers: MixtureRouters | None = None
+    routes: Sequence[tuple[int, ...]] = ()
 
-    def __init__(self, decoder: DecoderModel, layout: CacheLayout) -> None:
+    def __init__(
+        self, decoder: DecoderModel, layout: CacheLayout, captured: CapturedDecoding | None = None
+    ) -> None:
+        """``captured``: computes the decoding steps that it can."""
         self._decoder = decoder
         self._layout = layout
+        self._captured_steps = captured
         self.bytes_per_token = layout.bytes_per_token
         self._cache = KeyValueCache(layout, 1, 1)
 
@@ -336,6 +358,10 @@ class FlatRunner:
         return self._cache.kv.untyped_storage().nbytes()
 
     def forward(self, step: EngineStep, wanted: Sequence[bool]) -> Tensor:
+        if self._captured_steps is not None:
+            h_ND = self._captured_steps.hidden(self._cache, step)
+            if h_ND is not None:
+                return self._decoder.logits(h_ND)
         rows_N = None
         if step.spans:
             rows = list(range(len(step.slots)))
@@ -345,16 +371,23 @@ class FlatRunner:
                 if is_wanted:
                     rows.append(end)
             rows_N = torch.tensor(rows, dtype=torch.long, device=self._layout.device)
-        return self._decoder.logits(self._hidden(step, self._cache, rows_N))
+        h_ND = self._hidden(step, self._cache, rows_N)
+        if self.routers is not None:
+            self.routes = self.routers.recorded(rows_N)
+        return self._decoder.logits(h_ND)
 
     def change(self, change: SlotMove) -> None:
         self._cache.change(change)
 
     def resize(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
         self._cache = self._cache.resized(stay, num_slots, capacity)
+        if self._captured_steps is not None:
+            self._captured_steps.clear()
 
     def forget(self) -> None:
-        """Nothing to do: slots are written before they are read."""
+        # The cache needs nothing: slots are written before they are read.
+        if self._captured_steps is not None:
+            self._captured_steps.weights_changed()
 
     @torch.inference_mode()
     def all_logits(self, ids: Sequence[int]) -> Tensor:
@@ -372,9 +405,12 @@ class FlatRunner:
         return self._decoder.hidden(ids_T, positions_T, StepAttention(cache, step), rows_N)
 
 
-def runner_of(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> ModelRunner:
+def runner_of(
+    model: nn.Module, fixed_shapes: torch.dtype | None = None, *, capture: bool = True
+) -> ModelRunner:
     """The fastest runner that computes what ``model`` computes; with ``fixed_shapes`` the one that
-    computes in fixed shapes, with products in this precision."""
+    computes in fixed shapes, with products in this precision. ``capture``: whether it may decode by
+    CUDA graphs."""
     if fixed_shapes is not None:
         if not isinstance(model, DenseModel):
             raise ConfigError(f"a {type(model).__name__} cannot compute in fixed shapes")
@@ -382,7 +418,10 @@ def runner_of(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> Mode
     if isinstance(model, DenseModel):
         shape, parameter = model.shape, next(model.parameters())
         sizes = (shape.num_layers, shape.num_kv_heads, shape.head_size)
-        return FlatRunner(model, CacheLayout(*sizes, parameter.dtype, parameter.device))
+        layout = CacheLayout(*sizes, parameter.dtype, parameter.device)
+        if parameter.device.type != "cuda" or not capture:
+            return FlatRunner(model, layout)
+        return FlatRunner(model, layout._replace(num_spare=16), CapturedDecoding(model))
     return _flat(model) or ModuleRunner(model)
 
 

@@ -6,15 +6,17 @@ from __future__ import annotations
 
 from ramify.plugins import Registry
 from ramify.tasks.scoring.answer_text import (
+    IntervalF1Score,
     NumericScore,
     exact,
     f1,
+    interval_f1,
     last_number,
+    line_f1,
     normalised,
     numeric,
 )
 from ramify.tasks.scoring.choice import choice
-from ramify.tasks.scoring.interval import IntervalF1Score, interval_f1, line_f1
 from ramify.tasks.scoring.math_answer import MathScore, boxed_math, math_answer
 from ramify.tasks.scoring.unit_tests import UnitTestScore, unit_tests
 

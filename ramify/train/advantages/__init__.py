@@ -27,6 +27,7 @@ ALGORITHMS = Registry(
         "remax": f"{_HERE}.remax:ReMax",
         "rae": f"{_HERE}.rae:RAE",
         "ppo": f"{_HERE}.ppo:PPO",
+        "by_task": f"{_HERE}.by_task:ByTask",
         "hybrid": "ramify.train.signals.compose:Hybrid",
         "sft": f"{_HERE}.sft:SFT",
     },

@@ -163,6 +163,30 @@ def remembering(algorithm: T, memory: Mapping[str, float]) -> T:
     return algorithm
 
 
+_NEUTRAL = {"kl_share": 1.0}
+"""Streams whose missing values are not 0: a token of usual weight in the KL."""
+_BY_TRAINER = ("ref_logprobs",)
+"""Streams that the trainer computes for the rows that lack them."""
+
+
+def even_streams(rollouts: Sequence[AssignedRollout]) -> None:
+    """Give every ``TokenCredit`` every named stream, filled with values that change nothing if it
+    has none, because all sequences of a step must have the same streams."""
+    widths: dict[str, int | None] = {}
+    for rollout in rollouts:
+        for credit in rollout.credits.values():
+            for name, rows in credit.streams.items():
+                widths[name] = len(rows[0]) if rows and isinstance(rows[0], list) else None
+    for rollout in rollouts:
+        for credit in rollout.credits.values():
+            for name, width in widths.items():
+                if name not in credit.streams and name not in _BY_TRAINER:
+                    num, fill = len(credit), _NEUTRAL.get(name, 0.0)
+                    credit.streams[name] = (
+                        [fill] * num if width is None else [[fill] * width for _ in range(num)]
+                    )
+
+
 def _of_inner(algorithm: Any, function: Any, default: Any) -> Any:
     inner = getattr(algorithm, "outcome", None)
     return default if inner is None else function(inner)

@@ -1,11 +1,21 @@
-"""Tree credit: from rewards per call to one advantage per call, for the rollouts of one task.
+"""Tree credit: from rewards per call to one advantage per call, for the rollouts of one task; and
+the bridge from trajectories to it: the tree of a rollout, its tokens and its lengths.
 
-Decides what each call's return is and which calls are compared with each other. All functions are
-pure and work on the same small tree, without tokens or tensors:
+Decides what each call's return is and which calls are compared with each other, on a small tree
+without tokens or tensors:
 
     root 0: reward 4          return of a call = its own reward + γ · its parent's return
     ├── 0.0: reward 1             γ = 1:  0 -> 4,  0.0 -> 5,  0.1 -> 7
     └── 0.1: reward 3             γ = 0:  0 -> 4,  0.0 -> 1,  0.1 -> 3
+
+``tree_of`` decides what a call's own reward is (the weighted sum of its named rewards; the root's
+is the task's), which calls attempt the same sub-task (the same question over the same context), and
+that a continuation of a call (``Call.fork``) counts as its sibling, under the same parent.
+
+``LengthLimits`` decides how long or cut-off rollouts are treated. A rollout that was cut off by a
+limit says little about the answer it would have given. ``punish`` (the default) keeps its score.
+``mask`` keeps it in the baseline but removes its tokens from the loss (DAPO's overlong filtering).
+The soft overlong penalty and the length penalty change the reward before any comparison.
 
 Not here: the comparison itself (see group_estimators.py), and how much each token weighs (see
 weight.py).
@@ -13,13 +23,16 @@ weight.py).
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from math import fsum
 from statistics import fmean
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from ramify.plugins import Registry
+from ramify.tasks.base import total
+from ramify.types.trajectory import Call, Trajectory, Turn
 
 
 class CreditNode(NamedTuple):
@@ -213,3 +226,141 @@ def _completed(tree: Tree, numbers: Numbers, gamma: float, is_compared: bool) ->
         else:
             completed[id] = gamma * completed[node.parent] + node.reward
     return completed
+
+
+Overlong = Literal["punish", "mask"]
+
+
+class RolloutLength(NamedTuple):
+    """The length of one rollout."""
+
+    output: int
+    """Sampled tokens."""
+    input: int
+    """Prompt tokens."""
+    turns: int
+
+
+class LengthLimits(NamedTuple):
+    """The maximum lengths that the length penalty divides by."""
+
+    output: int
+    input: int
+    turns: int
+
+
+def soft_overlong(num_tokens: int, max_tokens: int, buffer: int) -> float:
+    """DAPO (2503.14476) eq. 13: 0 up to max_tokens - buffer, then a linear fall to -1 at
+    max_tokens, and -1 beyond.
+
+    max_tokens 100, buffer 20:  80 -> 0,  90 -> -0.5,  100 -> -1,  150 -> -1."""
+    if buffer <= 0:
+        return -1.0 if num_tokens > max_tokens else 0.0
+    return min(0.0, max(-1.0, (max_tokens - buffer - num_tokens) / buffer))
+
+
+def length_penalty(
+    rewards: Sequence[float], lengths: Sequence[RolloutLength], most: LengthLimits, weight: float
+) -> list[float]:
+    """R'_i = R_i - max(0, mean(R)) · (w·out_i/max_out + 0.1·in_i/max_in + 0.1·turns_i/max_turns),
+    for the rollouts of one group.
+
+    The better a group does, the more brevity counts. A group whose mean is not above 0 is left
+    unchanged: a negative mean would reward length."""
+    centre = max(0.0, sum(rewards) / len(rewards)) if rewards else 0.0
+    return [
+        reward
+        - centre
+        * (
+            weight * n.output / most.output
+            + 0.1 * n.input / most.input
+            + 0.1 * n.turns / most.turns
+        )
+        for reward, n in zip(rewards, lengths, strict=True)
+    ]
+
+
+def is_scored(trajectory: Trajectory) -> bool:
+    """Whether the rollout has a usable reward. One that failed for external reasons has none and
+    gives no signal."""
+    return not why_unscored(trajectory)
+
+
+def why_unscored(trajectory: Trajectory) -> str:
+    """Why a rollout cannot be learnt from, as a predicate ("has no reward"); empty if it can."""
+    if not trajectory.calls:
+        return "has no call" + _last_error(trajectory)
+    if not trajectory.rewards:
+        return "has no reward" + _last_error(trajectory)
+    everywhere = {
+        "": trajectory.rewards,
+        **{f" of call {id}": own for id, own in trajectory.call_rewards.items()},
+    }
+    for where, rewards in everywhere.items():
+        for name, value in rewards.items():
+            if not math.isfinite(value):
+                return f"has the reward {name}={value}{where}"
+    return ""
+
+
+def _last_error(trajectory: Trajectory) -> str:
+    return f": {trajectory.errors[-1]}" if trajectory.errors else ""
+
+
+def tree_of(trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, CreditNode]:
+    """Call id -> node, each parent before its children. ``weights`` are the task's, by reward
+    name."""
+    tree: dict[str, CreditNode] = {}
+    for call in in_order(trajectory):
+        rewards = trajectory.rewards if not tree else trajectory.call_rewards.get(call.id, {})
+        subtask = (call.question, call.context.digest if call.context else None)
+        own, num = total(rewards, weights), num_sampled(call)
+        tree[call.id] = CreditNode(
+            parent_of(trajectory, call), call.depth, own, call.kind, subtask, num
+        )
+    return tree
+
+
+def in_order(trajectory: Trajectory) -> list[Call]:
+    """The calls of a trajectory, the root first and every other call after its parent. Calls of
+    judges are left out."""
+    calls = [call for call in trajectory.calls if call.kind != "judge"]
+    return sorted(calls, key=lambda call: (call.depth, call is not trajectory.root))
+
+
+def parent_of(trajectory: Trajectory, call: Call) -> str | None:
+    """Id of the parent of ``call``. A continuation of the root is put under the root, since the two
+    have no common parent."""
+    while call.parent is None and call.fork is not None:
+        root = trajectory.root.id
+        if call.fork.call == root:
+            return root
+        call = trajectory.call(call.fork.call)
+    return call.parent.call if call.parent is not None else None
+
+
+def sampled(call: Call) -> Iterator[tuple[int, Turn, int]]:
+    """(index, turn, number of sampled tokens) for each turn of ``call`` whose exact ids and
+    log-probabilities are known."""
+    for index, turn in enumerate(call.turns):
+        if turn.num_ids is not None and turn.reply.token_ids and turn.reply.logprobs is not None:
+            yield index, turn, len(turn.reply.token_ids)
+
+
+def num_sampled(call: Call) -> int:
+    """Number of tokens of ``call`` that can carry policy-gradient weight."""
+    return sum(num for _, _, num in sampled(call))
+
+
+def was_cut_off(call: Call) -> bool:
+    """Whether a limit ended the call or its last reply."""
+    by_limit = call.stop is not None and call.stop.is_truncated()
+    return by_limit or (bool(call.turns) and call.turns[-1].reply.finish == "length")
+
+
+def length_of(trajectory: Trajectory) -> RolloutLength:
+    """Sampled tokens, prompt tokens and turns of the whole tree."""
+    turns = [turn for call in trajectory.calls for turn in call.turns]
+    num_input = sum(len(turn.reply.prompt_ids or ()) for turn in turns)
+    num_output = sum(len(turn.reply.token_ids or ()) for turn in turns)
+    return RolloutLength(num_output, num_input, len(turns))

@@ -15,10 +15,9 @@ from typing import Literal
 from ramify.errors import ConfigError
 from ramify.train.advantages import token_arithmetic as row_math
 from ramify.train.advantages.base import AssignedStep
-from ramify.train.advantages.credit import CREDITS, CreditNode, Numbers
+from ramify.train.advantages.credit import CREDITS, CreditNode, Numbers, tree_of
 from ramify.train.advantages.group import judged
 from ramify.train.advantages.group_estimators import GRPO
-from ramify.train.advantages.rollout_trees import tree_of
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Group
 

@@ -28,25 +28,25 @@ from ramify.train.advantages.base import (
     Stamps,
     TokenCredit,
 )
-from ramify.train.advantages.credit import CREDITS, CreditNode, Numbers
-from ramify.train.advantages.length import (
+from ramify.train.advantages.credit import (
+    CREDITS,
+    CreditNode,
     LengthLimits,
+    Numbers,
     Overlong,
     RolloutLength,
-    length_penalty,
-    soft_overlong,
-)
-from ramify.train.advantages.rollout_trees import (
     length_of,
+    length_penalty,
     num_sampled,
     sampled,
+    soft_overlong,
     tree_of,
     was_cut_off,
     why_unscored,
 )
 from ramify.train.advantages.weight import MeanTokens, Reduction, Share, Weights, shares_of
 from ramify.train.advantages.weight import weights as token_weights
-from ramify.train.optional_fields import check_optional
+from ramify.train.config_fields import check_optional
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Call, Group, Trajectory
 

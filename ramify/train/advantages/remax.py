@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ramify.train.advantages.base import AlgorithmNeeds, AssignedStep
-from ramify.train.advantages.credit import CreditNode, Numbers
+from ramify.train.advantages.credit import CreditNode, Numbers, tree_of, why_unscored
 from ramify.train.advantages.group import GroupOptions, judged
-from ramify.train.advantages.rollout_trees import tree_of, why_unscored
 from ramify.types.trajectory import Group
 
 

@@ -23,9 +23,9 @@ from ramify.errors import ConfigError, OldNameWarning
 from ramify.logging import RoomLogger
 from ramify.plugins import Registry
 from ramify.train.backends.mesh import MeshSizes
+from ramify.train.config_fields import check_optional
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses.loss import LossSpec
-from ramify.train.optional_fields import check_optional
 from ramify.types.sequence import Batch, Floats
 
 if TYPE_CHECKING:
@@ -332,7 +332,7 @@ class Backend(Protocol):
 
 def decided(compute: ComputeSpec, dtype: torch.dtype, device: str) -> ComputeSpec:
     """``compute`` with ``precision`` set to fp32 or bf16, for a policy loaded as ``dtype``: bf16 if
-    that has 16 bits, else fp32. A run decides in ``train/precision.py``."""
+    that has 16 bits, else fp32. A run decides in ``train/policy_defaults.py``."""
     if compute.precision != "auto":
         return compute
     is_half = dtype.itemsize == 2

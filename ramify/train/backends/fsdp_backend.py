@@ -25,7 +25,7 @@ from ramify.train.backends.mesh import MeshSizes
 from ramify.train.backends.rank import dealt, idle
 from ramify.train.backends.single import check_window
 from ramify.train.data.pack import PackingSpec
-from ramify.train.losses import whole_step
+from ramify.train.losses import loss as losses
 from ramify.train.losses.loss import LossSpec, LossTally
 from ramify.types.sequence import Batch, Floats
 
@@ -66,9 +66,9 @@ class FsdpBackend:
 
     def forward_backward(self, batches: Many[Batch], loss: LossSpec) -> dict[str, float]:
         if loss.is_over_sequences:
-            whole_step.check_whole(batches)
-        if whole_step.chooses(loss) and batches:
-            batches = whole_step.choose(batches, loss, self.logprobs(batches))
+            losses.check_whole(batches)
+        if losses.chooses(loss) and batches:
+            batches = losses.choose(batches, loss, self.logprobs(batches))
         tally = LossTally()
         if batches:
             _, each = self._shares(batches)

@@ -1,9 +1,19 @@
-"""Writes pieces of a forest as a batch: tokens and segments, and one entry per token that carries
-loss.
+"""Arranges sequences as a forest, in which shared prefixes occur only once, and writes pieces of it
+as a batch: tokens and segments, and one entry per token that carries loss.
+
+    1 2 3 7 8 4          [1 2 3] ── [7 8] ── [4]     node: a stretch of tokens, its parent,
+    1 2 3 7 8 5             │         └──── [5]      and one sequence that passes through it
+    1 2 3 9                 └────── [9]
 
     piece  [1 2 3] -> [7 8], [9]    token_ids 1 2 3 7 8 9   segments [0,3) [3,5)<0 [5,6)<0
     sampled: 7 8 by one sequence,   sources   2 3 2         positions of the hidden states
              9 by the other         targets   7 8 9
+
+A token's hidden state depends only on the tokens of its path, so a prefix that two sequences share
+can be computed once: prompts, forked prefixes, and tokens that two siblings happened to sample
+alike. What they learn stays separate, since a loss is counted by entry and not by token. The forest
+does not depend on the order of the sequences. It is found by sorting the sequences as byte strings
+and comparing neighbors: near-linear in the number of tokens.
 
 Decides how per-token streams of sequences become per-entry streams. A token that was sampled at a
 temperature or from a truncated distribution, and also carries cross-entropy, has two entries:
@@ -22,8 +32,148 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ramify.train.data.forest import ForestNode
 from ramify.types.sequence import Batch, Floats, Ints, SamplingSupport, Segment, TokenSequence
+
+
+class ForestNode(NamedTuple):
+    """Tokens ``[begin, end)``, counted along the path, that the same sequences pass through."""
+
+    begin: int
+    end: int
+    parent: int
+    """Index of the parent node; -1 for a root."""
+    sequence: int
+    """Index of one sequence that passes through it."""
+    last: int = -1
+    """For a stretch of a batch: index of the forest's node with which it ends."""
+
+
+class Forest(NamedTuple):
+    """Prefix trees over a set of sequences."""
+
+    nodes: list[ForestNode]
+    """In preorder."""
+    leaves: list[int]
+    """Sequence -> the node in which it ends."""
+    order: list[int]
+    """Indices of the sequences, sorted by their ids; equal ids are sorted by name."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(node.end - node.begin for node in self.nodes)
+
+
+def forest(sequences: Many[TokenSequence]) -> Forest:
+    """The radix trees of ``sequences``; none of them may be empty."""
+    keys = [sequence.token_ids.astype(">i8").tobytes() for sequence in sequences]
+    order = sorted(range(len(sequences)), key=lambda index: (keys[index], sequences[index].name))
+    growing = _GrowingForest()
+    ends = [-1] * len(sequences)
+    before: Ints | None = None
+    for index in order:
+        ids = sequences[index].token_ids
+        shared = 0 if before is None else _common(before, ids)
+        ends[index] = growing.add(index, shared, len(ids))
+        before = ids
+    return Forest(*growing.grown(ends), order)
+
+
+class NodeCopies:
+    """How often the stretches of a step's batches compute each node of its forest."""
+
+    def __init__(self, radix_forest: Forest, stretches: Many[ForestNode]) -> None:
+        """``stretches``: whole nodes one below the other, of which ``last`` is the last."""
+        self._nodes = radix_forest.nodes
+        self._num = [0] * len(self._nodes)
+        for stretch in stretches:
+            for node in self._within(stretch):
+                self._num[node] += 1
+
+    def weights(self, stretch: ForestNode) -> Floats:
+        """[n] of each token: 1 / how often it is computed."""
+        within = self._within(stretch)[::-1]
+        sizes = [self._nodes[node].end - self._nodes[node].begin for node in within]
+        weights = np.array([1 / self._num[node] for node in within], np.float32)
+        return weights.repeat(sizes)
+
+    def _within(self, stretch: ForestNode) -> list[int]:
+        """The nodes of a stretch, from the last to the first."""
+        found, node = [stretch.last], self._nodes[stretch.last]
+        while node.begin > stretch.begin:
+            found.append(node.parent)
+            node = self._nodes[node.parent]
+        return found
+
+
+class _GrowingForest:
+    """The nodes so far, and the path of the last sequence through them."""
+
+    def __init__(self) -> None:
+        self.begin: list[int] = []
+        self.end: list[int] = []
+        self.parent: list[int] = []
+        self.sequence: list[int] = []
+        self.path: list[int] = []
+
+    def add(self, sequence: int, shared: int, length: int) -> int:
+        """Add a sequence that has ``shared`` tokens in common with the last one. Returns the node
+        in which it ends."""
+        while self.path and self.begin[self.path[-1]] >= shared:
+            self.path.pop()
+        if self.path and self.end[self.path[-1]] > shared:
+            self._split(self.path.pop(), shared)
+        if length > shared:
+            self.path.append(
+                self._new(shared, length, self.path[-1] if self.path else -1, sequence)
+            )
+        return self.path[-1]
+
+    def grown(self, ends: list[int]) -> tuple[list[ForestNode], list[int]]:
+        """The nodes in preorder, with children in the order of their ids. (In the internal lists,
+        the head of a node that was split comes after it.)"""
+        children: list[list[int]] = [[] for _ in self.begin]
+        roots: list[int] = []
+        for node, parent in enumerate(self.parent):
+            (roots if parent < 0 else children[parent]).append(node)
+        rank = [-1] * len(self.begin)
+        nodes: list[ForestNode] = []
+        stack = roots[::-1]
+        while stack:
+            node = stack.pop()
+            rank[node] = len(nodes)
+            parent = self.parent[node]
+            nodes.append(
+                ForestNode(
+                    self.begin[node],
+                    self.end[node],
+                    rank[parent] if parent >= 0 else -1,
+                    self.sequence[node],
+                )
+            )
+            stack.extend(children[node][::-1])
+        return nodes, [rank[end] for end in ends]
+
+    def _new(self, begin: int, end: int, parent: int, sequence: int) -> int:
+        self.begin.append(begin)
+        self.end.append(end)
+        self.parent.append(parent)
+        self.sequence.append(sequence)
+        return len(self.begin) - 1
+
+    def _split(self, node: int, at: int) -> None:
+        """Split a node: ``node`` keeps the tokens after ``at``, so that its children, and the
+        sequences that end in it, keep their index."""
+        head = self._new(self.begin[node], at, self.parent[node], self.sequence[node])
+        self.begin[node], self.parent[node] = at, head
+        self.path.append(head)
+
+
+def _common(a: Ints, b: Ints) -> int:
+    """Length of the common prefix of ``a`` and ``b``."""
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    return int(differs.argmax()) if differs.any() else length
+
 
 COMPONENTS = ("rl", "ce", "kd")
 """Components of a loss; each has a stream of weights."""
@@ -70,8 +220,10 @@ class BatchWriter:
         self._denominators = _denominators(chosen, denominators)
         self._has_versions = all(sequence.versions is not None for sequence in chosen)
         self._has_kept = any(sequence.kept is not None for sequence in chosen)
+        routes = [sequence.routes for sequence in chosen if sequence.routes is not None]
+        self._route_size = max((each.shape[1] for each in routes), default=0)
 
-    def batch(self, pieces: Iterable[BatchPiece]) -> Batch:
+    def batch(self, pieces: Iterable[BatchPiece], copies: NodeCopies) -> Batch:
         columns = _Columns()
         segments: list[Segment] = []
         present: dict[int, str] = {}
@@ -82,7 +234,11 @@ class BatchWriter:
                 ids = self._sequences[self._learning[stretch.sequence]].token_ids[
                     stretch.begin : stretch.end
                 ]
-                columns.add(token_ids=ids, positions=np.arange(stretch.begin, stretch.end))
+                columns.add(
+                    token_ids=ids,
+                    positions=np.arange(stretch.begin, stretch.end),
+                    token_weights=copies.weights(stretch),
+                )
                 segments.append(
                     Segment(
                         end, end + len(ids), stretch.parent + first if stretch.parent >= 0 else -1
@@ -117,6 +273,9 @@ class BatchWriter:
         )
         if self._has_versions and sequence.versions is not None:
             columns.add(versions=sequence.versions[tokens])
+        if self._route_size:
+            unknown = np.full((len(tokens), self._route_size), -1)
+            columns.add(routes=unknown if sequence.routes is None else sequence.routes[tokens])
         if self._has_kept:
             columns.add_kept(sequence.kept, tokens, plain)
 
@@ -134,6 +293,8 @@ class BatchWriter:
             owners=columns.whole("owners"),
             versions=columns.whole("versions") if self._has_versions else None,
             kept=columns.kept() if self._has_kept else None,
+            routes=columns.whole("routes") if self._route_size else None,
+            token_weights=columns.whole("token_weights"),
         )
 
 

@@ -7,7 +7,7 @@
 Decides where each turn's credit goes: only into the first path that holds the whole turn. Tokens
 that a second path shares with the first (a fork, or a history that was cut) are context there, so
 that a loss over all sequences counts every sampled token once. Not here: which sequences share
-computation (``forest.py``), and which ones go into a batch (``pack.py``).
+computation (``batch.py``), and which ones go into a batch (``pack.py``).
 
 Legend: T tokens of a path, N tokens sampled in one turn.
 """
@@ -20,7 +20,7 @@ from itertools import accumulate, chain
 import numpy as np
 
 from ramify.train.advantages.base import AssignedRollout, TokenCredit
-from ramify.types.sequence import Floats, SamplingSupport, TokenPath, TokenSequence, TokenSpan
+from ramify.types.sequence import Floats, Ints, SamplingSupport, TokenPath, TokenSequence, TokenSpan
 from ramify.types.trajectory import Call
 
 _WEIGHTS = ("rl", "ce", "kd")
@@ -60,7 +60,7 @@ def _of_rollout(
                 name = f"{trajectory.id}/call={call.id}" + (
                     f"/path={index}" if len(paths) > 1 else ""
                 )
-                yield _sequence(name, path, credits, temperature(call))
+                yield _sequence(name, trajectory.task, path, credits, temperature(call))
     if remaining:
         call_id, turn = min(remaining)
         raise ValueError(
@@ -93,7 +93,11 @@ def _is_whole(span: TokenSpan, remaining: dict[tuple[str, int], TokenCredit]) ->
 
 
 def _sequence(
-    name: str, path: TokenPath, credits: list[tuple[TokenSpan, TokenCredit]], temperature: float
+    name: str,
+    item: str,
+    path: TokenPath,
+    credits: list[tuple[TokenSpan, TokenCredit]],
+    temperature: float,
 ) -> TokenSequence:
     length = len(path)
     if path.logprobs is None and any(credit.rl for _, credit in credits):
@@ -129,7 +133,9 @@ def _sequence(
         versions=np.array(path.versions, np.int64),
         streams=_named(length, credits),
         kept=None if path.kept is None else _kept(path.kept),
+        routes=None if path.routes is None else _routes(path.routes),
         temperature=temperature,
+        item=item,
     )
 
 
@@ -177,6 +183,14 @@ def _named(length: int, credits: list[tuple[TokenSpan, TokenCredit]]) -> dict[st
 
 def _or_zeros(column: Floats | None, length: int) -> Floats:
     return np.zeros(length, np.float32) if column is None else column
+
+
+def _routes(routes: tuple[tuple[int, ...], ...]) -> Ints:
+    table = np.full((len(routes), max(map(len, routes))), -1, np.int64)
+    for index, experts in enumerate(routes):
+        if experts:
+            table[index] = experts
+    return table
 
 
 def _kept(kept: tuple[tuple[int, ...], ...]) -> SamplingSupport:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from ramify.errors import ConfigError
+from ramify.train.config_fields import check_optional
 from ramify.train.losses.base import LossFormula, LossTokens, nowhere
-from ramify.train.optional_fields import check_optional
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,31 +6,49 @@ step.
       + sum w_kd D / N_kd
 
 Weights and counts are part of the batch, so the loss and its gradient do not depend on how the step
-was cut into batches, packed or ordered. Values that depend on the whole step are computed first and
-added to the batch (``whole_step.py``). Decides what each component is per entry, and which metrics
-are measured. Not here: log-probabilities (``head.py``), weights and advantages (``algorithms/``).
+was cut into batches, packed or ordered. Decides what each component is per entry, and which metrics
+are measured. Values that depend on the whole step are computed before any of its batches is learned
+from, and added to the batch:
 
-Legend: E entries, k teacher tokens per entry. l, o and m are the current, old and sampler
-log-probabilities, as in ``base.py``.
+    choose        tokens that some losses treat differently (``cov.py``), selected
+                  by means over the whole step and by random numbers keyed by sequence and
+                  position, so that the cut and the order of the step do not matter
+    calls_of      for a loss over sequences: which entries belong to one call. A call whose history
+                  was cut or rendered again has several paths; its sequence is then all its
+                  sampled tokens, each counted once, on whichever path it carries weight
+    check_whole   for such a loss: each call is whole, in one batch
+
+Not here: log-probabilities (``head.py``), weights and advantages (``advantages/``).
+
+Legend: E entries of a batch, N tokens of the step, k teacher tokens per entry. l, o and m are the
+current, old and sampler log-probabilities, as in ``base.py``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Many
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, TrainError
 from ramify.train.losses import POLICY_LOSSES, DppoTv, LossTokens, PolicyLoss, ratio
-from ramify.train.losses.base import SequenceSums, TokenSelectingLoss
+from ramify.train.losses.base import LossStep, SequenceSums, TokenSelectingLoss
 from ramify.train.losses.corrections import CORRECTIONS
 from ramify.train.losses.critic import CriticTokens, ValueLoss
 from ramify.train.losses.distil_losses import KdKind, forward_kl, reverse_kl, surrogate
+from ramify.types.sequence import Batch, Floats, Ints, path_group
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ramify.models.routing import ExpertLoad
 
 KlKind = Literal["k1", "k2", "k3", "k3+"]
 Old = Literal["auto", "pass", "now", "sampler"]
@@ -59,6 +77,9 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Estimator of the KL; see ``kl_estimate``."""
     entropy: float = 0.0
     """c: weight of the entropy bonus, i.e. the policy's entropy at sampled tokens."""
+    router_aux_loss_coef: float | None = None
+    """Weight of the load-balancing loss of a mixture of experts; None: as its checkpoint configures
+    (``router_aux_loss_coef``, if ``output_router_logits``)."""
     kd_pull: float = 1e-3
     """For ``kd`` by sampled tokens: weight of (l - m)²."""
     kd: KdKind = "forward"
@@ -70,6 +91,10 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def __post_init__(self) -> None:
         if self.kl_beta < 0:
             raise ConfigError(f"loss.kl_beta={self.kl_beta} cannot be negative")
+        if (self.router_aux_loss_coef or 0.0) < 0:
+            raise ConfigError(
+                f"loss.router_aux_loss_coef={self.router_aux_loss_coef} cannot be negative"
+            )
         msgspec.structs.force_setattr(self, "policy", POLICY_LOSSES.build(self.policy))
         msgspec.structs.force_setattr(
             self,
@@ -277,6 +302,12 @@ class LossTally:
         self._sums: dict[str, tuple[Tensor | float, Tensor | float]] = {}
         """Name -> (sum, count)"""
         self._maxima: dict[str, Tensor | float] = {}
+        self._experts: ExpertLoad | None = None
+
+    def experts(self, load: ExpertLoad | None) -> None:
+        """Add the expert load of a batch; None if the model is not a mixture of experts."""
+        if load is not None:
+            self._experts = load if self._experts is None else self._experts.merged(load)
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         before = self._sums.get(name, (0.0, 0.0))
@@ -308,6 +339,7 @@ class LossTally:
             self.add(name, total, count)
         for name, value in other._maxima.items():
             self._raise(name, value)
+        self.experts(other._experts)
 
     def _raise(self, name: str, value: Tensor | float) -> None:
         """Keep the maximum; NaN is sticky. Tensors stay on their device, so that nothing waits for
@@ -328,6 +360,7 @@ class LossTally:
             name: (float(total), float(count)) for name, (total, count) in self._sums.items()
         }
         tally._maxima = {name: float(value) for name, value in self._maxima.items()}
+        tally._experts = None if self._experts is None else self._experts.plain()
         return tally
 
     def metrics(self) -> dict[str, float]:
@@ -338,15 +371,102 @@ class LossTally:
         policy-gradient weight: ``clip_fraction``, ``approx_kl`` (mean of r - 1 - log r),
         ``mismatch`` (mean of |o - m|, or of |l - m| if no old pass was made) and ``mismatch_max``,
         ``correction`` and ``corrected_away`` (share of tokens for which it is 0), ``entropy``,
-        ``ref_kl``, ``value_loss``.
+        ``ref_kl``, ``value_loss``. For a mixture of experts also those of ``ExpertLoad``.
         """
         sums = {name: (float(total), float(count)) for name, (total, count) in self._sums.items()}
         metrics: dict[str, float] = {
             name: sums.pop(name)[0] for name in ("rl_loss", "ce_loss", "kd_loss") if name in sums
         }
+        experts = {} if self._experts is None else self._experts.metrics()
+        if "router_loss" in experts:
+            metrics["router_loss"] = experts.pop("router_loss")
         metrics["loss"] = sum(metrics.values())
         if "rho" in sums:
             (rho, count), (squared, _) = sums.pop("rho"), sums.pop("rho_squared")
             metrics["ess"] = rho * rho / squared / count if squared and count else 0.0
         means = {name: total / count if count else 0.0 for name, (total, count) in sums.items()}
-        return {**metrics, **means, **{name: float(value) for name, value in self._maxima.items()}}
+        maxima = {name: float(value) for name, value in self._maxima.items()}
+        return {**metrics, **means, **maxima, **experts}
+
+
+def chooses(loss: LossSpec) -> bool:
+    """Whether batches must go through ``choose`` first."""
+    return isinstance(loss.policy, TokenSelectingLoss)
+
+
+def choose(batches: Many[Batch], loss: LossSpec, logprobs: Many[Floats]) -> list[Batch]:
+    """``batches`` with the stream ``chosen``. ``logprobs``: for each batch, [E] log-probabilities
+    under the current policy."""
+    weighs = [batch.streams["rl"] != 0 for batch in batches]
+    with_mask = list(zip(batches, weighs, strict=True))
+    now = _joined(column[mask] for column, mask in zip(logprobs, weighs, strict=True))
+    old_name = (
+        "old_logprobs"
+        if all("old_logprobs" in batch.streams for batch in batches)
+        else "sampler_logprobs"
+    )
+    old = (
+        now
+        if loss.old == "now"
+        else _joined(batch.streams[old_name][mask] for batch, mask in with_mask)
+    )
+    advantages = _joined(batch.streams["advantages"][mask] for batch, mask in with_mask)
+    keys = np.concatenate([_keys(batch)[mask] for batch, mask in with_mask])
+    chosen = loss.policy.choose(LossStep(now, old, advantages, keys))
+    chosen_batches, start = [], 0
+    for batch, mask in with_mask:
+        column = np.zeros(len(mask), np.float32)
+        column[mask] = chosen[start : start + int(mask.sum())]
+        start += int(mask.sum())
+        chosen_batches.append(
+            msgspec.structs.replace(batch, streams={**batch.streams, "chosen": column})
+        )
+    return chosen_batches
+
+
+def calls_of(batch: Batch) -> tuple[Ints, int]:
+    """([E] index of each entry's call, from 0; the number of calls). Paths of one call have the
+    same index."""
+    owners, places = np.unique(batch.owners[:, 0], return_inverse=True)
+    numbers: dict[str | int, int] = {}
+    calls = [
+        numbers.setdefault(path_group(batch.sequences[owner], owner), len(numbers))
+        for owner in owners.tolist()
+    ]
+    return np.array(calls, np.int64)[places], len(numbers)
+
+
+def check_whole(batches: Many[Batch]) -> None:
+    """Raise TrainError if a call with policy-gradient weight occurs in two batches."""
+    places = Counter[str | int]()
+    for batch in batches:
+        learnt = np.unique(batch.owners[batch.streams["rl"] != 0, 0]).tolist()
+        places.update({path_group(batch.sequences[index], index) for index in learnt})
+    for name, num in places.items():
+        if num > 1:
+            raise TrainError(
+                f"the loss reads whole calls, and {name} is in {num} batches: pack them with "
+                "whole_calls=True"
+            )
+
+
+def _joined(parts: Iterator[Floats]) -> npt.NDArray[np.float64]:
+    return np.concatenate([part.astype(np.float64) for part in parts])
+
+
+def _keys(batch: Batch) -> npt.NDArray[np.uint64]:
+    """[E] a pseudorandom number for each entry that depends only on its sequence's name and its
+    position."""
+    seeds = {index: _hash(name) for index, name in batch.sequences.items()}
+    mixed = np.array([seeds[index] for index in batch.owners[:, 0].tolist()], np.uint64)
+    with np.errstate(over="ignore"):  # splitmix64
+        mixed = mixed + (batch.owners[:, 1].astype(np.uint64) + np.uint64(1)) * np.uint64(
+            0x9E3779B97F4A7C15
+        )
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

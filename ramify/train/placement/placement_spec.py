@@ -22,7 +22,7 @@ from typing import Literal
 import msgspec
 
 from ramify.errors import ConfigError, nearest
-from ramify.train.optional_fields import check_optional
+from ramify.train.config_fields import check_optional
 
 ROLES = ("trainer", "inference", "rollouts")
 KINDS = ("local", "ray")

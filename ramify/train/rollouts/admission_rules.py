@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.train.optional_fields import check_optional
+from ramify.train.config_fields import check_optional
 
 _MOMENT_S = 1e-9
 """Tolerance for times: a sum of floats may fall just short of the time that was waited for."""

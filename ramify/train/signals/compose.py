@@ -29,7 +29,14 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, nearest
-from ramify.train.advantages.base import Algorithm, AssignedRollout, AssignedStep, Stamps
+from ramify.train.advantages.base import (
+    Algorithm,
+    AssignedRollout,
+    AssignedStep,
+    Stamps,
+    even_streams,
+)
+from ramify.train.advantages.by_task import ByTask
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.signals.base import SignalScore, TurnId
 from ramify.train.signals.weighted_term import (
@@ -72,6 +79,11 @@ class Hybrid(
         if isinstance(self.outcome, Hybrid):
             raise ConfigError(
                 "a hybrid wraps another algorithm, not a hybrid: add its terms to this one"
+            )
+        if isinstance(self.outcome, ByTask):
+            raise ConfigError(
+                "a hybrid adds its terms to one algorithm, and by_task has several: choose one of "
+                "the two"
             )
         if getattr(getattr(self.outcome, "needs", None), "streams", None) and self.w_rl != 1.0:
             raise ConfigError(
@@ -148,7 +160,7 @@ class HybridAlgorithm:
             self._composed(rollout, parts, alpha, every_token) for rollout in assigned.rollouts
         ]
         rollouts = [rollout for rollout in rollouts if rollout.credits]
-        _even_streams(rollouts)
+        even_streams(rollouts)
         denominators = dict(assigned.denominators)
         if any(credit.kd for rollout in rollouts for credit in rollout.credits.values()):
             denominators["kd"] = assigned.denominators["rl"]
@@ -234,25 +246,6 @@ class HybridAlgorithm:
             readings[id].reference for readings in self._readings.values() if id in readings
         ]
         return next((reference for reference in candidates if reference), {})
-
-
-def _even_streams(rollouts: Sequence[AssignedRollout]) -> None:
-    """Give every ``TokenCredit`` every stream, filled with zeros if it has none, because all
-    sequences of a step must have the same streams."""
-    widths: dict[str, int | None] = {}
-    for rollout in rollouts:
-        for credit in rollout.credits.values():
-            for name, rows in credit.streams.items():
-                widths[name] = len(rows[0]) if rows and isinstance(rows[0], list) else None
-    for rollout in rollouts:
-        for credit in rollout.credits.values():
-            for name, width in widths.items():
-                # The trainer computes ``ref_logprobs`` itself if they are missing.
-                if name not in credit.streams and name != "ref_logprobs":
-                    num = len(credit)
-                    credit.streams[name] = (
-                        [0.0] * num if width is None else [[0.0] * width for _ in range(num)]
-                    )
 
 
 def _keeping_zero_variance(algorithm: Algorithm) -> Algorithm:

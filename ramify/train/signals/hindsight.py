@@ -27,7 +27,7 @@ from ramify.errors import ConfigError, RamifyError
 from ramify.plugins import Registry
 from ramify.tasks.base import Item, total
 from ramify.tasks.scoring.answer_text import accepted, as_text
-from ramify.train.advantages.rollout_trees import was_cut_off
+from ramify.train.advantages.credit import was_cut_off
 from ramify.train.signals.base import (
     Judge,
     JudgeVerdict,

@@ -1,4 +1,5 @@
-r"""Judges that are models: their prompts, and how strictly their replies are parsed.
+r"""Judges that are models: their prompts, how strictly their replies are parsed, and the process
+reward, for which one judges each turn.
 
     StepJudge   one turn and its observation   ── m votes ──  \boxed{1} or \boxed{-1}
     HintJudge   the finished trajectory        ── m votes ──  \boxed{1} and <hint>…</hint>,
@@ -8,6 +9,12 @@ The last box decides and must hold exactly one of the signs. Anything else is an
 counted and never interpreted. No judge sees the right answer. A model wrote the text to be judged,
 so the text is quoted and declared not to be an instruction. Rule-based judges implement the same
 ``Judge`` (``base.py``).
+
+    votes 1, 1, -1                 mean: 1/3        majority: 1, and a tie is 0
+    all votes outside the format   the turn has no number; if no turn has one, the signal abstains
+
+Process reward: every turn of the root is judged, including the last, all concurrently, given the
+observation that followed.
 """
 
 from __future__ import annotations
@@ -15,16 +22,24 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, RamifyError
 from ramify.plugins import Registry
-from ramify.train.signals.base import Judge, JudgeVerdict, JudgeView
+from ramify.train.signals.base import (
+    Judge,
+    JudgeVerdict,
+    JudgeView,
+    SignalContext,
+    SignalScore,
+    view_of,
+)
 from ramify.types.boxed import last_boxed
 from ramify.types.message import Message, Reply
+from ramify.types.trajectory import Call, Group, Trajectory
 
 _HINT = re.compile(r"<hint>(.*?)</hint>", re.DOTALL)
 _QUOTED = (
@@ -237,3 +252,98 @@ def known_judge(spec: Any) -> Any:
     once as a check, so that an unknown one fails at the start."""
     judge = judge_of(spec)
     return spec if isinstance(spec, str) else judge
+
+
+Merge = Literal["mean", "majority"]
+
+
+def merged(votes: Sequence[int], merge: Merge) -> float | None:
+    """Merge valid votes into one number; None if there are none."""
+    if not votes:
+        return None
+    if merge == "mean":
+        return sum(votes) / len(votes)
+    counts = {sign: sum(vote == sign for vote in votes) for sign in set(votes)}
+    most = max(counts.values())
+    best = [sign for sign, count in counts.items() if count == most]
+    return float(best[0]) if len(best) == 1 else 0.0
+
+
+class ProcessRewardSignal(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="process",
+):
+    """A judge's score from -1 to 1 for each turn; implements ``Signal``."""
+
+    judge: Any
+    """A name from ``judge.JUDGES``, ``module:Class``, or an instance; its ``votes`` are used."""
+    merge: Merge = "mean"
+    children: bool = False
+    """Also judge the turns of calls below the root."""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "judge", known_judge(self.judge))
+
+    async def read(self, group: Group, context: SignalContext) -> list[SignalScore]:
+        judge = judge_of(self.judge)
+        return list(
+            await asyncio.gather(
+                *(
+                    self._score(judge, trajectory, group.task, context)
+                    for trajectory in group.trajectories
+                )
+            )
+        )
+
+    async def _score(
+        self, judge: Judge, trajectory: Trajectory, task: str, context: SignalContext
+    ) -> SignalScore:
+        reading = SignalScore()
+        item = context.items.get(task)
+        ask = (
+            context.asking.of(trajectory, "process", reading)
+            if context.asking is not None
+            else None
+        )
+        turns = [
+            (call, index) for call in self._calls(trajectory) for index in range(len(call.turns))
+        ]
+        verdicts = await asyncio.gather(
+            *(_judged(judge, trajectory, call, index, item, ask) for call, index in turns)
+        )
+        for (call, index), verdict in zip(turns, verdicts, strict=True):
+            value = merged(verdict.votes, self.merge)
+            if value is not None:
+                reading.turns[call.id, index] = value
+            _count(reading, "votes", len(verdict.votes))
+            _count(reading, "invalid", verdict.invalid)
+        if not reading.turns:
+            reasons = (verdict.reason for verdict in verdicts if verdict.reason)
+            reading.abstained = next(reasons, "no vote")
+        return reading
+
+    def _calls(self, trajectory: Trajectory) -> list[Call]:
+        if not trajectory.calls:
+            return []
+        return (
+            [call for call in trajectory.calls if call.kind == "rlm"]
+            if self.children
+            else [trajectory.root]
+        )
+
+
+async def _judged(
+    judge: Judge, trajectory: Trajectory, call: Call, index: int, item: Any, ask: Any
+) -> JudgeVerdict:
+    try:
+        return await judge.judge(view_of(trajectory, call, index, item, ask))
+    except RamifyError as error:
+        return JudgeVerdict(reason=type(error).__name__, invalid=1)
+
+
+def _count(reading: SignalScore, name: str, num: int) -> None:
+    reading.counts[name] = reading.counts.get(name, 0.0) + num

@@ -1,27 +1,99 @@
-"""The outcome signal: a verifier decides whether a rollout is right, and tool use shapes how wrong
-a wrong one is. Its number replaces the task's reward.
+r"""Signals that rules alone compute from a rollout: its outcome, its tool use and its format.
 
-    accuracy 1 -> outcome 1
-    accuracy 0 -> outcome min(-0.6, -1 + 0.05·(k - 2)) for k tool observations: 0 -> -1.1, 4 -> -0.9
+    outcome    a verifier decides whether a rollout is right, and tool use shapes how wrong a wrong
+               one is; this number replaces the task's reward:
+               accuracy 1 -> 1
+               accuracy 0 -> min(-0.6, -1 + 0.05·(k - 2)) for k tool observations: 0 -> -1.1,
+               4 -> -0.9
+    tool use   +1 for a turn whose code ran, -1 for a turn whose code raised, nothing for a turn
+               without code
+    format     0 for a turn whose reply matches, -1 for one that does not:
+               pattern=r"```repl\n.*?```"     a reply with a code block
+               last=r"\\boxed\{.+\}"          the last reply has a different format
 
 A wrong answer stays below zero however many tools it used, and a right one gets no bonus, so
 shaping can never reward a wrong answer. Without a verifier, the task's own total reward counts.
 Evaluate on the task's reward, never on this one.
+
+Code that runs can still be wrong, and a policy that is rewarded for running code learns to run
+code. The correlation with the outcome is reported as ``NAME/outcome_correlation``; keep the weight
+of tool use small. A well-formed reply earns nothing: a policy that is rewarded for its format
+learns the format alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 
 import msgspec
 
 from ramify.clients.base import Sampling
-from ramify.errors import RamifyError
+from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item, total
 from ramify.tasks.scoring.rubric import Rubric
-from ramify.train.signals.base import ModelCaller, SignalContext, SignalScore
-from ramify.train.signals.tool_use import num_observations
-from ramify.types.trajectory import Group, Trajectory
+from ramify.train.signals.base import ModelCaller, SignalContext, SignalScore, steps_of
+from ramify.types.trajectory import Call, Group, Trajectory
+
+_ERROR = re.compile(
+    r"(?:^|\n)(?:Traceback \(most recent call last\)"
+    r"|\w*(?:Error|Exception)\b[^\n]{0,200}$|Timeout)",
+    re.M,
+)
+
+
+def has_tool(call: Call, turn: int) -> bool:
+    """Whether the turn used a tool: it ran cells, made native tool calls, or is followed by a tool
+    message."""
+    used = call.turns[turn]
+    following = call.turns[turn + 1].prompt if turn + 1 < len(call.turns) else ()
+    return bool(used.cells or used.reply.message.tool_calls) or any(
+        message.role == "tool" for message in following
+    )
+
+
+def num_observations(call: Call) -> int:
+    """Number of the call's turns that used a tool and observed the result."""
+    return sum(has_tool(call, index) for index in range(len(call.turns)))
+
+
+class ToolUseSignal(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="tools",
+):
+    """Tool-use score for each turn that used a tool; implements ``Signal``.
+
+    Example:
+        train.RlSpec(signals={"tools": train.ToolUseSignal(raised=-0.5)})
+    """
+
+    ran: float = 1.0
+    raised: float = -1.0
+
+    async def read(self, group: Group, context: SignalContext) -> list[SignalScore]:
+        return [self._score(trajectory) for trajectory in group.trajectories]
+
+    def _score(self, trajectory: Trajectory) -> SignalScore:
+        reading = SignalScore()
+        if not trajectory.calls:
+            reading.abstained = "empty"
+            return reading
+        call = trajectory.root
+        for index, step in enumerate(steps_of(call)):
+            if has_tool(call, index):
+                failed = bool(step.error or _ERROR.search(step.observed))
+                reading.turns[step.place] = self.raised if failed else self.ran
+        reading.counts = {
+            "used": float(len(reading.turns)),
+            "raised": float(sum(v < 0 for v in reading.turns.values())),
+        }
+        reading.abstained = "" if reading.turns else "no tool was used"
+        return reading
+
 
 RIGHT = 1.0
 WORST, PER_CALL, FREE, CAP = -1.0, 0.05, 2, -0.6
@@ -119,3 +191,52 @@ class OutcomeSignal(
                 f"…{reply.message.content[-80:]!r}"
             )
         return grade
+
+
+MAX_CHARS = 50_000
+"""Only this many characters at the end of a reply are searched."""
+
+
+class FormatSignal(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="format",
+):
+    """Format check that gives a number per turn; implements ``Signal``."""
+
+    pattern: str
+    """Regular expression that a reply must contain; a dot also matches newlines."""
+    last: str = ""
+    """The same for the last reply of a call; empty: ``pattern`` applies."""
+    good: float = 0.0
+    bad: float = -1.0
+
+    def __post_init__(self) -> None:
+        for pattern in (self.pattern, self.last):
+            try:
+                re.compile(pattern, re.DOTALL)
+            except re.error as error:
+                raise ConfigError(
+                    f"format: {pattern!r} is not a regular expression: {error}"
+                ) from error
+
+    async def read(self, group: Group, context: SignalContext) -> list[SignalScore]:
+        return [self._score(trajectory) for trajectory in group.trajectories]
+
+    def _score(self, trajectory: Trajectory) -> SignalScore:
+        reading = SignalScore()
+        if not trajectory.calls or not trajectory.root.turns:
+            reading.abstained = "empty"
+            return reading
+        steps = steps_of(trajectory.root)
+        for step in steps:
+            pattern = self.last if self.last and step is steps[-1] else self.pattern
+            is_good = re.search(pattern, step.reply[-MAX_CHARS:], re.DOTALL) is not None
+            reading.turns[step.place] = self.good if is_good else self.bad
+        reading.counts["malformed"] = float(
+            sum(value == self.bad for value in reading.turns.values())
+        )
+        return reading

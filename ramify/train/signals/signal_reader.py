@@ -281,12 +281,12 @@ SIGNALS = Registry(
     "signal",
     "ramify.signals",
     {
-        "format": "ramify.train.signals.format:FormatSignal",
+        "format": "ramify.train.signals.outcome:FormatSignal",
         "hindsight": "ramify.train.signals.hindsight:Hindsight",
         "outcome": "ramify.train.signals.outcome:OutcomeSignal",
-        "process": "ramify.train.signals.process_reward:ProcessRewardSignal",
+        "process": "ramify.train.signals.judge:ProcessRewardSignal",
         "teacher": "ramify.train.signals.teacher:TeacherSignal",
-        "tools": "ramify.train.signals.tool_use:ToolUseSignal",
+        "tools": "ramify.train.signals.outcome:ToolUseSignal",
     },
 )
 """Name -> the class that implements ``base.Signal``. A user's struct can be restored from a

@@ -27,8 +27,8 @@ import msgspec
 
 from ramify.errors import ConfigError, RamifyError, TrainError
 from ramify.logging import RoomLogger
-from ramify.train.advantages.rollout_trees import is_scored, was_cut_off
-from ramify.train.optional_fields import check_optional
+from ramify.train.advantages.credit import is_scored, was_cut_off
+from ramify.train.config_fields import check_optional
 from ramify.train.signals.base import (
     PromptRenderer,
     ScoringRow,

@@ -16,8 +16,8 @@ import msgspec
 
 from ramify.errors import ConfigError, TrainError
 from ramify.tasks.base import total
-from ramify.train.advantages.group_norm import Norm, early_first, normalised
-from ramify.train.advantages.rollout_trees import is_scored, sampled
+from ramify.train.advantages.credit import is_scored, sampled
+from ramify.train.advantages.token_arithmetic import Norm, early_first, normalised
 from ramify.train.signals.base import SignalScore, TurnId
 from ramify.types.trajectory import Group, Trajectory
 
@@ -67,7 +67,7 @@ class HybridTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """The signal's name in ``rl.signals``."""
     weight: Weight = 1.0
     norm: Norm = "none"
-    """How numbers on turns are normalised: see ``group_norm.py``."""
+    """How numbers on turns are normalised: see ``token_arithmetic.py``."""
     plus_outcome: float = 0.0
     """c: share of the outcome's reward that is added to a turn's number before ``norm``,
     R = p + c·o, for step-wise advantages that replace the outcome's (with ``w_rl=0``)."""

@@ -25,8 +25,8 @@ import msgspec
 from ramify.errors import ConfigError, nearest
 from ramify.logging import RoomLogger
 from ramify.plugins import Registry
+from ramify.train.config_fields import redacted
 from ramify.train.metrics import StepMetrics
-from ramify.train.redacted import redacted
 
 _log = RoomLogger("train")
 TRACKERS = Registry(

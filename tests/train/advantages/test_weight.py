@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from ramify.train.advantages.group import has_signal
-from ramify.train.advantages.length import (
+from ramify.train.advantages.credit import (
     LengthLimits,
     RolloutLength,
     length_penalty,
     soft_overlong,
 )
+from ramify.train.advantages.group import has_signal
 from ramify.train.advantages.weight import Reduction, Share, weights
 from ramify.train.rollouts.admission_rules import num_more
 

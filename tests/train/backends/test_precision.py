@@ -29,7 +29,7 @@ from ramify.train.config import Run
 from ramify.train.data.pack import pack
 from ramify.train.execute import train
 from ramify.train.open_run import trained_model
-from ramify.train.precision import RunPrecision, precision_of
+from ramify.train.policy_defaults import RunPrecision, precision_of
 from ramify.train.selfcheck import SelfCheck
 from ramify.types.message import Message
 from tests.train.backends.small import policy as small_policy

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 
-from ramify.cli.supervise import supervise
+from ramify.cli.train import supervise
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.base import TINY
 from ramify.models.weights import read_weights

@@ -14,7 +14,8 @@ import pytest
 
 from ramify.errors import ConfigError, TrainError
 from ramify.train.data.pack import PackingSpec, pack
-from ramify.train.losses import ClipCov, KlCov, whole_step
+from ramify.train.losses import ClipCov, KlCov
+from ramify.train.losses import loss as losses
 from ramify.train.losses.base import LossStep
 from ramify.train.losses.cov import covariance
 from ramify.train.losses.loss import LossSpec
@@ -70,7 +71,7 @@ def test_a_weight_folded_into_the_advantage_would_choose_nothing() -> None:
 def chosen_places(rows: list[TokenSequence], packing: PackingSpec) -> set[tuple[str, int]]:
     batches = pack(rows, packing)
     logprobs = [-batch.targets.astype(np.float32) / 7 for batch in batches]
-    found = whole_step.choose(batches, LossSpec(policy=ClipCov(share=0.2, cov_low=0.01)), logprobs)
+    found = losses.choose(batches, LossSpec(policy=ClipCov(share=0.2, cov_low=0.01)), logprobs)
     return {
         (batch.sequences[index], token)
         for batch in found
@@ -92,13 +93,13 @@ def test_the_paths_of_a_call_are_one_sequence_in_one_batch() -> None:
     rows[2].name, rows[8].name = "t/call=0/path=0", "t/call=0/path=1"  # in two trees
     cut = PackingSpec(max_tokens=50)
     with pytest.raises(TrainError, match=r"reads whole calls, and t/call=0 is in 2 batches"):
-        whole_step.check_whole(pack(rows, cut))
+        losses.check_whole(pack(rows, cut))
     batches = pack(rows, cut, whole_calls=True)
-    whole_step.check_whole(batches)
+    losses.check_whole(batches)
     assert len(batches) > 3
     (both,) = (batch for batch in batches if {2, 8} <= batch.sequences.keys())
-    calls, num = whole_step.calls_of(both)
+    calls, num = losses.calls_of(both)
     assert num == len(both.sequences) - 1
     assert len(set(calls[np.isin(both.owners[:, 0], [2, 8])].tolist())) == 1
     rows[8].rl[:] = 0  # imitated alone: no business of the policy's loss
-    whole_step.check_whole(pack(rows, cut))
+    losses.check_whole(pack(rows, cut))

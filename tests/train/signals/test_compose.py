@@ -17,7 +17,7 @@ from ramify.errors import ConfigError, TrainError
 from ramify.tasks.base import Item
 from ramify.train.advantages.base import AssignedRollout, AssignedStep, TokenCredit
 from ramify.train.advantages.group_estimators import GRPO, DrGRPO
-from ramify.train.advantages.group_norm import early_first, step_index
+from ramify.train.advantages.token_arithmetic import early_first, step_index
 from ramify.train.data.compile import token_sequences
 from ramify.train.losses import PpoClip
 from ramify.train.losses.distil_losses import forward_kl, reverse_kl, surrogate
@@ -511,8 +511,7 @@ def test_what_signals_found_stands_beside_what_it_is_about() -> None:
 
 
 def test_tool_use_and_format() -> None:
-    from ramify.train.signals.format import FormatSignal
-    from ramify.train.signals.tool_use import ToolUseSignal
+    from ramify.train.signals.outcome import FormatSignal, ToolUseSignal
 
     one = rollout("r0", 1, 1, 1)
     turns = one.calls[0].turns

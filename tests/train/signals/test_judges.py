@@ -28,14 +28,15 @@ from ramify.train.signals.hindsight import (
 from ramify.train.signals.judge import (
     HintJudge,
     HintVote,
+    ProcessRewardSignal,
     StepJudge,
     judge_of,
+    merged,
     read_hint,
     read_vote,
 )
 from ramify.train.signals.judge_calls import BUDGET, JudgeCallers, put_on_tree
 from ramify.train.signals.outcome import OutcomeSignal
-from ramify.train.signals.process_reward import ProcessRewardSignal, merged
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Annotation, Call, Cell, Group, Stop, Trajectory, Turn
 

@@ -13,8 +13,8 @@ from ramify.train.metrics import read_metrics
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.compose import Hybrid
-from ramify.train.signals.process_reward import ProcessRewardSignal
-from ramify.train.signals.tool_use import ToolUseSignal
+from ramify.train.signals.judge import ProcessRewardSignal
+from ramify.train.signals.outcome import ToolUseSignal
 from ramify.train.signals.weighted_term import AnnealSchedule, HybridTerm
 from tests.train.small import small
 

@@ -1,5 +1,7 @@
-"""A run's configuration without its secrets: the only form in which it is written to disk or sent
-anywhere.
+"""Fields of a configuration that need care: secrets, and optional numbers.
+
+``redacted`` gives a configuration without its secrets, the only form in which it is written to disk
+or sent anywhere:
 
     {"task": {"options": {"api_key": "sk-1", "url": "https://me:pw@host/v1?key=k"}}}
     {"task": {"options": {"api_key": "«redacted»",
@@ -9,6 +11,13 @@ Redacted are: strings whose field name marks a secret; the value after such a na
 list or a URL; logins in URLs; and values of environment variables that hold keys (``secrets.py``).
 A redacted value cannot be compared or restored: to resume such a run, give its recipe. Not here:
 secrets under names that do not mark them.
+
+``check_optional`` checks optional numbers, for which None, not 0, means off or automatic:
+
+    check_optional("optim", "never", max_grad_norm=0.0)
+    ConfigError: optim.max_grad_norm=0 must be above 0; give null for never
+
+Not here: configurations of earlier versions, in which 0 had that meaning (``override.py``).
 """
 
 from __future__ import annotations
@@ -17,6 +26,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ramify.errors import ConfigError
 from ramify.secrets import (
     KINDS,
     MARK,
@@ -79,3 +89,11 @@ def _items(values: Sequence[Any], name: str, secrets: SecretRedactor) -> Iterato
         )
         yield MARK if is_given and not value.startswith("-") else _redacted(value, name, secrets)
         before = value
+
+
+def check_optional(owner: str, null: str, **values: float | None) -> None:
+    """Raise ConfigError for a value that is neither None nor positive. ``null``: the meaning of
+    None."""
+    for name, value in values.items():
+        if value is not None and not value > 0:
+            raise ConfigError(f"{owner}.{name}={value:g} must be above 0; give null for {null}")

@@ -1,0 +1,246 @@
+"""One algorithm for each task of a mixture (``tasks/mixture.py``).
+
+    groups of a step ── by part ──> sums:   GRPO(reduction="token")   ┐  each as if it were alone
+                                    papers: DrGRPO(credit="per_role") ┘  in the step
+    loss of the step = Σ share(part) · loss(part)
+
+Two groups of ``sums`` and one of ``papers`` have a signal: the shares are 2/3 and 1/3. So an item
+counts as much as any other, whatever its task's algorithm divides by, and the same algorithm for
+every task is that algorithm alone. Statistics over the step (``normalise``, running means) are of
+one task. Decides the shares and which algorithms can share a step. Not here: how often a task is
+sampled and the factor of its rewards (``MixturePart``), and the policy loss, which is the run's
+(``rl.loss``).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ramify.errors import ConfigError, nearest
+from ramify.tasks.mixture import part_of
+from ramify.train.advantages import ALGORITHMS
+from ramify.train.advantages.base import (
+    Algorithm,
+    AlgorithmNeeds,
+    AssignedRollout,
+    AssignedStep,
+    Stamps,
+    TokenCredit,
+    even_streams,
+    finish,
+    needs_of,
+    remembering,
+)
+from ramify.train.advantages.group_estimators import DrGRPO
+from ramify.types.sequence import TokenSequence
+from ramify.types.trajectory import Group
+
+_SUMS = ("groups_with_signal", "failed_rollouts")
+"""Metrics of a step that are counts; the others are means."""
+
+
+class ByTask(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="by_task",
+):
+    """An algorithm per task of a mixture; implements ``Algorithm``.
+
+    Example:
+        train.RlSpec(algorithm=train.ByTask(tasks={"sums": train.GRPO(), "papers": train.RLOO()}))
+    """
+
+    tasks: dict[str, Any] = {}
+    """Name of a part of the mixture -> its algorithm, by name or with options, as in
+    ``rl.algorithm``."""
+    other: Any = DrGRPO()
+    """The algorithm of the parts that are not listed."""
+    memory: dict[str, float] = msgspec.field(default_factory=dict)
+    """State of all algorithms: ``sums/rollout_tokens``."""
+
+    def __post_init__(self) -> None:
+        built = {name: ALGORITHMS.build(value) for name, value in self.tasks.items()}
+        msgspec.structs.force_setattr(self, "tasks", built)
+        msgspec.structs.force_setattr(self, "other", ALGORITHMS.build(self.other))
+        for name, each in {**built, "other": self.other}.items():
+            if not hasattr(each, "assign_advantages"):
+                raise ConfigError(
+                    f"by_task: {name} is {each!r:.40}, not an algorithm: give a name as in "
+                    "rl.algorithm=grpo, or a mapping with name and options"
+                )
+            if isinstance(each, ByTask) or hasattr(each, "outcome"):
+                raise ConfigError(
+                    f"by_task: {name} is {type(each).__name__}, which wraps other algorithms: give "
+                    "each task an algorithm that wraps none"
+                )
+
+    def check(self, parts: Collection[str], trained: Collection[str]) -> None:
+        """Raise ConfigError if the algorithms do not fit a mixture of ``parts``, of which
+        ``trained`` have items to train on, or cannot share a step."""
+        for name in self.tasks:
+            if name not in parts:
+                raise ConfigError(
+                    f"by_task: the mixture has no part '{name}': {nearest(name, parts)}"
+                )
+            if name not in trained:
+                raise ConfigError(
+                    f"by_task: part '{name}' has weight 0, so no algorithm ever learns from it: "
+                    "give it a weight in the mixture, or leave it out here"
+                )
+        with_critic = [name for name in trained if needs_of(self.of(name)).values]
+        without = [name for name in trained if name not in with_critic]
+        if with_critic and without:
+            raise ConfigError(
+                f"by_task: the algorithm of '{with_critic[0]}' has a critic and that of "
+                f"'{without[0]}' has none, but they share each step of one model: give all tasks "
+                "an algorithm with a critic (ppo), or none"
+            )
+
+    def of(self, part: str) -> Algorithm:
+        """The algorithm of a part, with its state."""
+        algorithm = self.tasks.get(part, self.other)
+        prefix = f"{part}/"
+        own = {
+            name.removeprefix(prefix): value
+            for name, value in self.memory.items()
+            if name.startswith(prefix)
+        }
+        initial = getattr(algorithm, "memory", {})
+        restored: Algorithm = remembering(algorithm, {**initial, **own} if own else {})
+        return restored
+
+    @property
+    def has_group_baseline(self) -> bool:
+        return any(each.has_group_baseline for each in self._all)
+
+    @property
+    def needs(self) -> AlgorithmNeeds:
+        needs = [needs_of(each) for each in self._all]
+        return AlgorithmNeeds(
+            any(each.greedy for each in needs),
+            any(each.values for each in needs),
+            frozenset[str]().union(*(each.streams for each in needs)),
+        )
+
+    @property
+    def _all(self) -> list[Algorithm]:
+        return [*self.tasks.values(), self.other]
+
+    def assign_advantages(
+        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
+    ) -> AssignedStep:
+        by_part: dict[str, list[Group]] = defaultdict(list)
+        for group in groups:
+            by_part[part_of(group.task)].append(group)
+        steps = {
+            part: self.of(part).assign_advantages(own, weights, every_token=every_token)
+            for part, own in by_part.items()
+        }
+        counts = {part: self._num_learnt(part, own, steps[part]) for part, own in by_part.items()}
+        shares = {part: count / (sum(counts.values()) or 1) for part, count in counts.items()}
+        scaled = {
+            rollout.trajectory.id: _scaled(rollout, shares[part], step.denominators)
+            for part, step in steps.items()
+            for rollout in step.rollouts
+        }
+        order = (trajectory.id for group in groups for trajectory in group.trajectories)
+        rollouts = [scaled[id] for id in order if id in scaled]
+        even_streams(rollouts)
+        reasons = [f"{part}: {step.no_signal}" for part, step in steps.items()]
+        return AssignedStep(
+            rollouts,
+            {name: 1.0 for step in steps.values() for name in step.denominators},
+            _metrics(steps, by_part),
+            "" if rollouts else "; ".join(reasons) or "the step has no group",
+            [note for step in steps.values() for note in step.notes],
+            {
+                **self.memory,
+                **{
+                    f"{part}/{name}": value
+                    for part, step in steps.items()
+                    for name, value in step.memory.items()
+                },
+            },
+        )
+
+    def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
+        """Complete the advantages of each task's rows by its own algorithm."""
+        by_part: dict[str, list[TokenSequence]] = defaultdict(list)
+        for row in rows:
+            by_part[part_of(row.item)].append(row)
+        found = {part: finish(self.of(part), own) for part, own in by_part.items()}
+        means = _means(found, {part: len(own) for part, own in by_part.items()})
+        return means | _by_name(found)
+
+    def _num_learnt(self, part: str, groups: Sequence[Group], step: AssignedStep) -> int:
+        """Groups that count in the loss: those with a signal, or all if their algorithm keeps
+        those without."""
+        if getattr(self.of(part), "drop_zero_variance", True) is False:
+            return sum(any(each.rewards for each in group.trajectories) for group in groups)
+        learnt = {rollout.trajectory.id for rollout in step.rollouts}
+        return sum(any(each.id in learnt for each in group.trajectories) for group in groups)
+
+
+def _scaled(
+    rollout: AssignedRollout, share: float, denominators: Mapping[str, float]
+) -> AssignedRollout:
+    """``rollout`` with weights that need no denominator: a part of the whole step."""
+    factors = {name: share / value for name, value in denominators.items() if value}
+
+    def weighed(name: str, weights: list[float]) -> list[float]:
+        return [weight * factors[name] for weight in weights] if weights else []
+
+    credits: Stamps = {
+        turn: TokenCredit(
+            advantages=credit.advantages,
+            rl=weighed("rl", credit.rl),
+            ce=weighed("ce", credit.ce),
+            kd=weighed("kd", credit.kd),
+            streams=credit.streams,
+            given=credit.given * factors.get("ce", 0.0),
+        )
+        for turn, credit in rollout.credits.items()
+    }
+    return AssignedRollout(rollout.trajectory, credits)
+
+
+def _metrics(
+    steps: Mapping[str, AssignedStep], by_part: Mapping[str, Sequence[Group]]
+) -> dict[str, float]:
+    """The metrics of the algorithms: sums or means over rollouts, and those of each task."""
+    found = {part: step.metrics for part, step in steps.items()}
+    sizes = {
+        part: sum(bool(each.rewards) for group in groups for each in group.trajectories)
+        for part, groups in by_part.items()
+    }
+    sums = {
+        name: sum(metrics[name] for metrics in found.values() if name in metrics)
+        for name in _SUMS
+        if any(name in metrics for metrics in found.values())
+    }
+    return _means(found, sizes) | sums | _by_name(found)
+
+
+def _means(found: Mapping[str, Mapping[str, float]], sizes: Mapping[str, int]) -> dict[str, float]:
+    """The mean of each metric over the tasks that have it, weighted by ``sizes``."""
+    means = {}
+    for name in dict.fromkeys(name for metrics in found.values() for name in metrics):
+        having = [(found[part][name], sizes[part]) for part in found if name in found[part]]
+        total = sum(size for _, size in having)
+        means[name] = sum(value * size for value, size in having) / total if total else 0.0
+    return means
+
+
+def _by_name(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    return {
+        f"task.{part}/{name}": value
+        for part, metrics in found.items()
+        for name, value in metrics.items()
+    }

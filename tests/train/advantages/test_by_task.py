@@ -1,0 +1,266 @@
+"""An algorithm for each task of a mixture: whole steps by hand, and beside that algorithm alone.
+
+item    rollout   reward   tokens
+sums:0  s0 s1     1, 0     2, 4
+sums:1  s2 s3     1, 1     3, 3      nothing to compare
+texts:0 t0 t1     3, 1     5, 1
+texts:1 t2 t3     0, 4     2, 2
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from ramify.errors import ConfigError
+from ramify.train.advantages import ALGORITHMS
+from ramify.train.advantages.base import AssignedStep, finish, needs_of, remembering
+from ramify.train.advantages.by_task import ByTask
+from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
+from ramify.train.advantages.ppo import PPO
+from ramify.train.advantages.rae import RAE
+from ramify.train.advantages.reinforce_pp import ReinforcePP
+from ramify.train.advantages.sft import SFT
+from ramify.train.config import PolicySpec, Run, Schedule, TaskSpec
+from ramify.train.data.compile import token_sequences
+from ramify.train.override import override
+from ramify.train.presets import with_preset
+from ramify.train.recipe import CHOICES
+from ramify.train.signals.compose import Hybrid
+from ramify.types.sequence import TokenSequence
+from ramify.types.trajectory import Group
+from tests.shown import train
+from tests.train.small import small
+from tests.train.trees import call, tree
+
+ITEMS: dict[str, tuple[tuple[float, ...], tuple[int, ...]]] = {
+    "sums:0": ((1, 0), (2, 4)),
+    "texts:0": ((3, 1), (5, 1)),
+    "sums:1": ((1, 1), (3, 3)),
+    "texts:1": ((0, 4), (2, 2)),
+}
+"""Id of an item -> (rewards of its rollouts, their tokens)"""
+
+
+def groups(*parts: str) -> list[Group]:
+    """The groups of ``parts``, or all."""
+    found, number = [], dict.fromkeys(("sums", "texts"), 0)
+    for item, (rewards, sizes) in ITEMS.items():
+        part, rollouts = item.partition(":")[0], []
+        for reward, size in zip(rewards, sizes, strict=True):
+            rollout = tree(call("0", size), reward=reward)
+            id = f"{part[0]}{number[part]}"
+            rollouts.append(msgspec.structs.replace(rollout, id=id, task=item))
+            number[part] += 1
+        if not parts or part in parts:
+            found.append(Group(item, rollouts))
+    return found
+
+
+def shares(assigned: AssignedStep) -> dict[str, list[float]]:
+    """Rollout -> part of the step's loss that each of its tokens has, per log-probability."""
+    found: dict[str, list[float]] = {}
+    for rollout in assigned.rollouts:
+        for credit in rollout.credits.values():
+            rl = credit.rl or [0.0] * len(credit)
+            ce = credit.ce or [0.0] * len(credit)
+            advantages = credit.advantages or [0.0] * len(credit)
+            found[rollout.trajectory.id] = [
+                a * w / assigned.denominators.get("rl", 1) + v / assigned.denominators.get("ce", 1)
+                for a, w, v in zip(advantages, rl, ce, strict=True)
+            ]
+    return found
+
+
+def test_the_whole_step_by_hand() -> None:
+    """sums, mean of its group, by rollout: 1 of 3 groups with a signal, divided by 2 rollouts.
+    texts, mean of the others, by token: 2 of 3 groups, divided by 10 tokens."""
+    sums, texts = DrGRPO(reduction="rollout"), RLOO(reduction="token")
+    step = ByTask(tasks={"sums": sums, "texts": texts}).assign_advantages(groups(), {})
+    third = 1 / 3
+    assert shares(step) == {
+        "s0": pytest.approx([third / 2 * 0.5 / 2] * 2),
+        "s1": pytest.approx([third / 2 * -0.5 / 4] * 4),
+        "t0": pytest.approx([2 * third / 10 * 2] * 5),
+        "t1": pytest.approx([2 * third / 10 * -2]),
+        "t2": pytest.approx([2 * third / 10 * -4] * 2),
+        "t3": pytest.approx([2 * third / 10 * 4] * 2),
+    }
+    assert list(shares(step)) == ["s0", "s1", "t0", "t1", "t2", "t3"]
+    assert step.metrics == {
+        "reward": pytest.approx(11 / 8),
+        "groups_with_signal": 3.0,
+        "zero_variance": pytest.approx(1 / 4),
+        "failed_rollouts": 0.0,
+        "calls_per_rollout": 1.0,
+        "loss_rollout_tokens": 1000.0,
+        "task.sums/reward": 0.75,
+        "task.sums/groups_with_signal": 1.0,
+        "task.sums/zero_variance": 0.5,
+        "task.sums/failed_rollouts": 0.0,
+        "task.sums/calls_per_rollout": 1.0,
+        "task.sums/loss_rollout_tokens": 1000.0,
+        "task.texts/reward": 2.0,
+        "task.texts/groups_with_signal": 2.0,
+        "task.texts/zero_variance": 0.0,
+        "task.texts/failed_rollouts": 0.0,
+        "task.texts/calls_per_rollout": 1.0,
+        "task.texts/loss_rollout_tokens": 1000.0,
+    }
+
+
+@pytest.mark.parametrize(
+    "sums",
+    [GRPO(reduction="group"), DrGRPO(drop_zero_variance=False), ReinforcePP(), RAE(), SFT()],
+    ids=lambda each: type(each).__name__,
+)
+def test_rows_of_a_task_have_the_loss_of_its_algorithm_alone(sums: Any) -> None:
+    """Up to the task's share of the step: here 2 of 4 groups, or 1 of 3 if one was dropped."""
+    both = ByTask(tasks={"sums": sums}, other=RLOO()).assign_advantages(groups(), {})
+    num = 1 if isinstance(sums, GRPO) else 2
+    for part, algorithm, share in (("sums", sums, num), ("texts", RLOO(), 2)):
+        alone = algorithm.assign_advantages(groups(part), {})
+        assert {id: values for id, values in shares(both).items() if id[0] == part[0]} == {
+            id: pytest.approx([value * share / (num + 2) for value in values], abs=1e-12)
+            for id, values in shares(alone).items()
+        }
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "grpo", "rloo", "maxrl", "opo", "pass_at_k"])
+@pytest.mark.parametrize("reduction", ["constant", "rollout", "group", "prompt"])
+def test_one_algorithm_for_every_task_is_that_algorithm(name: str, reduction: str) -> None:
+    algorithm = ALGORITHMS.build({"name": name, "reduction": reduction})
+    alone = algorithm.assign_advantages(groups(), {})
+    by_task = ByTask(other=algorithm).assign_advantages(groups(), {})
+    assert shares(by_task) == {
+        id: pytest.approx(values, abs=1e-12) for id, values in shares(alone).items()
+    }
+    for metric in alone.metrics:
+        assert by_task.metrics[metric] == pytest.approx(alone.metrics[metric])
+
+
+def test_advantages_that_are_finished_later_are_those_of_each_task() -> None:
+    """Critics with another λ; REINFORCE++ with a KL in the reward beside an algorithm without."""
+
+    def finished(algorithm: Any, *parts: str) -> dict[str, list[float]]:
+        rows = token_sequences(algorithm.assign_advantages(groups(*parts), {}).rollouts)
+        for row in rows:
+            numbers = np.arange(len(row), dtype=np.float32)
+            row.streams |= {"values": numbers / 8, "old_logprobs": -numbers}
+            row.streams["ref_logprobs"] = -numbers / 2
+        metrics = finish(algorithm, rows)
+        assert len(parts) == 1 or set(metrics) >= {f"task.{part}/{name}" for part, name in seen}
+        return {_id(row): row.advantages.tolist() for row in rows}
+
+    seen = [("sums", "explained_variance"), ("texts", "explained_variance")]
+    sums, texts = PPO(lam=0.5), PPO(lam=0.9, normalise=False)
+    both = finished(ByTask(tasks={"sums": sums, "texts": texts}, other=PPO()))
+    assert both == finished(sums, "sums") | finished(texts, "texts")
+    seen = [("sums", "reward_kl")]
+    charged = ReinforcePP(kl_reward=0.1)
+    both = finished(ByTask(tasks={"sums": charged}, other=RLOO()))
+    assert both == finished(charged, "sums") | finished(RLOO(), "texts")
+
+
+def _id(row: TokenSequence) -> str:
+    return row.name.partition("/")[0]
+
+
+def test_streams_of_one_task_change_nothing_for_another() -> None:
+    charged = RLOO(reduction="token", kl_reduction="rollout")
+    step = ByTask(tasks={"sums": charged}).assign_advantages(groups(), {})
+    kl = {r.trajectory.id: c.streams["kl_share"] for r in step.rollouts for c in r.credits.values()}
+    assert kl["t0"] == [1.0] * 5
+    assert kl["s0"] == [pytest.approx(3 / 2)] * 2  # 6 tokens of 2 rollouts, this one has 2 of them
+
+
+def test_each_task_has_its_own_memory() -> None:
+    algorithm = ByTask(tasks={"texts": RAE(decay=0.5, memory={"rlm@0": 1.0})}, other=RAE())
+    first = algorithm.assign_advantages(groups(), {})
+    assert first.memory == {
+        "sums/rlm@0": pytest.approx(0.05 * 0.75),
+        "sums/rollout_tokens": 3.0,
+        "sums/rollout_tokens_steps": 1.0,
+        "texts/rlm@0": 1.5,
+        "texts/rollout_tokens": 2.5,
+        "texts/rollout_tokens_steps": 1.0,
+    }
+    again = remembering(algorithm, first.memory).assign_advantages(groups("texts"), {})
+    [t0] = [each for each in again.rollouts if each.trajectory.id == "t0"]
+    assert t0.credits["0", 0].advantages == [1.5] * 5
+    assert again.memory["sums/rlm@0"] == first.memory["sums/rlm@0"]
+
+
+def test_why_a_step_has_no_signal_is_said_by_task() -> None:
+    equal = [group for group in groups() if group.task == "sums:1"]
+    step = ByTask().assign_advantages(equal, {})
+    assert step.no_signal == "sums: in each of 1 groups all rollouts did equally well"
+    assert ByTask().assign_advantages([], {}).no_signal == "the step has no group"
+
+
+# --- in a run
+
+PARTS = {
+    "a": {"task": "tests.train.small:even"},
+    "b": {"task": "tests.train.small:even", "reward": 0.5},
+    "c": {"task": "tests.train.small:even", "weight": 0},
+}
+
+
+def mixed(algorithm: Any, **rl: Any) -> Run:
+    given = small(task=TaskSpec(name="mixture", options={"parts": PARTS}))
+    assert given.rl is not None
+    spec = msgspec.structs.replace(given.rl, algorithm=algorithm, steps=2, **rl)
+    assert given.sft is not None
+    return msgspec.structs.replace(
+        given,
+        rl=spec,
+        sft=msgspec.structs.replace(given.sft, num=6),
+        evaluate=msgspec.structs.replace(given.evaluate, final=("test_c",)),
+        schedule=Schedule(evaluate_every=None),
+    )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        (ByTask(tasks={"d": GRPO()}), r"the mixture has no part 'd'"),
+        (ByTask(tasks={"c": GRPO()}), r"part 'c' has weight 0"),
+        (ByTask(tasks={"a": PPO()}), r"'a' has a critic and that of 'b' has none"),
+    ],
+)
+def test_algorithms_that_do_not_fit_are_refused(
+    algorithm: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(mixed(algorithm), tmp_path)
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
+def test_one_task_or_wrapped_algorithms_are_refused(tmp_path: Path) -> None:
+    one = small(policy=PolicySpec(path="tiny"), sft=None, warmup=None)
+    with pytest.raises(ConfigError, match="is one task: set task"):
+        train(override(one, ["rl.algorithm=by_task"], CHOICES), tmp_path)
+    for wrong in (
+        lambda: ByTask(tasks={"a": Hybrid()}),
+        lambda: ByTask(other=ByTask()),
+        lambda: ByTask(tasks={"a": "gpro"}),
+        lambda: ByTask(tasks={"a": 3}),
+        lambda: ByTask(other=None),
+        lambda: ByTask(tasks={"a": {"reduction": "token"}}),
+        lambda: Hybrid(outcome=ByTask()),
+    ):
+        with pytest.raises(ConfigError):
+            wrong()
+
+
+def test_a_preset_sets_the_algorithm_of_tasks_that_are_not_listed() -> None:
+    run = with_preset(mixed(ByTask(tasks={"a": SFT()})), "trl")
+    assert run.rl is not None
+    algorithm = run.rl.algorithm
+    assert (algorithm.tasks, type(algorithm.other)) == ({"a": SFT()}, GRPO)
+    assert not needs_of(algorithm).values
