@@ -89,7 +89,7 @@ class ToolSet:
         every = {**self.functions, **self.values}
         for name in names:
             if name not in every:
-                raise ConfigError(f"depths: there is no tool '{name}': {nearest(name, every)}")
+                raise ConfigError(f"depths: unknown tool '{name}': {nearest(name, every)}")
         return ToolSet({name: every[name] for name in names})
 
     @property

@@ -114,7 +114,7 @@ def check_depths(
     depths: Sequence[DepthSpec], max_depth: int, policies: Sequence[str], *, has_workers: bool
 ) -> None:
     """Raise ConfigError if a model is unknown, if a policy would not be trained, or if rollouts run
-    in other processes. ``policies``: names of the policies besides ``policy``."""
+    in other processes. ``policies``: names of the policies in addition to ``policy``."""
     if not depths and not policies:
         return
     # The second model also answers ``llm_query``, whatever the depth.
@@ -123,7 +123,7 @@ def check_depths(
         if not spec.is_frozen and spec.model not in (POLICY, *policies):
             known = ", ".join((POLICY, *policies))
             raise ConfigError(
-                f"depths: there is no policy '{spec.model}': give one of {known}, or "
+                f"depths: unknown policy '{spec.model}': give one of {known}, or "
                 "'provider:model' for a frozen model"
             )
     for name in policies:
@@ -195,7 +195,7 @@ class DepthModels:
         pool: ClientPool | None = None,
         others: Mapping[str, Client] | None = None,
     ) -> None:
-        """``others``: the policies besides ``policy``, by name. ``before``: the latest metrics of a
+        """``others``: the policies in addition to ``policy``, by name. ``before``: the latest metrics of a
         run that is resumed, which say what it has spent. ``pool`` connects the frozen models; by
         default a new one. Raises ConfigError for a model without a price under a limit of costs.
         """

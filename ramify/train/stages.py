@@ -364,7 +364,7 @@ class RlStage:
         return data, {rollout.trajectory.id for rollout in assigned.rollouts}
 
     def has_no_signal(self, group: Group, reader: SignalReader | None = None) -> bool:
-        """Whether nothing can be learned from a complete group."""
+        """True if a complete group has no signal."""
         composed = self._composed(reader)
         return bool(composed.assign_advantages([group], self._task.weights).no_signal)
 

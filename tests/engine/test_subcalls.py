@@ -301,7 +301,7 @@ def test_turns_scaffold_and_tools_by_depth() -> None:
 def test_a_depth_cannot_have_an_unknown_tool() -> None:
     with (
         rlm(["-"], tools={"add": print}, depths=[DepthOptions(tools=("ad",))]) as r,
-        pytest.raises(ConfigError, match=r"depths: there is no tool 'ad': did you mean 'add'"),
+        pytest.raises(ConfigError, match=r"depths: unknown tool 'ad': did you mean 'add'"),
     ):
         r.completion("text", "root")
 
@@ -383,7 +383,7 @@ FINAL(said)
             "TypeError: llm_query_batched: missing a required argument: 'prompts'",
             "TypeError: prompts must be a list of str",
             "ValueError: 1 prompts but 2 contexts",
-            "NameError: there is no tool 'no'",
+            "NameError: unknown tool 'no'",
             "TypeError: history: missing a required argument: 'seen'",
         ]
 

@@ -191,7 +191,7 @@ def two(policy: PolicySpec | None = None, lr: float = 1e-3, rate: float = 1e-3, 
         (lambda: run_of([FROZEN, FROZEN], FrozenSpec()), "nothing would be trained"),
         (
             lambda: run_of([POLICY, DepthSpec(model="children")], FrozenSpec()),
-            "there is no policy 'children': give one of policy, or 'provider:model'",
+            "unknown policy 'children': give one of policy, or 'provider:model'",
         ),
         (
             lambda: run_of([POLICY, POLICY], FrozenSpec(), policies={"kids": TrainedPolicySpec()}),

@@ -40,7 +40,7 @@ from tests.train.test_loop import Killed, kill_at, same
 
 
 def _letters(item: Item, trajectory: Trajectory) -> float:
-    """The share of even letters of the answer, whoever gave them."""
+    """The share of even letters of the answer."""
     text = str(trajectory.answer or "")
     if text == str(item.gold):
         return 1.0
