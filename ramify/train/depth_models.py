@@ -195,9 +195,9 @@ class DepthModels:
         pool: ClientPool | None = None,
         others: Mapping[str, Client] | None = None,
     ) -> None:
-        """``others``: the policies in addition to ``policy``, by name. ``before``: the latest metrics of a
-        run that is resumed, which say what it has spent. ``pool`` connects the frozen models; by
-        default a new one. Raises ConfigError for a model without a price under a limit of costs.
+        """``others``: further policies, by name. ``before``: the latest metrics of a run that is
+        resumed, which say what it has spent. ``pool`` connects the frozen models; by default a new
+        one. Raises ConfigError for a model without a price under a limit of costs.
         """
         # The engine's pool retries; each of its attempts is one attempt here.
         self._pool = pool or ClientPool(max_attempts=1)
