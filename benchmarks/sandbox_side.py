@@ -74,7 +74,7 @@ class Side:
         return self.closing.pop()
 
     async def pool(self) -> float:
-        await asyncio.sleep(0.03)  # until the pool is full again
+        await asyncio.sleep(0.2)  # until the pool is full again
         began = time.perf_counter()
         session = await self.pooled.open()
         await run(session)

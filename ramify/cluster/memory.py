@@ -237,10 +237,10 @@ def _of_run(run: Run, shape: ModelShape, device: DeviceSpec) -> Mapping[str, int
     reads_parts = not is_single and run.inference is not None and bool(run.policy.path)
     if reads_parts and (run.rl is None or not run.rl.signals):
         parts["one gathered tensor"] = max(_GATHERED_BYTES, shape.vocabulary * shape.width * FP32)
-        if run.policy.lora is not None:
-            parts["the frozen weights"] = shape.parameters * FP32
     elif not shares:
         parts["the engine's weights"] = shape.parameters * itemsize
+        if run.policy.lora is not None and not is_single:
+            parts["the frozen weights"] = shape.parameters * FP32
     if run.inference is None:
         parts["keys and values"] = cache_bytes(
             shape, device, itemsize, slots(run, device), run.policy.cache_bytes

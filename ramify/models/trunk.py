@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ramify.errors import ConfigError
 from ramify.models.dense import CausalAttention, DenseModel
 from ramify.models.forest_attention import ForestAttention
+from ramify.models.routing import MixtureRouters
 from ramify.types.sequence import Segment
 
 
@@ -103,6 +104,7 @@ class ModuleTrunk:
         self._current = getattr(self._body, "ramify_forest", None) or _CurrentAttention()
         for module in self._body.modules():
             module.ramify_forest = self._current
+        self._routers = MixtureRouters.of(model)
         self._scale = _logit_scale(model.config)
         ids = torch.arange(7, device=model.device) * 13 % model.config.vocab_size
         self.shares = self._can_share(ids)
@@ -161,6 +163,8 @@ class ModuleTrunk:
         for row, (segment, length) in enumerate(zip(segments, lengths, strict=True)):
             index_BL[row, :length] = torch.arange(segment.start, segment.end)
             inside_BL[row, :length] = True
+        if self._routers is not None:
+            self._routers.lay_out(index_BL, inside_BL)
         out = self._body(input_ids=ids_T[index_BL.to(ids_T.device)], use_cache=False)
         return cast(Tensor, out.last_hidden_state[inside_BL.to(ids_T.device)])
 

@@ -29,11 +29,21 @@ _MAX_LEFTOVER_BYTES = 16 << 20
 _SCM_CREDENTIALS = 2
 
 
+def read_proc(path: str) -> bytes:
+    """Return the beginning of a file that the kernel writes, in three system calls. Raises
+    OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 4096)
+    finally:
+        os.close(fd)
+
+
 def pid_of(pidfd: int) -> int:
     """Return the process id (as seen by the host), or -1 if the process has ended."""
     try:
-        with open(f"/proc/self/fdinfo/{pidfd}") as file:
-            return next((int(line.split()[1]) for line in file if line.startswith("Pid:")), -1)
+        found = read_proc(f"/proc/self/fdinfo/{pidfd}").partition(b"\nPid:")[2].split(None, 1)
+        return int(found[0]) if found else -1
     except OSError:
         return -1
 
@@ -53,7 +63,7 @@ class SessionMemoryFiles:
     @classmethod
     def make(cls, scratch: ScratchBuffer) -> SessionMemoryFiles:
         spool = anonymous_file("ramify-output")
-        fcntl.fcntl(spool, fcntl.F_SETFL, fcntl.fcntl(spool, fcntl.F_GETFL) | os.O_APPEND)
+        fcntl.fcntl(spool, fcntl.F_SETFL, os.O_APPEND)
         try:
             buffers_fd = make_file()
         except BaseException:
@@ -258,7 +268,7 @@ class ProcessTransport:
         status = self._exited.result()
         return "its process ended" if status is None else how_it_ended(status)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         if self._files.spool < 0:
             return
         self.kill()
@@ -299,7 +309,8 @@ class BranchTransport(ProcessTransport):
         return self._pid
 
     def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
-        asyncio.get_running_loop().add_reader(self._sock, self._first, received, lost)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._sock.fileno(), self._first, received, lost)
 
     def _first(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
         try:
@@ -308,7 +319,7 @@ class BranchTransport(ProcessTransport):
             return
         except OSError:
             data, ancillary = b"", []
-        asyncio.get_running_loop().remove_reader(self._sock)
+        asyncio.get_running_loop().remove_reader(self._sock.fileno())
         pid = next(
             (
                 struct.unpack("3i", packed)[0]
@@ -344,8 +355,8 @@ class BranchTransport(ProcessTransport):
             self.channel.send({"op": "disown", "pid": self._pid})
         self._note_exit(None)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         if self.pidfd < 0:
             asyncio.get_running_loop().remove_reader(self._sock)
             self._note_exit(None)
-        await super().close()
+        super().close()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
+from typing import Any, cast
 
 from ramify.errors import HostCallError, SandboxError, SessionDied
 from ramify.sandbox import session_wire
@@ -260,7 +260,7 @@ class GuestSession:
     def seed(self, seed: str) -> None:
         """Seed ``random`` again, before the next request. Raises SessionDied."""
         self._check_free()
-        self._wire.send({"op": "seed", "id": 0, "seed": seed})
+        self._wire.seed = seed
 
     def kill(self, reason: str) -> None:
         """End the session at once; ``reason`` is reported to its user."""
@@ -290,14 +290,14 @@ class GuestSession:
         """Fork a branch. Concurrent forks of one session run one after the other. If the caller is
         cancelled, the fork is completed and its branch closed."""
         transport, cell = self._wire.transport, self._cell
-        if not self.caps.fork or not isinstance(transport, ForkingTransport):
+        if not self.caps.fork:
             raise SandboxError(
                 "sessions of this provider do not fork: use the provider 'jail' (or 'process')"
             )
         self._forks += 1
         try:
             async with self._forking:
-                forking = asyncio.ensure_future(self._fork(transport, cell))
+                forking = asyncio.ensure_future(self._fork(cast(ForkingTransport, transport), cell))
                 forking.add_done_callback(lambda done: done.cancelled() or done.exception())
                 try:
                     return await asyncio.shield(forking)
@@ -314,6 +314,8 @@ class GuestSession:
         if cell is None:
             self._check_alive()
         self._check_waits(cell)
+        if self._wire.seed is not None:
+            self._wire.send({"op": "seed", "id": 0})
         reply = self._expect_reply()
         id = self._wire.last_id
         try:
@@ -435,17 +437,17 @@ class GuestSession:
 
     async def close(self) -> None:
         if self._closed is None:
-            self._closed = asyncio.ensure_future(self._close())
+            self._closed = self._ended
+            self._failure = self._failure or "it was closed"
+            self._state = SessionState.ENDED
+            self._alarm.close()
+            self._hooks.on_close(self)
+            self.tree.discard(self)
+            waits = self._wire.close()
+            if waits is not None:
+                self._closed = asyncio.ensure_future(waits)
+            self._lost()
         await asyncio.shield(self._closed)
-
-    async def _close(self) -> None:
-        self._failure = self._failure or "it was closed"
-        self._state = SessionState.ENDED
-        self._alarm.close()
-        self._hooks.on_close(self)
-        self.tree.discard(self)
-        await self._wire.close()
-        self._lost()
 
     # -- frames
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
@@ -299,6 +299,7 @@ class SessionWire:
         "_holds",
         "_received",
         "last_id",
+        "seed",
         "transport",
         "upto",
     )
@@ -306,6 +307,8 @@ class SessionWire:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.last_id = 0
+        self.seed: str | None = None
+        """Seed that the next request carries: a separate frame would wake the guest twice."""
         self.upto = 0
         """Offset in the output file from which data was not received yet."""
         self._assembler = FrameAssembler()
@@ -403,11 +406,13 @@ class SessionWire:
         self._holds.clear()
         self.transport.resume()
 
-    async def close(self) -> None:
+    def close(self) -> Awaitable[None] | None:
+        """Like ``Transport.close``."""
         if self._decoder is not None:
             self._decoder.cancel()
-        await self.transport.close()
+        waits = self.transport.close()
         self._received = self._failed = ignored
+        return waits
 
     # -- to the guest
 
@@ -419,6 +424,8 @@ class SessionWire:
         if self._held_frames is not None:
             self._held_frames.append((header, encoder))
             return
+        if self.seed is not None:
+            header["seed"], self.seed = self.seed, None
         shared_buffers = self.transport.shared_buffers
         if shared_buffers is not None and (
             header["op"] not in ("ret", "err", "fork") or header["id"] == shared_buffers.owed

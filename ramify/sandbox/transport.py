@@ -14,8 +14,8 @@ import contextlib
 import signal
 import socket
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from typing import Any, Protocol
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities
@@ -64,8 +64,9 @@ class Transport(Protocol):
         """Reason why the guest ended, if known; waits briefly for the exit status."""
         ...
 
-    async def close(self) -> None:
-        """End the guest. Idempotent. Its process may take a moment to disappear."""
+    def close(self) -> Awaitable[None] | None:
+        """End the guest. Idempotent. Its process may take a moment to disappear. Returns what its
+        caller must wait for, if there is anything."""
         ...
 
 
@@ -84,7 +85,6 @@ def how_it_ended(status: int) -> str:
     return f"its process was killed by signal {-status} ({name})"
 
 
-@runtime_checkable
 class ForkingTransport(Transport, Protocol):
     """A transport whose guest can fork into two processes."""
 
@@ -214,7 +214,7 @@ class SocketStream:
     def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
         self._received = received
         self._lost = lost
-        self._loop.add_reader(self._sock, self._readable)
+        self._loop.add_reader(self._sock.fileno(), self._readable)
 
     def _readable(self) -> None:
         try:
@@ -240,12 +240,13 @@ class SocketStream:
     def _listen(self) -> None:
         """Start or stop reading: a guest that sends requests but does not read the answers must not
         fill the host's memory with them."""
-        if self._sock.fileno() < 0:
+        fd = self._sock.fileno()
+        if fd < 0:
             return
         if self._is_paused or self._unsent > MAX_UNSENT_BYTES:
-            self._loop.remove_reader(self._sock)
+            self._loop.remove_reader(fd)
         else:
-            self._loop.add_reader(self._sock, self._readable)
+            self._loop.add_reader(fd, self._readable)
 
     def drain(self) -> None:
         """Read what has already arrived, and no more."""
@@ -293,7 +294,7 @@ class SocketStream:
             remaining = self._after(deque(memoryview(part) for part in data), count)
             self._backlog = deque()
             self._queue(self._backlog, remaining)
-            self._loop.add_writer(self._sock, self._writable)
+            self._loop.add_writer(self._sock.fileno(), self._writable)
 
     def _queue(self, backlog: deque[memoryview], parts: Iterable[memoryview]) -> None:
         unsent_before = self._unsent
@@ -328,7 +329,7 @@ class SocketStream:
             self._listen()
         if not backlog:
             self._backlog = None
-            self._loop.remove_writer(self._sock)
+            self._loop.remove_writer(self._sock.fileno())
 
     def end(self) -> None:
         """Close the stream for good; what is still on its way is ignored."""
@@ -336,8 +337,10 @@ class SocketStream:
         self._received = self._lost = ignored
 
     def close(self) -> None:
-        if self._sock.fileno() >= 0:
-            self._loop.remove_reader(self._sock)
-            self._loop.remove_writer(self._sock)
+        # By number: asyncio describes a socket that it does not find, with four system calls.
+        fd = self._sock.fileno()
+        if fd >= 0:
+            self._loop.remove_reader(fd)
+            self._loop.remove_writer(fd)
             with contextlib.suppress(OSError):
                 self._sock.close()

@@ -193,13 +193,33 @@ def _set_deterministic(policy: Policy) -> None:
 
 
 def _check_model(run: Run, kind: Any, device: str, config: Any = None) -> None:
-    """Raise ConfigError if the backend cannot train the model over its mesh. A checkpoint is
-    checked before its weights are read."""
+    """Raise ConfigError if the loss does not suit the model, or the backend cannot train it over
+    its mesh. A checkpoint is checked before its weights are read."""
     from ramify.models.load import read_config
+    from ramify.train.backends.mesh import EXPERTS
 
-    if not hasattr(kind, "check_model") or (config is None and not run.policy.path):
+    if config is None and not run.policy.path:
         return
     config = config or read_config(path_of(run))
+    if run.rl is not None:
+        replays = run.rl.rollout.replay_routes
+        given: dict[str, object] = {
+            "loss.router_aux_loss_coef": run.rl.loss.router_aux_loss_coef,
+            "rollout.replay_routes": "true" if replays else None,
+        }
+        has_experts = any(getattr(config.get_text_config(), name, None) for name in EXPERTS)
+        if (name := next((name for name in given if given[name]), "")) and not has_experts:
+            raise ConfigError(
+                f"rl.{name}={given[name]} is for mixtures of experts, and {config.model_type} has "
+                "no experts: leave it out"
+            )
+        if replays and run.inference is not None:
+            raise ConfigError(
+                "rl.rollout.replay_routes needs the engine of this process: those over HTTP do "
+                "not report their routes here; leave inference or replay_routes out"
+            )
+    if not hasattr(kind, "check_model"):
+        return
     kind.check_model(config, run.compute, device, adapters_of(run), _optims(run))
     if run.inference is None and not kind.is_here:
         check_embedded(config, run.policy.dtype, device)

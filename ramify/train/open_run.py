@@ -185,13 +185,16 @@ def client_of(parts: RunParts) -> LocalClient | HttpEngines:
 
     spec = parts.run.policy
     products = getattr(torch, parts.precision.engine) if parts.run.deterministic else None
-    return LocalClient(
+    client = LocalClient(
         parts.serving,
         name=f"local:{parts.run.name}",
         slots=spec.slots,
         cache_bytes=spec.cache_bytes,
         fixed_shapes=products,
     )
+    if parts.run.rl is not None and parts.run.rl.rollout.replay_routes:
+        client.report_routes()
+    return client
 
 
 def _placed(parts: RunParts) -> Launcher | None:

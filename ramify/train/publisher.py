@@ -253,12 +253,14 @@ class PolicyWeights:
         return await self._client.rejoin(self._sources(), self._trained.version)
 
     def _sources(self) -> list[WeightSource]:
-        from ramify.inference.weight_sync.base import source
+        from ramify.inference.weight_sync.base import as_checkpoint, source
 
-        return [
+        given = [
             source(name, tensor, self._serving.dtype, make)
             for name, tensor, make in self._unmerged()
         ]
+        loads = getattr(self._client, "loads_checkpoints", False)
+        return list(as_checkpoint(self._serving.model, given)) if loads else given
 
     def _unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
         """Like ``lora.unmerged``, wherever the weights are."""

@@ -120,6 +120,9 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     kept: tuple[tuple[int, ...], ...] | None = None
     """For each sampled token, the ids that top-p and top-k left to draw from. A trainer uses them
     to renormalize as the sampler did. None if nothing was excluded."""
+    routes: tuple[tuple[int, ...], ...] | None = None
+    """For each sampled token, the experts that the token before it was sent to in a mixture: k for
+    each layer in turn. None if the engine does not report them."""
     filter: str = ""
     """Reason the reply was stopped, as the server named it, if ``finish`` is ``content_filter``:
     ``SAFETY``, ``refusal``."""
@@ -127,7 +130,8 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     def __post_init__(self) -> None:
         if self.token_ids is None:
             return
-        for name, values in (("logprobs", self.logprobs), ("kept sets", self.kept)):
+        per_token = (("logprobs", self.logprobs), ("kept sets", self.kept), ("routes", self.routes))
+        for name, values in per_token:
             if values is not None and len(values) != len(self.token_ids):
                 raise ValueError(
                     f"{len(self.token_ids)} token ids but {len(values)} {name} in one reply"

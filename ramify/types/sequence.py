@@ -78,6 +78,9 @@ class TokenSequence(msgspec.Struct, eq=False, kw_only=True):
     """
     kept: SamplingSupport | None = None
     """None if every token was drawn from the whole vocabulary."""
+    routes: Ints | None = None
+    """[T, J] the experts that the token before was sent to when this one was sampled, J = layers
+    times experts per token; -1 for unknown. None if no engine reported them."""
     temperature: float = 1.0
     """Sampling temperature. Logits are divided by it before log-probabilities are compared."""
     name: str = ""
@@ -92,6 +95,7 @@ class TokenSequence(msgspec.Struct, eq=False, kw_only=True):
             "ce": self.ce,
             "kd": self.kd,
             "versions": self.versions,
+            "routes": self.routes,
             **self.streams,
         }
         streams |= {name: values for name, values in optional.items() if values is not None}
@@ -145,13 +149,23 @@ class Batch(msgspec.Struct, eq=False, kw_only=True):
     """[E] policy version that sampled the entry's token; None if unknown."""
     kept: SamplingSupport | None = None
     """Sampling support of the entries; its offsets are [E + 1]."""
+    routes: Ints | None = None
+    """[E, J] as in ``TokenSequence``, of the entries' tokens."""
+    token_weights: Floats | None = None
+    """[T] 1 / the number of times that the step's batches compute the token, so that each token of
+    the forest counts once; None: 1 for all."""
 
     def __post_init__(self) -> None:
         num_tokens, num_entries = len(self.token_ids), len(self.sources)
-        _check_lengths("batch", "tokens", num_tokens, {"positions": self.positions})
+        tokens: dict[str, Sized] = {"positions": self.positions}
+        if self.token_weights is not None:
+            tokens["token_weights"] = self.token_weights
+        _check_lengths("batch", "tokens", num_tokens, tokens)
         entries: dict[str, Sized] = {"targets": self.targets, "owners": self.owners, **self.streams}
         if self.versions is not None:
             entries["versions"] = self.versions
+        if self.routes is not None:
+            entries["routes"] = self.routes
         _check_lengths("batch", "entries", num_entries, entries)
         check_segments(self.segments, num_tokens)
 
@@ -226,6 +240,9 @@ class TokenPath(msgspec.Struct, frozen=True):
     kept: tuple[tuple[int, ...], ...] | None = None
     """[T] ids that top-p and top-k left to draw the token from; empty for the whole vocabulary.
     None if no reply reports them."""
+    routes: tuple[tuple[int, ...], ...] | None = None
+    """[T] experts that the token before was sent to; empty for unknown. None if no reply reports
+    them."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -241,6 +258,7 @@ class TokenPathBuilder:
         self._logprobs: list[tuple[float, ...] | None] = []
         self._versions: list[list[int]] = []
         self._kept: list[tuple[tuple[int, ...], ...] | None] = []
+        self._routes: list[tuple[tuple[int, ...], ...] | None] = []
 
     def is_extended_by(self, turn: Turn) -> bool:
         """True if the path with ``turn`` starts with the whole current path."""
@@ -259,6 +277,7 @@ class TokenPathBuilder:
         self._spans.append(TokenSpan(call, index, start, start + num))
         self._logprobs.append(reply.logprobs)
         self._kept.append(reply.kept)
+        self._routes.append(reply.routes)
         versions = [-1] * num
         for span in reply.versions or ():
             versions[span.start : span.end] = [span.version] * (span.end - span.start)
@@ -271,12 +290,14 @@ class TokenPathBuilder:
         length = len(self._ids)
         sampled, versions, logprobs = [False] * length, [-1] * length, [0.0] * length
         kept: list[tuple[int, ...]] = [()] * length
+        routes: list[tuple[int, ...]] = [()] * length
         for index, span in enumerate(self._spans):
             at = slice(span.start, span.end)
             num = span.end - span.start
             sampled[at], versions[at] = [True] * num, self._versions[index][:num]
             logprobs[at] = (self._logprobs[index] or [0.0] * num)[:num]
             kept[at] = (self._kept[index] or [()] * num)[:num]
+            routes[at] = (self._routes[index] or [()] * num)[:num]
         has_logprobs = all(logprobs is not None for logprobs in self._logprobs)
         has_kept = any(kept_sets is not None for kept_sets in self._kept)
         return TokenPath(
@@ -286,6 +307,7 @@ class TokenPathBuilder:
             tuple(versions),
             tuple(self._spans),
             tuple(kept) if has_kept else None,
+            tuple(routes) if any(self._routes) else None,
         )
 
     def _cut(self, length: int) -> None:
@@ -296,5 +318,5 @@ class TokenPathBuilder:
             for span in self._spans
             if span.start < length
         ]
-        for values in (self._logprobs, self._versions, self._kept):
+        for values in (self._logprobs, self._versions, self._kept, self._routes):
             del values[len(self._spans) :]

@@ -66,6 +66,12 @@ class HttpEngines:
         return [CheckedEngine(self, self._fleet, server) for server in self._fleet.alive]
 
     @property
+    def loads_checkpoints(self) -> bool:
+        """Whether the engines take tensors under the names of a checkpoint, not of a model in
+        memory."""
+        return self._fleet.spec.engine != "ramify"
+
+    @property
     def membership(self) -> EngineMembership:
         """The engines that were lost, and those that return."""
         return self._fleet.membership

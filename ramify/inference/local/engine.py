@@ -174,6 +174,8 @@ class LocalEngine:
         finished = []
         for index, owner in enumerate(owners):
             owner.append(drawn.ids[index], drawn.logprobs[index], drawn.kept[index], self.version)
+            if self.runner.routes:
+                owner.routes.append(self.runner.routes[index])
             if owner.end is not None:
                 self._slots.release(slots[index])
                 finished.append(owner)

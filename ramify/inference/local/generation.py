@@ -165,6 +165,8 @@ class Generation:
         self.affinity = affinity
         self.logprobs: list[float] = []
         self._kept: list[tuple[int, ...]] = []
+        self.routes: list[tuple[int, ...]] = []
+        """For each sampled token, the experts of the token before it; empty unless recorded."""
         self._versions: list[tuple[int, int]] = []
         self._version: int | None = None
         self.end: End | None = None

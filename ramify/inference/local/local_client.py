@@ -37,6 +37,7 @@ from ramify.inference.local.model_runner import runner_of
 from ramify.inference.local.sleeping_weights import SleepingWeights
 from ramify.inference.weight_sync.base import StaleWeights, WeightPiece
 from ramify.models.load import Policy
+from ramify.models.routing import MixtureRouters
 from ramify.models.weights import fingerprint, load_weights
 from ramify.types.message import Finish, Message, Reply, Usage
 
@@ -97,6 +98,15 @@ class LocalClient:
     @property
     def version(self) -> int:
         return self.engine.version
+
+    def report_routes(self) -> None:
+        """From now on, replies report the experts of a mixture. Raises ConfigError for any other
+        model."""
+        routers = MixtureRouters.of(self.policy.model)
+        if routers is None:
+            raise ConfigError(f"{self.name} has no experts whose choice could be reported")
+        routers.record()
+        self.engine.runner.routers = routers
 
     async def pressure(self) -> CachePressure:
         """Load on the KV cache."""
@@ -299,6 +309,7 @@ class LocalClient:
             logprobs=tuple(generation.logprobs),
             versions=generation.versions,
             kept=generation.kept,
+            routes=tuple(generation.routes) or None,
         )
 
     def _message(self, generation: Generation) -> Message:

@@ -48,6 +48,7 @@ from ramify.models.fixed_shapes import (
     padded,
     runs_of,
 )
+from ramify.models.routing import MixtureRouters
 from ramify.models.trunk import ModuleTrunk
 
 
@@ -55,6 +56,8 @@ class FixedShapeRunner:
     """Implements ``ModelRunner`` in fixed shapes."""
 
     is_fixed = True
+    routers: MixtureRouters | None = None
+    routes: Sequence[tuple[int, ...]] = ()
 
     def __init__(self, model: DenseModel, products: torch.dtype) -> None:
         """``products``: the precision of matrix products, which the trainer also uses."""
@@ -152,6 +155,8 @@ class ModuleRunner:
 
     bytes_per_token = cache_bytes = 0
     is_fixed = False
+    routers: MixtureRouters | None = None
+    routes: Sequence[tuple[int, ...]] = ()
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module
@@ -167,8 +172,13 @@ class ModuleRunner:
             SlotSpan(*each)
             for each in zip(step.slots, step.positions, ([id] for id in step.ids), strict=True)
         ]
-        logits = [self._after(self._memories[span.slot], span) for span in [*single, *step.spans]]
-        chosen = [*logits[: len(single)], *itertools.compress(logits[len(single) :], wanted)]
+        logits, routes = [], []
+        for span in [*single, *step.spans]:
+            logits.append(self._after(self._memories[span.slot], span))
+            routes += [] if self.routers is None else self.routers.recorded(None)[-1:]
+        is_wanted = [*itertools.repeat(True, len(single)), *wanted]
+        self.routes = list(itertools.compress(routes, is_wanted))
+        chosen = list(itertools.compress(logits, is_wanted))
         return torch.stack(chosen) if chosen else torch.empty(0)
 
     def change(self, change: SlotMove) -> None:
@@ -274,6 +284,13 @@ class ModelRunner(Protocol):
     is_fixed: bool
     """Whether it computes in fixed shapes (``FixedShapeRunner``)."""
 
+    routers: MixtureRouters | None
+    """Routers of the mixture, if routes are recorded."""
+
+    routes: Sequence[tuple[int, ...]]
+    """For each row of the latest logits, the experts that its token was sent to, k for each layer;
+    empty unless they are recorded."""
+
     @property
     def cache_bytes(self) -> int:
         """Bytes that the cache uses now; 0 if that is not known."""
@@ -323,6 +340,8 @@ class FlatRunner:
     """Model runner that computes all spans of a step in one pass."""
 
     is_fixed = False
+    routers: MixtureRouters | None = None
+    routes: Sequence[tuple[int, ...]] = ()
 
     def __init__(
         self, decoder: DecoderModel, layout: CacheLayout, captured: CapturedDecoding | None = None
@@ -352,7 +371,10 @@ class FlatRunner:
                 if is_wanted:
                     rows.append(end)
             rows_N = torch.tensor(rows, dtype=torch.long, device=self._layout.device)
-        return self._decoder.logits(self._hidden(step, self._cache, rows_N))
+        h_ND = self._hidden(step, self._cache, rows_N)
+        if self.routers is not None:
+            self.routes = self.routers.recorded(rows_N)
+        return self._decoder.logits(h_ND)
 
     def change(self, change: SlotMove) -> None:
         self._cache.change(change)

@@ -61,14 +61,27 @@ class AdaptedMatrix(msgspec.Struct, frozen=True, eq=False):
     """A matrix with a low-rank adapter: base + scale * b @ a (LoRA, 2106.09685). Calling it
     computes that sum."""
 
-    base: Tensor
-    """[rows, columns], frozen."""
+    base: Callable[[], Tensor]
+    """Returns [rows, columns], frozen."""
     pair: Callable[[], tuple[Tensor, Tensor]]
     """(a [rank, columns], b [rows, rank])"""
     scale: float
+    dtype: torch.dtype
+    """Precision of the base and the sum."""
 
     def __call__(self) -> Tensor:
-        return added(self.base, *self.pair(), self.scale)
+        return added(self.base(), *self.pair(), self.scale)
+
+
+class FrozenTensor(msgspec.Struct, frozen=True, eq=False):
+    """A tensor that is not trained, and that is elsewhere. Calling it gathers it."""
+
+    gather: Callable[[], Tensor]
+    stamp: Hashable
+    """Change marker, as in ``WeightSource``."""
+
+    def __call__(self) -> Tensor:
+        return self.gather()
 
 
 def added(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -289,7 +302,7 @@ def source(name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = No
     """Weight source of one parameter; with ``make``, of a tensor of the same shape that is computed
     from it (an adapter added)."""
     kind = dtype if tensor.is_floating_point() else tensor.dtype
-    stamp = stamp_of(tensor) if make is None else None
+    stamp = stamp_of(tensor) if make is None else getattr(make, "stamp", None)
     adapted = make if isinstance(make, AdaptedMatrix) else None
     return WeightSource(
         name,
@@ -316,6 +329,46 @@ def _full(tensor_or_lazy: Tensor | Lazy, dtype: torch.dtype) -> Tensor:
     gather = None if type(tensor) in _WHOLE else getattr(tensor, "full_tensor", None)
     whole: Tensor = (gather() if callable(gather) else tensor).detach()
     return whole if whole.dtype == dtype else whole.to(dtype)
+
+
+def as_checkpoint(model: Any, given: Iterable[WeightSource]) -> Iterator[WeightSource]:
+    """``given`` under the names that they have in checkpoints of the transformers model ``model``,
+    for engines that load these: a tensor of all experts of a layer becomes one for each."""
+    from ramify.models.stored_weights import disk_tensors
+
+    for each in given:
+        blank = torch.empty(each.shape, dtype=each.dtype, device="meta")
+        parts = list(disk_tensors(model, each.name, blank))
+        if [part.shape for _, part in parts] == [blank.shape]:
+            yield each._replace(name=parts[0][0])
+            continue
+        split = _SplitSource(model, each, len(parts))
+        for index, (name, part) in enumerate(parts):
+            full = partial(split.part, index)
+            yield WeightSource(name, tuple(part.shape), each.dtype, each.stamp, full)
+
+
+class _SplitSource:
+    """One tensor that is sent in parts, one after the other. It is held from the first to the
+    last."""
+
+    def __init__(self, model: Any, whole: WeightSource, num_parts: int) -> None:
+        self._model = model
+        self._whole = whole
+        self._num_parts = num_parts
+        self._parts: list[Tensor] = []
+
+    def part(self, index: int) -> Tensor:
+        """The part ``index``, contiguous."""
+        from ramify.models.stored_weights import disk_tensors
+
+        if not self._parts:
+            found = disk_tensors(self._model, self._whole.name, self._whole.full())
+            self._parts = [tensor for _, tensor in found]
+        part = self._parts[index].contiguous()
+        if index + 1 == self._num_parts:
+            self._parts = []
+        return part
 
 
 PREFIX = "ramify-weights-"

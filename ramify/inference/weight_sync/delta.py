@@ -336,10 +336,10 @@ class DeltaSync:
         name = source.name
         self._have.pop(name, None)
         if name not in self._bases:
-            yield _source(name + _BASE, _shortest(adapted.base, source.dtype))
+            yield _source(name + _BASE, _shortest(adapted.base(), source.dtype))
             self._bases.add(name)
         a, b = adapted.pair()
-        self._sums[name + _B] = (adapted.scale, _name(adapted.base.dtype), _name(source.dtype))
+        self._sums[name + _B] = (adapted.scale, _name(adapted.dtype), _name(source.dtype))
         yield _source(name + _A, a)
         yield _source(name + _B, b)
 

@@ -182,27 +182,27 @@ class Guest:
 
     def _rehearse(self) -> None:
         """Write now to the memory pages that the first cell would otherwise have to copy: run a
-        cell that leaves nothing and is not reported."""
-        self.output.begin()
-        self.interrupts.reset()
-        self._memory.allow_cell()
-        self.notebook.execute("None", "<cell 0>")
-        self._memory.allow_guest()
-        self._mend()
-        self._mend_process()
-        done = {"op": "done", "id": 0, "value": None, "restored": [], "chars": 0}
-        self._channel.frame({**done, "error": None, "note": None}, ValueEncoder(bounded=True))
-        self._channel.frame_of(done_json(0, None, None, [], 0))
+        seeded cell that leaves nothing, and whose report is not sent to the host."""
+        channel, (unread, unsent) = self._channel, os.pipe()
+        wire, channel.write_fd = channel.write_fd, unsent
+        self._cells = -1
+        try:
+            self._handle({"op": "run", "id": 0, "code": "None", "seed": ""}, [])
+        finally:
+            channel.write_fd = wire
+            os.close(unread)
+            os.close(unsent)
 
     def _handle(self, header: dict[str, Any], blobs: list[memoryview]) -> None:
         op, id = header["op"], header["id"]
+        if "seed" in header:
+            import random
+
+            random.seed(header["seed"])
         if op == "run":
             self._run(id, header["code"])
             return
         if op == "seed":
-            import random
-
-            random.seed(header["seed"])
             return
         try:
             if op == "set":

@@ -57,7 +57,8 @@ class JailTransport(ProcessTransport):
         """Use the number of a process's descriptors, if this kernel reports it."""
 
     def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
-        asyncio.get_running_loop().add_reader(self._sock, self._first, received, lost)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._sock.fileno(), self._first, received, lost)
 
     def _first(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
         """Receive the first byte, which the confined process sends before it becomes a guest. Its
@@ -73,7 +74,7 @@ class JailTransport(ProcessTransport):
             for _, _, packed in ancillary
             for fd in array.array("i", packed[: len(packed) // 4 * 4])
         ]
-        asyncio.get_running_loop().remove_reader(self._sock)
+        asyncio.get_running_loop().remove_reader(self._sock.fileno())
         if data and len(fds) == 1:
             self.listener = ForkRequestListener(fds[0], counts=self.counts)
             self.stream.attach(received, lost)
@@ -105,9 +106,9 @@ class JailTransport(ProcessTransport):
     def end_branch(self, transport: BranchTransport) -> None:
         end_branch(self, transport)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         listener, self.listener = self.listener, None
-        await super().close()
+        super().close()
         if listener is not None:
             listener.drop()
 
@@ -155,9 +156,9 @@ class JailBranchTransport(BranchTransport):
     def end_branch(self, transport: BranchTransport) -> None:
         end_branch(self, transport)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         listener, self.listener = self.listener, None
-        await super().close()
+        super().close()
         if listener is not None:
             listener.drop()
 
@@ -183,11 +184,11 @@ class JailFork:
         """The process that has taken the branch's wire."""
         self.old: list[SessionMemoryFiles] = []
         """The files that both processes inherited."""
-        self._branch = origin.branch_ends()
+        self._branch = _private_ends(origin)
         try:
-            self._new = origin.branch_ends()
+            self._new = _private_ends(origin)
         except BaseException:
-            self._close(self._branch)
+            _close(self._branch)
             raise
         self._new[0].setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
 
@@ -206,11 +207,10 @@ class JailFork:
             self._origin.stream.drain()
             self._origin.stream.close()
 
-    def wire_for(self, pid: int) -> tuple[int, ...] | None:
+    def wire_for(self, pid: int) -> int:
         if pid != self.pid and self.taker >= 0:
-            return None
-        _, end, files = self._new if pid == self.pid else self._branch
-        return None if end.fileno() < 0 else (end.fileno(), *files.descriptors())
+            return -1
+        return (self._new if pid == self.pid else self._branch)[1].fileno()
 
     def took(self, pid: int) -> None:
         if pid != self.pid:
@@ -235,10 +235,30 @@ class JailFork:
             self._new[0].close()
             self._new[2].close()
 
-    @staticmethod
-    def _close(ends: tuple[socket.socket, socket.socket, SessionMemoryFiles]) -> None:
-        for end in ends:
-            end.close()
+
+_Ends = tuple[socket.socket, socket.socket, SessionMemoryFiles]
+"""Host's end, other end, files."""
+
+
+def _private_ends(origin: JailTransport | JailBranchTransport) -> _Ends:
+    """Create a socket on which a process finds its standard input (a separate open file, since
+    the flags of one would be shared), its output and its buffers. Raises SandboxError."""
+    ends = origin.branch_ends()
+    spool, *buffers = ends[2].descriptors()
+    try:
+        with open(os.devnull, "rb", 0) as null:
+            socket.send_fds(ends[0], [b"\0"], [null.fileno(), spool, spool, *buffers])
+    except OSError as error:
+        _close(ends)
+        raise SandboxError(
+            f"the session cannot be forked: nothing to reach a branch by: {error}"
+        ) from None
+    return ends
+
+
+def _close(ends: _Ends) -> None:
+    for end in ends:
+        end.close()
 
 
 def begin_branch(

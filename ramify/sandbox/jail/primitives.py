@@ -14,8 +14,8 @@ import ctypes
 import fcntl
 import os
 import signal
+import socket
 import struct
-from collections.abc import Mapping
 from typing import NamedTuple
 
 NEWTIME, NEWNS, NEWCGROUP, NEWUTS = 0x80, 0x20000, 0x2000000, 0x4000000
@@ -89,7 +89,7 @@ FORKS_APART = (_CLONE_PARENT | signal.SIGCHLD, _CLONE_PARENT | _KEEP_TID | signa
 """The flags that ``fork_apart`` passes to ``clone``."""
 _PR_GET_TID_ADDRESS = 40
 _EINTR = 4
-_closerange = os.closerange
+_closerange, _close, _dup2, _Socket = os.closerange, os.close, os.dup2, socket.socket
 """Saved before any cell has run."""
 _forking = ctypes.PyDLL(None, use_errno=True).syscall  # keeps the interpreter's lock
 _forking.restype = ctypes.c_long
@@ -123,22 +123,39 @@ def fork_apart() -> int:
                 raise
 
 
-def take_wire(*places: int) -> None:
-    """Get, after a fork, a connection to the host that only this process has. The host inserts the
-    descriptors itself, as numbers 0 to 2 and ``places`` (socket, output, shared buffers), and only
-    if this process has no others; so all are closed first."""
-    number = _READAHEAD.get(_machine, -1)
+def take_wire(wire: int, *files: int) -> None:
+    """Get, after a fork, a connection to the host that only this process has, as number ``wire``.
+    Over it arrive the standard streams and then ``files`` (output, shared buffers). Raises
+    OSError."""
+    take_descriptor(wire)
+    end = _Socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, wire)
+    try:
+        _, ancillary, _, _ = end.recvmsg(1, socket.CMSG_SPACE(16))
+    finally:
+        end.detach()
+    received = len(ancillary[0][2]) // 4 if ancillary else 0  # as 0, 1, 2, …: no others are open
+    if received != 2 + len(files):
+        raise OSError(f"{received} descriptors arrived on the new wire")
+    for fd, place in enumerate(files, 2):
+        _dup2(fd, place, inheritable=False)
+        if fd > 2:
+            _close(fd)
+
+
+def take_descriptor(number: int) -> None:
+    """Get a descriptor from the host as ``number``. The host gives it only to a process that has no
+    others, so all are closed first. Raises OSError."""
     while True:
         try:
             _closerange(0, 1 << 20)
-            syscall(number, *places, what="take a new wire")
+            syscall(_READAHEAD.get(_machine, -1), number, what="take a new wire")
             break
         except OSError as error:
             if error.errno != _EINTR:  # a signal arrived before the host's answer
                 raise
     # A host that cannot count the descriptors of this process has filled all numbers.
-    _closerange(3, min(places))
-    _closerange(max(places) + 1, 1 << 20)
+    _closerange(0, number)
+    _closerange(number + 1, 1 << 20)
 
 
 def end_with_parent() -> None:
@@ -149,7 +166,7 @@ def end_with_parent() -> None:
 # requests of confined processes, which a listener answers
 
 _RECEIVE, _SEND, _ADD_FD = 0xC0502100, 0xC0182101, 0x40182103
-_SET_NUMBER, CONTINUE = 1, 1
+_SET_NUMBER, _AND_ANSWER, CONTINUE = 1, 2, 1
 _ENOENT = 2
 
 
@@ -185,18 +202,19 @@ def answer_request(
     return False
 
 
-def insert(listener: int, id: int, fds: Mapping[int, int]) -> None:
-    """Insert descriptors into the process that waits: number there -> descriptor here. Raises
-    OSError, also if the process no longer waits."""
-    for number, fd in fds.items():
-        request = struct.pack("<QIIII", id, _SET_NUMBER, fd, number, os.O_CLOEXEC)
-        fcntl.ioctl(listener, _ADD_FD, request)
+def insert(listener: int, id: int, fd: int, number: int, *, answers: bool = False) -> None:
+    """Insert ``fd`` into the process that waits, as ``number`` there. ``answers``: this is also the
+    answer to its request (Linux 5.14); otherwise each call wakes the process and waits for it.
+    Raises OSError, also if the process no longer waits."""
+    flags = _SET_NUMBER | (_AND_ANSWER if answers else 0)
+    request = struct.pack("<QIIII", id, flags, fd, number & 0xFFFFFFFF, os.O_CLOEXEC)
+    fcntl.ioctl(listener, _ADD_FD, request)
 
 
 def can_insert(listener: int) -> bool:
     """Return True if this kernel (5.9 and later) has ``insert``."""
     try:
-        insert(listener, 0, {0: listener})
+        insert(listener, 0, listener, 0)
     except OSError as error:
         return error.errno == _ENOENT  # the call exists: it only found no such request
     return True

@@ -389,7 +389,7 @@ def _trial(walls: ZygoteWalls, prepared: confine.PreparedSession, wire: socket.s
         walls.confinement.limit()
         walls.confinement.finish(fd)
         found = sum(1 << n for n, attack in enumerate(_ATTACKS.values()) if _succeeds(attack))
-        primitives.take_wire(3)
+        primitives.take_descriptor(3)
         os.close(3)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -439,7 +439,7 @@ def _answer_trial(listener: int, file: int) -> bool:
     is_last = primitives.asks_for_wire(request)
     if is_last:
         try:
-            primitives.insert(listener, request.id, {3: file})
+            primitives.insert(listener, request.id, file, 3)
         except OSError as error:
             raise OSError(0, f"seccomp descriptors (Linux 5.9): {error.strerror}") from None
     primitives.answer_request(listener, request.id, error=0 if is_last else errno.EPERM)

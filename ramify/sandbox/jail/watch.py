@@ -33,6 +33,7 @@ from typing import Protocol
 from ramify.errors import SandboxError
 from ramify.sandbox.jail import primitives
 from ramify.sandbox.jail.primitives import CONTINUE, FORKS_APART, ListenerRequest
+from ramify.sandbox.process_transport import read_proc
 
 _EVERY_S = 0.25
 _SHARE = 0.75
@@ -109,8 +110,7 @@ class JailBudgetWatcher:
 
 def _own_pages(pid: int) -> int:
     try:
-        with open(f"/proc/{pid}/statm") as file:
-            words = file.read().split()
+        words = read_proc(f"/proc/{pid}/statm").split()
         return int(words[1]) - int(words[2])
     except (OSError, IndexError, ValueError):
         return 0
@@ -133,8 +133,8 @@ class GrantedFork(Protocol):
     def begin(self) -> None:
         """Called when the process is about to fork; it is blocked until this returns."""
 
-    def wire_for(self, pid: int) -> tuple[int, ...] | None:
-        """Return socket, output and shared buffers for ``pid``, or None if it gets none."""
+    def wire_for(self, pid: int) -> int:
+        """Return the socket for ``pid``, on which its files were sent; -1 if it gets none."""
 
     def took(self, pid: int) -> None:
         """Called when ``pid`` has its wire."""
@@ -240,35 +240,34 @@ class ForkRequestListener:
         origin = pid if pid in self._forks else session_of(pid)
         fork = self._forks.get(origin)
         is_due = origin not in self._granted and (pid == origin or pid not in self.branches)
-        wire = fork.wire_for(pid) if fork is not None and is_due and has_one_thread(pid) else None
-        if fork is None or wire is None or not self._insert(request, wire):
+        wire = fork.wire_for(pid) if fork is not None and is_due and has_one_thread(pid) else -1
+        if fork is None or wire < 0:
             self._refuse(request.id)
             return
         if pid != origin:
             self.branches.add(pid)
-        if self._answer(request.id):
+        if self._insert(request, wire):
             fork.took(pid)
-        else:  # a signal came first, and it asks again
+        else:  # it has other descriptors; or a signal came first, and it asks again
             self.branches.discard(pid)
+            self._refuse(request.id)
 
-    def _insert(self, request: ListenerRequest, wire: tuple[int, ...]) -> bool:
-        """Replace all descriptors of the process that asks by ``wire`` and an empty standard input.
-        Returns False if it has others, or no longer waits."""
-        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fds: dict[int, int] = {}
-            if not self._counts:
-                fds = dict.fromkeys(range(_MOST_FILES), null)
-            elif not has_no_descriptors(request.pid):
-                return False
-            fds |= {0: null, 1: wire[1], 2: wire[1]}
-            fds |= dict(zip(request.arguments, wire, strict=False))
-            primitives.insert(self._fd, request.id, fds)
-        except OSError:
-            return False
-        finally:
-            os.close(null)
-        return True
+    def _insert(self, request: ListenerRequest, wire: int) -> bool:
+        """Make ``wire`` the only descriptor of the process that asks, and answer it. Returns False
+        if it has others, or no longer waits."""
+        number = request.arguments[0]
+        with contextlib.suppress(OSError):
+            if self._counts:  # in one step, since each insertion waits for the process
+                if not has_no_descriptors(request.pid):
+                    return False
+                primitives.insert(self._fd, request.id, wire, number, answers=True)
+                return True
+            with open(os.devnull, "rb") as null:
+                for each in range(_MOST_FILES):
+                    primitives.insert(self._fd, request.id, null.fileno(), each)
+            primitives.insert(self._fd, request.id, wire, number)
+            return self._answer(request.id)
+        return False
 
     def _answer(self, id: int, *, error: int = 0, flags: int = 0) -> bool:
         """Return True if the process that asked has received the answer."""
@@ -304,10 +303,7 @@ possible descriptor is replaced."""
 def has_one_thread(pid: int) -> bool:
     """Return True if ``pid`` has one thread: a second one could use the grant, or be lost in the
     branch."""
-    try:
-        return len(os.listdir(f"/proc/{pid}/task")) == 1
-    except OSError:
-        return False
+    return _status(pid)[_NUM_THREADS] == b"1"
 
 
 def has_no_descriptors(pid: int) -> bool:
@@ -321,16 +317,19 @@ def has_no_descriptors(pid: int) -> bool:
 def session_of(pid: int) -> int:
     """Return the number of the process group session of ``pid``, or -1 if there is no such process.
     It is the process that it was forked from, until it has become a branch."""
-    return int(_status(pid)[3])
+    return int(_status(pid)[_SESSION])
+
+
+_SESSION, _NUM_THREADS = 3, 17
+_GONE = [b"X"] + [b"-1"] * _NUM_THREADS
 
 
 def _status(pid: int | str) -> list[bytes]:
     """Return state, parent, group, session, … of a process; its name may be any bytes."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()
+        return read_proc(f"/proc/{pid}/stat").rpartition(b")")[2].split() or _GONE
     except OSError:
-        return [b"X", b"-1", b"-1", b"-1"]
+        return _GONE
 
 
 def kill_strays(origin: int, known: set[int]) -> None:
@@ -338,6 +337,6 @@ def kill_strays(origin: int, known: set[int]) -> None:
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) not in {origin, *known}:
             status = _status(entry)
-            if int(status[3]) == origin:
+            if int(status[_SESSION]) == origin:
                 with contextlib.suppress(OSError):
                     os.kill(int(entry), signal.SIGKILL)

@@ -1,5 +1,5 @@
 """The memory of a training step: how much activations may take, recomputation in place of storing
-them, and freed memory that stays in the process.
+them, and freed memory that stays in the process; and the time that a token takes.
 
 Not here: how many tokens a batch holds (``single.py``) and the memory of the logits (``head.py``).
 """
@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ramify.errors import ConfigError
+from ramify.train.data.pack import ComputeCost
 
 LEAST_TOKENS = 1024
 """Lower limit of ``max_tokens``, whatever the memory."""
@@ -104,4 +105,40 @@ def _configured(mmap_threshold: int, trim_threshold: int, top_pad: int) -> bool:
             mallopt(_TRIM_THRESHOLD, trim_threshold),
             mallopt(_TOP_PAD, top_pad),
         ]
+    )
+
+
+class _Speed(NamedTuple):
+    """Rough speeds of a device, which decide when sharing pays. Measured on one CPU core; a GPU's
+    are data-sheet values, where all stretches of one level are a single call."""
+
+    products: float
+    """FLOP per second of matrix products."""
+    attention: float
+    """FLOP per second of attention."""
+    call_s: float
+    """Overhead of a shared stretch: seconds per layer."""
+    join_s: float
+    """Overhead of a token below it: seconds per layer and element of its heads."""
+
+
+_SPEEDS = {"cpu": _Speed(5e10, 3.5e10, 5e-4, 1.2e-8), "cuda": _Speed(2e14, 1e14, 1e-5, 1e-11)}
+
+
+def compute_cost(model: nn.Module, config: Any, device: str) -> ComputeCost:
+    """Costs in units of one token's work forward and backward, which is 6 FLOP per weight of the
+    layers. A pair costs 14 FLOP per layer and element of the heads: two products forward, five
+    backward."""
+    speed = _SPEEDS.get(device, _SPEEDS["cuda"])
+    matrices = sum(
+        p.numel() for name, p in model.named_parameters() if p.dim() >= 2 and "embed" not in name
+    )
+    token_s = 6 * max(1, matrices) / speed.products
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    layers = config.num_hidden_layers
+    return ComputeCost(
+        pair=14 * layers * width / speed.attention / token_s,
+        share=layers * speed.call_s / token_s,
+        join=layers * width * speed.join_s / token_s,
     )

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ramify.actors.launcher import Launcher
 from ramify.actors.rank_group import RankGroup
 from ramify.errors import ConfigError
-from ramify.inference.weight_sync.base import AdaptedMatrix
+from ramify.inference.weight_sync.base import AdaptedMatrix, FrozenTensor
 from ramify.models.load import Policy, stored_dtype
 from ramify.models.stored_weights import stored_tensors
 from ramify.models.weights import check_weights
@@ -88,16 +88,19 @@ class FsdpRanks:
         compute: ComputeSpec | None = None,
         *,
         critic: bool = False,
+        holds_base: bool = False,
     ) -> FsdpModel:
         """Shard a model with a Hugging Face configuration and weights from ``source``. ``compute``
         overrides the ranks' options, except their number. ``critic``: add a value head, initialized
-        to 0. Raises ConfigError, naming the first tensor that does not fit."""
+        to 0. ``holds_base``: keep the weights that adapters are added to in this process too, so
+        that only adapters are gathered. Raises ConfigError, naming the first tensor that does not
+        fit."""
         compute = compute or self.compute
         SplitPlan.check(config, compute.shard, self.rank_group.size, lora)
         check_source(config, source)
         self._num_models += 1
         compute = decided(compute, stored_dtype(config, self.device), self.device)
-        parts = FsdpModelParts(config, source, lora, compute, critic)
+        parts = FsdpModelParts(config, source, lora, compute, critic, holds_base)
         return FsdpModel(self, f"model {self._num_models}", parts)
 
     def close(self) -> None:
@@ -129,7 +132,10 @@ class FsdpTrainedModel:
         compute = decided(compute, policy.dtype, device)
         self._ranks = FsdpRanks(compute, device, dumps=dumps, hosts=hosts)
         try:
-            self._model = self._ranks.spread(policy.config, source, lora, critic=critic)
+            has_all = policy.device.type != "meta"  # the engine of this process has them anyway
+            self._model = self._ranks.spread(
+                policy.config, source, lora, critic=critic, holds_base=has_all
+            )
         except BaseException:
             self._ranks.close()
             raise
@@ -209,13 +215,14 @@ class FsdpModelParts(NamedTuple):
     lora: AdapterSpec | None
     compute: ComputeSpec
     critic: bool
+    holds_base: bool
 
 
 class FsdpModel:
     """Rank 0's handle of one model over all ranks."""
 
     def __init__(self, ranks: FsdpRanks, key: str, parts: FsdpModelParts) -> None:
-        config, source, lora, compute, critic = parts
+        config, source, lora, compute, critic, holds_base = parts
         self.ranks = ranks
         self.key = key
         self.config = config
@@ -239,12 +246,17 @@ class FsdpModel:
             ranks.rank_group.call("copy", key, source.key)
         elif not isinstance(source, Path):
             self._put(source)
-        if lora is not None:
+        self._own_names = {
+            adapters.plain(name): name for name in self._shapes if not adapters.is_adapter(name)
+        }
+        self._frozen: dict[str, nn.Parameter] = {}
+        """Name -> weight that adapters are added to, if this process keeps them."""
+        if lora is not None and holds_base:
             assert not isinstance(source, FsdpModel)
             initial: Mapping[str, Any] = (
                 stored_tensors(source, on_meta(config)) if isinstance(source, Path) else source
             )
-            self._base = {
+            self._frozen = {
                 name: nn.Parameter(initial[name][...].float().clone(), requires_grad=False)
                 for name in self.shapes
             }
@@ -263,8 +275,8 @@ class FsdpModel:
         return FsdpBackend(self, optim or OptimizerSpec(), critic)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor) on the CPU, one at a time. With adapters, only these are gathered
-        from the ranks, and are added to the initial weights."""
+        """(name, full tensor) on the CPU, one at a time. With adapters, these are added to the
+        initial weights, which are gathered too unless this process keeps them."""
         if self.lora is None:
             yield from self._gathered(list(self.shapes))
             return
@@ -272,13 +284,19 @@ class FsdpModel:
             yield name, base.detach() if make is None else make()
 
     def unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        """(name, tensor of its shape, function that gathers it, or None if it is frozen)"""
+        """(name, tensor of its shape, function that gathers it, or None if it is frozen and
+        here)"""
         matrices = {f"{name}.weight" for name in self._adapted}
         for name, shape in self.shapes.items():
+            blank = torch.empty(shape, device="meta")
             if self.lora is None:
-                yield name, torch.empty(shape, device="meta"), partial(self._one, name)
+                yield name, blank, partial(self._one, name)
+            elif name in matrices:
+                yield name, self._frozen.get(name, blank), self._with_adapter(name)
+            elif name in self._frozen:
+                yield name, self._frozen[name], None
             else:
-                yield name, self._base[name], self._with_adapter(name) if name in matrices else None
+                yield name, blank, FrozenTensor(partial(self._base, name), (id(self), name))
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of every A and B: everything that changes."""
@@ -333,7 +351,14 @@ class FsdpModel:
             (_, a), (_, b) = self._gathered(list(adapters.pair(name)))
             return a, b
 
-        return AdaptedMatrix(self._base[name].detach(), pair, self.lora.alpha / self.lora.rank)
+        scale = self.lora.alpha / self.lora.rank
+        return AdaptedMatrix(partial(self._base, name), pair, scale, torch.float32)
+
+    def _base(self, name: str) -> Tensor:
+        """A weight of the model without adapters."""
+        if name in self._frozen:
+            return self._frozen[name].detach()
+        return self._one(self._own_names[name])
 
     def _gathered(self, names: list[str], gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
         empty = {name: torch.empty(self._shapes[name], device="meta") for name in names}

@@ -208,6 +208,17 @@ def leave(joined: JoinedRanks) -> None:
     joined.rank_group.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Clear what torch has worked out for tensors of these ranks: later ranks of this process may
+    form an equal mesh, for which it would take the groups that were just destroyed."""
+    from torch.distributed.tensor import debug
+
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
 
 
 def follow(world: RankInfo) -> NoReturn:

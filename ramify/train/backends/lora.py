@@ -100,7 +100,10 @@ def _adapted(linear: nn.Module, base: Tensor) -> AdaptedMatrix:
     (adapter,) = cast(nn.ModuleDict, linear.parametrizations)["weight"].children()
     assert isinstance(adapter, LoraAdapter)
     return AdaptedMatrix(
-        base.detach(), lambda: (adapter.A.detach(), adapter.B.detach()), adapter.scale
+        base.detach,
+        lambda: (adapter.A.detach(), adapter.B.detach()),
+        adapter.scale,
+        base.dtype,
     )
 
 

@@ -202,6 +202,7 @@ class RankModels:
     def add(self, key: str, batches: list[Batch | None], loss: LossSpec, idle: Batch) -> LossTally:
         """Add the gradient of ``batches``; None stands for a batch that only other ranks have."""
         made, tally = self._models[key], LossTally()
+        made.backend.prepare([idle if batch is None else batch for batch in batches], loss)
         for index, batch in enumerate(batches):
             made.sharded.expect(index + 1 == len(batches))
             measured = made.backend.add(idle if batch is None else batch, loss)
@@ -295,6 +296,7 @@ def idle(batch: Batch) -> Batch:
         denominators=batch.denominators,
         sequences={0: "idle"},
         owners=np.zeros((1, 2), np.int64),
+        token_weights=np.zeros(1, np.float32),
     )
 
 

@@ -119,6 +119,7 @@ class ShardedLayout:
         self.packed = plan.packed
         """As in ``SplitPlan``."""
         self._shard = shard = compute.shard
+        self._copies = mesh.sizes.tensor  # ranks that compute the same batch
         tied = dict(model.named_parameters(remove_duplicate=False))
         mesh.split(model, plan)
         _tie_again(model, tied)
@@ -169,6 +170,11 @@ class ShardedLayout:
         flag = torch.tensor(float(is_well), device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         return bool(flag)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        summed = tensor.clone()
+        dist.all_reduce(summed)
+        return summed / self._copies
 
     def norm(self, tensors: Many[Tensor]) -> float:
         total = torch.zeros((), dtype=torch.float64)

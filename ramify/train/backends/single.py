@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NoReturn
 
 import msgspec
 import numpy as np
@@ -36,15 +36,17 @@ from ramify.train.backends.activation_memory import (
     LEAST_TOKENS,
     activation_bytes,
     activation_room,
+    compute_cost,
     keep_freed_memory,
     logits_at_once,
     recompute_layers,
 )
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, decided
+from ramify.train.backends.expert_load import StepBalance
 from ramify.train.backends.head import HeadRequest, entry_logprobs
 from ramify.train.backends.optimizers import CombinedOptimizer
 from ramify.train.backends.weight_layout import SingleProcessLayout, WeightLayout
-from ramify.train.data.pack import ComputeCost, PackingSpec
+from ramify.train.data.pack import PackingSpec
 from ramify.train.losses import CriticOnlyLoss
 from ramify.train.losses import loss as losses
 from ramify.train.losses.loss import LossEntries, LossSpec, LossTally
@@ -88,7 +90,8 @@ class SingleBackend:
         with torch.no_grad():
             trunk = trunk_of if not self._compute.deterministic else fixed_shape_trunk
             self._trunk = self._spread.run(lambda: trunk(self._model))
-        self._cost = _cost(self._model, policy.config, self._device.type)
+        self._cost = compute_cost(self._model, policy.config, self._device.type)
+        self._balance = StepBalance(self._model, policy.config, self._spread)
         recompute_layers(self._model, self._compute.recompute)
         self._value_head: nn.Module | None = None
         if critic and spread is None:
@@ -116,19 +119,26 @@ class SingleBackend:
             losses.check_whole(batches)
         if losses.chooses(loss):
             batches = losses.choose(batches, loss, self.logprobs(batches))
+        self.prepare(batches, loss)
         tally = LossTally()
         for batch in batches:
             tally.merge(self.add(batch, loss))
         return tally.metrics()
 
-    def add(self, batch: Batch, loss: LossSpec) -> LossTally:
-        """``forward_backward`` of one batch; returns its metrics."""
+    def prepare(self, batches: Many[Batch], loss: LossSpec) -> None:
+        """Compute what ``add`` needs to know about all batches of the step."""
         with self._trunk.scope():
+            self._balance.count(batches, loss, lambda batch: self._entries(batch, "values alone"))
+
+    def add(self, batch: Batch, loss: LossSpec) -> LossTally:
+        """``forward_backward`` of one batch, after ``prepare``; returns its metrics."""
+        with self._trunk.scope(), self._balance.passing(batch):
             entries = self._entries(batch, _output_of(loss, batch))
             value, measured = losses.compute(loss, entries)
             is_finite = bool(torch.isfinite(value))
             if not self._spread.agree(is_finite):
                 self._fail(batch, entries, loss, is_finite)
+            measured.experts(self._balance.load(loss))
             value.backward()  # type: ignore[no-untyped-call]
         heartbeat()
         return measured
@@ -165,8 +175,12 @@ class SingleBackend:
         return gradients, norm
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
+        found = []
         with torch.no_grad(), self._trunk.scope():
-            return [self._entries(batch, "no").logprobs.cpu().numpy() for batch in batches]
+            for batch in batches:
+                with self._balance.passing(batch):
+                    found.append(self._entries(batch, "no").logprobs.cpu().numpy())
+        return found
 
     def scores(self, batches: Many[Batch], top: int = 0) -> list[dict[str, npt.NDArray[Any]]]:
         """For each batch: ``logprobs`` [E]; ``candidates`` [E, k], the log-probabilities of its
@@ -452,40 +466,4 @@ def _trained(model: nn.Module, value_head: nn.Module | None) -> nn.Module:
         model
         if value_head is None or hasattr(model, VALUE_HEAD)
         else nn.ModuleDict({"model": model, VALUE_HEAD: value_head})
-    )
-
-
-class _Speed(NamedTuple):
-    """Rough speeds of a device, which decide when sharing pays. Measured on one CPU core; a GPU's
-    are data-sheet values, where all stretches of one level are a single call."""
-
-    products: float
-    """FLOP per second of matrix products."""
-    attention: float
-    """FLOP per second of attention."""
-    call_s: float
-    """Overhead of a shared stretch: seconds per layer."""
-    join_s: float
-    """Overhead of a token below it: seconds per layer and element of its heads."""
-
-
-_SPEEDS = {"cpu": _Speed(5e10, 3.5e10, 5e-4, 1.2e-8), "cuda": _Speed(2e14, 1e14, 1e-5, 1e-11)}
-
-
-def _cost(model: nn.Module, config: Any, device: str) -> ComputeCost:
-    """Costs in units of one token's work forward and backward, which is 6 FLOP per weight of the
-    layers. A pair costs 14 FLOP per layer and element of the heads: two products forward, five
-    backward."""
-    speed = _SPEEDS.get(device, _SPEEDS["cuda"])
-    matrices = sum(
-        p.numel() for name, p in model.named_parameters() if p.dim() >= 2 and "embed" not in name
-    )
-    token_s = 6 * max(1, matrices) / speed.products
-    heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    layers = config.num_hidden_layers
-    return ComputeCost(
-        pair=14 * layers * width / speed.attention / token_s,
-        share=layers * speed.call_s / token_s,
-        join=layers * width * speed.join_s / token_s,
     )

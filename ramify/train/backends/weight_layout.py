@@ -39,6 +39,10 @@ class WeightLayout(Protocol):
         """Whether ``is_well`` is true on every rank."""
         ...
 
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks that compute different batches."""
+        ...
+
     def norm(self, tensors: Many[Tensor]) -> float:
         """Norm of all full tensors together."""
         ...
@@ -61,6 +65,9 @@ class SingleProcessLayout:
 
     def agree(self, is_well: bool) -> bool:
         return is_well
+
+    def total(self, tensor: Tensor) -> Tensor:
+        return tensor
 
     def norm(self, tensors: Many[Tensor]) -> float:
         return float(squares(tensors).sqrt()) if tensors else 0.0

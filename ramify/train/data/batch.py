@@ -44,6 +44,8 @@ class ForestNode(NamedTuple):
     """Index of the parent node; -1 for a root."""
     sequence: int
     """Index of one sequence that passes through it."""
+    last: int = -1
+    """For a stretch of a batch: index of the forest's node with which it ends."""
 
 
 class Forest(NamedTuple):
@@ -74,6 +76,33 @@ def forest(sequences: Many[TokenSequence]) -> Forest:
         ends[index] = growing.add(index, shared, len(ids))
         before = ids
     return Forest(*growing.grown(ends), order)
+
+
+class NodeCopies:
+    """How often the stretches of a step's batches compute each node of its forest."""
+
+    def __init__(self, radix_forest: Forest, stretches: Many[ForestNode]) -> None:
+        """``stretches``: whole nodes one below the other, of which ``last`` is the last."""
+        self._nodes = radix_forest.nodes
+        self._num = [0] * len(self._nodes)
+        for stretch in stretches:
+            for node in self._within(stretch):
+                self._num[node] += 1
+
+    def weights(self, stretch: ForestNode) -> Floats:
+        """[n] of each token: 1 / how often it is computed."""
+        within = self._within(stretch)[::-1]
+        sizes = [self._nodes[node].end - self._nodes[node].begin for node in within]
+        weights = np.array([1 / self._num[node] for node in within], np.float32)
+        return weights.repeat(sizes)
+
+    def _within(self, stretch: ForestNode) -> list[int]:
+        """The nodes of a stretch, from the last to the first."""
+        found, node = [stretch.last], self._nodes[stretch.last]
+        while node.begin > stretch.begin:
+            found.append(node.parent)
+            node = self._nodes[node.parent]
+        return found
 
 
 class _GrowingForest:
@@ -191,8 +220,10 @@ class BatchWriter:
         self._denominators = _denominators(chosen, denominators)
         self._has_versions = all(sequence.versions is not None for sequence in chosen)
         self._has_kept = any(sequence.kept is not None for sequence in chosen)
+        routes = [sequence.routes for sequence in chosen if sequence.routes is not None]
+        self._route_size = max((each.shape[1] for each in routes), default=0)
 
-    def batch(self, pieces: Iterable[BatchPiece]) -> Batch:
+    def batch(self, pieces: Iterable[BatchPiece], copies: NodeCopies) -> Batch:
         columns = _Columns()
         segments: list[Segment] = []
         present: dict[int, str] = {}
@@ -203,7 +234,11 @@ class BatchWriter:
                 ids = self._sequences[self._learning[stretch.sequence]].token_ids[
                     stretch.begin : stretch.end
                 ]
-                columns.add(token_ids=ids, positions=np.arange(stretch.begin, stretch.end))
+                columns.add(
+                    token_ids=ids,
+                    positions=np.arange(stretch.begin, stretch.end),
+                    token_weights=copies.weights(stretch),
+                )
                 segments.append(
                     Segment(
                         end, end + len(ids), stretch.parent + first if stretch.parent >= 0 else -1
@@ -238,6 +273,9 @@ class BatchWriter:
         )
         if self._has_versions and sequence.versions is not None:
             columns.add(versions=sequence.versions[tokens])
+        if self._route_size:
+            unknown = np.full((len(tokens), self._route_size), -1)
+            columns.add(routes=unknown if sequence.routes is None else sequence.routes[tokens])
         if self._has_kept:
             columns.add_kept(sequence.kept, tokens, plain)
 
@@ -255,6 +293,8 @@ class BatchWriter:
             owners=columns.whole("owners"),
             versions=columns.whole("versions") if self._has_versions else None,
             kept=columns.kept() if self._has_kept else None,
+            routes=columns.whole("routes") if self._route_size else None,
+            token_weights=columns.whole("token_weights"),
         )
 
 

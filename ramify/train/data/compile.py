@@ -20,7 +20,7 @@ from itertools import accumulate, chain
 import numpy as np
 
 from ramify.train.advantages.base import AssignedRollout, TokenCredit
-from ramify.types.sequence import Floats, SamplingSupport, TokenPath, TokenSequence, TokenSpan
+from ramify.types.sequence import Floats, Ints, SamplingSupport, TokenPath, TokenSequence, TokenSpan
 from ramify.types.trajectory import Call
 
 _WEIGHTS = ("rl", "ce", "kd")
@@ -133,6 +133,7 @@ def _sequence(
         versions=np.array(path.versions, np.int64),
         streams=_named(length, credits),
         kept=None if path.kept is None else _kept(path.kept),
+        routes=None if path.routes is None else _routes(path.routes),
         temperature=temperature,
         item=item,
     )
@@ -182,6 +183,14 @@ def _named(length: int, credits: list[tuple[TokenSpan, TokenCredit]]) -> dict[st
 
 def _or_zeros(column: Floats | None, length: int) -> Floats:
     return np.zeros(length, np.float32) if column is None else column
+
+
+def _routes(routes: tuple[tuple[int, ...], ...]) -> Ints:
+    table = np.full((len(routes), max(map(len, routes))), -1, np.int64)
+    for index, experts in enumerate(routes):
+        if experts:
+            table[index] = experts
+    return table
 
 
 def _kept(kept: tuple[tuple[int, ...], ...]) -> SamplingSupport:

@@ -27,7 +27,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ramify.train.data.batch import BatchPiece, BatchWriter, Forest, ForestNode, entries, forest
+from ramify.train.data.batch import (
+    BatchPiece,
+    BatchWriter,
+    Forest,
+    ForestNode,
+    NodeCopies,
+    entries,
+    forest,
+)
 from ramify.types.sequence import Batch, Floats, TokenSequence, path_group
 
 Unit = str | int
@@ -89,13 +97,15 @@ def pack(
     if not learning:
         return []
     writer = BatchWriter(sequences, learning, denominators)
-    trees = _shared(forest([sequences[index] for index in learning]), packing)
+    found = forest([sequences[index] for index in learning])
+    trees = _shared(found, packing)
     units = [
         path_group(sequences[index].name, index) if whole_calls else index for index in learning
     ]
     pieces = _pieces(trees, units, packing)
     fill_tokens = min(packing.fill_tokens or packing.max_tokens, packing.max_tokens)
-    return [writer.batch(bin) for bin in _balanced(pieces, fill_tokens, packing.multiple)]
+    copies = NodeCopies(found, [stretch for piece in pieces for stretch in piece.stretches])
+    return [writer.batch(bin, copies) for bin in _balanced(pieces, fill_tokens, packing.multiple)]
 
 
 def attach(
@@ -193,7 +203,9 @@ def _split_trees(
         else:
             tree, parent = place[owner[index]]
         place[index] = (tree, len(trees[tree].stretches))
-        trees[tree].stretches.append(ForestNode(begin[index], node.end, parent, node.sequence))
+        trees[tree].stretches.append(
+            ForestNode(begin[index], node.end, parent, node.sequence, index)
+        )
     first = _first_kept(radix_forest, keeps)
     for sequence in sorted(
         radix_forest.order, key=lambda sequence: first[radix_forest.leaves[sequence]]
@@ -303,9 +315,7 @@ def _piece(
         if index not in absorbed:
             rank[index] = len(stretches)
             stretch = tree.stretches[index]
-            stretches.append(
-                ForestNode(begin[index], stretch.end, rank[parent[index]], stretch.sequence)
-            )
+            stretches.append(stretch._replace(begin=begin[index], parent=rank[parent[index]]))
     for index in reversed(order):
         if index in absorbed:
             rank[index] = rank[absorbed[index]]

@@ -48,6 +48,8 @@ from ramify.types.sequence import Batch, Floats, Ints, path_group
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ramify.models.routing import ExpertLoad
+
 KlKind = Literal["k1", "k2", "k3", "k3+"]
 Old = Literal["auto", "pass", "now", "sampler"]
 
@@ -75,6 +77,9 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Estimator of the KL; see ``kl_estimate``."""
     entropy: float = 0.0
     """c: weight of the entropy bonus, i.e. the policy's entropy at sampled tokens."""
+    router_aux_loss_coef: float | None = None
+    """Weight of the load-balancing loss of a mixture of experts; None: as its checkpoint configures
+    (``router_aux_loss_coef``, if ``output_router_logits``)."""
     kd_pull: float = 1e-3
     """For ``kd`` by sampled tokens: weight of (l - m)²."""
     kd: KdKind = "forward"
@@ -86,6 +91,10 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def __post_init__(self) -> None:
         if self.kl_beta < 0:
             raise ConfigError(f"loss.kl_beta={self.kl_beta} cannot be negative")
+        if (self.router_aux_loss_coef or 0.0) < 0:
+            raise ConfigError(
+                f"loss.router_aux_loss_coef={self.router_aux_loss_coef} cannot be negative"
+            )
         msgspec.structs.force_setattr(self, "policy", POLICY_LOSSES.build(self.policy))
         msgspec.structs.force_setattr(
             self,
@@ -293,6 +302,12 @@ class LossTally:
         self._sums: dict[str, tuple[Tensor | float, Tensor | float]] = {}
         """Name -> (sum, count)"""
         self._maxima: dict[str, Tensor | float] = {}
+        self._experts: ExpertLoad | None = None
+
+    def experts(self, load: ExpertLoad | None) -> None:
+        """Add the expert load of a batch; None if the model is not a mixture of experts."""
+        if load is not None:
+            self._experts = load if self._experts is None else self._experts.merged(load)
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         before = self._sums.get(name, (0.0, 0.0))
@@ -324,6 +339,7 @@ class LossTally:
             self.add(name, total, count)
         for name, value in other._maxima.items():
             self._raise(name, value)
+        self.experts(other._experts)
 
     def _raise(self, name: str, value: Tensor | float) -> None:
         """Keep the maximum; NaN is sticky. Tensors stay on their device, so that nothing waits for
@@ -344,6 +360,7 @@ class LossTally:
             name: (float(total), float(count)) for name, (total, count) in self._sums.items()
         }
         tally._maxima = {name: float(value) for name, value in self._maxima.items()}
+        tally._experts = None if self._experts is None else self._experts.plain()
         return tally
 
     def metrics(self) -> dict[str, float]:
@@ -354,18 +371,22 @@ class LossTally:
         policy-gradient weight: ``clip_fraction``, ``approx_kl`` (mean of r - 1 - log r),
         ``mismatch`` (mean of |o - m|, or of |l - m| if no old pass was made) and ``mismatch_max``,
         ``correction`` and ``corrected_away`` (share of tokens for which it is 0), ``entropy``,
-        ``ref_kl``, ``value_loss``.
+        ``ref_kl``, ``value_loss``. For a mixture of experts also those of ``ExpertLoad``.
         """
         sums = {name: (float(total), float(count)) for name, (total, count) in self._sums.items()}
         metrics: dict[str, float] = {
             name: sums.pop(name)[0] for name in ("rl_loss", "ce_loss", "kd_loss") if name in sums
         }
+        experts = {} if self._experts is None else self._experts.metrics()
+        if "router_loss" in experts:
+            metrics["router_loss"] = experts.pop("router_loss")
         metrics["loss"] = sum(metrics.values())
         if "rho" in sums:
             (rho, count), (squared, _) = sums.pop("rho"), sums.pop("rho_squared")
             metrics["ess"] = rho * rho / squared / count if squared and count else 0.0
         means = {name: total / count if count else 0.0 for name, (total, count) in sums.items()}
-        return {**metrics, **means, **{name: float(value) for name, value in self._maxima.items()}}
+        maxima = {name: float(value) for name, value in self._maxima.items()}
+        return {**metrics, **means, **maxima, **experts}
 
 
 def chooses(loss: LossSpec) -> bool:

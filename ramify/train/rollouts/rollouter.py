@@ -143,6 +143,9 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     grace_s: float = GRACE_S
     """How long in seconds a rollout may exceed its deadline (``limits.max_seconds``) before it
     counts as stalled. The same limit applies to a task's ``prepare`` and ``score``."""
+    replay_routes: bool = False
+    """For a mixture of experts: train each sampled token with the experts that the engine chose
+    (2510.11370). Replies then report them."""
     direct: bool = False
     """Whether a single plain call may answer a short context, without a session. Such a rollout
     does not train recursion."""

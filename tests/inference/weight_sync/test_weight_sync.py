@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from ramify.inference.weight_sync.base import (
     StaleWeights,
     WeightReceiver,
     WeightSync,
+    as_checkpoint,
     reserve,
     source,
     sources,
 )
+from ramify.models.weights import read_weights
 
 RUN_HERE: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("shared", "file", "gloo", "delta")},
@@ -215,7 +218,7 @@ def test_of_a_matrix_with_an_adapter_only_that_is_carried(by: str, dtype: torch.
     base = torch.randn(60, 50, generator=make).to(torch.bfloat16).float()  # of a checkpoint in bf16
     pair = [torch.randn(4, 50, generator=make), torch.randn(60, 4, generator=make)]
     held = torch.nn.Parameter(torch.randn(30, generator=make), requires_grad=False)
-    adapted = AdaptedMatrix(base, lambda: (pair[0], pair[1]), 0.5)
+    adapted = AdaptedMatrix(lambda: base, lambda: (pair[0], pair[1]), 0.5, base.dtype)
 
     def carried(
         weight_sync: WeightSync,
@@ -421,3 +424,41 @@ def test_room_is_had_before_it_is_written_on_systems_with_and_without_a_call_for
             assert os.fstat(file.fileno()).st_size == expected
         with pytest.raises(OSError, match=r"File too large|No space left"):
             reserve(file.fileno(), 1 << 60, **options)
+
+
+def test_an_engine_that_loads_checkpoints_gets_one_tensor_per_expert(tmp_path: Path) -> None:
+    """Names, shapes and bits are those on disk; each stacked tensor is read once."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=31,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        moe_intermediate_size=4,
+        num_experts=3,
+        num_experts_per_tok=2,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    read: list[str] = []
+
+    def counted(name: str, tensor: Tensor) -> Tensor:
+        read.append(name)
+        return tensor.detach()
+
+    given = [
+        source(name, tensor, torch.float32, partial(counted, name, tensor))
+        for name, tensor in model.named_parameters()
+    ]
+    found = list(as_checkpoint(model, given))
+    weights = read_weights(tmp_path)
+    assert {each.name for each in found} == weights.keys()
+    assert "model.layers.1.mlp.experts.2.gate_proj.weight" in weights
+    for each in found:
+        tensor = each.full()
+        assert tensor.shape == each.shape
+        assert torch.equal(tensor, weights[each.name])
+    assert sorted(read) == sorted(each.name for each in given)

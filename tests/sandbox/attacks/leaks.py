@@ -245,6 +245,48 @@ for patch in PATCHES:
             **PAIR,  # type: ignore[arg-type]
         )
 
+ODD = {
+    "a number above all": "ctypes.c_ulong(2 ** 64 - 1)",
+    "a number above 32 bits": "ctypes.c_ulong(1 << 40 | 256)",
+    "a number beyond its limit": "ctypes.c_long(4000)",
+    "the number of its output": "ctypes.c_long(1)",
+}
+
+
+async def odd_wires(arena: Arena, session: Any) -> str:
+    """A runtime asks for its wire under numbers that the host does not expect. Only its own session
+    may suffer."""
+    loop, raised, text = asyncio.get_running_loop(), list[str](), ""
+    before = loop.get_exception_handler()
+    loop.set_exception_handler(lambda _, context: raised.append(str(context)))
+    try:
+        for what, number in ODD.items():
+            other = await arena.session()
+            asks = (
+                "def odd(_):\n"
+                "    primitives._closerange(0, 1 << 20)\n"
+                "    asked = 187 if os.uname().machine == 'x86_64' else 213\n"
+                f"    libc.syscall(ctypes.c_long(asked), {number})\n"
+                "primitives.take_descriptor = odd\n"
+            )
+            await cell(other, REWRITE + asks)
+            said = str(await fork(arena, other))[:80]
+            alive = await cell(session, "1 + 1")
+            text += told(what, alive != "2" or bool(raised), (said, alive, raised))
+    finally:
+        loop.set_exception_handler(before)
+    return text
+
+
+attack(
+    "a runtime that asks for its wire under odd numbers",
+    "branches",
+    act=odd_wires,
+    needs_fork=True,
+    timeout_s=60,
+    **PAIR,  # type: ignore[arg-type]
+)
+
 attack(
     "the process at the other end of a socket",
     "descriptors",

@@ -254,7 +254,7 @@ attack(
 
 async def taken_wires(arena: Arena, session: Any) -> str:
     """Code makes the system call that hands over sockets: before, during and after a fork."""
-    ask = "libc.syscall.restype = ctypes.c_long\ndef ask():\n    got = libc.syscall(ctypes.c_long(180 if os.uname().machine == 'x86_64' else 42))\n    if got < 0: raise OSError(ctypes.get_errno(), 'refused')\n    return got\n"
+    ask = "libc.syscall.restype = ctypes.c_long\ndef ask():\n    got = libc.syscall(ctypes.c_long(187 if os.uname().machine == 'x86_64' else 213), ctypes.c_long(256))\n    if got < 0: raise OSError(ctypes.get_errno(), 'refused')\n    return got\n"
     text = await cell(session, f"import ctypes, os\n{ask}attempt('before', ask)")
     branch = await fork(arena, session)
     for each in (session, branch):

@@ -42,13 +42,17 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-MOE = Qwen3MoeConfig(**SIZES, moe_intermediate_size=16, num_experts=4, norm_topk_prob=True)
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+MOE = Qwen3MoeConfig(
+    **SIZES, **BALANCED, moe_intermediate_size=16, num_experts=4, norm_topk_prob=True
+)
 MIXTRAL = MixtralConfig(
     **SIZES,
     intermediate_size=16,
     num_local_experts=4,
     sliding_window=None,
     tie_word_embeddings=True,
+    **BALANCED,
 )
 OPTIM = OptimizerSpec(lr=1e-5, max_grad_norm=0.5)
 

@@ -1,0 +1,280 @@
+"""Routers of a mixture of experts: what they choose, the load-balancing loss of a step, and replay
+of what an engine chose.
+
+    router(hidden [R, D]) ── logits [R, E], weights [R, k], experts [R, k]
+
+    L = c E sum_e F_e P_e / N²      F_e  how often the step's tokens chose expert e, in all layers
+                                    P_e  the sum of the probabilities that they gave it
+                                    N    tokens times layers
+
+This is transformers' ``load_balancing_loss_func`` over a whole step. F has no gradient, so a pass
+that only counts it makes L a sum over tokens: how a step is cut into batches does not matter. The
+gradient is added where a router returns its weights, and reaches it in the model's own backward
+pass, also if layers are recomputed or their weights are gathered again.
+
+In a replay a router's own ``topk`` returns the experts that were given for a token, so weights and
+gradients follow from them as they do for chosen ones. Decides how rows of a router belong to tokens
+of a batch. Not here: when to count, and over which ranks
+(``train/backends/expert_load.py``).
+
+Legend: T tokens of a batch, R rows of a router (T, or padded rows of paths), E experts, k of them
+per token, L layers.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ramify.errors import ConfigError
+
+
+class RoutedCounts(NamedTuple):
+    """What the routers of a model chose. Sums over tokens, so counts of batches can be added."""
+
+    chosen_LE: Tensor
+    """fp64: how often each expert was chosen, by weight of the tokens."""
+    probability_E: Tensor
+    """fp64: sum over tokens and layers."""
+    num_tokens: Tensor
+    """fp64 scalar: sum of the tokens' weights."""
+
+    def plus(self, other: RoutedCounts) -> RoutedCounts:
+        return RoutedCounts(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def balance_loss(self) -> Tensor:
+        """E sum_e F_e P_e / N², a scalar: k if all experts get the same."""
+        chosen_E, num = self._chosen()
+        return len(chosen_E) * (chosen_E * self.probability_E).sum() / num.square()
+
+    def balance_pull(self) -> Tensor:
+        """[E] gradient of the loss for the probabilities of one token."""
+        chosen_E, num = self._chosen()
+        return len(chosen_E) * chosen_E / num.square()
+
+    def _chosen(self) -> tuple[Tensor, Tensor]:
+        return self.chosen_LE.sum(0), (self.num_tokens * len(self.chosen_LE)).clamp(min=1e-9)
+
+
+class ExpertLoad(NamedTuple):
+    """The counts of a step, or a part of it, and their metrics."""
+
+    counts: RoutedCounts
+    weight: float
+    """Weight of the load-balancing loss."""
+
+    def merged(self, other: ExpertLoad) -> ExpertLoad:
+        return ExpertLoad(self.counts.plus(other.counts), self.weight)
+
+    def plain(self) -> ExpertLoad:
+        """A copy on the CPU."""
+        return ExpertLoad(RoutedCounts(*(each.cpu() for each in self.counts)), self.weight)
+
+    def metrics(self) -> dict[str, float]:
+        """``router_loss``: the weighted load-balancing loss, if it has a weight.
+        ``expert_load_max``: tokens of the busiest expert of a layer / the mean of the layer, in
+        the worst layer. ``experts_idle``: number of experts, over all layers, without a token."""
+        chosen_LE = self.counts.chosen_LE
+        mean_L = chosen_LE.mean(1).clamp(min=1e-9)
+        found = {
+            "expert_load_max": float((chosen_LE.max(1).values / mean_L).max()),
+            "experts_idle": float((chosen_LE == 0).sum()),
+        }
+        if self.weight:
+            found["router_loss"] = self.weight * float(self.counts.balance_loss())
+        return found
+
+
+class MixtureRouters:
+    """The routers of one model. Outside of ``begin`` … ``end`` they are left alone."""
+
+    def __init__(self, routers: list[nn.Module]) -> None:
+        self._num_layers = len(routers)
+        self._weight_T: Tensor | None = None
+        self._row_R: Tensor | None = None
+        self._counts: dict[int, tuple[Tensor, Tensor]] | None = None
+        self._pull_E: Tensor | None = None
+        self._given_LTk: Tensor | None = None
+        self._replays: list[_GivenExperts] = []
+        self._recorded: dict[int, Tensor] | None = None
+        for layer, router in enumerate(routers):
+            router.register_forward_pre_hook(partial(self._before, layer))
+            router.register_forward_hook(self._after, always_call=True)
+            router.register_forward_hook(partial(self._routed, layer))
+
+    @classmethod
+    def of(cls, model: Any) -> MixtureRouters | None:
+        """The routers of a transformers model, the same object for all callers; None if it has none
+        that return logits, weights and experts."""
+        if hasattr(model, "get_base_model"):  # PEFT's adapters are inside the model itself
+            model = model.get_base_model()
+        body = getattr(model, "base_model", model)
+        if (known := getattr(body, "ramify_routers", None)) is not None:
+            return known  # type: ignore[no-any-return]
+        recorded = getattr(model, "_can_record_outputs", None) or {}
+        recorded = recorded or getattr(body, "_can_record_outputs", None) or {}
+        kind = recorded.get("router_logits")
+        kind = getattr(kind, "target_class", kind)
+        if not isinstance(kind, type):
+            return None
+        router_class = cast("type[nn.Module]", kind)
+        found = [module for module in body.modules() if isinstance(module, router_class)]
+        if not found:
+            return None
+        body.ramify_routers = cls(found)
+        return body.ramify_routers  # type: ignore[no-any-return]
+
+    def record(self) -> None:
+        """From now on, remember what the latest pass chose."""
+        self._recorded = {}
+
+    def recorded(self, rows_N: Tensor | None) -> list[tuple[int, ...]]:
+        """[N] for each of the rows (None: all) of the latest pass, its experts in each layer: L x
+        k."""
+        assert self._recorded is not None
+        chosen_TLk = torch.stack([self._recorded[each] for each in sorted(self._recorded)], 1)
+        chosen_NLk = chosen_TLk if rows_N is None else chosen_TLk[rows_N]
+        return list(map(tuple, chosen_NLk.flatten(1).tolist()))
+
+    def begin(self, weight_T: Tensor, given_TJ: Tensor | None = None) -> None:
+        """Count in the following forward pass. ``weight_T``: how much each token counts.
+        ``given_TJ``: experts to send each token to, L x k, -1 where the router chooses. Raises
+        ConfigError if they are of another model."""
+        self._weight_T, self._row_R, self._counts = weight_T, None, {}
+        self._given_LTk = None
+        if given_TJ is not None:
+            if given_TJ.shape[1] % self._num_layers:
+                raise ConfigError(
+                    f"the engine reports {given_TJ.shape[1]} experts per token, which do not fit "
+                    f"{self._num_layers} layers with experts: it has another model"
+                )
+            self._given_LTk = given_TJ.view(len(given_TJ), self._num_layers, -1).transpose(0, 1)
+
+    def lay_out(self, token_BL: Tensor, inside_BL: Tensor) -> None:
+        """Announce that the pass runs on padded rows: which token each place is, and whether it is
+        one."""
+        if self._weight_T is not None:
+            self._row_R = torch.where(inside_BL, token_BL, -1).flatten().to(self._weight_T.device)
+
+    def counted(self) -> RoutedCounts:
+        """The counts of the pass, which ends counting. Raises ConfigError if a router returned
+        something else."""
+        counts, self._counts = self._counts or {}, None
+        assert self._weight_T is not None
+        if len(counts) < self._num_layers:
+            raise ConfigError(
+                f"{self._num_layers - len(counts)} of {self._num_layers} routers do not return "
+                "logits, weights and experts: this mixture cannot be trained here"
+            )
+        chosen, probability = zip(*(counts[layer] for layer in sorted(counts)), strict=True)
+        total = self._weight_T.sum(dtype=torch.float64)
+        return RoutedCounts(torch.stack(chosen), torch.stack(probability).sum(0), total)
+
+    def balance(self, pull_E: Tensor) -> None:
+        """Add the gradient ``pull_E`` for each token's probabilities in the backward pass."""
+        self._pull_E = pull_E
+
+    def end(self) -> None:
+        """Leave the routers alone until the next ``begin``."""
+        self._weight_T = self._row_R = self._counts = self._pull_E = self._given_LTk = None
+
+    def _weight(self) -> Tensor:
+        """[R]"""
+        assert self._weight_T is not None
+        if self._row_R is None:
+            return self._weight_T
+        return torch.where(self._row_R >= 0, self._weight_T[self._row_R.clamp(min=0)], 0.0)
+
+    def _before(self, layer: int, module: nn.Module, given: Any) -> None:
+        if self._given_LTk is None:
+            return
+        given_Rk = self._given_LTk[layer]
+        if self._row_R is not None:
+            inside_R1 = (self._row_R >= 0)[:, None]
+            given_Rk = torch.where(inside_R1, given_Rk[self._row_R.clamp(min=0)], -1)
+        self._replays.append(_GivenExperts(given_Rk))
+        self._replays[-1].__enter__()  # type: ignore[no-untyped-call]
+
+    def _after(self, module: nn.Module, given: Any, output: Any) -> None:
+        if not self._replays:
+            return
+        replay = self._replays.pop()
+        replay.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if output is not None and not replay.is_used:
+            raise ConfigError(
+                f"{type(module).__name__} does not choose experts by one topk over all of them: "
+                "leave rl.rollout.replay_routes out"
+            )
+
+    def _routed(self, layer: int, module: nn.Module, given: Any, output: Any) -> Any:
+        if not isinstance(output, tuple) or len(output) != 3:
+            return None
+        if self._weight_T is None:
+            if self._recorded is not None:
+                self._recorded[layer] = output[2].detach()
+            return None
+        logits_RE, weights_Rk, experts_Rk = output
+        weight_R = self._weight()
+        if self._counts is not None:  # not in a pass that recomputes a layer
+            with torch.no_grad():
+                self._counts[layer] = _counts(logits_RE, experts_Rk, weight_R.double())
+        if not torch.is_grad_enabled() or not logits_RE.requires_grad:
+            return None
+        balanced = _Balanced.apply(weights_Rk, logits_RE, weight_R, self)  # type: ignore[no-untyped-call]
+        return logits_RE, balanced, experts_Rk
+
+    def gradient(self, logits_RE: Tensor, weight_R: Tensor) -> Tensor | None:
+        """[R, E] of the loss for a router's logits."""
+        if self._pull_E is None:
+            return None
+        p_RE = logits_RE.float().softmax(-1)
+        pull_E = self._pull_E.to(p_RE)
+        gradient = p_RE * (pull_E - (p_RE * pull_E).sum(-1, keepdim=True))
+        return (weight_R[:, None] * gradient).to(logits_RE.dtype)
+
+
+def _counts(logits_RE: Tensor, experts_Rk: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor]:
+    """(how often each expert was chosen, sum of its probabilities), each [E]"""
+    chosen_E = weight_R.new_zeros(logits_RE.shape[-1])
+    chosen_E.index_add_(0, experts_Rk.flatten(), weight_R.repeat_interleave(experts_Rk.shape[-1]))
+    return chosen_E, (logits_RE.float().softmax(-1) * weight_R[:, None]).sum(0)
+
+
+class _GivenExperts(TorchFunctionMode):
+    """Inside, a top-k over experts returns the given ones; -1: its own choice."""
+
+    def __init__(self, given_Rk: Tensor) -> None:
+        super().__init__()
+        self._given_Rk = given_Rk
+        self.is_used = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk) or found[1].shape != self._given_Rk.shape:
+            return found
+        self.is_used = True
+        experts_Rk = torch.where(self._given_Rk >= 0, self._given_Rk, found[1])
+        return torch.return_types.topk((args[0].gather(-1, experts_Rk), experts_Rk))
+
+
+class _Balanced(torch.autograd.Function):
+    """The routing weights, unchanged. Its backward pass adds the gradient of the load-balancing
+    loss to the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights_Rk: Tensor, logits_RE: Tensor, weight_R: Tensor, routers: MixtureRouters
+    ) -> Tensor:
+        ctx.save_for_backward(logits_RE, weight_R)
+        ctx.routers = routers
+        return weights_Rk.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, ctx.routers.gradient(*ctx.saved_tensors), None, None
