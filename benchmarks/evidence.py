@@ -1,14 +1,18 @@
 """Does a training session hold what it promises: tasks that prove themselves, runs that are
-extended, runs that are stopped at random, and a policy from scratch that learns to find evidence?
+extended, runs that are stopped at random, a mixture that learns each of its tasks, and a policy
+from scratch that learns to find evidence?
 
     python benchmarks/evidence.py                 300 items, 20 signals, curves of three seeds
     python benchmarks/evidence.py --quick         60 items, 5 signals, no curves
     python benchmarks/evidence.py --curves-only --seeds 1 --keep runs    only curves, of one seed
+    python benchmarks/evidence.py --mixture-only --keep runs    only three tasks, together and alone
     python benchmarks/evidence.py --json          also print the figures as JSON, like engine.py
 
 A seed's curves take some fifteen minutes of one core: one policy that imitates the scripted expert
 (``recipes/tiny_evidence.py``), and from it reinforcement learning with trained children, with
-children that are not trained, and over a frozen sub-model, which is the policy that imitated.
+children that are not trained, and over a frozen sub-model, which is the policy that imitated. The
+mixture takes about as long: ``recipes/tiny.py`` imitates, then learns three kinds of question
+together and each alone.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from engine import Figure, show
 
@@ -149,12 +154,62 @@ def curve(folder: Path, seed: int) -> dict[str, dict[str, float]]:
     return tested
 
 
-def _tested(out: Path, *overrides: str) -> dict[str, float]:
+def _tested(out: Path, *overrides: str, recipe: Path = RECIPE) -> dict[str, float]:
+    """Metrics of the last policy on all final splits."""
     if not (out / "policy").is_dir():
         is_begun = any(out.glob("checkpoints/step-*"))
-        train(load_recipe(RECIPE, overrides), out, resume=out if is_begun else None)
-    rows = [row for row in read_metrics(out) if row.stage == "last" and "test/reward" in row.values]
-    return rows[-1].values
+        train(load_recipe(recipe, overrides), out, resume=out if is_begun else None)
+    values: dict[str, float] = {}
+    for row in read_metrics(out):
+        values |= row.values if row.stage == "last" else {}
+    return values
+
+
+MIXED_RECIPE = ROOT / "recipes/tiny.py"
+KINDS = ("count", "sum", "max")
+"""Kinds of question about a ledger: the three tasks of the mixture."""
+
+
+def of_mixture(folder: Path, steps: int) -> Iterator[Figure]:
+    """Three tasks in one run, and each in its own run: from the same policy, in as many
+    steps, on the same items (a step of the mixture has those of the three other runs)."""
+    _tested(folder / "sft", "rl=null", "evaluate.final=[]", recipe=MIXED_RECIPE)
+    parts = {kind: {"task": "ledger", "options": {"kinds": [kind]}} for kind in KINDS}
+    mixed = _mixed(folder, "all", parts, steps)
+    for kind in KINDS:
+        alone = _mixed(folder, kind, {kind: parts[kind]}, steps)
+        names = [f"test_{kind}/reward{end}" for end in ("", "_low", "_high")]
+        shown = {
+            run: "{:.3f} ({:.3f} to {:.3f})".format(*(values[name] for name in names))
+            for run, values in (("mixture", mixed), ("alone", alone))
+        }
+        lead = mixed[names[0]] - alone[names[0]]
+        yield Figure(f"mixture above a run of {kind}", round(lead, 3), "share", shown, least=-0.03)
+
+
+def _mixed(folder: Path, name: str, parts: dict[str, Any], steps: int) -> dict[str, float]:
+    """Test scores of a run on ``parts``: four items of each in a step, none left out for equal
+    rewards, so that every run of a part has the same items."""
+    recipe = load_recipe(MIXED_RECIPE)
+    assert recipe.sft is not None
+    tests = json.dumps([f"test_{kind}" for kind in parts])
+    return _tested(
+        folder / name,
+        "warmup=null",
+        "sft=null",
+        f"policy.path={(folder / 'sft/policy').resolve()}",
+        "policy.shape={}",
+        "task.name=mixture",
+        f"task.options.parts={json.dumps(parts)}",
+        f"rl.steps={steps}",
+        f"rl.sample.items={4 * len(parts)}",
+        "rl.sample.max_items=null",
+        f"rl.sample.first_item={recipe.sft.num * len(parts)}",
+        "evaluate.keep=last",
+        "evaluate.num=512",
+        f"evaluate.final={tests}",
+        recipe=MIXED_RECIPE,
+    )
 
 
 def _mean(measured: list[dict[str, float]]) -> float:
@@ -166,17 +221,22 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--curves-only", action="store_true")
+    parser.add_argument("--mixture-only", action="store_true")
+    parser.add_argument("--steps", type=int, default=24, help="of each run with a mixture")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--keep", type=Path, help="folder of the runs, which are then continued")
     arguments = parser.parse_args()
     found: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
-        if not arguments.curves_only:
+        kept = arguments.keep or Path(folder) / "kept"
+        if not arguments.curves_only and not arguments.mixture_only:
             found += of_evidence(60 if arguments.quick else 300)
             found += of_extension(Path(folder))
             found += of_signals(Path(folder), 5 if arguments.quick else 20)
-        if not arguments.quick:
-            found += of_curves(arguments.keep or Path(folder) / "curves", arguments.seeds)
+        if not arguments.quick and not arguments.curves_only:
+            found += of_mixture(kept / "mixture", arguments.steps)
+        if not arguments.quick and not arguments.mixture_only:
+            found += of_curves(kept, arguments.seeds)
     show(found)
     if arguments.json:
         print(json.dumps({"figures": [figure.as_json() for figure in found]}))

@@ -49,7 +49,8 @@ class MixturePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     reward: float = 1.0
     """Factor of its rewards."""
     pool: str = ""
-    """A run's ``groups.jsonl``: train only on items that it has with one of ``outcomes``."""
+    """A run's folder, or its ``groups.jsonl``: train only on items that it has with one of
+    ``outcomes``."""
     outcomes: tuple[str, ...] = ("learnt",)
     """``learnt``: some attempts were better than others. ``silent``: all were equal, so the item
     was too easy or too hard."""
@@ -137,14 +138,19 @@ class MixedItems(Sequence[Item]):
         return (self[index] for index in range(len(self)))
 
 
-def mixture(*, parts: Mapping[str, Any]) -> MixtureTask:
+def mixture(*, parts: Any = None) -> MixtureTask:
     """Several weighted tasks as one.
 
     Args:
         parts: Name -> ``MixturePart`` or a mapping of its fields.
 
     Raises ConfigError if no part has a weight above 0, and for a pool without items."""
-    if not parts or any(_MARK in name or "." in name for name in parts):
+    if not parts or not isinstance(parts, Mapping):
+        raise ConfigError(
+            f"mixture: parts is {parts!r:.60}: give each task a name, as in "
+            'parts={"sums": {"task": "ledger"}}'
+        )
+    if any(_MARK in name or "." in name for name in parts):
         raise ConfigError("mixture: give parts by name, without ':' and '.' in a name")
     specs = {name: _part(name, value) for name, value in parts.items()}
     weights = {name: spec.weight for name, spec in specs.items()}
@@ -190,12 +196,19 @@ class _Weights(dict[str, float]):
 
 
 def _part(name: str, value: Any) -> MixturePart:
-    if isinstance(value, MixturePart):
-        return value
     try:
-        return msgspec.convert(value, MixturePart)
+        part = value if isinstance(value, MixturePart) else msgspec.convert(value, MixturePart)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"mixture: part '{name}': {error}") from error
+        raise ConfigError(
+            f"mixture: part '{name}' is {value!r:.60}: {error}; give a task with its options, as "
+            'in {"task": "ledger", "weight": 2}'
+        ) from error
+    if not 0 < part.reward < math.inf:
+        raise ConfigError(
+            f"mixture: part '{name}': reward={part.reward:g} is a factor of its rewards and must "
+            "be above 0; for a task that is only evaluated set weight to 0"
+        )
+    return part
 
 
 def _train_items(name: str, spec: MixturePart, task: Task) -> Sequence[Item]:
@@ -203,6 +216,7 @@ def _train_items(name: str, spec: MixturePart, task: Task) -> Sequence[Item]:
     if not spec.pool:
         return items
     path = Path(spec.pool)
+    path = path / "groups.jsonl" if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(f"mixture: part '{name}': its pool {path} does not exist")
     outcomes = _outcomes(path)

@@ -15,7 +15,8 @@ row. Not here: how conversations are tokenized (``sft_data.py``) and packed (``p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -27,7 +28,7 @@ from ramify.clients.scripted import ScriptedClient
 from ramify.engine.limits import Limits
 from ramify.engine.rlm import RLM
 from ramify.engine.scaffold import Scaffold
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, RamifyError
 from ramify.evaluate.attempt import attempt
 from ramify.logging import RoomLogger
 from ramify.progress import report_progress
@@ -152,14 +153,23 @@ def demonstrations_of(run: Run, task: Task, scaffold: Scaffold) -> Iterator[Traj
         yield from read(Path(spec.trajectories))
 
 
-def _shown(run: Run, spec: SftSpec, task: Task, scaffold: Scaffold) -> Iterable[Any]:
+def _shown(run: Run, spec: SftSpec, task: Task, scaffold: Scaffold) -> Iterator[Any]:
     """The demonstrations of a file, or of a function."""
     if spec.demos.endswith(DATA_SUFFIXES):
-        return message_demonstrations(spec.demos, spec.num)
+        yield from message_demonstrations(spec.demos, spec.num)
+        return
     make = DEMOS.of(spec.demos)
     demo_task = task_of(spec.task.name, **spec.task.options) if spec.task is not None else task
-    shown: Iterable[Any] = make(demo_task, spec.num, run.seed, scaffold, **spec.options)
-    return shown
+    try:
+        yield from make(demo_task, spec.num, run.seed, scaffold, **spec.options)
+    except RamifyError:
+        raise
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"sft.demos={spec.demos} cannot demonstrate the task '{demo_task.name}': {error!r} at "
+            f"{at.filename}:{at.lineno}; correct it, or set sft.task to the task that it shows"
+        ) from error
 
 
 def num_demonstrated(spec: SftSpec | None) -> int:

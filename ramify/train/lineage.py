@@ -129,7 +129,12 @@ def with_same_demonstrations(run: Run, state: CheckpointState) -> Run:
 def differences(was: Any, now: Any, name: str = "") -> Iterator[ConfigChange]:
     """The leaves that differ; a missing value is None."""
     if isinstance(was, Mapping) and isinstance(now, Mapping):
+        # Fields of a class that another has replaced say nothing more.
+        is_replaced = "name" in was and "name" in now and was["name"] != now["name"]
+        gone = {*was} - {*now} if is_replaced else set()
         for key in [*was, *(key for key in now if key not in was)]:
+            if key in gone:
+                continue
             yield from differences(
                 was.get(key), now.get(key), f"{name}.{key}" if name else str(key)
             )
@@ -163,6 +168,8 @@ def _stage_refusal(state: CheckpointState, change: ConfigChange) -> str:
         return f"the stage {stage} is over"
     if change.field == f"{stage}.optim.kind":
         return _OPTIMIZER
+    if change.field == f"{stage}.steps" and change.now < state.stage_step:
+        return f"{state.stage_step} steps of the stage are done"
     if stage == "sft" and not change.field.startswith(_SFT_MAY_CHANGE):
         return "the steps so far have used a part of these rows"
     return ""

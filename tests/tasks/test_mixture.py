@@ -81,6 +81,7 @@ def test_a_pool_of_rows_and_a_part_that_is_used_up(tmp_path: Path) -> None:
         chosen[1].question,
     ] * 2
     assert len({item.id for item in train[:80] if item.id.startswith("new")}) == 40
+    again["pool"] = str(tmp_path)  # the run's folder
     again["outcomes"] = ["learned"]
     with pytest.raises(ConfigError, match=r"in \['learned'\]; its groups: 2 silent"):
         task_of("mixture", parts={"again": again})
@@ -107,15 +108,19 @@ def test_a_task_may_be_in_two_parts_but_no_item_in_train_and_test(tmp_path: Path
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({}, "give parts by name"),
+        ({}, "parts is {}: give each task a name, as in"),
+        ([1], r"parts is \[1\]: give each task a name"),
+        ({"a:b": {"task": "ledger"}}, "without ':' and '.' in a name"),
+        ({"a": "ledger"}, "part 'a' is 'ledger': .* give a task with its options"),
+        ({"a": {"task": "ledger", "reward": 0}}, "reward=0 is a factor .* must be above 0"),
         ({"a": {"task": "ledger", "weight": 0}}, "all weights are 0, so there is nothing to train"),
         ({"a": {"task": "ledger", "weight": -1}}, "must be numbers from 0"),
         ({"a": {"task": "ledger"}, "b": {"task": "needle", "weight": 1e-5}}, "'b' .* no place in"),
         ({"a": {"task": "ledgr"}}, "did you mean 'ledger'"),
-        ({"a": {"tusk": "ledger"}}, "part 'a': .*tusk"),
+        ({"a": {"tusk": "ledger"}}, "part 'a' is .*tusk"),
         ({"a": {"task": "ledger", "pool": "nowhere"}}, "its pool nowhere does not exist"),
     ],
 )
-def test_bad_parts(parts: dict[str, Any], message: str) -> None:
+def test_bad_parts(parts: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         task_of("mixture", parts=parts)

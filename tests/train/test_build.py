@@ -46,6 +46,10 @@ LATE = OptimizerSpec(schedule="linear", warmup_steps=30)
 """Whose rate rises for longer than any stage of the small run."""
 
 
+def of_another_task(task: Any, num: int, seed: int, scaffold: Any) -> list[Any]:
+    return [item.metadata["colour"] for item in task.splits["train"][:num]]
+
+
 def changed(part: str, **fields: Any) -> Run:
     run = small()
     return msgspec.structs.replace(
@@ -70,6 +74,10 @@ def changed(part: str, **fields: Any) -> Run:
             "does not fit the policy: its prompt has",
         ),
         (changed("policy", tokenizer="nowhere"), "nowhere has no tokenizer.json"),
+        (
+            changed("sft", demos="tests.train.test_build:of_another_task"),
+            "cannot demonstrate the task 'ledger': KeyError('colour') at ",
+        ),
         (changed("sft", demos="ledgr"), "unknown demos 'ledgr': did you mean 'ledger'?"),
         (
             changed(

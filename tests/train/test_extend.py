@@ -118,6 +118,7 @@ def steps_of(out: Path) -> list[tuple[int, str, float | None, float | None]]:
         (2, {"warmup": None}, "warmup was .* the stage warmup has begun"),
         (2, {"sft.num": 31}, r"sft\.num was 30 and is now 31.* the stage sft is over"),
         (2, {"rl.optim.kind": "muon"}, r"rl\.optim\.kind was 'adamw'.* optimizer's state"),
+        (2, {"rl.steps": 0}, r"rl\.steps was 4 and is now 0.* 1 steps of the stage are done"),
         (1, {"sft.batch_tokens": 3}, r"sft\.batch_tokens .* a part of these rows"),
         (1, {"scaffold": "bare"}, "scaffold was 'tiny' .* rows of the stage sft"),
         (1, {"warmup.steps": 9}, r"warmup\.steps .* the stage warmup is over"),

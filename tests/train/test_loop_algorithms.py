@@ -145,8 +145,11 @@ def test_each_task_of_a_mixture_has_its_algorithm(base: str, tmp_path: Path) -> 
     assert before.rl is not None
     assert before.rl.algorithm == algorithm
     changed = override(before, ["rl.algorithm.tasks.b=rloo", "rl.algorithm.tasks.a.children=false"])
-    found = {change.field for change in changes(plain(before), plain(changed))}
-    assert {"rl.algorithm.tasks.b.name", "rl.algorithm.tasks.a.children"} <= found
+    found = [str(change) for change in changes(plain(before), plain(changed))]
+    assert found == [
+        "rl.algorithm.tasks.a.children True → False",
+        "rl.algorithm.tasks.b.name 'grpo' → 'rloo'",
+    ]
 
 
 def test_remax_rolls_out_greedily_beside_each_group(base: str, tmp_path: Path) -> None:
