@@ -1,5 +1,5 @@
 """The optimizer of one model (which parameters Muon updates, which ones AdamW, which ones decay),
-and the layout of its weights, by which ``single.py`` computes without knowing where they are
+and the layout of its weights, by which ``single.py`` computes whichever way they are
 stored. ``SingleProcessLayout`` is for a single device that holds all weights; ``sharding.py`` has
 that of several ranks.
 
