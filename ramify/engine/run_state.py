@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
@@ -33,7 +33,6 @@ from ramify.errors import LoopBlocked, RamifyError, ReplyCut
 from ramify.logging import RoomLogger
 from ramify.sandbox.base import Session
 from ramify.types.event import CallEnded, CallStarted, NoteAdded, ReplyReceived, RunResumed
-from ramify.types.message import Reply
 from ramify.types.trajectory import Fork, Stop
 
 if TYPE_CHECKING:
@@ -164,8 +163,8 @@ class RunState:
         await asyncio.Future()
         raise AssertionError
 
-    @contextlib.contextmanager
-    def until_closing(self) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def until_closing(self) -> AsyncIterator[None]:
         """Let ``close_in`` cancel what this task awaits in the block; raises LimitReached then. It
         sets no timer, because there may be thousands of these waits."""
         task = asyncio.current_task()
@@ -181,11 +180,13 @@ class RunState:
         finally:
             self._in_flight.discard(task)
 
-    async def until_deadline(self, work: Coroutine[Any, Any, Reply]) -> Reply:
-        """Wait for ``work``, a final request, until the deadline; raises LimitReached then."""
+    @contextlib.asynccontextmanager
+    async def until_deadline(self) -> AsyncIterator[None]:
+        """Cancel what the block awaits, a final request, at the deadline; raises LimitReached
+        then."""
         try:
             async with asyncio.timeout_at(self._deadline) as scope:
-                return await work
+                yield
         except TimeoutError:
             if not scope.expired():
                 raise

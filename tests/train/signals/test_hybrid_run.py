@@ -14,8 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from ramify.train.signals.process_reward import ProcessRewardSignal
-from ramify.train.signals.tool_use import ToolUseSignal
 
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
@@ -44,7 +42,8 @@ from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.base import ScoringRow
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.hindsight import Hindsight
-from ramify.train.signals.judge import StepJudge
+from ramify.train.signals.judge import ProcessRewardSignal, StepJudge
+from ramify.train.signals.outcome import ToolUseSignal
 from ramify.train.signals.scorer import PolicyScorer
 from ramify.train.signals.teacher import TeacherSignal
 from ramify.train.signals.weighted_term import AnnealSchedule, HybridTerm
