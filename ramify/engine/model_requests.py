@@ -93,13 +93,13 @@ class ModelRequests:
         Raises ModelError if the model gave no reply or a filtered one, and LimitReached if the run
         may not ask any more. A failure that a person can fix suspends the run.
         """
-        reused = len(call.messages) if reused is None else reused
+        run, reused = self.run, len(call.messages) if reused is None else reused
         limit = self.reply_tokens(call, longer)
         if last_word:
             limit = min(limit, self._last_word_tokens(call))
         messages = tuple(map(sendable, new))
-        if self.run.recording is not None and last_word is None:
-            messages = self.run.recording.edited(call.id, call.turn, messages)
+        if run.recording is not None and last_word is None:
+            messages = run.recording.edited(call.id, call.turn, messages)
         turn = TurnRequest(self, call, messages, reused, schema, tools, last_word, limit)
         found = self._found(turn)
         if found is not None:
@@ -107,33 +107,26 @@ class ModelRequests:
             reply, reused_ids = found
         else:
             self._check_open(turn)
-            reply, reused_ids = await self._sent(turn)
+            try:
+                async with run.until_deadline() if last_word else run.until_closing():
+                    reply = await self.pool.ask(
+                        call.client,
+                        turn.request,
+                        turn,
+                        on_send=turn.announce,
+                        on_retry=lambda text: run.note(call, text),
+                        patience_s=run.setup.limits.patience_s,
+                    )
+            except ModelError as error:
+                if can_be_fixed(error) and run.closing is None:
+                    await run.suspended(error)
+                raise
+            reply, reused_ids = self._received(turn, reply)
         turn.answered(reply, reused_ids, found is not None)
         self.over(turn)
         if reply.finish == "content_filter":
             raise _filtered(call.client.name, reply)
         return reply
-
-    async def _sent(self, turn: TurnRequest) -> tuple[Reply, int]:
-        """Send a request; returns what ``_received`` does."""
-        run, call = self.run, turn.call
-        sending = self.pool.ask(
-            call.client,
-            turn.request,
-            turn,
-            on_send=turn.announce,
-            on_retry=lambda text: run.note(call, text),
-            patience_s=run.setup.limits.patience_s,
-        )
-        try:
-            if turn.last_word:
-                return self._received(turn, await run.until_deadline(sending))
-            with run.until_closing():
-                return self._received(turn, await sending)
-        except ModelError as error:
-            if can_be_fixed(error) and run.closing is None:
-                await run.suspended(error)
-            raise
 
     def over(self, turn: TurnRequest) -> None:
         """Note that the outcome of ``turn`` is recorded."""

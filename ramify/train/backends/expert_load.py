@@ -19,7 +19,7 @@ import torch
 
 from ramify.errors import ConfigError
 from ramify.models.routing import ExpertLoad, MixtureRouters, RoutedCounts
-from ramify.train.backends.weight_layout import WeightLayout
+from ramify.train.backends.optimizers import WeightLayout
 from ramify.train.losses.loss import LossSpec
 from ramify.types.sequence import Batch
 

@@ -8,16 +8,27 @@
 Decides what must hold before any process starts (ranks that fit the mesh, GPUs, gloo and NCCL, a
 port), and which process is which rank. Not here: what ranks do together (``rank_group.py``). Ranks
 on several machines need ``torchrun`` there, and a shared file system for checkpoints.
+
+The ranks of one attempt meet in a store that may still hold the state of an earlier attempt:
+
+    rank r    join/r = token ──▶ wait for answer/TOKEN ───────────▶ name ── here/NAME/r ──▶
+    rank 0    join/r with a new token ──▶ answer/TOKEN = name ────▶ wait for here/NAME/r
+
+torchrun keeps one store for all attempts (``--max-restarts``), so an early rank could read the
+addresses of dead ranks there. Therefore rank 0 gives each attempt a name, which prefixes all other
+keys. A rank obtains the name with its own random token, and rank 0 continues after every rank has
+obtained it. torchrun's restart count cannot identify an attempt: it differs between machines.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,13 +42,14 @@ from ramify.log_outputs import join_run
 from ramify.logging import RoomLogger
 from ramify.train.backends.base import ShardSpec
 from ramify.train.backends.mesh import MeshSizes
-from ramify.train.backends.rendezvous import began, come, gather
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT, _DEVICE = "RAMIFY_RANK_TIMEOUT_S", "RAMIFY_RANK_DEVICE"
+_AT = "ramify/attempt"
+_POLL_S = 0.02
 _START_S = 120.0
-_log = RoomLogger("train")
 """Time limit in seconds for a rank to start, including its imports."""
+_log = RoomLogger("train")
 
 
 class RankInfo(NamedTuple):
@@ -416,6 +428,55 @@ def _check_port(port: int | None) -> None:
                 f"compute.shard.port={port} is not available ({error.strerror}): another run may "
                 "use it; leave it out to use a free port"
             ) from None
+
+
+def gather(
+    store: Any, size: int, wait_s: float, look: Callable[[int], None] = lambda _: None
+) -> str:
+    """As rank 0: the attempt's name, once every other rank has it. ``look`` is called with each
+    missing rank, and raises if it has exited. Raises TrainError if a rank does not join within
+    ``wait_s``."""
+    name, answered = secrets.token_hex(8), set()
+    store.set(_AT, name)
+    until = time.monotonic() + wait_s
+    missing = list(range(1, size))
+    while missing:
+        for rank in missing:
+            if store.check([f"{_AT}/join/{rank}"]):
+                token = store.get(f"{_AT}/join/{rank}").decode()
+                if token not in answered:  # it may be a dead rank's; then a new token follows
+                    store.set(f"{_AT}/answer/{token}", name)
+                    answered.add(token)
+        missing = [rank for rank in missing if not store.check([f"{_AT}/here/{name}/{rank}"])]
+        for rank in missing:
+            look(rank)
+            if time.monotonic() > until:
+                raise TrainError(f"rank {rank} did not start within {wait_s:g} s")
+        if missing:
+            time.sleep(_POLL_S)
+    return name
+
+
+def come(store: Any, rank: int, wait_s: float) -> str:
+    """As another rank: the attempt's name. Raises TrainError if rank 0 does not answer within
+    ``wait_s``."""
+    token = secrets.token_hex(8)
+    store.set(f"{_AT}/join/{rank}", token)
+    try:
+        store.wait([f"{_AT}/answer/{token}"], timedelta(seconds=wait_s))
+    except Exception as error:  # torch raises different types for a lost connection and a timeout
+        raise TrainError(
+            f"rank {rank} got no answer from rank 0 within {wait_s:g} s, or the store is gone"
+        ) from error
+    name = str(store.get(f"{_AT}/answer/{token}").decode())
+    store.set(f"{_AT}/here/{name}/{rank}", "")
+    return name
+
+
+def began(store: Any) -> bool:
+    """Whether an earlier attempt in this store passed rank 0's checks and waited for other
+    ranks."""
+    return bool(store.check([_AT]))
 
 
 if __name__ == "__main__":

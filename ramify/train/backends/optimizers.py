@@ -1,5 +1,7 @@
-"""The optimizer of one model: which parameters Muon updates, which ones AdamW, and which ones
-decay.
+"""The optimizer of one model (which parameters Muon updates, which ones AdamW, which ones decay),
+and the layout of its weights, by which ``single.py`` computes whichever way they are
+stored. ``SingleProcessLayout`` is for a single device that holds all weights; ``sharding.py`` has
+that of several ranks.
 
     matrices inside layers         Muon or AdamW, with weight decay
     embedding, output matrix       AdamW, without weight decay
@@ -18,8 +20,9 @@ Not here: the learning-rate schedule (``OptimizerSpec.lr_at``), and gradients.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -154,3 +157,74 @@ def orthogonal(matrices_nRC: Tensor) -> Tensor:
         gram = x @ x.transpose(1, 2)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
     return x.transpose(1, 2) if is_tall else x
+
+
+T = TypeVar("T")
+
+
+class WeightLayout(Protocol):
+    """How the weights of a model are sharded over ranks, from the view of one rank."""
+
+    @property
+    def muon(self) -> type[Muon]:
+        """The class that steps matrices in this layout."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which this rank computes."""
+        ...
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Run ``work`` with access to the weights. All ranks enter and leave it together."""
+        ...
+
+    def agree(self, is_well: bool) -> bool:
+        """Whether ``is_well`` is true on every rank."""
+        ...
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks that compute different batches."""
+        ...
+
+    def norm(self, tensors: Many[Tensor]) -> float:
+        """Norm of all full tensors together."""
+        ...
+
+    def scale(self, tensors: Many[Tensor], factor: float) -> None:
+        """Multiply all tensors in place."""
+        ...
+
+
+class SingleProcessLayout:
+    """Implements ``WeightLayout`` for a single device."""
+
+    muon = Muon
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def run(self, work: Callable[[], T]) -> T:
+        return work()
+
+    def agree(self, is_well: bool) -> bool:
+        return is_well
+
+    def total(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def norm(self, tensors: Many[Tensor]) -> float:
+        return float(squares(tensors).sqrt()) if tensors else 0.0
+
+    def scale(self, tensors: Many[Tensor], factor: float) -> None:
+        torch._foreach_mul_(list(tensors), factor)
+
+
+def squares(tensors: Many[Tensor]) -> Tensor:
+    """The sum of all squares, in fp64. In fp32 its rounding would depend on the layout of the
+    tensors; so would the clipping factor, and after twenty steps gradients would differ by 2e-5."""
+    return (
+        torch.stack([torch.linalg.vector_norm(each, dtype=torch.float64) for each in tensors])
+        .square()
+        .sum()
+    )

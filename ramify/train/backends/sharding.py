@@ -39,9 +39,8 @@ from ramify.models.dense import DenseModel, unsupported
 from ramify.train.backends.activation_memory import layers_of
 from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.layer_split import RankMesh, SplitPlan
-from ramify.train.backends.optimizers import Muon, orthogonal
+from ramify.train.backends.optimizers import Muon, orthogonal, squares
 from ramify.train.backends.single import VALUE_HEAD
-from ramify.train.backends.weight_layout import squares
 
 T = TypeVar("T")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -44,8 +44,7 @@ from ramify.train.backends.activation_memory import (
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, decided
 from ramify.train.backends.expert_load import StepBalance
 from ramify.train.backends.head import HeadRequest, entry_logprobs
-from ramify.train.backends.optimizers import CombinedOptimizer
-from ramify.train.backends.weight_layout import SingleProcessLayout, WeightLayout
+from ramify.train.backends.optimizers import CombinedOptimizer, SingleProcessLayout, WeightLayout
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses import CriticOnlyLoss
 from ramify.train.losses import loss as losses

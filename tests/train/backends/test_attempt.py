@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 from ramify.errors import TrainError
-from ramify.train.backends.rendezvous import began, come, gather
+from ramify.train.backends.launch import began, come, gather
 
 
 def meet(store: Any, *, rank_0_is_late: bool) -> set[str]:

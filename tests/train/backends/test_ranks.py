@@ -23,8 +23,7 @@ from ramify.models.weights import read_weights
 from ramify.train import group_records
 from ramify.train.advantages.ppo import PPO
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
-from ramify.train.backends.launch import is_restarted
-from ramify.train.backends.rendezvous import gather
+from ramify.train.backends.launch import gather, is_restarted
 from ramify.train.checkpoint import CheckpointStore
 from ramify.train.config import CriticSpec, LoraSpec, PolicySpec, Run, Schedule, TaskSpec
 from ramify.train.execute import train

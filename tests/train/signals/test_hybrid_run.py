@@ -14,8 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from ramify.train.signals.process_reward import ProcessRewardSignal
-from ramify.train.signals.tool_use import ToolUseSignal
 
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
@@ -34,7 +32,8 @@ from ramify.train.depth_models import DepthModels, FrozenSpec
 from ramify.train.execute import train
 from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import read_metrics
-from ramify.train.open_run import RolloutParts, client_of, trainer_of
+from ramify.train.open_rollouts import RolloutParts, client_of
+from ramify.train.open_run import trainer_of
 from ramify.train.override import override
 from ramify.train.preflight import check_signals
 from ramify.train.recipe import stored
@@ -43,7 +42,8 @@ from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.base import ScoringRow
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.hindsight import Hindsight
-from ramify.train.signals.judge import StepJudge
+from ramify.train.signals.judge import ProcessRewardSignal, StepJudge
+from ramify.train.signals.outcome import ToolUseSignal
 from ramify.train.signals.scorer import PolicyScorer
 from ramify.train.signals.teacher import TeacherSignal
 from ramify.train.signals.weighted_term import AnnealSchedule, HybridTerm
