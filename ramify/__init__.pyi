@@ -16,6 +16,7 @@ from ramify.engine.branch import vote as vote
 from ramify.engine.limits import Limits as Limits
 from ramify.engine.mcp_tools import McpTools as McpTools
 from ramify.engine.question import RunOptions as RunOptions
+from ramify.engine.resources import DepthOptions as DepthOptions
 from ramify.engine.rlm import RLM as RLM
 from ramify.engine.run_handle import Result as Result
 from ramify.engine.scaffold import Scaffold as Scaffold

@@ -24,7 +24,7 @@ SPEC.loader.exec_module(CHECK)
 PUBLIC = {
     "ramify": """
         AttemptFailed Branches Call CallEnded CallStarted Cell CellRan CellResult Citation
-        Client ConfigError Event Limits McpTools Message ModelError NoteAdded
+        Client ConfigError DepthOptions Event Limits McpTools Message ModelError NoteAdded
         PreparedContext ProgressState RLM RamifyError ReplayDiverged ReplyReceived
         RequestStarted Result RunEnded RunOptions RunStarted Sampling Sandbox SandboxCapabilities
         SandboxError SandboxSpec Scaffold ScoreAdded ScriptedClient Session SourceError Stop
@@ -72,7 +72,7 @@ PUBLIC = {
         Signal SignalContext SignalScore SingleBackend StepJudge StepMetrics StepRules
         StepSampleSpec TaskSpec TeacherSignal TokenCredit TokenScorer TokenScores
         TokenSequence TokenTis ToolUseSignal TopKCandidates Tracker TrainedModel
-        TrainingGuard TrajectoryHints WarmUpSpec WorstTokenMask demonstrate kl_estimate load_recipe pack
+        TrainedPolicySpec TrainingGuard TrajectoryHints WarmUpSpec WorstTokenMask demonstrate kl_estimate load_recipe pack
         ratio read_group_records read_metrics token_sequences train with_preset
     """,
 }

@@ -137,7 +137,7 @@ class Notebook:
     def shown(self, ran: CellResult, note: dict[str, Any]) -> Cell:
         """Return the cell as it is recorded and shown: long output is truncated, and its full text
         stored in a blob."""
-        cell, most = ran.cell, self.run.scaffold.max_output_chars
+        cell, most = ran.cell, self.run.setup.scaffold_at(self.call.depth).max_output_chars
         digest = None
         if cell.stdout_chars > most and self.run.setup.blobs is not None:
             digest = self.run.setup.blobs.put(cell.stdout.encode("utf-8", "backslashreplace"))
@@ -219,7 +219,8 @@ class Notebook:
         run, call = self.run, self.call
         session = await run.open_session(call)
         try:
-            await session.install("prelude", _prelude(run.scaffold.max_output_chars))
+            most = run.setup.scaffold_at(call.depth).max_output_chars
+            await session.install("prelude", _prelude(most))
             tools = run.tools_at(call.depth)
             if tools.functions:
                 await session.install("tools", tools.source())

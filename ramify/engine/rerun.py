@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _OF_THE_RECORD = ("cite", "cache", "metadata", "direct")
 """Options that a resumed or replayed run takes from its record."""
-COMPARED = ("model", "sub_model", "scaffold", "sampling", "tools")
+COMPARED = ("model", "sub_model", "scaffold", "sampling", "tools", "depths")
 """Settings of a run that change what is asked."""
 _LIMIT_OF = {
     Stop.MAX_TURNS: ("max_turns",),
@@ -108,7 +108,7 @@ def _difference(name: str, before: Any, after: Any) -> str:
         changed = "not given" if after is None else "not used" if before is None else "changed"
         return f"tool {name.removeprefix('tools.')} ({changed} now)"
     shown = [
-        ", ".join(value) if isinstance(value, list) and value else repr(value)
+        ", ".join(map(str, value)) if isinstance(value, list) and value else repr(value)
         for value in (before, after)
     ]
     return (

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -164,6 +164,24 @@ class SharedResources:
             await self.unpin()
 
 
+class DepthOptions(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How calls of one depth work, if it differs from the run's other depths.
+
+    >>> ramify.DepthOptions(max_turns=3, tools=("search",)).max_turns
+    3
+    """
+
+    max_turns: int | None = None
+    """None: ``Limits.max_turns``."""
+    scaffold: Scaffold | None = None
+    """None: that of the run. It has the same protocol."""
+    tools: tuple[str, ...] | None = None
+    """Names of the tools in its sessions; None: all."""
+
+
+_SAME = DepthOptions()
+
+
 class RlmSetup(msgspec.Struct, frozen=True):
     """Validated settings of an ``RLM``, or of one of its runs."""
 
@@ -179,11 +197,30 @@ class RlmSetup(msgspec.Struct, frozen=True):
     has_own_scaffold: bool
     """True if the user chose the scaffold, which then serves every model."""
     search: BranchSearch | None = None
+    depths: Sequence[DepthOptions] = ()
+    """By depth, the root's first; the last one also serves all deeper calls."""
     config: dict[str, Any] = {}
     """The same settings as plain data, for the journal."""
 
     def connect(self, resources: LoopResources) -> RunModels:
         return RunModels(self.model, self.sub_model, resources.pool)
+
+    def at(self, depth: int) -> DepthOptions:
+        """The options of ``depth``."""
+        return self.depths[min(depth, len(self.depths) - 1)] if self.depths else _SAME
+
+    def max_turns(self, depth: int) -> int:
+        return self.at(depth).max_turns or self.limits.max_turns
+
+    def scaffold_at(self, depth: int) -> Scaffold:
+        return self.at(depth).scaffold or self.scaffold
+
+    def tools_at(self, depth: int, tools: Mapping[str, Any]) -> ToolSet:
+        """The tools of a session; ``tools``: those that come with the question. Raises ConfigError
+        for the name of a tool that there is not."""
+        given = (self.child_tools if depth else self.tools).plus(tools)
+        names = self.at(depth).tools
+        return given if names is None else given.only(names)
 
     def for_run(self, options: RunOptions) -> RlmSetup:
         """Return the settings of a run with ``options``."""
@@ -216,6 +253,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
             "sampling": self.sampling,
             **({"mcp": servers} if servers else {}),
             **({"tools": tools} if tools else {}),
+            **({"depths": self.depths} if any(each != _SAME for each in self.depths) else {}),
         }
         # Decode what the journal will contain, so that the config is what its readers will see.
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))

@@ -36,6 +36,7 @@ from ramify.engine.fork import ForkEstimate, ForkOptions, fork_point
 from ramify.engine.limits import Limits
 from ramify.engine.question import ModelSpec, RlmKeywords, RunKeywords, RunOptions, question
 from ramify.engine.resources import (
+    DepthOptions,
     RlmSetup,
     SharedResources,
     close_journal,
@@ -72,6 +73,7 @@ class RLM:
                    process, with its permissions
     child_tools    tools of the children; by default ``tools``
     store          where runs are saved; by default they are not
+    depths         turns, scaffold and tools by depth (``DepthOptions``), if they differ
     branches       number of continuations of the root's first turn; the majority answer wins
     options        defaults of all questions, also as keywords: ``sub_model``, ``limits``,
                    ``sampling``, ``search`` and the other fields of ``RunOptions``
@@ -87,6 +89,7 @@ class RLM:
         child_tools: Tools | None = None,
         store: Store | None = None,
         branches: int = 1,
+        depths: Sequence[DepthOptions] = (),
         options: RunOptions | None = None,
         **defaults: Unpack[RlmKeywords],
     ) -> None:
@@ -127,6 +130,7 @@ class RLM:
             store.blobs if store else None,
             scaffold is not None,
             search,
+            tuple(depths),
         )
         self._setup = msgspec.structs.replace(setup, config=setup.plain())
         self._options = msgspec.structs.replace(

@@ -59,6 +59,7 @@ class RlmLoop:
         """``previous`` is the loop of the previous question, whose session is continued."""
         self.run = run
         self.call = call
+        self.scaffold = run.setup.scaffold_at(call.depth)
         self.notebook = Notebook(run, call)
         if previous is not None:
             self.notebook.take_over(previous.notebook)
@@ -141,13 +142,13 @@ class RlmLoop:
         run, call = self.run, self.call
         run.pass_limit(call)
         stop = run.must_stop(call)
-        if stop is None and self._is_root and run.scaffold.last_word:
+        if stop is None and self._is_root and self.scaffold.last_word:
             stop = run.requests.hold_last_word(call, self._pending)
         if stop is not None:
             return await self._last_word(stop)
         try:
-            reply = await self._ask_within_window(tools=run.scaffold.tools())
-            if run.scaffold.takes_words:
+            reply = await self._ask_within_window(tools=self.scaffold.tools())
+            if self.scaffold.takes_words:
                 reply = await run.requests.whole(call, reply, self._pending)
         except LimitReached as reached:
             return await self._last_word(Stop(reached.stop))
@@ -156,14 +157,14 @@ class RlmLoop:
                 isinstance(error, Refused)
                 and error.too_long
                 and call.turn
-                and not run.scaffold.compact_at
+                and not self.scaffold.compact_at
             )
             # A history that is never summarized ends at the window.
             stop = Stop.MAX_TOKENS if outgrown else Stop.ERROR
             return CallOutcome(stop, self._best(use_prose=False), str(error), error)
         self._reused = None
         self._is_cut = reply.finish == "length"
-        action = run.scaffold.read(reply.message, self._is_cut)
+        action = self.scaffold.read(reply.message, self._is_cut)
         self._last_text = "" if action.was_attempted else reply.message.content
         run.pass_limit(call)
         try:
@@ -187,7 +188,7 @@ class RlmLoop:
         error: Refused | None = None
         for share in _SHARES if self.call.turn else _SHARES[:1]:  # a question is never shortened
             pending = [
-                observe.shortened(message, share, run.scaffold.terse_chars) for message in full
+                observe.shortened(message, share, self.scaffold.terse_chars) for message in full
             ]
             if error is not None and pending == self._pending:
                 continue
@@ -246,7 +247,7 @@ class RlmLoop:
             outcome = self._conclude(deferred, [], notes, confirmed=True)
             return outcome, [] if outcome else self._observation(action, [], notes)
         self._num_idle += 1
-        if self._num_idle >= self.run.scaffold.max_idle:
+        if self._num_idle >= self.scaffold.max_idle:
             return self._prose_outcome(), []
         return None, self._observation(action, [observe.NUDGE], notes)
 
@@ -272,7 +273,7 @@ class RlmLoop:
             )
             return None
         unseen = any(report not in ("", "(no output)") for report in reports)
-        if unseen and self.run.scaffold.defer_final and not confirmed:
+        if unseen and self.scaffold.defer_final and not confirmed:
             self._deferred = final
             notes.append(observe.DEFERRED)
             return None
@@ -295,10 +296,10 @@ class RlmLoop:
             if self.run.closing is not None:
                 break
             cell, note = await self._run_cell(code, turn, index, notes)
-            reports.append(self.run.scaffold.report(cell))
+            reports.append(self.scaffold.report(cell))
             final = note.get("final", final)
             self._partial = note.get("partial", self._partial)
-            if cell.error and self.run.scaffold.takes_words:
+            if cell.error and self.scaffold.takes_words:
                 notes += filter(None, [syntax_hint(code, cell.error)])
             if cell.error is not None and index + 1 < len(action.codes):
                 notes.append(
@@ -359,7 +360,7 @@ class RlmLoop:
     def _best(self, *, use_prose: bool = True) -> Any:
         """Return the best answer so far that passes its check: a deferred one, a partial one, or
         the prose of the last message."""
-        prose = prose_of(self._last_text) if use_prose and self.run.scaffold.takes_words else ""
+        prose = prose_of(self._last_text) if use_prose and self.scaffold.takes_words else ""
         for candidate in (self._deferred, self._partial, prose or None):
             if candidate is _NOTHING or candidate is None:
                 continue
@@ -372,7 +373,7 @@ class RlmLoop:
     async def _last_word(self, stop: Stop) -> CallOutcome:
         """At a limit, ask once more for an answer. For the root, the cost of this request was held
         back; a child gets it only if its own turns ran out."""
-        if not self.run.scaffold.last_word:
+        if not self.scaffold.last_word:
             return self._cut_short(stop)
         if not self._is_root and stop not in (Stop.MAX_TURNS, Stop.ERROR):
             return self._cut_short(stop)
@@ -406,9 +407,7 @@ class RlmLoop:
         )
 
     async def _last_answer(self, message: Message, stop: Stop) -> Any:
-        action = (
-            read_action(message) if self.run.scaffold.raw_code else self.run.scaffold.read(message)
-        )
+        action = read_action(message) if self.scaffold.raw_code else self.scaffold.read(message)
         value = await self._last_cells(action, stop)
         if value is _NOTHING and action.final is not None:
             value = await self._text_final(action.final, [])
@@ -450,15 +449,17 @@ class RlmLoop:
     def _observation(
         self, action: ParsedAction, reports: list[str], notes: list[str]
     ) -> list[Message]:
-        if self.run.scaffold.protocol == "retool":
+        if self.scaffold.protocol == "retool":
             return retool.observation(action, reports, notes)
-        if self.run.scaffold.terse_chars:
+        if self.scaffold.terse_chars:
             shown = (
-                "\n".join(filter(None, reports))
-                or "\n".join(notes)[: self.run.scaffold.terse_chars]
+                "\n".join(filter(None, reports)) or "\n".join(notes)[: self.scaffold.terse_chars]
             )
             return [Message("user", shown)]
-        turn, most = self.call.num_turns_before + self.call.turn, self.run.setup.limits.max_turns
+        turn, most = (
+            self.call.num_turns_before + self.call.turn,
+            self.run.setup.max_turns(self.call.depth),
+        )
         warnings = observe.running_low(self.run.requests.ledger.state(), turn, most)
         text = observe.observation(reports, notes, turn, most, warnings)
         if not action.tool_call_ids:
@@ -474,12 +475,12 @@ class RlmLoop:
         """Summarize a history that approaches the window. The next turn then starts a new branch
         from the first messages."""
         run, call = self.run, self.call
-        if not run.scaffold.compact_at:
+        if not self.scaffold.compact_at:
             return
         known = call.known_tokens()
         unknown = self._pending if known else [*call.messages, *self._pending]
         tokens = known + sum(len(message.content) for message in unknown) // 3
-        most = run.scaffold.compact_at * call.client.window
+        most = self.scaffold.compact_at * call.client.window
         if tokens + run.requests.sampling.max_tokens <= most or len(call.messages) <= 3:
             return
         run.note(

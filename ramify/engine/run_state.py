@@ -76,8 +76,9 @@ class RunState:
         self._main = asyncio.current_task()
         recorder.on_trouble = self.suspend
         self._resources = resources
-        self._tools = setup.tools.plus(question.tools), setup.child_tools.plus(question.tools)
-        """Tools of the root, and of the children."""
+        num = max(2, len(setup.depths))
+        self._tools = [setup.tools_at(depth, question.tools) for depth in range(num)]
+        """Tools by depth; the last ones also serve all deeper sessions."""
         self._in_flight: set[asyncio.Task[Any]] = set()
         """Tasks that wait for a model, except those of final requests."""
         self._sessions: set[Session] = set()
@@ -199,7 +200,7 @@ class RunState:
             if recorded is not None:
                 return recorded.last_word
         num_turns = call.num_turns_before + call.turn
-        max_turns = self.setup.limits.max_turns
+        max_turns = self.setup.max_turns(call.depth)
         return self.closing or (Stop.MAX_TURNS if num_turns >= max_turns else None)
 
     def was_skipped(self, call: LiveCall, turn: int, cell: int) -> bool:
@@ -234,11 +235,11 @@ class RunState:
                 stop=Stop.SUSPENDED if is_suspended else outcome.stop,
                 answer=jsonable(outcome.answer),
                 error=outcome.error,
-                reason=self.reason(outcome, call.num_turns_before + call.turn),
+                reason=self.reason(outcome, call.num_turns_before + call.turn, call.depth),
             )
         )
 
-    def reason(self, outcome: CallOutcome, num_turns: int) -> str:
+    def reason(self, outcome: CallOutcome, num_turns: int, depth: int = 0) -> str:
         """Return one sentence on why a call with ``num_turns`` turns ended, with the numbers of
         the limit that ended it; empty for a final answer."""
         limits, stop = self.setup.limits, outcome.stop
@@ -249,8 +250,9 @@ class RunState:
         if stop is Stop.ERROR or isinstance(outcome.failure, ReplyCut):
             return outcome.error or ""
         if stop is Stop.MAX_TURNS:
-            used = min(num_turns, limits.max_turns)  # without the request for a final reply
-            return f"{used} of {limits.max_turns} turns were used: raise max_turns"
+            most = self.setup.max_turns(depth)
+            used = min(num_turns, most)  # without the request for a final reply
+            return f"{used} of {most} turns were used: raise max_turns"
         if stop is Stop.DEADLINE:
             kept = f", and the last {limits.last_word_s:g} s are kept for the final reply"
             return (
@@ -258,9 +260,10 @@ class RunState:
                 "max_seconds"
             )
         if stop is Stop.NO_CODE:
+            most = self.setup.scaffold_at(depth).max_idle
             return (
-                f"{self.scaffold.max_idle} replies in a row had neither code nor FINAL(…), so the "
-                "last one was taken as the answer"
+                f"{most} replies in a row had neither code nor FINAL(…), so the last one was taken "
+                "as the answer"
             )
         if stop is Stop.CANCELLED and self.closing is Stop.CANCELLED:
             return "it was asked to finish before it had a final answer"
@@ -283,11 +286,12 @@ class RunState:
     def first_message(self, call: LiveCall, about: str = "", *, is_next: bool = False) -> str:
         """Return the first message of ``call``. ``is_next`` means that it follows another question
         of a conversation."""
-        if is_next and not self.scaffold.first:
+        scaffold = self.setup.scaffold_at(call.depth)
+        if is_next and not scaffold.first:
             return f"The next question: {call.question}"
         value = "" if call.context is None else call.context.value
-        description = "" if self.scaffold.first else self._description(call.context)
-        return self.scaffold.first_message(call.question, value, description, about)
+        description = "" if scaffold.first else self._description(call.context)
+        return scaffold.first_message(call.question, value, description, about)
 
     def _description(self, context: SharedContext | None) -> str:
         """Return the description of ``context`` for a model, computed once, because children share
@@ -300,17 +304,17 @@ class RunState:
 
     def system_prompt(self, depth: int) -> str:
         limits = self.setup.limits
-        return self.scaffold.system_prompt(
+        return self.setup.scaffold_at(depth).system_prompt(
             depth=depth,
             children=depth < limits.max_depth,
             tools=self.tools_at(depth).describe(),
-            limits=f"You have {limits.max_turns} turns; each of your messages is one.",
+            limits=f"You have {self.setup.max_turns(depth)} turns; each of your messages is one.",
         )
 
     # --- sessions ---------------------------------------------------------------------------------
 
     def tools_at(self, depth: int) -> ToolSet:
-        return self._tools[min(depth, 1)]
+        return self._tools[min(depth, len(self._tools) - 1)]
 
     async def keep_context(self, context: SharedContext) -> None:
         """Store a child's context with the run, before it is used."""

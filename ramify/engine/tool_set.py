@@ -17,7 +17,7 @@ from typing import Any
 
 from ramify.engine import observe
 from ramify.engine.threads import in_thread
-from ramify.errors import ConfigError, HostCallError
+from ramify.errors import ConfigError, HostCallError, nearest
 
 Tools = Mapping[str, Any] | Sequence[Callable[..., Any]]
 """Functions by name, or a list of named functions. Other values are bound unchanged."""
@@ -83,6 +83,14 @@ class ToolSet:
 
     def plus(self, tools: Mapping[str, Any]) -> ToolSet:
         return ToolSet({**self.functions, **self.values, **tools})
+
+    def only(self, names: Sequence[str]) -> ToolSet:
+        """The tools of these names. Raises ConfigError for an unknown one."""
+        every = {**self.functions, **self.values}
+        for name in names:
+            if name not in every:
+                raise ConfigError(f"depths: unknown tool '{name}': {nearest(name, every)}")
+        return ToolSet({name: every[name] for name in names})
 
     @property
     def servers(self) -> list[str]:

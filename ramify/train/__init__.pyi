@@ -39,6 +39,7 @@ from ramify.train.config import Run as Run
 from ramify.train.config import Schedule as Schedule
 from ramify.train.config import SftSpec as SftSpec
 from ramify.train.config import TaskSpec as TaskSpec
+from ramify.train.config import TrainedPolicySpec as TrainedPolicySpec
 from ramify.train.config import WarmUpSpec as WarmUpSpec
 from ramify.train.data.compile import token_sequences as token_sequences
 from ramify.train.data.pack import pack as pack

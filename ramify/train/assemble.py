@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from ramify.tasks.base import Task, task_of
 from ramify.train.backends.base import BACKENDS, ComputeSpec, OptimizerSpec, has_bf16
 from ramify.train.config import PolicySpec, Run
 from ramify.train.demonstrations import demonstrations_of, sft_rows
-from ramify.train.depth_models import check_models
+from ramify.train.depth_models import check_models, check_scaffolds
 from ramify.train.policy_defaults import (
     RunPrecision,
     precision_of,
@@ -42,6 +42,7 @@ from ramify.train.preflight import (
     check_device,
     check_embedded,
     check_inference,
+    check_policies,
     check_prompts,
     check_schedules,
     check_signals,
@@ -86,6 +87,8 @@ class RunParts:
     """What is imitated before rollouts."""
     fixed: Sequence[TrainingStage]
     """The stages that sample nothing."""
+    others: Mapping[str, RunParts] = dataclasses.field(default_factory=dict)
+    """Name of another policy -> its parts: its run is this one, with its policy and optimizer."""
 
     @property
     def is_placed(self) -> bool:
@@ -127,6 +130,7 @@ class RunParts:
 def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
     """The parts of the run that ``recipe`` describes. ``checkpoint``: where it will continue; a
     tokenizer that was trained is taken from there. Raises ConfigError for mistakes in it."""
+    check_policies(recipe)
     run, placement_slots = settled(with_policy_defaults(recipe))
     check_device(run)
     device = device_of(run)
@@ -139,6 +143,7 @@ def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
     check_signals(run)
     check_schedules(run)
     check_deterministic(run)
+    check_scaffolds(run.depths, scaffold)
     check_models(run.depths, run.frozen)
     precision = precision_of(run, _stored(run), device, has_bf16=has_bf16(device))
     engines = sleeping(run, device)
@@ -163,7 +168,7 @@ def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
         else []
     )
     fixed = _fixed_stages(run, policy, rows)
-    return RunParts(
+    parts = RunParts(
         run,
         placement_slots,
         engines,
@@ -176,6 +181,50 @@ def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
         serving,
         rows,
         fixed,
+    )
+    others = {name: _other_parts(parts, name) for name in run.policies}
+    return dataclasses.replace(parts, others=others)
+
+
+def _other_parts(parts: RunParts, name: str) -> RunParts:
+    """The parts of another policy."""
+    run = with_policy_defaults(run_of_policy(parts.run, name))
+    check_inference(run)
+    check_schedules(run)
+    device = device_of(run)
+    precision = precision_of(run, _stored(run), device, has_bf16=has_bf16(device))
+    dtype = "float32" if run.deterministic else precision.engine
+    if parts.run.policies[name].policy is None:
+        policy = dataclasses.replace(parts.serving, model=copy.deepcopy(parts.serving.model))
+    else:
+        policy = policy_of(run, [], dtype)
+    if run.deterministic:
+        _set_deterministic(policy)
+    return dataclasses.replace(
+        parts,
+        run=run,
+        engines=sleeping(run, device),
+        compute=msgspec.structs.replace(parts.compute, precision=precision.trainer),
+        precision=precision,
+        policy=policy,
+        serving=serving_of(run, policy, parts.kind.is_here),
+        rows=[],
+        fixed=[],
+    )
+
+
+def run_of_policy(run: Run, name: str) -> Run:
+    """``run`` as if ``name``, one of its other policies, were its only one."""
+    spec = run.policies[name]
+    assert run.rl is not None
+    return msgspec.structs.replace(
+        run,
+        name=f"{run.name}.{name}",
+        policy=spec.policy or run.policy,
+        rl=msgspec.structs.replace(run.rl, optim=spec.optim),
+        inference=spec.inference,
+        policies={},
+        depths=(),
     )
 
 

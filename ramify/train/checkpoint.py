@@ -83,6 +83,8 @@ class CheckpointState(msgspec.Struct, kw_only=True):
     """Whether the evaluation after this step was cut off, so that a resumed run begins with it."""
     memory: dict[str, float] = {}
     """State of the stage's algorithm."""
+    memories: dict[str, dict[str, float]] = {}
+    """Name of another policy -> state of its algorithm."""
     guard: GuardState = msgspec.field(default_factory=GuardState)
     """State of the run's guard in this stage."""
     config: dict[str, Any] = {}
@@ -91,6 +93,10 @@ class CheckpointState(msgspec.Struct, kw_only=True):
     """Name of the file with the checksums of all other files; empty in checkpoints from before
     there were checksums."""
     schema_version: int = SCHEMA_VERSION
+
+    def memory_of(self, policy: str) -> dict[str, float]:
+        """State of the algorithm of ``policy``; empty: of ``Run.policy``."""
+        return self.memories.get(policy, {}) if policy else self.memory
 
 
 class CheckpointStore:

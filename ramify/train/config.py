@@ -3,6 +3,7 @@ Nothing is built or loaded here.
 
     Run
     ├── policy     a checkpoint, or the shape of a model to create from scratch
+    ├── policies, depths               further policies, and the model of the calls at each depth
     ├── task       the questions
     ├── warmup     ┐
     ├── sft        ├ the stages, in this order; any of them may be None
@@ -263,6 +264,22 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             )
 
 
+class TrainedPolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A policy that is trained beside ``Run.policy``, on the same rollouts. It learns from its own
+    calls, with the algorithm and the loss of ``Run.rl``.
+
+    >>> train.TrainedPolicySpec(optim=train.OptimizerSpec(lr=2e-6)).optim.lr
+    2e-06
+    """
+
+    policy: PolicySpec | None = None
+    """Its checkpoint; None: a copy of ``Run.policy``, as it is when rollouts begin."""
+    optim: OptimizerSpec = OptimizerSpec()
+    """Its own optimizer and learning rate; with ``lr=0`` it stays as it is."""
+    inference: InferenceSpec | None = None
+    """Its own engines in separate processes; None: an engine in the trainer's process."""
+
+
 class EvaluateSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is evaluated, and when."""
 
@@ -318,6 +335,9 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     warmup: WarmUpSpec | None = None
     sft: SftSpec | None = None
     rl: RlSpec | None = None
+    policies: dict[str, TrainedPolicySpec] = {}
+    """Name -> a policy that is trained in addition to ``policy``; ``depths`` names the calls that
+    it answers."""
     depths: tuple[DepthSpec, ...] = ()
     """The model of the calls at each depth, the root's first; the last one serves all deeper calls,
     and the second also ``llm_query``. Empty: the policy answers all of them."""
@@ -355,7 +375,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
             )
         check_optional("run", "torch's default", threads=self.threads)
         workers = self.placement is not None and "rollouts" in self.placement.roles
-        check_depths(self.depths, self.limits.max_depth, has_workers=workers)
+        check_depths(self.depths, self.limits.max_depth, tuple(self.policies), has_workers=workers)
         if not self.policy.path and not self.policy.shape and self.sft is None:
             raise ConfigError(
                 "policy: give path (a checkpoint), shape (a model created from scratch), or sft, "

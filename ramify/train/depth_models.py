@@ -2,8 +2,10 @@
 
     Run.depths = (DepthSpec(), DepthSpec(model="openai:gpt-5-mini"))          a frozen model below
     Run.depths = (DepthSpec(model="anthropic:…"), DepthSpec(temperature=0.8))       a frozen root
+    Run.depths = (DepthSpec(), DepthSpec(model="children"))      two policies: see ``Run.policies``
 
-``policy`` is the policy that is trained. Other models are frozen: their replies lose their token
+``policy`` is ``Run.policy``, and a name without a colon one of ``Run.policies``: each learns from
+its own calls, as if the others were frozen. Other models are frozen: their replies lose their token
 ids before the engine records them, so no loss can reach them, while the tree shows which model
 answered each call. Every request to a frozen model is reserved in two ledgers before it is sent,
 that of the step and that of the run, so neither budget is ever exceeded. Retries and rate limits
@@ -22,11 +24,14 @@ import msgspec
 from ramify.clients.base import Client, Price, Request
 from ramify.clients.pool import ClientPool
 from ramify.engine.limits import Ledger, Limits
+from ramify.engine.resources import DepthOptions
+from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.errors import ConfigError, LimitReached, ModelError, Refused
+from ramify.train.advantages.base import AssignedStep
 from ramify.train.config_fields import check_optional
 from ramify.train.signals.judge_calls import BUDGET, POLICY, LedgerBudget
 from ramify.types.message import Reply, Usage
-from ramify.types.trajectory import Call
+from ramify.types.trajectory import Call, Group, Trajectory, Turn
 
 _FREE = ("local", "tiny")
 """Providers that cost nothing: models on this machine."""
@@ -41,11 +46,19 @@ class DepthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """
 
     model: str = POLICY
-    """``policy``: the policy that is trained. Otherwise a frozen model, as ``provider:model``."""
+    """``policy``: the policy that is trained, or the name of one of ``Run.policies``. Otherwise a
+    frozen model, as ``provider:model``."""
     temperature: float | None = None
     """Temperature of its samples; None: that of the rollouts."""
     max_reply_tokens: int | None = None
     """Maximum tokens of a reply; None: ``limits.max_reply_tokens``."""
+    max_turns: int | None = None
+    """Maximum requests of one of its calls; None: ``limits.max_turns``."""
+    scaffold: str | None = None
+    """Scaffold of its sessions, with the protocol of the run's; None: the run's. The root's is
+    always the run's."""
+    tools: tuple[str, ...] | None = None
+    """Names of the task's tools (``TaskStart.tools``) that its sessions have; None: all."""
 
     def __post_init__(self) -> None:
         if not self.model.strip():
@@ -54,10 +67,16 @@ class DepthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             )
         check_optional("depths", "that of the rollouts", temperature=self.temperature)
         check_optional("depths", "limits.max_reply_tokens", max_reply_tokens=self.max_reply_tokens)
+        check_optional("depths", "limits.max_turns", max_turns=self.max_turns)
+
+    def options(self) -> DepthOptions:
+        """What the engine needs to know of it."""
+        scaffold = None if self.scaffold is None else scaffold_of(self.scaffold)
+        return DepthOptions(self.max_turns, scaffold, self.tools)
 
     @property
-    def is_trained(self) -> bool:
-        return self.model == POLICY
+    def is_frozen(self) -> bool:
+        return ":" in self.model
 
 
 class FrozenSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -91,28 +110,65 @@ class FrozenSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return Ledger(limits, priced=True)
 
 
-def check_depths(depths: Sequence[DepthSpec], max_depth: int, *, has_workers: bool) -> None:
-    """Raise ConfigError if nothing would be trained, or if rollouts run in other processes."""
-    if not depths:
+def check_depths(
+    depths: Sequence[DepthSpec], max_depth: int, policies: Sequence[str], *, has_workers: bool
+) -> None:
+    """Raise ConfigError if a model is unknown, if a policy would not be trained, or if rollouts run
+    in other processes. ``policies``: names of the policies in addition to ``policy``."""
+    if not depths and not policies:
         return
-    served = [depths[min(depth, len(depths) - 1)] for depth in range(max_depth + 1)]
-    if not any(spec.is_trained for spec in served):
+    # The second model also answers ``llm_query``, whatever the depth.
+    served = {each.model for each in depths[: max(2, max_depth + 1)]}
+    for spec in depths:
+        if not spec.is_frozen and spec.model not in (POLICY, *policies):
+            known = ", ".join((POLICY, *policies))
+            raise ConfigError(
+                f"depths: unknown policy '{spec.model}': give one of {known}, or "
+                "'provider:model' for a frozen model"
+            )
+    for name in policies:
+        if name not in served:
+            raise ConfigError(
+                f"policies.{name} answers no depth up to limits.max_depth={max_depth}: give "
+                f'depths an entry with {{"model": "{name}"}}, or remove it'
+            )
+    if POLICY not in served and (depths or policies):
         raise ConfigError(
             f"depths: no depth up to limits.max_depth={max_depth} has the model 'policy', so "
             "nothing would be trained: give it to one of them"
         )
-    if has_workers:
+    frozen = [each.model for each in depths if each.is_frozen]
+    if has_workers and frozen:
         raise ConfigError(
-            "depths: models by depth need rollouts in the trainer's process: remove the role "
-            "rollouts from placement"
+            f"depths: rollout workers cannot share the budget of {frozen[0]}: remove the role "
+            "rollouts from placement, or give each depth the model 'policy'"
         )
+
+
+def check_scaffolds(depths: Sequence[DepthSpec], scaffold: Scaffold) -> None:
+    """Raise ConfigError for a scaffold that cannot be combined with the run's."""
+    for depth, spec in enumerate(depths):
+        if spec.scaffold is None:
+            continue
+        if not depth:
+            raise ConfigError(
+                f"depths: the root's scaffold is the run's: set scaffold={spec.scaffold}, and "
+                "leave it out of the first depth"
+            )
+        own = scaffold_of(spec.scaffold)
+        if (own.protocol, own.stop) != (scaffold.protocol, scaffold.stop):
+            raise ConfigError(
+                f"depths: the scaffold '{spec.scaffold}' of depth {depth} has the protocol "
+                f"{own.protocol}, and the run's has {scaffold.protocol}: give scaffolds with the "
+                "same protocol and stop texts"
+            )
 
 
 def check_models(depths: Sequence[DepthSpec], frozen: FrozenSpec) -> None:
     """Raise ConfigError if a frozen model has no key, or no price under a limit of costs."""
     pool = ClientPool()
     for spec in depths:
-        if not spec.is_trained and spec.model.partition(":")[0] not in _FREE:
+        if spec.is_frozen and spec.model.partition(":")[0] not in _FREE:
             _connected(pool, spec, frozen)
 
 
@@ -137,10 +193,12 @@ class DepthModels:
         policy: Client,
         before: Mapping[str, float] | None = None,
         pool: ClientPool | None = None,
+        others: Mapping[str, Client] | None = None,
     ) -> None:
-        """``before``: the latest metrics of a run that is resumed, which say what it has spent.
-        ``pool`` connects the frozen models; by default a new one. Raises ConfigError for a model
-        without a price under a limit of costs."""
+        """``others``: further policies, by name. ``before``: the latest metrics of a run that is
+        resumed, which say what it has spent. ``pool`` connects the frozen models; by default a new
+        one. Raises ConfigError for a model without a price under a limit of costs.
+        """
         # The engine's pool retries; each of its attempts is one attempt here.
         self._pool = pool or ClientPool(max_attempts=1)
         self._spec = spec
@@ -148,13 +206,14 @@ class DepthModels:
         cost, calls, tokens = ((before or {}).get(name, 0.0) for name in _TOTALS)
         self._run.charge(Usage(input_tokens=int(tokens), calls=int(calls)), cost)
         self._counts: Counter[str] = Counter()
-        self.clients: list[Client] = [self._client(each, policy) for each in depths] or [policy]
+        policies = {**(others or {}), POLICY: policy}
+        self.clients: list[Client] = [self._client(each, policies) for each in depths] or [policy]
         """The client of each depth; the last one also serves all deeper ones."""
-        self.has_frozen = any(not each.is_trained for each in depths)
+        self.has_frozen = any(each.is_frozen for each in depths)
 
-    def _client(self, spec: DepthSpec, policy: Client) -> Client:
-        if spec.is_trained:
-            return DepthClient(policy, spec)
+    def _client(self, spec: DepthSpec, policies: Mapping[str, Client]) -> Client:
+        if not spec.is_frozen:
+            return DepthClient(policies[spec.model], spec)
         return FrozenClient(_connected(self._pool, spec, self._spec), spec, self)
 
     async def ask(self, client: Client, request: Request) -> Reply:
@@ -225,7 +284,7 @@ class FrozenClient:
         sampling = msgspec.structs.replace(request.sampling, logprobs=False)
         request = msgspec.structs.replace(request, sampling=sampling, known=None)
         reply = await self._models.ask(self._client, request)
-        return msgspec.structs.replace(reply, prompt_ids=None, token_ids=None, logprobs=None)
+        return _without_ids(reply)
 
     async def close(self) -> None:
         """Does nothing: ``DepthModels`` closes all of them."""
@@ -245,11 +304,68 @@ def _sampled_by(request: Request, spec: DepthSpec) -> Request:
     )
 
 
-def temperatures(depths: Sequence[DepthSpec], usual: float) -> Any:
-    """The sampling temperature of a call; ``usual``: that of the rollouts."""
+def temperatures(depths: Sequence[DepthSpec], names: Mapping[str, str], usual: float) -> Any:
+    """The sampling temperature of a call. ``names``: policy -> the name under which it answers;
+    ``usual``: the temperature of the rollouts."""
 
     def of(call: Call) -> float:
-        given = depths[min(call.depth, len(depths) - 1)].temperature
+        by_depth = depths[min(call.depth, len(depths) - 1)]
+        # Code in a session may ask for a model by name, which need not be that of the depth.
+        named = (each for each in (by_depth, *depths) if names.get(each.model) == call.model)
+        given = next(named, by_depth).temperature
         return usual if given is None else given
 
     return of if any(each.temperature is not None for each in depths) else usual
+
+
+class OwnCalls(msgspec.Struct, frozen=True):
+    """An algorithm for one of several policies: it learns from its own calls, as if the models of
+    the others were frozen. Implements ``Algorithm``."""
+
+    outcome: Any
+    """The algorithm."""
+    model: str
+    """Name under which the policy answers calls."""
+
+    @property
+    def has_group_baseline(self) -> bool:
+        return bool(self.outcome.has_group_baseline)
+
+    def assign_advantages(
+        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
+    ) -> AssignedStep:
+        own = own_calls(groups, self.model)
+        assigned: AssignedStep = self.outcome.assign_advantages(
+            own, weights, every_token=every_token
+        )
+        return assigned
+
+
+def own_calls(groups: Sequence[Group], model: str) -> list[Group]:
+    """``groups`` with the token ids of the calls that ``model`` answered only."""
+    return [
+        msgspec.structs.replace(
+            group,
+            trajectories=[_own(each, model) for each in group.trajectories],
+            greedy=None if group.greedy is None else _own(group.greedy, model),
+        )
+        for group in groups
+    ]
+
+
+def _own(trajectory: Trajectory, model: str) -> Trajectory:
+    calls = [
+        call if call.model == model else msgspec.structs.replace(call, turns=_untrained(call.turns))
+        for call in trajectory.calls
+    ]
+    return msgspec.structs.replace(trajectory, calls=calls)
+
+
+def _untrained(turns: Sequence[Turn]) -> list[Turn]:
+    return [msgspec.structs.replace(turn, reply=_without_ids(turn.reply)) for turn in turns]
+
+
+def _without_ids(reply: Reply) -> Reply:
+    return msgspec.structs.replace(
+        reply, prompt_ids=None, token_ids=None, logprobs=None, versions=None, kept=None
+    )

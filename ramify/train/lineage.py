@@ -144,8 +144,28 @@ def differences(was: Any, now: Any, name: str = "") -> Iterator[ConfigChange]:
 
 def _refusal(state: CheckpointState, change: ConfigChange) -> str:
     """Why ``change`` is not possible at the checkpoint; empty if it is."""
+    if change.field.startswith("policies."):
+        return _policy_refusal(state, change.field)
     reasons = (why for prefix, why in _FIXED.items() if _is_in(change.field, prefix))
     return next(reasons, "") or _stage_refusal(state, change)
+
+
+def _policy_refusal(state: CheckpointState, field: str) -> str:
+    """Why a field of another policy cannot change; these begin with the rollouts."""
+    _, name, *rest = field.split(".")
+    stages = [each for each in STAGES if state.config.get(each) is not None]
+    if stages[state.stage : state.stage + 1] != ["rl"]:
+        return ""
+    if not rest:
+        return f"the stage rl has begun with{'out' if name not in _others(state) else ''} it"
+    if rest == ["optim", "kind"]:
+        return _OPTIMIZER
+    return _WEIGHTS if rest[0] == "policy" else ""
+
+
+def _others(state: CheckpointState) -> Mapping[str, Any]:
+    others: Mapping[str, Any] = state.config.get("policies") or {}
+    return others
 
 
 def _stage_refusal(state: CheckpointState, change: ConfigChange) -> str:

@@ -1,26 +1,23 @@
 """Opening a run: its processes and engines, and the trainer over them, closed again in order.
 
-    RunParts ── placed machines ─ services ─ engines ─ rollout workers ─ trained model ──> Trainer
+    RunParts ── open_rollouts.py ─ trained models ──> Trainer
 
-Decides what starts when, what each part is given, and that callers end before the parts they call.
-Not here: checks (``assemble.py``) and the order of a run's steps (``trainer.py``).
+Decides what each part is given, and that callers end before the parts they call. Not here: checks
+(``assemble.py``) and the order of a run's steps (``trainer.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import os
-import secrets
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ramify.actors.launcher import Launcher, LocalLauncher, closing
-from ramify.engine.rlm import RLM
+from ramify.actors.launcher import closing
 from ramify.errors import ConfigError
 from ramify.inference.base import AuditedClient
 from ramify.logging import RoomLogger
@@ -32,30 +29,31 @@ from ramify.train.advantages.base import needs_of
 from ramify.train.assemble import RunParts, adapters_of, device_of, read_in_parts
 from ramify.train.config import plain
 from ramify.train.demonstrations import num_demonstrated
-from ramify.train.depth_models import DepthModels, temperatures
+from ramify.train.depth_models import OwnCalls, temperatures
 from ramify.train.evaluation_metrics import evaluate
-from ramify.train.metrics import CpuMeter, StepMetrics, latest_values
-from ramify.train.placement.rollout_worker import RolloutWorkerSpec
-from ramify.train.placement.rollout_workers import RolloutWorkers
-from ramify.train.placement.services import RunServices
+from ramify.train.learner import Learner
+from ramify.train.metrics import CpuMeter, StepMetrics
+from ramify.train.open_rollouts import Closable, RolloutParts, open_rollouts
 from ramify.train.preflight import first_prompt
 from ramify.train.publisher import PolicyWeights, Publisher
-from ramify.train.resource_counts import attached, check_reach
 from ramify.train.rollouts.rollouter import Rollouter
 from ramify.train.run_record import RunRecord
 from ramify.train.selfcheck import SelfCheck
 from ramify.train.signals.compose import Hybrid
+from ramify.train.signals.judge_calls import POLICY
 from ramify.train.signals.scorer import RunTeachers
 from ramify.train.signals.signal_reader import RunSignals
 from ramify.train.signals.teacher import needed
 from ramify.train.stages import RlStage, TrainingStage, scheduled, streams_of
 from ramify.train.trainer import SplitEvaluator, Trainer
 from ramify.train.watchdog import RunWatchdog, WatchedThread
+from ramify.types.message import Message
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ramify.inference.http.http_engines import HttpEngines
-    from ramify.inference.local.local_client import LocalClient
-    from ramify.train.backends.base import Backend, TrainedModel
+    from ramify.train.backends.base import Backend, OptimizerSpec, TrainedModel
 
 _log = RoomLogger("train")
 _CLOSED_IN_ORDER = (
@@ -72,25 +70,6 @@ _SWITCH_S = 5e-4
 """How long one thread may keep the interpreter from another. The event loop's thread, which talks
 to sessions, waits for the engine's thread after each system call; with Python's 5 ms, a step of
 rollouts takes a fifth longer."""
-
-
-class Closable(Protocol):
-    """A part that was opened."""
-
-    def close(self) -> object: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutParts:
-    """What rollouts run with."""
-
-    client: LocalClient | HttpEngines
-    audited: AuditedClient
-    rlm: RLM
-    workers: RolloutWorkers | None
-    """Processes that run rollouts; None: this process does."""
-    depths: DepthModels
-    """The models by depth."""
 
 
 @contextlib.asynccontextmanager
@@ -121,7 +100,9 @@ async def opened_run(
     if parts.run.threads is not None:
         torch.set_num_threads(parts.run.threads)
     opened: dict[str, Closable] = {}
-    async with closing({part: partial(_close, opened, part) for part in _CLOSED_IN_ORDER}):
+    others = (f"{part}.{name}" for part in ("client", "trained") for name in parts.others)
+    order = [*_CLOSED_IN_ORDER, *others]
+    async with closing({part: partial(_close, opened, part) for part in order}):
         sys.setswitchinterval(_SWITCH_S)
         gc.collect()
         # Demonstrations and their rows stay in memory: scanning them in every garbage collection
@@ -129,153 +110,12 @@ async def opened_run(
         gc.freeze()
         try:
             with report_progress("preparing", note="engine and sandbox"):
-                rollouts = await _start(parts, out, opened)
+                rollouts = await open_rollouts(parts, out, opened)
             async with rollouts.rlm:
                 yield trainer_of(parts, rollouts, out, opened, listener, on_stall)
         finally:
             gc.unfreeze()
             sys.setswitchinterval(interval)
-
-
-# --- processes
-
-
-async def _start(parts: RunParts, out: Path, opened: dict[str, Closable]) -> RolloutParts:
-    """Acquire the placement slots, and start the processes other than the trainer's."""
-    from ramify.inference.local.local_client import LocalClient
-
-    client = opened["client"] = client_of(parts)
-    hosts = _placed(parts)
-    if hosts is not None:
-        opened["hosts"] = hosts
-    placement = parts.run.placement
-    if placement is not None and placement.services:
-        services = opened["services"] = RunServices(
-            hosts or LocalLauncher(), placement.services, out, restarts=placement.restarts
-        )
-        await services.start()
-    rl = parts.run.rl
-    audited = AuditedClient(client, rl.sample.max_token_staleness if rl is not None else 0)
-    workers = None
-    if not isinstance(client, LocalClient):
-        await client.start(out / "inference", parts.save_policy, hosts)
-        workers = _workers(parts, client, audited, out, hosts)
-    if workers is not None:
-        opened["rollout_workers"] = workers
-        await workers.start()
-    run = parts.run
-    depths = opened["depths"] = DepthModels(run.depths, run.frozen, audited, latest_values(out))
-    rlm = RLM(depths.clients, limits=run.limits, scaffold=parts.scaffold, sandbox=run.sandbox)
-    return RolloutParts(client, audited, rlm, workers, depths)
-
-
-def client_of(parts: RunParts) -> LocalClient | HttpEngines:
-    """The client of the engine in this process, or of the engines outside, which are not started
-    yet."""
-    if parts.engines is not None:
-        from ramify.inference.http.http_engines import HttpEngines
-
-        if not parts.engines.urls:  # started engines only answer requests with this key
-            os.environ.setdefault(parts.engines.key_variable, secrets.token_urlsafe(24))
-        name = f"{parts.engines.engine}:{parts.run.name}"
-        return HttpEngines(parts.serving, parts.engines, name=name)
-    import torch
-
-    from ramify.inference.local.local_client import LocalClient
-
-    spec = parts.run.policy
-    products = getattr(torch, parts.precision.engine) if parts.run.deterministic else None
-    client = LocalClient(
-        parts.serving,
-        name=f"local:{parts.run.name}",
-        slots=spec.slots,
-        cache_bytes=spec.cache_bytes,
-        fixed_shapes=products,
-    )
-    if parts.run.rl is not None and parts.run.rl.rollout.replay_routes:
-        client.report_routes()
-    return client
-
-
-def _placed(parts: RunParts) -> Launcher | None:
-    """The launcher of processes on other machines; None if there are none. Raises ConfigError
-    if the placement slots are not available."""
-    import torch
-
-    from ramify.actors.ray_launcher import RayLauncher
-
-    if not parts.is_placed:
-        return None
-    spec = parts.run.placement
-    assert spec is not None
-    hosts = RayLauncher(
-        parts.placement_slots,
-        gpus={name: spec.role(name).gpus for name in spec.roles},
-        spread=[name for name, pool in spec.pools.items() if pool.order == "spread"],
-        address=spec.address,
-        start_s=spec.start_s,
-        num_gpus=torch.cuda.device_count(),
-    )
-    try:
-        check_reach(parts.run, hosts, parts.num_members("inference"))
-    except BaseException:
-        hosts.close()
-        raise
-    return hosts
-
-
-def _workers(
-    parts: RunParts,
-    client: HttpEngines,
-    audited: AuditedClient,
-    out: Path,
-    hosts: Launcher | None,
-) -> RolloutWorkers | None:
-    """The rollout workers, not started yet, if the placement has any."""
-
-    run, num = parts.run, parts.num_members("rollouts")
-    if not num or run.rl is None:
-        return None
-    assert run.inference is not None
-    checkpoint = out / "inference" / "checkpoint"
-    if run.inference.urls:
-        parts.save_policy(checkpoint)
-    return RolloutWorkers(
-        hosts or LocalLauncher(),
-        num,
-        _worker_spec(parts, client, checkpoint),
-        out,
-        client,
-        seen=audited.note,
-        restarts=run.placement.restarts if run.placement is not None else 0,
-    )
-
-
-def _worker_spec(parts: RunParts, client: HttpEngines, checkpoint: Path) -> RolloutWorkerSpec:
-    """The part of the run's configuration that rollout workers need."""
-    run = parts.run
-    assert run.inference is not None
-    assert run.rl is not None
-    return RolloutWorkerSpec(
-        name=client.name,
-        task=run.task.name,
-        options=run.task.options,
-        scaffold=run.scaffold,
-        limits=run.limits,
-        sandbox=run.sandbox,
-        inference=attached(run.inference, client.answering),
-        checkpoint=str(checkpoint.resolve()),
-        dtype=parts.dtype,
-        grace_s=run.rl.rollout.grace_s,
-        direct=run.rl.rollout.direct,
-        thinking=run.policy.thinking,
-        variables=tuple(each.variable for each in run.placement.services.values())
-        if run.placement
-        else (),
-    )
-
-
-# --- the trainer
 
 
 def trainer_of(
@@ -316,21 +156,65 @@ def trainer_of(
         measures=lambda: {**measures(), **rollouts.depths.step_metrics()},
         meter=meter,
     )
-    limits = parts.precision.canary_limits(run)
-    check = SelfCheck(rollouts.audited, weights.weights, prompt, *limits)
-    publisher = Publisher(weights, record, WatchedThread(watch), check)
-    if not isinstance(client, LocalClient):
-        client.membership.on_return = partial(publisher.rejoin, weights.rejoin)
+    thread = WatchedThread(watch)
+    model = client.name if parts.others else ""
+    learners = [
+        _learner(parts, rollouts.audited, weights, trained, Wiring(record, thread, prompt, model))
+    ]
+    for name, (engine, audited) in rollouts.others.items():
+        each = parts.others[name]
+        model_of = opened[f"trained.{name}"] = trained_model(each, out / f"dumps-{name}")
+        handle = PolicyWeights(each.policy, each.serving, engine, model_of)
+        wiring = Wiring(record, thread, prompt, engine.name, name)
+        source = weights.weights if run.policies[name].policy is None else None
+        learners.append(_learner(each, audited, handle, model_of, wiring, source))
     evaluating = partial(evaluate, run, parts.task, rollouts.rlm, rollouts.workers)
-    starts_at_base = run.warmup is None and run.sft is None
     return Trainer(
         record,
-        publisher,
+        learners,
         stages,
-        partial(_backend, parts, trained),
         SplitEvaluator(evaluating, run.evaluate.first, run.evaluate.final, run.evaluate.keep),
         guard=run.guard,
+    )
+
+
+class Wiring(NamedTuple):
+    """What the learners of one run share, and the names of one of them."""
+
+    record: RunRecord
+    thread: WatchedThread
+    prompt: Sequence[Message]
+    """Prompt of the canary."""
+    model: str
+    """Name under which its policy answers calls, if there are several."""
+    name: str = ""
+    """Name in ``Run.policies``."""
+
+
+def _learner(
+    parts: RunParts,
+    audited: AuditedClient,
+    weights: PolicyWeights,
+    trained: TrainedModel,
+    wiring: Wiring,
+    source: Callable[[], Iterator[tuple[str, Tensor]]] | None = None,
+) -> Learner:
+    """The learner of one policy, with the checks of its engines. ``source``: see ``Learner``."""
+    from ramify.inference.local.local_client import LocalClient
+
+    limits = parts.precision.canary_limits(parts.run)
+    check = SelfCheck(audited, weights.weights, wiring.prompt, *limits)
+    publisher = Publisher(weights, wiring.record, wiring.thread, check, wiring.name)
+    if not isinstance(audited.client, LocalClient):
+        engines: HttpEngines = audited.client  # type: ignore[assignment]
+        engines.membership.on_return = partial(publisher.rejoin, weights.rejoin)
+    starts_at_base = parts.run.warmup is None and parts.run.sft is None
+    return Learner(
+        publisher,
+        partial(_backend, parts, trained),
         reference_of=lambda folder: trained.reference(folder, starts_at_base),
+        source=source,
+        model=wiring.model,
     )
 
 
@@ -392,28 +276,40 @@ def _stages(
             if teachers is not None:
                 opened["teachers"] = teachers
             signals = _signals(parts, rollouts, teachers)
-        stages.append(
-            RlStage(
+        rollouter = Rollouter(
+            rollouts.rlm,
+            parts.task,
+            rl.rollout,
+            seed=parts.run.seed,
+            greedy=needs_of(rl.algorithm).greedy,
+            gauge=getattr(rollouts.client, "pressure", None),
+            rollout_worker=rollouts.workers,
+        )
+
+        names = {POLICY: rollouts.client.name}
+        names |= {name: client.name for name, (client, _) in rollouts.others.items()}
+
+        def stage(optim: OptimizerSpec, model: str, **more: Any) -> RlStage:
+            """The part of the policy that answers as ``model``."""
+            return RlStage(
                 rl.steps,
-                rl.optim,
+                optim,
                 rl.loss,
                 task=parts.task,
                 items=items_of(parts.task, "train"),
-                rollouts=Rollouter(
-                    rollouts.rlm,
-                    parts.task,
-                    rl.rollout,
-                    seed=parts.run.seed,
-                    greedy=needs_of(rl.algorithm).greedy,
-                    gauge=getattr(rollouts.client, "pressure", None),
-                    rollout_worker=rollouts.workers,
-                ),
-                algorithm=rl.algorithm,
+                rollouts=rollouter,
+                algorithm=OwnCalls(rl.algorithm, model) if parts.others else rl.algorithm,
                 sample=rl.sample,
-                temperature=temperatures(parts.run.depths, rl.rollout.temperature),
-                signals=signals,
+                temperature=temperatures(parts.run.depths, names, rl.rollout.temperature),
+                **more,
             )
-        )
+
+        others = {
+            name: stage(each.run.rl.optim, names[name])
+            for name, each in parts.others.items()
+            if each.run.rl is not None
+        }
+        stages.append(stage(rl.optim, names[POLICY], signals=signals, others=others))
     return stages
 
 

@@ -171,6 +171,52 @@ def check_deterministic(run: Run) -> None:
             )
 
 
+def check_policies(run: Run) -> None:
+    """Reject learning rates with which nothing is learned, and further policies with options that
+    support only one."""
+    stages = {name: getattr(run, name) for name in ("warmup", "sft", "rl")}
+    others = [spec.optim.peak_lr for spec in run.policies.values()]
+    for name, stage in stages.items():
+        if stage is not None and not stage.optim.peak_lr and (name != "rl" or not any(others)):
+            raise ConfigError(
+                f"{name}.optim.lr=0 must be a positive number: nothing would be learned"
+                + (", since no other policy has a learning rate either" if others else "")
+            )
+    if not run.policies:
+        return
+    for name, spec in run.policies.items():
+        if not name.isidentifier() or name == "policy":
+            raise ConfigError(
+                f"policies: '{name}' cannot be the name of another policy: give letters, digits "
+                "and _, and not 'policy'"
+            )
+        if spec.policy is not None and not spec.policy.path:
+            raise ConfigError(
+                f"policies.{name}.policy has no path: give a checkpoint, or leave policy out for a "
+                "copy of the run's policy"
+            )
+        if spec.policy is None and run.policy.lora is not None:
+            raise ConfigError(
+                f"policies.{name} would be a copy of a policy with adapters (policy.lora): give "
+                f"policies.{name}.policy a path and its own lora"
+            )
+    wrong = {
+        "a run without rl, since other policies learn from rollouts only": run.rl is None,
+        f"compute.backend={run.compute.backend}, whose ranks hold one policy: set it to single": (
+            run.compute.backend != "single"
+        ),
+        "placement, whose roles have the processes of one policy: remove it": (
+            run.placement is not None
+        ),
+        "rl.signals, which score the replies of one policy: remove them": (
+            run.rl is not None and bool(run.rl.signals)
+        ),
+    }
+    for option, is_wrong in wrong.items():
+        if is_wrong:
+            raise ConfigError(f"policies cannot be combined with {option}")
+
+
 def check_folder(out: Path) -> None:
     """Check that files can be written to the run's folder, or to the folder in which it will be
     created. Leaves no files."""

@@ -91,7 +91,11 @@ class Publisher:
         record: RunRecord,
         thread: WatchedThread,
         check: SelfCheck | None = None,
+        name: str = "",
     ) -> None:
+        """``name``: that of the policy in ``Run.policies``; empty for ``Run.policy``, whose
+        publications the run counts."""
+        self.name = name
         self.policy = policy
         self.thread = thread
         self.check = check
@@ -133,10 +137,11 @@ class Publisher:
             f"publishing the weights after step {state.step}", self.policy.publish()
         )
         self.phase = EnginePhase.CURRENT
-        state.version += 1
+        state.version += not self.name
+        engine = f"the engine of {self.name}" if self.name else "the engine"
         _log.info(
             "weight_sync",
-            f"the engine has version {self.policy.version} of the weights",
+            f"{engine} has version {self.policy.version} of the weights",
             version=self.policy.version,
             step=state.step,
             seconds=time.monotonic() - started,

@@ -170,15 +170,15 @@ class RunRecord:
             if int(path.stem.removeprefix("step-")) > step:
                 path.unlink()
 
-    def copy_reference(self, checkpoint: Path) -> None:
-        """Copy the reference policy of the run that wrote ``checkpoint``, if it is another run:
-        rollouts did not begin in this one."""
-        target = self.out / REFERENCE
+    def copy_reference(self, checkpoint: Path, name: str = REFERENCE) -> None:
+        """Copy the reference policy ``name`` of the run that wrote ``checkpoint``, if it is another
+        run: rollouts did not begin in this one."""
+        target = self.out / name
         if checkpoint.resolve().parent == self.checkpoints.folder.resolve():
             return
         shutil.rmtree(target, ignore_errors=True)
         source = next(
-            (each / REFERENCE for each in checkpoint.resolve().parents if (each / FOLDER).is_dir()),
+            (each / name for each in checkpoint.resolve().parents if (each / FOLDER).is_dir()),
             None,
         )
         if source is not None and source.is_dir():
@@ -192,14 +192,19 @@ class RunRecord:
         state.stage_step = 0
         state.stopped = ""
         state.memory = {}
+        state.memories = {}
         state.guard = GuardState()
 
-    def count_step(self, memory: dict[str, float]) -> None:
-        """Count an optimizer step. ``memory``: state of the stage's algorithm after it."""
+    def count_step(
+        self, memory: dict[str, float], others: Mapping[str, dict[str, float]] | None = None
+    ) -> None:
+        """Count an optimizer step. ``memory``: state of the stage's algorithm after it; ``others``:
+        that of each other policy."""
         self.state.step += 1
         self.state.stage_step += 1
         self.state.score = None
         self.state.memory = memory
+        self.state.memories = dict(others or {})
 
     def measured(self, values: dict[str, float]) -> dict[str, float]:
         """``values`` of a step with its speed, the shares of its signals, and the engines' own

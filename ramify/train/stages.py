@@ -70,6 +70,8 @@ class StepData(msgspec.Struct, eq=False):
     accounts: list[GroupRecord] = msgspec.field(default_factory=list)
     """The outcome of each group that the step used up; their ``step`` is set when they are
     written."""
+    others: dict[str, StepData] = msgspec.field(default_factory=dict)
+    """Name of another policy that is trained -> what it learns from the same rollouts."""
 
 
 class StepSource(Protocol):
@@ -127,6 +129,12 @@ class TrainingStage(Protocol):
     """State of its algorithm after the latest step. Set it when a run is resumed."""
 
     @property
+    def others(self) -> Mapping[str, TrainingStage]:
+        """Name of another policy -> its part of the stage: same rollouts, own optimizer and
+        credit."""
+        ...
+
+    @property
     def kept(self) -> Mapping[str, Checkpointable]:
         """Name in a checkpoint -> state to save after a step. Before the first step the stage
         creates this state itself."""
@@ -158,6 +166,10 @@ class FixedDataStage(ABC):
     def __init__(self) -> None:
         self.memory: dict[str, float] = {}
         self._state: tuple[int, list[int]] = (0, [])
+
+    @property
+    def others(self) -> Mapping[str, TrainingStage]:
+        return {}
 
     @property
     def kept(self) -> Mapping[str, Checkpointable]:
@@ -254,7 +266,9 @@ class RlStage:
         sample: StepSampleSpec,
         temperature: float | Callable[[Call], float],
         signals: RunSignals | None = None,
+        others: Mapping[str, RlStage] | None = None,
     ) -> None:
+        """``others``: the parts of the other policies, which learn from this stage's rollouts."""
         self.num_steps = num_steps
         self.optim = scheduled(self.name, optim, num_steps * sample.minibatches)
         self.loss = loss.for_minibatches(sample.minibatches)
@@ -263,6 +277,7 @@ class RlStage:
         self.critic = needs.values
         self.streams = needs.streams | streams_of(self.loss)
         self.memory: dict[str, float] = {}
+        self.others: Mapping[str, RlStage] = others or {}
         self._task = task
         self._items = items
         self._rollouts = rollouts
@@ -291,8 +306,8 @@ class RlStage:
                 next_item=next_item,
                 pending=pending,
                 read=None if reader is None else reader.group,
-                has_no_signal=lambda group: bool(
-                    self._composed(reader).assign_advantages([group], self._task.weights).no_signal
+                has_no_signal=lambda group: all(
+                    stage.has_no_signal(group, reader) for stage in (self, *self.others.values())
                 ),
             )
             stack.push_async_callback(queue.close)
@@ -308,29 +323,50 @@ class RlStage:
         """The data of step ``step``, made of the groups ``taken``."""
         groups = [group for _, group in taken.groups]
         _check_any_came_back(groups, step, taken.notes)
-        assigned = self._assign(groups, reader)
-        self.memory = {**self.memory, **assigned.memory}
-        metrics = {**assigned.metrics, **taken.metrics, **_measured(groups)}
+        data, learnt = self.learned_from(groups, reader)
+        for name, stage in self.others.items():
+            data.others[name], also = stage.learned_from(groups)
+            learnt |= also
+        metrics = {**data.metrics, **taken.metrics, **_measured(groups)}
         metrics |= of_rollouts(groups, self._task.weights)
         if isinstance(self._task, MixtureTask):
             metrics = of_parts(groups, self._task.weights) | metrics
+        data.metrics = metrics
+        if reader is not None:
+            data.metrics |= reader.metrics(groups)
+            reader.put_on_trees(groups)
+            reader.forget(groups)
+        gone = taken.stragglers
+        data.accounts = [
+            account(number, group, learnt, gone.get(number, ())) for number, group in taken.groups
+        ]
+        data.accounts += taken.given_up
+        data.notes = [*taken.notes, *data.notes]
+        return data
+
+    def learned_from(
+        self, groups: list[Group], reader: SignalReader | None = None
+    ) -> tuple[StepData, set[str]]:
+        """(what this stage's policy learns from ``groups``, ids of the rollouts with credit)"""
+        assigned = self._assign(groups, reader)
+        self.memory = {**self.memory, **assigned.memory}
         parts = self._minibatches(assigned)
         if not needs_of(self._algorithm).streams:  # otherwise advantages are not known yet
             _note_advantages(assigned.rollouts)
-        if reader is not None:
-            metrics |= reader.metrics(groups)
-            reader.put_on_trees(groups)
-            reader.forget(groups)
-        learnt = {rollout.trajectory.id for rollout in assigned.rollouts}
-        gone = taken.stragglers
-        accounts = [
-            account(number, group, learnt, gone.get(number, ())) for number, group in taken.groups
-        ]
-        accounts += taken.given_up
-        notes = [*taken.notes, *assigned.notes]
-        return StepData(
-            parts, metrics, assigned.no_signal, groups, notes, dict(self.memory), accounts
+        data = StepData(
+            parts,
+            dict(assigned.metrics),
+            assigned.no_signal,
+            groups,
+            list(assigned.notes),
+            dict(self.memory),
         )
+        return data, {rollout.trajectory.id for rollout in assigned.rollouts}
+
+    def has_no_signal(self, group: Group, reader: SignalReader | None = None) -> bool:
+        """True if a complete group has no signal."""
+        composed = self._composed(reader)
+        return bool(composed.assign_advantages([group], self._task.weights).no_signal)
 
     def _composed(self, reader: SignalReader | None) -> Algorithm:
         """The algorithm with its state and with the signals' scores."""
@@ -434,7 +470,8 @@ def _note_advantages(rollouts: Sequence[AssignedRollout]) -> None:
                 by_turn[f"{call}/{turn}"] = (
                     values[0] if min(values) == max(values) else list(values)
                 )
-        rollout.trajectory.metadata["advantages"] = by_turn
+        # Another policy may have turns of the same rollout.
+        rollout.trajectory.metadata.setdefault("advantages", {}).update(by_turn)
 
 
 def _measured(groups: Sequence[Group]) -> dict[str, float]:

@@ -20,26 +20,20 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
-import numpy as np
-
-from ramify.errors import StoreError, TrainError
+from ramify.errors import StoreError
 from ramify.logging import RoomLogger
-from ramify.models import checksums
 from ramify.progress import on_heartbeat, report_progress, subscribe
 from ramify.train import metrics as metric_file
-from ramify.train.backends.base import Backend, ReferenceModel
-from ramify.train.checkpoint import CheckpointState, verify
-from ramify.train.data.pack import attach, describe, pack
+from ramify.train.checkpoint import CheckpointState, Write, verify
 from ramify.train.guards import GuardVerdict, TrainingGuard, after_evaluation, after_step
-from ramify.train.publisher import Publisher
+from ramify.train.learner import Learner, over_parts, own_parts
 from ramify.train.run_record import RunRecord
-from ramify.train.signals.scorer import REFERENCE
-from ramify.train.stages import Minibatch, StepData, StepSource, TrainingStage
+from ramify.train.stages import StepData, StepSource, TrainingStage
 from ramify.train.watchdog import RunStopped, StallError
-from ramify.types.sequence import Batch, Floats, TokenSequence
 
 _log = RoomLogger("train")
 T = TypeVar("T")
@@ -64,26 +58,21 @@ class Trainer:
     def __init__(
         self,
         record: RunRecord,
-        publisher: Publisher,
+        learners: Sequence[Learner],
         stages: Sequence[TrainingStage],
-        backend_of: Callable[[TrainingStage], Backend],
         evaluation: SplitEvaluator,
         *,
         guard: TrainingGuard | None = None,
-        reference_of: Callable[[Path], ReferenceModel] | None = None,
     ) -> None:
-        """``reference_of`` loads a saved policy as the reference of a KL."""
+        """``learners``: the policies that are trained, ``Run.policy`` first."""
         self.record = record
-        self.publisher = publisher
+        self._learners = learners
         self._stages = stages
-        self._backend_of = backend_of
         self._evaluation = evaluation
         self._guard = guard or TrainingGuard()
-        self._reference_of = reference_of
-        self._reference: ReferenceModel | None = None
         self._source: StepSource | None = None
-        self._thread = publisher.thread
-        self._watch = publisher.thread.watch
+        self._thread = learners[0].publisher.thread
+        self._watch = self._thread.watch
 
     @property
     def state(self) -> CheckpointState:
@@ -121,7 +110,8 @@ class Trainer:
     async def _run(self, resume: Path | None) -> CheckpointState:
         if resume is not None:
             await self._thread.run(self.state.step + 1, self._restore, resume)
-            await self.publisher.policy.publish()  # the engine may hold other weights
+            for learner in self._learners:  # its engine may hold other weights
+                await learner.publisher.policy.publish()
         else:
             self.record.begin()
         self.record.open()
@@ -132,11 +122,13 @@ class Trainer:
 
     async def _run_stage(self, stage: TrainingStage) -> None:
         # A run that resumes within a stage has its backend, first evaluation and checkpoint.
-        is_new = self.publisher.backend is None
-        if is_new:
-            self.publisher.backend = await self._in_torch(self._backend_of, stage)
-        if "ref_logprobs" in stage.streams:
-            self._reference = await self._in_torch(self._load_reference)
+        is_new = self._learners[0].publisher.backend is None
+        for learner, own in self._learning(stage):
+            if is_new:
+                await self._in_torch(learner.begin, own)
+            if "ref_logprobs" in own.streams:
+                loading = partial(learner.load_reference, is_new=not self.state.stage_step)
+                await self._in_torch(loading, self.record.out)
         if stage.samples and is_new:
             also = await self._roots(stage)
             for split in ("validation", *self._evaluation.first):
@@ -150,7 +142,14 @@ class Trainer:
             await self._save_steps_so_far()
             raise
         self.record.begin_next_stage()
-        self.publisher.backend = None
+        for learner in self._learners:
+            learner.publisher.backend = None
+
+    def _learning(self, stage: TrainingStage) -> list[tuple[Learner, TrainingStage]]:
+        """The policies that learn in ``stage``, each with its part of it."""
+        main, *others = self._learners
+        own = stage.others
+        return [(main, stage), *((each, own[each.name]) for each in others if each.name in own)]
 
     async def _run_steps(self, stage: TrainingStage) -> None:
         with report_progress(
@@ -186,8 +185,9 @@ class Trainer:
         """The data of each remaining step. Later rollouts continue meanwhile, as far as
         ``max_staleness`` allows."""
         state = self.state
-        if state.memory:
-            stage.memory = dict(state.memory)
+        for learner, own in self._learning(stage):
+            if memory := state.memory_of(learner.name):
+                own.memory = dict(memory)
         async with stage.source(state.next_item, state.pending) as source:
             self._source = source
             if state.is_due:
@@ -207,36 +207,56 @@ class Trainer:
         record, state, source = self.record, self.state, self._source
         assert source is not None
         started = time.monotonic()
-        values = dict(work.metrics) | metric_file.staleness(work.groups, self._version)
+        values = dict(work.metrics)
+        learning = list(own_parts(self._learners, stage, work))
         where = self._where(stage)
-        if self._report_notes(stage, work, where):
-            values["silent"] = 1.0
-        async with self.publisher.changing:
-            if work.parts:
-                values |= await self.publisher.sleep()
-                values |= await self._in_torch(self._prepare, stage, work)
-            values |= _over_parts(
-                [await self._in_torch(self._learn, stage, part) for part in work.parts]
-            )
+        for learner, _, own in learning:
+            if self._report_notes(stage, own, where, learner.name):
+                values |= learner.measured({"silent": 1.0})
+        async with contextlib.AsyncExitStack() as stack:
+            for learner, _, own in learning:
+                await stack.enter_async_context(learner.publisher.changing)
+                version = learner.publisher.policy.version
+                values |= learner.measured(metric_file.staleness(learner.own(work.groups), version))
+                if own.parts:
+                    values |= learner.measured(await learner.publisher.sleep())
+            for each in learning:
+                values |= await self._learned(*each)
             values["learn_s"] = time.monotonic() - started
-            record.count_step(work.memory)
-            if stage.samples and work.parts:
-                await self.publisher.publish()
+            memories = {learner.name: own.memory for learner, _, own in learning}
+            record.count_step(memories.pop(""), memories)
+            for learner, _, own in learning:
+                if stage.samples and own.parts:
+                    await learner.publisher.publish()
         values = record.measured(values)
         if stage.samples:
             values |= self._report_verdict(after_step(self._guard, state.guard, values), where)
         record.write(stage.name, values)
-        check = self.publisher.check
-        if check is not None and work.groups:
-            check.ids(work.groups)
+        for learner, _, _ in learning:
+            check = learner.publisher.check
+            if check is not None and work.groups:
+                check.ids(work.groups)
         record.write_rollouts(work.groups, work.accounts)
         if not state.stopped:
             source.newer(state.stage_step)
         state.is_due = True
         await self._at_intervals(stage)
 
-    def _report_notes(self, stage: TrainingStage, work: StepData, where: str) -> str:
+    async def _learned(
+        self, learner: Learner, stage: TrainingStage, work: StepData
+    ) -> dict[str, float]:
+        """Learn from the data of a step. Returns the metrics of that."""
+        values = {} if not learner.name else dict(work.metrics)
+        if work.parts:
+            values |= await self._in_torch(learner.prepare, stage, work)
+        values |= over_parts(
+            [await self._in_torch(learner.learn, stage, part) for part in work.parts]
+        )
+        return learner.measured(values)
+
+    def _report_notes(self, stage: TrainingStage, work: StepData, where: str, name: str) -> str:
         """Report what is remarkable about the data of a step. Returns why it has no signal."""
+        where += f", {name}" if name else ""
         about = {"step": self.state.step + 1, "stage": stage.name}
         for note in work.notes:
             _log.warning("step_note", f"{where}: {note}", shown=True, **about)
@@ -244,10 +264,6 @@ class Trainer:
             text = f"{where} has nothing to learn from: {work.no_signal}"
             _log.warning("no_signal", text, shown=True, **about)
         return work.no_signal
-
-    @property
-    def _version(self) -> int:
-        return self.publisher.policy.version
 
     def _where(self, stage: TrainingStage) -> str:
         return f"step {self.state.step + 1} ({stage.name})"
@@ -286,91 +302,29 @@ class Trainer:
             self.state.stopped = verdict.stop
         return verdict.metrics
 
-    # --- learning, in the torch thread
-
-    def _prepare(self, stage: TrainingStage, work: StepData) -> dict[str, float]:
-        """Compute the streams that the rows of a step need before its first minibatch."""
-        backend = self.publisher.backend
-        assert backend is not None
-        rows = [row for part in work.parts for row in part.rows]
-        if "staleness" in stage.streams:
-            self._attach_staleness(rows)
-        if "ref_logprobs" in stage.streams:
-            assert self._reference is not None
-            # A signal may have computed some of them.
-            missing = [row for row in rows if "ref_logprobs" not in row.streams]
-            if missing:
-                _attach(missing, self._reference, "ref_logprobs", self._reference.logprobs)
-        if "old_logprobs" in stage.streams:
-            _attach(rows, backend, "old_logprobs", backend.logprobs)
-        if "values" in stage.streams:
-            _attach(rows, backend, "values", backend.values)
-        return stage.finish(rows)
-
-    def _attach_staleness(self, rows: Sequence[TokenSequence]) -> None:
-        """Attach the stream ``staleness``: how many versions the sampling policy lags behind the
-        trained one, per token."""
-        for row in rows:
-            if row.versions is not None:
-                row.streams["staleness"] = np.where(
-                    row.versions >= 0, self._version - row.versions, 0
-                ).astype(np.float32)
-
-    def _learn(self, stage: TrainingStage, part: Minibatch) -> dict[str, float]:
-        """One optimizer step."""
-        backend = self.publisher.backend
-        assert backend is not None
-        whole_calls = stage.loss.is_over_sequences
-        batches = pack(part.rows, backend.packing, part.denominators, whole_calls=whole_calls)
-        if self.publisher.check is not None:
-            self.publisher.check.weights(part.rows, batches)
-        measured = backend.forward_backward(batches, stage.loss)
-        measured |= backend.optim_step()
-        self.publisher.learned()
-        return {**measured, **describe(batches, part.rows)}
-
-    def _load_reference(self) -> ReferenceModel:
-        """The policy that rollouts began with, saved next to the checkpoints."""
-        folder = self.record.out / REFERENCE
-        if not self.state.stage_step:
-            self._save_policy(folder)
-        elif not folder.is_dir():
-            raise TrainError(
-                f"{folder} is missing: it is the policy that rollouts began with, the reference "
-                "of the run's KL; copy it from the run that wrote the checkpoint"
-            )
-        checksums.check(folder)
-        if self._reference_of is None:
-            raise TrainError(
-                "the run has a KL to a reference policy, but no reference_of to load it with"
-            )
-        return self._reference_of(folder)
-
-    def _save_policy(self, folder: Path) -> None:
-        """Save the current policy with checksums, which are verified when it is loaded."""
-        checksums.drop(folder)
-        self.publisher.policy.save(folder)
-        checksums.write(folder)
+    # --- checkpoints, in the torch thread
 
     def _save(self) -> None:
-        backend, state = self.publisher.backend, self.state
-        assert backend is not None
-        saved = self._stages[state.stage].kept if state.stage_step else {}
-        others = {name: each.save for name, each in saved.items()}
-        self.record.save({"backend": backend.save, "policy": self.publisher.policy.save, **others})
+        stage = self._stages[self.state.stage]
+        saved = stage.kept if self.state.stage_step else {}
+        parts: dict[str, Write] = {name: each.save for name, each in saved.items()}
+        for learner, _ in self._learning(stage):
+            parts |= learner.parts()
+        self.record.save(parts)
 
     def _restore(self, checkpoint: Path) -> None:
         """Restore the state of ``checkpoint``."""
         self.record.go_back(checkpoint)
         stage = self._stages[self.state.stage]
-        backend = self._backend_of(stage)
-        backend.load(checkpoint / "backend")
         is_open = self.state.stage_step < stage.num_steps or self.state.is_due
-        if is_open and not self.state.stopped:
-            self.publisher.backend = backend
+        is_open = is_open and not self.state.stopped
+        for learner, own in self._learning(stage):
+            learner.restore(own, checkpoint, is_open=is_open)
+        if is_open:
             for name, part in stage.kept.items() if self.state.stage_step else ():
                 part.load(checkpoint / name)
-            self.record.copy_reference(checkpoint)
+            for learner in self._learners:
+                self.record.copy_reference(checkpoint, learner.paths.reference)
         else:  # the stage was over; the next one begins with a new optimizer
             self.record.begin_next_stage()
 
@@ -384,8 +338,9 @@ class Trainer:
     ) -> Mapping[str, float]:
         """Evaluate the current policy on ``split``. The validation reward becomes the run's score,
         if there is one. ``also`` is written in the same row."""
-        async with self.publisher.changing:
-            await self.publisher.publish()
+        for learner in self._learners:
+            async with learner.publisher.changing:
+                await learner.publisher.publish()
         started = time.monotonic()
         evaluating = self._evaluation.of(split)
         values = dict(await self._watch.bounded(f"evaluating {split}", evaluating, can_stop=True))
@@ -410,39 +365,13 @@ class Trainer:
         for name, checkpoint in sorted(found.items(), key=lambda each: each[0] == keep):
             if checkpoint is None:
                 continue
-            await self._in_torch(verify, checkpoint, "policy/")
-            await self.publisher.load(checkpoint / "policy")
+            for learner in self._learners:
+                await self._in_torch(verify, checkpoint, f"{learner.paths.policy}/")
+                await learner.publisher.load(checkpoint / learner.paths.policy)
             scores = {}
             for split in self._evaluation.final:
                 scores |= await self.evaluate(split, name)
-        await self._in_torch(self._save_policy, self.record.out / "policy")
+        for learner in self._learners:
+            await self._in_torch(learner.save_policy, self.record.out / learner.paths.policy)
         if (kept := found[keep]) is not None:
             self.record.note_kept(kept, scores, is_best=kept == checkpoints.best())
-
-
-def _attach(
-    rows: Sequence[TokenSequence],
-    backend: ReferenceModel,
-    name: str,
-    ask: Callable[[Sequence[Batch]], Sequence[Floats]],
-) -> None:
-    """Attach the stream ``name`` to ``rows``, by applying ``ask`` to batches packed for
-    ``backend``."""
-    batches = pack(rows, backend.packing)
-    attach(rows, batches, name, ask(batches))
-
-
-def _over_parts(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine the metrics of a step's optimizer steps: sums of counts, and means of the rest over
-    those that have a number. The mismatch of trainer and sampler is that of the first optimizer
-    step, since it moves the weights."""
-    combined: dict[str, float] = {}
-    for name in dict.fromkeys(name for part in measured for name in part):
-        values = [part[name] for part in measured if name in part]
-        if name in ("batches", "packed_tokens", "row_tokens"):
-            combined[name] = sum(values)
-        elif not name.startswith("mismatch"):
-            combined[name] = sum(values) / len(values)
-        elif name in measured[0]:
-            combined[name] = measured[0][name]
-    return combined

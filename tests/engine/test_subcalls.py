@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify import RLM, Limits, Stop
+from ramify import RLM, DepthOptions, Limits, Stop
 from ramify.clients.scripted import refused
 from ramify.errors import ConfigError
 from ramify.types.message import Message
@@ -259,6 +259,51 @@ def test_children_may_have_other_tools() -> None:
     model = client(lambda m: lines["child" if "Question: child" in m[1].content else "root"])
     with rlm(model, tools=[secret], child_tools={}) as r:
         assert r.completion("text", "root").answer == ["s", False]
+
+
+def test_turns_scaffold_and_tools_by_depth() -> None:
+    """The root takes two turns; its child has one, another system prompt and fewer tools."""
+
+    def secret() -> str:
+        return "s"
+
+    def shared() -> str:
+        return "x"
+
+    child = msgspec.structs.replace(SCAFFOLD, name="child", system="You are a child. {{tools}}")
+    depths = [DepthOptions(), DepthOptions(1, child, ("shared",))]
+    cells = {
+        "root": iter([code("n = secret()"), code("FINAL([n, rlm_query('child', 'x')])")]),
+        "child": iter([code("print('secret' in globals(), shared())")]),
+    }
+    model = client(
+        lambda m: (
+            "late"
+            if "no more" in m[-1].content or (len(m) > 3 and m[0].content.startswith("You are"))
+            else next(cells["child" if "Question: child" in m[1].content else "root"])
+        )
+    )
+    with rlm(model, tools=[secret, shared], depths=depths) as r:
+        trajectory = r.completion("text", "root").trajectory
+    root, called = trajectory.calls[0], trajectory.calls[1]
+    assert (root.stop, len(root.turns)) == (Stop.FINAL, 2)
+    assert (called.stop, called.reason) == (
+        Stop.MAX_TURNS,
+        "1 of 1 turns were used: raise max_turns",
+    )
+    assert called.turns[0].cells[0].stdout == "False x\n"
+    systems = [call.turns[0].prompt[0].content for call in (root, called)]
+    assert "- `secret" in systems[0]
+    assert systems[1].startswith("You are a child.")
+    assert "secret" not in systems[1]
+
+
+def test_a_depth_cannot_have_an_unknown_tool() -> None:
+    with (
+        rlm(["-"], tools={"add": print}, depths=[DepthOptions(tools=("ad",))]) as r,
+        pytest.raises(ConfigError, match=r"depths: unknown tool 'ad': did you mean 'add'"),
+    ):
+        r.completion("text", "root")
 
 
 @pytest.mark.parametrize("name", ["context", "llm_query", "not a name", "class"])

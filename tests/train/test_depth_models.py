@@ -24,11 +24,20 @@ from ramify.engine.limits import Limits
 from ramify.errors import ConfigError, Refused
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.assemble import assemble
-from ramify.train.backends.base import OptimizerSpec
-from ramify.train.config import EvaluateSpec, RlSpec, Run, Schedule, TaskSpec
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.config import (
+    EvaluateSpec,
+    PolicySpec,
+    RlSpec,
+    Run,
+    Schedule,
+    TaskSpec,
+    TrainedPolicySpec,
+)
 from ramify.train.data.sft_data import read as read_trajectories
 from ramify.train.depth_models import DepthModels, DepthSpec, FrozenSpec
 from ramify.train.metrics import read_metrics
+from ramify.train.placement.placement_spec import PlacementSpec, RoleSpec
 from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.types.message import Message
@@ -162,11 +171,56 @@ def test_a_resumed_run_has_spent_what_it_had_spent(monkeypatch: pytest.MonkeyPat
     assert "it is the budget of the frozen models" in asyncio.run(refused())
 
 
+WORKERS = PlacementSpec(rollouts=RoleSpec(count=1))
+
+
+def two(policy: PolicySpec | None = None, lr: float = 1e-3, rate: float = 1e-3, **more: Any) -> Run:
+    """A root and its children, each with its policy."""
+    spec = TrainedPolicySpec(policy=policy, optim=OptimizerSpec(lr=lr))
+    depths = [POLICY, DepthSpec(model="children")]
+    run = run_of(depths, FrozenSpec(), policies={"children": spec}, **more)
+    assert run.rl is not None
+    rl = msgspec.structs.replace(run.rl, optim=OptimizerSpec(lr=rate))
+    return msgspec.structs.replace(run, rl=rl)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: DepthSpec(model=""), "a depth has no model: give depths 'policy'"),
         (lambda: run_of([FROZEN, FROZEN], FrozenSpec()), "nothing would be trained"),
+        (
+            lambda: run_of([POLICY, DepthSpec(model="children")], FrozenSpec()),
+            "unknown policy 'children': give one of policy, or 'provider:model'",
+        ),
+        (
+            lambda: run_of([POLICY, POLICY], FrozenSpec(), policies={"kids": TrainedPolicySpec()}),
+            r"policies\.kids answers no depth up to limits\.max_depth=1",
+        ),
+        (
+            lambda: run_of([POLICY, FROZEN], FrozenSpec(), placement=WORKERS),
+            "rollout workers cannot share the budget of openai:gpt-5-mini",
+        ),
+        (
+            lambda: assemble(run_of([DepthSpec(scaffold="tiny")], FrozenSpec())),
+            "the root's scaffold is the run's: set scaffold=tiny",
+        ),
+        (
+            lambda: assemble(run_of([POLICY, DepthSpec(scaffold="retool")], FrozenSpec())),
+            "the scaffold 'retool' of depth 1 has the protocol retool, and the run's has notebook",
+        ),
+        (
+            lambda: assemble(two(compute=ComputeSpec(backend="fsdp"))),
+            r"policies cannot be combined with compute\.backend=fsdp",
+        ),
+        (
+            lambda: assemble(two(lr=0.0, rate=0.0)),
+            r"rl\.optim\.lr=0 must be a positive number: nothing would be learned, since no other",
+        ),
+        (
+            lambda: assemble(two(policy=PolicySpec(shape={"model_type": "qwen3"}))),
+            r"policies\.children\.policy has no path",
+        ),
         (lambda: FrozenSpec(step_cost=0.0), r"frozen\.step_cost=0 must be above 0"),
         (
             lambda: assemble(

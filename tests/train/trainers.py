@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.train.config import STALL_S, Schedule
+from ramify.train.learner import Learner
 from ramify.train.metrics import StepMetrics
 from ramify.train.publisher import PolicyHandle, Publisher
 from ramify.train.run_record import RunRecord
@@ -31,4 +32,4 @@ def trainer_over(
     record = RunRecord(out, schedule, config=config, listener=listener)
     thread = WatchedThread(watch or RunWatchdog(out, STALL_S))
     publisher = Publisher(policy, record, thread)
-    return Trainer(record, publisher, stages, backend_of, SplitEvaluator(evaluate))
+    return Trainer(record, [Learner(publisher, backend_of)], stages, SplitEvaluator(evaluate))

@@ -72,7 +72,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     final_fraction: float = 0.1
 
     def __post_init__(self) -> None:
-        if not self.peak_lr > 0 or not math.isfinite(self.peak_lr):
+        if not self.peak_lr >= 0 or not math.isfinite(self.peak_lr):
             raise ConfigError(f"optim.lr={self.lr} must be a positive number")
         check_optional("optim", "never", max_grad_norm=self.max_grad_norm)
         check_optional("optim", "the length of the stage", num_steps=self.num_steps)

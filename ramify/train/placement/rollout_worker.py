@@ -33,6 +33,7 @@ from ramify.log_outputs import Sender
 from ramify.logging import SentRecord, attach
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item
+from ramify.train.depth_models import DepthSpec
 
 
 class RolloutWorkerSpec(msgspec.Struct, frozen=True):
@@ -56,6 +57,8 @@ class RolloutWorkerSpec(msgspec.Struct, frozen=True):
     """Whether a single plain call may answer a short context."""
     thinking: bool | None = None
     """See ``PolicySpec.thinking``."""
+    depths: tuple[DepthSpec, ...] = ()
+    """See ``Run.depths``; all have the policy."""
     variables: tuple[str, ...] = ()
     """Environment variables that hold the addresses of services."""
 
@@ -139,6 +142,7 @@ class _RolloutWorker:
         from ramify.inference.base import AuditedClient
         from ramify.inference.http.http_engines import HttpEngines
         from ramify.models.load import load_policy
+        from ramify.train.depth_models import DepthModels, FrozenSpec
 
         torch.set_num_threads(1)
         policy = load_policy(
@@ -152,10 +156,11 @@ class _RolloutWorker:
         )
         self._client = AuditedClient(self._engines)
         self._rlm = RLM(
-            self._client,
+            DepthModels(spec.depths, FrozenSpec(), self._client).clients,
             limits=spec.limits,
             scaffold=scaffold_of(spec.scaffold),
             sandbox=spec.sandbox,
+            depths=[each.options() for each in spec.depths],
         )
         try:
             async with self._rlm:

@@ -25,6 +25,7 @@ from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.tasks.base import Item
 from ramify.train.config import Run
 from ramify.train.data.sft_data import read as trajectories
+from ramify.train.depth_models import DepthSpec
 from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.placement.placement_spec import PlacementSpec, RoleSpec
 from ramify.train.placement.rollout_worker import RolloutWorkerSpec, WorkerMessage, receive
@@ -68,7 +69,8 @@ def _what(tree: Trajectory) -> tuple[Any, ...]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_groups_are_those_of_one_process_also_where_the_only_runner_is_lost(tmp_path: Path) -> None:
-    train(short(), tmp_path / "one")
+    depths = (DepthSpec(temperature=0.8, max_turns=1),)
+    train(short(depths=depths), tmp_path / "one")
     killed: list[str] = []
 
     def kill(measured: StepMetrics) -> None:
@@ -82,7 +84,7 @@ def test_groups_are_those_of_one_process_also_where_the_only_runner_is_lost(tmp_
             )
 
     said: list[str] = []
-    run = short(inference=InferenceSpec(), placement=RUNNERS)
+    run = short(inference=InferenceSpec(), placement=RUNNERS, depths=depths)
     os.environ["RAMIFY_TEST_PLACE"] = str(tmp_path)
     try:
         train(run, tmp_path / "two", listener=kill, say=said.append, inform=said.append)

@@ -32,7 +32,8 @@ from ramify.train.depth_models import DepthModels, FrozenSpec
 from ramify.train.execute import train
 from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import read_metrics
-from ramify.train.open_run import RolloutParts, client_of, trainer_of
+from ramify.train.open_rollouts import RolloutParts, client_of
+from ramify.train.open_run import trainer_of
 from ramify.train.override import override
 from ramify.train.preflight import check_signals
 from ramify.train.recipe import stored

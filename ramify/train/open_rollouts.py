@@ -1,0 +1,215 @@
+"""Opening what rollouts run with: placed machines, services, engines and rollout workers.
+
+    RunParts ── placed machines ─ services ─ engines ─ rollout workers ──> RolloutParts
+
+Decides what starts when, and what each process is given. Not here: the trainer (``open_run.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from ramify.actors.launcher import Launcher, LocalLauncher
+from ramify.engine.rlm import RLM
+from ramify.inference.base import AuditedClient
+from ramify.train.assemble import RunParts
+from ramify.train.depth_models import DepthModels
+from ramify.train.metrics import latest_values
+from ramify.train.placement.rollout_worker import RolloutWorkerSpec
+from ramify.train.placement.rollout_workers import RolloutWorkers
+from ramify.train.placement.services import RunServices
+from ramify.train.resource_counts import attached, check_reach
+
+if TYPE_CHECKING:
+    from ramify.inference.http.http_engines import HttpEngines
+    from ramify.inference.local.local_client import LocalClient
+
+
+class Closable(Protocol):
+    """A part that was opened."""
+
+    def close(self) -> object: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutParts:
+    """What rollouts run with."""
+
+    client: LocalClient | HttpEngines
+    audited: AuditedClient
+    rlm: RLM
+    workers: RolloutWorkers | None
+    """Processes that run rollouts; None: this process does."""
+    depths: DepthModels
+    """The models by depth."""
+    others: Mapping[str, tuple[LocalClient | HttpEngines, AuditedClient]] = dataclasses.field(
+        default_factory=dict
+    )
+    """Name of another policy -> its engines."""
+
+
+async def open_rollouts(parts: RunParts, out: Path, opened: dict[str, Closable]) -> RolloutParts:
+    """Acquire the placement slots, and start the processes other than the trainer's."""
+    from ramify.inference.local.local_client import LocalClient
+
+    client = opened["client"] = client_of(parts)
+    hosts = _placed(parts)
+    if hosts is not None:
+        opened["hosts"] = hosts
+    placement = parts.run.placement
+    if placement is not None and placement.services:
+        services = opened["services"] = RunServices(
+            hosts or LocalLauncher(), placement.services, out, restarts=placement.restarts
+        )
+        await services.start()
+    rl = parts.run.rl
+    audited = AuditedClient(client, rl.sample.max_token_staleness if rl is not None else 0)
+    workers = None
+    if not isinstance(client, LocalClient):
+        await client.start(out / "inference", parts.save_policy, hosts)
+        workers = _workers(parts, client, audited, out, hosts)
+    if workers is not None:
+        opened["rollout_workers"] = workers
+        await workers.start()
+    run = parts.run
+    others = {name: await _engines(each, name, out, opened) for name, each in parts.others.items()}
+    depths = opened["depths"] = DepthModels(
+        run.depths,
+        run.frozen,
+        audited,
+        latest_values(out),
+        others={name: seen for name, (_, seen) in others.items()},
+    )
+    rlm = RLM(
+        depths.clients,
+        limits=run.limits,
+        scaffold=parts.scaffold,
+        sandbox=run.sandbox,
+        depths=[each.options() for each in run.depths],
+    )
+    return RolloutParts(client, audited, rlm, workers, depths, others)
+
+
+async def _engines(
+    parts: RunParts, name: str, out: Path, opened: dict[str, Closable]
+) -> tuple[LocalClient | HttpEngines, AuditedClient]:
+    """Start the engines of another policy."""
+    from ramify.inference.local.local_client import LocalClient
+
+    client = opened[f"client.{name}"] = client_of(parts)
+    if not isinstance(client, LocalClient):
+        await client.start(out / f"inference-{name}", parts.save_policy)
+    assert parts.run.rl is not None
+    return client, AuditedClient(client, parts.run.rl.sample.max_token_staleness)
+
+
+def client_of(parts: RunParts) -> LocalClient | HttpEngines:
+    """The client of the engine in this process, or of the engines outside, which are not started
+    yet."""
+    if parts.engines is not None:
+        from ramify.inference.http.http_engines import HttpEngines
+
+        if not parts.engines.urls:  # started engines only answer requests with this key
+            os.environ.setdefault(parts.engines.key_variable, secrets.token_urlsafe(24))
+        name = f"{parts.engines.engine}:{parts.run.name}"
+        return HttpEngines(parts.serving, parts.engines, name=name)
+    import torch
+
+    from ramify.inference.local.local_client import LocalClient
+
+    spec = parts.run.policy
+    products = getattr(torch, parts.precision.engine) if parts.run.deterministic else None
+    client = LocalClient(
+        parts.serving,
+        name=f"local:{parts.run.name}",
+        slots=spec.slots,
+        cache_bytes=spec.cache_bytes,
+        fixed_shapes=products,
+    )
+    if parts.run.rl is not None and parts.run.rl.rollout.replay_routes:
+        client.report_routes()
+    return client
+
+
+def _placed(parts: RunParts) -> Launcher | None:
+    """The launcher of processes on other machines; None if there are none. Raises ConfigError
+    if the placement slots are not available."""
+    import torch
+
+    from ramify.actors.ray_launcher import RayLauncher
+
+    if not parts.is_placed:
+        return None
+    spec = parts.run.placement
+    assert spec is not None
+    hosts = RayLauncher(
+        parts.placement_slots,
+        gpus={name: spec.role(name).gpus for name in spec.roles},
+        spread=[name for name, pool in spec.pools.items() if pool.order == "spread"],
+        address=spec.address,
+        start_s=spec.start_s,
+        num_gpus=torch.cuda.device_count(),
+    )
+    try:
+        check_reach(parts.run, hosts, parts.num_members("inference"))
+    except BaseException:
+        hosts.close()
+        raise
+    return hosts
+
+
+def _workers(
+    parts: RunParts,
+    client: HttpEngines,
+    audited: AuditedClient,
+    out: Path,
+    hosts: Launcher | None,
+) -> RolloutWorkers | None:
+    """The rollout workers, not started yet, if the placement has any."""
+
+    run, num = parts.run, parts.num_members("rollouts")
+    if not num or run.rl is None:
+        return None
+    assert run.inference is not None
+    checkpoint = out / "inference" / "checkpoint"
+    if run.inference.urls:
+        parts.save_policy(checkpoint)
+    return RolloutWorkers(
+        hosts or LocalLauncher(),
+        num,
+        _worker_spec(parts, client, checkpoint),
+        out,
+        client,
+        seen=audited.note,
+        restarts=run.placement.restarts if run.placement is not None else 0,
+    )
+
+
+def _worker_spec(parts: RunParts, client: HttpEngines, checkpoint: Path) -> RolloutWorkerSpec:
+    """The part of the run's configuration that rollout workers need."""
+    run = parts.run
+    assert run.inference is not None
+    assert run.rl is not None
+    return RolloutWorkerSpec(
+        name=client.name,
+        task=run.task.name,
+        options=run.task.options,
+        scaffold=run.scaffold,
+        limits=run.limits,
+        sandbox=run.sandbox,
+        inference=attached(run.inference, client.answering),
+        checkpoint=str(checkpoint.resolve()),
+        dtype=parts.dtype,
+        grace_s=run.rl.rollout.grace_s,
+        direct=run.rl.rollout.direct,
+        thinking=run.policy.thinking,
+        depths=run.depths,
+        variables=tuple(each.variable for each in run.placement.services.values())
+        if run.placement
+        else (),
+    )
