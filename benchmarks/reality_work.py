@@ -285,6 +285,7 @@ def overhead(before: Path, quick: bool) -> Iterator[Figure]:
         for root, found in times.items():
             done = subprocess.run(
                 [sys.executable, "-W", "ignore", "-c", _RUNS, "20" if quick else "100"],
+                cwd=root,  # what ``-c`` imports first
                 env={**os.environ, "PYTHONPATH": str(root)},
                 capture_output=True,
                 check=True,

@@ -383,7 +383,7 @@ FINAL(said)
             "TypeError: llm_query_batched: missing a required argument: 'prompts'",
             "TypeError: prompts must be a list of str",
             "ValueError: 1 prompts but 2 contexts",
-            "NameError: unknown tool 'no'",
+            "NameError: there is no tool 'no'",
             "TypeError: history: missing a required argument: 'seen'",
         ]
 
