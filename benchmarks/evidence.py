@@ -4,6 +4,7 @@ from scratch that learns to find evidence?
 
     python benchmarks/evidence.py                 300 items, 20 signals, curves of three seeds
     python benchmarks/evidence.py --quick         60 items, 5 signals, no curves
+    python benchmarks/evidence.py --models-only    two policies, and a remote sub-model that fails
     python benchmarks/evidence.py --curves-only --seeds 1 --keep runs    only curves, of one seed
     python benchmarks/evidence.py --mixture-only --keep runs    only three tasks, together and alone
     python benchmarks/evidence.py --json          also print the figures as JSON, like engine.py
@@ -18,14 +19,16 @@ together and each alone.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import random
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -35,15 +38,37 @@ from engine import Figure, show
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ramify.tasks.base import items_of, task_of  # noqa: E402
+from ramify.clients.script import server_error  # noqa: E402
+from ramify.engine.limits import Limits  # noqa: E402
+from ramify.engine.scaffold import Scaffold  # noqa: E402
+from ramify.tasks.base import Item, SimpleTask, Task, generated, items_of, task_of  # noqa: E402
 from ramify.tasks.validation import answered  # noqa: E402
+from ramify.train.advantages.group_estimators import DrGRPO  # noqa: E402
+from ramify.train.backends.base import OptimizerSpec  # noqa: E402
 from ramify.train.checkpoint import CheckpointStore, read_state  # noqa: E402
-from ramify.train.config import Schedule  # noqa: E402
+from ramify.train.config import (  # noqa: E402
+    EvaluateSpec,
+    PolicySpec,
+    RlSpec,
+    Schedule,
+    SftSpec,
+    TaskSpec,
+)
+from ramify.train.data.sft_data import read as read_trajectories  # noqa: E402
+from ramify.train.demonstrations import demonstrate  # noqa: E402
+from ramify.train.depth_models import DepthSpec, FrozenSpec  # noqa: E402
 from ramify.train.execute import train  # noqa: E402
 from ramify.train.metrics import read_metrics  # noqa: E402
 from ramify.train.recipe import load_recipe  # noqa: E402
+from ramify.train.rollouts.admission_rules import StepSampleSpec  # noqa: E402
+from ramify.train.rollouts.rollouter import RolloutOptions  # noqa: E402
+from ramify.types.message import Message  # noqa: E402
+from ramify.types.trajectory import Trajectory  # noqa: E402
+from tests.train.small import SHAPE, small  # noqa: E402
+from tests.train.test_depth_models import served  # noqa: E402
 from tests.train.test_extend import is_stopped, learned, run_of  # noqa: E402
 from tests.train.test_loop import same  # noqa: E402
+from tests.train.test_two_policies import begin, differing, one_stays  # noqa: E402
 
 
 def of_evidence(num: int) -> Iterator[Figure]:
@@ -107,6 +132,137 @@ def of_signals(folder: Path, num: int) -> Iterator[Figure]:
     yield Figure("stopped runs that end elsewhere", float(unequal), "runs", {}, 0.0)
 
 
+def of_policies(folder: Path) -> Iterator[Figure]:
+    """Two policies at once, one of them with learning rate 0, and the other over it frozen."""
+    begins = folder / "begins"
+    ours, theirs = one_stays(begin(begins), folder / "two")
+    differ = len(differing(ours, theirs)) + (not same(ours, theirs))
+    yield Figure(
+        "two policies, one at rate 0: differs from one over it frozen", differ, "values", {}, 0
+    )
+    yield Figure(
+        "two policies, one at rate 0: its run learns",
+        float(not same(begins, ours)),
+        "",
+        {},
+        least=1.0,
+    )
+
+
+ANSWERS = {"a": "good", "b": "bad"}
+"""What the remote sub-model answers."""
+
+
+def _asks(messages: Sequence[Message]) -> str:
+    """The expert's reply: a root that asks the sub-model one of two things, or the sub-model's."""
+    asked = messages[-1].content
+    choice = random.Random(asked).choice("ab")
+    return ANSWERS.get(asked.strip(), f"FINAL(llm_query('{choice}'))")
+
+
+asks = SimpleTask(
+    "asks",
+    generated("asks", lambda rng: Item(f"{rng.randrange(10**9)}?", "text", gold="good")),
+    lambda answer, item: float(answer == item.gold),
+)
+
+
+def asked(task: Task, num: int, seed: int, scaffold: Scaffold) -> list[Trajectory]:
+    return demonstrate(task, _asks, num, scaffold, limits=Limits(max_turns=1, max_depth=0))
+
+
+def of_remote(folder: Path) -> Iterator[Figure]:
+    """A policy over a remote sub-model that fails a tenth of its calls and answers late."""
+    run = small(
+        policy=PolicySpec(shape=SHAPE, vocab_size=270, slots=32),
+        task=TaskSpec(name=f"{__file__}:asks"),
+        warmup=None,
+        sft=SftSpec(
+            demos=f"{__file__}:asked",
+            num=200,
+            batch_tokens=1_000,
+            epochs=8,
+            optim=OptimizerSpec(kind="muon", lr=1e-2),
+        ),
+        depths=(DepthSpec(), DepthSpec(model="openai:gpt-5-mini", max_reply_tokens=16)),
+        frozen=FrozenSpec(step_calls=BUDGET, run_cost=0.05),
+        limits=Limits(
+            max_turns=1, max_depth=0, max_reply_tokens=24, max_reasoning_tokens=0, max_seconds=300
+        ),
+        rl=RlSpec(
+            steps=16,
+            sample=StepSampleSpec(items=4),
+            rollout=RolloutOptions(group=8, concurrency=32),
+            algorithm=DrGRPO(),
+            optim=OptimizerSpec(lr=2e-3),
+        ),
+        evaluate=EvaluateSpec(num=4, final=()),
+        schedule=Schedule(evaluate_every=None, save_rollouts_every=1),
+    )
+    numbers = itertools.count(1)
+
+    def script(messages: Sequence[Message]) -> Any:
+        return server_error() if next(numbers) % 10 == 0 else _asks(messages)
+
+    with served(script, latency_s=0.05) as server:
+        before = {name: os.environ.get(name) for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL")}
+        os.environ.update(OPENAI_API_KEY="sk-loopback", OPENAI_BASE_URL=server.url)
+        try:
+            train(run, folder)
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+    rows = [row.values for row in read_metrics(folder) if "reward" in row.values]
+    rewards = [row["reward"] for row in rows]
+    calls = [
+        (tree, call)
+        for path in sorted((folder / "rollouts").glob("step-*.jsonl"))
+        for tree in read_trajectories(path)
+        for call in tree.calls
+        if call.model == "openai:gpt-5-mini"
+    ]
+    with_credit = sum(
+        place.split("/")[0] == call.id
+        for tree, call in calls
+        for place in tree.metadata.get("advantages", ())
+    )
+    with_ids = sum(turn.reply.token_ids is not None for _, call in calls for turn in call.turns)
+    shown = {
+        "rewards": " ".join(f"{reward:.2f}" for reward in rewards),
+        "failed": f"{sum(row.get('frozen/openai:gpt-5-mini/failed', 0) for row in rows):.0f}",
+        "calls": f"{rows[-1]['frozen/calls_total']:.0f}",
+    }
+    rise = fmean(rewards[-2:]) - fmean(rewards[:2])
+    yield Figure(
+        "remote sub-model, 10 % fail, late: rise of reward", round(rise, 3), "", shown, least=0.2
+    )
+    over = max(row["frozen/calls"] - BUDGET for row in rows)
+    cost = max(row["frozen/cost_total"] for row in rows)
+    yield Figure(
+        "its requests beyond the budget of a step",
+        max(0.0, over),
+        "requests",
+        {"most": max(row["frozen/calls"] for row in rows)},
+        0.0,
+    )
+    yield Figure("its cost", cost, "$", {}, 0.05)
+    yield Figure(
+        "its calls with credit or token ids",
+        with_credit + with_ids,
+        "calls",
+        {"calls": len(calls)},
+        0,
+    )
+
+
+def of_models(folder: Path) -> Iterator[Figure]:
+    """Models by depth."""
+    yield from of_policies(folder)
+    yield from of_remote(folder / "remote")
+
+
+BUDGET = 33
+"""Requests of the sub-model in a step of 32 rollouts."""
 RECIPE = ROOT / "recipes/tiny_evidence.py"
 VARIANTS = {
     "RL, trained children": (),
@@ -221,6 +377,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--curves-only", action="store_true")
+    parser.add_argument("--models-only", action="store_true")
     parser.add_argument("--mixture-only", action="store_true")
     parser.add_argument("--steps", type=int, default=24, help="of each run with a mixture")
     parser.add_argument("--seeds", type=int, default=3)
@@ -229,7 +386,11 @@ def main() -> int:
     found: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
         kept = arguments.keep or Path(folder) / "kept"
+        if arguments.models_only:
+            found += of_models(Path(folder))
+            arguments.curves_only = arguments.quick = True
         if not arguments.curves_only and not arguments.mixture_only:
+            found += of_models(Path(folder))
             found += of_evidence(60 if arguments.quick else 300)
             found += of_extension(Path(folder))
             found += of_signals(Path(folder), 5 if arguments.quick else 20)
