@@ -551,6 +551,7 @@ def test_three_runs_of_direct_calls_are_compared_word_by_word(browser: Any, tmp_
         page.get_by_role("button", name="compare these 3").click()
         page.locator(".pair-row.active").wait_for()
         assert page.locator(".pair-row.active .came").all_inner_texts()[1].startswith("30 days")
+        page.locator("section.answer").nth(1).wait_for()
         assert page.locator("section.answer").all_inner_texts() == [
             "answer\n31 days",
             "answer\n30 days",

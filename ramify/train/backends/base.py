@@ -73,7 +73,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     def __post_init__(self) -> None:
         if not self.peak_lr >= 0 or not math.isfinite(self.peak_lr):
-            raise ConfigError(f"optim.lr={self.lr} must be a positive number")
+            raise ConfigError(f"optim.lr={self.lr} must be a finite number, at least 0")
         check_optional("optim", "never", max_grad_norm=self.max_grad_norm)
         check_optional("optim", "the length of the stage", num_steps=self.num_steps)
         num_steps = self.num_steps

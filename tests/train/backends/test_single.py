@@ -337,5 +337,5 @@ def test_learning_rates():
         ConfigError, match=r"schedule=linear over 5 steps needs more than the 5 of warm-up"
     ):
         OptimizerSpec(schedule="linear", warmup_steps=5, num_steps=5)
-    with pytest.raises(ConfigError, match=r"optim.lr=0 must be a positive number"):
-        OptimizerSpec(lr=0)
+    with pytest.raises(ConfigError, match=r"optim.lr=-1 must be a finite number, at least 0"):
+        OptimizerSpec(lr=-1)
