@@ -31,7 +31,9 @@ def run() -> train.Run:
         name="tiny-recursive",
         task=train.TaskSpec(name="ledger", options={"multi": 1.0, "long": LONG}),
         sft=msgspec.structs.replace(
-            single.sft, task=train.TaskSpec(name="ledger", options={"multi": 0.5, "long": LONG})
+            single.sft,
+            num=9_000,
+            task=train.TaskSpec(name="ledger", options={"multi": 0.5, "long": LONG}),
         ),
         rl=train.RlSpec(
             steps=25,
