@@ -117,7 +117,7 @@ def of_signals(folder: Path, num: int) -> Iterator[Figure]:
         for number in range(num):
             out = folder / f"stopped-{number}"
             while sent <= number and is_stopped(
-                chosen.randint(1, 3), chosen.random() * step_s, run, out
+                chosen.randint(1, 3), chosen.random() * step_s, signal.SIGTERM, run, out
             ):
                 sent += 1
                 latest = CheckpointStore(out).latest()
