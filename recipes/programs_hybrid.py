@@ -35,7 +35,7 @@ def run() -> train.Run:
                 "teacher": train.TeacherSignal(hints=hints, template=tasks.PROGRAM_HINT + "{hint}")
             },
             algorithm=train.Hybrid(
-                outcome=train.GRPO(),
+                outcome=train.GRPO(reduction="rollout"),
                 terms=(
                     train.HybridTerm(
                         signal="teacher",
