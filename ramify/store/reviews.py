@@ -80,7 +80,7 @@ def read_reviews(path: Path) -> dict[str, RunReview]:
 
 
 def listed_reviews(path: Path) -> Mapping[str, RunReview]:
-    """As ``read_reviews``, with a review for every run; its note names a file that is damaged."""
+    """Like ``read_reviews``, with a review of each run; its note names a damaged file."""
     try:
         return defaultdict(RunReview, read_reviews(path))
     except StoreError as error:

@@ -11,7 +11,7 @@ Both are rounded up to a few sizes. A row whose slot does not decode writes to a
 that slot and reads its first one; its output is not used. A shape is captured when it has been
 needed ``_WORTH`` times. Steps that also read prompts are computed call by call.
 
-The output matrix is outside the graph: its logits in fp32 would keep n x V floats for every graph.
+The output matrix is outside the graph: its fp32 logits would take n x V floats per graph.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ramify.logging import RoomLogger
 from ramify.models.dense import DenseModel
 
 _WORTH = 4
-"""Steps of a shape before it is captured; capturing one costs about as much as four steps."""
+"""Steps of a shape before it is captured; capturing it computes the step three times."""
 _MIN_LENGTH = 128
 _log = RoomLogger("inference")
 

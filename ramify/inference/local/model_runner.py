@@ -11,7 +11,7 @@ A model gets the fastest runner that gives its own results:
                            is in the step, in the cache, or in the slot's past
                            (``models/fixed_shapes.py``)
 
-``ModuleRunner`` is correct for every kind of model, and slow. What a model's cache supports is
+``ModuleRunner`` is correct for all kinds of models, and slow. What a model's cache supports is
 tested once when the model is loaded, since some caches silently give wrong results for unsupported
 operations:
 

@@ -13,6 +13,20 @@ from ramify.models.load import Policy
 from ramify.types.sequence import TokenSequence
 
 VOCAB = 61
+MIXTURE_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "num_experts_per_tok": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+"""Fields of the configurations of small mixtures of experts."""
 CONFIG = Qwen3Config(
     vocab_size=VOCAB,
     hidden_size=32,

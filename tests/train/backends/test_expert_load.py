@@ -30,20 +30,10 @@ from ramify.train.data.pack import ComputeCost, PackingSpec, pack
 from ramify.train.losses import ImportanceSampling
 from ramify.train.losses.loss import LossSpec
 from ramify.types.sequence import Batch, TokenSequence
-from tests.train.backends.small import VOCAB, policy, row, tree
+from tests.train.backends.small import MIXTURE_SIZES, policy, row, tree
 
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "num_experts_per_tok": 2,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    **MIXTURE_SIZES,
     "pad_token_id": None,
     "output_router_logits": True,
     "router_aux_loss_coef": 0.3,

@@ -26,28 +26,15 @@ from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.losses import DppoTv
 from ramify.train.losses.loss import LossSpec
 from ramify.train.preflight import check_embedded
-from tests.train.backends.small import CONFIG, VOCAB, policy, tree
+from tests.train.backends.small import CONFIG, MIXTURE_SIZES, policy, tree
 
 LOSS = LossSpec(policy=DppoTv(pull=0.1), entropy=0.01)
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "num_experts_per_tok": 2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
 MOE = Qwen3MoeConfig(
-    **SIZES, **BALANCED, moe_intermediate_size=16, num_experts=4, norm_topk_prob=True
+    **MIXTURE_SIZES, **BALANCED, moe_intermediate_size=16, num_experts=4, norm_topk_prob=True
 )
 MIXTRAL = MixtralConfig(
-    **SIZES,
+    **MIXTURE_SIZES,
     intermediate_size=16,
     num_local_experts=4,
     sliding_window=None,
