@@ -35,7 +35,14 @@ import msgspec
 from ramify.clients.base import ASSUMED_WINDOW, Client, Request, RequestBudget, believed, dollars
 from ramify.clients.http1 import Http1Client, HttpOrigin, RequestRoute
 from ramify.clients.limiter import Limiter
-from ramify.clients.providers import CLIENTS, PriceTable, ProviderSpec, resolve, split_name
+from ramify.clients.providers import (
+    CLIENTS,
+    PriceTable,
+    ProviderSpec,
+    is_http_url,
+    resolve,
+    split_name,
+)
 from ramify.errors import ConfigError, ModelError, RateLimited, ReplyLost
 from ramify.logging import RoomLogger
 from ramify.secrets import remember
@@ -128,6 +135,11 @@ def proxy_for(url: str) -> str | None:
                 f"{parts.scheme.upper()}_PROXY, or name {parts.hostname} in NO_PROXY"
             )
         proxy = f"http://{proxy}"
+    if not is_http_url(proxy):
+        raise ConfigError(
+            f"the proxy that the environment names for {url} is not a URL: write it as "
+            f"http://host:port in {parts.scheme.upper()}_PROXY"
+        )
     return proxy
 
 
@@ -290,7 +302,8 @@ class ClientPool:
             account.release(str(error))
             raise
         except BaseException as error:
-            account.forfeit(f"{client.name}: given up on the wire ({type(error).__name__})")
+            what = "cancelled" if isinstance(error, asyncio.CancelledError) else repr(error)
+            account.forfeit(f"{client.name}: no reply had arrived when the request ended ({what})")
             raise
         finally:
             self._gate.release()

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import msgspec
 
@@ -235,6 +235,19 @@ class Endpoint(msgspec.Struct, frozen=True):
         return f"Endpoint({self.model!r}, {self.url!r})"
 
 
+def is_http_url(url: str) -> bool:
+    """Whether ``url`` is an http or https URL with a host and, if it names one, a valid port."""
+    try:
+        parts = urlsplit(url)
+        return bool(
+            re.fullmatch(r"https?://[^/\s]\S*", url)
+            and parts.hostname
+            and (parts.port is None or parts.port > 0)
+        )
+    except ValueError:  # a port that is not a number up to 65535, or half of an IPv6 address
+        return False
+
+
 def split_name(name: str) -> tuple[str, str]:
     """``"openai:gpt-5"`` -> ``("openai", "gpt-5")``; ``"tiny"`` -> ``("tiny", "tiny")``;
     ``"my_clients.py:connect:m"`` -> ``("my_clients.py:connect", "m")``. Raises ConfigError."""
@@ -245,7 +258,7 @@ def split_name(name: str) -> tuple[str, str]:
         attribute, colon, model = model.partition(":")
         provider = f"{provider}:{attribute}"
     if not colon:
-        alike = get_close_matches(name, ["tiny", *CLIENTS], n=1)
+        alike = get_close_matches(name, ["tiny", *CLIENTS], n=1, cutoff=0.8)
         hint = f"; did you mean '{alike[0]}{':MODEL' * (alike[0] != 'tiny')}'?" if alike else ""
         raise ConfigError(
             f"model '{name}' has no provider: write provider:model, such as "
@@ -312,11 +325,9 @@ def resolve(
         raise ConfigError(
             f"{name}: no base URL: set {provider.url_variable}, or use {plain}@https://…"
         )
-    if not re.fullmatch(r"https?://[^/\s]\S*", url):
-        raise ConfigError(
-            f"{name}: '{url}' is not a base URL: write it as https://host/v1 in "
-            f"{provider.url_variable}"
-        )
+    if not is_http_url(url):
+        place = "after the @" if base_url == named_url else f"in {provider.url_variable}"
+        raise ConfigError(f"{name}: '{url}' is not a base URL: write it as https://host/v1 {place}")
     if "@" in url.partition("://")[2].partition("/")[0]:
         variable = provider.key_variables[0]
         raise ConfigError(
