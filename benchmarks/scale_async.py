@@ -37,12 +37,10 @@ from ramify.models.dense import DenseModel
 from ramify.models.load import Policy
 from ramify.tasks.base import Item, SimpleTask
 from ramify.train import group_records
-from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.single import SingleBackend
-from ramify.train.config import PolicySpec, Run, Schedule
+from ramify.train.config import PolicySpec, RlSpec, Run, Schedule
 from ramify.train.execute import train
-from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.recipe import load_recipe
 from ramify.train.rollouts.admission_rules import StepSampleSpec
@@ -160,18 +158,9 @@ async def trained(sample: StepSampleSpec, seed: int, out: Path) -> list[StepMetr
     async with RLM(
         client, scaffold="tiny", limits=Limits(max_seconds=60), sandbox="inprocess"
     ) as rlm:
-        rollouts = Rollouter(rlm, task, RolloutOptions(group=4), seed=seed)
-        stage = RlStage(
-            STEPS,
-            OptimizerSpec(),
-            LossSpec(),
-            task=task,
-            items=task.splits["train"],
-            rollouts=rollouts,
-            algorithm=DrGRPO(),
-            sample=sample,
-            temperature=1.0,
-        )
+        spec = RlSpec(steps=STEPS, sample=sample, rollout=RolloutOptions(group=4))
+        rollouts = Rollouter(rlm, task, spec.rollout, seed=seed)
+        stage = RlStage(spec, spec.algorithm, task, rollouts)
         loop = trainer_over(
             out,
             [stage],

@@ -234,8 +234,6 @@ class DepthModels:
 
     def step_metrics(self) -> dict[str, float]:
         """What the frozen models did since the last call; the next step has a new budget."""
-        if not self.has_frozen:
-            return {}
         step, run = self._step, self._run
         values = {name: float(value) for name, value in self._counts.items()}
         values |= {"frozen/cost": step.spent.cost, "frozen/calls": float(step.spent.calls)}

@@ -82,12 +82,12 @@ class RunRecord:
         config: Mapping[str, Any] | None = None,
         first_item: int = 0,
         listener: Callable[[StepMetrics], None] | None = None,
-        measures: Callable[[], Mapping[str, float]] = dict,
+        measures: Sequence[Callable[[], Mapping[str, float]]] = (),
         meter: CpuMeter | None = None,
     ) -> None:
-        """``first_item``: number of the first item of a new run. ``measures`` returns the engines'
-        own metrics at each step. ``meter``: given if all parts of a rollout share the CPUs of this
-        machine."""
+        """``first_item``: number of the first item of a new run. ``measures`` return further
+        metrics at each step, such as the engines' own. ``meter``: given if all parts of a rollout
+        share the CPUs of this machine."""
         self.out = out
         self.schedule = schedule or Schedule()
         self.checkpoints = CheckpointStore(out, self.schedule.keep_last, self.schedule.keep_best)
@@ -219,7 +219,9 @@ class RunRecord:
             "row_tokens", 0.0
         )
         values["tokens_per_s"] = tokens / seconds if seconds else 0.0
-        return {**values, **self._measures()}
+        for measure in self._measures:
+            values |= measure()
+        return values
 
     def write(self, stage: str, values: Mapping[str, float]) -> None:
         """Write a line of metrics."""
