@@ -30,7 +30,7 @@ from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward, generated
 from ramify.train.config import RlSpec, Schedule
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses.loss import LossSpec
-from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.train.stages import RlStage
 from ramify.types.message import Message, Reply, Usage, VersionSpan

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ramify.actors.launcher import closing
 from ramify.errors import ConfigError
-from ramify.inference.base import AuditedClient
 from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.store.call_cache import CallCache
@@ -38,7 +37,7 @@ from ramify.train.preflight import first_prompt
 from ramify.train.publisher import PolicyWeights, Publisher
 from ramify.train.rollouts.rollouter import Rollouter
 from ramify.train.run_record import RunRecord
-from ramify.train.selfcheck import SelfCheck
+from ramify.train.selfcheck import AuditedClient, SelfCheck
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge_calls import POLICY
 from ramify.train.signals.scorer import RunTeachers
@@ -205,7 +204,7 @@ def _learner(
     from ramify.inference.local.local_client import LocalClient
 
     limits = parts.precision.canary_limits(parts.run)
-    check = SelfCheck(audited, weights.weights, wiring.prompt, *limits)
+    check = SelfCheck(audited, weights.weights, wiring.prompt, limits)
     publisher = Publisher(weights, wiring.record, wiring.thread, check, wiring.name)
     if not isinstance(audited.client, LocalClient):
         engines: HttpEngines = audited.client  # type: ignore[assignment]

@@ -35,9 +35,8 @@ from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import RlSpec
 from ramify.train.data.compile import token_sequences
 from ramify.train.data.sft_data import induction, order
-from ramify.train.group_records import GroupRecord, account
 from ramify.train.losses.loss import LossSpec
-from ramify.train.metrics import of_parts, of_rollouts
+from ramify.train.metrics import GroupRecord, account, of_parts, of_rollouts
 from ramify.train.policy_defaults import usual_warmup
 from ramify.train.rollouts.group_queue import GroupQueue, StepGroups
 from ramify.train.rollouts.rollouter import Rollouter, RootCount, first_items

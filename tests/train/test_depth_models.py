@@ -38,7 +38,7 @@ from ramify.train.data.sft_data import read as read_trajectories
 from ramify.train.depth_models import DepthModels, DepthSpec, FrozenSpec
 from ramify.train.metrics import read_metrics
 from ramify.train.placement.placement_spec import PlacementSpec, RoleSpec
-from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.types.message import Message
 from tests.shown import train

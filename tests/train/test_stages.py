@@ -13,7 +13,7 @@ from ramify.tasks.base import Item, SimpleTask
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import RlSpec
-from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import (
     ConcurrencyController,
     GroupRollout,

@@ -1,7 +1,8 @@
 """The memory of a training step: how much activations may take, recomputation in place of storing
 them, and freed memory that stays in the process; and the time that a token takes.
 
-Not here: how batches are filled (``data/pack.py``) and the memory of the logits (``head.py``).
+Not here: how batches are filled (``data/pack.py``) and the memory of the logits
+(``models/trunk.py``).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from ramify.actors.rank_group import RemoteRankError
 from ramify.errors import ConfigError, TrainError
 from ramify.models.load import Policy
-from ramify.models.trunk import fixed_shape_trunk, trunk_of
+from ramify.models.trunk import HeadRequest, entry_logprobs, fixed_shape_trunk, trunk_of
 from ramify.models.weights import load_weights
 from ramify.progress import heartbeat
 from ramify.train.backends.activation_memory import (
@@ -41,7 +41,6 @@ from ramify.train.backends.activation_memory import (
 )
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, decided
 from ramify.train.backends.expert_load import StepBalance
-from ramify.train.backends.head import HeadRequest, entry_logprobs
 from ramify.train.backends.optimizers import CombinedOptimizer, SingleProcessLayout, WeightLayout
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses import CriticOnlyLoss
