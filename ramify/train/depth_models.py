@@ -72,7 +72,12 @@ class DepthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def options(self) -> DepthOptions:
         """What the engine needs to know of it."""
         scaffold = None if self.scaffold is None else scaffold_of(self.scaffold)
-        return DepthOptions(self.max_turns, scaffold, self.tools)
+        return DepthOptions(
+            max_turns=self.max_turns,
+            max_reply_tokens=self.max_reply_tokens,
+            scaffold=scaffold,
+            tools=self.tools,
+        )
 
     @property
     def is_frozen(self) -> bool:
@@ -291,17 +296,11 @@ class FrozenClient:
 
 
 def _sampled_by(request: Request, spec: DepthSpec) -> Request:
-    """``request`` with the sampling of ``spec``. A greedy request stays greedy."""
-    changes: dict[str, Any] = {}
-    if spec.temperature is not None and request.sampling.temperature != 0:
-        changes["temperature"] = spec.temperature
-    if spec.max_reply_tokens is not None:
-        changes["max_tokens"] = min(request.sampling.max_tokens, spec.max_reply_tokens)
-    if not changes:
+    """``request`` at the temperature of ``spec``. A greedy request stays greedy."""
+    if spec.temperature is None or request.sampling.temperature == 0:
         return request
-    return msgspec.structs.replace(
-        request, sampling=msgspec.structs.replace(request.sampling, **changes)
-    )
+    sampling = msgspec.structs.replace(request.sampling, temperature=spec.temperature)
+    return msgspec.structs.replace(request, sampling=sampling)
 
 
 def temperatures(depths: Sequence[DepthSpec], names: Mapping[str, str], usual: float) -> Any:
