@@ -214,7 +214,6 @@ class DepthModels:
         policies = {**(others or {}), POLICY: policy}
         self.clients: list[Client] = [self._client(each, policies) for each in depths] or [policy]
         """The client of each depth; the last one also serves all deeper ones."""
-        self.has_frozen = any(each.is_frozen for each in depths)
 
     def _client(self, spec: DepthSpec, policies: Mapping[str, Client]) -> Client:
         if not spec.is_frozen:
@@ -238,10 +237,11 @@ class DepthModels:
             raise
 
     def step_metrics(self) -> dict[str, float]:
-        """What the frozen models did since the last call; the next step has a new budget."""
-        if not self.has_frozen:
-            return {}
+        """What the frozen models did since the last call, from the first request on; the next step
+        has a new budget."""
         step, run = self._step, self._run
+        if not run.spent.calls and not any(run.refusals):
+            return {}
         values = {name: float(value) for name, value in self._counts.items()}
         values |= {"frozen/cost": step.spent.cost, "frozen/calls": float(step.spent.calls)}
         values |= dict(zip(_TOTALS, (run.spent.cost, *map(float, run.spent[:2])), strict=True))
