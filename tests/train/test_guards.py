@@ -83,7 +83,7 @@ def test_a_step_that_taught_nothing_is_no_measure_of_the_first_ones() -> None:
 
 
 def test_another_policy_is_watched_with_its_own_first_steps() -> None:
-    """Its metrics have no length; a step of its own without signal has no entropy either."""
+    """Its metrics have no length; one without signal has no entropy either."""
     guard = TrainingGuard(alarms=CollapseAlarms(window=1), max_kl=0.1)
     name = "policy.children/"
     found = steps(
