@@ -138,7 +138,7 @@ def trainer_of(
         out, run.stall_s, others=getattr(trained, "stacks", None), on_stall=on_stall
     )
     measures: list[Callable[[], Mapping[str, float]]] = []
-    if rollouts.depths.has_frozen:
+    if run.depths:
         measures.append(rollouts.depths.step_metrics)
     meter = None
     if not isinstance(client, LocalClient):

@@ -142,6 +142,7 @@ def test_budgets_hold_however_many_ask_at_once() -> None:
             urls, keys = {"openai": server.url}, {"openai": "sk-test"}
             pool = ClientPool(max_attempts=1, base_urls=urls, keys=keys)
             models = DepthModels([POLICY, FROZEN], frozen, ScriptedClient(["-"]), pool=pool)
+            assert models.step_metrics() == {}  # as in the steps of SFT
             asked = [models.clients[1].complete(request) for _ in range(40)]
             replies = await asyncio.gather(*asked, return_exceptions=True)
             await models.close()
