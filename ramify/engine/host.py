@@ -398,7 +398,7 @@ def _arguments_of(name: str) -> Iterator[None]:
         raise HostCallError("ValueError", f"{name}: {type(error).__name__}: {error}") from error
 
 
-def _schema_check(schema: Any) -> AnswerType | None:
+def _schema_check(schema: Any) -> AnswerType:
     """Return the check for a schema from a session, which is untrusted."""
     if not isinstance(schema, dict):
         raise HostCallError(

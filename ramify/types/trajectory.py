@@ -193,7 +193,7 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
 
     id: str
     question: str
-    schema_version: int = msgspec.field(default_factory=lambda: SCHEMA_VERSION)
+    schema_version: int = msgspec.field(default_factory=SCHEMA_VERSION.__int__)
     """Always written, although it is the default, so that later versions can tell formats apart."""
     task: str = ""
     """Name of the task that the question came from; empty for a user's question."""
