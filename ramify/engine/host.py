@@ -22,11 +22,11 @@ import msgspec
 
 from ramify.clients.base import Client
 from ramify.engine import observe
-from ramify.engine.call import CallOutcome, LiveCall
 from ramify.engine.call_notebook import RecordedHostCall, fingerprint
+from ramify.engine.event_recorder import CallOutcome
 from ramify.engine.model_requests import cut_reply
 from ramify.engine.observe import plain_prompt
-from ramify.engine.run_state import RunState
+from ramify.engine.run_state import LiveCall, RunState
 from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
 from ramify.errors import (
     ConfigError,

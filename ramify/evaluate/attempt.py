@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from ramify.clients.base import Sampling
-from ramify.engine.call import jsonable
+from ramify.engine.event_recorder import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle
 from ramify.engine.threads import in_thread
