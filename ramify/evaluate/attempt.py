@@ -29,9 +29,8 @@ from ramify.engine.threads import in_thread
 from ramify.errors import RamifyError, Refused, ReplayDiverged, ReplyFiltered, SessionDied
 from ramify.logging import RoomLogger
 from ramify.tasks.base import Item, Task, TaskStart, scored
-from ramify.types.call_tree import as_text, cut
 from ramify.types.event import scores_of
-from ramify.types.trajectory import Stop, Trajectory
+from ramify.types.trajectory import Stop, Trajectory, as_text, cut
 
 _log = RoomLogger("evaluate")
 GRACE_S = 30.0

@@ -40,10 +40,9 @@ from ramify.store.journal import (
 from ramify.store.private_files import BlobStore, FsyncFlusher, StoreSize, keep_reserve, make_folder
 from ramify.store.prune import PruneResult, StorePruner
 from ramify.store.reviews import RunReview, listed_reviews, read_reviews, write_review
-from ramify.types.call_tree import as_text, cut
 from ramify.types.event import AnyEvent, TrajectoryFold
 from ramify.types.message import Usage
-from ramify.types.trajectory import Stop, Trajectory
+from ramify.types.trajectory import Stop, Trajectory, as_text, cut
 
 if TYPE_CHECKING:
     import sqlite3
