@@ -212,13 +212,14 @@ class PolicyWeights:
         """The trained weights in the form that the engine needs."""
         from ramify.train.backends.lora import merged
 
-        dtype = self._serving.dtype
         if self._saved is not None:
+            dtype = self._serving.dtype
             return ((name, make().to(dtype)) for name, _, make in self._stored())
-        if self._is_loaded:
+        if self._shares:
             return (
                 (name, weight.detach()) for name, weight in self._serving.model.named_parameters()
             )
+        dtype = self._serving.dtype
         weights = merged(self._trained.model) if self._model is None else self._model.weights()
         return ((name, weight.to(dtype)) for name, weight in weights)
 
