@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from ramify.clients.http1 import HttpResponse, RequestRoute, too_long
+from ramify.clients.compression import too_long
+from ramify.clients.http1 import HttpResponse, RequestRoute
 from ramify.errors import ConfigError, ModelError, ReplyLost, Unreachable
 
 _LARGE_BYTES = 1 << 20

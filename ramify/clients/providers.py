@@ -25,10 +25,11 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import msgspec
 
+from ramify.clients.addresses import is_http_url
 from ramify.clients.base import Price
 from ramify.errors import ConfigError, nearest
 from ramify.plugins import Registry, is_reference
@@ -233,19 +234,6 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     def __repr__(self) -> str:
         return f"Endpoint({self.model!r}, {self.url!r})"
-
-
-def is_http_url(url: str) -> bool:
-    """Whether ``url`` is an http or https URL with a host and, if it names one, a valid port."""
-    try:
-        parts = urlsplit(url)
-        return bool(
-            re.fullmatch(r"https?://[^/\s]\S*", url)
-            and parts.hostname
-            and (parts.port is None or parts.port > 0)
-        )
-    except ValueError:  # a port that is not a number up to 65535, or half of an IPv6 address
-        return False
 
 
 def split_name(name: str) -> tuple[str, str]:
