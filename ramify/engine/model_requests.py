@@ -21,7 +21,6 @@ import msgspec
 from ramify.clients.base import Client, Request, Tool, reasons
 from ramify.clients.pool import ClientPool
 from ramify.engine import observe, retool
-from ramify.engine.call import LiveCall
 from ramify.engine.limits import Ledger, Limits, ResourceAmount, bound
 from ramify.errors import (
     ConfigError,
@@ -38,7 +37,7 @@ from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
     from ramify.engine.reply_reuse import ReusableReplies
-    from ramify.engine.run_state import RunState
+    from ramify.engine.run_state import LiveCall, RunState
     from ramify.store.recorded_replies import RecordedReplies
 
 
