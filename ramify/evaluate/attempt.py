@@ -26,7 +26,14 @@ from ramify.engine.call import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle
 from ramify.engine.threads import in_thread
-from ramify.errors import RamifyError, Refused, ReplayDiverged, ReplyFiltered, SessionDied
+from ramify.errors import (
+    ConfigError,
+    RamifyError,
+    Refused,
+    ReplayDiverged,
+    ReplyFiltered,
+    SessionDied,
+)
 from ramify.logging import RoomLogger
 from ramify.tasks.base import Item, Task, TaskStart, scored
 from ramify.types.call_tree import as_text, cut
@@ -81,6 +88,11 @@ async def attempt(
         ran = await _continued(rlm, resume, shown, start, sampling, grace_s) if resume else None
         trajectory, result = ran or await _run(rlm, shown, begin, grace_s, on_start)
         failure = _failure(result)
+    except ConfigError as error:  # the engine cannot ask this item; others it may
+        if start.on_end is not None:
+            start.on_end(None)
+        why = f"task '{task.name}', item {item.id}: {error}"
+        return Trajectory(name, item.question, task=item.id, errors=[why], stop=Stop.ERROR)
     except BaseException:
         if start.on_end is not None:
             start.on_end(None)
