@@ -27,7 +27,7 @@ from ramify.cli.progress_screen import ProgressScreen
 from ramify.cli.stop_signals import ends_if_blocked, on_signal
 from ramify.cli.terminal_text import StderrNotes, count, dollars, error_line, one_line, seconds
 from ramify.clients.pool import RETRYING
-from ramify.engine.call import jsonable
+from ramify.engine.event_recorder import jsonable
 from ramify.engine.question import RunOptions
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle

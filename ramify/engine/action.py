@@ -109,6 +109,12 @@ class ParsedAction(msgspec.Struct, frozen=True):
     """True if nothing was understood, but the message tried to run something, so that its words are
     not an answer."""
 
+    def is_in_our_form(self, text: str) -> bool:
+        """True if the whole of ``text``, from which this was parsed, needs no other reading: it has
+        code or an answer, and no marks of another system."""
+        is_understood = bool(self.codes) or self.final is not None
+        return is_understood and ">>>" not in text and "<|channel|>" not in text
+
 
 def read_action(message: Message, is_cut: bool = False) -> ParsedAction:
     """Return the action that ``message`` asks for. If the reply ``is_cut`` (truncated at its token

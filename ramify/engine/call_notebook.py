@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.engine import observe
-from ramify.engine.call import LiveCall
-from ramify.engine.run_state import RunState
+from ramify.engine.run_state import LiveCall, RunState
 from ramify.errors import HostCallError, SessionDied
 from ramify.logging import RoomLogger
 from ramify.sandbox.base import CellResult, Session

@@ -22,11 +22,11 @@ import msgspec
 
 from ramify.clients.base import Client
 from ramify.engine import observe
-from ramify.engine.call import CallOutcome, LiveCall
 from ramify.engine.call_notebook import RecordedHostCall, fingerprint
+from ramify.engine.event_recorder import CallOutcome
 from ramify.engine.model_requests import cut_reply
 from ramify.engine.observe import plain_prompt
-from ramify.engine.run_state import RunState
+from ramify.engine.run_state import LiveCall, RunState
 from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
 from ramify.errors import (
     ConfigError,
@@ -398,7 +398,7 @@ def _arguments_of(name: str) -> Iterator[None]:
         raise HostCallError("ValueError", f"{name}: {type(error).__name__}: {error}") from error
 
 
-def _schema_check(schema: Any) -> AnswerType | None:
+def _schema_check(schema: Any) -> AnswerType:
     """Return the check for a schema from a session, which is untrusted."""
     if not isinstance(schema, dict):
         raise HostCallError(

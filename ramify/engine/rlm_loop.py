@@ -25,12 +25,12 @@ from ramify.engine.action import (
     prose_of,
     read_action,
 )
-from ramify.engine.call import CallOutcome, LiveCall
 from ramify.engine.call_notebook import MAX_DEATHS, Notebook
+from ramify.engine.event_recorder import CallOutcome
 from ramify.engine.foreign_formats import syntax_hint
 from ramify.engine.host import CellHost
 from ramify.engine.model_requests import cut_reply
-from ramify.engine.run_state import RunState
+from ramify.engine.run_state import LiveCall, RunState
 from ramify.engine.typed import AnswerType, TypeMismatch
 from ramify.errors import (
     HostCallError,

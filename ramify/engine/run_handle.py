@@ -21,13 +21,18 @@ import msgspec
 from ramify.clients.base import Client
 from ramify.engine import observe, threads
 from ramify.engine.branch import BranchedLoop
-from ramify.engine.call import CallOutcome, LiveCall, context_ref, jsonable, typed_record
-from ramify.engine.event_recorder import EventRecorder
+from ramify.engine.event_recorder import (
+    CallOutcome,
+    EventRecorder,
+    context_ref,
+    jsonable,
+    typed_record,
+)
 from ramify.engine.host import ask_plain
 from ramify.engine.question import Question
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels, SharedResources
 from ramify.engine.rlm_loop import RlmLoop
-from ramify.engine.run_state import RunState
+from ramify.engine.run_state import LiveCall, RunState
 from ramify.engine.threads import LoopWatch
 from ramify.engine.typed import Citation, CitedAnswer
 from ramify.errors import (

@@ -90,10 +90,10 @@ class AnswerType(msgspec.Struct, frozen=True):
         return f"{self.instruction()} Reply with the JSON value alone."
 
 
-def answer_type(kind: Any, *, trusted: bool = True) -> AnswerType | None:
+def answer_type(kind: Any, *, trusted: bool = True) -> AnswerType:
     """Return the check for ``kind``. Raises ConfigError if it is neither a type nor a valid JSON
     schema, or, unless it is ``trusted``, if it exceeds the limits of ``schema.py``."""
-    if kind is None or isinstance(kind, AnswerType):
+    if isinstance(kind, AnswerType):
         return kind
     if isinstance(kind, Mapping):
         return _of_schema(dict(kind), trusted)
@@ -250,9 +250,8 @@ class CitedAnswer(msgspec.Struct, Generic[T], frozen=True):
 
 def cited_type(kind: Any, context: Any) -> AnswerType:
     """Return the check for ``kind`` with citations into ``context``."""
-    inner = answer_type(kind)
+    inner = None if kind is None else answer_type(kind)
     outer = answer_type(CitedAnswer[Any])
-    assert outer is not None
     schema = dict(outer.schema)
     if inner is not None:
         schema["properties"] = {**schema["properties"], "answer": inner.schema}

@@ -38,7 +38,7 @@ from ramify.train.guards import TrainingGuard
 from ramify.train.losses import POLICY_LOSSES
 from ramify.train.losses.loss import LossSpec
 from ramify.train.placement.placement_spec import PlacementSpec
-from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge_calls import BUDGET

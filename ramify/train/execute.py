@@ -141,7 +141,8 @@ def _train(
         }
         text = f"{metrics.stage}: step {metrics.step}, after {metrics.at_s:.0f} s"
         _log.info("step", text, step=metrics.step, stage=metrics.stage, **values)
-        trackers(metrics)
+        if run.trackers:
+            trackers(metrics)
         if listener is not None:
             listener(metrics)
 

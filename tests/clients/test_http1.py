@@ -6,9 +6,8 @@ import contextlib
 
 import pytest
 
-from ramify.clients.http1 import Http1Client
+from ramify.clients.http1 import Http1Client, route_to
 from ramify.clients.https import HttpsClient
-from ramify.clients.pool import route_to
 from ramify.errors import BadReply, ReplyLost, Unreachable
 from tests.clients.helpers import run
 

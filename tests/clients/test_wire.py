@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+from ramify.clients.http1 import proxy_for
 from ramify.clients.loopback import LoopbackServer
-from ramify.clients.pool import ClientPool, proxy_for
+from ramify.clients.pool import ClientPool
 from ramify.errors import ConfigError, Unreachable
 from tests.clients.helpers import Books, Says, request, run
 

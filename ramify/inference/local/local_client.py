@@ -30,13 +30,14 @@ from torch import Tensor, nn
 
 from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, Refused, ServerFailed
-from ramify.inference.base import TAGS, CachePressure, prompt_ids, spoken, too_long
+from ramify.inference.base import TAGS, CachePressure, too_long
 from ramify.inference.local.engine import EngineLimits, EngineThread, LocalEngine
 from ramify.inference.local.generation import Generation, SamplingSettings, log_softmax
 from ramify.inference.local.model_runner import runner_of
 from ramify.inference.local.sleeping_weights import SleepingWeights
 from ramify.inference.weight_sync.base import StaleWeights, WeightPiece
 from ramify.models.load import Policy
+from ramify.models.renderer import prompt_ids, spoken
 from ramify.models.routing import MixtureRouters
 from ramify.models.weights import fingerprint, load_weights
 from ramify.types.message import Finish, Message, Reply, Usage

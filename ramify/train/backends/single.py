@@ -29,21 +29,18 @@ from torch import Tensor, nn
 from ramify.actors.rank_group import RemoteRankError
 from ramify.errors import ConfigError, TrainError
 from ramify.models.load import Policy
-from ramify.models.trunk import fixed_shape_trunk, trunk_of
+from ramify.models.trunk import HeadRequest, entry_logprobs, fixed_shape_trunk, trunk_of
 from ramify.models.weights import load_weights
 from ramify.progress import heartbeat
 from ramify.train.backends.activation_memory import (
-    LEAST_TOKENS,
-    activation_bytes,
-    activation_room,
     compute_cost,
     keep_freed_memory,
     logits_at_once,
+    most_tokens,
     recompute_layers,
 )
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, decided
 from ramify.train.backends.expert_load import StepBalance
-from ramify.train.backends.head import HeadRequest, entry_logprobs
 from ramify.train.backends.optimizers import CombinedOptimizer, SingleProcessLayout, WeightLayout
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses import CriticOnlyLoss
@@ -77,7 +74,7 @@ class SingleBackend:
         ``critic``: add a value head on the trunk, initialized to 0. ``spread``: how the weights are
         sharded over ranks, of which this is one; None if they are all here. With sharding, the
         value head is part of the model (``VALUE_HEAD``)."""
-        self._policy = policy
+        self._num_ids = policy.config.vocab_size
         self._optim = optim or OptimizerSpec()
         self._spread = spread or SingleProcessLayout(policy.device)
         self._device = self._spread.device
@@ -89,7 +86,6 @@ class SingleBackend:
         with torch.no_grad():
             trunk = trunk_of if not self._compute.deterministic else fixed_shape_trunk
             self._trunk = self._spread.run(lambda: trunk(self._model))
-        self._cost = compute_cost(self._model, policy.config, self._device.type)
         self._balance = StepBalance(self._model, policy.config, self._spread)
         recompute_layers(self._model, self._compute.recompute)
         self._value_head: nn.Module | None = None
@@ -100,13 +96,16 @@ class SingleBackend:
         self._trained = _trained(self._model, self._value_head)
         self._optimizers = CombinedOptimizer(self._trained, self._optim, self._spread.muon)
         self._num_steps = 0
-
-    @property
-    def packing(self) -> PackingSpec:
-        max_tokens = self._compute.max_tokens or self._most_tokens()
-        fill_tokens = _FILL_TOKENS if self._device.type == "cpu" else None
-        return PackingSpec(
-            max_tokens, self._compute.share and self._trunk.shares, self._cost, fill_tokens
+        is_cuda = self._device.type == "cuda"
+        gpu_bytes = torch.cuda.get_device_properties(self._device).total_memory if is_cuda else 0
+        self._max_logits = self._compute.max_logits or logits_at_once(is_cuda)
+        self._window = policy.window
+        self.packing = PackingSpec(
+            self._compute.max_tokens
+            or most_tokens(policy.config, gpu_bytes, self._compute.recompute),
+            self._compute.share and self._trunk.shares,
+            compute_cost(self._model, policy.config, self._device.type),
+            _FILL_TOKENS if self._device.type == "cpu" else None,
         )
 
     @property
@@ -261,7 +260,7 @@ class SingleBackend:
     # --- one batch
 
     def _entries(self, batch: Batch, entropy: EntryOutput) -> LossEntries:
-        check_window(batch, self._policy.window)
+        check_window(batch, self._window)
         heartbeat()
         streams = {name: self._tensor(column) for name, column in batch.streams.items()}
         logprobs, entropies, values = self._spread.run(
@@ -296,11 +295,13 @@ class SingleBackend:
                 )
             else:
                 request = self._head_request(batch, streams, entropy)
-                num_ids, max_logits = self._policy.config.vocab_size, self._compute.max_logits
-                max_logits = max_logits or logits_at_once(self._device.type == "cuda")
-                is_fixed = self._compute.deterministic
                 logprobs, entropies = entry_logprobs(
-                    h_ED, self._trunk.logits, request, num_ids, max_logits, fixed=is_fixed
+                    h_ED,
+                    self._trunk.logits,
+                    request,
+                    self._num_ids,
+                    self._max_logits,
+                    fixed=self._compute.deterministic,
                 )
         return (
             logprobs,
@@ -325,7 +326,7 @@ class SingleBackend:
             )
             tokens = self._tensor(batch.token_ids), self._tensor(batch.positions)
             h_ED = self._trunk.hidden(*tokens, batch.segments, rows).index_select(0, places)
-            size = max(1, (1 << 22) // self._policy.config.vocab_size)
+            size = max(1, (1 << 22) // self._num_ids)
             for start in range(0, len(h_ED), size):
                 at = slice(start, start + size)
                 z_nV = self._trunk.logits(h_ED[at]) / temperature[at, None]
@@ -394,19 +395,6 @@ class SingleBackend:
         if self._compute.precision != "bf16":
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, torch.bfloat16)
-
-    def _most_tokens(self) -> int:
-        """Number of tokens whose activations fit into memory."""
-        is_cuda = self._device.type == "cuda"
-        room = activation_room(
-            torch.cuda.get_device_properties(self._device).total_memory if is_cuda else 0
-        )
-        config = self._policy.config
-        mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        token = activation_bytes(
-            config.hidden_size, mlp, config.num_hidden_layers, self._compute.recompute
-        )
-        return max(LEAST_TOKENS, room // token)
 
     def _check_fit(self, folder: Path, state: dict[str, Any]) -> None:
         """Raise ConfigError with the first difference between this backend and the one that wrote

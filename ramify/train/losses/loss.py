@@ -18,7 +18,7 @@ from, and added to the batch:
                   sampled tokens, each counted once, on whichever path it carries weight
     check_whole   for such a loss: each call is whole, in one batch
 
-Not here: log-probabilities (``head.py``), weights and advantages (``advantages/``).
+Not here: log-probabilities (``models/trunk.py``), weights and advantages (``advantages/``).
 
 Legend: E entries of a batch, N tokens of the step, k teacher tokens per entry. l, o and m are the
 current, old and sampler log-probabilities, as in ``base.py``.
