@@ -49,7 +49,7 @@ def test_a_reply_that_is_not_whole_is_said_to_be_so(
 
 @pytest.mark.parametrize("finish", ["length", "stop"])
 def test_a_run_without_an_answer_is_an_error(finish: Any) -> None:
-    """Not an empty answer that looks whole: an agent would go on with it."""
+    """Not an empty answer that looks whole: an agent would continue with it."""
 
     async def main() -> None:
         reply = Reply(Message("assistant", ""), finish=finish)
