@@ -8,7 +8,7 @@ reply of code after another.
     FINAL(r)
 
     P=context[4:].split('\\n###\\n')                several documents: one child for each, then
-    combine
+                                                    combine
     A=rlm_query_batched(["sum qty of 'red'"]*len(P),P)
     r=sum(A)
     print(r)

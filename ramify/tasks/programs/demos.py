@@ -18,9 +18,9 @@ produces.
 A hint (a bridge thought) is one to three rules that would have helped. Its two sources:
 
     TypeError: not @w9@f20 but @w9@f4     from_errors: only what the tool reported     ->  use
-    @w9@f4
+                                                                                           @w9@f4
     a program that took f7 for w40        from_facts: needs access to the library      ->  use
-    @w40@f31
+                                                                                           @w40@f31
 
 A hint states rules that hold for every problem, never the answer of one. Hints from errors contain
 nothing that the policy has not seen: a teacher that reads such a hint has no additional knowledge.

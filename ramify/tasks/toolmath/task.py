@@ -117,8 +117,7 @@ def toolmath(
     """Mathematics with a Python session: problems from files, answers in the last box.
 
     Args:
-        train: A ``.jsonl`` or ``.parquet`` file, or a list of rows, in a form of
-        ``item_of``.
+        train: A ``.jsonl`` or ``.parquet`` file, or a list of rows, in a form of ``item_of``.
         validation: Likewise.
         test: Likewise.
         verifier: Name of a score, or ``auto``: integers are compared as numbers, other answers by

@@ -315,10 +315,9 @@ class Rollouter:
         gauge: Gauge | None = None,
         rollout_worker: RolloutSource | None = None,
     ) -> None:
-        """``greedy``: add one
-        rollout of each item at temperature 0 (``Group.greedy``). ``gauge`` measures the engine's
-        cache pressure. ``rollout_worker``: runs the rollouts in other processes; None: in this
-        one."""
+        """``greedy``: add one rollout of each item at temperature 0 (``Group.greedy``). ``gauge``
+        measures the engine's cache pressure. ``rollout_worker``: runs the rollouts in other
+        processes; None: in this one."""
         self._rollout_worker = rollout_worker
         self._rlm = rlm
         self._task = task
