@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal, Protocol
 
 from ramify.errors import ConfigError, SandboxError
@@ -431,6 +432,14 @@ class CallbackInbox:
 
     async def get(self) -> bytes:
         return await self._queue.get()
+
+    async def end_after(self, wait: Callable[[], Awaitable[object]]) -> None:
+        """End once ``wait`` has returned or failed: the guest has reported why, if it could."""
+        try:
+            with contextlib.suppress(Exception):
+                await wait()
+        finally:
+            self.end()
 
 
 def _brief(error: BaseException) -> str:

@@ -21,6 +21,7 @@ import threading
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ramify.actors.child_process import import_path
 from ramify.sources.sqlite import QUERY_S, Params, run_query
 
 GRACE_S = 10.0
@@ -54,7 +55,7 @@ class SqliteProcesses:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env=_environment(),
+                env={**os.environ, **import_path()},
             )
         assert process.stdin is not None
         assert process.stdout is not None
@@ -103,13 +104,6 @@ def serve() -> None:
             except Exception as error:  # noqa: BLE001 -- raised in the process that asked
                 answer = None, error
             _send(sink, answer)
-
-
-def _environment() -> dict[str, str]:
-    """Return an environment in which the process imports this copy of the package."""
-    package = str(Path(__file__).parents[2])
-    inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([package, *inherited])}
 
 
 def _send(to: Any, value: Any) -> None:

@@ -109,14 +109,7 @@ class DaytonaStream:
         self._box = box
         self._terminal = terminal
         self.receive = inbox.get
-        self._watch = asyncio.ensure_future(self._until_end(inbox))
-
-    async def _until_end(self, inbox: CallbackInbox) -> None:
-        try:
-            with contextlib.suppress(Exception):  # the guest has reported the reason, if it could
-                await self._terminal.wait()
-        finally:
-            inbox.end()
+        self._watch = asyncio.ensure_future(inbox.end_after(terminal.wait))
 
     async def send(self, data: bytes) -> None:
         await self._terminal.send_input(data)

@@ -9,7 +9,6 @@ service: its double in the tests has the SDK's names and signatures.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shlex
 from typing import Any
 
@@ -76,14 +75,7 @@ class E2BStream:
         self._box = box
         self._handle = handle
         self.receive = inbox.get
-        self._watch = asyncio.ensure_future(self._until_end(inbox))
-
-    async def _until_end(self, inbox: CallbackInbox) -> None:
-        try:
-            with contextlib.suppress(Exception):  # the guest has reported the reason, if it could
-                await self._handle.wait()
-        finally:
-            inbox.end()
+        self._watch = asyncio.ensure_future(inbox.end_after(handle.wait))
 
     async def send(self, data: bytes) -> None:
         await self._box.commands.send_stdin(self._handle.pid, data.decode("ascii"))

@@ -58,14 +58,6 @@ _MAX_REASONS = 3
 """An error quotes the reasons of this many most recent failures."""
 
 
-class RolloutSource(Protocol):
-    """Samples rollouts, in this process or elsewhere."""
-
-    async def attempt(self, item: Item, name: str, sampling: Sampling) -> Trajectory:
-        """As ``evaluate.attempt``."""
-        ...
-
-
 class EngineHealth(Protocol):
     """The part of the run's engines that rollout workers use; ``HttpEngines`` implements it."""
 
@@ -118,7 +110,7 @@ class _Worker:
 
 
 class RolloutWorkers:
-    """The rollout workers of a run; implements ``RolloutSource``. Belongs to one event loop; call
+    """The rollout workers of a run. Belongs to one event loop; call
     ``start`` first."""
 
     def __init__(
@@ -314,7 +306,11 @@ class RolloutWorkers:
                 if await asyncio.to_thread(worker.process.poll) is not None:
                     self._lost(worker, await asyncio.to_thread(_why_lost, worker))
                 elif worker.heartbeats.is_overdue():
-                    self._lost(worker, _why_silent(worker))
+                    self._lost(
+                        worker,
+                        f"rollout worker {worker.number} ({worker.process.where}) is lost: no "
+                        f"heartbeat for {worker.heartbeats.limit_s:g} s",
+                    )
                     await asyncio.to_thread(worker.process.end, 0.0)
             await asyncio.sleep(_LOOK_S)
 
@@ -411,11 +407,4 @@ def _why_lost(worker: _Worker) -> str:
     return (
         f"rollout worker {worker.number} ({worker.process.where}) is lost: it "
         f"{worker.process.exit_reason()}"
-    )
-
-
-def _why_silent(worker: _Worker) -> str:
-    return (
-        f"rollout worker {worker.number} ({worker.process.where}) is lost: no heartbeat for "
-        f"{worker.heartbeats.limit_s:g} s"
     )
