@@ -124,9 +124,6 @@ class DataFlow:
             self._cell.is_parsed = False
         return self._cell
 
-    def variable(self, name: str) -> Flow:
-        return self.env.get(name, NOTHING)
-
     def _quietly(self, node: ast.expr) -> Flow:
         """Flow of an expression that was evaluated before."""
         prints, uses = len(self._cell.prints), len(self._cell.uses)

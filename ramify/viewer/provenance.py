@@ -301,7 +301,7 @@ class _CallLinks:
         known = [
             [name, *self._flow.defined[name]]
             for name in sorted(names)
-            if name in self._flow.defined and self._flow.variable(name)
+            if name in self._flow.defined and self._flow.env.get(name)
         ]
         return sorted(known, key=lambda each: each[1:], reverse=True)
 

@@ -34,7 +34,7 @@ import msgspec
 from ramify.actors.child_process import Process, end_when_done, import_path
 from ramify.actors.connect_back import HeartbeatDeadline, Listener
 from ramify.actors.launcher import Launcher, SlotMember
-from ramify.actors.restarts import RestartCount, until_started
+from ramify.actors.restarts import RestartCount, cancel_all, until_started
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, TrainError
 from ramify.logging import RoomLogger, SentRecord
@@ -184,10 +184,7 @@ class RolloutWorkers:
         """End all workers. Idempotent."""
         self._is_closing = True
         tasks, self._restarting = [*self._tasks, *self._restarting.values()], {}
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await cancel_all(tasks)
         workers, self._alive = self._alive, []
         for worker in workers:
             worker.send(None)
