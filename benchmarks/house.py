@@ -43,7 +43,7 @@ def sources() -> Iterator[tuple[str, str]]:
 
 
 LOOP = tuple(
-    f"train/{name}.py" for name in ("trainer", "publisher", "run_record", "assemble", "stages")
+    f"train/{name}.py" for name in ("trainer", "learner", "run_record", "assemble", "stages")
 )
 PARTS = {
     "engine": lambda name: name.startswith("engine/"),

@@ -25,7 +25,14 @@ from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle, as_text
 from ramify.engine.threads import in_thread
-from ramify.errors import RamifyError, Refused, ReplayDiverged, ReplyFiltered, SessionDied
+from ramify.errors import (
+    ConfigError,
+    RamifyError,
+    Refused,
+    ReplayDiverged,
+    ReplyFiltered,
+    SessionDied,
+)
 from ramify.logging import RoomLogger
 from ramify.tasks.base import Item, Task, TaskStart, scored
 from ramify.types.event import scores_of
@@ -79,6 +86,11 @@ async def attempt(
         ran = await _continued(rlm, resume, shown, start, sampling, grace_s) if resume else None
         trajectory, result = ran or await _run(rlm, shown, begin, grace_s, on_start)
         failure = _failure(result)
+    except ConfigError as error:  # the engine cannot ask this item; others it may
+        if start.on_end is not None:
+            start.on_end(None)
+        why = f"task '{task.name}', item {item.id}: {error}"
+        return Trajectory(name, item.question, task=item.id, errors=[why], stop=Stop.ERROR)
     except BaseException:
         if start.on_end is not None:
             start.on_end(None)

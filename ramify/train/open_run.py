@@ -30,11 +30,10 @@ from ramify.train.config import RlSpec, plain
 from ramify.train.demonstrations import num_demonstrated
 from ramify.train.depth_models import OwnCalls, temperatures
 from ramify.train.evaluation_metrics import evaluate
-from ramify.train.learner import Learner
+from ramify.train.learner import Learner, PolicyWeights, Publisher
 from ramify.train.metrics import CpuMeter, StepMetrics
 from ramify.train.open_rollouts import Closable, RolloutParts, open_rollouts
 from ramify.train.preflight import first_prompt
-from ramify.train.publisher import PolicyWeights, Publisher
 from ramify.train.rollouts.rollouter import Rollouter
 from ramify.train.run_record import RunRecord
 from ramify.train.selfcheck import AuditedClient, SelfCheck
