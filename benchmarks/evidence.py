@@ -60,7 +60,7 @@ from ramify.train.depth_models import DepthSpec, FrozenSpec  # noqa: E402
 from ramify.train.execute import train  # noqa: E402
 from ramify.train.metrics import read_metrics  # noqa: E402
 from ramify.train.recipe import load_recipe  # noqa: E402
-from ramify.train.rollouts.admission_rules import StepSampleSpec  # noqa: E402
+from ramify.train.rollouts.group_queue import StepSampleSpec  # noqa: E402
 from ramify.train.rollouts.rollouter import RolloutOptions  # noqa: E402
 from ramify.types.message import Message  # noqa: E402
 from ramify.types.trajectory import Trajectory  # noqa: E402

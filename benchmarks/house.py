@@ -42,7 +42,9 @@ def sources() -> Iterator[tuple[str, str]]:
         yield path.relative_to(ROOT).as_posix(), path.read_text("utf-8")
 
 
-LOOP = ("train/trainer.py", "train/publisher.py", "train/run_record.py", "train/assemble.py")
+LOOP = tuple(
+    f"train/{name}.py" for name in ("trainer", "learner", "run_record", "assemble", "stages")
+)
 PARTS = {
     "engine": lambda name: name.startswith("engine/"),
     "training loop": lambda name: name in LOOP,

@@ -25,8 +25,8 @@ from engine import Figure, show
 from torch import Tensor
 
 from ramify import train
+from ramify.models.trunk import HeadRequest, entry_logprobs
 from ramify.train.advantages.base import finish
-from ramify.train.backends.head import HeadRequest, entry_logprobs
 from ramify.train.data.compile import token_sequences
 from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.losses.loss import LossEntries, compute

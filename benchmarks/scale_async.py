@@ -35,16 +35,14 @@ from ramify.clients.scripted import NUM_IDS, ByteTokenIds
 from ramify.models.dense import DenseModel
 from ramify.models.load import Policy
 from ramify.tasks.base import Item, SimpleTask
-from ramify.train import group_records
-from ramify.train.advantages.group_estimators import DrGRPO
+from ramify.train import run_record
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.single import SingleBackend
-from ramify.train.config import PolicySpec, Run, Schedule
+from ramify.train.config import PolicySpec, RlSpec, Run, Schedule
 from ramify.train.execute import train
-from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.recipe import load_recipe
-from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.train.stages import RlStage
 from ramify.types.message import Reply
@@ -132,7 +130,7 @@ class Published:
 def measured(sample: StepSampleSpec, seed: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         rows = asyncio.run(trained(sample, seed, Path(folder)))
-        assert group_records.read_group_records(Path(folder)).balanced
+        assert run_record.read_group_records(Path(folder)).balanced
     rows = rows[WARM:]
     return {
         "wall_s": (rows[-1].at_s - rows[0].at_s) / (len(rows) - 1),
@@ -159,18 +157,9 @@ async def trained(sample: StepSampleSpec, seed: int, out: Path) -> list[StepMetr
     async with RLM(
         client, scaffold="tiny", limits=Limits(max_seconds=60), sandbox="inprocess"
     ) as rlm:
-        rollouts = Rollouter(rlm, task, RolloutOptions(group=4), seed=seed)
-        stage = RlStage(
-            STEPS,
-            OptimizerSpec(),
-            LossSpec(),
-            task=task,
-            items=task.splits["train"],
-            rollouts=rollouts,
-            algorithm=DrGRPO(),
-            sample=sample,
-            temperature=1.0,
-        )
+        spec = RlSpec(steps=STEPS, sample=sample, rollout=RolloutOptions(group=4))
+        rollouts = Rollouter(rlm, task, spec.rollout, seed=seed)
+        stage = RlStage(spec, spec.algorithm, task, rollouts)
         loop = trainer_over(
             out,
             [stage],
@@ -250,7 +239,7 @@ def reward(tiny: Run, folder: Path, ahead: int, seed: int, steps: int) -> float:
             ),
         )
         train(run, out)
-    assert group_records.read_group_records(out).balanced
+    assert run_record.read_group_records(out).balanced
     return next(
         row.values["test/reward"] for row in read_metrics(out) if "test/reward" in row.values
     )

@@ -40,7 +40,7 @@ from ramify.engine.limits import Limits
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, Schedule, TaskSpec
-from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 
 NOISE = 0.15
@@ -227,8 +227,8 @@ def undisturbed(folder: Path, policy: Path, steps: int, seed: int) -> list[float
 def measured(folder: Path, steps: int, every_s: float, seed: int) -> list[object]:
     from engine import Figure
 
-    from ramify.train.group_records import read_group_records
     from ramify.train.metrics import read_metrics
+    from ramify.train.run_record import read_group_records
 
     policy = spoilt(folder / "policy")
     out = folder / "soak"

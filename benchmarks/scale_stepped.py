@@ -27,12 +27,10 @@ from ramify.clients.base import Price, Request
 from ramify.clients.scripted import ByteTokenIds
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward, generated
-from ramify.train.advantages.group_estimators import DrGRPO
-from ramify.train.backends.base import OptimizerSpec
-from ramify.train.config import Schedule
+from ramify.train.config import RlSpec, Schedule
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses.loss import LossSpec
-from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.train.stages import RlStage
 from ramify.types.message import Message, Reply, Usage, VersionSpan
@@ -272,17 +270,9 @@ async def _run(out: Path, shape: Shape, seed: int) -> None:
 
     sandbox = SandboxSpec(provider="inprocess", allow_weaker=True)
     async with RLM(client, scaffold="tiny", limits=limits, sandbox=sandbox) as rlm:
-        stage = RlStage(
-            shape.steps,
-            OptimizerSpec(),
-            LossSpec(),
-            task=task,
-            items=task.splits["train"],
-            rollouts=Rollouter(rlm, task, options, seed=seed),
-            algorithm=DrGRPO(),
-            sample=sample,
-            temperature=1.0,
-        )
+        spec = RlSpec(steps=shape.steps, sample=sample, rollout=options)
+        rollouts = Rollouter(rlm, task, options, seed=seed)
+        stage = RlStage(spec, spec.algorithm, task, rollouts)
         backend: Any = Sleeper()
         loop = trainer_over(
             out,

@@ -27,6 +27,8 @@ import os
 import pkgutil
 import re
 import sys
+import types
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -205,7 +207,7 @@ class Registry(Mapping[str, Any]):
             tag = {config.tag_field: config.tag} if config.tag_field else {}
             return msgspec.convert({**options, **tag}, kind)
         except (msgspec.ValidationError, TypeError) as error:
-            raise ConfigError(f"{self.kind} '{name}': {error}") from error
+            raise ConfigError(f"{self.kind} '{name}': {explained(error, kind)}") from error
 
     def forget(self) -> None:
         """Drop what recipes registered and what was loaded from packages."""
@@ -383,3 +385,37 @@ def _doc_in_source(location: str) -> str:
                     case ast.Expr(value=ast.Constant(value=str(text))):
                         return text
     return ""
+
+
+def explained(error: Exception, kind: Any) -> str:
+    """The text of a failed conversion to ``kind``, with the names or values that are allowed.
+
+    Invalid enum value 'adam' - at `$.optim.kind`: did you mean 'adamw'? known: adamw, muon
+    """
+    text = str(error)
+    problem, _, place = text.partition(" - at `$")
+    given = re.search(r"unknown field `(.*)`|enum value (.*)", problem)
+    if given is None:
+        return text
+    kinds = _members(kind)
+    for field, in_container in re.findall(r"\.(\w+)|(\[)", place):
+        inner: list[Any] = []
+        for each in kinds:
+            if in_container:
+                inner += [arg for arg in typing.get_args(each) if arg is not Ellipsis]
+            elif hasattr(each, "__struct_fields__"):
+                inner.append(typing.get_type_hints(each).get(field, Any))
+        kinds = [member for each in inner for member in _members(each)]
+    known = [
+        str(name)
+        for each in kinds
+        for name in (getattr(each, "__struct_fields__", ()) if given[1] else typing.get_args(each))
+    ]
+    return f"{text}: {nearest((given[1] or given[2]).strip(chr(39)), known)}" if known else text
+
+
+def _members(kind: Any) -> list[Any]:
+    """The types of a union; otherwise ``kind`` alone."""
+    if typing.get_origin(kind) not in (typing.Union, types.UnionType):
+        return [kind]
+    return [inner for each in typing.get_args(kind) for inner in _members(each)]

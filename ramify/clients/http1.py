@@ -1,12 +1,17 @@
-"""Plain HTTP/1.1 client for servers on the user's own machines: fast for thousands of small calls.
+"""HTTP requests to models: their routes, the connections, and our own HTTP/1.1 client.
+
+    http://, no proxy   ── Http1Client  servers on the user's own machines
+    everything else     ── https.py     aiohttp: TLS, proxies, compression
 
     post ── idle or new connection ── send the request ── read the whole response ── keep it open
 
-Compared with the general client (``https.py``), it takes half the CPU time per call and a tenth of
-a second less to import, which matters if a local model answers within milliseconds. It supports
-only what that needs: no TLS, proxies, redirects or compression, and only complete responses. It
-reads bodies delimited by length, by chunks or by the end of the connection. Anything else is an
-error, never a guess.
+Compared with the general client (``https.py``), ours takes half the CPU time per call and a tenth
+of a second less to import, which matters if a local model answers within milliseconds. It supports
+only what that needs: no TLS, proxies or redirects, and only complete responses. It reads bodies
+delimited by length, by chunks or by the end of the connection, and unpacks gzip and deflate, which
+some gateways send unasked. Anything else is an error, never a guess. Not here: proxies
+(see ``addresses.py``), what a request and a reply contain (see ``chat_json.py``), and retries (see
+``pool.py``).
 """
 
 from __future__ import annotations
@@ -16,10 +21,17 @@ import os
 import re
 from collections import deque
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import msgspec
 
+from ramify.clients.addresses import proxy_for
+from ramify.clients.compression import too_long, unpack
 from ramify.errors import BadReply, ModelError, ReplyLost, Unreachable
+
+if TYPE_CHECKING:
+    from ramify.clients.https import HttpsClient
 
 _MOST_HEAD_BYTES = 1 << 16
 """Limit for the head with the interim replies before it, and for all chunk extensions and
@@ -31,7 +43,12 @@ _MOST_LINE_BYTES = 1 << 13
 _MOST_DIGITS = 18
 _ENDLESS = 10**_MOST_DIGITS
 """Stands for every length with more digits; larger than any limit."""
-
+_KEEPALIVE_S = 4.0
+"""Common servers close idle connections after five seconds; no request may be sent then."""
+_CONNECT_S = 30.0
+_MAX_BODY_BYTES = 64 << 20
+_JSON = "application/json"
+_HEADERS = {"User-Agent": "ramify", "Content-Type": _JSON, "Accept": _JSON}
 _NAME = r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 _TEXT = r"[^\r\n\0]*"
 _STATUS = re.compile(rf"HTTP/1\.[0-9] [1-9][0-9]{{2}}(?: {_TEXT})?")
@@ -54,21 +71,6 @@ class HttpResponse(msgspec.Struct, frozen=True):
     body: bytes
 
 
-class HttpOrigin(msgspec.Struct, frozen=True):
-    """Destination of requests and the bytes that they start with."""
-
-    host: str
-    port: int
-    url: str
-    """URL for error messages."""
-    head: bytes
-    """Request line and headers, up to and including the name ``Content-Length``. Contains the key,
-    so it is never printed."""
-
-    def __repr__(self) -> str:
-        return f"Origin({self.url!r})"
-
-
 class RequestRoute(msgspec.Struct, frozen=True):
     """Destination of one client's requests, computed once so that a request needs no lookup."""
 
@@ -76,11 +78,51 @@ class RequestRoute(msgspec.Struct, frozen=True):
     headers: dict[str, str]
     """Includes the key, so it is never printed."""
     proxy: str | None
-    origin: HttpOrigin | None
-    """Set if this file can send the requests; otherwise ``https.py`` does."""
+    host: str = ""
+    port: int = 80
+    head: bytes = b""
+    """Request line and headers, up to and including the name ``Content-Length``, if
+    ``Http1Client`` can send the requests; otherwise ``https.py`` does. Never printed."""
 
     def __repr__(self) -> str:
         return f"Route({self.url!r})"
+
+
+def route_to(url: str, headers: dict[str, str]) -> RequestRoute:
+    """Return the route to ``url`` under the current environment."""
+    proxy, headers = proxy_for(url), {**_HEADERS, **headers}
+    parts = urlsplit(url)
+    if parts.scheme != "http" or proxy or parts.username is not None or not url.isascii():
+        return RequestRoute(url, headers, proxy)
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    fields = {"Host": parts.netloc, **headers}
+    lines = [f"{name}: {value}" for name, value in fields.items()]
+    head = "\r\n".join([f"POST {target} HTTP/1.1", *lines, "Content-Length"]).encode("latin-1")
+    return RequestRoute(url, headers, None, parts.hostname or "", parts.port or 80, head)
+
+
+class HttpConnectionPool:
+    """HTTP connection pool. Bound to the event loop of its first request."""
+
+    def __init__(self) -> None:
+        self._http = Http1Client(_KEEPALIVE_S, _CONNECT_S, _MAX_BODY_BYTES)
+        self._https: HttpsClient | None = None
+
+    def sender(self, route: RequestRoute) -> Http1Client | HttpsClient:
+        """Return the client whose ``post`` sends requests along ``route``."""
+        if route.head:
+            return self._http
+        if self._https is None:
+            from ramify.clients.https import HttpsClient
+
+            self._https = HttpsClient(_KEEPALIVE_S, _CONNECT_S, _MAX_BODY_BYTES)
+        return self._https
+
+    async def close(self) -> None:
+        await self._http.close()
+        if self._https is not None:
+            https, self._https = self._https, None
+            await https.close()
 
 
 def _reason(error: OSError) -> str:
@@ -102,20 +144,20 @@ class Http1Client:
     async def post(self, where: str, route: RequestRoute, body: bytes) -> HttpResponse:
         """Send ``body`` and return the response, whatever its status. ``where`` names the model in
         errors."""
-        origin = route.origin
-        assert origin is not None
-        connection = self._take(origin) or await self._connect(where, origin)
+        connection = self._take(route) or await self._connect(where, route)
         try:
-            answer = await connection.ask(b"%s: %d\r\n\r\n" % (origin.head, len(body)), body)
+            answer = await connection.ask(b"%s: %d\r\n\r\n" % (route.head, len(body)), body)
+            encoding = answer.headers.get("content-encoding")
+            if encoding is None:
+                return answer
+            unpacked = unpack(answer.body, encoding.lower(), self._max_body_bytes)
+            return msgspec.structs.replace(answer, body=unpacked)
         except ModelError as error:
-            raise type(error)(f"{where}: {error} ({origin.url})") from None
+            located = type(error)(f"{where}: {error} ({route.url})")
+            located.transient = error.transient
+            raise located from None
         finally:
-            self._put(origin, connection)
-        if answer.headers.get("content-encoding", "identity").lower() not in ("identity", ""):
-            raise BadReply(
-                f"{where}: the reply is compressed, though that was not asked for ({origin.url})"
-            )
-        return answer
+            self._put(route, connection)
 
     async def close(self) -> None:
         for connection in list(self._open):
@@ -123,9 +165,9 @@ class Http1Client:
         self._idle.clear()
         await asyncio.sleep(0)  # lets the transports notice
 
-    def _take(self, origin: HttpOrigin) -> _Connection | None:
+    def _take(self, route: RequestRoute) -> _Connection | None:
         """Return the most recently used idle connection and close those that were idle too long."""
-        idle = self._idle.get((origin.host, origin.port))
+        idle = self._idle.get((route.host, route.port))
         too_old = asyncio.get_running_loop().time() - self._keepalive_s
         while idle:
             connection = idle.pop()
@@ -134,29 +176,29 @@ class Http1Client:
             connection.abort()
         return None
 
-    def _put(self, origin: HttpOrigin, connection: _Connection) -> None:
-        if not connection.usable:
-            return connection.abort()
-        connection.idle_since = asyncio.get_running_loop().time()
-        self._idle.setdefault((origin.host, origin.port), deque()).append(connection)
-        return None
+    def _put(self, route: RequestRoute, connection: _Connection) -> None:
+        if connection.usable:
+            connection.idle_since = asyncio.get_running_loop().time()
+            self._idle.setdefault((route.host, route.port), deque()).append(connection)
+        else:
+            connection.abort()
 
-    async def _connect(self, where: str, origin: HttpOrigin) -> _Connection:
+    async def _connect(self, where: str, route: RequestRoute) -> _Connection:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_s):
                 _, connection = await loop.create_connection(
                     lambda: _Connection(self._max_body_bytes, self._open),
-                    origin.host,
-                    origin.port,
+                    route.host,
+                    route.port,
                     happy_eyeballs_delay=0.25,
                 )
         except TimeoutError:
             raise Unreachable(
-                f"{where}: cannot reach {origin.url} (no answer in {self._connect_s:g} s)"
+                f"{where}: cannot reach {route.url} (no answer in {self._connect_s:g} s)"
             ) from None
         except OSError as error:
-            raise Unreachable(f"{where}: cannot reach {origin.url} ({_reason(error)})") from error
+            raise Unreachable(f"{where}: cannot reach {route.url} ({_reason(error)})") from error
         return connection
 
 
@@ -313,7 +355,10 @@ class _Connection(asyncio.Protocol):
         if self._status in (204, 304):
             self._ends = self._at  # never a body, whatever the headers say
         elif "transfer-encoding" in headers:
-            self._check_chunked(headers)
+            if "content-length" in headers:
+                raise ValueError("it has both Transfer-Encoding and Content-Length")
+            if _list_items(headers["transfer-encoding"]) != ["chunked"]:
+                raise ValueError(f"its Transfer-Encoding is {headers['transfer-encoding'][:40]!r}")
             self._keep = self._keep and version != "HTTP/1.0"
             self._begin_chunks()
         elif "content-length" in headers:
@@ -330,12 +375,6 @@ class _Connection(asyncio.Protocol):
         """Chunk data received so far."""
         del self._received[: self._at]
         self._at = 0
-
-    def _check_chunked(self, headers: Mapping[str, str]) -> None:
-        if "content-length" in headers:
-            raise ValueError("it has both Transfer-Encoding and Content-Length")
-        if _list_items(headers["transfer-encoding"]) != ["chunked"]:
-            raise ValueError(f"its Transfer-Encoding is {headers['transfer-encoding'][:40]!r}")
 
     def _length(self, value: str) -> int:
         """Return the number of bytes of the body. The same length given twice is accepted; anything
@@ -366,8 +405,10 @@ class _Connection(asyncio.Protocol):
             stop = start + size
             if size:
                 self._bound(len(self._body) + size)
-                if received[stop : stop + 2] != b"\r\n":
-                    self._check_chunk(size, received[stop : stop + 2])
+                end = received[stop : stop + 2]
+                if not b"\r\n".startswith(end):
+                    raise ValueError(f"a chunk of {size} bytes is followed by {bytes(end)!r}")
+                if len(end) < 2:
                     break
                 self._body += received[start:stop]
             if start - match.end(1) > 2:
@@ -376,11 +417,6 @@ class _Connection(asyncio.Protocol):
         del received[:at]
         if self._in_trailers:
             self._read_trailers()
-
-    def _check_chunk(self, size: int, end: bytearray) -> None:
-        """Raise ValueError if the bytes after a chunk cannot be the start of a line end."""
-        if not b"\r\n".startswith(end):
-            raise ValueError(f"a chunk of {size} bytes is followed by {bytes(end)!r}")
 
     def _read_trailers(self) -> None:
         """Skip the trailers after the last chunk, up to the empty line."""
@@ -413,9 +449,7 @@ class _Connection(asyncio.Protocol):
 
     def _bound(self, size: int) -> None:
         if size > self._max_body_bytes:
-            raise BadReply(
-                f"the reply is longer than {self._max_body_bytes} bytes; lower max_tokens"
-            )
+            raise too_long(self._max_body_bytes)
 
     def _finish(self, body: bytes) -> None:
         if self._waiting is not None and not self._waiting.done():

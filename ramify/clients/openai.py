@@ -1,7 +1,7 @@
 """Client for any server that implements OpenAI's chat completions, or its responses API.
 
 It sends each request once and turns bad answers into errors. ``chat_json.py`` translates the JSON,
-or ``responses_json.py`` if the URL ends in ``/responses``, ``pool.py`` sends the bytes, and
+or ``responses_json.py`` if the URL ends in ``/responses``, ``http1.py`` sends the bytes, and
 ``providers.py`` defines addresses and differences between providers. Not here: rate limiting,
 retries and prices (see ``pool.py``).
 """
@@ -15,8 +15,7 @@ import msgspec
 from ramify.clients import chat_json, responses_json
 from ramify.clients.base import Price, Request
 from ramify.clients.chat_json import from_status, redacted
-from ramify.clients.http1 import HttpResponse
-from ramify.clients.pool import HttpConnectionPool, route_to
+from ramify.clients.http1 import HttpConnectionPool, HttpResponse, route_to
 from ramify.clients.providers import RESPONSES_PATH, Endpoint
 from ramify.errors import BadReply, ModelError, Refused
 from ramify.types.message import Reply

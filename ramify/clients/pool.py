@@ -1,4 +1,4 @@
-"""Shared connections, rate limiting and retries for all model requests of a run.
+"""Rate limiting and retries for all model requests of a run.
 
     ask ── account.reserve()        may wait; holds no slot meanwhile
          ─ acquire slots            first the model's limiter, then the run's
@@ -8,129 +8,32 @@
 
 Every model has its own limiter, so a rate-limited model does not slow the others. ``max_in_flight``
 applies to each model and to all models together. How long a failing request is retried is decided
-by ``RequestRetries``.
-
-    http://, no proxy   ── http1.py     our own small client: local models and services
-    everything else     ── https.py     aiohttp: TLS, proxies, compression
-
-Nothing is imported or opened before the first request, so naming a model costs nothing. Proxies
-come from ``HTTPS_PROXY``, ``HTTP_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``, and are looked up once
-per model.
+by ``RequestRetries``, and how many are in flight by ``Limiter``. Nothing is imported or opened
+before the first request, so naming a model costs nothing. Not here: the connections (see
+``http1.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import os
 import random
-import sys
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import urlsplit
+from typing import TypeVar
 
 import msgspec
 
 from ramify.clients.base import ASSUMED_WINDOW, Client, Request, RequestBudget, believed, dollars
-from ramify.clients.http1 import Http1Client, HttpOrigin, RequestRoute
-from ramify.clients.limiter import Limiter
+from ramify.clients.http1 import HttpConnectionPool
 from ramify.clients.providers import CLIENTS, PriceTable, ProviderSpec, resolve, split_name
 from ramify.errors import ConfigError, ModelError, RateLimited, ReplyLost
 from ramify.logging import RoomLogger
 from ramify.secrets import remember
 from ramify.types.message import Reply
 
-if TYPE_CHECKING:
-    from ramify.clients.https import HttpsClient
-
 _log = RoomLogger("clients")
-
-
-_KEEPALIVE_S = 4.0
-"""Common servers close idle connections after five seconds. A request must not be sent at that
-moment."""
-_CONNECT_S = 30.0
-_HEADERS = {
-    "User-Agent": "ramify",
-    "Content-Type": "application/json",
-    "Accept": "application/json",
-}
-
-
-def route_to(url: str, headers: dict[str, str]) -> RequestRoute:
-    """Return the route to ``url`` under the current environment."""
-    proxy, headers = proxy_for(url), {**_HEADERS, **headers}
-    parts = urlsplit(url)
-    short = parts.scheme == "http" and proxy is None and parts.username is None and url.isascii()
-    return RequestRoute(url, headers, proxy, _origin(url, headers) if short else None)
-
-
-class HttpConnectionPool:
-    """HTTP connection pool. Bound to the event loop of its first request."""
-
-    def __init__(self, max_body_bytes: int = 64 << 20) -> None:
-        self._max_body_bytes = max_body_bytes
-        self._http: Http1Client | None = None
-        self._https: HttpsClient | None = None
-
-    def sender(self, route: RequestRoute) -> Http1Client | HttpsClient:
-        """Return the client whose ``post`` sends requests along ``route``."""
-        if route.origin is not None:
-            if self._http is None:
-                self._http = Http1Client(_KEEPALIVE_S, _CONNECT_S, self._max_body_bytes)
-            return self._http
-        if self._https is None:
-            from ramify.clients.https import HttpsClient
-
-            self._https = HttpsClient(_KEEPALIVE_S, _CONNECT_S, self._max_body_bytes)
-        return self._https
-
-    async def close(self) -> None:
-        http, https = self._http, self._https
-        self._http = self._https = None
-        if http is not None:
-            await http.close()
-        if https is not None:
-            await https.close()
-
-
-def _origin(url: str, headers: dict[str, str]) -> HttpOrigin:
-    parts = urlsplit(url)
-    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    lines = [
-        f"POST {target} HTTP/1.1",
-        f"Host: {parts.netloc}",
-        *(f"{name}: {headers[name]}" for name in headers),
-    ]
-    head = "\r\n".join([*lines, "Content-Length"]).encode("latin-1")
-    return HttpOrigin(parts.hostname or "", parts.port or 80, url, head)
-
-
-def proxy_for(url: str) -> str | None:
-    """Return the proxy that the environment configures for ``url``, or None."""
-    if sys.platform not in ("darwin", "win32") and not any(
-        name.lower().endswith("_proxy") for name in os.environ
-    ):
-        return None  # avoids the import below
-    from urllib.request import getproxies, proxy_bypass
-
-    parts = urlsplit(url)
-    proxies = getproxies()
-    proxy = proxies.get(parts.scheme) or proxies.get("all")
-    if not proxy or proxy_bypass(parts.netloc.rpartition("@")[2]):
-        return None
-    if not proxy.startswith(("http://", "https://")):
-        if "://" in proxy:
-            kind = proxy.partition("://")[0]
-            raise ConfigError(
-                f"the environment names a {kind} proxy for {url}: give an http:// proxy in "
-                f"{parts.scheme.upper()}_PROXY, or name {parts.hostname} in NO_PROXY"
-            )
-        proxy = f"http://{proxy}"
-    return proxy
-
-
 AnyClient = TypeVar("AnyClient", bound=Client)
 Sleep = Callable[[float], Awaitable[object]]
 
@@ -290,7 +193,8 @@ class ClientPool:
             account.release(str(error))
             raise
         except BaseException as error:
-            account.forfeit(f"{client.name}: given up on the wire ({type(error).__name__})")
+            what = "cancelled" if isinstance(error, asyncio.CancelledError) else repr(error)
+            account.forfeit(f"{client.name}: no reply had arrived when the request ended ({what})")
             raise
         finally:
             self._gate.release()
@@ -429,6 +333,110 @@ class RequestRetries:
         )
         if self._on_retry is not None:
             self._on_retry(text)
+
+
+class Limiter:
+    """Allows ``max_in_flight`` requests at a time, first come, first served, and fewer after rate
+    limits. For one event loop.
+
+    The gate starts fully open. A rate limit halves its width, once for all requests that were in
+    flight together, and pauses all requests for the time that the server asked for. Every success
+    widens the gate again, by about a thirtieth of the limit per round of requests. The gate owns no
+    task: a request that leaves admits the next one, so an uncontended pass costs a microsecond.
+    """
+
+    def __init__(self, max_in_flight: int) -> None:
+        self.in_flight = 0
+        self.passed = 0
+        """Number of requests that succeeded so far."""
+        self._most = max_in_flight
+        self._allowed = float(max_in_flight)
+        self._step = max(1.0, max_in_flight / 32)
+        self._round = 0
+        """Number of the current round. Requests of one round entered at the same width, and only
+        the first rate limit of a round narrows it."""
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._opens_at: float | None = None
+        """Event-loop time at which a pause ends."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_slowed(self) -> bool:
+        """Whether a rate limit pauses or narrows the gate."""
+        return self._opens_at is not None or self.width < self._most
+
+    @property
+    def width(self) -> int:
+        """Maximum number of requests in flight now."""
+        return int(self._allowed)
+
+    def opens_in_s(self) -> float:
+        """Seconds until the current pause ends; 0 if there is none."""
+        return (
+            0.0
+            if self._opens_at is None
+            else max(0.0, self._opens_at - asyncio.get_running_loop().time())
+        )
+
+    async def acquire(self) -> int:
+        """Wait for a slot. Returns the round, to be passed to ``slow_down``."""
+        if self._waiting or self._opens_at is not None or self.in_flight >= self.width:
+            await self._wait_for_slot()
+        else:
+            self.in_flight += 1
+        return self._round
+
+    def release(self) -> None:
+        self.in_flight -= 1
+        if self._waiting:
+            self._admit()
+
+    def speed_up(self) -> None:
+        """Record a success and widen the gate."""
+        self.passed += 1
+        if self._allowed < self._most:
+            self._allowed = min(self._most, self._allowed + self._step / self._allowed)
+
+    def slow_down(self, round: int, pause_s: float) -> None:
+        """Record a rate limit of a request from ``round`` and admit no request for ``pause_s``."""
+        if round == self._round:
+            self._round += 1
+            self._allowed = max(1.0, min(self._allowed, self.in_flight) / 2)
+        opens_at = asyncio.get_running_loop().time() + pause_s
+        if self._opens_at is None or opens_at > self._opens_at:
+            self._opens_at = opens_at
+            self._schedule_open()
+
+    async def _wait_for_slot(self) -> None:
+        slot = asyncio.get_running_loop().create_future()
+        self._waiting.append(slot)
+        self._admit()
+        try:
+            await slot
+        except asyncio.CancelledError:
+            # The slot was handed over at the moment of cancellation, so pass it on.
+            if slot.done() and not slot.cancelled():
+                self.release()
+            raise
+
+    def _admit(self) -> None:
+        if self._opens_at is not None:
+            return
+        while self._waiting and self.in_flight < self.width:
+            slot = self._waiting.popleft()
+            if not slot.done():
+                self.in_flight += 1
+                slot.set_result(None)
+
+    def _schedule_open(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        assert self._opens_at is not None
+        self._timer = asyncio.get_running_loop().call_at(self._opens_at, self._open)
+
+    def _open(self) -> None:
+        self._opens_at = self._timer = None
+        self._admit()
 
 
 def _now_s() -> float:

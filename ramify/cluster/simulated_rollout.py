@@ -15,7 +15,7 @@ If n processes want a core and there are C cores, each runs at a pace of min(1, 
 change whenever a process begins or ends. Not here: the amount of work, which is given in CPU
 seconds (see simulation_inputs.py); and caches, memory bandwidth and turbo clocks.
 
-The queue has the rules of the real one (``train/rollouts/admission_rules.py``); a test checks that
+The queue has the rules of the real one (``train/rollouts/group_queue.py``); a test checks that
 both make the same decisions. Not here: the time of learning (see ``simulate.py``).
 """
 
@@ -36,7 +36,7 @@ from simpy import Environment, Event, Resource
 from ramify.cluster.rate import EngineRate
 from ramify.cluster.rollout_shapes import CallShape, Ids, RolloutShape, TurnShape
 from ramify.cluster.simulated_engine import SimulatedEngine, SimulatedPrefix, Spans, pick
-from ramify.train.rollouts.admission_rules import AdmissionRules, room, suffice, too_slow
+from ramify.train.rollouts.group_queue import AdmissionRules, room, suffice, too_slow
 
 
 class SimulatedCores:

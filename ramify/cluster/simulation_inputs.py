@@ -35,7 +35,6 @@ from ramify.cluster.rate import (
 from ramify.cluster.rollout_shapes import CallShape, RolloutShape, shape_of
 from ramify.cluster.simulated_rollout import TrainerHost
 from ramify.errors import ConfigError
-from ramify.train import group_records as group_file
 from ramify.train import metrics as metric_file
 from ramify.train.checkpoint import CheckpointStore, read_state
 from ramify.types.trajectory import Trajectory
@@ -370,7 +369,7 @@ def _zero_variance(run: Path, otherwise: float) -> float:
     """Return the share of groups without signal among those completed until a step had enough."""
     if not otherwise:
         return 0.0
-    outcomes = [each.outcome for each in group_file.GROUPS.read(run)]
+    outcomes = [each.outcome for each in metric_file.GROUPS.read(run)]
     tried = sum(each in ("learnt", "silent", "spare") for each in outcomes)
     return outcomes.count("silent") / tried if tried else otherwise
 

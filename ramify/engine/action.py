@@ -58,6 +58,7 @@ _QUOTED = re.compile(
 _CUT = (
     "your message was cut at its limit of tokens, and the last {}, which was not closed, was not {}"
 )
+_VARIABLE = re.compile(r"FINAL_VAR\s*\([^()\n]*\)")
 _FINAL = re.compile(r"^[ \t>*]*(?P<name>FINAL_VAR|FINAL)\s*\(", re.MULTILINE)
 
 
@@ -109,6 +110,12 @@ class ParsedAction(msgspec.Struct, frozen=True):
     """True if nothing was understood, but the message tried to run something, so that its words are
     not an answer."""
 
+    def is_in_our_form(self, text: str) -> bool:
+        """True if the whole of ``text``, from which this was parsed, needs no other reading: it has
+        code or an answer, and no marks of another system."""
+        is_understood = bool(self.codes) or self.final is not None
+        return is_understood and ">>>" not in text and "<|channel|>" not in text
+
 
 def read_action(message: Message, is_cut: bool = False) -> ParsedAction:
     """Return the action that ``message`` asks for. If the reply ``is_cut`` (truncated at its token
@@ -130,11 +137,11 @@ def read_action(message: Message, is_cut: bool = False) -> ParsedAction:
 
 
 def prose_of(text: str) -> str:
-    """Return the prose of ``text`` without code and thinking, or the whole text if it contains no
-    code to run."""
+    """Return the prose of ``text`` without code, thinking and ``FINAL_VAR(name)``, or the whole
+    text if it contains none of these."""
     text = without_thinking(text)
     codes, prose, _ = _fenced(text)
-    return (prose if codes else text).strip()
+    return _VARIABLE.sub("", prose if codes else text).strip()
 
 
 def without_thinking(text: str) -> str:

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 
-from ramify.engine.call import CallOutcome, LiveCall, jsonable
+from ramify.engine.event_recorder import CallOutcome, jsonable
 from ramify.errors import ConfigError, RamifyError, ReplayDiverged
 from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
     from ramify.engine.rlm_loop import RlmLoop
+    from ramify.engine.run_state import LiveCall
     from ramify.engine.typed import AnswerType
 
 

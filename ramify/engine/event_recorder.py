@@ -1,8 +1,9 @@
-"""The record of a run's events.
+"""The record of a run's events, and the form in which outcomes and answers are recorded.
 
     event ──> EventRecorder ──> journal, then trajectory, then listeners ──> it is acted on
 
 A resumed run repeats its events. Those that its journal contains already are not written again.
+Not here: what an event means (see ``types/event.py``), and the file of a journal (see ``store/``).
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import math
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from logging import DEBUG
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ramify.engine.question import Listener
-from ramify.errors import ConfigError, LoopBlocked, RamifyError, StoreError
+import msgspec
+
+from ramify.errors import ConfigError, LoopBlocked, RamifyError, SandboxError, StoreError
 from ramify.logging import RoomLogger
+from ramify.sandbox.base import SharedContext
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,
@@ -29,9 +33,10 @@ from ramify.types.event import (
     RunResumed,
     TrajectoryFold,
 )
-from ramify.types.trajectory import Stop, Trajectory
+from ramify.types.trajectory import ContextRef, Stop, Trajectory
 
 if TYPE_CHECKING:
+    from ramify.engine.question import Listener
     from ramify.store.journal import Journal
 
 _log = RoomLogger("engine")
@@ -211,3 +216,69 @@ def _place(event: AnyEvent) -> str:
     parts = [f"call {id}" if id else ""]
     parts += [f"{name} {getattr(event, name)}" for name in ("turn", "cell") if hasattr(event, name)]
     return ", ".join(filter(None, parts)) or "the run"
+
+
+class CallOutcome(msgspec.Struct, frozen=True):
+    """Outcome of a call."""
+
+    stop: Stop
+    answer: Any = None
+    error: str | None = None
+    failure: BaseException | None = None
+    """Exception that ended the call, if any."""
+
+
+def context_ref(context: SharedContext | None) -> ContextRef | None:
+    return None if context is None else ContextRef(context.digest, context.chars, context.kind)
+
+
+def jsonable(value: Any) -> Any:
+    """Return ``value`` in its recorded form: anything that JSON cannot represent becomes text."""
+    try:
+        plain = msgspec.to_builtins(value, str_keys=True, enc_hook=_dumped)
+        msgspec.json.decode(msgspec.json.encode(plain))  # as a reader of the journal will do
+    except UnicodeEncodeError:  # a lone surrogate, which a journal writes as an escape
+        return plain
+    except Exception:  # noqa: BLE001 -- a model chose the value, which may be anything
+        return _text_of(value)
+    return plain
+
+
+def _text_of(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception as error:  # noqa: BLE001 -- such as an integer with too many digits to print
+        return f"(a value of type {type(value).__name__} that has no text: {type(error).__name__})"
+
+
+def _dumped(value: Any) -> Any:
+    """Return the fields of a pydantic model; msgspec supports all other serializable types."""
+    if not hasattr(value, "model_dump"):
+        raise NotImplementedError
+    return value.model_dump(mode="json")
+
+
+def typed_record(answer: Any) -> dict[str, Any] | None:
+    """Pack an answer whose type JSON would change; None for others, and if no session can hold
+    it."""
+    if _is_plain(answer):
+        return None
+    try:
+        return SharedContext(answer).pack()
+    except SandboxError:  # of a type of the caller, which gives it again
+        return None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ``value`` is the same after it was written as JSON and read."""
+    match value:
+        case None | str() | bool() | int():
+            return True
+        case float():
+            return math.isfinite(value)
+        case list():
+            return all(map(_is_plain, value))
+        case dict():
+            return all(type(key) is str for key in value) and all(map(_is_plain, value.values()))
+        case _:
+            return False

@@ -173,8 +173,6 @@ def _is_code(text: str) -> bool:
 
 
 def _without_prompts(action: ParsedAction) -> ParsedAction:
-    if not any(">>>" in code for code in action.codes):
-        return action
     codes = tuple(map(_unprompted, action.codes))
     if codes == action.codes:
         return action

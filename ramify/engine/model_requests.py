@@ -21,7 +21,6 @@ import msgspec
 from ramify.clients.base import Client, Request, Tool, reasons
 from ramify.clients.pool import ClientPool
 from ramify.engine import observe, retool
-from ramify.engine.call import LiveCall
 from ramify.engine.limits import Ledger, Limits, ResourceAmount, bound
 from ramify.errors import (
     ConfigError,
@@ -38,7 +37,7 @@ from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
     from ramify.engine.reply_reuse import ReusableReplies
-    from ramify.engine.run_state import RunState
+    from ramify.engine.run_state import LiveCall, RunState
     from ramify.store.recorded_replies import RecordedReplies
 
 
@@ -67,8 +66,8 @@ class ModelRequests:
         self.ledger = Ledger(setup.limits, priced=any(has_price))
         if not all(has_price):
             self.ledger.cost = None  # until a model with a known price has replied
-        self._reply_tokens: dict[tuple[str, bool], int] = {}
-        """(model, True for a sub-call) -> maximum tokens of a reply."""
+        self._reasoning: dict[str, int] = {}
+        """Model -> tokens of hidden reasoning that a reply may have."""
         self.under_way: set[TurnRequest] = set()
         """Requests that may have been sent and whose outcome is not recorded."""
         self._repeated: set[tuple[str, int]] = set()
@@ -186,17 +185,28 @@ class ModelRequests:
     def reply_tokens(self, call: LiveCall, longer: int = 1) -> int:
         """Maximum tokens of a reply of ``call``, hidden reasoning included. ``longer`` multiplies
         the part that is not reasoning."""
-        place = call.client.name, call.kind == "lm" and call.parent is not None
-        if place not in self._reply_tokens:
-            sub = self.run.setup.limits.max_sub_reply_tokens if place[1] else None
-            most = self.sampling.max_tokens if sub is None else sub
-            self._reply_tokens[place] = most + self._reasoning_tokens(call.client)
-        if longer == 1:
-            return self._reply_tokens[place]
-        return self._reply_tokens[place] + (longer - 1) * self.sampling.max_tokens
+        return longer * self.text_limit(call)[0] + self._reasoning_tokens(call.client)
+
+    def text_limit(self, call: LiveCall) -> tuple[int, str]:
+        """Return (maximum tokens of a reply of ``call`` without hidden reasoning, the setting that
+        it comes from)."""
+        setup = self.run.setup
+        limit, name = self.sampling.max_tokens, "max_reply_tokens"
+        for_subs = setup.limits.max_sub_reply_tokens
+        if for_subs is not None and call.kind == "lm" and call.parent is not None:
+            limit, name = for_subs, "max_sub_reply_tokens"
+        own = setup.at(call.depth).max_reply_tokens
+        if own is not None and own < limit:
+            limit, name = own, f"max_reply_tokens of depth {call.depth}"
+        return limit, name
 
     def _reasoning_tokens(self, client: Client) -> int:
         """Tokens of hidden reasoning that a reply of ``client`` may have."""
+        if client.name not in self._reasoning:
+            self._reasoning[client.name] = self._estimated_reasoning(client)
+        return self._reasoning[client.name]
+
+    def _estimated_reasoning(self, client: Client) -> int:
         given = self.run.setup.limits.max_reasoning_tokens
         if given is not None:
             return given
@@ -214,7 +224,9 @@ class ModelRequests:
         return max(0, min(most))
 
     def _last_word_tokens(self, call: LiveCall) -> int:
-        return self.run.setup.limits.last_word_tokens + self._reasoning_tokens(call.client)
+        most = self.run.setup.limits.last_word_tokens
+        own = self.run.setup.at(call.depth).max_reply_tokens or most
+        return min(most, own) + self._reasoning_tokens(call.client)
 
     def hold_last_word(
         self, call: LiveCall, new: Sequence[Message], longer: int = 1
@@ -448,10 +460,8 @@ def closed(stop: Stop) -> LimitReached:
 def cut_reply(requests: ModelRequests, call: LiveCall, text: str) -> ReplyCut:
     """Return the error for a reply of ``call`` that was truncated at its token limit after
     ``text``."""
-    limit, name = requests.reply_tokens(call), "max_reply_tokens"
-    if call.kind == "lm" and call.parent and requests.run.setup.limits.max_sub_reply_tokens:
-        name = "max_sub_reply_tokens"
-    if not text.strip() and limit > requests.sampling.max_tokens:
+    limit, (for_text, name) = requests.reply_tokens(call), requests.text_limit(call)
+    if not text.strip() and limit > for_text:
         name = "max_reasoning_tokens"
     return ReplyCut(
         f"{call.client.name}: the reply was cut at its limit of {limit} tokens; ask for less, or "

@@ -225,7 +225,10 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
             "the context is empty, so there is nothing to answer from; omit it to ask without a "
             "context"
         )
-    check = cited_type(kind, context) if cite else answer_type(kind)
+    if cite:
+        kind = cited_type(kind, context)
+    elif kind is not None:
+        kind = answer_type(kind)
     if cite and context is None:
         raise ConfigError("citations need a context to cite: give one, or ask without cite")
     return Question(
@@ -233,7 +236,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         context,
         "\n".join(filter(None, [about, CITE_INSTRUCTION if cite else ""])),
         tools,
-        check,
+        kind,
         cite,
         on_session,
         warnings=warnings,

@@ -193,7 +193,7 @@ def from_record(store: Store, run: str, ended: RunEnded, kind: Any = None) -> Re
     if trajectory.metadata.get("cite") and answer is not None:
         cited = msgspec.convert(answer, CitedAnswer[Any])
         answer, citations = cited.answer, cited.citations
-    check = answer_type(kind)
+    check = None if kind is None else answer_type(kind)
     if check is not None and answer is not None:
         try:
             answer = check.convert(answer)

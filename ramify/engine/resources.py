@@ -177,6 +177,8 @@ class DepthOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """None: that of the run. It has the same protocol."""
     tools: tuple[str, ...] | None = None
     """Names of the tools in its sessions; None: all."""
+    max_reply_tokens: int | None = None
+    """None: ``Limits.max_reply_tokens``, which a larger number does not exceed."""
 
 
 _SAME = DepthOptions()

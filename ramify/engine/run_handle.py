@@ -21,13 +21,18 @@ import msgspec
 from ramify.clients.base import Client
 from ramify.engine import observe, threads
 from ramify.engine.branch import BranchedLoop
-from ramify.engine.call import CallOutcome, LiveCall, context_ref, jsonable, typed_record
-from ramify.engine.event_recorder import EventRecorder
+from ramify.engine.event_recorder import (
+    CallOutcome,
+    EventRecorder,
+    context_ref,
+    jsonable,
+    typed_record,
+)
 from ramify.engine.host import ask_plain
 from ramify.engine.question import Question
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels, SharedResources
 from ramify.engine.rlm_loop import RlmLoop
-from ramify.engine.run_state import RunState
+from ramify.engine.run_state import LiveCall, RunState
 from ramify.engine.threads import LoopWatch
 from ramify.engine.typed import Citation, CitedAnswer
 from ramify.errors import (
@@ -42,6 +47,7 @@ from ramify.errors import (
 )
 from ramify.logging import RoomLogger, in_run, take_collected
 from ramify.sandbox.base import SharedContext
+from ramify.types.call_tree import ending
 from ramify.types.event import AnyEvent, RunEnded, RunStarted
 from ramify.types.message import Usage
 from ramify.types.trajectory import Fork, Stop, Trajectory
@@ -446,6 +452,15 @@ def as_text(answer: Any) -> str:
         return msgspec.json.encode(plain).decode()
     except UnicodeEncodeError:  # a lone surrogate, which only an escape can represent
         return json.dumps(plain, separators=(",", ":"))
+
+
+def why_unanswered(result: Result) -> str:
+    """Return in one sentence why ``result`` has no answer."""
+    if result.error:
+        return result.error
+    if result.stop is Stop.FINAL:
+        return "no answer: the model gave None as its final answer"
+    return f"no answer: {ending(result.stop, result.trajectory.reason, 0)}"
 
 
 def checked(result: Result, resume: Callable[[str], Result]) -> Result:

@@ -1,4 +1,4 @@
-"""State that all calls of one question share.
+"""State of one question: what all its calls share, and each call in progress.
 
     RLM.start ──> RunHandle ──> RlmLoop (root) ──> ModelRequests.ask ──> recorded? ──> ClientPool
                                     │                    ^
@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
+from ramify.clients.base import Client, KnownPrefix, Request
 from ramify.engine import observe
-from ramify.engine.call import CallOutcome, LiveCall, context_ref, jsonable
-from ramify.engine.event_recorder import EventRecorder
+from ramify.engine.event_recorder import CallOutcome, EventRecorder, context_ref, jsonable
 from ramify.engine.model_requests import ModelRequests, closed
 from ramify.engine.question import Question
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels
@@ -33,7 +33,8 @@ from ramify.errors import LoopBlocked, RamifyError, ReplyCut
 from ramify.logging import RoomLogger
 from ramify.sandbox.base import Session
 from ramify.types.event import CallEnded, CallStarted, NoteAdded, ReplyReceived, RunResumed
-from ramify.types.trajectory import Fork, Stop
+from ramify.types.message import Message, Reply, encodable
+from ramify.types.trajectory import CallKind, Fork, Parent, Stop
 
 if TYPE_CHECKING:
     from ramify.engine.reply_reuse import ReusableReplies
@@ -248,7 +249,7 @@ class RunState:
         if self.suspension is not None and stop in (Stop.SUSPENDED, Stop.CANCELLED):
             return str(self.suspension)
         if stop is Stop.ERROR or isinstance(outcome.failure, ReplyCut):
-            return outcome.error or ""
+            return outcome.error or str(outcome.failure or "")
         if stop is Stop.MAX_TURNS:
             most = self.setup.max_turns(depth)
             used = min(num_turns, most)  # without the request for a final reply
@@ -261,10 +262,12 @@ class RunState:
             )
         if stop is Stop.NO_CODE:
             most = self.setup.scaffold_at(depth).max_idle
-            return (
-                f"{most} replies in a row had neither code nor FINAL(…), so the last one was taken "
-                "as the answer"
+            last = (
+                "and the last one was empty, or not an answer of the type that was asked for"
+                if outcome.answer is None
+                else "so the last one was taken as the answer"
             )
+            return f"{most} replies in a row had neither code nor FINAL(…), {last}"
         if stop is Stop.CANCELLED and self.closing is Stop.CANCELLED:
             return "it was asked to finish before it had a final answer"
         return self.requests.ledger.refusals.get(stop) or outcome.error or ""
@@ -336,3 +339,137 @@ class RunState:
 
     def drop(self, session: Session) -> None:
         self._sessions.discard(session)
+
+
+class LiveCall:
+    """A call in progress: its conversation so far and what is known about its length in tokens."""
+
+    def __init__(
+        self,
+        id: str,
+        kind: CallKind,
+        client: Client,
+        depth: int,
+        question: str,
+        *,
+        parent: Parent | None = None,
+        context: SharedContext | None = None,
+    ) -> None:
+        self.id = id
+        self.kind = kind
+        self.client = client
+        self.depth = depth
+        self.question = encodable(question)
+        self.parent = parent
+        self.context = context
+        self.messages: list[Message] = []
+        """Prompt and reply of every turn so far."""
+        self.turn = 0
+        """Index of the next turn."""
+        self.num_turns_before = 0
+        """For a branch: turns of the original call before the branch point."""
+        self.num_children = 0
+        self.num_forks = 0
+        self._counted: tuple[int, int] | None = None
+        """(number of messages, their tokens as counted by the server) up to the last reply."""
+        self._ids: tuple[int, ...] = ()
+        """Token path: ids of the whole conversation so far, as the model received and sampled them.
+        Empty if the last reply came without ids."""
+        self._replies: list[tuple[int, int]] = []
+        """(number of messages, number of ids) up to and including each reply of the path."""
+
+    @property
+    def is_branch(self) -> bool:
+        return ":" in self.id
+
+    def next_child(self) -> str:
+        """Return the id of the next child. Ids follow the order of creation, which a replay
+        repeats; the order of completion is not reproducible."""
+        self.num_children += 1
+        return f"{self.id}.{self.num_children - 1}"
+
+    def peek_child(self) -> str:
+        """Return what ``next_child`` would."""
+        return f"{self.id}.{self.num_children}"
+
+    def forked(self) -> LiveCall:
+        """Return a new call that continues this one from here, as another branch of it."""
+        self.num_forks += 1
+        call = LiveCall(
+            f"{self.id}:{self.num_forks}",
+            "rlm",
+            self.client,
+            self.depth,
+            self.question,
+            context=self.context,
+        )
+        call.continue_from(self)
+        call.num_turns_before = self.num_turns_before + self.turn
+        return call
+
+    def max_input_tokens(self, request: Request, reused: int) -> int:
+        """Upper bound on the request's prompt: the server's own count for the messages it has seen,
+        and bytes for the new ones."""
+        by_bytes = request.max_input_tokens()
+        if self._counted is None or self._counted[0] != reused:
+            return by_bytes
+        new = msgspec.structs.replace(request, messages=request.messages[reused:])
+        # 4 per message: a template may place its role markers around a reply differently from how
+        # the server counted them.
+        return min(by_bytes, self._counted[1] + 4 * reused + new.max_input_tokens())
+
+    def continue_from(self, call: LiveCall) -> None:
+        """Start with the conversation of ``call``, as the next question in the same session
+        does."""
+        self.messages = list(call.messages)
+        self._counted = call._counted
+        self._ids = call._ids
+        self._replies = list(call._replies)
+
+    def known_tokens(self) -> int:
+        """Tokens of the conversation so far as counted by the server; 0 if it did not report
+        them."""
+        return self._counted[1] if self._counted else 0
+
+    def known_ids(self, reused: int) -> KnownPrefix | None:
+        """Ids of the longest prefix of the first ``reused`` messages that ends with a reply."""
+        for num_messages, num_ids in reversed(self._replies):
+            if num_messages <= reused:
+                return KnownPrefix(num_messages, self._ids[:num_ids])
+        return None
+
+    def without_path(self, reply: Reply) -> tuple[Reply, int]:
+        """Return (``reply`` with only the new prompt ids, number of ids of the path that its prompt
+        reuses)."""
+        if reply.prompt_ids is None:
+            return reply, 0
+        reused_ids = _num_common(self._ids, reply.prompt_ids)
+        return msgspec.structs.replace(reply, prompt_ids=reply.prompt_ids[reused_ids:]), reused_ids
+
+    def advance(self, reused: int, new: Sequence[Message], reply: Reply, reused_ids: int) -> None:
+        """Finish a turn. Its prompt was the first ``reused`` messages followed by ``new``;
+        ``reply`` comes from ``without_path``."""
+        self.messages = [*self.messages[:reused], *new, reply.message]
+        self.turn += 1
+        self._counted = (
+            None
+            if reply.usage.unknown_calls or not reply.usage.calls
+            else (len(self.messages), reply.usage.total_tokens)
+        )
+        if reply.prompt_ids is None or reply.token_ids is None:
+            self._ids, self._replies = (), []
+            return
+        self._ids = (*self._ids[:reused_ids], *reply.prompt_ids, *reply.token_ids)
+        remaining = [
+            (messages, ids)
+            for messages, ids in self._replies
+            if messages <= reused and ids <= reused_ids
+        ]
+        self._replies = [*remaining, (len(self.messages), len(self._ids))]
+
+
+def _num_common(path: tuple[int, ...], prompt: tuple[int, ...]) -> int:
+    """Length of the common prefix of both."""
+    if prompt[: len(path)] == path:
+        return len(path)
+    return next(index for index, (a, b) in enumerate(zip(path, prompt, strict=False)) if a != b)

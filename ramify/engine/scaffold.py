@@ -15,7 +15,7 @@ import msgspec
 
 from ramify.clients.base import Tool
 from ramify.engine import observe, retool
-from ramify.engine.action import NATIVE_TOOLS, ParsedAction
+from ramify.engine.action import NATIVE_TOOLS, ParsedAction, read_action
 from ramify.engine.foreign_formats import read_any
 from ramify.errors import ConfigError
 from ramify.plugins import Registry
@@ -192,9 +192,10 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         truncated reply is run as it is."""
         if self.raw_code:
             return ParsedAction(codes=(message.content,))
-        return (
-            retool.read(message, is_cut) if self.protocol == "retool" else read_any(message, is_cut)
-        )
+        if self.protocol == "retool":
+            return retool.read(message, is_cut)
+        action = read_action(message, is_cut)
+        return action if action.is_in_our_form(message.content) else read_any(message, is_cut)
 
     def report(self, cell: Cell) -> str:
         """Return what the model is shown of one execution."""

@@ -22,14 +22,19 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from ramify.clients.base import Sampling
-from ramify.engine.call import jsonable
 from ramify.engine.rlm import RLM
-from ramify.engine.run_handle import Result, RunHandle
+from ramify.engine.run_handle import Result, RunHandle, as_text
 from ramify.engine.threads import in_thread
-from ramify.errors import RamifyError, Refused, ReplayDiverged, ReplyFiltered, SessionDied
+from ramify.errors import (
+    ConfigError,
+    RamifyError,
+    Refused,
+    ReplayDiverged,
+    ReplyFiltered,
+    SessionDied,
+)
 from ramify.logging import RoomLogger
 from ramify.tasks.base import Item, Task, TaskStart, scored
-from ramify.types.call_tree import as_text, cut
 from ramify.types.event import scores_of
 from ramify.types.trajectory import Stop, Trajectory
 
@@ -81,6 +86,11 @@ async def attempt(
         ran = await _continued(rlm, resume, shown, start, sampling, grace_s) if resume else None
         trajectory, result = ran or await _run(rlm, shown, begin, grace_s, on_start)
         failure = _failure(result)
+    except ConfigError as error:  # the engine cannot ask this item; others it may
+        if start.on_end is not None:
+            start.on_end(None)
+        why = f"task '{task.name}', item {item.id}: {error}"
+        return Trajectory(name, item.question, task=item.id, errors=[why], stop=Stop.ERROR)
     except BaseException:
         if start.on_end is not None:
             start.on_end(None)
@@ -117,7 +127,10 @@ MAX_GOLD = 2_000
 def _gold(item: Item) -> dict[str, str]:
     """The expected answer as text, for readers of the run; empty if the item has none."""
     gold = item.gold if item.right is None else item.right
-    return {} if gold is None else {"gold": cut(as_text(jsonable(gold)), MAX_GOLD)}
+    text = as_text(gold)
+    if len(text) > MAX_GOLD:
+        text = text[: MAX_GOLD - 1] + "…"
+    return {} if gold is None else {"gold": text}
 
 
 async def is_direct(rlm: RLM, task: Task, item: Item, grace_s: float = GRACE_S) -> bool:

@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
+from ramify.clients.http1 import HttpConnectionPool
 from ramify.clients.openai import OpenAIClient
-from ramify.clients.pool import HttpConnectionPool
 from ramify.clients.providers import resolve
 from ramify.engine import observe
 from ramify.engine.limits import Limits

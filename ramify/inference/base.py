@@ -4,15 +4,11 @@
     tiny                            the small policy that ships with the package
 
 Importing this file imports no tensor library: a model name costs nothing until it is connected.
-
-Messages become token ids here and nowhere else (``prompt_ids``, ``spoken``), so the engine in this
-process and engines behind HTTP get the same ids for the same request.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -21,11 +17,9 @@ import msgspec
 
 from ramify.clients.base import Client, Request
 from ramify.errors import ConfigError, ModelError, Refused
-from ramify.progress import heartbeat
-from ramify.types.message import Message, Reply
 
 if TYPE_CHECKING:
-    from ramify.models.renderer import Renderer
+    pass
 
 PROTOCOL = 3
 """Version of the ``ramify serve-policy --weight-transfer`` protocol. It increases with every change
@@ -86,54 +80,6 @@ class InferenceClient(Client, Protocol):
         ...
 
 
-class AuditedClient:
-    """A client that remembers, as hashes, which ids went through it, for the check that a
-    trajectory has exactly those (``train/selfcheck.py``). Everything else is delegated to the
-    wrapped client. Rollout workers send what theirs remember to the run."""
-
-    def __init__(self, client: InferenceClient, max_token_staleness: int = 0) -> None:
-        """It remembers the ids of the latest ``max_token_staleness + 1`` periods between calls of
-        ``forget``: rollouts of later steps may complete before this step is learned from."""
-        self.name = client.name
-        self.window = client.window
-        self.price = client.price
-        self.client = client
-        self._paths: deque[set[int]] = deque([set()], maxlen=max_token_staleness + 1)
-
-    async def complete(self, request: Request) -> Reply:
-        reply = await self.client.complete(request)
-        heartbeat()
-        if reply.prompt_ids is not None and reply.token_ids is not None:
-            self._paths[-1].add(hash((*reply.prompt_ids, *reply.token_ids)))
-        return reply
-
-    def note(self, paths: Iterable[int]) -> None:
-        """Add paths that went through a client in another process, as returned by its ``take``."""
-        self._paths[-1].update(paths)
-
-    def take(self) -> tuple[int, ...]:
-        """The paths since the last call of ``take``."""
-        paths = tuple(self._paths[-1])
-        self._paths[-1].clear()
-        return paths
-
-    def has_seen(self, ids: tuple[int, ...]) -> bool:
-        return any(hash(ids) in paths for paths in self._paths)
-
-    def forget(self) -> None:
-        self._paths.append(set())
-
-    async def close(self) -> None:
-        await self.client.close()
-
-
-def engines_of(client: InferenceClient) -> Sequence[InferenceClient]:
-    """The individual engines behind ``client``, for checks that each of them must pass. A single
-    engine returns itself; the list is empty if all engines are gone at the moment."""
-    engines: Sequence[InferenceClient] | None = getattr(client, "engines", None)
-    return [client] if engines is None else engines
-
-
 def need_train_extra(what: str) -> None:
     """Raise ConfigError if the packages that run a model in this process are not installed."""
     for package in ("torch", "transformers", "safetensors"):
@@ -142,24 +88,6 @@ def need_train_extra(what: str) -> None:
                 f"{what} runs a model in this process and needs {package}: pip install "
                 "'ramify[train]'"
             )
-
-
-def prompt_ids(renderer: Renderer, request: Request) -> list[int]:
-    """The whole prompt: the known ids, then the ids that the messages after them add."""
-    known = request.known
-    if known is None or renderer.unstable:
-        return renderer.prompt(request.messages, request.tools)
-    return [*known.ids, *renderer.extend(request.messages[known.num_messages :], after=known.ids)]
-
-
-def spoken(renderer: Renderer, sampled: Sequence[int], stop: Sequence[str] = ()) -> Message:
-    """The message that the ``sampled`` ids stand for, cut before the first text of ``stop`` in
-    it."""
-    message = renderer.parse(sampled)
-    ends = [at for text in stop if (at := message.content.find(text)) >= 0]
-    return (
-        msgspec.structs.replace(message, content=message.content[: min(ends)]) if ends else message
-    )
 
 
 def too_long(name: str, window: int, request: Request | None, num_ids: int) -> Refused:

@@ -27,6 +27,9 @@ by calling it once when a policy is loaded:
     opening     what begins a reply after its mark: an empty thinking block if thinking is off
     trims       whether it strips the blanks around a message
 
+Requests become token ids here and nowhere else (``prompt_ids``, ``spoken``), so the engine in this
+process and engines behind HTTP get the same ids for the same request.
+
 Conversations only grow: the thinking of earlier replies stays where the model wrote it, even if a
 template would drop it. So a path trains as one sequence, and its cache stays valid.
 """
@@ -40,7 +43,7 @@ from typing import Protocol
 import msgspec
 from transformers import PreTrainedTokenizerFast
 
-from ramify.clients.base import Tool
+from ramify.clients.base import Request, Tool
 from ramify.errors import ConfigError
 from ramify.models.template import (
     CANNED,
@@ -359,6 +362,24 @@ class Renderer(Protocol):
     def parse(self, ids: Sequence[int]) -> Message:
         """The reply that sampled ids stand for."""
         ...
+
+
+def prompt_ids(renderer: Renderer, request: Request) -> list[int]:
+    """The whole prompt: the known ids, then the ids that the messages after them add."""
+    known = request.known
+    if known is None or renderer.unstable:
+        return renderer.prompt(request.messages, request.tools)
+    return [*known.ids, *renderer.extend(request.messages[known.num_messages :], after=known.ids)]
+
+
+def spoken(renderer: Renderer, sampled: Sequence[int], stop: Sequence[str] = ()) -> Message:
+    """The message that the ``sampled`` ids stand for, cut before the first text of ``stop`` in
+    it."""
+    message = renderer.parse(sampled)
+    ends = [at for text in stop if (at := message.content.find(text)) >= 0]
+    return (
+        msgspec.structs.replace(message, content=message.content[: min(ends)]) if ends else message
+    )
 
 
 def renderer_of(

@@ -31,8 +31,8 @@ from ramify.sandbox.base import (
 )
 from ramify.sandbox.guest.frames import portable_to_host
 from ramify.sandbox.guest.guest import HostError
-from ramify.sandbox.guest.notebook import VALUE_CHARS, cut, safe_repr
-from ramify.sandbox.guest.values import CodecError, ValueEncoder, portable
+from ramify.sandbox.guest.notebook import cut, safe_repr
+from ramify.sandbox.guest.values import VALUE_CHARS, CodecError, ValueEncoder, portable
 from ramify.sandbox.monty_cells import MontyCell, as_builtin, inspect_cell, is_plain
 from ramify.types.trajectory import Cell
 

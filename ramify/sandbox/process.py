@@ -32,7 +32,7 @@ from ramify.sandbox.forkserver_channel import (
     locate,
     start_server,
 )
-from ramify.sandbox.process_transport import ProcessTransport, SessionMemoryFiles
+from ramify.sandbox.process_transport import ProcessTransport, SessionMemoryFiles, SessionProcess
 from ramify.sandbox.running_cell import SessionHooks, limits_of
 from ramify.sandbox.session import GuestSession
 from ramify.sandbox.transport import ReadBuffers
@@ -228,7 +228,7 @@ class ProcessSandbox:
             files.close()
             raise
         transport = self.make_transport(
-            host_end, channel, reply["pid"], fds[0] if fds else -1, files
+            SessionProcess(host_end, files, channel, reply["pid"], fds[0] if fds else -1)
         )
         session = GuestSession(
             transport,
@@ -255,15 +255,8 @@ class ProcessSandbox:
     def closed(self, session: GuestSession) -> None:
         self.sessions.discard(session)
 
-    def make_transport(
-        self,
-        sock: socket.socket,
-        channel: ForkServerChannel,
-        pid: int,
-        pidfd: int,
-        files: SessionMemoryFiles,
-    ) -> ProcessTransport:
-        return ProcessTransport(self.caps, sock, self.buffers, channel, pid, pidfd, files)
+    def make_transport(self, process: SessionProcess) -> ProcessTransport:
+        return ProcessTransport(self.caps, self.buffers, process)
 
     async def close(self) -> None:
         self._is_closed = True

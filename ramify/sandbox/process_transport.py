@@ -17,7 +17,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities, anonymous_file
@@ -89,6 +89,18 @@ class SessionMemoryFiles:
             self.shared_buffers.close()
 
 
+class SessionProcess(NamedTuple):
+    """The host's hold on one forked session."""
+
+    sock: socket.socket
+    files: SessionMemoryFiles
+    channel: ForkServerChannel
+    """Leads to the server that the process was forked by."""
+    pid: int = -1
+    """Number of the process, as its server knows it; -1 for a branch that has not connected."""
+    pidfd: int = -1
+
+
 class ProcessTransport:
     """Connection to one forked session."""
 
@@ -100,6 +112,7 @@ class ProcessTransport:
         "_exited",
         "_files",
         "_pid",
+        "_sock",
         "buffers",
         "caps",
         "channel",
@@ -112,33 +125,23 @@ class ProcessTransport:
     )
 
     def __init__(
-        self,
-        caps: SandboxCapabilities,
-        sock: socket.socket,
-        buffers: ReadBuffers,
-        channel: ForkServerChannel,
-        pid: int,
-        pidfd: int,
-        files: SessionMemoryFiles,
+        self, caps: SandboxCapabilities, buffers: ReadBuffers, process: SessionProcess
     ) -> None:
         self.caps = caps
-        self.stream = SocketStream(sock, buffers.stream)
+        self._sock, self._files, self.channel, self._pid, self.pidfd = process
+        self.stream = SocketStream(self._sock, buffers.stream)
         self.write, self.pause, self.resume = (
             self.stream.write,
             self.stream.pause,
             self.stream.resume,
         )
-        self.channel = channel
-        self._pid = pid
-        self.pidfd = pidfd
         self._clock_id: int | None = None
         """The kernel's clock of the process's CPU time, once it is known."""
-        self._files = files
-        self.shared_buffers = files.shared_buffers
+        self.shared_buffers = self._files.shared_buffers
         self.buffers = buffers
         self._exited: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-        if pid >= 0:
-            channel.on_exit(pid, self._note_exit)
+        if self._pid >= 0:
+            self.channel.on_exit(self._pid, self._note_exit)
 
     def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
         self.stream.attach(received, lost)
@@ -150,8 +153,8 @@ class ProcessTransport:
         """Nothing to check: without a jail, processes are not kept apart."""
 
     def begin_branch(self, frame: list[Any], moved: Callable[[], None]) -> BranchTransport:
-        sock, files = self.send_branch(frame)
-        return BranchTransport(self.caps, sock, self.buffers, self.channel, files)
+        branch = SessionProcess(*self.send_branch(frame), self.channel)
+        return BranchTransport(self.caps, self.buffers, branch)
 
     def send_branch(self, frame: list[Any]) -> tuple[socket.socket, SessionMemoryFiles]:
         """Send ``frame`` with a socket and files for a branch, and return the host's ends of
@@ -290,18 +293,7 @@ class BranchTransport(ProcessTransport):
     socket; this identifies the branch. The server is not its parent, so its exit is observed
     through its process descriptor (pidfd)."""
 
-    __slots__ = ("_sock",)
-
-    def __init__(
-        self,
-        caps: SandboxCapabilities,
-        sock: socket.socket,
-        buffers: ReadBuffers,
-        channel: ForkServerChannel,
-        files: SessionMemoryFiles,
-    ) -> None:
-        super().__init__(caps, sock, buffers, channel, -1, -1, files)
-        self._sock = sock
+    __slots__ = ()
 
     @property
     def pid(self) -> int:

@@ -133,6 +133,18 @@ class SandboxService(Protocol):
     async def close(self) -> None: ...
 
 
+SEPARATE_MACHINE = SandboxCapabilities(
+    isolates_files=True,
+    isolates_network=True,
+    isolates_processes=True,
+    limits_memory=True,
+    interrupt=True,
+    kill=True,
+    starts_processes=True,
+)
+"""What a service promises whose boxes have no network."""
+
+
 class RemoteSandbox:
     """Sandbox over a ``SandboxService``, with a separate box for every session. Implements
     ``base.Sandbox``."""
@@ -141,8 +153,8 @@ class RemoteSandbox:
         self,
         spec: SandboxSpec,
         service: SandboxService,
-        caps: SandboxCapabilities,
-        warning: str | None,
+        caps: SandboxCapabilities = SEPARATE_MACHINE,
+        warning: str | None = None,
     ) -> None:
         self.caps = caps
         self.warning = warning
@@ -427,19 +439,16 @@ class CallbackInbox:
         if data:
             self._queue.put_nowait(data.encode() if isinstance(data, str) else data)
 
-    def end(self) -> None:
-        self._queue.put_nowait(b"")
+    async def end_after(self, wait: Callable[[], Awaitable[object]]) -> None:
+        """``wait`` for the end of the command, and report it."""
+        try:
+            with contextlib.suppress(Exception):  # the guest has reported the reason, if it could
+                await wait()
+        finally:
+            self._queue.put_nowait(b"")
 
     async def get(self) -> bytes:
         return await self._queue.get()
-
-    async def end_after(self, wait: Callable[[], Awaitable[object]]) -> None:
-        """End once ``wait`` has returned or failed: the guest has reported why, if it could."""
-        try:
-            with contextlib.suppress(Exception):
-                await wait()
-        finally:
-            self.end()
 
 
 def _brief(error: BaseException) -> str:

@@ -23,7 +23,7 @@ from ramify.errors import HostCallError, SessionDied
 from ramify.sandbox.base import Answer, CellResult, SandboxSpec
 from ramify.sandbox.guest.frames import HALF_BYTES
 from ramify.sandbox.guest.output import HeadTailBuffer
-from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueEncoder, encoded
+from ramify.sandbox.guest.values import Buffer, CodecError, ProtocolError, ValueEncoder, encoded
 from ramify.sandbox.session_wire import (
     CellDoneFrame,
     HostCallFrame,
@@ -233,6 +233,8 @@ class RunningCell:
 
     __slots__ = (
         "_changed",
+        "_max_output_bytes",
+        "_output",
         "calls",
         "chars",
         "clock",
@@ -240,7 +242,6 @@ class RunningCell:
         "end",
         "id",
         "limit_s",
-        "output",
         "stopped",
         "timer",
     )
@@ -253,7 +254,7 @@ class RunningCell:
         *,
         wire: SessionWire,
         limit_s: float,
-        output: HeadTailBuffer,
+        max_output_bytes: int,
         on_bug: Callable[[], None],
     ) -> None:
         """``on_bug``: called if ``answer`` fails unexpectedly. It must not refer to this cell: only
@@ -269,7 +270,9 @@ class RunningCell:
         """Wakes the task that waits for the end. Cancelling that task cancels this future, so the
         end itself is stored in ``end``."""
         self.end: End | None = None
-        self.output = output
+        self._max_output_bytes = max_output_bytes
+        self._output: HeadTailBuffer | None = None
+        """Set once the cell has printed anything."""
         self.chars = 0
         """Number of characters printed, as counted by the guest."""
         self.stopped: str | None = None
@@ -300,13 +303,26 @@ class RunningCell:
             self.calls.answer,
             wire=wire,
             limit_s=self.limit_s,
-            output=copy.deepcopy(self.output),
+            max_output_bytes=self._max_output_bytes,
             on_bug=on_bug,
         )
+        twin._output = copy.deepcopy(self._output)
         twin.chars = self.chars
         twin.clock.worked_s = self.clock.worked()
         twin.calls.inherit(self.calls, pending)
         return twin
+
+    def printed(self, data: Buffer, skipped: int, chars: int) -> None:
+        """Keep more output: ``data``, after ``skipped`` bytes that are lost. ``chars``: the number
+        of characters printed so far."""
+        if self._output is None:
+            self._output = HeadTailBuffer(self._max_output_bytes)
+        self._output.add(data, skipped)
+        self.chars = chars
+
+    def stdout(self) -> str:
+        """Return the output so far, or its head and tail."""
+        return "" if self._output is None else self._output.text(self.chars)
 
     def ends(self, end: End) -> None:
         self.calls.end()
@@ -419,7 +435,7 @@ def result_of(cell: RunningCell, done: CellDoneFrame, note: Any) -> CellResult:
     """Return the result of a cell that has ended."""
     shown = Cell(
         code=cell.code,
-        stdout=cell.output.text(cell.chars),
+        stdout=cell.stdout(),
         value=done.value,
         error=done.error,
         seconds=cell.clock.worked_s,

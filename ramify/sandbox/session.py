@@ -20,7 +20,6 @@ from typing import Any, cast
 from ramify.errors import HostCallError, SandboxError, SessionDied
 from ramify.sandbox import session_wire
 from ramify.sandbox.base import Answer, CellResult, SandboxCapabilities
-from ramify.sandbox.guest.output import HeadTailBuffer
 from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueEncoder
 from ramify.sandbox.running_cell import (
     NO_HOOKS,
@@ -120,7 +119,7 @@ class GuestSession:
             answer,
             wire=self._wire,
             limit_s=self._limits.cell_s if timeout_s is None else timeout_s,
-            output=HeadTailBuffer(self._limits.max_output_bytes),
+            max_output_bytes=self._limits.max_output_bytes,
             on_bug=self._stop_for_bug,
         )
         cell.clock.start()
@@ -167,10 +166,8 @@ class GuestSession:
     async def _death_of(self, cell: RunningCell) -> SessionDied:
         why = await self._why()
         left = self._wire.transport.leftover(self._wire.upto)
-        cell.output.add(left)
-        cell.chars += len(left.decode("utf-8", "replace"))
-        text = cell.output.text(cell.chars)
-        return SessionDied(f"the session ended in the middle of a cell: {why}", text)
+        cell.printed(left, 0, cell.chars + len(left.decode("utf-8", "replace")))
+        return SessionDied(f"the session ended in the middle of a cell: {why}", cell.stdout())
 
     async def _give_up(self, cell: RunningCell) -> None:
         """Stop the cell after the caller of ``run`` was cancelled, so that the session stays usable
@@ -423,12 +420,11 @@ class GuestSession:
         self._state = SessionState.ENDED
         if not self._ended.done():
             self._ended.set_result(None)
-        died = SessionDied("")
         if self._cell is not None and self._cell.end is None:
             self._cell.calls.cancel()
-            self._cell.ends(died)
+            self._cell.ends(SessionDied(""))
         if self._reply is not None and not self._reply[1].done():
-            self._reply[1].set_exception(died)
+            self._reply[1].set_exception(SessionDied(""))
             self._reply[1].exception()  # its caller may have been cancelled
 
     async def _why(self) -> str:
@@ -461,8 +457,8 @@ class GuestSession:
                 cell.calls.take(message, value, weight, cell.stopped)
                 return
             if type(message) is session_wire.OutputFrame:
-                cell.output.add(value, message.skip)
-                cell.chars, self._wire.upto = message.chars, message.upto
+                cell.printed(value, message.skip, message.chars)
+                self._wire.upto = message.upto
                 return
         if self._reply is not None and self._take_reply(message, value, *self._reply):
             return

@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ramify.sandbox.guest.frames import (
+    MAX_FRAME_OUTPUT,
     MAX_HEADER,
     MAX_NESTING,
     SharedMemoryBuffers,
@@ -31,9 +32,8 @@ from ramify.sandbox.guest.frames import (
     open_frame,
     split_blobs,
 )
-from ramify.sandbox.guest.notebook import VALUE_CHARS
-from ramify.sandbox.guest.output import MAX_FRAME_BYTES
 from ramify.sandbox.guest.values import (
+    VALUE_CHARS,
     LimitError,
     ProtocolError,
     ValueDecoder,
@@ -459,7 +459,7 @@ def _opened(message: FromGuest, blobs: list[memoryview], size: int) -> tuple[Any
         note = message.note  # type: ignore[union-attr]
         return (None if note == NO_VALUE else value_of(message, note, blobs)), 0  # type: ignore[arg-type]
     if kind is OutputFrame:
-        if len(blobs) != 1 or len(blobs[0]) > MAX_FRAME_BYTES:
+        if len(blobs) != 1 or len(blobs[0]) > MAX_FRAME_OUTPUT:
             raise ProtocolError(f"output of {sum(map(len, blobs)):,} bytes in {len(blobs)} blobs")
         return bytes(blobs[0]), 0
     if kind is HostCallFrame or kind is ValueFrame:

@@ -138,14 +138,13 @@ def offer_of(
         )
     usable = tuple(tool for tool in tools if named in (None, tool.name))
     try:
-        of_value = answer_type(schema, trusted=False)
+        of_value = None if schema is None else answer_type(schema, trusted=False)
     except ConfigError as error:
         raise RequestRejected(str(error), param=schema_field) from None
     try:
         calls = answer_type(_schema(usable, parallel), trusted=False)
     except ConfigError as error:
         raise RequestRejected(str(error), param="tools") from None
-    assert calls is not None
     must_call = named is not None or choice == "required"
 
     def convert(value: Any) -> Any:

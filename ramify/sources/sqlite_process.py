@@ -52,6 +52,7 @@ def query_in_time(
     seconds or raise TimeoutError."""
     try:
         with _processes.one() as process:
+            assert process.stdout is not None
             _send(process.stdin, (str(path), query, params, limit_s))
             poll = select.poll()
             poll.register(process.stdout, select.POLLIN)

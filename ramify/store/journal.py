@@ -32,7 +32,6 @@ from ramify.secrets import SecretRedactor
 from ramify.store.private_files import (
     FILE_MODE,
     BlobStore,
-    Bytes,
     FsyncFlusher,
     release_reserve,
     write_all,
@@ -114,10 +113,6 @@ class Journal:
                 raise
             self.trouble = error
             self._write(line)
-
-    def put_blob(self, data: Bytes, digest: str | None = None) -> str:
-        """Store ``data`` by content and return its digest, for a later event to refer to."""
-        return self._blobs.put(data, digest)
 
     def close(self) -> None:
         """Flush everything to disk and release the lock. Idempotent."""

@@ -1,6 +1,6 @@
 """Private folders and files; writes that are complete or raise an error that names the file; one
-thread per store that flushes written files, so that no event loop waits for the disk; and large
-values by content.
+thread per store that flushes written files, so that no event loop waits for the disk; large values
+by content; and the space that a store uses and keeps free.
 
     append ── flush(file) ──▶ due {file: owner} ──▶ thread: one fsync for all requests so far
     close  ── settle(owner): runs what is due, and waits for what is in progress
@@ -21,12 +21,18 @@ import mmap
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from ramify.errors import ConfigError, StoreError
+from ramify.logging import RoomLogger
+
+_log = RoomLogger("store")
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
@@ -104,6 +110,89 @@ def release_reserve(root: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+DEFAULT_MAX_BYTES = 20 << 30
+"""Size above which a store warns; ``$RAMIFY_STORE_MAX_BYTES`` sets another limit."""
+_STALE_S = 3600.0
+"""Age after which a measurement of the store's size is repeated."""
+
+
+class _Size(msgspec.Struct):
+    """A measurement of the store's size."""
+
+    num_bytes: int
+    at: float
+
+
+class StoreSize:
+    """The size of one store."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._warned = False
+
+    def measure(self) -> int:
+        """Total size in bytes of the root folder, cached for ``warn_if_full``."""
+        total = sum(_walk(self._root)) - reserve_bytes(self._root)
+        data = msgspec.json.encode(_Size(total, time.time()))
+        try:
+            fd = os.open(
+                self._root / "size.json",
+                os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC,
+                FILE_MODE,
+            )
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+        except OSError:
+            pass  # it is only a cache: the next call measures again
+        return total
+
+    def warn_if_full(self) -> None:
+        """Warn, once per store object, if the store exceeds its size limit. Measures at most once
+        an hour."""
+        if self._warned:
+            return
+        size = self._remembered()
+        cap = max_store_bytes()
+        if size > cap:
+            self._warned = True
+            _log.warn(
+                f"the store {self._root} holds {size / 1e9:.1f} GB, more than its limit of "
+                f"{cap / 1e9:.1f} GB: prune old runs, or set RAMIFY_STORE_MAX_BYTES",
+                stacklevel=4,
+            )
+
+    def _remembered(self) -> int:
+        try:
+            size = msgspec.json.decode((self._root / "size.json").read_bytes(), type=_Size)
+        except (OSError, msgspec.DecodeError):
+            return self.measure()
+        return size.num_bytes if abs(time.time() - size.at) < _STALE_S else self.measure()
+
+
+def max_store_bytes() -> int:
+    """The size limit from the environment, or the default. Raises ConfigError."""
+    text = os.environ.get("RAMIFY_STORE_MAX_BYTES")
+    if not text:
+        return DEFAULT_MAX_BYTES
+    try:
+        return int(float(text))
+    except ValueError:
+        raise ConfigError(
+            f"RAMIFY_STORE_MAX_BYTES is {text!r}: give a number of bytes, such as 20e9"
+        ) from None
+
+
+def _walk(folder: Path) -> Iterator[int]:
+    for entry in os.scandir(folder):
+        try:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walk(Path(entry.path))
+            else:
+                yield entry.stat(follow_symlinks=False).st_size
+        except FileNotFoundError:
+            continue
 
 
 def remove_file(path: Path) -> int:

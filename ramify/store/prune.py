@@ -18,21 +18,15 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.errors import ConfigError, StoreError
-from ramify.logging import RoomLogger
+from ramify.errors import StoreError
 from ramify.store.journal import open_locked, writer, writer_file
-from ramify.store.private_files import EVALUATIONS, FILE_MODE, BlobStore, remove_file, reserve_bytes
+from ramify.store.private_files import EVALUATIONS, BlobStore, StoreSize, remove_file
 from ramify.store.reviews import review_file
 
-_log = RoomLogger("store")
-DEFAULT_MAX_BYTES = 20 << 30
-"""Size above which a store warns; ``$RAMIFY_STORE_MAX_BYTES`` sets another limit."""
 GRACE_S = 3600.0
 """Age below which a blob is never deleted while runs are being written."""
 SETTLE_S = 60.0
 """Age below which an unreferenced blob is not deleted, whether or not a run is being written."""
-_STALE_S = 3600.0
-"""Age after which a measurement of the store's size is repeated."""
 _NAME = re.compile(rb'"([0-9a-f]{64})"')
 
 
@@ -45,21 +39,14 @@ class PruneResult(msgspec.Struct):
     """Ids of the evaluations."""
 
 
-class _Size(msgspec.Struct):
-    """A measurement of the store's size."""
-
-    num_bytes: int
-    at: float
-
-
 class StorePruner:
-    """Deletes from one store, and watches its size."""
+    """Deletes from one store."""
 
-    def __init__(self, root: Path, runs: Path, blobs: BlobStore) -> None:
+    def __init__(self, root: Path, runs: Path, blobs: BlobStore, size: StoreSize) -> None:
         self._root = root
         self._runs = runs
         self._blobs = blobs
-        self._warned = False
+        self._size = size
 
     def remove(self, path: Path) -> int:
         """Delete this journal and the blobs that only it refers to; returns the bytes freed. Raises
@@ -99,44 +86,6 @@ class StorePruner:
             self._fit(max_bytes, sorted(remaining, key=lambda path: path.stat().st_mtime), removed)
         return removed
 
-    def measure(self) -> int:
-        """Total size in bytes of the root folder, cached for ``warn_if_full``."""
-        total = sum(_walk(self._root)) - reserve_bytes(self._root)
-        data = msgspec.json.encode(_Size(total, time.time()))
-        try:
-            fd = os.open(
-                self._root / "size.json",
-                os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC,
-                FILE_MODE,
-            )
-            with os.fdopen(fd, "wb") as file:
-                file.write(data)
-        except OSError:
-            pass  # it is only a cache: the next call measures again
-        return total
-
-    def warn_if_full(self) -> None:
-        """Warn, once per store object, if the store exceeds its size limit. Measures at most once
-        an hour."""
-        if self._warned:
-            return
-        size = self._remembered()
-        cap = max_store_bytes()
-        if size > cap:
-            self._warned = True
-            _log.warn(
-                f"the store {self._root} holds {size / 1e9:.1f} GB, more than its limit of "
-                f"{cap / 1e9:.1f} GB: prune old runs, or set RAMIFY_STORE_MAX_BYTES",
-                stacklevel=4,
-            )
-
-    def _remembered(self) -> int:
-        try:
-            size = msgspec.json.decode((self._root / "size.json").read_bytes(), type=_Size)
-        except (OSError, msgspec.DecodeError):
-            return self.measure()
-        return size.num_bytes if abs(time.time() - size.at) < _STALE_S else self.measure()
-
     def _remove_all(self, journals: list[Path]) -> list[str]:
         """Like ``remove``, with one scan for all. Journals that a process has begun to write again
         stay."""
@@ -155,7 +104,7 @@ class StorePruner:
 
     def _fit(self, max_bytes: int, oldest_first: list[Path], removed: PruneResult) -> None:
         """Delete until the store fits ``max_bytes``, and add the ids to ``removed``."""
-        size = self.measure()
+        size = self._size.measure()
         for path in oldest_first:
             if size <= max_bytes:
                 break
@@ -197,19 +146,6 @@ class StorePruner:
             for name in _names(path):
                 unnamed.pop(name, None)
         return sum(self._blobs.delete(name, min(spare, latest)) for name, spare in unnamed.items())
-
-
-def max_store_bytes() -> int:
-    """The size limit from the environment, or the default. Raises ConfigError."""
-    text = os.environ.get("RAMIFY_STORE_MAX_BYTES")
-    if not text:
-        return DEFAULT_MAX_BYTES
-    try:
-        return int(float(text))
-    except ValueError:
-        raise ConfigError(
-            f"RAMIFY_STORE_MAX_BYTES is {text!r}: give a number of bytes, such as 20e9"
-        ) from None
 
 
 def _delete(path: Path) -> tuple[os.stat_result, dict[str, float]]:
@@ -262,14 +198,3 @@ def _names(path: Path) -> Iterator[str]:
                     yield match[1].decode()
     except FileNotFoundError:
         return
-
-
-def _walk(folder: Path) -> Iterator[int]:
-    for entry in os.scandir(folder):
-        try:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _walk(Path(entry.path))
-            else:
-                yield entry.stat(follow_symlinks=False).st_size
-        except FileNotFoundError:
-            continue

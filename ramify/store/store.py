@@ -37,13 +37,12 @@ from ramify.store.journal import (
     read_events,
     writer,
 )
-from ramify.store.private_files import BlobStore, FsyncFlusher, keep_reserve, make_folder
+from ramify.store.private_files import BlobStore, FsyncFlusher, StoreSize, keep_reserve, make_folder
 from ramify.store.prune import PruneResult, StorePruner
 from ramify.store.reviews import RunReview, listed_reviews, read_reviews, write_review
-from ramify.types.call_tree import as_text, cut
 from ramify.types.event import AnyEvent, TrajectoryFold
 from ramify.types.message import Usage
-from ramify.types.trajectory import Stop, Trajectory
+from ramify.types.trajectory import Stop, Trajectory, as_text, cut
 
 if TYPE_CHECKING:
     import sqlite3
@@ -301,7 +300,7 @@ class Store:
         self._flusher = FsyncFlusher()
         self.blobs = BlobStore(make_folder(self.root / "blobs"), self._flusher)
         self._index = RunIndex(self.root / "index.sqlite")
-        self._pruner = StorePruner(self.root, self._runs, self.blobs)
+        self._size = StoreSize(self.root)
 
     def new_id(self, question: str) -> str:
         """A unique, readable id that sorts by time (UTC, to the microsecond), such as
@@ -320,7 +319,7 @@ class Store:
             raise StoreError(
                 f"{run_id!r} cannot name a run: use letters, digits, '-', '_' and '.', at most 128"
             )
-        self._pruner.warn_if_full()
+        self._size.warn_if_full()
         keep_reserve(self.root)
         path = self._runs / f"{run_id}.jsonl"
         try:
@@ -419,7 +418,7 @@ class Store:
         path = self.path(run)
         if path.parent.resolve() != self._runs.resolve():
             raise StoreError(f"{path} is outside the store {self.root}: delete the file yourself")
-        freed = self._pruner.remove(path)
+        freed = self._pruner().remove(path)
         self._index.forget([path.stem])
         return freed
 
@@ -438,13 +437,16 @@ class Store:
         that are being written stay. Without arguments, only unreferenced blobs and leftover files
         are deleted.
         """
-        removed = self._pruner.prune(self._journals(), older_than_s, keep_last, max_bytes)
+        removed = self._pruner().prune(self._journals(), older_than_s, keep_last, max_bytes)
         self._index.forget(removed.runs)
         return removed
 
+    def _pruner(self) -> StorePruner:
+        return StorePruner(self.root, self._runs, self.blobs, self._size)
+
     def size(self) -> int:
         """Size in bytes on disk: journals, blobs, index and cache."""
-        return self._pruner.measure()
+        return self._size.measure()
 
     def _journals(self) -> list[Path]:
         """Journals, newest first. An id that does not begin with its time is sorted by the file's

@@ -93,6 +93,12 @@ class Item(msgspec.Struct, frozen=True):
     metadata: Mapping[str, Any] = {}
     """Further values that the score or a report needs."""
 
+    def __post_init__(self) -> None:
+        for field in ("gold", "right", "wrong"):
+            value = getattr(self, field)
+            if hasattr(value, "tolist"):  # NumPy, PyTorch: scores compare Python's values
+                msgspec.structs.force_setattr(self, field, value.tolist())
+
 
 class TaskStart(msgspec.Struct, kw_only=True):
     """Initial state of one rollout. It is created once per rollout, so it may hold mutable state.
@@ -356,24 +362,22 @@ def scored(task: Task, item: Item, trajectory: Trajectory) -> Trajectory:
 
     Raises RamifyError, naming the task and the item, if the score raised or returned an invalid
     reward."""
+    where = f"task '{task.name}', item {item.id}"
     try:
         score = task.score(item, trajectory)
     except RamifyError:
         raise
-    except Exception as error:
-        raise RamifyError(
-            f"task '{task.name}', item {item.id}: its score raised {type(error).__name__}: {error}"
-        ) from error
-    _check(task, item, trajectory, score)
-    trajectory.rewards = dict(score.rewards)
-    trajectory.call_rewards = {call: dict(rewards) for call, rewards in score.calls.items()}
-    trajectory.metrics = {**trajectory.metrics, **score.metrics}
+    except (Exception, SystemExit) as error:  # a score that exits must not end the run silently
+        raise RamifyError(f"{where}: its score raised {type(error).__name__}: {error}") from error
+    _check_calls(where, trajectory, score)
+    trajectory.rewards = _finite(where, score.rewards)
+    trajectory.call_rewards = {call: _finite(where, given) for call, given in score.calls.items()}
+    trajectory.metrics = {**trajectory.metrics, **_finite(where, score.metrics)}
     return trajectory
 
 
-def _check(task: Task, item: Item, trajectory: Trajectory, score: Score) -> None:
-    """Raise RamifyError unless ``score`` has finite rewards, for existing calls only."""
-    where = f"task '{task.name}', item {item.id}"
+def _check_calls(where: str, trajectory: Trajectory, score: Score) -> None:
+    """Raise RamifyError unless ``score`` has a reward, and rewards of existing calls only."""
     if not score.rewards:
         raise RamifyError(
             f"{where}: its score has no reward; give one by name, as in Score({{'correct': 1.0}})"
@@ -384,12 +388,29 @@ def _check(task: Task, item: Item, trajectory: Trajectory, score: Score) -> None
         raise RamifyError(
             f"{where}: a reward for call {unknown[0]!r}, which the trajectory does not have"
         )
-    for rewards in (score.rewards, score.metrics, *score.calls.values()):
-        for name, value in rewards.items():
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                raise RamifyError(
-                    f"{where}: reward '{name}' is {value!r}; it must be a finite number"
-                )
+
+
+def _finite(where: str, given: Mapping[str, Any]) -> dict[str, float]:
+    """``given`` as Python's numbers. Raises RamifyError, which names the one that is not finite or
+    not a number."""
+    numbers: dict[str, float] = {}
+    for name, value in given.items():
+        if inspect.iscoroutine(value):
+            value.close()
+            raise RamifyError(
+                f"{where}: reward '{name}' is a coroutine; a score runs in a thread, so give a "
+                "function without `async`"
+            )
+        try:
+            number = math.nan if isinstance(value, str) else float(value)
+        except (TypeError, ValueError, ArithmeticError, RuntimeError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise RamifyError(
+                f"{where}: reward '{name}' is {value!r:.100}; it must be a finite number"
+            )
+        numbers[name] = number
+    return numbers
 
 
 Worth = float | Mapping[str, float] | Score
@@ -447,4 +468,4 @@ def as_score(worth: Worth) -> Score:
     """Convert the result of a reward function. A single number becomes the reward ``correct``."""
     if isinstance(worth, Score):
         return worth
-    return Score(dict(worth)) if isinstance(worth, Mapping) else Score({"correct": float(worth)})
+    return Score(dict(worth)) if isinstance(worth, Mapping) else Score({"correct": worth})

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,12 +72,14 @@ class DatasetColumns(msgspec.Struct, frozen=True):
                 f"column '{self.gold}' is empty; every row needs a gold answer, or give gold=None"
             )
         is_choice = isinstance(gold, list | tuple) and len(gold)
-        context = (
-            {name: row[name] for name in self.context} if isinstance(self.context, tuple) else None
-        )
+        context: Any = None
+        if isinstance(self.context, tuple):
+            context = {name: row[name] for name in self.context}
+        elif self.context is not None and row[self.context] != "":  # "": a row without a context
+            context = row[self.context]
         return Item(
             question,
-            row[self.context] if isinstance(self.context, str) else context,
+            context,
             gold,
             str(row[self.kind]) if self.kind is not None else "",
             right=gold[0] if is_choice else None,
@@ -174,6 +177,10 @@ class DatasetItems(LazySequence[Item]):
 def _item(name: str, rows: Sequence[Row], number: int, make: Callable[[Row], Item]) -> Item:
     """Convert row ``number`` to an item. Raises ConfigError that names the row."""
     row = rows[number]
+    if not isinstance(row, Mapping):
+        raise ConfigError(
+            f"{name}, row {number}: it is a {type(row).__name__}; each row must be a mapping"
+        )
     try:
         return make(row)
     except KeyError as error:
@@ -221,13 +228,15 @@ def _sources(source: Source) -> dict[str, Sequence[Row]]:
                 "a dataset needs a source for at least one split, as in {'test': 'questions.jsonl'}"
             )
         return {
-            _HF_NAMES.get(str(split), str(split)): rows_of(part) for split, part in source.items()
+            _HF_NAMES.get(str(split), str(split)): rows_of(part, f", split '{split}'")
+            for split, part in source.items()
         }
     return {"": rows_of(source)}
 
 
-def rows_of(source: Source) -> Sequence[Row]:
-    """Return the rows of one file or list, read on access. Raises ConfigError and SourceError."""
+def rows_of(source: Source, where: str = "") -> Sequence[Row]:
+    """Return the rows of one file or list, read on access. Raises ConfigError and SourceError,
+    which names ``where``."""
     if isinstance(source, str | Path):
         path = Path(source).expanduser()
         if path.suffix not in DATA_SUFFIXES:
@@ -244,7 +253,7 @@ def rows_of(source: Source) -> Sequence[Row]:
             f"a {type(rows).__name__} is not a dataset: give a file, hf:NAME, or a list of rows"
         )
     if len(rows) == 0:
-        raise SourceError(f"{_name_of(source)}: it has no rows")
+        raise SourceError(f"{_name_of(source)}{where}: it has no rows")
     checked: Sequence[Row] = rows
     return checked
 
@@ -308,8 +317,9 @@ def _lines(path: Path) -> Iterator[tuple[int, int, int]]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, start, len(line)
+                mark = len(BOM_UTF8) if number == 1 and line.startswith(BOM_UTF8) else 0
+                if line[mark:].strip():
+                    yield number, start + mark, len(line) - mark
                 start += len(line)
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror}") from None

@@ -47,8 +47,6 @@ from ramify.train.demonstrations import demonstrate as demonstrate
 from ramify.train.depth_models import DepthSpec as DepthSpec
 from ramify.train.depth_models import FrozenSpec as FrozenSpec
 from ramify.train.execute import train as train
-from ramify.train.group_records import GroupRecords as GroupRecords
-from ramify.train.group_records import read_group_records as read_group_records
 from ramify.train.guards import CollapseAlarms as CollapseAlarms
 from ramify.train.guards import TrainingGuard as TrainingGuard
 from ramify.train.losses import POLICY_LOSSES as POLICY_LOSSES
@@ -91,9 +89,11 @@ from ramify.train.placement.placement_spec import RoleSpec as RoleSpec
 from ramify.train.placement.placement_spec import ServiceSpec as ServiceSpec
 from ramify.train.presets import with_preset as with_preset
 from ramify.train.recipe import load_recipe as load_recipe
-from ramify.train.rollouts.admission_rules import StepSampleSpec as StepSampleSpec
+from ramify.train.rollouts.group_queue import StepSampleSpec as StepSampleSpec
 from ramify.train.rollouts.rollouter import Rollouter as Rollouter
 from ramify.train.rollouts.rollouter import RolloutOptions as RolloutOptions
+from ramify.train.run_record import GroupRecords as GroupRecords
+from ramify.train.run_record import read_group_records as read_group_records
 from ramify.train.signals.base import Judge as Judge
 from ramify.train.signals.base import JudgedTurn as JudgedTurn
 from ramify.train.signals.base import JudgeVerdict as JudgeVerdict

@@ -38,7 +38,7 @@ from ramify.train.guards import TrainingGuard
 from ramify.train.losses import POLICY_LOSSES
 from ramify.train.losses.loss import LossSpec
 from ramify.train.placement.placement_spec import PlacementSpec
-from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge_calls import BUDGET
@@ -71,6 +71,11 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         check_optional("schedule", "never", checkpoint_every_s=self.checkpoint_every_s)
         check_optional("schedule", "never", save_rollouts_every=self.save_rollouts_every)
         check_optional("schedule", "only at the stage's end", evaluate_every=self.evaluate_every)
+        if min(self.keep_last, self.keep_best) < 0:
+            raise ConfigError(
+                f"schedule: keep_last={self.keep_last} and keep_best={self.keep_best} cannot be "
+                "negative"
+            )
 
 
 class LoraSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -133,6 +138,8 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ConfigError(
                 "policy.shape has no model_type: give one that transformers knows, as 'qwen3'"
             )
+        check_optional("policy", "the device's usual size", slots=self.slots)
+        check_optional("policy", "the device's usual size", cache_bytes=self.cache_bytes)
 
 
 class TaskSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -229,8 +236,8 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     sample: StepSampleSpec = StepSampleSpec()
     rollout: RolloutOptions = RolloutOptions()
     algorithm: Any = DrGRPO()
-    """Implements ``algorithms.base.Algorithm``. On the command line: a name from
-    ``docs/algorithms.md`` or a dotted path."""
+    """Implements ``advantages.base.Algorithm``. A text is a name from ``docs/algorithms.md`` or a
+    dotted path."""
     signals: dict[str, Any] = {}
     """Name -> signal: feedback in addition to the reward, weighted by ``algorithm=Hybrid(…)``. A
     signal is a name in ``signals.registry.SIGNALS``, an object, or a mapping with ``name`` and
@@ -249,6 +256,8 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 f"rl.steps={self.steps} must be at least 1; for no reinforcement learning set rl "
                 "to null"
             )
+        if isinstance(self.algorithm, str):
+            msgspec.structs.force_setattr(self, "algorithm", ALGORITHMS.build(self.algorithm))
         if not self.signals:
             if isinstance(self.algorithm, Hybrid):
                 self.algorithm.check({})

@@ -17,16 +17,25 @@ secrets under names that do not mark them.
     check_optional("optim", "never", max_grad_norm=0.0)
     ConfigError: optim.max_grad_norm=0 must be above 0; give null for never
 
+``check_types`` checks what the constructors of a recipe do not, the types of all fields:
+
+    check_types(Run(…, optim=OptimizerSpec(kind="adam")))
+    ConfigError: rl.optim.kind='adam': Invalid enum value 'adam': did you mean 'adamw'? known: …
+
 Not here: configurations of earlier versions, in which 0 had that meaning (``override.py``).
 """
 
 from __future__ import annotations
 
 import re
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from ramify.errors import ConfigError
+from ramify.plugins import explained
 from ramify.secrets import (
     KINDS,
     MARK,
@@ -97,3 +106,39 @@ def check_optional(owner: str, null: str, **values: float | None) -> None:
     for name, value in values.items():
         if value is not None and not value > 0:
             raise ConfigError(f"{owner}.{name}={value:g} must be above 0; give null for {null}")
+
+
+def check_types(config: msgspec.Struct, name: str = "") -> None:
+    """Raise ConfigError, which names the field, unless each field of ``config``, and of the
+    structs in it, has a value of its type."""
+    try:
+        kinds = typing.get_type_hints(type(config))
+    except NameError:  # a plug-in's annotation that exists only for type checkers
+        kinds = {}
+    for field in config.__struct_fields__:
+        value, where = getattr(config, field), f"{name}.{field}" if name else field
+        if isinstance(value, type):
+            raise ConfigError(
+                f"{where} is the class {value.__name__}: give an instance, {value.__name__}()"
+            )
+        try:
+            msgspec.convert(value, kinds.get(field, Any))
+        except msgspec.ValidationError as error:
+            reason = explained(error, kinds[field])
+            raise ConfigError(f"{where}={value!r:.80}: {reason}") from error
+        except TypeError:
+            pass  # a type that msgspec does not know, as a plug-in's callable
+        for inner_name, inner in _structs(value, where):
+            check_types(inner, inner_name)
+
+
+def _structs(value: Any, name: str) -> Iterator[tuple[str, msgspec.Struct]]:
+    """(dotted name, struct) for ``value`` itself or its items."""
+    if isinstance(value, msgspec.Struct):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _structs(item, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            yield from _structs(item, f"{name}[{place}]")

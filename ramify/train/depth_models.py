@@ -72,7 +72,12 @@ class DepthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def options(self) -> DepthOptions:
         """What the engine needs to know of it."""
         scaffold = None if self.scaffold is None else scaffold_of(self.scaffold)
-        return DepthOptions(self.max_turns, scaffold, self.tools)
+        return DepthOptions(
+            max_turns=self.max_turns,
+            max_reply_tokens=self.max_reply_tokens,
+            scaffold=scaffold,
+            tools=self.tools,
+        )
 
     @property
     def is_frozen(self) -> bool:
@@ -209,7 +214,6 @@ class DepthModels:
         policies = {**(others or {}), POLICY: policy}
         self.clients: list[Client] = [self._client(each, policies) for each in depths] or [policy]
         """The client of each depth; the last one also serves all deeper ones."""
-        self.has_frozen = any(each.is_frozen for each in depths)
 
     def _client(self, spec: DepthSpec, policies: Mapping[str, Client]) -> Client:
         if not spec.is_frozen:
@@ -233,10 +237,11 @@ class DepthModels:
             raise
 
     def step_metrics(self) -> dict[str, float]:
-        """What the frozen models did since the last call; the next step has a new budget."""
-        if not self.has_frozen:
-            return {}
+        """What the frozen models did since the last call, from the first request on; the next step
+        has a new budget."""
         step, run = self._step, self._run
+        if not run.spent.calls and not any(run.refusals):
+            return {}
         values = {name: float(value) for name, value in self._counts.items()}
         values |= {"frozen/cost": step.spent.cost, "frozen/calls": float(step.spent.calls)}
         values |= dict(zip(_TOTALS, (run.spent.cost, *map(float, run.spent[:2])), strict=True))
@@ -291,17 +296,11 @@ class FrozenClient:
 
 
 def _sampled_by(request: Request, spec: DepthSpec) -> Request:
-    """``request`` with the sampling of ``spec``. A greedy request stays greedy."""
-    changes: dict[str, Any] = {}
-    if spec.temperature is not None and request.sampling.temperature != 0:
-        changes["temperature"] = spec.temperature
-    if spec.max_reply_tokens is not None:
-        changes["max_tokens"] = min(request.sampling.max_tokens, spec.max_reply_tokens)
-    if not changes:
+    """``request`` at the temperature of ``spec``. A greedy request stays greedy."""
+    if spec.temperature is None or request.sampling.temperature == 0:
         return request
-    return msgspec.structs.replace(
-        request, sampling=msgspec.structs.replace(request.sampling, **changes)
-    )
+    sampling = msgspec.structs.replace(request.sampling, temperature=spec.temperature)
+    return msgspec.structs.replace(request, sampling=sampling)
 
 
 def temperatures(depths: Sequence[DepthSpec], names: Mapping[str, str], usual: float) -> Any:

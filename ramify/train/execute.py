@@ -32,6 +32,7 @@ from ramify.train.checkpoint import (
     verify,
 )
 from ramify.train.config import Run, plain
+from ramify.train.config_fields import check_types
 from ramify.train.lineage import check_changes, with_same_demonstrations
 from ramify.train.metrics import StepMetrics
 from ramify.train.open_run import opened_run
@@ -117,6 +118,7 @@ def _train(
     log: LogFile,
 ) -> CheckpointState:
     """``train`` in the process that holds the folder's lock."""
+    check_types(run)
     given, run = run, with_policy_defaults(run)
     checkpoint = find(resume) if resume is not None else None
     if checkpoint is not None:
@@ -139,7 +141,8 @@ def _train(
         }
         text = f"{metrics.stage}: step {metrics.step}, after {metrics.at_s:.0f} s"
         _log.info("step", text, step=metrics.step, stage=metrics.stage, **values)
-        trackers(metrics)
+        if run.trackers:
+            trackers(metrics)
         if listener is not None:
             listener(metrics)
 

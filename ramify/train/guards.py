@@ -86,6 +86,8 @@ class GuardState(msgspec.Struct, kw_only=True):
     """Name -> sum over the stage's first steps."""
     on: list[str] = []
     """Alarms and limits that are currently violated."""
+    policies: dict[str, GuardState] = {}
+    """Name of another policy of the run -> state of its guard."""
 
 
 class GuardVerdict(msgspec.Struct):
@@ -119,7 +121,29 @@ def after_evaluation(
 def after_step(
     guard: TrainingGuard, memory: GuardState, values: Mapping[str, float]
 ) -> GuardVerdict:
-    """Check alarms and limits after a step; updates ``memory``."""
+    """Check alarms and limits of each policy after a step; updates ``memory``. Metrics of another
+    policy than the run's begin with ``policy.NAME/``."""
+    verdict = _after_step(guard, memory, values)
+    for name in dict.fromkeys(key.split("/")[0] for key in values if key.startswith("policy.")):
+        state = memory.policies.setdefault(name.removeprefix("policy."), GuardState())
+        prefix = f"{name}/"
+        own = {key.removeprefix(prefix): values[key] for key in values if key.startswith(prefix)}
+        found = _after_step(guard, state, own)
+        verdict.metrics |= {prefix + key: value for key, value in found.metrics.items()}
+        verdict.says += [f"{name}: {text}" for text in found.says]
+        if found.stop and not verdict.stop:
+            verdict.stop = f"{name}: {found.stop}"
+    if values.get("frozen/exhausted"):
+        verdict.stop = (
+            "the run's budget of the frozen models is used up (frozen.run_cost, run_calls)"
+        )
+    return verdict
+
+
+def _after_step(
+    guard: TrainingGuard, memory: GuardState, values: Mapping[str, float]
+) -> GuardVerdict:
+    """Check one policy; ``values``: its metrics."""
     verdict = GuardVerdict({}, [])
     for name, is_on, why in _signs(guard.alarms, memory, values):
         verdict.metrics[f"alarm_{name}"] = float(is_on)
@@ -137,10 +161,6 @@ def after_step(
         *(alarm for alarm in memory.on if alarm not in ("max_kl", "min_entropy")),
         *violated,
     ]
-    if values.get("frozen/exhausted"):
-        verdict.stop = (
-            "the run's budget of the frozen models is used up (frozen.run_cost, run_calls)"
-        )
     return verdict
 
 
@@ -193,8 +213,8 @@ def _signs(
 
 
 def _remember(alarms: CollapseAlarms, memory: GuardState, values: Mapping[str, float]) -> None:
-    names = ("entropy", "length_mean")
-    # A step without signal has no entropy.
-    if memory.num < alarms.window and all(name in values for name in names):
+    # A step without signal has no entropy, and the metrics of another policy have no length.
+    if memory.num < alarms.window and "entropy" in values:
         memory.num += 1
+        names = [name for name in ("entropy", "length_mean") if name in values]
         memory.first = {name: memory.first.get(name, 0.0) + values[name] for name in names}

@@ -1,9 +1,14 @@
-"""The metrics of a training run, step by step, in one file of its folder: ``metrics.jsonl``.
+"""What a training run records of each step, in two files of its folder: its metrics, and the
+outcome of each rollout group.
 
-    {"step": 12, "stage": "rl", "at_s": 41.2,
-     "values": {"reward": 0.46, "sampled_tokens": 8123, …}}
+    metrics.jsonl   {"step": 12, "stage": "rl", "at_s": 41.2,
+                     "values": {"reward": 0.46, "sampled_tokens": 8123, …}}
+    groups.jsonl    {"step": 7, "number": 57, "item": "ledger/train/57", "version": 6,
+                     "outcome": "learnt", "rollouts": ["…"], "failed": []}
 
-Live views use a listener; the web page and the terminal view read the same lines.
+Live views use a listener; the web page and the terminal view read the same lines. A group is the
+attempts at one item, and is identified by the item's number; its line is written in the step that
+learned from it or gave it up.
 
 Metrics of a step's rollouts, in addition to those of their algorithm:
 
@@ -31,7 +36,7 @@ CPU time of each step's rollouts, as metrics of the step:
 
 For runs whose engine is in the trainer's process, where all parts share the same cores. CPU time is
 the same on a busy machine. It does not include learning, and work between rollouts, such as
-evaluations and checkpoints.
+evaluations and checkpoints. Not here: the rollouts themselves (``OUT/rollouts``).
 """
 
 from __future__ import annotations
@@ -42,9 +47,9 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -165,6 +170,68 @@ def latest_values(folder: Path) -> dict[str, float]:
 def _rounded(value: float) -> float:
     """Round to seven digits, the precision of a 32-bit float."""
     return float(f"{value:.7g}")
+
+
+# --- outcomes of groups
+
+
+Outcome = Literal["learnt", "silent", "lost", "spare"]
+"""``learnt``: some of its tokens had an advantage. ``silent``: none had one (zero variance), or it
+was replaced because nothing could be learned from it. ``lost``: none of its rollouts has a reward.
+``spare``: more groups had begun than the step needed."""
+
+
+class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of one group."""
+
+    step: int = 0
+    """Optimizer steps of the run, including the one that decided the outcome, as in
+    ``metrics.jsonl``."""
+    number: int
+    """Number of the item."""
+    item: str
+    """Id of the item."""
+    version: int | None
+    """Oldest policy version that sampled any of its tokens; None if it is not known."""
+    outcome: Outcome
+    rollouts: list[str]
+    """Ids of the rollouts that have a reward."""
+    failed: list[str] = []
+    """Ids of the other rollouts, including those that were given up."""
+
+
+GROUPS = RunLines("groups.jsonl", GroupRecord)
+
+
+def account(
+    number: int, group: Group, learnt: Collection[str] | None, given_up: Sequence[str] = ()
+) -> GroupRecord:
+    """The record of one group. ``learnt``: ids of the step's rollouts with an advantage; None if
+    the group was spare. ``given_up``: ids of rollouts without which the group continued."""
+    scored = [trajectory.id for trajectory in group.trajectories if trajectory.rewards]
+    outcome: Outcome = "spare" if learnt is None else "silent"
+    if not scored:
+        outcome = "lost"
+    elif learnt and not set(learnt).isdisjoint(scored):
+        outcome = "learnt"
+    return GroupRecord(
+        number=number,
+        item=group.task,
+        version=_version(group),
+        outcome=outcome,
+        rollouts=scored,
+        failed=[
+            *(trajectory.id for trajectory in group.trajectories if not trajectory.rewards),
+            *given_up,
+        ],
+    )
+
+
+def _version(group: Group) -> int | None:
+    replies = (
+        turn.reply for tree in group.trajectories for call in tree.calls for turn in call.turns
+    )
+    return min((span.version for reply in replies for span in reply.versions or ()), default=None)
 
 
 # --- metrics of rollouts

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from ramify.actors.launcher import Launcher, LocalLauncher
 from ramify.engine.rlm import RLM
-from ramify.inference.base import AuditedClient
 from ramify.train.assemble import RunParts
 from ramify.train.depth_models import DepthModels
 from ramify.train.metrics import latest_values
@@ -24,6 +23,7 @@ from ramify.train.placement.rollout_worker import RolloutWorkerSpec
 from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.placement.services import RunServices
 from ramify.train.resource_counts import attached, check_reach
+from ramify.train.selfcheck import AuditedClient
 
 if TYPE_CHECKING:
     from ramify.inference.http.http_engines import HttpEngines

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ramify.actors.launcher import closing
 from ramify.errors import ConfigError
-from ramify.inference.base import AuditedClient
 from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.store.call_cache import CallCache
@@ -27,18 +26,17 @@ from ramify.store.store import Store
 from ramify.tasks.base import items_of
 from ramify.train.advantages.base import needs_of
 from ramify.train.assemble import RunParts, adapters_of, device_of, read_in_parts
-from ramify.train.config import plain
+from ramify.train.config import RlSpec, plain
 from ramify.train.demonstrations import num_demonstrated
 from ramify.train.depth_models import OwnCalls, temperatures
 from ramify.train.evaluation_metrics import evaluate
-from ramify.train.learner import Learner
+from ramify.train.learner import Learner, PolicyWeights, Publisher
 from ramify.train.metrics import CpuMeter, StepMetrics
 from ramify.train.open_rollouts import Closable, RolloutParts, open_rollouts
 from ramify.train.preflight import first_prompt
-from ramify.train.publisher import PolicyWeights, Publisher
 from ramify.train.rollouts.rollouter import Rollouter
 from ramify.train.run_record import RunRecord
-from ramify.train.selfcheck import SelfCheck
+from ramify.train.selfcheck import AuditedClient, SelfCheck
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge_calls import POLICY
 from ramify.train.signals.scorer import RunTeachers
@@ -53,7 +51,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ramify.inference.http.http_engines import HttpEngines
-    from ramify.train.backends.base import Backend, OptimizerSpec, TrainedModel
+    from ramify.train.backends.base import Backend, TrainedModel
 
 _log = RoomLogger("train")
 _CLOSED_IN_ORDER = (
@@ -138,10 +136,12 @@ def trainer_of(
     watch = RunWatchdog(
         out, run.stall_s, others=getattr(trained, "stacks", None), on_stall=on_stall
     )
-    measures: Callable[[], Mapping[str, float]] = dict
+    measures: list[Callable[[], Mapping[str, float]]] = []
+    if run.depths:
+        measures.append(rollouts.depths.step_metrics)
     meter = None
     if not isinstance(client, LocalClient):
-        measures = client.metrics
+        measures.append(client.metrics)
     # With other backends, child processes of this one do more than run sessions.
     elif trained.is_here and rollouts.workers is None:
         meter = CpuMeter(client.engine.paces.taken)
@@ -153,7 +153,7 @@ def trainer_of(
             run.rl.sample.first_item if run.rl is not None else 0, num_demonstrated(run.sft)
         ),
         listener=listener,
-        measures=lambda: {**measures(), **rollouts.depths.step_metrics()},
+        measures=measures,
         meter=meter,
     )
     thread = WatchedThread(watch)
@@ -203,7 +203,7 @@ def _learner(
     from ramify.inference.local.local_client import LocalClient
 
     limits = parts.precision.canary_limits(parts.run)
-    check = SelfCheck(audited, weights.weights, wiring.prompt, *limits)
+    check = SelfCheck(audited, weights.weights, wiring.prompt, limits)
     publisher = Publisher(weights, wiring.record, wiring.thread, check, wiring.name)
     if not isinstance(audited.client, LocalClient):
         engines: HttpEngines = audited.client  # type: ignore[assignment]
@@ -289,27 +289,19 @@ def _stages(
         names = {POLICY: rollouts.client.name}
         names |= {name: client.name for name, (client, _) in rollouts.others.items()}
 
-        def stage(optim: OptimizerSpec, model: str, **more: Any) -> RlStage:
+        temperature = temperatures(parts.run.depths, names, rl.rollout.temperature)
+
+        def stage(own: RlSpec, model: str, **more: Any) -> RlStage:
             """The part of the policy that answers as ``model``."""
-            return RlStage(
-                rl.steps,
-                optim,
-                rl.loss,
-                task=parts.task,
-                items=items_of(parts.task, "train"),
-                rollouts=rollouter,
-                algorithm=OwnCalls(rl.algorithm, model) if parts.others else rl.algorithm,
-                sample=rl.sample,
-                temperature=temperatures(parts.run.depths, names, rl.rollout.temperature),
-                **more,
-            )
+            algorithm = OwnCalls(own.algorithm, model) if parts.others else own.algorithm
+            return RlStage(own, algorithm, parts.task, rollouter, temperature=temperature, **more)
 
         others = {
-            name: stage(each.run.rl.optim, names[name])
+            name: stage(each.run.rl, names[name])
             for name, each in parts.others.items()
             if each.run.rl is not None
         }
-        stages.append(stage(rl.optim, names[POLICY], signals=signals, others=others))
+        stages.append(stage(rl, names[POLICY], signals=signals, others=others))
     return stages
 
 

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from ramify.errors import ConfigError, nearest
+from ramify.plugins import explained
 
 RENAMED_FIELDS = {
     "cadence": "schedule",
@@ -135,56 +136,107 @@ Choices = Mapping[str, NameChoice]
 """Dotted name of a field -> what its names stand for."""
 
 
+class Assignment(NamedTuple):
+    """``rl.optim.lr=1e-4``, taken apart."""
+
+    path: tuple[str, ...]
+    text: str
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.text}"
+
+
 def override(config: T, assignments: Sequence[str], choices: Choices | None = None) -> T:
     """A copy of ``config`` with ``assignments`` applied. Raises ConfigError, which names the
-    assignment."""
+    assignment.
+
+    Fields that are only valid together, such as ``depths`` and the ``policies`` that it names, may
+    be given in any order: the fields of a class are set at once.
+    """
+    parsed = []
     for assignment in assignments:
         name, sign, text = assignment.partition("=")
         if not sign or not name:
             raise ConfigError(
                 f"'{assignment}' is not an override: write FIELD=VALUE, as in rl.optim.lr=1e-4"
             )
-        config = _set(config, name.split("."), text, name, choices or {})
-    return config
+        parsed.append(Assignment(tuple(name.split(".")), text))
+    return _set(config, parsed, 0, choices or {}) if parsed else config
 
 
-def _set(value: Any, path: Sequence[str], text: str, dotted_name: str, choices: Choices) -> Any:
-    head, rest = path[0], path[1:]
+def _set(value: Any, assignments: Sequence[Assignment], depth: int, choices: Choices) -> Any:
+    """A copy of ``value`` with the fields set that the paths name from ``depth`` on."""
+    groups: dict[str, list[Assignment]] = {}
+    for each in assignments:
+        groups.setdefault(each.path[depth], []).append(each)
+    fresh = {head: _set_field(value, head, group, depth, choices) for head, group in groups.items()}
     if isinstance(value, Mapping):
-        inner = (
-            _set(value.get(head, {}), rest, text, dotted_name, choices) if rest else _parsed(text)
-        )
-        return {**value, head: inner}
-    if not isinstance(value, msgspec.Struct):
-        parent = dotted_name.rsplit("." + ".".join(path), 1)[0]
+        return {**value, **fresh}
+    try:
+        return msgspec.structs.replace(value, **fresh)
+    except (ConfigError, ValueError) as error:
+        named = _named(value, groups, fresh, str(error))
+        raise ConfigError(f"override {' '.join(map(str, named))}: {error}") from error
+
+
+def _set_field(
+    value: Any, head: str, assignments: Sequence[Assignment], depth: int, choices: Choices
+) -> Any:
+    """The new value of the field ``head``. Of several, the last one that sets it whole counts, and
+    those of its parts that follow."""
+    first = assignments[0]
+    if isinstance(value, Mapping):
+        current = value.get(head, {})
+    elif not isinstance(value, msgspec.Struct):
+        parent = ".".join(first.path[:depth])
         if value is None:
             raise ConfigError(
-                f"override {dotted_name}={text}: {parent} is not set here: set it as "
-                f"a whole, as {parent}='{{…}}'"
+                f"override {first}: {parent} is not set here: set it as a whole, as "
+                f"{parent}='{{…}}'"
             )
-        raise ConfigError(
-            f"override {dotted_name}={text}: {parent} is {value!r}, which has no field '{head}'"
-        )
-    if head not in value.__struct_fields__:
+        raise ConfigError(f"override {first}: {parent} is {value!r}, which has no field '{head}'")
+    elif head not in value.__struct_fields__:
         suggestion = nearest(head, value.__struct_fields__)
-        now_called = new_name(dotted_name) or new_name(head)
+        now_called = new_name(first.name) or new_name(head)
         advice = f"it is called {now_called} now" if now_called else suggestion
-        raise ConfigError(f"override {dotted_name}={text}: no field '{head}': {advice}")
-    current = getattr(value, head)
-    fresh = (
-        _set(current, rest, text, dotted_name, choices)
-        if rest
-        else _value(value, head, text, dotted_name, choices)
-    )
-    try:
-        return msgspec.structs.replace(value, **{head: fresh})
-    except (ConfigError, ValueError) as error:
-        raise ConfigError(f"override {dotted_name}={text}: {error}") from error
+        raise ConfigError(f"override {first}: no field '{head}': {advice}")
+    else:
+        current = getattr(value, head)
+    parts: list[Assignment] = []
+    for each in assignments:
+        if len(each.path) > depth + 1:
+            parts.append(each)
+        elif isinstance(value, Mapping):
+            current, parts = _parsed(each.text), []
+        else:
+            current, parts = _value(value, head, each, choices), []
+    return _set(current, parts, depth + 1, choices) if parts else current
 
 
-def _value(owner: msgspec.Struct, field: str, text: str, dotted_name: str, choices: Choices) -> Any:
-    if dotted_name in choices and text not in ("null", "none", ""):
-        return choices[dotted_name].build(text)
+def _named(
+    value: Any, groups: Mapping[str, list[Assignment]], fresh: Mapping[str, Any], problem: str
+) -> list[Assignment]:
+    """The assignments that cause ``problem``: those without which it is another one, or none."""
+    causes: list[Assignment] = []
+    for head, group in groups.items():
+        try:
+            rest = {name: field for name, field in fresh.items() if name != head}
+            msgspec.structs.replace(value, **rest)
+        except (ConfigError, ValueError) as error:
+            if str(error) == problem:
+                continue
+        causes += group
+    return causes or [each for group in groups.values() for each in group]
+
+
+def _value(owner: msgspec.Struct, field: str, assignment: Assignment, choices: Choices) -> Any:
+    text = assignment.text
+    if assignment.name in choices and text not in ("null", "none", ""):
+        return choices[assignment.name].build(text)
     kind = typing.get_type_hints(type(owner)).get(field, Any)
     tagged = _by_tag(kind, text)
     if tagged is not None:
@@ -195,7 +247,17 @@ def _value(owner: msgspec.Struct, field: str, text: str, dotted_name: str, choic
         try:
             return msgspec.convert(text, kind, strict=False)
         except msgspec.ValidationError:
-            raise ConfigError(f"override {dotted_name}={text}: {first}") from first
+            raise ConfigError(f"override {assignment}: {_problem(first, kind, text)}") from first
+
+
+def _problem(error: msgspec.ValidationError, kind: Any, text: str) -> str:
+    """Why ``text`` cannot be a ``kind``."""
+    if text.lstrip()[:1] in ("{", "["):
+        try:
+            msgspec.json.decode(text.encode())
+        except msgspec.DecodeError as broken:
+            return f"this is not JSON ({broken}); names and texts take double quotes"
+    return explained(error, kind)
 
 
 def _by_tag(kind: Any, text: str) -> Any:

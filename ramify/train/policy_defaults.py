@@ -47,6 +47,7 @@ from ramify.errors import ConfigError
 from ramify.logging import RoomLogger
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import PolicySpec, Run
+from ramify.train.selfcheck import CanaryLimits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -254,18 +255,6 @@ _FOREIGN = 1e-3
 """The first of these for fp32 in the kernels of another engine."""
 _UNITS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Precision -> relative error of one rounding."""
-
-
-class CanaryLimits(NamedTuple):
-    """How much the canary's log-probabilities may differ between engine and trainer."""
-
-    tolerance: float
-    """Limit of the largest difference; the limit of the mean is a tenth of it."""
-    rounding: float
-    """The same limit, as a share of the path's largest log-probability; the larger of the two
-    applies."""
-    hint: str
-    """Text for the error: both precisions, and the options that set them."""
 
 
 class RunPrecision(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,15 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
             if unknown and now_called
             else "RAMIFY_DEBUG=1 shows where"
         )
-        raise ConfigError(f"the recipe {path} cannot be executed: {error!r}; {advice}") from error
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if Path(frame.filename) == path.resolve()
+        ]
+        where = f" in line {lines[-1]}" if lines else ""
+        raise ConfigError(
+            f"the recipe {path} cannot be executed{where}: {error!r}; {advice}"
+        ) from error
     if not isinstance(run, Run):
         raise ConfigError(f"{path} has no `def run() -> Run` (ramify.train.Run)")
     return override(run, overrides, CHOICES)

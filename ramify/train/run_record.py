@@ -5,30 +5,42 @@
     OUT/lineage.jsonl     see lineage.py                        OUT/reference/     the first policy
     OUT/policy.json       which checkpoint OUT/policy is
 
-Decides the counts and the clocks of a run, and which lines a run that goes back repeats. Not here:
-when something is written (``trainer.py``), and what a line means.
+Decides the counts and the clocks of a run, and which lines a run that goes back repeats. The first
+item of a run is the first of its training split that no demonstration used, and each group takes
+the next. With the checkpoint's list of groups that had begun (``CheckpointState.pending``) the
+numbers in ``groups.jsonl`` are complete: each occurs exactly once, which ``read_group_records``
+checks. Not here: when something is written (``trainer.py``), and what a line means
+(``metrics.py``).
 """
 
 from __future__ import annotations
 
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
+from ramify.errors import ConfigError
 from ramify.logging import RoomLogger
 from ramify.train.checkpoint import FOLDER, CheckpointState, CheckpointStore, Write, read_state
 from ramify.train.config import Schedule
 from ramify.train.data.sft_data import write
-from ramify.train.group_records import GROUPS, GroupRecord
 from ramify.train.guards import GuardState
 from ramify.train.lineage import LINEAGE, STAGES, LineageEntry, changes
-from ramify.train.metrics import METRICS, CpuMeter, MetricsFile, StepMetrics, read_metrics
+from ramify.train.metrics import (
+    GROUPS,
+    METRICS,
+    CpuMeter,
+    GroupRecord,
+    MetricsFile,
+    StepMetrics,
+    read_metrics,
+)
 from ramify.train.recipe import with_defaults
-from ramify.train.signals.scorer import REFERENCE
 from ramify.types.trajectory import Group
 
 _log = RoomLogger("train")
@@ -82,12 +94,12 @@ class RunRecord:
         config: Mapping[str, Any] | None = None,
         first_item: int = 0,
         listener: Callable[[StepMetrics], None] | None = None,
-        measures: Callable[[], Mapping[str, float]] = dict,
+        measures: Sequence[Callable[[], Mapping[str, float]]] = (),
         meter: CpuMeter | None = None,
     ) -> None:
-        """``first_item``: number of the first item of a new run. ``measures`` returns the engines'
-        own metrics at each step. ``meter``: given if all parts of a rollout share the CPUs of this
-        machine."""
+        """``first_item``: number of the first item of a new run. ``measures`` return further
+        metrics at each step, such as the engines' own. ``meter``: given if all parts of a rollout
+        share the CPUs of this machine."""
         self.out = out
         self.schedule = schedule or Schedule()
         self.checkpoints = CheckpointStore(out, self.schedule.keep_last, self.schedule.keep_best)
@@ -170,7 +182,7 @@ class RunRecord:
             if int(path.stem.removeprefix("step-")) > step:
                 path.unlink()
 
-    def copy_reference(self, checkpoint: Path, name: str = REFERENCE) -> None:
+    def copy_reference(self, checkpoint: Path, name: str) -> None:
         """Copy the reference policy ``name`` of the run that wrote ``checkpoint``, if it is another
         run: rollouts did not begin in this one."""
         target = self.out / name
@@ -195,16 +207,14 @@ class RunRecord:
         state.memories = {}
         state.guard = GuardState()
 
-    def count_step(
-        self, memory: dict[str, float], others: Mapping[str, dict[str, float]] | None = None
-    ) -> None:
+    def count_step(self, memory: dict[str, float], others: dict[str, dict[str, float]]) -> None:
         """Count an optimizer step. ``memory``: state of the stage's algorithm after it; ``others``:
         that of each other policy."""
         self.state.step += 1
         self.state.stage_step += 1
         self.state.score = None
         self.state.memory = memory
-        self.state.memories = dict(others or {})
+        self.state.memories = others
 
     def measured(self, values: dict[str, float]) -> dict[str, float]:
         """``values`` of a step with its speed, the shares of its signals, and the engines' own
@@ -219,7 +229,9 @@ class RunRecord:
             "row_tokens", 0.0
         )
         values["tokens_per_s"] = tokens / seconds if seconds else 0.0
-        return {**values, **self._measures()}
+        for measure in self._measures:
+            values |= measure()
+        return values
 
     def write(self, stage: str, values: Mapping[str, float]) -> None:
         """Write a line of metrics."""
@@ -285,3 +297,47 @@ class RunRecord:
     def _tick(self) -> None:
         self.state.seconds = time.monotonic() - self._since
         self.state.cpu_s = time.process_time() - self._cpu_since
+
+
+class GroupRecords(msgspec.Struct, frozen=True):
+    """The records of all groups in a run's folder."""
+
+    outcomes: dict[str, int]
+    """Outcome -> number of groups."""
+    pending: list[int]
+    """Numbers of groups that had begun, but were not learned from, at the last checkpoint."""
+    duplicated: list[int]
+    """Numbers that occur twice: learned from twice, or begun again after learning."""
+    missing: list[int]
+    """Numbers that do not occur: groups that were skipped without a record."""
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every group occurs exactly once."""
+        return not self.duplicated and not self.missing
+
+
+def read_group_records(folder: Path) -> GroupRecords:
+    """The outcomes of all groups up to the last checkpoint of the run in ``folder``; later groups
+    will be repeated. Empty before the first checkpoint. Raises ConfigError if the folder does not
+    hold a run, which would otherwise pass as complete.
+
+    Example:
+        train.read_group_records(Path("runs/tiny")).balanced    # every group occurs once
+    """
+    checkpoint = CheckpointStore(folder).latest()
+    if checkpoint is None:
+        if not any((folder / name).exists() for name in (GROUPS.name, METRICS.name, FOLDER)):
+            raise ConfigError(
+                f"{folder} does not hold a run: give the folder passed to `ramify train` as --out"
+            )
+        return GroupRecords({}, [], [], [])
+    state = read_state(checkpoint)
+    records = [record for record in GROUPS.read(folder) if record.step <= state.step]
+    times = Counter([*(record.number for record in records), *state.pending])
+    return GroupRecords(
+        dict(Counter(record.outcome for record in records)),
+        list(state.pending),
+        sorted(number for number, num in times.items() if num > 1),
+        [number for number in range(state.first_item, state.next_item) if not times[number]],
+    )

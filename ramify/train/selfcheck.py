@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,11 +27,11 @@ import numpy as np
 
 from ramify.clients.base import Request, Sampling
 from ramify.errors import TrainError
-from ramify.inference.base import AuditedClient, EngineLost, InferenceClient, engines_of
+from ramify.inference.base import EngineLost, InferenceClient
+from ramify.progress import heartbeat
 from ramify.train.backends.base import Backend
 from ramify.train.data.pack import pack
-from ramify.train.policy_defaults import CanaryLimits
-from ramify.types.message import Message
+from ramify.types.message import Message, Reply
 from ramify.types.sequence import Batch, TokenSequence
 from ramify.types.trajectory import Group, Trajectory
 
@@ -53,6 +54,59 @@ _NUM_SAMPLES = 6
 """Replies of the canary that are sampled at once in a deterministic run."""
 
 
+class CanaryLimits(NamedTuple):
+    """How much the canary's log-probabilities may differ between engine and trainer."""
+
+    tolerance: float = 1e-4
+    """Limit of the largest difference; the limit of the mean is a tenth of it."""
+    rounding: float = 0.0
+    """The same limit, as a share of the path's largest log-probability; the larger of the two
+    applies."""
+    hint: str = ""
+    """Text for the error: both precisions, and the options that set them."""
+
+
+class AuditedClient:
+    """A client that remembers, as hashes, which ids went through it, for the check that a
+    trajectory has exactly those (``SelfCheck.ids``). Everything else is delegated to the
+    wrapped client. Rollout workers send what theirs remember to the run."""
+
+    def __init__(self, client: InferenceClient, max_token_staleness: int = 0) -> None:
+        """It remembers the ids of the latest ``max_token_staleness + 1`` periods between calls of
+        ``forget``: rollouts of later steps may complete before this step is learned from."""
+        self.name = client.name
+        self.window = client.window
+        self.price = client.price
+        self.client = client
+        self._paths: deque[set[int]] = deque([set()], maxlen=max_token_staleness + 1)
+
+    async def complete(self, request: Request) -> Reply:
+        reply = await self.client.complete(request)
+        heartbeat()
+        if reply.prompt_ids is not None and reply.token_ids is not None:
+            self._paths[-1].add(hash((*reply.prompt_ids, *reply.token_ids)))
+        return reply
+
+    def note(self, paths: Iterable[int]) -> None:
+        """Add paths that went through a client in another process, as returned by its ``take``."""
+        self._paths[-1].update(paths)
+
+    def take(self) -> tuple[int, ...]:
+        """The paths since the last call of ``take``."""
+        paths = tuple(self._paths[-1])
+        self._paths[-1].clear()
+        return paths
+
+    def has_seen(self, ids: tuple[int, ...]) -> bool:
+        return any(hash(ids) in paths for paths in self._paths)
+
+    def forget(self) -> None:
+        self._paths.append(set())
+
+    async def close(self) -> None:
+        await self.client.close()
+
+
 class EngineScores(NamedTuple):
     """An engine's scores of the canary when they last changed."""
 
@@ -71,17 +125,15 @@ class SelfCheck:
         seen: AuditedClient,
         weights: Callable[[], Weights],
         prompt: Sequence[Message],
-        tolerance: float = 1e-4,
-        rounding: float = 0.0,
-        hint: str = "",
+        limits: CanaryLimits = CanaryLimits(),  # noqa: B008 (frozen)
     ) -> None:
         """``weights`` returns the trained weights as the engine should have them. ``prompt`` is the
-        canary's prompt. For ``tolerance``, ``rounding`` and ``hint`` see ``CanaryLimits``. (In
-        fp32, differences of up to 2e-5 occur at single tokens, and much less at most tokens. bf16
-        rounds to three digits, so differences grow with the log-probabilities.)"""
+        canary's prompt. (In fp32, differences of up to 2e-5 occur at single tokens, and much less
+        at most tokens. bf16 rounds to three digits, so differences grow with the
+        log-probabilities.)"""
         self._seen = seen
         self._weights = weights
-        self._limits = CanaryLimits(tolerance, rounding, hint)
+        self._limits = limits
         self._request = Request(
             tuple(prompt),
             Sampling(CANARY_TOKENS, temperature=1.0, logprobs=True),
@@ -261,6 +313,13 @@ class SelfCheck:
         for batch, logprobs in zip(batches, backend.logprobs(batches), strict=True):
             ours_T[batch.owners[:, 1]] = logprobs
         return ours_T
+
+
+def engines_of(client: InferenceClient) -> Sequence[InferenceClient]:
+    """The individual engines behind ``client``, for checks that each of them must pass. A single
+    engine returns itself; the list is empty if all engines are gone at the moment."""
+    engines: Sequence[InferenceClient] | None = getattr(client, "engines", None)
+    return [client] if engines is None else engines
 
 
 def _with_seed(request: Request, seed: int) -> Request:

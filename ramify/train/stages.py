@@ -21,7 +21,7 @@ from typing import Protocol
 import msgspec
 
 from ramify.errors import ConfigError, TrainError
-from ramify.tasks.base import Item, Task
+from ramify.tasks.base import Task, items_of
 from ramify.tasks.mixture import MixtureTask
 from ramify.train.advantages.base import (
     Algorithm,
@@ -32,13 +32,12 @@ from ramify.train.advantages.base import (
     remembering,
 )
 from ramify.train.backends.base import OptimizerSpec
+from ramify.train.config import RlSpec
 from ramify.train.data.compile import token_sequences
 from ramify.train.data.sft_data import induction, order
-from ramify.train.group_records import GroupRecord, account
 from ramify.train.losses.loss import LossSpec
-from ramify.train.metrics import of_parts, of_rollouts
+from ramify.train.metrics import GroupRecord, account, of_parts, of_rollouts
 from ramify.train.policy_defaults import usual_warmup
-from ramify.train.rollouts.admission_rules import StepSampleSpec
 from ramify.train.rollouts.group_queue import GroupQueue, StepGroups
 from ramify.train.rollouts.rollouter import Rollouter, RootCount, first_items
 from ramify.train.signals.signal_reader import RunSignals, SignalReader
@@ -255,35 +254,33 @@ class RlStage:
 
     def __init__(
         self,
-        num_steps: int,
-        optim: OptimizerSpec,
-        loss: LossSpec,
-        *,
-        task: Task,
-        items: Sequence[Item],
-        rollouts: Rollouter,
+        spec: RlSpec,
         algorithm: Algorithm,
-        sample: StepSampleSpec,
-        temperature: float | Callable[[Call], float],
+        task: Task,
+        rollouts: Rollouter,
+        *,
+        temperature: float | Callable[[Call], float] | None = None,
         signals: RunSignals | None = None,
         others: Mapping[str, RlStage] | None = None,
     ) -> None:
-        """``others``: the parts of the other policies, which learn from this stage's rollouts."""
-        self.num_steps = num_steps
-        self.optim = scheduled(self.name, optim, num_steps * sample.minibatches)
-        self.loss = loss.for_minibatches(sample.minibatches)
-        self.max_staleness = sample.max_staleness
+        """``algorithm``: that of ``spec``, for the policy of this stage. ``temperature``: that of a
+        call's samples; None: that of all rollouts. ``others``: the parts of the other policies,
+        which learn from this stage's rollouts."""
+        self.num_steps = spec.steps
+        self.optim = scheduled(self.name, spec.optim, spec.steps * spec.sample.minibatches)
+        self.loss = spec.loss.for_minibatches(spec.sample.minibatches)
+        self.max_staleness = spec.sample.max_staleness
         needs = needs_of(algorithm)
         self.critic = needs.values
         self.streams = needs.streams | streams_of(self.loss)
         self.memory: dict[str, float] = {}
         self.others: Mapping[str, RlStage] = others or {}
         self._task = task
-        self._items = items
+        self._items = items_of(task, "train")
         self._rollouts = rollouts
         self._algorithm = algorithm
-        self._sample = sample
-        self._temperature = temperature
+        self._sample = spec.sample
+        self._temperature = spec.rollout.temperature if temperature is None else temperature
         self._signals = signals
 
     @property

@@ -10,16 +10,16 @@
     evaluate ─ checkpoint                           then the next step, unless a guard ends it
 
 Synchronous training is ``max_staleness = 0``: rollouts of step k begin after step k-1. Decides the
-order of operations. Not here: where data comes from (``stages.py``), when engines have the weights
-(``publisher.py``), what is written (``run_record.py``), credit (``advantages/``), losses
-(``losses/``) and devices (``backends/``).
+order of operations. Not here: where data comes from (``stages.py``), how a policy learns and its
+engines get the weights (``learner.py``), what is written (``run_record.py``), credit
+(``advantages/``), losses (``losses/``) and devices (``backends/``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
@@ -30,7 +30,7 @@ from ramify.progress import on_heartbeat, report_progress, subscribe
 from ramify.train import metrics as metric_file
 from ramify.train.checkpoint import CheckpointState, Write, verify
 from ramify.train.guards import GuardVerdict, TrainingGuard, after_evaluation, after_step
-from ramify.train.learner import Learner, over_parts, own_parts
+from ramify.train.learner import Learner
 from ramify.train.run_record import RunRecord
 from ramify.train.stages import StepData, StepSource, TrainingStage
 from ramify.train.watchdog import RunStopped, StallError
@@ -208,7 +208,7 @@ class Trainer:
         assert source is not None
         started = time.monotonic()
         values = dict(work.metrics)
-        learning = list(own_parts(self._learners, stage, work))
+        learning = list(_own_parts(self._learners, stage, work))
         where = self._where(stage)
         for learner, _, own in learning:
             if self._report_notes(stage, own, where, learner.name):
@@ -249,7 +249,7 @@ class Trainer:
         values = {} if not learner.name else dict(work.metrics)
         if work.parts:
             values |= await self._in_torch(learner.prepare, stage, work)
-        values |= over_parts(
+        values |= _over_parts(
             [await self._in_torch(learner.learn, stage, part) for part in work.parts]
         )
         return learner.measured(values)
@@ -375,3 +375,30 @@ class Trainer:
             await self._in_torch(learner.save_policy, self.record.out / learner.paths.policy)
         if (kept := found[keep]) is not None:
             self.record.note_kept(kept, scores, is_best=kept == checkpoints.best())
+
+
+def _own_parts(
+    learners: Sequence[Learner], stage: TrainingStage, work: StepData
+) -> Iterator[tuple[Learner, TrainingStage, StepData]]:
+    """Each policy that learns in ``stage``, with its part of the stage and of the step's data."""
+    for learner in learners:
+        if not learner.name:
+            yield learner, stage, work
+        elif learner.name in work.others:
+            yield learner, stage.others[learner.name], work.others[learner.name]
+
+
+def _over_parts(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Combine the metrics of a step's optimizer steps: sums of counts, and means of the rest over
+    those that have a number. The mismatch of trainer and sampler is that of the first optimizer
+    step, since it moves the weights."""
+    combined: dict[str, float] = {}
+    for name in dict.fromkeys(name for part in measured for name in part):
+        values = [part[name] for part in measured if name in part]
+        if name in ("batches", "packed_tokens", "row_tokens"):
+            combined[name] = sum(values)
+        elif not name.startswith("mismatch"):
+            combined[name] = sum(values) / len(values)
+        elif name in measured[0]:
+            combined[name] = measured[0][name]
+    return combined

@@ -35,10 +35,7 @@ from ramify.types.event import (
 )
 from ramify.types.message import Usage
 from ramify.types.outliers import SiblingGroups, kind_of_answer
-from ramify.types.trajectory import Annotation, Call, Fork, Parent, Stop, Trajectory
-
-GLANCE = 120
-"""Maximum characters of a text in a row."""
+from ramify.types.trajectory import Annotation, Call, Fork, Parent, Stop, Trajectory, as_text, cut
 
 
 class CallNode(msgspec.Struct, gc=False):
@@ -333,19 +330,3 @@ def ending(stop: Stop | None, reason: str, num_turns: int, is_alive: bool = Fals
         return f"final, after {num_turns:,} turn{'' if num_turns == 1 else 's'}"
     text = " ".join((reason or _WITHOUT_REASON.get(stop, "")).split())
     return f"{stop}: {text}" if text else str(stop)
-
-
-def cut(text: str, width: int = GLANCE) -> str:
-    """Shorten ``text`` to ``width`` characters."""
-    return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def as_text(value: Any) -> str:
-    """Convert an answer to text; empty for None."""
-    return (
-        value
-        if isinstance(value, str)
-        else ""
-        if value is None
-        else msgspec.json.encode(value).decode()
-    )

@@ -51,7 +51,7 @@ class RunStarted(Event, frozen=True, tag="RunStarted"):
     question: str
     started_at: float
     """Unix time."""
-    schema_version: int = msgspec.field(default_factory=lambda: SCHEMA_VERSION)
+    schema_version: int = msgspec.field(default_factory=SCHEMA_VERSION.__int__)
     """Always written, although it is the default, so that later versions can tell formats apart."""
     task: str = ""
     context: ContextRef | None = None

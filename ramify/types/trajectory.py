@@ -193,7 +193,7 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
 
     id: str
     question: str
-    schema_version: int = msgspec.field(default_factory=lambda: SCHEMA_VERSION)
+    schema_version: int = msgspec.field(default_factory=SCHEMA_VERSION.__int__)
     """Always written, although it is the default, so that later versions can tell formats apart."""
     task: str = ""
     """Name of the task that the question came from; empty for a user's question."""
@@ -316,3 +316,19 @@ class Group(msgspec.Struct):
     greedy: Trajectory | None = None
     """An additional attempt at temperature 0, if a baseline needs one. Training never learns from
     it."""
+
+
+def cut(text: str, width: int = 120) -> str:
+    """Shorten ``text`` to ``width`` characters, so that it fits a row."""
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def as_text(value: Any) -> str:
+    """Convert an answer to text; empty for None."""
+    return (
+        value
+        if isinstance(value, str)
+        else ""
+        if value is None
+        else msgspec.json.encode(value).decode()
+    )

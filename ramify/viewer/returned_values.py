@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.types.call_tree import as_text
+from ramify.types.trajectory import as_text
 
 QUERIES = {
     "llm_query": "lm",

@@ -23,9 +23,9 @@ from ramify.store.private_files import EVALUATIONS as EVALUATIONS
 from ramify.store.reviews import RunReview, listed_reviews, review_file
 from ramify.store.store import MAX_ANSWER, RunSummary, summarise
 from ramify.train.metrics import FILE as METRICS
-from ramify.types.call_tree import as_text, cut, ending
+from ramify.types.call_tree import ending
 from ramify.types.message import Usage
-from ramify.types.trajectory import SCHEMA_VERSION, Stop
+from ramify.types.trajectory import SCHEMA_VERSION, Stop, as_text, cut
 from ramify.viewer.run_locations import LocatedRun, RunLocation, RunLocations, kind_of, newer, walk
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from ramify.errors import StoreError
 from ramify.store.journal import decode_line, lines
-from ramify.types.call_tree import as_text
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,
@@ -26,7 +25,7 @@ from ramify.types.event import (
     ToolAnswered,
 )
 from ramify.types.message import Message
-from ramify.types.trajectory import Cell, Trajectory
+from ramify.types.trajectory import Cell, Trajectory, as_text
 from ramify.viewer.watched_run import WatchedRun
 
 MAX_HITS = 200

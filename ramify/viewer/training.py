@@ -23,8 +23,7 @@ from ramify.evaluate.evaluation_report import RIGHT, EvaluationReport, differenc
 from ramify.evaluate.run import AttemptOutcome, Evaluation, read_evaluation
 from ramify.evaluate.statistics import pass_at_k
 from ramify.train.metrics import FILE, StepMetrics, layers
-from ramify.types.call_tree import as_text, cut
-from ramify.types.trajectory import SCHEMA_VERSION, Trajectory
+from ramify.types.trajectory import SCHEMA_VERSION, Trajectory, as_text, cut
 from ramify.viewer.run_library import RunLibrary
 
 FINAL = ("first", "last", "best")

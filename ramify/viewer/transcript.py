@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ramify.errors import StoreError
-from ramify.types.call_tree import as_text
 from ramify.types.event import ToolAnswered
 from ramify.types.message import Message, Reply
-from ramify.types.trajectory import Annotation, Call, Cell, Turn
+from ramify.types.trajectory import Annotation, Call, Cell, Turn, as_text
 from ramify.viewer.picture import fields, rewards_of, state
 from ramify.viewer.run_tree import PendingRequest
 from ramify.viewer.watched_run import WatchedRun

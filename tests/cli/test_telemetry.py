@@ -74,7 +74,7 @@ RECIPE = """
 import msgspec
 from ramify.train.config import EvaluateSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.group_queue import StepSampleSpec
 from tests.train.small import small
 
 def run():

@@ -18,8 +18,7 @@ from ramify.cluster.simulate import SimulationSetting
 from ramify.cluster.simulated_engine import SimulatedEngine
 from ramify.cluster.simulated_rollout import SimulatedStage
 from ramify.tasks.base import Item
-from ramify.train.rollouts.admission_rules import StepSampleSpec
-from ramify.train.rollouts.group_queue import GroupQueue
+from ramify.train.rollouts.group_queue import GroupQueue, StepSampleSpec
 from ramify.train.rollouts.rollouter import ConcurrencyController, GroupRollout
 from ramify.types.trajectory import Group, Trajectory
 

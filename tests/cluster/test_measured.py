@@ -18,8 +18,7 @@ from ramify.train.checkpoint import CheckpointState, CheckpointStore
 from ramify.train.config import EvaluateSpec, Schedule, SftSpec, TaskSpec
 from ramify.train.data.sft_data import write
 from ramify.train.execute import train
-from ramify.train.group_records import GROUPS, GroupRecord
-from ramify.train.metrics import MetricsFile
+from ramify.train.metrics import GROUPS, GroupRecord, MetricsFile
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import Call, Cell, Trajectory, Turn
 from tests.train.small import small

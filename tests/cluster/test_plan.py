@@ -26,7 +26,7 @@ from ramify.train.checkpoint import CheckpointState, CheckpointStore
 from ramify.train.config import Run, plain
 from ramify.train.metrics import MetricsFile
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
-from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.group_queue import StepSampleSpec
 from tests.cluster.test_memory import half
 from tests.train.small import small
 

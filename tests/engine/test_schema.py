@@ -46,7 +46,6 @@ def test_what_would_take_for_ever_is_refused_by_a_count(
     schema: dict[str, Any], value: Any, trusted: bool
 ) -> None:
     kind = answer_type(schema, trusted=trusted)
-    assert kind is not None
     with pytest.raises(TypeMismatch, match="too many steps"):
         kind.convert(value)
 
@@ -98,7 +97,6 @@ def test_legitimate_schemas_work(
     if trusted and schema.get("pattern") == "(a+)+$":
         pytest.skip("one's own expressions are Python's: this one takes for ever")
     kind = answer_type(schema, trusted=trusted)
-    assert kind is not None
     assert kind.convert(fits) == fits
     with pytest.raises(TypeMismatch, match=r"at \$"):
         kind.convert(not_fits)
@@ -106,13 +104,12 @@ def test_legitimate_schemas_work(
 
 def test_a_value_that_cannot_be_written_is_a_mismatch_and_no_crash() -> None:
     kind = answer_type({"type": "string"})
-    assert kind is not None
     with pytest.raises(TypeMismatch, match="cannot be checked"):
         kind.convert(10**5000)
     with pytest.raises(TypeMismatch, match="not JSON"):
-        answer_type({"type": "array"}).read("[" * 100_000)  # type: ignore[union-attr]
+        answer_type({"type": "array"}).read("[" * 100_000)
     with pytest.raises(TypeMismatch, match="not JSON"):
-        answer_type({"type": "array"}).read("```" + "\n" * 100_000)  # type: ignore[union-attr]
+        answer_type({"type": "array"}).read("```" + "\n" * 100_000)
 
 
 @pytest.mark.parametrize(

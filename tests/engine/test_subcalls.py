@@ -298,6 +298,17 @@ def test_turns_scaffold_and_tools_by_depth() -> None:
     assert "secret" not in systems[1]
 
 
+def test_reply_limit_of_a_depth_is_sent_and_named_if_it_cuts_a_reply() -> None:
+    cell = "try: llm_query('leaf')\nexcept SubcallError as error: FINAL(str(error))"
+    model = client(by_role([code(cell)], lambda prompt: "x" * 400))
+    depths = [DepthOptions(), DepthOptions(max_reply_tokens=7)]
+    with rlm(model, depths=depths, limits={"max_sub_reply_tokens": 20}) as r:
+        answer = r.completion("text", "?").answer
+    assert "was cut at its limit of 7 tokens" in answer
+    assert "raise max_reply_tokens of depth 1" in answer
+    assert [request.sampling.max_tokens for request in model.requests] == [8192, 7]
+
+
 def test_a_depth_cannot_have_an_unknown_tool() -> None:
     with (
         rlm(["-"], tools={"add": print}, depths=[DepthOptions(tools=("ad",))]) as r,

@@ -184,6 +184,16 @@ def test_a_task_that_fails_is_named(change: dict[str, Any], error: str) -> None:
     assert outcome.error.startswith(error)
 
 
+def test_an_item_that_cannot_be_asked_fails_alone() -> None:
+    """An empty context is refused by the engine: the item is named, and the others are asked."""
+    items = [ITEMS[0], Item("How many?", "", gold=1, id="size/test/empty"), ITEMS[1]]
+    done = evaluated(right, SimpleTask("size", {"test": items}, TASK.reward), of=plan(items=3))
+    assert [outcome.reward for outcome in done.outcomes] == [1.0, None, 1.0]
+    assert done.outcomes[1].error.startswith(
+        "task 'size', item size/test/empty: the context is empty"
+    )
+
+
 def test_what_a_rollout_leaves_reaches_the_score() -> None:
     ended: list[Any] = []
 

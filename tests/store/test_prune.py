@@ -169,7 +169,7 @@ def test_a_blob_that_was_put_again_after_the_run_ended_stays(store: Store):
 def test_a_blob_that_a_running_run_put_and_has_yet_to_name_stays(store: Store):
     write_run(store, IDS[0])
     with store.create(IDS[1]) as journal:
-        digest = journal.put_blob(b"soon named")
+        digest = store.blobs.put(b"soon named")
         set_age(store.blobs.path(digest), 600)
         store.prune(keep_last=0)
         assert digest in store.blobs

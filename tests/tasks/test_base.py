@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import (
@@ -25,7 +28,7 @@ from ramify.tasks.base import (
     scored,
     total,
 )
-from ramify.tasks.scoring import exact, numeric
+from ramify.tasks.scoring import exact, f1, normalised, numeric
 from ramify.tasks.validation import answered, validate
 
 
@@ -121,6 +124,8 @@ ITEM = Item("?", gold=7, id="t/test/0")
     [
         (0.5, {"correct": 0.5}, {}),
         (True, {"correct": 1.0}, {}),
+        (np.float32(0.5), {"correct": 0.5}, {}),
+        ({"a": np.int64(1), "b": torch.tensor([0.5])}, {"a": 1.0, "b": 0.5}, {}),
         ({"a": 1.0, "b": 0}, {"a": 1.0, "b": 0}, {}),
         (Score({"a": 1.0}, metrics={"m": 2.0}), {"a": 1.0}, {"m": 2.0}),
     ],
@@ -149,6 +154,9 @@ def test_a_reward_may_see_the_whole_trajectory() -> None:
         (float("nan"), "reward 'correct' is nan; it must be a finite number"),
         ({"a": float("inf")}, "reward 'a' is inf"),
         ({"a": "1"}, "reward 'a' is '1'"),
+        (None, "reward 'correct' is None; it must be a finite number"),
+        ([1.0], r"reward 'correct' is \[1.0\]"),
+        (np.array([1.0, 0.0]), r"reward 'correct' is array\(\[1., 0.\]\)"),
         ({}, "its score has no reward"),
         (
             Score({"a": 1.0}, calls={"0.7": {"a": 1.0}}),
@@ -162,6 +170,29 @@ def test_what_is_no_reward_names_task_and_item(worth: Any, message: str) -> None
         scored(
             SimpleTask("t", {"test": [ITEM]}, lambda answer, item: worth), ITEM, answered(ITEM, 7)
         )
+
+
+def test_an_async_score_is_refused_by_name() -> None:
+    async def late(answer: Any, item: Item) -> float:
+        return 1.0
+
+    task: Any = SimpleTask("t", {"test": [ITEM]}, late)  # type: ignore[arg-type]
+    with pytest.raises(RamifyError, match=r"reward 'correct' is a coroutine; .* without `async`"):
+        scored(task, ITEM, answered(ITEM, 7))
+
+
+def test_a_score_that_exits_fails_like_any_other() -> None:
+    task = SimpleTask("t", {"test": [ITEM]}, lambda answer, item: sys.exit(3))
+    with pytest.raises(RamifyError, match="item t/test/0: its score raised SystemExit: 3"):
+        scored(task, ITEM, answered(ITEM, 7))
+
+
+@pytest.mark.parametrize("gold", [np.int64(7), np.float64(7.0), np.array(7), torch.tensor(7)])
+@pytest.mark.parametrize("reward", [numeric, f1, normalised])
+def test_golds_of_numpy_and_pytorch_are_compared_by_value(gold: Any, reward: Any) -> None:
+    item = Item("How many?", gold=gold, id="t/test/0")
+    assert isinstance(item.gold, int | float)
+    validate(SimpleTask("t", {"test": [item]}, reward))
 
 
 def test_a_score_that_fails_names_task_and_item() -> None:

@@ -109,6 +109,21 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
     assert [(item.question, item.gold) for item in items] == [("a?", 1), ("ü?", 2)]
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"question": "a?", "answer": 1}\n{"question": "b?", "answer": 2}'
+    )
+    assert [item.gold for item in dataset({"test": path}).splits["test"]] == [1, 2]
+
+
+def test_an_empty_context_is_none() -> None:
+    """Rows of which only some have a context: the others are asked without one."""
+    rows = [{"question": f"{c}?", "answer": 1, "log": c} for c in ("", "web-3 failed")]
+    items = dataset({"test": rows}, context="log").splits["test"]
+    assert [item.context for item in items] == [None, "web-3 failed"]
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -123,7 +138,7 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
         ('{"question": "a?", "answer": null}', "x/test, row 0: column 'answer' is empty"),
         ('{"question": "a?"', "x.jsonl, line 1: not JSON"),
         ("\n[1, 2]", "x.jsonl, line 2: a list; every line must be an object"),
-        ("\n \n", "x: it has no rows"),
+        ("\n \n", "x, split 'test': it has no rows"),
     ],
 )
 def test_a_wrong_row_is_named(tmp_path: Path, lines: str, message: str) -> None:
@@ -146,6 +161,11 @@ def test_a_wrong_row_is_named(tmp_path: Path, lines: str, message: str) -> None:
 def test_what_is_no_dataset(source: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, SourceError), match=message):
         dataset(source, **options)
+
+
+def test_a_row_that_is_not_a_mapping_is_named() -> None:
+    with pytest.raises(ConfigError, match="dataset/test, row 0: it is a int; each row must be a m"):
+        dataset({"test": [5]}).splits["test"][0]
 
 
 @needs_datasets

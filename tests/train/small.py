@@ -22,7 +22,7 @@ from ramify.train.config import (
     TaskSpec,
     WarmUpSpec,
 )
-from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.types.trajectory import Trajectory
 

@@ -38,7 +38,7 @@ from ramify.train.data.sft_data import read as read_trajectories
 from ramify.train.depth_models import DepthModels, DepthSpec, FrozenSpec
 from ramify.train.metrics import read_metrics
 from ramify.train.placement.placement_spec import PlacementSpec, RoleSpec
-from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.types.message import Message
 from tests.shown import train
@@ -142,6 +142,7 @@ def test_budgets_hold_however_many_ask_at_once() -> None:
             urls, keys = {"openai": server.url}, {"openai": "sk-test"}
             pool = ClientPool(max_attempts=1, base_urls=urls, keys=keys)
             models = DepthModels([POLICY, FROZEN], frozen, ScriptedClient(["-"]), pool=pool)
+            assert models.step_metrics() == {}  # as in the steps of SFT
             asked = [models.clients[1].complete(request) for _ in range(40)]
             replies = await asyncio.gather(*asked, return_exceptions=True)
             await models.close()

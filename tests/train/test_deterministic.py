@@ -13,7 +13,6 @@ import torch
 
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, TrainError
-from ramify.inference.base import AuditedClient
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy
 from ramify.train.assemble import assemble
@@ -24,7 +23,7 @@ from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.execute import train
 from ramify.train.losses import PpoClip
 from ramify.train.losses.loss import LossSpec
-from ramify.train.selfcheck import SelfCheck
+from ramify.train.selfcheck import AuditedClient, SelfCheck
 from tests.train.backends.small import policy as small_policy
 from tests.train.backends.small import tree
 from tests.train.backends.test_precision import PROMPT, at_once
@@ -149,7 +148,7 @@ def test_a_device_that_rounds_differently_is_reported() -> None:
     made = assemble(small())
     client = LocalClient(made.policy, name="local:other")
     limits = made.precision.canary_limits(run_of(1))
-    check = SelfCheck(AuditedClient(client), made.policy.model.named_parameters, PROMPT, *limits)
+    check = SelfCheck(AuditedClient(client), made.policy.model.named_parameters, PROMPT, limits)
     try:
         with pytest.raises(TrainError, match=r"at most 0 and 0 are allowed.*deterministic=false$"):
             asyncio.run(check.engine(SingleBackend(made.policy, compute=FIXED), at_once))

@@ -23,7 +23,7 @@ from ramify.train.checkpoint import CheckpointStore
 from ramify.train.config import PolicySpec, Schedule, SftSpec, TaskSpec
 from ramify.train.data.sft_data import read as read_trajectories
 from ramify.train.data.sft_data import write
-from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from tests.shown import train
 from tests.train.small import SHAPE, small

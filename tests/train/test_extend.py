@@ -23,7 +23,7 @@ from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state
 from ramify.train.config import PolicySpec, Run, Schedule, TaskSpec, plain
 from ramify.train.lineage import LINEAGE, check_changes
 from ramify.train.metrics import StepMetrics, read_metrics
-from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from tests.shown import train
 from tests.train.small import _even, _make, small

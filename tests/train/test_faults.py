@@ -21,7 +21,7 @@ from ramify.inference.weight_sync.base import sweep
 from ramify.inference.weight_sync.shared_memory import SharedMemorySync
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward, generated
-from ramify.train import group_records
+from ramify.train import metrics, run_record
 from ramify.train.config import EvaluateSpec, Run, Schedule, TaskSpec
 from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.rollouts.rollouter import RolloutOptions
@@ -78,9 +78,9 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def same(out: Path, calm: Path) -> None:
     """Each group once, with the same outcome, and the same policy at the end."""
-    assert group_records.read_group_records(out).balanced
+    assert run_record.read_group_records(out).balanced
     ours, theirs = (
-        [(each.step, each.number, each.outcome) for each in group_records.GROUPS.read(each)]
+        [(each.step, each.number, each.outcome) for each in metrics.GROUPS.read(each)]
         for each in (out, calm)
     )
     assert ours == theirs
@@ -176,7 +176,7 @@ def test_a_killed_trainer_goes_on_from_its_last_checkpoint(
             assert process.wait() == 0, log.read_text()
         finally:
             process.terminate()
-    step = [each.step for each in group_records.GROUPS.read(calm)][
+    step = [each.step for each in metrics.GROUPS.read(calm)][
         3
     ]  # after the second step of rollouts, of two groups each
     checkpoint = tmp_path / "out/checkpoints" / f"step-{step:06d}"
@@ -222,7 +222,7 @@ def test_a_killed_supervisor_of_sessions_is_started_again(tmp_path: Path) -> Non
         listener=listen,
     )
     assert killed
-    assert group_records.read_group_records(tmp_path).outcomes.get("lost", 0) == 0
+    assert run_record.read_group_records(tmp_path).outcomes.get("lost", 0) == 0
     after = [
         each.values
         for each in read_metrics(tmp_path)

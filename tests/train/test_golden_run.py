@@ -11,7 +11,7 @@ import pytest
 from ramify.errors import ConfigError
 from ramify.models.load import load_policy
 from ramify.models.weights import fingerprint
-from ramify.train import group_records, metrics
+from ramify.train import metrics
 from ramify.train.checkpoint import find, read_state, verify
 from ramify.train.recipe import load_recipe, stored
 
@@ -38,7 +38,7 @@ def test_its_files_are_read(folder: Path) -> None:
     ]
     rewards = [row.values.get("reward") for row in rows if row.stage == "rl"]
     assert rewards == [0.4629808, 0.51, None, 0.45, 0.39375, None]
-    outcomes = [record.outcome for record in group_records.GROUPS.read(folder)]
+    outcomes = [record.outcome for record in metrics.GROUPS.read(folder)]
     assert outcomes == [*["learnt"] * 6, "silent", "learnt"]
 
 
@@ -73,7 +73,7 @@ def test_a_renamed_field_is_named_in_one_sentence(folder: Path, field: str, now:
 def test_a_recipe_with_a_renamed_field_is_told_the_new_name(tmp_path: Path) -> None:
     old = tmp_path / "old.py"
     old.write_text(
-        "from ramify.train.rollouts.admission_rules import StepSampleSpec\n\n\ndef run():\n    return "
+        "from ramify.train.rollouts.group_queue import StepSampleSpec\n\n\ndef run():\n    return "
         "StepSampleSpec(late=3)\n"
     )
     with pytest.raises(ConfigError, match=r"late is called rl\.sample\.grace_steps now$"):

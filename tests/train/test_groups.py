@@ -8,19 +8,18 @@ import msgspec
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.train import group_records
+from ramify.train import metrics, run_record
 from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state
 from ramify.train.config import Schedule
 from ramify.train.execute import train
-from ramify.train.group_records import GroupRecord
-from ramify.train.metrics import StepMetrics
-from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.metrics import GroupRecord, StepMetrics
+from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from tests.train.small import small
 from tests.train.test_loop import Killed
 
 
-def one(step: int, number: int, outcome: group_records.Outcome = "learnt") -> GroupRecord:
+def one(step: int, number: int, outcome: metrics.Outcome = "learnt") -> GroupRecord:
     return GroupRecord(
         step=step, number=number, item=f"t/{number}", version=3, outcome=outcome, rollouts=["a"]
     )
@@ -32,36 +31,34 @@ def stand(out: Path, **state: int | list[int]) -> None:
 
 def test_groups_that_stand_twice_or_nowhere(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"does not hold a run: give the folder .* --out"):
-        group_records.read_group_records(tmp_path)
+        run_record.read_group_records(tmp_path)
     (tmp_path / "checkpoints").mkdir()
-    assert group_records.read_group_records(tmp_path).balanced
-    group_records.GROUPS.append(tmp_path, [one(1, 4), one(1, 6, "silent")])
-    group_records.GROUPS.append(tmp_path, [])
-    group_records.GROUPS.append(tmp_path, [one(3, 7), one(3, 5, "lost")])
+    assert run_record.read_group_records(tmp_path).balanced
+    metrics.GROUPS.append(tmp_path, [one(1, 4), one(1, 6, "silent")])
+    metrics.GROUPS.append(tmp_path, [])
+    metrics.GROUPS.append(tmp_path, [one(3, 7), one(3, 5, "lost")])
     stand(tmp_path, step=3, first_item=4, next_item=10, pending=[8, 9])
-    found = group_records.read_group_records(tmp_path)
+    found = run_record.read_group_records(tmp_path)
     assert (found.outcomes, found.pending, found.balanced) == (
         {"learnt": 2, "silent": 1, "lost": 1},
         [8, 9],
         True,
     )
-    group_records.GROUPS.append(
-        tmp_path, [one(4, 7)]
-    )  # after the last checkpoint: it will come again
-    assert group_records.read_group_records(tmp_path).balanced
+    metrics.GROUPS.append(tmp_path, [one(4, 7)])  # after the last checkpoint: it will come again
+    assert run_record.read_group_records(tmp_path).balanced
     stand(tmp_path, step=4, first_item=3, next_item=12, pending=[8, 10, 4])
-    found = group_records.read_group_records(tmp_path)
+    found = run_record.read_group_records(tmp_path)
     assert (found.duplicated, found.missing, found.balanced) == ([4, 7], [3, 9, 11], False)
 
 
 def test_a_torn_line_is_skipped_and_swallows_nothing(tmp_path: Path) -> None:
-    group_records.GROUPS.append(tmp_path, [one(1, 0)])
-    with (tmp_path / group_records.FILE).open("ab") as file:
+    metrics.GROUPS.append(tmp_path, [one(1, 0)])
+    with (tmp_path / metrics.GROUPS.name).open("ab") as file:
         file.write(b'{"step": 2, "numb')
-    group_records.GROUPS.append(tmp_path, [one(2, 1)])
-    assert [each.number for each in group_records.GROUPS.read(tmp_path)] == [0, 1]
-    group_records.GROUPS.cut(tmp_path, 1)
-    assert [(each.number, each.step) for each in group_records.GROUPS.read(tmp_path)] == [(0, 1)]
+    metrics.GROUPS.append(tmp_path, [one(2, 1)])
+    assert [each.number for each in metrics.GROUPS.read(tmp_path)] == [0, 1]
+    metrics.GROUPS.cut(tmp_path, 1)
+    assert [(each.number, each.step) for each in metrics.GROUPS.read(tmp_path)] == [(0, 1)]
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
@@ -87,7 +84,7 @@ def test_a_run_that_was_killed_and_resumed_accounts_for_each_group_once(
     with pytest.raises(Killed):
         train(run, tmp_path, listener=kill)
     state = read_state(CheckpointStore(tmp_path).all()[-1])
-    known = [each.number for each in group_records.GROUPS.read(tmp_path) if each.step <= state.step]
+    known = [each.number for each in metrics.GROUPS.read(tmp_path) if each.step <= state.step]
     assert (
         sorted([*known, *state.pending])
         == list(range(30, 34 + 4 * max_staleness))
@@ -95,10 +92,10 @@ def test_a_run_that_was_killed_and_resumed_accounts_for_each_group_once(
     )
     assert len(state.pending) == 4 * max_staleness
     train(run, tmp_path, resume=tmp_path)
-    found = list(group_records.GROUPS.read(tmp_path))
+    found = list(metrics.GROUPS.read(tmp_path))
     assert [each.step - steps[0] for each in found] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert sorted(each.number for each in found) == list(range(30, 38))
     assert {each.number for each in found if each.step - steps[0] in (2, 3)} >= set(state.pending)
     assert all(each.version is not None and len(each.rollouts) == 2 for each in found)
-    ended = group_records.read_group_records(tmp_path)
+    ended = run_record.read_group_records(tmp_path)
     assert (ended.balanced, ended.pending, sum(ended.outcomes.values())) == (True, [], 8)

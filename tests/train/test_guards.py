@@ -82,6 +82,24 @@ def test_a_step_that_taught_nothing_is_no_measure_of_the_first_ones() -> None:
     assert (memory.num, memory.first) == (0, {})
 
 
+def test_another_policy_is_watched_with_its_own_first_steps() -> None:
+    """Its metrics have no length; one without signal has no entropy either."""
+    guard = TrainingGuard(alarms=CollapseAlarms(window=1), max_kl=0.1)
+    name = "policy.children/"
+    found = steps(
+        guard,
+        {f"{name}approx_kl": 0.01},
+        {f"{name}entropy": 2.0},
+        {f"{name}entropy": 0.15, f"{name}approx_kl": 0.01},
+        {f"{name}entropy": 2.0, f"{name}approx_kl": 0.2},
+    )
+    why = "the entropy is 0.15, and was 2 at first: the policy no longer explores"
+    assert [each.says for each in found] == [[], [], [f"policy.children: alarm: {why}"], []]
+    assert [each.metrics.get(f"{name}alarm_entropy") for each in found] == [None, None, 1, 0]
+    kl = "the KL is 0.2, above guard.max_kl=0.1"
+    assert [each.stop for each in found] == ["", "", "", f"policy.children: {kl}"]
+
+
 def test_limits_stop_or_warn() -> None:
     stop, warn = (
         TrainingGuard(max_kl=0.1, min_entropy=0.5),

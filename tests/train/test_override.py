@@ -16,7 +16,7 @@ from ramify.train.override import override
 CHOICES = {"algorithm": ALGORITHMS}
 
 
-class Optim(msgspec.Struct, frozen=True):
+class Optim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lr: float = 1e-3
     name: Literal["adamw", "muon"] = "adamw"
     betas: tuple[float, float] = (0.9, 0.98)
@@ -58,6 +58,34 @@ def test_maps_take_any_key() -> None:
     assert changed("options.rows=40", "options.a.b=x").options == {"rows": 40, "a": {"b": "x"}}
 
 
+class Pair(msgspec.Struct, frozen=True):
+    low: int = 0
+    high: int = 1
+    optim: Optim = Optim()
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise ConfigError(f"low={self.low} is not below high={self.high}")
+
+
+@pytest.mark.parametrize("order", [("low=5", "high=6"), ("high=6", "low=5")])
+def test_fields_that_are_valid_together_are_set_in_any_order(order: tuple[str, ...]) -> None:
+    assert override(Pair(), order) == Pair(5, 6)
+
+
+def test_an_error_names_the_assignments_that_cause_it() -> None:
+    with pytest.raises(ConfigError, match=r"^override low=5: low=5 is not below high=1"):
+        override(Pair(), ["optim.lr=0.1", "low=5"])
+    with pytest.raises(ConfigError, match=r"^override low=-3 high=-4: low=-3 is not below high=-4"):
+        override(Pair(), ["low=-3", "optim.lr=0.1", "high=-4"])
+
+
+def test_the_last_of_several_assignments_counts() -> None:
+    assert changed("steps=3", "steps=5").steps == 5
+    assert changed("algorithm=grpo", "algorithm.credit=root", "algorithm=dr_grpo") == Config()
+    assert changed("options={}", "options.a=1", "options.a=2").options == {"a": 2}
+
+
 def test_classes_are_chosen_by_name() -> None:
     assert changed("algorithm=grpo", "algorithm.credit=root").algorithm == GRPO(credit="root")
     for path in (
@@ -78,7 +106,14 @@ def test_classes_are_chosen_by_name() -> None:
         ),
         ("optm.lr=1", r"no field 'optm': did you mean 'optim'\?"),
         ("optim.lr=fast", "optim.lr=fast: Expected `float`, got `str`"),
-        ("optim.name=sgd", "Invalid enum value 'sgd'"),
+        ("optim.name=sgd", "Invalid enum value 'sgd': known: adamw, muon"),
+        (
+            "optim.name=adam",
+            r"Invalid enum value 'adam': did you mean 'adamw'\? known: adamw, muon",
+        ),
+        ("sft={'lr': 1}", "this is not JSON .*; names and texts take double quotes"),
+        ('sft={"rl": 1}', r"unknown field `rl`: did you mean 'lr'\? known: betas, clip, lr, name"),
+        ('sft={"name": "x"}', r"'x' - at `\$.name`: known: adamw, muon"),
         ("optim.lr=-1", r"optim.lr=-1: lr is -1.0"),
         ("steps=2.5", "Expected `int`"),
         ("sft.lr=1", r"sft is not set here: set it as a whole, as sft='{…}'"),

@@ -14,7 +14,6 @@ import torch
 from ramify import RLM
 from ramify.clients.base import Request
 from ramify.errors import TrainError
-from ramify.inference.base import AuditedClient
 from ramify.inference.http.http_engines import HttpEngines
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
@@ -27,7 +26,7 @@ from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import pack
 from ramify.train.preflight import first_prompt
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
-from ramify.train.selfcheck import SelfCheck
+from ramify.train.selfcheck import AuditedClient, CanaryLimits, SelfCheck
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Group
 from tests.train.small import small
@@ -175,7 +174,10 @@ def test_a_sync_that_did_nothing_is_found_where_the_canary_is_too_coarse(
             spec = InferenceSpec(engine="vllm", urls=(server.url.removesuffix("/v1"),), restarts=0)
             engines = HttpEngines(served, spec, name="vllm:test")
             await engines.start(Path("unused"), lambda _: None)
-            checked, version = SelfCheck(AuditedClient(engines), weights, prompt, 0.3), 0
+            checked, version = (
+                SelfCheck(AuditedClient(engines), weights, prompt, CanaryLimits(0.3)),
+                0,
+            )
 
             async def step(by: float) -> None:
                 nonlocal version

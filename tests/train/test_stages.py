@@ -12,8 +12,8 @@ from ramify.errors import ConfigError, TrainError
 from ramify.tasks.base import Item, SimpleTask
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import OptimizerSpec
-from ramify.train.losses.loss import LossSpec
-from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.config import RlSpec
+from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import (
     ConcurrencyController,
     GroupRollout,
@@ -58,17 +58,8 @@ class Canned(Rollouter):
 def work(canned: Canned, *, next_item: int = 0, **sample: Any) -> tuple[StepData, int]:
     """The first step, and the first item that was not begun."""
     task = SimpleTask("t", {"train": ITEMS}, lambda answer, item: 0.0)
-    stage = RlStage(
-        4,
-        OptimizerSpec(),
-        LossSpec(),
-        task=task,
-        items=ITEMS,
-        rollouts=canned,
-        algorithm=DrGRPO(),
-        sample=StepSampleSpec(**sample),
-        temperature=1.0,
-    )
+    spec = RlSpec(steps=4, sample=StepSampleSpec(**sample))
+    stage = RlStage(spec, DrGRPO(), task, canned)
 
     async def first() -> tuple[StepData, int]:
         async with stage.source(next_item, []) as source:

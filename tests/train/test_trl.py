@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+from ramify.models.trunk import HeadRequest, entry_logprobs
 from ramify.train.advantages.weight import Reduction, weights
-from ramify.train.backends.head import HeadRequest, entry_logprobs
 from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.losses import Cispo, DualClip, Gspo, PpoClip, Sapo
 from ramify.train.losses.corrections import Opsm, TokenTis

@@ -29,7 +29,7 @@ from ramify.train.config import (
 from ramify.train.data.sft_data import read as read_trajectories
 from ramify.train.depth_models import DepthSpec
 from ramify.train.metrics import read_metrics
-from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.types.message import Message
 from ramify.types.trajectory import Trajectory

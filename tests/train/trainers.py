@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ramify.train.config import STALL_S, Schedule
-from ramify.train.learner import Learner
+from ramify.train.learner import Learner, PolicyHandle, Publisher
 from ramify.train.metrics import StepMetrics
-from ramify.train.publisher import PolicyHandle, Publisher
 from ramify.train.run_record import RunRecord
 from ramify.train.stages import TrainingStage
 from ramify.train.trainer import SplitEvaluator, Trainer

@@ -17,8 +17,7 @@ from ramify import Store
 from ramify.cli.show import show
 from ramify.store.journal import Journal
 from ramify.store.store import summarise
-from ramify.train.group_records import GROUPS, GroupRecord
-from ramify.train.metrics import MetricsFile, StepMetrics, read_metrics
+from ramify.train.metrics import GROUPS, GroupRecord, MetricsFile, StepMetrics, read_metrics
 from ramify.types.message import Message
 from ramify.viewer.picture import changes, picture
 from ramify.viewer.run_library import RunLibrary

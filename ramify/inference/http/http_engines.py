@@ -24,7 +24,7 @@ import msgspec
 from ramify.actors.launcher import Launcher, LocalLauncher
 from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, ModelError, ReplyLost, ServerFailed, TrainError, Unreachable
-from ramify.inference.base import CachePressure, EngineLost, prompt_ids, spoken, too_long
+from ramify.inference.base import CachePressure, EngineLost, too_long
 from ramify.inference.http.engine_server import EngineServer, SampledIds, combined_pressure
 from ramify.inference.http.fleet import EngineFleet
 from ramify.inference.http.inference_spec import InferenceSpec
@@ -33,6 +33,7 @@ from ramify.inference.http.update_engines import EngineWeightSync
 from ramify.inference.weight_sync import WEIGHT_SYNCS
 from ramify.inference.weight_sync.base import WeightSync
 from ramify.models.load import Policy
+from ramify.models.renderer import prompt_ids, spoken
 from ramify.types.message import Finish, Reply, Usage, VersionSpan
 
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}

@@ -30,13 +30,14 @@ from torch import Tensor, nn
 
 from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, Refused, ServerFailed
-from ramify.inference.base import TAGS, CachePressure, prompt_ids, spoken, too_long
+from ramify.inference.base import TAGS, CachePressure, too_long
 from ramify.inference.local.engine import EngineLimits, EngineThread, LocalEngine
 from ramify.inference.local.generation import Generation, SamplingSettings, log_softmax
 from ramify.inference.local.model_runner import runner_of
 from ramify.inference.local.sleeping_weights import SleepingWeights
 from ramify.inference.weight_sync.base import StaleWeights, WeightPiece
 from ramify.models.load import Policy
+from ramify.models.renderer import prompt_ids, spoken
 from ramify.models.routing import MixtureRouters
 from ramify.models.weights import fingerprint, load_weights
 from ramify.types.message import Finish, Message, Reply, Usage
@@ -220,10 +221,6 @@ class LocalClient:
         """End the engine's thread. The policy stays usable."""
         await asyncio.get_running_loop().run_in_executor(None, self._thread.close)
 
-    def prompt_ids(self, request: Request) -> list[int]:
-        """The whole prompt: the known ids, and what the messages after them add."""
-        return prompt_ids(self.policy.renderer, request)
-
     def _generation(self, request: Request) -> Generation:
         sampling = request.sampling
         if sampling.extra:
@@ -231,7 +228,7 @@ class LocalClient:
                 f"{self.name}: no field {', '.join(sorted(sampling.extra))} here: leave "
                 "sampling.extra out"
             )
-        ids = self.prompt_ids(request)
+        ids = prompt_ids(self.policy.renderer, request)
         if len(ids) >= self.window:
             raise too_long(self.name, self.window, request, len(ids))
         return self._generation_of(ids, sampling, request.affinity)

@@ -15,7 +15,7 @@ import shlex
 import uuid
 from typing import Any
 
-from ramify.sandbox.base import SandboxCapabilities, SandboxSpec
+from ramify.sandbox.base import SandboxSpec
 from ramify.sandbox.cloud import sdk
 from ramify.sandbox.remote import CallbackInbox, Carries, RemoteSandbox
 
@@ -127,13 +127,4 @@ def open_provider(spec: SandboxSpec) -> RemoteSandbox:
     """Entry point for ``base.open_sandbox``."""
     daytona = SDK.load()
     sdk.need_key("daytona", ("DAYTONA_API_KEY",), instead="DAYTONA_JWT_TOKEN")
-    caps = SandboxCapabilities(
-        isolates_files=True,
-        isolates_network=True,
-        isolates_processes=True,
-        limits_memory=True,
-        interrupt=True,
-        kill=True,
-        starts_processes=True,
-    )
-    return RemoteSandbox(spec, DaytonaService(daytona), caps, None)
+    return RemoteSandbox(spec, DaytonaService(daytona))

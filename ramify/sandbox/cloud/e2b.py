@@ -12,7 +12,7 @@ import asyncio
 import shlex
 from typing import Any
 
-from ramify.sandbox.base import SandboxCapabilities, SandboxSpec
+from ramify.sandbox.base import SandboxSpec
 from ramify.sandbox.cloud import sdk
 from ramify.sandbox.remote import CallbackInbox, Carries, RemoteSandbox
 
@@ -89,13 +89,4 @@ def open_provider(spec: SandboxSpec) -> RemoteSandbox:
     """Entry point for ``base.open_sandbox``."""
     e2b = SDK.load()
     sdk.need_key("e2b", ("E2B_API_KEY",))
-    caps = SandboxCapabilities(
-        isolates_files=True,
-        isolates_network=True,
-        isolates_processes=True,
-        limits_memory=True,
-        interrupt=True,
-        kill=True,
-        starts_processes=True,
-    )
-    return RemoteSandbox(spec, E2BService(e2b), caps, None)
+    return RemoteSandbox(spec, E2BService(e2b))

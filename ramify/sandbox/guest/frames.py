@@ -52,6 +52,8 @@ MAX_NESTING = 320
 JSON for each."""
 MAX_BLOBS = 20_000
 """Maximum number of long strings and bytes values in one frame."""
+MAX_FRAME_OUTPUT = 1 << 20
+"""Maximum number of bytes of a cell's output in one frame."""
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 """A JSON string, even one without an end; matching takes linear time."""
 _WHOLE_STRINGS = re.compile(rb'[^"]*+(?:"(?:[^"\\]++|\\.)*+"[^"]*+)*+', re.DOTALL)

@@ -26,10 +26,8 @@ from typing import Any
 
 from .channel import GuestInterrupts
 from .interpreter import MemoryLimit
-from .values import CodecError, LimitError, ValueEncoder, type_name
+from .values import VALUE_CHARS, CodecError, LimitError, ValueEncoder, type_name
 
-VALUE_CHARS = 100_000
-"""Maximum length of an echo and of one exception's text."""
 _HERE = os.path.dirname(__file__) + os.sep
 """Folder of the guest's own files."""
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .channel import GuestChannel, GuestInterrupts
+from .frames import MAX_FRAME_OUTPUT
 from .values import Buffer
 
 
@@ -228,9 +229,6 @@ class _Bytes(io.BufferedIOBase):
 
 FLUSH_BYTES = 1 << 16
 FLUSH_S = 0.05
-MAX_FRAME_BYTES = 1 << 20
-"""Maximum output in one frame."""
-_NOTHING: tuple[HeadTailBuffer, int] = (HeadTailBuffer(2), 0)
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 _clock = time.monotonic
 """Saved before any cell has run."""
@@ -270,7 +268,8 @@ class CellOutput:
         self._channel = channel
         self._interrupts = interrupts
         self._max_bytes = max_bytes
-        self._ended = _NOTHING
+        self._ended: tuple[HeadTailBuffer, int] | None = None
+        """Output of the last cell that ended and its characters; None if it printed nothing."""
         self._is_unused = False
         """True if this cell has printed nothing so far."""
         self.begin()
@@ -291,13 +290,12 @@ class CellOutput:
 
     def end(self) -> None:
         """Keep the output of the cell, which has ended and was taken."""
-        self._ended = _NOTHING if self._is_unused else (self._full_output, self.chars)
+        self._ended = None if self._is_unused else (self._full_output, self.chars)
 
     def last_output(self) -> str:
         """Return the output of the last cell that ended, up to 16 times what the host keeps. In
         ``after_cell``: of this cell."""
-        buffer, chars = self._ended
-        return buffer.text(chars)
+        return self._ended[0].text(self._ended[1]) if self._ended else ""
 
     def put(self, data: bytes) -> None:
         """Print ``data``."""
@@ -351,8 +349,8 @@ class CellOutput:
     def _out(self, data: bytes, skip: int, upto: int) -> list[Buffer]:
         self._sent += len(data)
         parts: list[Buffer] = []
-        for at in range(0, len(data), MAX_FRAME_BYTES):
-            piece = data[at : at + MAX_FRAME_BYTES]
+        for at in range(0, len(data), MAX_FRAME_OUTPUT):
+            piece = data[at : at + MAX_FRAME_OUTPUT]
             header = {
                 "op": "out",
                 "skip": 0 if at else skip,

@@ -21,6 +21,8 @@ from typing import Any
 MAX_INT_DIGITS = 4000
 """Maximum number of decimal digits of an integer. Python itself writes 4,300, and JSON readers
 count the sign too."""
+VALUE_CHARS = 100_000
+"""Maximum length of the text that shows a value or one exception."""
 MAX_EQUAL_HASHES = 2000
 """Maximum number of keys in one set or dict whose hash equals that of another key: each is compared
 with all the others."""

@@ -18,12 +18,12 @@ from typing import Any
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities
-from ramify.sandbox.forkserver_channel import ForkServerChannel
 from ramify.sandbox.jail.watch import ForkRequestListener, kill_strays
 from ramify.sandbox.process_transport import (
     BranchTransport,
     ProcessTransport,
     SessionMemoryFiles,
+    SessionProcess,
     pid_of,
 )
 from ramify.sandbox.transport import ReadBuffers
@@ -32,29 +32,103 @@ _F_ADD_SEALS, _SEAL_WRITE = 1033, 0x8
 _LATER_S = 0.5
 
 
-class JailTransport(ProcessTransport):
+class ForkingInJail(ProcessTransport):
+    """Connection to a process of the jail, which forks with the host's help: what a session and
+    its branches have in common."""
+
+    __slots__ = ("forking", "listener")
+
+    def __init__(
+        self, caps: SandboxCapabilities, buffers: ReadBuffers, process: SessionProcess
+    ) -> None:
+        super().__init__(caps, buffers, process)
+        self.listener: ForkRequestListener | None = None
+        self.forking: JailFork | None = None
+        self.on_exit(self._ended)
+
+    def begin_branch(self, frame: list[Any], moved: Callable[[], None]) -> JailBranchTransport:
+        pid = pid_of(self.pidfd)
+        if self.listener is None or pid <= 0:
+            raise SandboxError("the session cannot be forked: it has ended")
+        fork = JailFork(self, pid, moved)
+        transport = fork.transport()
+        try:
+            self.listener.grant_one(pid, fork)
+            self.stream.write_with(frame, ())
+        except BaseException:
+            self.listener.withdraw(pid)
+            transport.abandon()
+            fork.end()
+            raise
+        self.forking = fork
+        transport.comes_from(self.listener, pid)
+        return transport
+
+    def _ended(self) -> None:
+        """Report the end of a session that ends while it forks: it has no stream on which its end
+        would show."""
+        if self.forking is not None:
+            self.forking.give_up_branch()
+            if not self.forking.old:
+                self.stream.lose()
+
+    def check_apart(self) -> None:
+        """Seal the memory files that both processes inherited against writing: they are no longer
+        used. Raises SandboxError if one of them is mapped."""
+        old = self.forking.old if self.forking is not None else ()
+        for fd in (fd for files in old for fd in files.descriptors()):
+            try:
+                fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_WRITE)
+            except OSError as error:
+                raise SandboxError(
+                    "the session cannot be forked: it has mapped a file of its runtime "
+                    f"({error.strerror}), which a branch "
+                    "would share: unmap it first"
+                ) from None
+
+    def end_branch(self, transport: BranchTransport) -> None:
+        """End the fork. If the grant was used but no branch has connected, kill the process that
+        was created."""
+        fork, self.forking = self.forking, None
+        if fork is not None:
+            fork.end()
+        if self.listener is None:
+            return
+        assert isinstance(transport, JailBranchTransport)
+        was_used = not self.listener.withdraw(transport.origin)
+        if was_used and transport.pidfd < 0:
+            if fork is not None:
+                self.listener.branches.discard(fork.taker)
+            kill = functools.partial(kill_strays, transport.origin, self.listener.branches)
+            kill()
+            asyncio.get_running_loop().call_later(_LATER_S, kill)  # one just being created
+        elif transport.pidfd >= 0 and not transport.has_ended:
+            with contextlib.suppress(SandboxError):
+                self.channel.send({"op": "adopt", "pid": transport.pid})
+
+    def close(self) -> None:
+        listener, self.listener = self.listener, None
+        super().close()
+        if listener is not None:
+            listener.drop()
+
+
+class JailTransport(ForkingInJail):
     """Connection to a session of the jail. Implements ``Transport``."""
 
-    __slots__ = ("_sock", "counts", "forking", "is_frozen", "listener")
+    __slots__ = ("_counts", "_is_frozen")
 
     def __init__(
         self,
         caps: SandboxCapabilities,
-        sock: socket.socket,
         buffers: ReadBuffers,
-        channel: ForkServerChannel,
-        pid: int,
-        pidfd: int,
-        files: SessionMemoryFiles,
+        process: SessionProcess,
+        counts: bool,
     ) -> None:
-        super().__init__(caps, sock, buffers, channel, pid, pidfd, files)
-        self._sock = sock
-        self.listener: ForkRequestListener | None = None
-        self.forking: JailFork | None = None
-        watch_exit(self)
-        self.is_frozen = False
-        self.counts = True
-        """Use the number of a process's descriptors, if this kernel reports it."""
+        """``counts``: use the number of a process's descriptors, if this kernel reports it."""
+        super().__init__(caps, buffers, process)
+        self._is_frozen = False
+        self._counts = counts
 
     def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -76,7 +150,7 @@ class JailTransport(ProcessTransport):
         ]
         asyncio.get_running_loop().remove_reader(self._sock.fileno())
         if data and len(fds) == 1:
-            self.listener = ForkRequestListener(fds[0], counts=self.counts)
+            self.listener = ForkRequestListener(fds[0], counts=self._counts)
             self.stream.attach(received, lost)
             return
         for fd in fds:
@@ -84,57 +158,25 @@ class JailTransport(ProcessTransport):
         lost()
 
     async def prepare_branch(self) -> None:
-        await self._freeze()
-
-    async def _freeze(self) -> None:
         """Make the session's files read-only: from now on it would share them with its branch."""
-        if not self.is_frozen:
+        if not self._is_frozen:
             try:
                 await self.channel.ask({"op": "freeze", "pid": self._pid})
             except SandboxError as error:
                 raise SandboxError(
                     f"the session cannot be forked: {error}; close the files that it writes"
                 ) from None
-            self.is_frozen = True
-
-    def begin_branch(self, frame: list[Any], moved: Callable[[], None]) -> JailBranchTransport:
-        return begin_branch(self, frame, moved)
-
-    def check_apart(self) -> None:
-        check_apart(self)
-
-    def end_branch(self, transport: BranchTransport) -> None:
-        end_branch(self, transport)
-
-    def close(self) -> None:
-        listener, self.listener = self.listener, None
-        super().close()
-        if listener is not None:
-            listener.drop()
+            self._is_frozen = True
 
 
-class JailBranchTransport(BranchTransport):
+class JailBranchTransport(ForkingInJail, BranchTransport):
     """Connection to a branch. Implements ``Transport``. The branch's requests for processes arrive
     at its origin's listener."""
 
-    __slots__ = ("forking", "listener", "origin")
-
-    def __init__(
-        self,
-        caps: SandboxCapabilities,
-        sock: socket.socket,
-        buffers: ReadBuffers,
-        channel: ForkServerChannel,
-        files: SessionMemoryFiles,
-    ) -> None:
-        super().__init__(caps, sock, buffers, channel, files)
-        self.listener: ForkRequestListener | None = None
-        self.forking: JailFork | None = None
-        watch_exit(self)
-        self.origin = -1
-        """Process that was asked to fork."""
+    __slots__ = ("origin",)
 
     def comes_from(self, listener: ForkRequestListener, pid: int) -> None:
+        """``pid``: the process that was asked to fork, of which ``listener`` is the listener."""
         self.listener, self.origin = listener, pid
         listener.hold()
 
@@ -147,21 +189,6 @@ class JailBranchTransport(BranchTransport):
     async def prepare_branch(self) -> None:
         """Nothing to prepare: a branch's files are read-only from the start."""
 
-    def begin_branch(self, frame: list[Any], moved: Callable[[], None]) -> JailBranchTransport:
-        return begin_branch(self, frame, moved)
-
-    def check_apart(self) -> None:
-        check_apart(self)
-
-    def end_branch(self, transport: BranchTransport) -> None:
-        end_branch(self, transport)
-
-    def close(self) -> None:
-        listener, self.listener = self.listener, None
-        super().close()
-        if listener is not None:
-            listener.drop()
-
 
 class JailFork:
     """One fork in progress: the connections that the host gives to its two processes. Implements
@@ -173,9 +200,7 @@ class JailFork:
 
     __slots__ = ("_branch", "_is_begun", "_moved", "_new", "_origin", "old", "pid", "taker")
 
-    def __init__(
-        self, origin: JailTransport | JailBranchTransport, pid: int, moved: Callable[[], None]
-    ) -> None:
+    def __init__(self, origin: ForkingInJail, pid: int, moved: Callable[[], None]) -> None:
         self.pid = pid
         self._origin = origin
         self._moved = moved
@@ -195,9 +220,8 @@ class JailFork:
     def transport(self) -> JailBranchTransport:
         """Return the host's end of the branch."""
         host_end, _, files = self._branch
-        return JailBranchTransport(
-            self._origin.caps, host_end, self._origin.buffers, self._origin.channel, files
-        )
+        branch = SessionProcess(host_end, files, self._origin.channel)
+        return JailBranchTransport(self._origin.caps, self._origin.buffers, branch)
 
     def begin(self) -> None:
         """Close the old stream: data on the wire that both processes inherit is ignored from now
@@ -240,7 +264,7 @@ _Ends = tuple[socket.socket, socket.socket, SessionMemoryFiles]
 """Host's end, other end, files."""
 
 
-def _private_ends(origin: JailTransport | JailBranchTransport) -> _Ends:
+def _private_ends(origin: ForkingInJail) -> _Ends:
     """Create a socket on which a process finds its standard input (a separate open file, since
     the flags of one would be shared), its output and its buffers. Raises SandboxError."""
     ends = origin.branch_ends()
@@ -259,75 +283,3 @@ def _private_ends(origin: JailTransport | JailBranchTransport) -> _Ends:
 def _close(ends: _Ends) -> None:
     for end in ends:
         end.close()
-
-
-def begin_branch(
-    origin: JailTransport | JailBranchTransport, frame: list[Any], moved: Callable[[], None]
-) -> JailBranchTransport:
-    pid = pid_of(origin.pidfd)
-    if origin.listener is None or pid <= 0:
-        raise SandboxError("the session cannot be forked: it has ended")
-    fork = JailFork(origin, pid, moved)
-    transport = fork.transport()
-    try:
-        origin.listener.grant_one(pid, fork)
-        origin.stream.write_with(frame, ())
-    except BaseException:
-        origin.listener.withdraw(pid)
-        transport.abandon()
-        fork.end()
-        raise
-    origin.forking = fork
-    transport.comes_from(origin.listener, pid)
-    return transport
-
-
-def watch_exit(transport: JailTransport | JailBranchTransport) -> None:
-    """Report the end of a session that ends while it forks: it has no stream on which its end would
-    show."""
-
-    def ended() -> None:
-        if transport.forking is not None:
-            transport.forking.give_up_branch()
-            if not transport.forking.old:
-                transport.stream.lose()
-
-    transport.on_exit(ended)
-
-
-def check_apart(origin: JailTransport | JailBranchTransport) -> None:
-    """Seal the memory files that both processes inherited against writing: they are no longer used.
-    Raises SandboxError if one of them is mapped."""
-    fork = origin.forking
-    for fd in (
-        fd for files in (fork.old if fork is not None else ()) for fd in files.descriptors()
-    ):
-        try:
-            fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_WRITE)
-        except OSError as error:
-            raise SandboxError(
-                "the session cannot be forked: it has mapped a file of its runtime "
-                f"({error.strerror}), which a branch "
-                "would share: unmap it first"
-            ) from None
-
-
-def end_branch(origin: JailTransport | JailBranchTransport, transport: BranchTransport) -> None:
-    """End the fork. If the grant was used but no branch has connected, kill the process that was
-    created."""
-    fork, origin.forking = origin.forking, None
-    if fork is not None:
-        fork.end()
-    if origin.listener is None:
-        return
-    assert isinstance(transport, JailBranchTransport)
-    was_used = not origin.listener.withdraw(transport.origin)
-    if was_used and transport.pidfd < 0:
-        if fork is not None:
-            origin.listener.branches.discard(fork.taker)
-        kill = functools.partial(kill_strays, transport.origin, origin.listener.branches)
-        kill()
-        asyncio.get_running_loop().call_later(_LATER_S, kill)  # one that was just being created
-    elif transport.pidfd >= 0 and not transport.has_ended:
-        with contextlib.suppress(SandboxError):
-            origin.channel.send({"op": "adopt", "pid": transport.pid})

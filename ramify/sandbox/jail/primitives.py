@@ -18,7 +18,7 @@ import socket
 import struct
 from typing import NamedTuple
 
-NEWTIME, NEWNS, NEWCGROUP, NEWUTS = 0x80, 0x20000, 0x2000000, 0x4000000
+NEWNS, NEWCGROUP, NEWUTS = 0x20000, 0x2000000, 0x4000000
 NEWIPC, NEWUSER, NEWPID, NEWNET = 0x8000000, 0x10000000, 0x20000000, 0x40000000
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
@@ -95,18 +95,23 @@ _forking = ctypes.PyDLL(None, use_errno=True).syscall  # keeps the interpreter's
 _forking.restype = ctypes.c_long
 
 
-def _tid_address() -> int:
-    """Return the place where the C library keeps this thread's id; 0 if the kernel does not say."""
-    place = ctypes.c_ulong()
-    asked = map(ctypes.c_ulong, (ctypes.addressof(place), 0, 0, 0))
-    return 0 if _libc.prctl(ctypes.c_int(_PR_GET_TID_ADDRESS), *asked) else place.value
-
-
 _machine = os.uname().machine
+_tid_place = ctypes.c_ulong()
+"""Where the C library keeps this thread's id; 0 if the kernel does not say."""
+_libc.prctl(
+    ctypes.c_int(_PR_GET_TID_ADDRESS),
+    *map(ctypes.c_ulong, (ctypes.addressof(_tid_place), 0, 0, 0)),
+)
 _clone_arguments = tuple(
     map(
         ctypes.c_long,
-        (_CLONE.get(_machine, -1), FORKS_APART[bool(_tid_address())], 0, 0, *[_tid_address()] * 2),
+        (
+            _CLONE.get(_machine, -1),
+            FORKS_APART[bool(_tid_place.value)],
+            0,
+            0,
+            *[_tid_place.value] * 2,
+        ),
     )
 )
 

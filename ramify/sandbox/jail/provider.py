@@ -45,7 +45,7 @@ from ramify.sandbox.jail.jail_transport import JailTransport
 from ramify.sandbox.jail.rollback import RollbackSession
 from ramify.sandbox.jail.watch import JailBudgetWatcher, machine_bytes
 from ramify.sandbox.process import ProcessSandbox
-from ramify.sandbox.process_transport import SessionMemoryFiles, pid_of
+from ramify.sandbox.process_transport import SessionProcess, pid_of
 from ramify.sandbox.session import GuestSession
 
 MODULES = (
@@ -330,17 +330,8 @@ class JailSandbox(ProcessSandbox):
                     if (session := places.get((channel, pid))) is not None:
                         self._budget.note_folder(session, num_bytes)
 
-    def make_transport(
-        self,
-        sock: socket.socket,
-        channel: ForkServerChannel,
-        pid: int,
-        pidfd: int,
-        files: SessionMemoryFiles,
-    ) -> JailTransport:
-        transport = JailTransport(self.caps, sock, self.buffers, channel, pid, pidfd, files)
-        transport.counts = self._counts
-        return transport
+    def make_transport(self, process: SessionProcess) -> JailTransport:
+        return JailTransport(self.caps, self.buffers, process, self._counts)
 
     async def close(self) -> None:
         if self._filling is not None:

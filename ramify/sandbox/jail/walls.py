@@ -35,7 +35,6 @@ else:
     seccomp = sys.modules["ramify_jail_seccomp"]
     confine = sys.modules["ramify_jail_confine"]
 
-TIERS = "ABC"
 _ROOT = "/tmp"
 """Folder in which the new root is assembled; the host's own folder of that name is covered only in
 this namespace."""

@@ -111,10 +111,8 @@ def f1(answer: Any, item: Item) -> float:
     text = as_text(answer)
     if text is None:
         return 0.0
-    return max(
-        _f1(Counter(words(text)), Counter(words(as_text(gold) or "")))
-        for gold in accepted(item.gold)
-    )
+    golds = (Counter(words(as_text(gold) or "")) for gold in accepted(item.gold))
+    return max((_f1(Counter(words(text)), gold) for gold in golds), default=0.0)
 
 
 def _f1(answer: Counter[str], gold: Counter[str]) -> float:

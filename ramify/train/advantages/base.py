@@ -16,6 +16,7 @@ state from step to step (``memory``):
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any, Protocol, TypeVar
 
@@ -156,10 +157,10 @@ def remembering(algorithm: T, memory: Mapping[str, float]) -> T:
     """``algorithm`` with ``memory`` restored, or ``algorithm`` itself if it keeps no state."""
     fields = getattr(algorithm, "__struct_fields__", ())
     if "memory" in fields and memory:
-        return _replaced(algorithm, memory=dict(memory))
+        return _replaced(algorithm, "memory", dict(memory))
     if "outcome" in fields and memory:
         inner = remembering(algorithm.outcome, memory)  # type: ignore[attr-defined]
-        return _replaced(algorithm, outcome=inner)
+        return _replaced(algorithm, "outcome", inner)
     return algorithm
 
 
@@ -192,6 +193,8 @@ def _of_inner(algorithm: Any, function: Any, default: Any) -> Any:
     return default if inner is None else function(inner)
 
 
-def _replaced(struct: T, **fields: Any) -> T:
-    replaced: T = msgspec.structs.replace(struct, **fields)  # type: ignore[type-var]
+def _replaced(struct: T, field: str, value: object) -> T:
+    """A copy with another value of ``field``. Its options are not checked again."""
+    replaced = copy.copy(struct)
+    msgspec.structs.force_setattr(replaced, field, value)  # type: ignore[arg-type]
     return replaced

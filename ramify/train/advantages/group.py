@@ -14,6 +14,7 @@ Not here: the loss, clipping and the KL penalty in the loss (see losses/).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -56,6 +57,10 @@ NO_ADVANTAGE = 1e-9
 """Up to this absolute value an advantage counts as none."""
 _MOST_NAMED = 3
 """At most this many unusable rollouts of a step are reported by name."""
+
+
+_credit_of = functools.cache(CREDITS.of)
+"""The function for a name, found when the options are checked."""
 
 
 class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -104,7 +109,7 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """State from the steps before; kept in checkpoints."""
 
     def __post_init__(self) -> None:
-        CREDITS.of(self.credit)
+        _credit_of(self.credit)
         lengths = {"overlong_buffer": self.overlong_buffer}
         lengths |= {"max_rollout_tokens": self.max_rollout_tokens}
         check_optional("algorithm", "a running mean", rollout_tokens=self.rollout_tokens)
@@ -134,7 +139,7 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """Compare as ``compare`` does the calls that ``credit`` selects."""
 
         def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
-            numbers: Sequence[Numbers] = CREDITS.of(self.credit)(
+            numbers: Sequence[Numbers] = _credit_of(self.credit)(
                 trees, self.compare, self.gamma_tree
             )
             return numbers

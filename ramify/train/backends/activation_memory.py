@@ -1,7 +1,8 @@
 """The memory of a training step: how much activations may take, recomputation in place of storing
 them, and freed memory that stays in the process; and the time that a token takes.
 
-Not here: how many tokens a batch holds (``single.py``) and the memory of the logits (``head.py``).
+Not here: how batches are filled (``data/pack.py``) and the memory of the logits
+(``models/trunk.py``).
 """
 
 from __future__ import annotations
@@ -38,6 +39,13 @@ def activation_bytes(width: int, mlp: int, layers: int, recompute: bool) -> int:
     """Activation memory of one token until its backward pass: about ten vectors of the model's
     width and four of the MLP's per layer, or one per layer with recomputation."""
     return 4 * layers * (width if recompute else 10 * width + 4 * mlp)
+
+
+def most_tokens(config: Any, gpu_bytes: int, recompute: bool) -> int:
+    """Number of tokens whose activations fit into memory."""
+    mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    token = activation_bytes(config.hidden_size, mlp, config.num_hidden_layers, recompute)
+    return max(LEAST_TOKENS, activation_room(gpu_bytes) // token)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

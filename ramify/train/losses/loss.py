@@ -18,7 +18,7 @@ from, and added to the batch:
                   sampled tokens, each counted once, on whichever path it carries weight
     check_whole   for such a loss: each call is whole, in one batch
 
-Not here: log-probabilities (``head.py``), weights and advantages (``advantages/``).
+Not here: log-probabilities (``models/trunk.py``), weights and advantages (``advantages/``).
 
 Legend: E entries of a batch, N tokens of the step, k teacher tokens per entry. l, o and m are the
 current, old and sampler log-probabilities, as in ``base.py``.
@@ -89,18 +89,16 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     tools, 1 for chat."""
 
     def __post_init__(self) -> None:
-        if self.kl_beta < 0:
-            raise ConfigError(f"loss.kl_beta={self.kl_beta} cannot be negative")
-        if (self.router_aux_loss_coef or 0.0) < 0:
-            raise ConfigError(
-                f"loss.router_aux_loss_coef={self.router_aux_loss_coef} cannot be negative"
-            )
+        _check_bounds(self, "loss.")
         msgspec.structs.force_setattr(self, "policy", POLICY_LOSSES.build(self.policy))
         msgspec.structs.force_setattr(
             self,
             "corrections",
             tuple(CORRECTIONS.build(correction) for correction in self.corrections),
         )
+        for formula in (self.policy, *self.corrections):
+            config = getattr(formula, "__struct_config__", None)
+            _check_bounds(formula, f"{config.tag}: " if config is not None else "")
         if "fresh_old" in self.reads and self.old == "sampler":
             raise ConfigError(
                 "loss.old=sampler: corrections and decoupled losses compare the trainer's "
@@ -138,6 +136,24 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return msgspec.structs.replace(
             self, old="pass" if num > 1 and "old_logprobs" in self.reads else single
         )
+
+
+_NOT_NEGATIVE = (
+    "kl_beta", "router_aux_loss_coef", "kd_pull", "kd_clip", "clip_low", "clip_high", "cap",
+    "bound", "share", "beta", "pull", "delta", "tau_positive", "tau_negative",
+)  # fmt: skip
+"""Options of losses and corrections that are distances, factors or shares."""
+
+
+def _check_bounds(options: Any, where: str) -> None:
+    """Raise ConfigError for a bound that no token can be within, which would train silently."""
+    for name in _NOT_NEGATIVE:
+        value = getattr(options, name, None)
+        if isinstance(value, int | float) and not value >= 0:
+            raise ConfigError(f"{where}{name}={value:g} cannot be negative")
+    low, high = getattr(options, "low", None), getattr(options, "high", None)
+    if isinstance(low, int | float) and isinstance(high, int | float) and not low <= high:
+        raise ConfigError(f"{where}low={low:g} must not be above high={high:g}")
 
 
 class LossEntries(NamedTuple):

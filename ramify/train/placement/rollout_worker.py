@@ -137,9 +137,9 @@ class _RolloutWorker:
 
         from ramify.engine.rlm import RLM
         from ramify.engine.scaffold import scaffold_of
-        from ramify.inference.base import AuditedClient
         from ramify.inference.http.http_engines import HttpEngines
         from ramify.models.load import load_policy
+        from ramify.train.selfcheck import AuditedClient
 
         torch.set_num_threads(1)
         policy = load_policy(

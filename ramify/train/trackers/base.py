@@ -102,8 +102,7 @@ class RunTrackers:
         self._failed = False
 
     def __call__(self, measured: StepMetrics) -> None:
-        if self._open:
-            self._queue.put(measured)
+        self._queue.put(measured)
 
     @contextlib.contextmanager
     def opened(

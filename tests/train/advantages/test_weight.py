@@ -12,7 +12,7 @@ from ramify.train.advantages.credit import (
 )
 from ramify.train.advantages.group import has_signal
 from ramify.train.advantages.weight import Reduction, Share, weights
-from ramify.train.rollouts.admission_rules import num_more
+from ramify.train.rollouts.group_queue import num_more
 
 ONE_GROUP = [[{"0": 4}, {"0": 4, "0.0": 4, "0.1": 4}]]
 

@@ -18,7 +18,6 @@ import torch
 
 import ramify
 from ramify.errors import ConfigError, TrainError
-from ramify.inference.base import AuditedClient
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config
@@ -30,7 +29,7 @@ from ramify.train.data.pack import pack
 from ramify.train.execute import train
 from ramify.train.open_run import trained_model
 from ramify.train.policy_defaults import RunPrecision, precision_of
-from ramify.train.selfcheck import SelfCheck
+from ramify.train.selfcheck import AuditedClient, CanaryLimits, SelfCheck
 from ramify.types.message import Message
 from tests.train.backends.small import policy as small_policy
 from tests.train.backends.small import tree
@@ -233,7 +232,10 @@ def shown(precision: Any, engine: torch.dtype, rounding: float, other: int = 6) 
     client = LocalClient(served, name="local:sharp")
     hint = "set compute.precision=fp32"
     check = SelfCheck(
-        AuditedClient(client), served.model.named_parameters, PROMPT, 0.3, rounding, hint
+        AuditedClient(client),
+        served.model.named_parameters,
+        PROMPT,
+        CanaryLimits(0.3, rounding, hint),
     )
     try:
         asyncio.run(

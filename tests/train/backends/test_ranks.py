@@ -20,7 +20,7 @@ from ramify.cli.train import supervise
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.base import TINY
 from ramify.models.weights import read_weights
-from ramify.train import group_records
+from ramify.train import run_record
 from ramify.train.advantages.ppo import PPO
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.launch import gather, is_restarted
@@ -141,7 +141,7 @@ def test_a_run_is_that_of_one_process_and_after_a_lost_rank_the_same_to_the_bit(
     assert steady(killed) == steady(two)
     ours, theirs = (weights_of(out / "checkpoints/step-000002") for out in (killed, two))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs | ours)
-    assert group_records.read_group_records(killed).balanced
+    assert run_record.read_group_records(killed).balanced
 
 
 class Sleepy(ImportanceSampling, frozen=True, kw_only=True, tag="sleepy"):
@@ -211,7 +211,7 @@ def test_torchrun_starts_the_ranks_and_again_after_one_was_killed(tmp_path: Path
     assert log.read_text().count("trained policy in") == 1
     check_close(killed, one)
     assert max(values.get("ref_kl", 0.0) for _, _, values in steady(killed)) > 1e-6
-    assert group_records.read_group_records(killed).balanced
+    assert run_record.read_group_records(killed).balanced
     for out in (killed, one):
         best = CheckpointStore(out).best()
         assert best is not None

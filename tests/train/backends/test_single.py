@@ -161,7 +161,7 @@ def test_logprobs_are_those_of_a_plain_softmax(config: Any):
     for each in rows:
         ids = torch.from_numpy(each.token_ids)
         with torch.no_grad():
-            if isinstance(backend._policy.config, GPT2Config):
+            if isinstance(config, GPT2Config):
                 logits = backend._model(input_ids=ids[None]).logits[0]
             else:
                 logits = backend._trunk.logits(alone(backend, each))

@@ -157,3 +157,18 @@ def test_by_name(name: str) -> None:
     assert msgspec.to_builtins(LossSpec(corrections=(made,)))["corrections"][0]["name"] == name
     with pytest.raises(ConfigError, match=r"unknown correction 'icepot': did you mean 'icepop'\?"):
         LossSpec(corrections=("icepot",))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": {"name": "ppo_clip", "clip_low": -1}}, "ppo_clip: clip_low=-1 cannot be neg"),
+        ({"policy": {"name": "gspo", "clip_high": float("nan")}}, "gspo: clip_high=nan cannot be"),
+        ({"corrections": [{"name": "token_tis", "cap": -2}]}, "token_tis: cap=-2 cannot be neg"),
+        ({"corrections": [{"name": "icepop", "low": 9}]}, "icepop: low=9 must not be above high=5"),
+        ({"kl_beta": float("nan")}, "loss.kl_beta=nan cannot be negative"),
+    ],
+)
+def test_bounds_that_no_token_is_within_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LossSpec(**options)

@@ -14,7 +14,7 @@ from ramify.train.backends.base import ComputeSpec, ShardSpec
 from ramify.train.config import Run
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
 from ramify.train.resource_counts import shared, sleeping
-from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.group_queue import StepSampleSpec
 from tests.cluster.test_memory import half
 from tests.train.small import small
 

@@ -15,9 +15,8 @@ from ramify.clients.scripted import ByteTokenIds
 from ramify.errors import ConfigError
 from ramify.progress import ProgressState, subscribe
 from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward
-from ramify.train.group_records import account
-from ramify.train.rollouts.admission_rules import StepSampleSpec
-from ramify.train.rollouts.group_queue import GroupQueue, StepGroups
+from ramify.train.metrics import account
+from ramify.train.rollouts.group_queue import GroupQueue, StepGroups, StepSampleSpec
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.types.message import Message
 from ramify.types.trajectory import Group, Trajectory

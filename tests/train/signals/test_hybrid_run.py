@@ -17,7 +17,6 @@ import torch
 
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
-from ramify.inference.base import AuditedClient
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.models import checksums
 from ramify.models.weights import load_weights
@@ -37,8 +36,9 @@ from ramify.train.open_run import trainer_of
 from ramify.train.override import override
 from ramify.train.preflight import check_signals
 from ramify.train.recipe import stored
-from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
+from ramify.train.selfcheck import AuditedClient
 from ramify.train.signals.base import ScoringRow
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.hindsight import Hindsight

@@ -10,7 +10,7 @@ from ramify.train.config import Schedule
 from ramify.train.data.sft_data import read as trajectories
 from ramify.train.execute import train
 from ramify.train.metrics import read_metrics
-from ramify.train.rollouts.admission_rules import StepSampleSpec
+from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge import ProcessRewardSignal

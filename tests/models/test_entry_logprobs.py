@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.train.backends.head import HeadRequest, entry_logprobs
+from ramify.models.trunk import HeadRequest, entry_logprobs
 
 NUM, WIDTH, VOCAB = 11, 6, 17
 RNG = torch.Generator().manual_seed(0)

@@ -1,0 +1,84 @@
+"""A recipe is Python: what its constructors do not check is checked before a run begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramify.errors import ConfigError
+from ramify.train import GRPO, DrGRPO, train
+from ramify.train.backends.base import OptimizerSpec
+from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Schedule
+from ramify.train.config_fields import check_types
+from ramify.train.losses.loss import LossSpec
+from ramify.train.recipe import load_recipe
+from ramify.train.rollouts.rollouter import RolloutOptions
+from tests.train.small import small
+
+WRONG: Any = GRPO
+"""A class where an instance belongs."""
+BAD_NAME: Any = "adam"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rl": RlSpec(optim=OptimizerSpec(kind=BAD_NAME))},
+            r"rl.optim.kind='adam': Invalid enum value 'adam': did you mean 'adamw'\? known: adamw",
+        ),
+        (
+            {"rl": RlSpec(optim=OptimizerSpec(schedule=BAD_NAME))},
+            "rl.optim.schedule='adam': .* known: constant, cosine, linear",
+        ),
+        ({"rl": RlSpec(steps=2.5)}, "rl.steps=2.5: Expected `int`, got `float`"),  # type: ignore[arg-type]
+        (
+            {"rl": RlSpec(algorithm=DrGRPO(reduction=BAD_NAME))},
+            "rl.algorithm.reduction='adam': .* known: constant, group",
+        ),
+        ({"rl": RlSpec(algorithm=WRONG)}, r"rl.algorithm is the class GRPO: give an instance, GRP"),
+        ({"rl": RlSpec(loss=LossSpec(kl=BAD_NAME))}, r"rl.loss.kl='adam': .* known: k1, k2, k3"),
+        ({"evaluate": EvaluateSpec(final=BAD_NAME)}, "evaluate.final='adam': Expected `array`"),
+        ({"task": "my.py:task"}, "task='my.py:task': Expected `object`, got `str`"),
+        ({"seed": None}, "seed=None: Expected `int`, got `null`"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named_before_the_run(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(small(**changes), tmp_path / "run")
+
+
+def test_right_types_pass() -> None:
+    check_types(small())
+    check_types(small(evaluate=EvaluateSpec(final=["test"])))  # type: ignore[arg-type]
+
+
+def test_an_algorithm_may_be_named_as_a_loss_may() -> None:
+    assert RlSpec(algorithm="grpo", loss=LossSpec(policy="gspo")).algorithm == GRPO()
+    with pytest.raises(ConfigError, match=r"unknown algorithm 'grpoo': did you mean 'grpo'\?"):
+        RlSpec(algorithm="grpoo")
+
+
+def test_an_error_in_a_recipe_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.py"
+    path.write_text("from ramify import train\n\ndef run():\n    return train.RlSpec(steps='3')\n")
+    with pytest.raises(ConfigError, match=r"recipe.py cannot be executed in line 4: TypeError"):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RolloutOptions(top_p=0.0), "rl.rollout.top_p=0 must be above 0 and at most 1"),
+        (lambda: RolloutOptions(top_k=-1), "rl.rollout.top_k=-1 must be at least 1"),
+        (lambda: Schedule(keep_last=-1), "keep_last=-1 and keep_best=1 cannot be negative"),
+        (lambda: PolicySpec(path="x", slots=-3), "policy.slots=-3 must be above 0"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
