@@ -126,6 +126,23 @@ def test_curves() -> None:
     assert all(len(row) <= 30 for row in curves.rows(30))
 
 
-def test_one_measurement_in_a_line() -> None:
-    row = StepMetrics(5, "rl", 61.25, {"reward": 0.51239, "lr": 1e-3, "validation/reward": 0.75})
-    assert line(row) == "    61.2 s  rl 5  reward 0.5124  validation/reward 0.75"
+def test_a_step_in_a_line_and_not_its_counts_of_work() -> None:
+    values = {
+        "reward": 0.51239,
+        "depth1.rlm/reward": 0.25,
+        "depth1.rlm/turns": 3.0,
+        "batch64.decode/steps": 46.0,
+        "cpu/cores": 2.0,
+        "groups_with_signal": 3.0,
+        "lr": 1e-3,
+    }
+    assert line(StepMetrics(5, "rl", 61.25, values)) == (
+        "    61.2 s  rl 5  reward 0.5124  depth1.rlm/reward 0.25  groups_with_signal 3"
+    )
+
+
+def test_an_evaluation_in_a_line() -> None:
+    values = {"validation/reward": 0.75, "validation/count": 0.5, "evaluate_s": 2.0}
+    assert line(StepMetrics(5, "rl", 61.25, values)) == (
+        "    61.2 s  rl 5  validation/reward 0.75  validation/count 0.5"
+    )
