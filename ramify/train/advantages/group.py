@@ -398,4 +398,7 @@ def _no_signal(
         return "no group has two rollouts, so no rollout can be compared with another"
     if not with_signal:
         return f"in each of {len(groups)} groups all rollouts did equally well"
-    return "all calls with an advantage were masked, or have no token ids and log-probabilities"
+    return (
+        "all calls with an advantage were masked, are of another model, or have no token ids and "
+        "log-probabilities"
+    )
