@@ -234,8 +234,8 @@ def model_folder(path_or_name: str | Path) -> Path:
         return folder
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            f"{folder} holds adapters without their model: merge them into it first (merge_and_unload "
-            "of peft), or give the model and policy.lora for new adapters"
+            f"{folder} holds adapters without their model: merge them into it first "
+            "(merge_and_unload of peft), or give the model, and policy.lora for new adapters"
         )
     if folder.exists():
         raise ConfigError(f"{folder} is not a model: it has no config.json")
