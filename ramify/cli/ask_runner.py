@@ -30,7 +30,7 @@ from ramify.clients.pool import RETRYING
 from ramify.engine.event_recorder import jsonable
 from ramify.engine.question import RunOptions
 from ramify.engine.rlm import RLM
-from ramify.engine.run_handle import Result, RunHandle
+from ramify.engine.run_handle import Result, RunHandle, why_unanswered
 from ramify.errors import ModelError, ReplyCut, ReplyFiltered
 from ramify.log_outputs import current_console
 from ramify.types.call_tree import ending
@@ -338,7 +338,8 @@ def _print(
         notes.say(f"continue this run with: ramify ask --resume {run_id}")
     notes.say(summary(result.trajectory, run_id))
     reason = result.trajectory.reason
-    if result.stop is not Stop.FINAL and reason not in ("", result.error):  # which was printed
+    printed = result.error if result.answer is not None else why_unanswered(result)
+    if result.stop is not Stop.FINAL and reason not in (printed or ""):
         notes.say(f"ended: {ending(result.stop, reason, 0)}")
     return code
 
@@ -352,7 +353,7 @@ def _shortest_name(run_id: str) -> str:
 
 def _why(result: Result) -> str:
     """Reason why a run has no answer. If a limit ended the run, the last error is added."""
-    why = result.error or f"no answer: the run ended with {result.stop}"
+    why = why_unanswered(result)
     errors = [error for error in result.trajectory.errors if why not in error]
     return f"{why}; before that: {errors[-1]}" if errors and result.stop.is_truncated() else why
 

@@ -17,6 +17,7 @@ Not here: sockets (see ``pool.py``).
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import time
@@ -331,6 +332,7 @@ _TOO_LONG = re.compile(
 _NO_MONEY = re.compile(
     r"insufficient_quota|billing|credit balance|exceeded your current quota", re.IGNORECASE
 )
+_TITLE = re.compile(r"<title[^>]*>(.{1,1000}?)</title>", re.IGNORECASE | re.DOTALL)
 _NOT_THERE = (404, 405, 501)
 """Path not found, or not available for POST: typical answers of a server that is not an API."""
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
@@ -348,7 +350,8 @@ def from_status(
     secrets: Iterable[str] = (),
 ) -> ModelError:
     """Return the error for a response that is not a 2xx. ``where`` names the model and its
-    address."""
+    address. ``secrets`` are what was sent as a key; all are empty if there was none."""
+    secrets = tuple(filter(None, secrets))
     message = message_of(body, secrets)
     text = f"{where} answered {status}: {message}" if message else f"{where} answered {status}"
     if status in (429, 529) or (status == 503 and retry_after_s(headers, body) is not None):
@@ -359,12 +362,11 @@ def from_status(
         return ReplyLost(f"{text}; a gateway gave up waiting")
     if status in (408, 425) or (status >= 500 and status not in _NOT_THERE):
         return ServerFailed(text)
-    return _refused(text, status, message, headers, key_variable)
+    key = f"check the key in {key_variable}" if secrets else f"no key was sent: set {key_variable}"
+    return _refused(text, status, message, key if key_variable else "")
 
 
-def _refused(
-    text: str, status: int, message: str, headers: Mapping[str, str], key_variable: str
-) -> Refused:
+def _refused(text: str, status: int, message: str, key: str) -> Refused:
     if status in (400, 413, 422) and (status == 413 or _TOO_LONG.search(message)):
         error = Refused(f"{text}; shorten the prompt or name a model with a larger window")
         error.too_long = True
@@ -372,9 +374,11 @@ def _refused(
     if status == 402 or (status in (400, 403) and _NO_MONEY.search(message)):
         return _needs_key(f"{text}; the account has no quota left")
     if status in (401, 403):
-        key = f"; check the key in {key_variable}" if key_variable else ""
-        return _needs_key(f"{text}{key}")
-    if status in _NOT_THERE and "html" in headers.get("content-type", "").lower():
+        return _needs_key(f"{text}; {key}" if key else text)
+    if status == 407:
+        return Refused(f"{text}; the proxy of the environment wants a user and password in its URL")
+    # Servers name an unknown model. Otherwise it is the path that they do not have.
+    if status in _NOT_THERE and "model" not in message.lower():
         return Refused(f"{text}; check the base URL: most end in /v1")
     return Refused(text)
 
@@ -392,9 +396,16 @@ def message_of(body: bytes, secrets: Iterable[str] = ()) -> str:
         parsed = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         text = body[:20_000].decode("utf-8", "replace")
-        parsed = "a web page" if text.lstrip()[:1] == "<" else text
+        parsed = _web_page(text) if text.lstrip()[:1] == "<" else text
     # Secrets are removed first, because half of one would not be recognized.
     return " ".join(redacted(_error_text(parsed), secrets).split())[:300]
+
+
+def _web_page(text: str) -> str:
+    """``'a web page "502 Bad Gateway"'``; without the title if it has none."""
+    title = _TITLE.search(text)
+    name = " ".join(html.unescape(title[1]).split())[:100] if title else ""
+    return f'a web page "{name}"' if name else "a web page"
 
 
 def _error_text(parsed: Any) -> str:

@@ -15,11 +15,14 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from ramify.clients.compression import too_long
 from ramify.clients.http1 import HttpResponse, RequestRoute
-from ramify.errors import BadReply, ConfigError, ModelError, ReplyLost, Unreachable
+from ramify.errors import ConfigError, ModelError, ReplyLost, Unreachable
 
 _LARGE_BYTES = 1 << 20
 _REPLACING = ("SSL_CERT_FILE", "SSL_CERT_DIR")
+_NOT_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")
+"""What OpenSSL calls an answer that is not TLS."""
 _ADDING = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
 
 
@@ -78,10 +81,9 @@ class HttpsClient:
         async for chunk in response.content.iter_any():
             size += len(chunk)
             if size > self._max_body_bytes:
-                raise BadReply(
-                    f"{where}: the reply is longer than {self._max_body_bytes} bytes; lower "
-                    "max_tokens"
-                )
+                error = too_long(self._max_body_bytes)
+                error.args = (f"{where}: {error}",)
+                raise error
             chunks.append(chunk)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
@@ -133,9 +135,14 @@ def _failure(where: str, url: str, proxy: str | None, error: Exception) -> Model
     through = f" through the proxy {_host(proxy)}" if proxy else ""
     match error:
         case aiohttp.ClientConnectorCertificateError() | aiohttp.ClientConnectorSSLError():
+            reason = _reason(error)
+            hint = (
+                "the server does not speak TLS at this port: write http://"
+                if any(sign in reason for sign in _NOT_TLS)
+                else "name your certificate authority in SSL_CERT_FILE"
+            )
             failure = Unreachable(
-                f"{where}: no trusted connection to {url}{through} ({_reason(error)}); "
-                "name your certificate authority in SSL_CERT_FILE"
+                f"{where}: no trusted connection to {url}{through} ({reason}); {hint}"
             )
             failure.transient = False
             return failure

@@ -193,7 +193,8 @@ class ClientPool:
             account.release(str(error))
             raise
         except BaseException as error:
-            account.forfeit(f"{client.name}: given up on the wire ({type(error).__name__})")
+            what = "cancelled" if isinstance(error, asyncio.CancelledError) else repr(error)
+            account.forfeit(f"{client.name}: no reply had arrived when the request ended ({what})")
             raise
         finally:
             self._gate.release()

@@ -29,6 +29,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from ramify.clients.addresses import is_http_url
 from ramify.clients.base import Price
 from ramify.errors import ConfigError, nearest
 from ramify.plugins import Registry, is_reference
@@ -245,7 +246,7 @@ def split_name(name: str) -> tuple[str, str]:
         attribute, colon, model = model.partition(":")
         provider = f"{provider}:{attribute}"
     if not colon:
-        alike = get_close_matches(name, ["tiny", *CLIENTS], n=1)
+        alike = get_close_matches(name, ["tiny", *CLIENTS], n=1, cutoff=0.8)
         hint = f"; did you mean '{alike[0]}{':MODEL' * (alike[0] != 'tiny')}'?" if alike else ""
         raise ConfigError(
             f"model '{name}' has no provider: write provider:model, such as "
@@ -312,11 +313,9 @@ def resolve(
         raise ConfigError(
             f"{name}: no base URL: set {provider.url_variable}, or use {plain}@https://…"
         )
-    if not re.fullmatch(r"https?://[^/\s]\S*", url):
-        raise ConfigError(
-            f"{name}: '{url}' is not a base URL: write it as https://host/v1 in "
-            f"{provider.url_variable}"
-        )
+    if not is_http_url(url):
+        place = "after the @" if base_url == named_url else f"in {provider.url_variable}"
+        raise ConfigError(f"{name}: '{url}' is not a base URL: write it as https://host/v1 {place}")
     if "@" in url.partition("://")[2].partition("/")[0]:
         variable = provider.key_variables[0]
         raise ConfigError(

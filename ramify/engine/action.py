@@ -58,6 +58,7 @@ _QUOTED = re.compile(
 _CUT = (
     "your message was cut at its limit of tokens, and the last {}, which was not closed, was not {}"
 )
+_VARIABLE = re.compile(r"FINAL_VAR\s*\([^()\n]*\)")
 _FINAL = re.compile(r"^[ \t>*]*(?P<name>FINAL_VAR|FINAL)\s*\(", re.MULTILINE)
 
 
@@ -136,11 +137,11 @@ def read_action(message: Message, is_cut: bool = False) -> ParsedAction:
 
 
 def prose_of(text: str) -> str:
-    """Return the prose of ``text`` without code and thinking, or the whole text if it contains no
-    code to run."""
+    """Return the prose of ``text`` without code, thinking and ``FINAL_VAR(name)``, or the whole
+    text if it contains none of these."""
     text = without_thinking(text)
     codes, prose, _ = _fenced(text)
-    return (prose if codes else text).strip()
+    return _VARIABLE.sub("", prose if codes else text).strip()
 
 
 def without_thinking(text: str) -> str:

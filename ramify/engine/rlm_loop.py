@@ -12,6 +12,8 @@ one turn (see ``branch.py``).
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import Any
 
 import msgspec
@@ -254,10 +256,10 @@ class RlmLoop:
     def _prose_outcome(self) -> CallOutcome:
         """Return the last message as the answer; a partial one if it was truncated."""
         best = self._best()
-        if not self._is_cut or best is None or self._best(use_prose=False) is not None:
-            return CallOutcome(Stop.NO_CODE, best)
-        error = cut_reply(self.run.requests, self.call, self._last_text)
-        return CallOutcome(Stop.MAX_TOKENS, best, str(error), error)
+        cut = cut_reply(self.run.requests, self.call, self._last_text) if self._is_cut else None
+        if best is None or cut is None or self._best(use_prose=False) is not None:
+            return CallOutcome(Stop.NO_CODE, best, failure=cut if best is None else None)
+        return CallOutcome(Stop.MAX_TOKENS, best, str(cut), cut)
 
     def _conclude(
         self, final: Any, reports: list[str], notes: list[str], *, confirmed: bool
@@ -313,7 +315,7 @@ class RlmLoop:
         self, code: str, turn: int, index: int, notes: list[str]
     ) -> tuple[Cell, dict[str, Any]]:
         run, place = self.run, (self.call.id, turn, index)
-        host = CellHost(self, turn, index, self._closed_by)
+        host = functools.cache(lambda: CellHost(self, turn, index, self._closed_by))
         recorded = run.recording.cell(*place) if run.recording is not None else None
         ran = await self.notebook.execute(code, host, died=recorded is not None and recorded.died)
         if ran.interrupted == "time":
@@ -364,10 +366,10 @@ class RlmLoop:
         for candidate in (self._deferred, self._partial, prose or None):
             if candidate is _NOTHING or candidate is None:
                 continue
-            try:
-                return self._kind.convert(candidate) if self._kind else candidate
-            except TypeMismatch:
-                continue
+            is_text = candidate is prose and not self._is_cut
+            with contextlib.suppress(TypeMismatch):
+                kind = self._kind
+                return (kind.read if is_text else kind.convert)(candidate) if kind else candidate
         return None
 
     async def _last_word(self, stop: Stop) -> CallOutcome:
@@ -393,8 +395,9 @@ class RlmLoop:
                     continue
                 return CallOutcome(stop, self._best(), str(error), error)
             self._last_text = reply.message.content
+            self._is_cut = reply.finish == "length"
             answer = await self._last_answer(reply.message, stop)
-            if reply.finish == "length":
+            if self._is_cut:
                 cut = cut_reply(self.run.requests, self.call, self._last_text)
                 return CallOutcome(stop, answer, str(cut), cut)
             return CallOutcome(stop, answer)

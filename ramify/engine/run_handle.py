@@ -47,6 +47,7 @@ from ramify.errors import (
 )
 from ramify.logging import RoomLogger, in_run, take_collected
 from ramify.sandbox.base import SharedContext
+from ramify.types.call_tree import ending
 from ramify.types.event import AnyEvent, RunEnded, RunStarted
 from ramify.types.message import Usage
 from ramify.types.trajectory import Fork, Stop, Trajectory
@@ -451,6 +452,15 @@ def as_text(answer: Any) -> str:
         return msgspec.json.encode(plain).decode()
     except UnicodeEncodeError:  # a lone surrogate, which only an escape can represent
         return json.dumps(plain, separators=(",", ":"))
+
+
+def why_unanswered(result: Result) -> str:
+    """Return in one sentence why ``result`` has no answer."""
+    if result.error:
+        return result.error
+    if result.stop is Stop.FINAL:
+        return "no answer: the model gave None as its final answer"
+    return f"no answer: {ending(result.stop, result.trajectory.reason, 0)}"
 
 
 def checked(result: Result, resume: Callable[[str], Result]) -> Result:

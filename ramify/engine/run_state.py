@@ -249,7 +249,7 @@ class RunState:
         if self.suspension is not None and stop in (Stop.SUSPENDED, Stop.CANCELLED):
             return str(self.suspension)
         if stop is Stop.ERROR or isinstance(outcome.failure, ReplyCut):
-            return outcome.error or ""
+            return outcome.error or str(outcome.failure or "")
         if stop is Stop.MAX_TURNS:
             most = self.setup.max_turns(depth)
             used = min(num_turns, most)  # without the request for a final reply
@@ -262,10 +262,12 @@ class RunState:
             )
         if stop is Stop.NO_CODE:
             most = self.setup.scaffold_at(depth).max_idle
-            return (
-                f"{most} replies in a row had neither code nor FINAL(…), so the last one was taken "
-                "as the answer"
+            last = (
+                "and the last one was empty, or not an answer of the type that was asked for"
+                if outcome.answer is None
+                else "so the last one was taken as the answer"
             )
+            return f"{most} replies in a row had neither code nor FINAL(…), {last}"
         if stop is Stop.CANCELLED and self.closing is Stop.CANCELLED:
             return "it was asked to finish before it had a final answer"
         return self.requests.ledger.refusals.get(stop) or outcome.error or ""

@@ -30,6 +30,9 @@ from ramify.errors import ConfigError
 
 T = TypeVar("T")
 
+_CHOOSES = {"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref"}
+"""Keywords of a schema that choose which types may occur."""
+
 CITE_INSTRUCTION = (
     'Give FINAL a dict: {"answer": your answer, "citations": [{"source": a key of `context` ("context" if it is one '
     'text), "first_line": n, "last_line": m, "quote": the words themselves}]}. Lines count from 1. Cite every '
@@ -52,15 +55,18 @@ class AnswerType(msgspec.Struct, frozen=True):
     """Converts a plain value (dicts, lists, text, …) to the typed one. Raises TypeMismatch."""
 
     def read(self, text: str) -> Any:
-        """Return the typed value in a reply's text: the whole text, a JSON fence in it, or the text
-        itself if a string is expected."""
+        """Return the typed value in a reply's text: the whole text as JSON, a JSON fence in it, or
+        the text itself if it fits, as ``42`` and ``Paris`` fit a string."""
         try:
-            value = parse_json(text)
+            return self.convert(parse_json(text))
         except TypeMismatch:
-            if self.schema.get("type") != "string":
+            if not self.schema.keys() & _CHOOSES:  # every text would fit
                 raise
-            value = text.strip()
-        return self.convert(value)
+            try:
+                return self.convert(text.strip())
+            except TypeMismatch:
+                pass
+            raise
 
     def literal(self, text: str) -> Any:
         """Return the unconverted value of ``FINAL(text)``: a Python literal, JSON or the text,

@@ -14,8 +14,13 @@ pass, also if layers are recomputed or their weights are gathered again.
 
 In a replay a router's own ``topk`` returns the experts that were given for a token, so weights and
 gradients follow from them as they do for chosen ones. Decides how rows of a router belong to tokens
-of a batch. Not here: when to count, and over which ranks
-(``train/backends/expert_load.py``).
+of a batch, and when the load of a step is counted:
+
+    several batches   count every batch ── sum over ranks ── each batch: forward, backward
+    one per rank      forward ── sum over ranks ── backward
+
+A step's tokens count once each, however often packing computes them. Not here: over which ranks
+(``WeightLayout.total``).
 
 Legend: T tokens of a batch, R rows of a router (T, or padded rows of paths), E experts, k of them
 per token, L layers.
@@ -23,6 +28,9 @@ per token, L layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -31,6 +39,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ramify.errors import ConfigError
+from ramify.types.sequence import Batch
 
 
 class RoutedCounts(NamedTuple):
@@ -278,3 +287,72 @@ class _Balanced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return gradient, ctx.routers.gradient(*ctx.saved_tensors), None, None
+
+
+class StepBalance:
+    """The load-balancing loss of one model with routers, over one optimizer step at a time."""
+
+    def __init__(self, routers: MixtureRouters, total: Callable[[Tensor], Tensor]) -> None:
+        """``total``: the sum over the ranks that compute different batches."""
+        self._routers = routers
+        self._total = total
+        self._weight = 0.0
+        self._step: RoutedCounts | None = None
+
+    def count(
+        self, batches: Many[Batch], weight: float, device: torch.device, run: Callable[[Batch], Any]
+    ) -> None:
+        """Begin a step whose loss has ``weight``. Count all of it before its first backward pass,
+        if its loss needs that. ``run``: a forward pass."""
+        self._weight = weight
+        self._step = None
+        if len(batches) < 2 or not weight:
+            return
+        counts: RoutedCounts | None = None
+        for batch in batches:
+            with self.passing(batch, device), torch.no_grad():
+                run(batch)
+                found = self._routers.counted()
+                counts = found if counts is None else counts.plus(found)
+        assert counts is not None
+        self._step = self._summed(counts)
+
+    @contextmanager
+    def passing(self, batch: Batch, device: torch.device) -> Iterator[None]:
+        """Around the forward and backward pass of a batch, which is sent to the experts that an
+        engine reported for it."""
+        weight = batch.token_weights
+        weight_T = torch.ones(len(batch)) if weight is None else torch.from_numpy(weight)
+        self._routers.begin(weight_T.to(device), _given(batch, device))
+        try:
+            yield
+        finally:
+            self._routers.end()
+
+    def load(self) -> ExpertLoad:
+        """The load of the batch whose forward pass is over. Its backward pass will add the gradient
+        of the loss."""
+        counts = self._routers.counted()
+        if self._weight:
+            step = self._summed(counts) if self._step is None else self._step
+            self._routers.balance(self._weight * step.balance_pull())
+        return ExpertLoad(counts, self._weight)
+
+    def _summed(self, counts: RoutedCounts) -> RoutedCounts:
+        return RoutedCounts(*map(self._total, counts))
+
+
+def configured_weight(config: Any) -> float:
+    """Weight of the load-balancing loss in a Hugging Face configuration."""
+    is_on = getattr(config, "output_router_logits", False)
+    return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) * is_on
+
+
+def _given(batch: Batch, device: torch.device) -> Tensor | None:
+    """[T, J] the experts of each token that predicts an entry, -1 for others; None if unknown."""
+    if batch.routes is None:
+        return None
+    given_TJ = torch.full((len(batch), batch.routes.shape[1]), -1)
+    is_known = batch.routes[:, 0] >= 0
+    given_TJ[torch.from_numpy(batch.sources[is_known])] = torch.from_numpy(batch.routes[is_known])
+    return given_TJ.to(device)

@@ -26,6 +26,7 @@ from pydantic import Field
 from ramify import __version__
 from ramify.engine.event_recorder import jsonable
 from ramify.engine.rlm import RLM
+from ramify.engine.run_handle import why_unanswered
 from ramify.errors import ConfigError, RamifyError
 from ramify.serve.answer_request import RequestWatcher
 from ramify.sources.base import LoadedContext
@@ -130,10 +131,7 @@ async def _asked(
     finally:
         await watch.stop()
     if result.answer is None:
-        raise ToolError(
-            f"{result.error or f'no answer: the run ended with {result.stop}'} (run "
-            f"{result.run_id})"
-        )
+        raise ToolError(f"{why_unanswered(result)} (run {result.run_id})")
     about = {
         "answer": jsonable(result.answer),
         "stop": str(result.stop),

@@ -21,7 +21,7 @@ import msgspec
 from ramify.clients.base import Sampling
 from ramify.engine.limits import DEFAULT_MAX_COST
 from ramify.engine.rlm import RLM
-from ramify.engine.run_handle import Result
+from ramify.engine.run_handle import Result, why_unanswered
 from ramify.engine.typed import answer_type
 from ramify.errors import ConfigError, ModelError, RamifyError, ReplyFiltered
 from ramify.serve.answer_request import AnswerRequest, RequestWatcher
@@ -68,6 +68,9 @@ def answer_of(result: Result, request: AnswerRequest) -> ServedAnswer:
     is_filtered = isinstance(result.failure, ReplyFiltered) and result.answer is None
     if result.stop is Stop.ERROR and result.answer is None and not is_filtered:
         raise failure_of(result.failure, result.error, result.run_id)
+    if result.stop is Stop.NO_CODE and result.answer is None:
+        failure = result.failure or ModelError(why_unanswered(result))
+        raise failure_of(failure, str(failure), result.run_id)
     called = result.answer if isinstance(result.answer, ToolCallAnswer) else None
     text, was_cut = _cut(encodable(result.response), request) if called is None else ("", False)
     is_partial = result.stop.is_truncated() or result.stop is Stop.ERROR
@@ -253,9 +256,9 @@ class ServedQuestions:
         question = prompt.question + length_note(request.max_tokens)
         arguments = (question, None) if prompt.context is None else (prompt.context, question)
         try:
-            kind = request.offer
-            if kind is None and request.schema is not None:
-                kind = answer_type(request.schema, trusted=False)
+            kind = request.offer or (
+                None if request.schema is None else answer_type(request.schema, trusted=False)
+            )
         except ConfigError as error:
             raise RequestRejected(str(error), param=request.schema_field) from None
         try:

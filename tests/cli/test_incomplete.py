@@ -56,6 +56,24 @@ def test_a_cut_answer_that_must_fit_a_schema_is_none(shell: Shell) -> None:
     assert "cut at its limit" in done.err
 
 
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        (ended("```repl\nx = [1,", "length"), "cut at its limit of 8192 tokens"),
+        (ended("", "stop"), "2 replies in a row had neither code nor FINAL(…), and the last one"),
+        (ended("```repl\nFINAL(None)\n```", "stop"), "the model gave None as its final answer"),
+    ],
+)
+def test_why_there_is_no_answer_is_said_once(shell: Shell, reply: Reply, why: str) -> None:
+    shell.write("log.txt", "abc")
+    done = ask(shell, [reply] * 9, "how long?", "log.txt", "--no-direct")
+    _, error, summary = done.err.splitlines()
+    assert (done.code, done.out) == (4, "")
+    assert error.startswith("ramify: no answer: ")
+    assert why in error
+    assert " · run " in summary
+
+
 @pytest.mark.parametrize("text", ["", "The first half"])
 def test_a_filtered_answer_is_an_error_that_names_the_filter(shell: Shell, text: str) -> None:
     done = ask(shell, [ended(text, "content_filter")], "tell me")

@@ -3,6 +3,8 @@ framings, byte by byte."""
 
 import asyncio
 import contextlib
+import gzip
+import zlib
 
 import pytest
 
@@ -190,9 +192,49 @@ def test_what_is_not_http_is_said(answer):
         asked(lambda: Way(Http1Client), answer)
 
 
-def test_compression_that_was_not_asked_for_is_said():
-    with pytest.raises(BadReply, match="m: the reply is compressed"):
-        asked(lambda: Way(Http1Client), OK.replace(b"X-Thing: Value", b"Content-Encoding: br"))
+def packed(body, encoding):
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nContent-Encoding: %s\r\n\r\n%s" % (
+        len(body),
+        encoding,
+        body,
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding"),
+    [
+        (gzip.compress(b"hello", mtime=0), b"gzip"),
+        (zlib.compress(b"hello"), b"deflate"),
+        (b"hello", b"Identity"),
+    ],
+)
+def test_compression_that_was_not_asked_for_is_unpacked(way, body, encoding):
+    got, server = asked(way, packed(body, encoding), packed(body, encoding), times=2)
+    assert [answer.body for answer in got] == [b"hello", b"hello"]
+    assert server.connections == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding", "says", "again"),
+    [
+        (b"hello", b"br", "the reply is compressed (br), which was not asked for", False),
+        (
+            gzip.compress(b"0" * 10**7, mtime=0),
+            b"gzip",
+            "the reply is longer than 1000 bytes",
+            False,
+        ),
+        (gzip.compress(b"hello", mtime=0)[:-9], b"gzip", "the reply is not valid gzip", True),
+        (b"hello", b"gzip", "the reply is not valid gzip", True),
+    ],
+)
+def test_compression_that_cannot_be_unpacked_is_said(body, encoding, says, again):
+    """What would be the same the next time is not paid for twice."""
+    with pytest.raises(BadReply) as caught:
+        asked(lambda: Way(Http1Client), packed(body, encoding))
+    assert str(caught.value).startswith(f"m: {says}")
+    assert caught.value.transient is again
+    assert caught.value.may_be_paid
 
 
 def test_nobody_listens(way):

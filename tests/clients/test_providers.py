@@ -139,6 +139,26 @@ def test_where_a_name_leads(name, environ, url, headers, limit):
             "openai:m@nothing: no API key: set OPENAI_API_KEY (export OPENAI_API_KEY=…); 'nothing' "
             "is not a base URL: the full form is openai:m@http://host:8000/v1",
         ),
+        *(
+            (
+                f"vllm:m@{url}",
+                {},
+                f"vllm:m@{url}: '{url}' is not a base URL: write it as https://host/v1 after the @",
+            )
+            for url in (
+                "http://h:99999",
+                "http://h:abc/v1",
+                "http://h:0/v1",
+                "http://[::1/v1",
+                "http://:80/v1",
+                "http://h/v 1",
+            )
+        ),
+        (
+            "gpt-5-mini",
+            {},
+            "model 'gpt-5-mini' has no provider: write provider:model, such as openai:gpt-5-mini",
+        ),
         (
             "vllm:m",
             {"VLLM_BASE_URL": "gpu:8000"},

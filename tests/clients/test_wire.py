@@ -1,6 +1,7 @@
 """Sockets: proxies and certificate authorities from the environment, lazy imports, connections used
 again."""
 
+import asyncio
 import shutil
 import ssl
 import subprocess
@@ -8,7 +9,7 @@ import sys
 
 import pytest
 
-from ramify.clients.http1 import proxy_for
+from ramify.clients.addresses import proxy_for
 from ramify.clients.loopback import LoopbackServer
 from ramify.clients.pool import ClientPool
 from ramify.errors import ConfigError, Unreachable
@@ -72,6 +73,34 @@ def test_a_proxy_that_cannot_be_used_is_named(monkeypatch):
         match="names a socks5 proxy for https://host/v1: give an http:// proxy in HTTPS_PROXY",
     ):
         proxy_for("https://host/v1")
+
+
+@pytest.mark.parametrize("proxy", ["http://[::1", "http://user:pass@p:port", "p:99999", "http://"])
+def test_a_proxy_that_is_no_url_is_named_without_its_password(proxy, monkeypatch):
+    monkeypatch.setenv("http_proxy", proxy)
+    with pytest.raises(
+        ConfigError, match="not a URL: write it as http://host:port in HTTP_PROXY"
+    ) as caught:
+        proxy_for("http://host/v1")
+    assert "pass@" not in str(caught.value)
+
+
+def test_tls_to_a_server_without_it_is_said():
+    async def refuse(reader, writer):
+        await reader.read(100)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async def main():
+        async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+            pool = ClientPool(max_attempts=1)
+            url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+            with pytest.raises(Unreachable) as caught:
+                await pool.ask(pool.client(f"vllm:m@{url}"), request(), Books())
+            await pool.close()
+            return str(caught.value)
+
+    assert run(main()).endswith("does not speak TLS at this port: write http://")
 
 
 def test_a_request_goes_through_the_proxy(monkeypatch):

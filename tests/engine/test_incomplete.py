@@ -4,8 +4,9 @@ runs."""
 from __future__ import annotations
 
 import asyncio
+import datetime
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -53,6 +54,64 @@ def in_session(*root: Any, other: Any = "whole", **options: Any) -> Result:
         return next(turns) if messages[0].role == "system" else other
 
     return ran(script, scaffold=SCAFFOLD, **options)
+
+
+# --- no answer
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "reason"),
+    [
+        ("```repl\nx = [1,", "length", "the reply was cut at its limit of 8192 tokens"),
+        ("", "length", "the reply was cut at its limit of 8192 tokens"),
+        (
+            "",
+            "stop",
+            "2 replies in a row had neither code nor FINAL(…), and the last one was empty",
+        ),
+        ("FINAL_VAR(nothing)", "stop", "2 replies in a row had neither code nor FINAL(…), and the"),
+    ],
+)
+def test_why_there_is_no_answer_is_said(text: str, finish: Any, reason: str) -> None:
+    """A name of no variable is not an answer, and a cut reply is named as the cause."""
+    result = in_session(*[reply(text, finish)] * 9)
+    assert (result.stop, result.answer, result.error) == (Stop.NO_CODE, None, None)
+    assert reason in result.trajectory.reason
+    assert "taken as the answer" not in result.trajectory.reason
+
+
+def test_words_before_a_name_of_no_variable_are_an_answer() -> None:
+    result = in_session(*["It is seven.\n\nFINAL_VAR(nothing)"] * 2)
+    assert (result.stop, result.answer) == (Stop.NO_CODE, "It is seven.")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "answer"), [(int, "42", 42), (str, "42", "42"), (list[int], "[4, 2]", [4, 2])]
+)
+def test_words_that_fit_the_type_are_an_answer(kind: Any, text: str, answer: Any) -> None:
+    result = in_session(text, text, answer_type=kind)
+    assert (result.stop, result.answer) == (Stop.NO_CODE, answer)
+    assert in_session("odd", "odd", answer_type=int).answer is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "answer"),
+    [
+        (str, "42", "42"),
+        (str, '"42"', "42"),
+        (str, "[1]", "[1]"),
+        (str, "Paris", "Paris"),
+        (str | None, "Paris", "Paris"),
+        (Literal["yes", "no"], "yes", "yes"),
+        (datetime.date, "2026-03-01", datetime.date(2026, 3, 1)),
+        ({"type": "string"}, "42", "42"),
+        ({"enum": ["red", 5]}, "red", "red"),
+        (int, "42", 42),
+    ],
+)
+def test_a_direct_answer_may_be_bare_text_of_its_type(kind: Any, text: str, answer: Any) -> None:
+    result = ran([text], answer_type=kind)
+    assert (result.stop, result.answer, result.usage.calls) == (Stop.FINAL, answer, 1)
 
 
 # --- direct answers

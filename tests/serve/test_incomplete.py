@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import openai
 import pytest
 
 from ramify.types.message import Message, Reply
-from tests.serve.serving import asking, serving, session, user
+from tests.serve.serving import LONG, asking, serving, session, user
 
 CASES = [
     ("half of it", "length", "length", "half of it", "max_output_tokens"),
@@ -42,5 +43,26 @@ def test_a_reply_that_is_not_whole_is_said_to_be_so(
                 )
             ]
             assert streamed[-1].type == "response.incomplete"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("finish", ["length", "stop"])
+def test_a_run_without_an_answer_is_an_error(finish: Any) -> None:
+    """Not an empty answer that looks whole: an agent would continue with it."""
+
+    async def main() -> None:
+        reply = Reply(Message("assistant", ""), finish=finish)
+        async with serving(session(*[reply] * 9)) as server, asking(server) as client:
+            with pytest.raises(openai.InternalServerError) as caught:
+                await client.chat.completions.create(
+                    model="mine", messages=[user(LONG + "\n" + LONG, "How many?")]
+                )
+            assert caught.value.status_code == 502
+            assert isinstance(caught.value.body, dict)
+            assert caught.value.body["code"] == "model_failed"
+            assert {"length": "cut at its limit", "stop": "neither code"}[finish] in str(
+                caught.value
+            )
 
     asyncio.run(main())

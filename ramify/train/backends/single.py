@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from ramify.actors.rank_group import RemoteRankError
 from ramify.errors import ConfigError, TrainError
 from ramify.models.load import Policy
+from ramify.models.routing import MixtureRouters, StepBalance, configured_weight
 from ramify.models.trunk import HeadRequest, entry_logprobs, fixed_shape_trunk, trunk_of
 from ramify.models.weights import load_weights
 from ramify.progress import heartbeat
@@ -40,7 +41,6 @@ from ramify.train.backends.activation_memory import (
     recompute_layers,
 )
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, decided
-from ramify.train.backends.expert_load import StepBalance
 from ramify.train.backends.optimizers import CombinedOptimizer, SingleProcessLayout, WeightLayout
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses import CriticOnlyLoss
@@ -74,7 +74,7 @@ class SingleBackend:
         ``critic``: add a value head on the trunk, initialized to 0. ``spread``: how the weights are
         sharded over ranks, of which this is one; None if they are all here. With sharding, the
         value head is part of the model (``VALUE_HEAD``)."""
-        self._num_ids = policy.config.vocab_size
+        self._config = policy.config
         self._optim = optim or OptimizerSpec()
         self._spread = spread or SingleProcessLayout(policy.device)
         self._device = self._spread.device
@@ -86,7 +86,9 @@ class SingleBackend:
         with torch.no_grad():
             trunk = trunk_of if not self._compute.deterministic else fixed_shape_trunk
             self._trunk = self._spread.run(lambda: trunk(self._model))
-        self._balance = StepBalance(self._model, policy.config, self._spread)
+        self._router_weight = configured_weight(policy.config)
+        routers = MixtureRouters.of(self._model)
+        self._balance = None if routers is None else StepBalance(routers, self._spread.total)
         recompute_layers(self._model, self._compute.recompute)
         self._value_head: nn.Module | None = None
         if critic and spread is None:
@@ -125,18 +127,29 @@ class SingleBackend:
 
     def prepare(self, batches: Many[Batch], loss: LossSpec) -> None:
         """Compute what ``add`` needs to know about all batches of the step."""
-        with self._trunk.scope():
-            self._balance.count(batches, loss, lambda batch: self._entries(batch, "values alone"))
+        given = loss.router_aux_loss_coef
+        weight = self._router_weight if given is None else given
+        if self._balance is not None:
+            with self._trunk.scope():
+                self._balance.count(
+                    batches, weight, self._device, lambda each: self._entries(each, "values alone")
+                )
+        elif weight:
+            raise ConfigError(
+                f"loss.router_aux_loss_coef={weight:g} is for a mixture of experts whose routers "
+                f"transformers records, and {self._config.model_type} is none: leave it out"
+            )
 
     def add(self, batch: Batch, loss: LossSpec) -> LossTally:
         """``forward_backward`` of one batch, after ``prepare``; returns its metrics."""
-        with self._trunk.scope(), self._balance.passing(batch):
+        with self._trunk.scope(), self._routed(batch):
             entries = self._entries(batch, _output_of(loss, batch))
             value, measured = losses.compute(loss, entries)
             is_finite = bool(torch.isfinite(value))
             if not self._spread.agree(is_finite):
                 self._fail(batch, entries, loss, is_finite)
-            measured.experts(self._balance.load(loss))
+            if self._balance is not None:
+                measured.experts(self._balance.load())
             value.backward()  # type: ignore[no-untyped-call]
         heartbeat()
         return measured
@@ -176,7 +189,7 @@ class SingleBackend:
         found = []
         with torch.no_grad(), self._trunk.scope():
             for batch in batches:
-                with self._balance.passing(batch):
+                with self._routed(batch):
                     found.append(self._entries(batch, "no").logprobs.cpu().numpy())
         return found
 
@@ -259,6 +272,13 @@ class SingleBackend:
 
     # --- one batch
 
+    def _routed(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+        return (
+            contextlib.nullcontext()
+            if self._balance is None
+            else self._balance.passing(batch, self._device)
+        )
+
     def _entries(self, batch: Batch, entropy: EntryOutput) -> LossEntries:
         check_window(batch, self._window)
         heartbeat()
@@ -299,7 +319,7 @@ class SingleBackend:
                     h_ED,
                     self._trunk.logits,
                     request,
-                    self._num_ids,
+                    self._config.vocab_size,
                     self._max_logits,
                     fixed=self._compute.deterministic,
                 )
@@ -326,7 +346,7 @@ class SingleBackend:
             )
             tokens = self._tensor(batch.token_ids), self._tensor(batch.positions)
             h_ED = self._trunk.hidden(*tokens, batch.segments, rows).index_select(0, places)
-            size = max(1, (1 << 22) // self._num_ids)
+            size = max(1, (1 << 22) // self._config.vocab_size)
             for start in range(0, len(h_ED), size):
                 at = slice(start, start + size)
                 z_nV = self._trunk.logits(h_ED[at]) / temperature[at, None]

@@ -1,0 +1,57 @@
+"""Addresses of servers: which texts are URLs, and which proxy the environment names for one.
+
+    https://host/v1      a URL; HTTPS_PROXY or ALL_PROXY is its proxy, unless NO_PROXY has the host
+    http://host:99999    not a URL
+
+Not here: the base URLs of providers (see ``providers.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from urllib.parse import urlsplit
+
+from ramify.errors import ConfigError
+
+
+def is_http_url(url: str) -> bool:
+    """Whether ``url`` is an http or https URL with a host and, if it names one, a valid port."""
+    try:
+        parts = urlsplit(url)
+        return bool(
+            re.fullmatch(r"https?://[^/\s]\S*", url)
+            and parts.hostname
+            and (parts.port is None or parts.port > 0)
+        )
+    except ValueError:  # a port that is not a number up to 65535, or half of an IPv6 address
+        return False
+
+
+def proxy_for(url: str) -> str | None:
+    """Return the proxy that the environment configures for ``url``, or None. Raises ConfigError."""
+    if sys.platform not in ("darwin", "win32") and not any(
+        name.lower().endswith("_proxy") for name in os.environ
+    ):
+        return None  # avoids the import below
+    from urllib.request import getproxies, proxy_bypass
+
+    parts = urlsplit(url)
+    proxies = getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if not proxy or proxy_bypass(parts.netloc.rpartition("@")[2]):
+        return None
+    kind, has_kind, _ = proxy.partition("://")
+    if has_kind and kind not in ("http", "https"):
+        raise ConfigError(
+            f"the environment names a {kind} proxy for {url}: give an http:// proxy in "
+            f"{parts.scheme.upper()}_PROXY, or name {parts.hostname} in NO_PROXY"
+        )
+    proxy = proxy if has_kind else f"http://{proxy}"
+    if not is_http_url(proxy):  # it is not shown, since it may contain a password
+        raise ConfigError(
+            f"the proxy that the environment names for {url} is not a URL: write it as "
+            f"http://host:port in {parts.scheme.upper()}_PROXY"
+        )
+    return proxy
