@@ -3,6 +3,7 @@ way."""
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -80,6 +81,21 @@ def test_what_is_wrong_is_one_line(shell: Shell, arguments: tuple[str, ...], mes
     assert done.code in (1, 2)
     assert message in done.err
     assert done.err.count("\n") == 1
+
+
+def test_an_error_in_ones_own_code_names_its_line(shell: Shell) -> None:
+    shell.write("small.py", RECIPE)
+    shell.write(
+        "mine.py",
+        "from ramify.train import GroupOptions\n\n"
+        "class Mine(GroupOptions, frozen=True, kw_only=True):\n"
+        "    def compare(self, returns, lengths=()):\n"
+        "        raise ValueError('no median')\n",
+    )
+    done = shell.run("train", "small.py", "rl.algorithm=mine.py:Mine", "warmup=null")
+    assert done.code == 1
+    assert re.search(r"mine.py, line 5, in compare: ValueError: no median; set RAM", done.err)
+    assert "internal error" not in done.err
 
 
 def test_the_old_name_of_a_backend_is_said_in_a_line(shell: Shell) -> None:
