@@ -24,7 +24,7 @@ import asyncio
 import functools
 import re
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ import msgspec
 
 from ramify.engine import observe
 from ramify.engine.run_state import LiveCall, RunState
-from ramify.errors import HostCallError, SessionDied
+from ramify.errors import HostCallError, ReplayDiverged, SessionDied
 from ramify.logging import RoomLogger
 from ramify.sandbox.base import CellResult, Session
 from ramify.types.trajectory import Cell
@@ -98,24 +98,27 @@ class Notebook:
             self.run.keep(self._session)
         return self._session
 
-    async def execute(self, code: str, host: CellHost, *, died: bool = False) -> CellResult:
-        """Run ``code`` and pass its calls to ``host``.
+    async def execute(
+        self, code: str, host: Callable[[], CellHost], *, died: bool = False
+    ) -> CellResult:
+        """Run ``code`` and pass its calls to ``host``, which is made at the first of them.
 
         If the session dies in the cell, ``CellResult.cell.died`` is set and the next cell gets a
         new session. ``died`` means that the recorded cell lost its session, so this one must too.
         """
         session = await self.session()
+        answers = _RecordingHost(host)
         reason = None
         try:
-            ran = await session.run(code, answer=host.answer, timeout_s=self.run.cell_s)
+            ran = await session.run(code, answer=answers.answer, timeout_s=self.run.cell_s)
         except SessionDied as death:
             reason = str(death)
             ran = CellResult(Cell(code, death.stdout, stdout_chars=len(death.stdout)))
-        if host.fatal is not None:
-            raise host.fatal
+        if answers.fatal is not None:
+            raise answers.fatal
         was_rolled_back = ran.interrupted == "killed"
         if reason is None and not was_rolled_back and not died:
-            self._cell_history.add(ran, host.answered)
+            self._cell_history.add(ran, answers.given)
             return ran
         self.num_deaths += 1
         died_of = reason or ("it was rolled back" if was_rolled_back else "as when it was recorded")
@@ -326,6 +329,31 @@ def _difference(cell: _Cell, ran: CellResult) -> str | None:
 def _outcome(ran: CellResult) -> int:
     texts = (ran.cell.stdout, ran.cell.value, ran.cell.error)
     return hash((ran.cell.stdout_chars, *(text and _ADDRESS.sub("0x…", text) for text in texts)))
+
+
+class _RecordingHost:
+    """Passes a cell's calls to its host, and records the answers."""
+
+    def __init__(self, host: Callable[[], CellHost]) -> None:
+        self._host = host
+        self.given: list[RecordedHostCall] = []
+        """Answers so far, in order."""
+        self.fatal: ReplayDiverged | None = None
+        """An error that ends the run even if the model's code catches it."""
+
+    async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The cell's ``sandbox.base.Answer``."""
+        arguments_hash = fingerprint(name, args, kwargs)
+        try:
+            value = await self._host().answer(name, args, kwargs)
+        except HostCallError as error:
+            self.given.append(RecordedHostCall(arguments_hash, error=error))
+            raise
+        except ReplayDiverged as error:
+            self.fatal = error
+            raise HostCallError("RuntimeError", str(error)) from error
+        self.given.append(RecordedHostCall(arguments_hash, value))
+        return value
 
 
 class _RecordedHost:

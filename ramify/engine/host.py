@@ -22,7 +22,6 @@ import msgspec
 
 from ramify.clients.base import Client
 from ramify.engine import observe
-from ramify.engine.call_notebook import RecordedHostCall, fingerprint
 from ramify.engine.event_recorder import CallOutcome
 from ramify.engine.model_requests import cut_reply
 from ramify.engine.observe import plain_prompt
@@ -66,23 +65,9 @@ class CellHost:
         self._call = loop.call
         self._where = Parent(loop.call.id, turn, cell)
         self._num_tool_calls = 0
-        self.answered: list[RecordedHostCall] = []
-        """Answers to the session so far, in order; see ``call_notebook.py``."""
-        self.fatal: ReplayDiverged | None = None
-        """An error that ends the run even if the model's code catches it."""
 
     async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The ``sandbox.base.Answer`` of this cell."""
-        arguments_hash = fingerprint(name, args, kwargs)
-        try:
-            value = await self._answer(name, args, kwargs)
-        except HostCallError as error:
-            self.answered.append(RecordedHostCall(arguments_hash, error=error))
-            raise
-        self.answered.append(RecordedHostCall(arguments_hash, value))
-        return value
-
-    async def _answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         functions: dict[str, Callable[..., Awaitable[Any]]] = {
             "llm_query_batched": self._llm_query_batched,
             "rlm_query_batched": self._rlm_query_batched,
@@ -96,11 +81,7 @@ class CellHost:
             inspect.signature(functions[name]).bind(*args, **kwargs)
         except TypeError as error:
             raise HostCallError("TypeError", f"{name}: {error}") from error
-        try:
-            return await functions[name](*args, **kwargs)
-        except ReplayDiverged as error:
-            self.fatal = error
-            raise HostCallError("RuntimeError", str(error)) from error
+        return await functions[name](*args, **kwargs)
 
     # --- plain calls ------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ one turn (see ``branch.py``).
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import msgspec
@@ -314,7 +315,7 @@ class RlmLoop:
         self, code: str, turn: int, index: int, notes: list[str]
     ) -> tuple[Cell, dict[str, Any]]:
         run, place = self.run, (self.call.id, turn, index)
-        host = CellHost(self, turn, index, self._closed_by)
+        host = functools.cache(lambda: CellHost(self, turn, index, self._closed_by))
         recorded = run.recording.cell(*place) if run.recording is not None else None
         ran = await self.notebook.execute(code, host, died=recorded is not None and recorded.died)
         if ran.interrupted == "time":

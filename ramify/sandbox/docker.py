@@ -21,7 +21,7 @@ from urllib.parse import quote
 from yarl import URL
 
 from ramify.errors import ConfigError, SandboxError
-from ramify.sandbox.base import SandboxCapabilities, SandboxSpec
+from ramify.sandbox.base import SandboxSpec
 from ramify.sandbox.remote import Carries, RemoteSandbox
 
 if TYPE_CHECKING:
@@ -356,15 +356,4 @@ def _message(data: bytes) -> str:
 
 def open_provider(spec: SandboxSpec) -> RemoteSandbox:
     """Entry point for ``base.open_sandbox``."""
-    caps = SandboxCapabilities(
-        isolates_files=True,
-        isolates_network=True,
-        isolates_processes=True,
-        limits_memory=True,
-        interrupt=True,
-        kill=True,
-        starts_processes=True,
-    )
-    return RemoteSandbox(
-        spec, DockerService(DockerEngine(find_socket()), spec.allow_weaker), caps, None
-    )
+    return RemoteSandbox(spec, DockerService(DockerEngine(find_socket()), spec.allow_weaker))

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal, Protocol
 
 from ramify.errors import ConfigError, SandboxError
@@ -132,6 +133,18 @@ class SandboxService(Protocol):
     async def close(self) -> None: ...
 
 
+SEPARATE_MACHINE = SandboxCapabilities(
+    isolates_files=True,
+    isolates_network=True,
+    isolates_processes=True,
+    limits_memory=True,
+    interrupt=True,
+    kill=True,
+    starts_processes=True,
+)
+"""What a service promises whose boxes have no network."""
+
+
 class RemoteSandbox:
     """Sandbox over a ``SandboxService``, with a separate box for every session. Implements
     ``base.Sandbox``."""
@@ -140,8 +153,8 @@ class RemoteSandbox:
         self,
         spec: SandboxSpec,
         service: SandboxService,
-        caps: SandboxCapabilities,
-        warning: str | None,
+        caps: SandboxCapabilities = SEPARATE_MACHINE,
+        warning: str | None = None,
     ) -> None:
         self.caps = caps
         self.warning = warning
@@ -426,8 +439,13 @@ class CallbackInbox:
         if data:
             self._queue.put_nowait(data.encode() if isinstance(data, str) else data)
 
-    def end(self) -> None:
-        self._queue.put_nowait(b"")
+    async def end_after(self, wait: Callable[[], Awaitable[object]]) -> None:
+        """``wait`` for the end of the command, and report it."""
+        try:
+            with contextlib.suppress(Exception):  # the guest has reported the reason, if it could
+                await wait()
+        finally:
+            self._queue.put_nowait(b"")
 
     async def get(self) -> bytes:
         return await self._queue.get()

@@ -256,9 +256,9 @@ class ServedQuestions:
         question = prompt.question + length_note(request.max_tokens)
         arguments = (question, None) if prompt.context is None else (prompt.context, question)
         try:
-            kind = request.offer
-            if kind is None and request.schema is not None:
-                kind = answer_type(request.schema, trusted=False)
+            kind = request.offer or (
+                None if request.schema is None else answer_type(request.schema, trusted=False)
+            )
         except ConfigError as error:
             raise RequestRejected(str(error), param=request.schema_field) from None
         try:

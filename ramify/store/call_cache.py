@@ -11,6 +11,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
+import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,6 +48,8 @@ class CallCache:
         self.path.touch(FILE_MODE)
         self._lock = threading.Lock()
         self._database = sqlite3.connect(self.path, timeout=10.0, check_same_thread=False)
+        # A run drops its cache; since Python 3.13, a database that was not closed warns.
+        self._finalizer = weakref.finalize(self, self._database.close)
         try:
             self._database.execute("PRAGMA journal_mode = WAL")  # readers do not wait for a writer
             self._database.execute("PRAGMA synchronous = NORMAL")
@@ -54,7 +57,7 @@ class CallCache:
                 for table in _TABLES:
                     self._database.execute(f"CREATE TABLE IF NOT EXISTS {table}")
         except sqlite3.Error as error:
-            self._database.close()
+            self._finalizer()
             raise self._failed(error) from error
 
     def get(self, prompt_hash: str) -> Reply | None:
@@ -106,7 +109,7 @@ class CallCache:
 
     def close(self) -> None:
         with self._lock:
-            self._database.close()
+            self._finalizer()
 
     def __len__(self) -> int:
         with self._lock:

@@ -177,7 +177,7 @@ def fails(name):
     try: importlib.import_module(name)
     except ImportError: return True
     return False
-skipped = {'antigravity', 'idlelib', 'this', 'tkinter', 'turtle', '_tkinter', '__main__'}
+skipped = {'antigravity', 'idlelib', 'this', '_ios_support', 'tkinter', 'turtle', '_tkinter', '__main__'}
 failed = [name for name in sorted(sys.stdlib_module_names - skipped) if fails(name)]
 failed"""
     here = subprocess.run(

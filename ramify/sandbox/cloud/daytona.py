@@ -15,7 +15,7 @@ import shlex
 import uuid
 from typing import Any
 
-from ramify.sandbox.base import SandboxCapabilities, SandboxSpec
+from ramify.sandbox.base import SandboxSpec
 from ramify.sandbox.cloud import sdk
 from ramify.sandbox.remote import CallbackInbox, Carries, RemoteSandbox
 
@@ -109,14 +109,7 @@ class DaytonaStream:
         self._box = box
         self._terminal = terminal
         self.receive = inbox.get
-        self._watch = asyncio.ensure_future(self._until_end(inbox))
-
-    async def _until_end(self, inbox: CallbackInbox) -> None:
-        try:
-            with contextlib.suppress(Exception):  # the guest has reported the reason, if it could
-                await self._terminal.wait()
-        finally:
-            inbox.end()
+        self._watch = asyncio.ensure_future(inbox.end_after(terminal.wait))
 
     async def send(self, data: bytes) -> None:
         await self._terminal.send_input(data)
@@ -134,13 +127,4 @@ def open_provider(spec: SandboxSpec) -> RemoteSandbox:
     """Entry point for ``base.open_sandbox``."""
     daytona = SDK.load()
     sdk.need_key("daytona", ("DAYTONA_API_KEY",), instead="DAYTONA_JWT_TOKEN")
-    caps = SandboxCapabilities(
-        isolates_files=True,
-        isolates_network=True,
-        isolates_processes=True,
-        limits_memory=True,
-        interrupt=True,
-        kill=True,
-        starts_processes=True,
-    )
-    return RemoteSandbox(spec, DaytonaService(daytona), caps, None)
+    return RemoteSandbox(spec, DaytonaService(daytona))

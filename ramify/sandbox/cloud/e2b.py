@@ -9,11 +9,10 @@ service: its double in the tests has the SDK's names and signatures.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shlex
 from typing import Any
 
-from ramify.sandbox.base import SandboxCapabilities, SandboxSpec
+from ramify.sandbox.base import SandboxSpec
 from ramify.sandbox.cloud import sdk
 from ramify.sandbox.remote import CallbackInbox, Carries, RemoteSandbox
 
@@ -76,14 +75,7 @@ class E2BStream:
         self._box = box
         self._handle = handle
         self.receive = inbox.get
-        self._watch = asyncio.ensure_future(self._until_end(inbox))
-
-    async def _until_end(self, inbox: CallbackInbox) -> None:
-        try:
-            with contextlib.suppress(Exception):  # the guest has reported the reason, if it could
-                await self._handle.wait()
-        finally:
-            inbox.end()
+        self._watch = asyncio.ensure_future(inbox.end_after(handle.wait))
 
     async def send(self, data: bytes) -> None:
         await self._box.commands.send_stdin(self._handle.pid, data.decode("ascii"))
@@ -97,13 +89,4 @@ def open_provider(spec: SandboxSpec) -> RemoteSandbox:
     """Entry point for ``base.open_sandbox``."""
     e2b = SDK.load()
     sdk.need_key("e2b", ("E2B_API_KEY",))
-    caps = SandboxCapabilities(
-        isolates_files=True,
-        isolates_network=True,
-        isolates_processes=True,
-        limits_memory=True,
-        interrupt=True,
-        kill=True,
-        starts_processes=True,
-    )
-    return RemoteSandbox(spec, E2BService(e2b), caps, None)
+    return RemoteSandbox(spec, E2BService(e2b))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ramify.sandbox.base import SandboxCapabilities, SandboxSpec
+from ramify.sandbox.base import SandboxSpec
 from ramify.sandbox.cloud import sdk
 from ramify.sandbox.remote import Carries, RemoteSandbox
 
@@ -82,10 +82,7 @@ class ModalStream:
         await self._stdin.drain.aio()
 
     async def receive(self) -> bytes:
-        async for data in self._stdout:
-            if data:
-                return bytes(data)
-        return b""
+        return await sdk.next_bytes(self._stdout)
 
     async def close(self) -> None:
         await sdk.remove(self._box.terminate.aio)
@@ -96,13 +93,4 @@ def open_provider(spec: SandboxSpec) -> RemoteSandbox:
     modal = SDK.load()
     file = os.environ.get("MODAL_CONFIG_PATH", "~/.modal.toml")
     sdk.need_key("modal", ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"), file)
-    caps = SandboxCapabilities(
-        isolates_files=True,
-        isolates_network=True,
-        isolates_processes=True,
-        limits_memory=True,
-        interrupt=True,
-        kill=True,
-        starts_processes=True,
-    )
-    return RemoteSandbox(spec, ModalService(modal), caps, None)
+    return RemoteSandbox(spec, ModalService(modal))

@@ -15,10 +15,12 @@ import uuid
 from dataclasses import replace
 from typing import Any
 
-from ramify.sandbox.base import SandboxCapabilities, SandboxSpec
+import msgspec
+
+from ramify.sandbox.base import SandboxSpec
 from ramify.sandbox.cloud import sdk
 from ramify.sandbox.cloud.file_relay import FileRelay, relay_program
-from ramify.sandbox.remote import ByteStream, Carries, RemoteSandbox
+from ramify.sandbox.remote import SEPARATE_MACHINE, ByteStream, Carries, RemoteSandbox
 
 IMAGE = "python:3.12-slim"
 WARNING = (
@@ -119,10 +121,7 @@ class PrimeProcess:
         await self._process.write_stdin(data)
 
     async def receive(self) -> bytes:
-        async for data in self._stdout:
-            if data:
-                return bytes(data)
-        return b""
+        return await sdk.next_bytes(self._stdout)
 
     async def close(self) -> None:
         try:
@@ -157,12 +156,5 @@ def open_provider(spec: SandboxSpec) -> RemoteSandbox:
     if hasattr(prime.AsyncSandboxClient, "is_vm"):
         replace(SDK, calls=CONTAINER_CALLS).load()
     sdk.need_key("prime", ("PRIME_API_KEY",), "~/.prime/config.json")
-    caps = SandboxCapabilities(
-        isolates_files=True,
-        isolates_processes=True,
-        limits_memory=True,
-        interrupt=True,
-        kill=True,
-        starts_processes=True,
-    )
+    caps = msgspec.structs.replace(SEPARATE_MACHINE, isolates_network=False)
     return RemoteSandbox(spec, PrimeService(prime), caps, WARNING)
