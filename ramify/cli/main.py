@@ -172,8 +172,25 @@ def _unexpected(error: Exception) -> str:
         problem = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         return f"{problem}; set RAMIFY_DEBUG=1 to see the traceback"
     return (
-        f"internal error: {type(error).__name__}: {error}; set RAMIFY_DEBUG=1 to see the traceback"
+        f"{_place_in_plugin(error) or 'internal error'}: {type(error).__name__}: {error}; set "
+        "RAMIFY_DEBUG=1 to see the traceback"
     )
+
+
+def _place_in_plugin(error: Exception) -> str:
+    """The line of code of the user's own, such as a loss of a recipe, in which ``error`` was
+    raised, directly or by a library; empty if it was raised by us."""
+    import sysconfig
+    import traceback
+
+    ours = os.path.dirname(os.path.dirname(__file__))
+    libraries = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, "<")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename.startswith(ours):
+            return ""
+        if not frame.filename.startswith(libraries):
+            return f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+    return ""
 
 
 if __name__ == "__main__":
