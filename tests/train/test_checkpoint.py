@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from ramify.errors import ConfigError, StoreError
 from ramify.train.checkpoint import CheckpointState, CheckpointStore, find, read_state
@@ -34,6 +35,17 @@ def test_the_last_and_the_best_stay(tmp_path: Path) -> None:
     assert checkpoints.latest() == tmp_path / "checkpoints/step-000005"
     assert (tmp_path / "checkpoints/step-000002/weights").read_text() == "of 2"
     assert sorted(path.name for path in checkpoints.folder.iterdir()) == names(checkpoints)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+def test_a_disk_that_is_full_for_torch_is_named(tmp_path: Path) -> None:
+    """torch.save raises a RuntimeError about its archive there."""
+    checkpoints = CheckpointStore(tmp_path)
+    save(checkpoints, 1)
+    parts = {"backend": lambda path: torch.save({"weights": torch.zeros(1_000_000)}, "/dev/full")}
+    with pytest.raises(StoreError, match=r"step-000002 cannot be written: torch.save failed, and"):
+        checkpoints.save(CheckpointState(step=2), parts)
+    assert checkpoints.latest() == tmp_path / "checkpoints/step-000001"
 
 
 def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:

@@ -248,6 +248,8 @@ def _is_same(one: str, other: str) -> bool:
 async def _verdict(judge: Judge, view: Any) -> JudgeVerdict:
     try:
         return await judge.judge(view)
+    except ConfigError:
+        raise
     except RamifyError as error:
         return JudgeVerdict(reason=type(error).__name__, invalid=1)
 
