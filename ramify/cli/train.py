@@ -176,8 +176,6 @@ def train(
     if plain and progress not in (None, "lines"):
         raise UsageError(f"--plain means --progress lines: remove --plain or --progress {progress}")
     if restarts is not None:
-        from ramify.cli.train import supervise
-
         run_folder = out or _folder(resume)
         if run_folder is None:
             raise UsageError("--restarts needs --out DIR, to find the checkpoints")
@@ -372,9 +370,6 @@ FIELD=VALUE overrides a field of the run, as in rl.optim.lr=1e-4 or rl.algorithm
         OPTION,
     ),
 )
-
-
-_log = RoomLogger("cli")
 
 
 def supervise(

@@ -1,8 +1,7 @@
 """Measurements of a finished run, read from its folder, as the inputs of a simulation.
 
     OUT/rollouts/step-*.jsonl     whole call trees by group: the workload of a rollout; requests
-    with
-                                  their seconds: the engine's rate
+                                  with their seconds: the engine's rate
     OUT/metrics.jsonl             work_s, learn_s and the end of each step: time of learning,
                                   publishing and what lies between; CPU time of engine, event loop
                                   and sessions, if they share cores

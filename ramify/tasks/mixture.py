@@ -24,12 +24,21 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.tasks.base import ENDLESS, Item, Score, Task, TaskStart, items_of, task_of
+from ramify.tasks.base import (
+    ENDLESS,
+    Item,
+    LazySequence,
+    Score,
+    Task,
+    TaskStart,
+    items_of,
+    task_of,
+)
 from ramify.types.trajectory import Trajectory
 
 _PERIOD = 1000
@@ -90,7 +99,7 @@ class MixtureTask(msgspec.Struct, frozen=True):
         return Score(_named(part, score.rewards), calls, _named(part, score.metrics))
 
 
-class MixedItems(Sequence[Item]):
+class MixedItems(LazySequence[Item]):
     """The items of several splits, in proportion to weights."""
 
     def __init__(
@@ -118,16 +127,8 @@ class MixedItems(Sequence[Item]):
         sizes = (len(self._parts[name]) * period // num for name, num in self._counts.items())
         return max(sizes) if self._repeats else min(sizes)
 
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Item]: ...
-    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"the mixture has {len(self)} items; item {index} does not exist")
-        period, place = divmod(index % len(self), len(self._order))
+    def at(self, index: int) -> Item:
+        period, place = divmod(index, len(self._order))
         name = self._order[place]
         items = self._parts[name]
         own = items[(period * self._counts[name] + self._before[place]) % len(items)]

@@ -14,7 +14,7 @@ import importlib
 import importlib.metadata
 import inspect
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -121,6 +121,14 @@ def need_key(provider: str, variables: tuple[str, ...], file: str = "", instead:
         return
     where = f" (or log in, which writes {file})" if file else ""
     raise SandboxError(f"sandbox '{provider}' has no key: set {' and '.join(variables)}{where}")
+
+
+async def next_bytes(stdout: AsyncIterator[Any]) -> bytes:
+    """The next output of a process; empty once it has ended."""
+    async for data in stdout:
+        if data:
+            return bytes(data)
+    return b""
 
 
 async def create(

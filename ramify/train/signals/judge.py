@@ -316,9 +316,8 @@ class ProcessRewardSignal(
         turns = [
             (call, index) for call in self._calls(trajectory) for index in range(len(call.turns))
         ]
-        verdicts = await asyncio.gather(
-            *(_judged(judge, trajectory, call, index, item, ask) for call, index in turns)
-        )
+        views = [view_of(trajectory, call, index, item, ask) for call, index in turns]
+        verdicts = await asyncio.gather(*(judged(judge, view) for view in views))
         for (call, index), verdict in zip(turns, verdicts, strict=True):
             value = merged(verdict.votes, self.merge)
             if value is not None:
@@ -340,11 +339,10 @@ class ProcessRewardSignal(
         )
 
 
-async def _judged(
-    judge: Judge, trajectory: Trajectory, call: Call, index: int, item: Any, ask: Any
-) -> JudgeVerdict:
+async def judged(judge: Judge, view: JudgeView) -> JudgeVerdict:
+    """The verdict of ``judge``; an invalid one that names the error if it failed."""
     try:
-        return await judge.judge(view_of(trajectory, call, index, item, ask))
+        return await judge.judge(view)
     except ConfigError:  # a missing key, for example: no other request would be answered either
         raise
     except RamifyError as error:
