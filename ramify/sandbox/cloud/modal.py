@@ -82,10 +82,7 @@ class ModalStream:
         await self._stdin.drain.aio()
 
     async def receive(self) -> bytes:
-        async for data in self._stdout:
-            if data:
-                return bytes(data)
-        return b""
+        return await sdk.next_part(self._stdout)
 
     async def close(self) -> None:
         await sdk.remove(self._box.terminate.aio)

@@ -121,10 +121,7 @@ class PrimeProcess:
         await self._process.write_stdin(data)
 
     async def receive(self) -> bytes:
-        async for data in self._stdout:
-            if data:
-                return bytes(data)
-        return b""
+        return await sdk.next_part(self._stdout)
 
     async def close(self) -> None:
         try:

@@ -14,7 +14,7 @@ import importlib
 import importlib.metadata
 import inspect
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -190,6 +190,14 @@ async def _attempts(delete: Callable[[], Awaitable[object]]) -> None:
             if not retries_left:
                 raise
         await asyncio.sleep(_PAUSE_S)
+
+
+async def next_part(stdout: AsyncIterator[Any]) -> bytes:
+    """Return the next output of a command; b"" at its end."""
+    async for data in stdout:
+        if data:
+            return bytes(data)
+    return b""
 
 
 async def _uninterrupted(work: Awaitable[None]) -> None:
