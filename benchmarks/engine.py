@@ -4,8 +4,8 @@ server.
     python benchmarks/engine.py            print a table; figures are medians of interleaved rounds
     python benchmarks/engine.py --quick    fewer rounds, within five minutes on two cores
     python benchmarks/engine.py --json     also print, as the last line, {"figures": [{"name",
-    "value",
-                                           "unit", "against", "floor", "least", "holds"}, …]}
+                                           "value", "unit", "against", "floor", "least", "holds"},
+                                           …]}
 
 In JSON, "against" has the same figure of other libraries by name, "floor" is the promised maximum
 and "least" the promised minimum; null if nothing is promised.

@@ -2,9 +2,9 @@
 (``faces_provenance.py``), and the server of runs (``faces_serve.py``).
 
     python benchmarks/faces.py            print a table; --quick for fewer rounds, within five
-    minutes
+                                          minutes
     python benchmarks/faces.py --json     also print, as the last line, {"figures": [{"name", …},
-    …]}
+                                          …]}
 
 The exit code is 1 if a figure misses its limit. Without a browser the page's figures are empty.
 """

@@ -2,8 +2,7 @@
 concurrent streams.
 
     python benchmarks/faces_serve.py            print a table; --quick: fewer rounds; --json:
-    figures
-                                                as the last line
+                                                figures as the last line
     python benchmarks/faces_serve.py --server   only the measured server; it prints its base URL
 
 The model answers at once, in the jail, without a store. The overhead is measured over loopback with

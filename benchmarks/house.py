@@ -2,7 +2,7 @@
 
     python benchmarks/house.py            print a table
     python benchmarks/house.py --json     also print, as the last line, {"figures": [{"name", …},
-    …]}
+                                          …]}
 
 Counts come from the syntax trees of `ramify/`, so every run gives the same numbers; `--quick`
 changes nothing. Decides what is counted. Not here: the rules themselves (see `tests/test_names.py`

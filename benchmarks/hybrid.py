@@ -5,7 +5,7 @@ hindsight teacher, with variants and with controls that must not help, on named-
     python benchmarks/hybrid.py            train all arms; write docs/hybrid.md, docs/hybrid.svg and
                                            results/hybrid.json
     python benchmarks/hybrid.py --quick    one seed of three arms, cut short, to test the study
-    itself
+                                           itself
     python benchmarks/hybrid.py --arms outcome hybrid --seeds 0 1
     python benchmarks/hybrid.py --report   train nothing; report the finished runs
     python benchmarks/hybrid.py --json     also print the figures as JSON, like benchmarks/engine.py

@@ -6,7 +6,7 @@ reductions, and without training the children.
     python benchmarks/learning.py --quick    one seed of the single-document run, cut short; within
                                              five minutes
     python benchmarks/learning.py --json     also print the figures as JSON, like
-    benchmarks/engine.py
+                                             benchmarks/engine.py
 
 Each run is a process with one torch thread. Its cost is the CPU time of that process (its sessions
 are reported separately), which depends less on other load of the machine. Existing runs

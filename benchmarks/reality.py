@@ -4,7 +4,7 @@ models.
     python benchmarks/reality.py            print a table; --quick for fewer cases
     python benchmarks/reality.py --before FOLDER    also compare the overhead with a checkout
     python benchmarks/reality.py --json     also print, as the last line, {"figures": [{"name", …},
-    …]}
+                                            …]}
 
 Every provider is a real server on loopback (``reality_providers.py``, ``reality_catalogue.py``);
 waits run on a fast clock (``FastLoop``). Anthropic's messages and LiteLLM are measured if their

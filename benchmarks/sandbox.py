@@ -3,13 +3,13 @@ a bare Python, bubblewrap, and an IPython kernel.
 
     python benchmarks/sandbox.py            print a table; medians of interleaved rounds
     python benchmarks/sandbox.py --quick    fewer rounds and a short soak, within two minutes on two
-    cores
+                                            cores
     python benchmarks/sandbox.py --json     also print the figures as JSON on the last line; see
-    engine.py
+                                            engine.py
 
-The figures of ``versions`` take turns in one run, and the least of each counts: this version, the one before the review of the
-jail (commit BEFORE, in a separate worktree; ``--before FOLDER`` names an existing one), and the
-loop of ``sandbox_minimal.py``.
+The figures of ``versions`` take turns in one run, and the least of each counts: this version, the
+one before the review of the jail (commit BEFORE, in a separate worktree; ``--before FOLDER`` names
+an existing one), and the loop of ``sandbox_minimal.py``.
 
 Absolute times depend on the machine and its load, so quote ratios. Promised rates are shown as time
 per unit: 10,000 cells/s are 100 µs each. The exit code is 1 if a figure misses its limit.

@@ -2,7 +2,7 @@
 
     python benchmarks/scale.py                 print a table, in 15 minutes; --quick: within five
     python benchmarks/scale.py --json          also print, as the last line, {"figures": [{"name",
-    …}, …]}
+                                               …}, …]}
     python benchmarks/scale.py --part async    only one part: ranks, weights, async, simulate
     python benchmarks/scale.py --compile       also compile layers, which takes minutes
 

@@ -1,8 +1,7 @@
 """Asynchronous against synchronous rollouts: wall time of a step, and the final reward.
 
     python benchmarks/scale_async.py            wall time per step with a scripted engine; a tenth
-    of
-                                                the rollouts are ten times as slow
+                                                of the rollouts are ten times as slow
     python benchmarks/scale_async.py --reward   also train the tiny recipe, synchronous and one step
                                                 ahead, with three seeds; takes minutes
 

@@ -1,8 +1,7 @@
 """Soak test: asynchronous training of a small policy while parts of it are killed repeatedly.
 
     python benchmarks/scale_soak.py           30 minutes with a kill every 20 s, then five
-    undisturbed
-                                              runs for comparison
+                                              undisturbed runs for comparison
     python benchmarks/scale_soak.py --quick   three minutes
     python benchmarks/scale_soak.py --json    also print {"figures": […]} like engine.py
     python benchmarks/scale_soak.py --steps 60 --every 40 --keep runs/soak

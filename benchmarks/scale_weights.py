@@ -2,8 +2,7 @@
 process, by each transport.
 
     python benchmarks/scale_weights.py            print a table; medians, as ratios to a plain copy
-    of
-                                                  the same bytes
+                                                  of the same bytes
     python benchmarks/scale_weights.py --quick    three rounds instead of five
     python benchmarks/scale_weights.py --json     also print {"figures": […]} like engine.py
 

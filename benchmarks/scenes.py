@@ -7,7 +7,7 @@ engines accept an answer by ``answer``; they differ in their code fence, which t
 scene's name selects (``three.python``). A request without a marker comes from a child.
 
     python benchmarks/scenes.py --latency 0.05        prints the base URL; GET /served has the
-    counts
+                                                      counts
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python benchmarks/signals.py            print a table: rollouts of the study, and longer ones by
                                             length of the prompt
     python benchmarks/signals.py --json     also print {"figures": […]} as the last line, like
-    engine.py
+                                            engine.py
 
 Groups of eight rollouts, three of them with hints (judges give hints for 35 to 40 %), go through
 the scorer that training uses. A group is scored in one pass together with the reference of a KL

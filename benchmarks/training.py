@@ -4,7 +4,7 @@ sampling engine.
     python benchmarks/training.py            print a table; every figure comes from paired repeats
     python benchmarks/training.py --quick    fewer repeats, within five minutes on two cores
     python benchmarks/training.py --json     also print {"figures": […]} as the last line, like
-    engine.py
+                                             engine.py
     python benchmarks/training.py --write    also update docs/training.md and docs/training.svg
 
     step-wise rows   each turn is a row that repeats everything before it; nothing is shared

@@ -4,8 +4,7 @@ them.
     group      siblings under one prompt, with several turns each:
                prompt [reply observation] [reply observation] … [reply]
     two_level  siblings that fork again half way; under each, a child call that begins with the
-    system
-               prompt of its parent
+               system prompt of its parent
     stepwise   each turn is a row that repeats everything before it
 
 Ids are random, so that siblings share nothing by chance. Replies are sampled and carry loss; all

@@ -2,10 +2,9 @@
 alternating by step.
 
     single turn    16 prompts of about 43 tokens, 8 replies of 64 tokens each: sampling, loss and
-    AdamW
+                   AdamW
     trees          8 siblings of 8 turns, without sampling: TRL gets each turn as a row, in batches
-    of
-                   8; ramify gets the paths
+                   of 8; ramify gets the paths
 
 TRL runs in a separate process (``side_trl.py``) and makes a step on request. Both sides count CPU
 seconds of one thread.

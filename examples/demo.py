@@ -2,9 +2,8 @@
 
     python examples/demo.py                       ask the policy of the package, within seconds
     python examples/demo.py --train               first train a policy from scratch into runs/demo,
-    in
-                                                  about ten minutes on one core; Ctrl-C and repeat
-                                                  the command to continue
+                                                  in about ten minutes on one core; Ctrl-C and
+                                                  repeat the command to continue
     python examples/demo.py --train rl.steps=20   the same, with fields of the recipe overridden
     python examples/demo.py --model local:DIR     ask another policy
 

@@ -287,7 +287,7 @@ def load_file(path: Path) -> ModuleType:
 
 @functools.lru_cache(maxsize=64)
 def _run_file(path: Path, _changed_ns: int) -> ModuleType:
-    name = re.sub(r"\W", "_", str(path))
+    name = _module_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
@@ -302,6 +302,28 @@ def _run_file(path: Path, _changed_ns: int) -> ModuleType:
     finally:
         sys.path.remove(str(path.parent))
     return module
+
+
+def check_methods(field: str, part: Any, *methods: str) -> None:
+    """Raise ConfigError, which names ``field``, if ``part`` lacks one of ``methods``."""
+    missing = [name for name in methods if not callable(getattr(part, name, None))]
+    if missing:
+        raise ConfigError(f"{field}: {type(part).__name__} has no {missing[0]}()")
+
+
+def place_of(kind: type) -> str:
+    """Where a class can be loaded again, as ``file.py:Class`` or ``module:Class``. Empty if it is
+    ours, which has a name, or if it was not defined in a file."""
+    module, name = sys.modules.get(kind.__module__), kind.__qualname__
+    file = getattr(module, "__file__", None)
+    if file is None or "<locals>" in name or kind.__module__.partition(".")[0] == "ramify":
+        return ""
+    is_file = kind.__module__ == _module_name(Path(file))
+    return f"{file if is_file else kind.__module__}:{name}"
+
+
+def _module_name(path: Path) -> str:
+    return re.sub(r"\W", "_", str(path))
 
 
 def _load(location: str, what: str) -> Any:

@@ -1,13 +1,10 @@
 """A small math agent, trained from scratch to write programs, call its tool and correct what an
 error names.
 
-    ramify train recipes/programs.py --out runs/programs          demonstrations, then outcome
-    reward
-    ramify train recipes/programs.py rl=null --out runs/programs-sft              demonstrations
-    only
+    ramify train recipes/programs.py --out runs/programs    demonstrations, then outcome reward
+    ramify train recipes/programs.py rl=null --out runs/programs-sft    demonstrations only
     ramify train recipes/programs.py policy.path=runs/programs-sft/policy sft=null \\
-        --out runs/programs-outcome                                               outcome reward
-        only
+        --out runs/programs-outcome                         outcome reward only
 
 A transformer of 170,000 parameters imitates a demonstrator that knows about half of 24 words, and
 learns the others by reinforcement learning. See ``docs/hybrid.md`` for the effect of other signals,

@@ -11,6 +11,7 @@ whichever of the processes is killed first. A child also ends when its ``ChildPr
 forgotten. Not here: which commands are run, when one is restarted (``restarts.py``), other machines
 (``launcher.py``), and sandbox sessions, which are forked (``sandbox/``).
 
+``IdleProcesses`` keeps small processes without a guard, such as those that answer SQL queries.
 A ``ForegroundProcess`` is in place of this one: it has the same terminal, and gets its signals.
 
     with ForegroundProcess() as trainer:
@@ -20,6 +21,7 @@ A ``ForegroundProcess`` is in place of this one: it has the same terminal, and g
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -33,9 +35,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ramify.secrets import SecretRedactor
 
@@ -301,6 +303,52 @@ def _forget(guard: subprocess.Popen[bytes], descriptor: int) -> None:
     os.close(descriptor)
     with contextlib.suppress(RuntimeError):  # at the end of the interpreter
         threading.Thread(target=guard.wait, daemon=True, name="ramify guard").start()
+
+
+class IdleProcesses:
+    """Pool of small processes, each of which answers one request at a time over its pipes. They are
+    started on demand, kept while idle, and end with this process.
+
+        with processes.one() as process:
+            …    a request and its answer; a process that was left by an exception is killed
+    """
+
+    def __init__(self, start: Callable[[], subprocess.Popen[Any]]) -> None:
+        self._start = start
+        self._lock = threading.Lock()
+        self._idle: list[subprocess.Popen[Any]] = []
+        atexit.register(self.close)
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[subprocess.Popen[Any]]:
+        """A process that no one else uses during the block."""
+        with self._lock:
+            process = self._idle.pop() if self._idle else None
+        if process is None or process.poll() is not None:
+            process = self._start()
+        try:
+            yield process
+        except BaseException:
+            kill(process)
+            raise
+        with self._lock:
+            self._idle.append(process)
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for process in idle:
+            kill(process)
+
+
+def kill(process: subprocess.Popen[Any]) -> None:
+    """Kill a process without a guard, and close its pipes."""
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+    process.wait()
 
 
 class ForegroundProcess:

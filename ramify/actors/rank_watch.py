@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -181,13 +181,7 @@ class RankWatch:
     def stacks(self) -> str:
         """Stacks of the other ranks; says so if a rank does not answer in time."""
         self._answers.clear()
-        for link in self._connections:
-            self._send(link, "stack")
-        until = time.monotonic() + GRACE_S
-        while time.monotonic() < until and any(
-            self._may_answer(link.rank) for link in self._connections
-        ):
-            time.sleep(0.05)  # the watch thread reads the answers
+        self._ask_stacks(lambda: None)  # the watch thread reads the answers
         answers = [
             (link.rank, self._answers.get(link.rank, "it did not answer\n"))
             for link in self._connections
@@ -227,9 +221,8 @@ class RankWatch:
                     return link.rank, ended.broke
         return None
 
-    def _report_stall(self) -> None:
-        """No rank makes progress: find out which one the others wait for."""
-        verb = self._pulse.verb
+    def _ask_stacks(self, read: Callable[[], None]) -> None:
+        """Ask the other ranks for their stacks, and wait for those that may answer."""
         for link in self._connections:
             self._send(link, "stack")
         until = time.monotonic() + GRACE_S
@@ -237,7 +230,12 @@ class RankWatch:
             self._may_answer(link.rank) for link in self._connections
         ):
             time.sleep(0.05)
-            self._read()
+            read()
+
+    def _report_stall(self) -> None:
+        """No rank makes progress: find out which one the others wait for."""
+        verb = self._pulse.verb
+        self._ask_stacks(self._read)
         stacks = {0: self._pulse.stack(), **self._answers}
         unresponsive = [link.rank for link in self._connections if link.rank not in stacks]
         waits = {

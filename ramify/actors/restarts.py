@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, TypeVar
 
 from ramify.errors import RamifyError
@@ -102,6 +102,14 @@ class RestartCount:
     def pause_s(self, name: Name) -> float:
         """Seconds to wait before the next restart: 1, 2, 4, … up to 30."""
         return min(LONGEST_PAUSE_S, 2.0 ** self.num_losses(name) / 2)
+
+
+async def cancel_all(tasks: Collection[asyncio.Future[Any]]) -> None:
+    """Cancel ``tasks`` and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
 
 
 async def until_started(

@@ -17,13 +17,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
     from ramify.cluster.rate import EngineRate
-    from ramify.cluster.simulate import DeviceSplit, SimulationResult, SimulationSetting
-    from ramify.cluster.simulation_inputs import RunSizes, SimulationInputs
+    from ramify.cluster.simulate import SimulationResult, SimulationSetting
+    from ramify.cluster.simulation_inputs import SimulationInputs
 
 
 def plan(
@@ -34,8 +36,6 @@ def plan(
     measured: str | None = None,
     json: bool | None = None,
 ) -> int:
-    import msgspec
-
     from ramify.cluster.plan import PlanOptions, lines, plan
     from ramify.cluster.shape import DeviceEfficiency
     from ramify.train.recipe import load_recipe
@@ -136,7 +136,7 @@ def simulate(
     slot_choices, staleness_choices = _numbers("slots", slots), _numbers("staleness", staleness)
     engine_choices, rank_choices = _numbers("engines", engines), _numbers("ranks", ranks)
     _check_packages()
-    from ramify.cluster.simulate import choices, predict, splits
+    from ramify.cluster.simulate import DeviceSplit, best, choices, predict, splits
     from ramify.cluster.simulation_inputs import measured
 
     rate = _calibrated(calibrate, max(slot_choices or [64])) if calibrate else None
@@ -148,7 +148,11 @@ def simulate(
             inputs,
             splits(devices, engine_devices or 1)
             if devices
-            else _pairs(inputs.sizes, engine_choices, rank_choices),
+            else [
+                DeviceSplit(num_engines, num_ranks)
+                for num_engines in engine_choices or [inputs.sizes.engines]
+                for num_ranks in rank_choices or [inputs.sizes.ranks]
+            ],
             slots=slot_choices,
             staleness=staleness_choices,
             items=items,
@@ -163,7 +167,9 @@ def simulate(
         print(_as_json(inputs, predicted))
         return ExitCode.ANSWERED
     print(*_about(inputs), *_assumed(inputs, settings, bool(calibrate)), sep="\n")
-    print("", *_table(predicted), *_best(predicted), sep="\n")
+    print("", *_table(predicted), sep="\n")
+    if len(predicted) > 1:
+        print(f"most steps per hour: {_named(best(predicted))}")
     return ExitCode.ANSWERED
 
 
@@ -180,23 +186,6 @@ def _check_packages() -> None:
             raise ConfigError(
                 f"ramify cluster simulate needs {package}: pip install 'ramify[cluster]'"
             )
-
-
-def _pairs(sizes: RunSizes, engines: Sequence[int], ranks: Sequence[int]) -> list[DeviceSplit]:
-    """Every number of engines with every number of ranks; without a choice the measured one."""
-    from ramify.cluster.simulate import DeviceSplit
-
-    return [
-        DeviceSplit(num_engines, num_ranks)
-        for num_engines in engines or [sizes.engines]
-        for num_ranks in ranks or [sizes.ranks]
-    ]
-
-
-def _best(predicted: Sequence[SimulationResult]) -> list[str]:
-    from ramify.cluster.simulate import best
-
-    return [f"most steps per hour: {_named(best(predicted))}"] if len(predicted) > 1 else []
 
 
 def _check_shares(
@@ -257,7 +246,7 @@ def _about(inputs: SimulationInputs) -> Iterator[str]:
     num = sum(map(len, inputs.groups))
     yield (
         f"based on {num} rollouts in {len(inputs.groups)} groups; the run had "
-        f"{_sizes(sizes.items, sizes.group)} per step"
+        f"{sizes.items} groups of {sizes.group} per step"
     )
     speeds = ", ".join(
         f"{rate.tokens_per_s(batch):,.0f} with {batch:.0f} at once" for batch, _ in rate.points
@@ -382,13 +371,7 @@ def _count(number: float) -> str:
     return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
-def _sizes(items: int, group: int) -> str:
-    return f"{items} groups of {group}"
-
-
 def _as_json(inputs: SimulationInputs, predicted: Sequence[SimulationResult]) -> str:
-    import msgspec
-
     about = {
         "rate": inputs.rate,
         "sizes": inputs.sizes,

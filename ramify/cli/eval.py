@@ -29,7 +29,7 @@ from ramify.cli.terminal_text import StderrNotes, dollars, error_line, many, wri
 from ramify.log_outputs import run_log
 from ramify.logging import RoomLogger
 from ramify.progress import ProgressTask, report_progress
-from ramify.types.trajectory import Stop
+from ramify.types.trajectory import Stop, Trajectory
 
 if TYPE_CHECKING:
     from ramify.engine.rlm import RLM
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from ramify.tasks.base import Task
     from ramify.train.metrics import StepMetrics
     from ramify.train.trackers.base import RunTrackers
-    from ramify.types.trajectory import Trajectory
 
 _log = RoomLogger("evaluate")
 _OUTPUT = ("store", "json", "quiet", "verbose", "progress")
@@ -320,7 +319,7 @@ class _Command:
                 figure, num = against
                 print(
                     f"average minus that of {self._against}: {figure.value:+.3f} "
-                    f"[{figure.low:+.3f} {figure.high:+.3f}] over {num:,} items"
+                    f"[{figure.low:+.3f} {figure.high:+.3f}] over {many(num, 'item')}"
                 )
             if id is not None:
                 self._notes.say(f"evaluation {id}")

@@ -75,10 +75,6 @@ class TreeRow(msgspec.Struct):
     """``rlm_query`` calls; each also has its own row."""
 
     @property
-    def id(self) -> str:
-        return self.call.id
-
-    @property
     def state(self) -> State:
         if self.call.stop is not None:
             return "done"

@@ -53,6 +53,8 @@ _log = RoomLogger("cli")
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN = ("reward", "child_reward", "loss", "grad_norm", "tokens_per_s")
 """Metrics that are drawn as curves, if the run reports them."""
+IN_LINES = (*SHOWN, "groups_with_signal", "entropy", "no_signal")
+"""Metrics of a step's line, beside all that are called ``reward``; metrics.jsonl has the others."""
 
 
 class TerminalCurves(msgspec.Struct):
@@ -130,11 +132,12 @@ def curve(values: Sequence[float], width: int) -> str:
 
 
 def line(measured: StepMetrics) -> str:
-    """One line for a log from one step's metrics."""
+    """One line for a log from one step's metrics: the scores of an evaluation, or ``IN_LINES``."""
+    is_evaluation = "evaluate_s" in measured.values
     shown = {
         name: value
         for name, value in measured.values.items()
-        if "/" in name or name in SHOWN or name == "silent"
+        if name in IN_LINES or ("/" in name and (is_evaluation or name.endswith("/reward")))
     }
     return f"{measured.at_s:8.1f} s  {measured.stage} {measured.step}  " + "  ".join(
         f"{name} {value:.4g}" for name, value in shown.items()
@@ -173,8 +176,6 @@ def train(
     if plain and progress not in (None, "lines"):
         raise UsageError(f"--plain means --progress lines: remove --plain or --progress {progress}")
     if restarts is not None:
-        from ramify.cli.train import supervise
-
         run_folder = out or _folder(resume)
         if run_folder is None:
             raise UsageError("--restarts needs --out DIR, to find the checkpoints")
@@ -369,9 +370,6 @@ FIELD=VALUE overrides a field of the run, as in rl.optim.lr=1e-4 or rl.algorithm
         OPTION,
     ),
 )
-
-
-_log = RoomLogger("cli")
 
 
 def supervise(

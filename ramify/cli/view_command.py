@@ -39,11 +39,12 @@ def view(
 ) -> int:
     if token == "":
         raise UsageError("--token is empty: give a token, or remove it")
+    from ramify.store.store import Store
     from ramify.viewer.run_library import RunLibrary
 
     names = [word for word in words if not Path(word).expanduser().exists()]
     paths = [word for word in words if word not in names]
-    library = RunLibrary(paths if not names else [_default_store(), *paths])
+    library = RunLibrary(paths if not names else [Store().root, *paths])
     keys = [
         *(_key_of_name(library, name) for name in names),
         *(_key_of_file(library, path) for path in paths),
@@ -65,12 +66,6 @@ def view(
     sys.setswitchinterval(_SWITCH_S)
     asyncio.run(_serve(server, f"#/run/{quote(first, safe='')}" if first else "", bool(open)))
     return ExitCode.ANSWERED
-
-
-def _default_store() -> Path:
-    from ramify.store.store import Store
-
-    return Store().root
 
 
 def _key_of_name(library: RunLibrary, name: str) -> str:

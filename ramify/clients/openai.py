@@ -1,9 +1,9 @@
 """Client for any server that implements OpenAI's chat completions, or its responses API.
 
 It sends each request once and turns bad answers into errors. ``chat_json.py`` translates the JSON,
-or ``responses_json.py`` if the URL ends in ``/responses``,
-``http1.py`` sends the bytes, and ``providers.py`` defines addresses and differences between
-providers. Not here: rate limiting, retries and prices (see ``pool.py``).
+or ``responses_json.py`` if the URL ends in ``/responses``, ``http1.py`` sends the bytes, and
+``providers.py`` defines addresses and differences between providers. Not here: rate limiting,
+retries and prices (see ``pool.py``).
 """
 
 from __future__ import annotations

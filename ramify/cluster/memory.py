@@ -1,9 +1,8 @@
 """Memory of a process of each role, part by part, from the model's shape and the run's settings.
 
     trainer rank    its shard of weights, gradients and optimizer state (fp32); gathered layers
-    while
-                    they are computed; a second model for a KL term or a critic; activations of a
-                    batch; logits of some of its entries
+                    while they are computed; a second model for a KL term or a critic; activations
+                    of a batch; logits of some of its entries
     engine          weights; keys and values of its slots
     sessions        main memory of empty sessions, on the machine of the rollouts; limits are
                     listed separately

@@ -100,11 +100,10 @@ class RolloutShape(msgspec.Struct, frozen=True):
     @property
     def learnt(self) -> int:
         """Number of tokens that a trainer computes: each prompt token once, and the replies."""
-        return sum(_path(call) for call in self.calls())
-
-
-def _path(call: CallShape) -> int:
-    return max((turn.context + turn.sampled for turn in call.turns), default=0)
+        return sum(
+            max((turn.context + turn.sampled for turn in call.turns), default=0)
+            for call in self.calls()
+        )
 
 
 def shape_of(trajectory: Trajectory) -> RolloutShape:

@@ -17,16 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, nearest
 from ramify.train.backends.mesh import EXPERTS
+from ramify.train.config import LoraSpec, Run
 from ramify.train.policy_defaults import shape_for
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from ramify.train.config import LoraSpec, Run
-
-from ramify.errors import nearest
 
 
 class DeviceSpec(msgspec.Struct, frozen=True):

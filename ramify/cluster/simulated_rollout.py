@@ -62,7 +62,7 @@ class SimulatedCores:
         """CPU seconds used on all cores together."""
         self._wanting = 0
         if engine is not None:
-            engine.on_wants_changed = self._changed
+            engine.on_wants_changed = self.settle
 
     def session(self, seconds: float) -> Event:
         """Compute for ``seconds`` of CPU time in a separate process."""
@@ -81,12 +81,8 @@ class SimulatedCores:
         return done
 
     def settle(self) -> None:
-        """Bring all counters up to the current time."""
-        self._catch_up()
-        self._reschedule()
-
-    def _changed(self) -> None:
-        """Handle a change of whether the engine wants a core."""
+        """Bring all counters up to the current time, and take account of whether the engine wants a
+        core."""
         self._catch_up()
         self._reschedule()
 

@@ -122,7 +122,9 @@ class EventRecorder:
             _log.debug(str(event.__struct_config__.tag), _place(event), at_s=event.at_s)
         for listener in tuple(self._listeners):
             try:
-                listener(event)
+                if inspect.iscoroutine(waiting := listener(event)):
+                    waiting.close()
+                    raise TypeError("it is async: give a plain function")
             except Exception as error:  # noqa: BLE001 -- a user's listener must not end a paid run
                 self._listeners.remove(listener)
                 _log.warn(

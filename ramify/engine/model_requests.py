@@ -88,9 +88,9 @@ class ModelRequests:
         all) followed by ``new``.
 
         ``last_word`` names the limit at which this is the final request, whose cost was held back.
-        ``longer`` multiplies the reply's maximum length.
-        Raises ModelError if the model gave no reply or a filtered one, and LimitReached if the run
-        may not ask any more. A failure that a person can fix suspends the run.
+        ``longer`` multiplies the reply's maximum length. Raises ModelError if the model gave no
+        reply or a filtered one, and LimitReached if the run may not ask any more. A failure that a
+        person can fix suspends the run.
         """
         run, reused = self.run, len(call.messages) if reused is None else reused
         limit = self.reply_tokens(call, longer)
@@ -114,7 +114,7 @@ class ModelRequests:
                         turn,
                         on_send=turn.announce,
                         on_retry=lambda text: run.note(call, text),
-                        patience_s=run.setup.limits.patience_s,
+                        patience_s=run.setup.limits.patience_at(last_word),
                     )
             except ModelError as error:
                 if can_be_fixed(error) and run.closing is None:

@@ -180,8 +180,8 @@ def terse(cell: Cell, max_chars: int) -> str:
 def _named(error: str) -> str:
     """Return the line of a traceback that names the error: the first one after its places.
 
-    >>> _named("Traceback …\\n  File …\\nValueError: no\\nsecond line of the message") 'ValueError:
-    no'
+    >>> _named("Traceback …\\n  File …\\nValueError: no\\nsecond line of the message")
+    'ValueError: no'
     """
     lines = error.rstrip("\n").split("\n")
     places = [

@@ -60,12 +60,12 @@ async def attempt(
     """The trajectory of one attempt, with ``rewards`` if it could be scored and ``errors`` if not.
 
     ``name`` replaces the run's id; ``sampling`` is specific to this attempt, so that attempts
-    differ in their seed; ``metadata`` is stored with the run. The stacks of an
-    attempt that did not end are logged. ``direct``: a single plain call may answer a short
-    context, as in ``ask``. By default each root has a session, since that is what is trained and
-    measured. ``resume`` is a stored run that began this attempt: it is continued, or scored if it
-    has ended; if it cannot be, the attempt is made again. ``on_start`` gets the id of the attempt's
-    stored run before its first request.
+    differ in their seed; ``metadata`` is stored with the run. The stacks of an attempt that did not
+    end are logged. ``direct``: a single plain call may answer a short context, as in ``ask``. By
+    default each root has a session, since that is what is trained and measured. ``resume`` is a
+    stored run that began this attempt: it is continued, or scored if it has ended; if it cannot be,
+    the attempt is made again. ``on_start`` gets the id of the attempt's stored run before its first
+    request.
     """
     try:
         start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)

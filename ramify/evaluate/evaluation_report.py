@@ -299,10 +299,9 @@ def _shown(figure: MeanEstimate | None) -> str:
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
-        "   ".join(_cell(text, widths, column) for column, text in enumerate(row)).rstrip()
+        "   ".join(
+            text.rjust(widths[column]) if column == 1 else text.ljust(widths[column])
+            for column, text in enumerate(row)
+        ).rstrip()
         for row in rows
     ]
-
-
-def _cell(text: str, widths: Sequence[int], column: int) -> str:
-    return text.rjust(widths[column]) if column == 1 else text.ljust(widths[column])

@@ -11,10 +11,11 @@ model runs as transformers' own module. Nothing is downloaded, and no code of a 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -231,6 +232,11 @@ def model_folder(path_or_name: str | Path) -> Path:
     folder = Path(path_or_name).expanduser()
     if (folder / "config.json").is_file():
         return folder
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{folder} holds adapters without their model: merge them into it first "
+            "(merge_and_unload of peft), or give the model, and policy.lora for new adapters"
+        )
     if folder.exists():
         raise ConfigError(f"{folder} is not a model: it has no config.json")
     from huggingface_hub import snapshot_download
@@ -323,18 +329,26 @@ def _model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) 
 
 def _module(folder: Path, dtype: torch.dtype) -> nn.Module:
     """transformers' own module, for architectures that ``DenseModel`` does not support."""
+    try:
+        with _without_progress_bars():
+            module: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{folder}: {str(error).splitlines()[0]}") from None
+    return module
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Without the bars that transformers draws on stderr, among the lines of a run."""
     from transformers.utils import logging
 
     shows_progress = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        module: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise StoreError(f"{folder}: {str(error).splitlines()[0]}") from None
+        yield
     finally:
         if shows_progress:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-    return module
 
 
 def _save_module(module: Any, folder: Path, dtype: torch.dtype | None) -> None:
@@ -343,7 +357,8 @@ def _save_module(module: Any, folder: Path, dtype: torch.dtype | None) -> None:
         name: tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
         for name, tensor in state.items()
     }
-    module.save_pretrained(folder, state_dict=cast)
+    with _without_progress_bars():
+        module.save_pretrained(folder, state_dict=cast)
 
 
 def _begin(name: str, parameter: nn.Parameter, seed: int) -> None:

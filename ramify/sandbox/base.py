@@ -185,9 +185,8 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     provider: str = "jail"
     """A name in ``SANDBOXES``, or the place of a function ``open_provider(spec)``
-    (``module:name``, ``file.py:name``, or its module).
-    The jail needs Linux. On other systems, name another provider that isolates, or set
-    ``allow_weaker``."""
+    (``module:name``, ``file.py:name``, or its module). The jail needs Linux. On other systems, name
+    another provider that isolates, or set ``allow_weaker``."""
     memory_bytes: int = 2 << 30
     """Address space that one session may allocate on top of what it was forked with."""
     cell_s: float = 120.0

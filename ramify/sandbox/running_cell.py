@@ -4,9 +4,8 @@ has worked.
 Decides the states of a session and the result of a cell; how many calls may be pending (one task
 for each, while the cell's clock counts only the CPU time of its other threads), that a large answer
 is encoded in a thread, and what a cell receives if an answer fails; and what a branch that is
-forked in the middle of a cell inherits.
-Not here: what the calls do (``Answer``), and what is done with a cell that does not end (see
-``session.py``).
+forked in the middle of a cell inherits. Not here: what the calls do (``Answer``), and what is done
+with a cell that does not end (see ``session.py``).
 """
 
 from __future__ import annotations

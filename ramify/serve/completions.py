@@ -10,8 +10,8 @@ had an effect. Not here: chat completions for runs (see chat_completions.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ from ramify.clients.base import Request, Sampling, Tool
 from ramify.errors import Refused
 from ramify.types.message import Message, Reply, ToolCall, Usage
 
+T = TypeVar("T")
 _NOT_HERE = {
     "n": 1,
     "frequency_penalty": 0,
@@ -91,20 +92,29 @@ class CompletionRequest(msgspec.Struct):
     prompt_cache_key: str | None = None
 
 
-_decode = msgspec.json.Decoder(CompletionRequest).decode
+_decoder = msgspec.json.Decoder(CompletionRequest)
 _decode_any = msgspec.json.Decoder(dict[str, Any]).decode
 encode = msgspec.json.Encoder().encode
 
 
+def read_fields(
+    body: bytes, decoder: msgspec.json.Decoder[T], harmless: Mapping[str, Any], kind: str
+) -> T:
+    """Decode a request for a ``kind``. ``harmless``: unsupported field -> the value that has no
+    effect and is accepted. Raises Refused."""
+    try:
+        api_request, fields = decoder.decode(body), _decode_any(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refused(f"not a request for a {kind}: {error}") from None
+    for name, value in harmless.items():
+        if fields.get(name) not in (None, value):
+            raise Refused(f"{name}={fields[name]!r} is not supported: remove it")
+    return api_request
+
+
 def read(body: bytes) -> CompletionRequest:
     """Read a request body. Raises Refused with the reason if it is invalid."""
-    try:
-        api_request, fields = _decode(body), _decode_any(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Refused(f"not a request for a chat completion: {error}") from None
-    for name, harmless in _NOT_HERE.items():
-        if fields.get(name) not in (None, harmless):
-            raise Refused(f"{name}={fields[name]!r} is not supported: remove it")
+    api_request = read_fields(body, _decoder, _NOT_HERE, "chat completion")
     if not api_request.messages:
         raise Refused("messages is empty: give at least one")
     limit = _limit(api_request)

@@ -11,8 +11,8 @@
 
 The server remembers the token ids of its last replies. If a conversation comes back with one more
 message, it continues from exactly those ids. A client that disconnects frees its slot. Without a
-key the server listens on loopback only. Not here: replacing the weights and giving
-memory back (see weight_routes.py).
+key the server listens on loopback only. Not here: replacing the weights and giving memory back (see
+weight_routes.py).
 """
 
 from __future__ import annotations

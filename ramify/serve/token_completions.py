@@ -23,6 +23,7 @@ from ramify.clients.base import Sampling
 from ramify.errors import Refused
 from ramify.inference.local.generation import Generation
 from ramify.inference.local.local_client import LocalClient
+from ramify.serve.completions import read_fields
 
 _NOT_HERE = {
     "n": 1,
@@ -74,9 +75,13 @@ class _Generate(msgspec.Struct):
     logprob_start_len: int = -1
 
 
+_prompt_decoder = msgspec.json.Decoder(_PromptBody)
+_generate_decoder = msgspec.json.Decoder(_Generate)
+
+
 async def complete(client: LocalClient, body: bytes, model: str) -> dict[str, Any]:
     """Answer a request in vLLM's format. Raises Refused."""
-    parsed: _PromptBody = _read(body, _PromptBody, _NOT_HERE)
+    parsed = read_fields(body, _prompt_decoder, _NOT_HERE, "completion")
     tokenizer = client.policy.tokenizer
     ids = (
         parsed.prompt if isinstance(parsed.prompt, list) else list(tokenizer.encode(parsed.prompt))
@@ -127,7 +132,7 @@ async def complete(client: LocalClient, body: bytes, model: str) -> dict[str, An
 
 async def generate(client: LocalClient, body: bytes) -> dict[str, Any]:
     """Answer a request in SGLang's format. Raises Refused."""
-    parsed: _Generate = _read(body, _Generate, _NOT_IN_GENERATE)
+    parsed = read_fields(body, _generate_decoder, _NOT_IN_GENERATE, "completion")
     params, ids = parsed.sampling_params, parsed.input_ids
     about: dict[str, Any] = {}
     if parsed.return_logprob and parsed.logprob_start_len == 0:
@@ -157,20 +162,6 @@ async def generate(client: LocalClient, body: bytes) -> dict[str, Any]:
     }
     text = client.policy.tokenizer.decode(generation.sampled, skip_special_tokens=True)
     return {"text": text, "output_ids": generation.sampled, "meta_info": about}
-
-
-def _read(body: bytes, kind: Any, harmless: dict[str, Any]) -> Any:
-    try:
-        parsed, fields = (
-            msgspec.json.decode(body, type=kind),
-            msgspec.json.decode(body, type=dict[str, Any]),
-        )
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Refused(f"not a request for a completion: {error}") from None
-    for name, value in harmless.items():
-        if fields.get(name) not in (None, value):
-            raise Refused(f"{name}={fields[name]!r} is not supported: remove it")
-    return parsed
 
 
 async def _sampled(

@@ -1,8 +1,7 @@
 """Types of loaded sources, and the loader object that readers report to.
 
-    paths ──load_sources.py──> reader of each kind (file_kinds.py) ──> SourceLoader ──>
-    LoadedContext
-                                                                       texts, items, problems
+    paths ──load_sources.py──> reader of each kind ──> SourceLoader ──> LoadedContext
+                               (file_kinds.py)                          texts, items, problems
 
 A reader raises ``UnreadableSource`` for a file that it cannot read. If the user named the path,
 this becomes an error. For a file in a folder or an archive it becomes a ``SourceProblem``, so that
@@ -168,7 +167,7 @@ class SourceLoader:
         if self._spent > self.max_bytes:
             raise SourceError(
                 f"{name} brings the sources to over {self.max_bytes / 1e6:,.0f} MB: "
-                "name fewer files, or allow more with max_bytes"
+                "name fewer files, or allow more in Python: ramify.load(…, max_bytes=…)"
             )
 
     def add(self, name: str, text: str, kind: str, num_bytes: int, detail: str = "") -> None:

@@ -80,9 +80,9 @@ class SqliteDatabases:
         """Run one SELECT on a SQLite database and return its rows as a list of tuples.
 
         params: values for ? or :name in the query. db: which database, if there are several."""
-        from ramify.sources.sqlite_process import processes
+        from ramify.sources.sqlite_process import query_in_time
 
-        return processes.run(self._path(db), query, params)
+        return query_in_time(self._path(db), query, params)
 
     def _path(self, name: str | None) -> Path:
         if name is None and len(self.paths) == 1:

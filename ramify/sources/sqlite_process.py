@@ -10,17 +10,16 @@ demand, one for each concurrent query, and end with the host process.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import pickle
 import select
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ramify.actors.child_process import IdleProcesses, import_path
 from ramify.sources.sqlite import QUERY_S, Params, run_query
 
 GRACE_S = 10.0
@@ -29,36 +28,31 @@ _COMMAND = "from ramify.sources.sqlite_process import serve; serve()"
 _LENGTH_BYTES = 8
 
 
-class SqliteProcesses:
-    """Pool of idle query processes."""
+def _start() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _COMMAND],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **import_path()},
+    )
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._idle: list[subprocess.Popen[bytes]] = []
 
-    def run(
-        self,
-        path: Path,
-        query: str,
-        params: Params = (),
-        limit_s: float = QUERY_S,
-        grace_s: float = GRACE_S,
-    ) -> list[tuple[Any, ...]]:
-        """Like ``run_query``, but guarantee the first bytes of the reply within ``limit_s +
-        grace_s`` seconds or raise TimeoutError."""
-        with self._lock:
-            process = self._idle.pop() if self._idle else None
-        if process is None or process.poll() is not None:
-            process = subprocess.Popen(
-                [sys.executable, "-c", _COMMAND],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=_environment(),
-            )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
+_processes = IdleProcesses(_start)
+
+
+def query_in_time(
+    path: Path,
+    query: str,
+    params: Params = (),
+    limit_s: float = QUERY_S,
+    grace_s: float = GRACE_S,
+) -> list[tuple[Any, ...]]:
+    """Like ``run_query``, but guarantee the first bytes of the reply within ``limit_s + grace_s``
+    seconds or raise TimeoutError."""
+    try:
+        with _processes.one() as process:
+            assert process.stdout is not None
             _send(process.stdin, (str(path), query, params, limit_s))
             poll = select.poll()
             poll.register(process.stdout, select.POLLIN)
@@ -68,28 +62,16 @@ class SqliteProcesses:
                     "such values"
                 )
             rows, error = _receive(process.stdout)
-        except (EOFError, OSError) as failure:
-            _end(process)
-            if isinstance(failure, TimeoutError):
-                raise
-            raise ValueError(
-                "sql: the query ended the process that it ran in: ask for less at once"
-            ) from None
-        except BaseException:
-            _end(process)
-            raise
-        with self._lock:
-            self._idle.append(process)
-        if error is not None:
-            raise error
-        checked: list[tuple[Any, ...]] = rows
-        return checked
-
-    def close(self) -> None:
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for process in idle:
-            _end(process)
+    except TimeoutError:
+        raise
+    except (EOFError, OSError):
+        raise ValueError(
+            "sql: the query ended the process that it ran in: ask for less at once"
+        ) from None
+    if error is not None:
+        raise error
+    checked: list[tuple[Any, ...]] = rows
+    return checked
 
 
 def serve() -> None:
@@ -103,13 +85,6 @@ def serve() -> None:
             except Exception as error:  # noqa: BLE001 -- raised in the process that asked
                 answer = None, error
             _send(sink, answer)
-
-
-def _environment() -> dict[str, str]:
-    """Return an environment in which the process imports this copy of the package."""
-    package = str(Path(__file__).parents[2])
-    inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([package, *inherited])}
 
 
 def _send(to: Any, value: Any) -> None:
@@ -128,16 +103,3 @@ def _exactly(source: BinaryIO, count: int) -> bytes:
     if len(data) < count:
         raise EOFError
     return data
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-    process.wait()
-
-
-processes = SqliteProcesses()
-atexit.register(processes.close)

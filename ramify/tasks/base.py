@@ -34,15 +34,16 @@ from __future__ import annotations
 import inspect
 import math
 import random
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
 import msgspec
 
 from ramify.errors import ConfigError, RamifyError, nearest
 from ramify.plugins import Registry
 from ramify.sandbox.base import Session
-from ramify.types.trajectory import Trajectory
+from ramify.types.trajectory import Cell, Trajectory
 
 SPLITS = ("train", "validation", "test")
 """The splits of every task: validation selects checkpoints, test is reported. A task may define
@@ -166,6 +167,36 @@ class Task(Protocol):
 
 
 # --- data -----------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+
+
+class LazySequence(Sequence[T]):
+    """A sequence whose elements are made on access; a slice is a list."""
+
+    @abstractmethod
+    def at(self, index: int) -> T:
+        """Make the element at ``index``, from 0 to below the length."""
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"item {index} does not exist: there are {len(self)}")
+        return self.at(index % len(self))
+
+
+class DemonstrationScaffold(Protocol):
+    """The part of the engine's ``Scaffold`` that a demonstrator needs."""
+
+    def first_message(self, question: str, context: object) -> str: ...
+
+    def report(self, cell: Cell) -> str: ...
 
 
 class GeneratedSplit(Sequence[Item]):

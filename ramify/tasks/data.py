@@ -19,7 +19,7 @@ import importlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import msgspec
 
@@ -29,6 +29,7 @@ from ramify.tasks.base import (
     SPLITS,
     AnswerReward,
     Item,
+    LazySequence,
     SimpleTask,
     WholeTrajectoryReward,
 )
@@ -142,7 +143,7 @@ def scorer_of(
     return scorer
 
 
-class DatasetItems(Sequence[Item]):
+class DatasetItems(LazySequence[Item]):
     """Rows of a source as items, converted on access."""
 
     def __init__(
@@ -167,13 +168,7 @@ class DatasetItems(Sequence[Item]):
     def __len__(self) -> int:
         return len(self._indices)
 
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Item]: ...
-    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
+    def at(self, index: int) -> Item:
         number = self._indices[index]
         item = _item(self._name, self._rows, number, self._make)
         return msgspec.structs.replace(item, id=f"{self._name}/{number}")
@@ -289,7 +284,7 @@ def _name_of(source: Source) -> str:
     return "dataset"
 
 
-class JsonlRows(Sequence[Row]):
+class JsonlRows(LazySequence[Row]):
     """Objects of a JSONL file. Lines are located once and decoded on access; blank lines are
     ignored."""
 
@@ -300,13 +295,7 @@ class JsonlRows(Sequence[Row]):
     def __len__(self) -> int:
         return len(self._lines)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
+    def at(self, index: int) -> Row:
         number, start, size = self._lines[index]
         with self._path.open("rb") as file:
             file.seek(start)
@@ -336,7 +325,7 @@ def _lines(path: Path) -> Iterator[tuple[int, int, int]]:
         raise SourceError(f"{path} cannot be read: {error.strerror}") from None
 
 
-class ParquetRows(Sequence[Row]):
+class ParquetRows(LazySequence[Row]):
     """Rows of a Parquet file. One row group at a time is in memory."""
 
     def __init__(self, path: Path) -> None:
@@ -353,16 +342,8 @@ class ParquetRows(Sequence[Row]):
     def __len__(self) -> int:
         return sum(self._sizes)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        offset, group = index % len(self), 0
+    def at(self, index: int) -> Row:
+        offset, group = index, 0
         while offset >= self._sizes[group]:
             offset, group = offset - self._sizes[group], group + 1
         if group != self._group:

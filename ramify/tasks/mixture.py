@@ -24,13 +24,22 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.tasks.base import ENDLESS, Item, Score, Task, TaskStart, items_of, task_of
-from ramify.types.trajectory import Trajectory
+from ramify.tasks.base import (
+    ENDLESS,
+    Item,
+    LazySequence,
+    Score,
+    Task,
+    TaskStart,
+    items_of,
+    task_of,
+)
+from ramify.types.trajectory import GroupOutcome, Trajectory
 
 _PERIOD = 1000
 """Items after which the order of the parts repeats."""
@@ -51,16 +60,16 @@ class MixturePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     pool: str = ""
     """A run's folder, or its ``groups.jsonl``: train only on items that it has with one of
     ``outcomes``."""
-    outcomes: tuple[str, ...] = ("learnt",)
-    """``learnt``: some attempts were better than others. ``silent``: all were equal, so the item
+    outcomes: tuple[GroupOutcome, ...] = (GroupOutcome.LEARNT,)
+    """``learnt``: some attempts were better than others. ``no_signal``: all were equal, so the item
     was too easy or too hard."""
 
 
-class _GroupOutcome(msgspec.Struct, frozen=True):
+class _GroupLine(msgspec.Struct, frozen=True):
     """What a pool reads of a line of ``groups.jsonl``."""
 
     item: str
-    outcome: str
+    outcome: GroupOutcome
 
 
 class MixtureTask(msgspec.Struct, frozen=True):
@@ -90,7 +99,7 @@ class MixtureTask(msgspec.Struct, frozen=True):
         return Score(_named(part, score.rewards), calls, _named(part, score.metrics))
 
 
-class MixedItems(Sequence[Item]):
+class MixedItems(LazySequence[Item]):
     """The items of several splits, in proportion to weights."""
 
     def __init__(
@@ -118,16 +127,8 @@ class MixedItems(Sequence[Item]):
         sizes = (len(self._parts[name]) * period // num for name, num in self._counts.items())
         return max(sizes) if self._repeats else min(sizes)
 
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Item]: ...
-    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"the mixture has {len(self)} items; item {index} does not exist")
-        period, place = divmod(index % len(self), len(self._order))
+    def at(self, index: int) -> Item:
+        period, place = divmod(index, len(self._order))
         name = self._order[place]
         items = self._parts[name]
         own = items[(period * self._counts[name] + self._before[place]) % len(items)]
@@ -199,9 +200,10 @@ def _part(name: str, value: Any) -> MixturePart:
     try:
         part = value if isinstance(value, MixturePart) else msgspec.convert(value, MixturePart)
     except msgspec.ValidationError as error:
+        known = f" (known: {', '.join(GroupOutcome)})" if "outcomes" in str(error) else ""
         raise ConfigError(
-            f"mixture: part '{name}' is {value!r:.60}: {error}; give a task with its options, as "
-            'in {"task": "ledger", "weight": 2}'
+            f"mixture: part '{name}' is {value!r:.60}: {error}{known}; give a task with its "
+            'options, as in {"task": "ledger", "weight": 2}'
         ) from error
     if not 0 < part.reward < math.inf:
         raise ConfigError(
@@ -226,18 +228,18 @@ def _train_items(name: str, spec: MixturePart, task: Task) -> Sequence[Item]:
         has = Counter(outcome for _, outcome in outcomes)
         raise ConfigError(
             f"mixture: part '{name}': {path} has no item of {task.name}/train with an outcome in "
-            f"{list(spec.outcomes)}; its groups: "
+            f"{list(map(str, spec.outcomes))}; its groups: "
             f"{', '.join(f'{num} {outcome}' for outcome, num in has.items()) or 'none'}"
         )
     return [items[index] for index in indices]
 
 
-def _outcomes(path: Path) -> list[tuple[str, str]]:
+def _outcomes(path: Path) -> list[tuple[str, GroupOutcome]]:
     """(id of the item, outcome) of each group of a run. Skips a line that a kill tore."""
     records: list[tuple[str, str]] = []
     for line in path.read_bytes().splitlines():
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-            record = msgspec.json.decode(line, type=_GroupOutcome)
+            record = msgspec.json.decode(line, type=_GroupLine)
             records.append((record.item, record.outcome))
     return records
 

@@ -19,11 +19,18 @@ import importlib
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 from ramify.errors import ConfigError, RamifyError
-from ramify.tasks.base import ENDLESS, Item, Score, SimpleTask, WholeTrajectoryReward
+from ramify.tasks.base import (
+    ENDLESS,
+    Item,
+    LazySequence,
+    Score,
+    SimpleTask,
+    WholeTrajectoryReward,
+)
 from ramify.tasks.scoring.answer_text import as_text
 from ramify.types.trajectory import Trajectory
 
@@ -112,7 +119,7 @@ def _installed(id: str) -> Any:
     return taskset
 
 
-class VerifiersItems(Sequence[Item]):
+class VerifiersItems(LazySequence[Item]):
     """Tasks of a taskset as items. The taskset is read only as far as it is accessed."""
 
     def __init__(
@@ -133,21 +140,14 @@ class VerifiersItems(Sequence[Item]):
     def __len__(self) -> int:
         return ENDLESS if self._is_endless else len(self._read(None))
 
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Item]: ...
-    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        number = range(len(self))[index]
-        data = self._read(number)[number].data
+    def at(self, index: int) -> Item:
+        data = self._read(index)[index].data
         prompt = "\n\n".join(filter(None, [data.system_prompt, data.prompt_text]))
         context = None if self._context is None else self._context(data)
         if context is None and len(prompt) > MAX_QUESTION_CHARS:
             prompt, context = _LONG, prompt
         right = None if self._right is None else self._right(data)
-        return Item(prompt, context, right, str(data.name or ""), f"{self._name}/{number}", right)
+        return Item(prompt, context, right, str(data.name or ""), f"{self._name}/{index}", right)
 
     def task(self, item: Item) -> Any:
         """Return the taskset's own task for ``item``."""

@@ -27,6 +27,7 @@ import msgspec
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
+from ramify.plugins import check_methods, place_of
 from ramify.sandbox.base import SandboxSpec
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
@@ -256,8 +257,10 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 f"rl.steps={self.steps} must be at least 1; for no reinforcement learning set rl "
                 "to null"
             )
-        if isinstance(self.algorithm, str):
+        if isinstance(self.algorithm, str):  # by name, as for a loss
             msgspec.structs.force_setattr(self, "algorithm", ALGORITHMS.build(self.algorithm))
+        if not isinstance(self.algorithm, Mapping | type):
+            check_methods("rl.algorithm", self.algorithm, "assign_advantages")
         if not self.signals:
             if isinstance(self.algorithm, Hybrid):
                 self.algorithm.check({})
@@ -411,4 +414,27 @@ def plain(run: Run) -> dict[str, Any]:
             "a run is stored with its checkpoints, and one of its parts cannot be serialized "
             f"({error}): give judges and similar objects as 'module:Class' or as a msgspec.Struct"
         ) from error
+    if run.rl is not None:
+        rl = data["rl"]
+        _name_places(run.rl.algorithm, rl["algorithm"])
+        _name_places(run.rl.loss.policy, rl["loss"]["policy"])
+        _name_places(run.rl.loss.corrections, rl["loss"]["corrections"])
     return redacted(data)
+
+
+def _name_places(part: Any, data: Any) -> None:
+    """Name a class of a plug-in in ``data`` by its place, not by its tag, which another process
+    that resumes the run would not know."""
+    if isinstance(part, Mapping):
+        for name, each in part.items():
+            _name_places(each, data[name])
+    elif isinstance(part, tuple):
+        for each, inner in zip(part, data, strict=True):
+            _name_places(each, inner)
+    elif isinstance(part, msgspec.Struct):
+        place = place_of(type(part))
+        if place:
+            data["name"] = place
+        for field in ("outcome", "other", "tasks"):  # of an algorithm that wraps others
+            if field in data:
+                _name_places(getattr(part, field), data[field])

@@ -20,7 +20,7 @@ from ramify.tasks.base import Item, Task, items_of, total
 from ramify.tasks.mixture import MixtureTask
 from ramify.train.config import Run
 from ramify.train.metrics import of_parts, passes
-from ramify.train.placement.rollout_workers import RolloutSource
+from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.types.trajectory import Group, Trajectory
 
@@ -28,7 +28,7 @@ _log = RoomLogger("train")
 
 
 async def evaluate(
-    run: Run, task: Task, rlm: RLM, workers: RolloutSource | None, split: str
+    run: Run, task: Task, rlm: RLM, workers: RolloutWorkers | None, split: str
 ) -> dict[str, float]:
     """Mean reward on the first items of ``split``: overall, by kind, and by part of a mixture, if
     enough attempts could be judged. ``workers``: processes that run the rollouts; None: this

@@ -358,9 +358,9 @@ class PolicyWeights:
         trained: Policy,
         serving: Policy,
         client: LocalClient | HttpEngines,
-        model: TrainedModel | None = None,
+        model: TrainedModel,
     ) -> None:
-        """``model``: the model that is trained; None for ``trained`` itself."""
+        """``model``: the one that is trained, wherever its weights are."""
         from ramify.inference.local.local_client import LocalClient
 
         self._trained = trained
@@ -368,8 +368,7 @@ class PolicyWeights:
         self._client = client
         self._engines = None if isinstance(client, LocalClient) else client
         """The engines outside of this process; None if it is the one here."""
-        self._trained_model = model
-        self._model = model if model is not None and not model.is_here else None
+        self._model = model
         self._is_loaded = False
         """True if the engine has a saved policy, which differs from the trained one."""
         self._saved: Path | None = None
@@ -382,7 +381,7 @@ class PolicyWeights:
 
     @property
     def _shares(self) -> bool:
-        return self._is_loaded or (self._model is None and self._trained is self._serving)
+        return self._is_loaded or (self._model.is_here and self._trained is self._serving)
 
     @property
     def version(self) -> int:
@@ -390,18 +389,14 @@ class PolicyWeights:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The trained weights in the form that the engine needs."""
-        from ramify.train.backends.lora import merged
-
-        if self._saved is not None:
-            dtype = self._serving.dtype
-            return ((name, make().to(dtype)) for name, _, make in self._stored())
-        if self._shares:
+        if self._saved is None and self._shares:
             return (
                 (name, weight.detach()) for name, weight in self._serving.model.named_parameters()
             )
         dtype = self._serving.dtype
-        weights = merged(self._trained.model) if self._model is None else self._model.weights()
-        return ((name, weight.to(dtype)) for name, weight in weights)
+        if self._saved is not None:
+            return ((name, make().to(dtype)) for name, _, make in self._stored())
+        return ((name, weight.to(dtype)) for name, weight in self._model.weights())
 
     async def publish(self) -> None:
         """Send the trained weights to the engine as the next version."""
@@ -422,8 +417,7 @@ class PolicyWeights:
 
     def release_memory(self) -> None:
         """Free cached memory of the trainer, for engines on the same devices."""
-        if self._trained_model is not None:
-            self._trained_model.release_memory()
+        self._model.release_memory()
 
     async def rejoin(self) -> bool:
         """Send the last published weights to engines that came back; returns whether there were
@@ -448,9 +442,7 @@ class PolicyWeights:
 
         if self._saved is not None:
             return self._stored()
-        if self._model is not None and not self._is_loaded:
-            return self._model.unmerged()
-        return unmerged(self._serving.model if self._is_loaded else self._trained.model)
+        return unmerged(self._serving.model) if self._is_loaded else self._model.unmerged()
 
     def _stored(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
         """The tensors of the saved policy, read when they are needed."""
@@ -465,7 +457,6 @@ class PolicyWeights:
         """Write configuration and weights, one tensor at a time."""
         from ramify.train.backends.write_checkpoint import export_model
 
-        assert self._model is not None
         tensors = self._stored() if self._saved is not None else self._model.unmerged()
         shapes = {name: tuple(each.shape) for name, each, _ in tensors}
         serving = self._serving

@@ -41,7 +41,6 @@ from ramify.train.metrics import (
     read_metrics,
 )
 from ramify.train.recipe import with_defaults
-from ramify.train.signals.scorer import REFERENCE
 from ramify.types.trajectory import Group
 
 _log = RoomLogger("train")
@@ -183,7 +182,7 @@ class RunRecord:
             if int(path.stem.removeprefix("step-")) > step:
                 path.unlink()
 
-    def copy_reference(self, checkpoint: Path, name: str = REFERENCE) -> None:
+    def copy_reference(self, checkpoint: Path, name: str) -> None:
         """Copy the reference policy ``name`` of the run that wrote ``checkpoint``, if it is another
         run: rollouts did not begin in this one."""
         target = self.out / name
@@ -208,16 +207,14 @@ class RunRecord:
         state.memories = {}
         state.guard = GuardState()
 
-    def count_step(
-        self, memory: dict[str, float], others: Mapping[str, dict[str, float]] | None = None
-    ) -> None:
+    def count_step(self, memory: dict[str, float], others: dict[str, dict[str, float]]) -> None:
         """Count an optimizer step. ``memory``: state of the stage's algorithm after it; ``others``:
         that of each other policy."""
         self.state.step += 1
         self.state.stage_step += 1
         self.state.score = None
         self.state.memory = memory
-        self.state.memories = dict(others or {})
+        self.state.memories = others
 
     def measured(self, values: dict[str, float]) -> dict[str, float]:
         """``values`` of a step with its speed, the shares of its signals, and the engines' own

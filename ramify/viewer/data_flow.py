@@ -124,9 +124,6 @@ class DataFlow:
             self._cell.is_parsed = False
         return self._cell
 
-    def variable(self, name: str) -> Flow:
-        return self.env.get(name, NOTHING)
-
     def _quietly(self, node: ast.expr) -> Flow:
         """Flow of an expression that was evaluated before."""
         prints, uses = len(self._cell.prints), len(self._cell.uses)
@@ -385,14 +382,11 @@ class DataFlow:
     def _finish(self, name: str, node: ast.Call, flows: Sequence[Flow]) -> None:
         argument = _constant(node.args[0]) if node.args else None
         if name == "FINAL_VAR" and isinstance(argument, str):
-            flow = self._name_of(argument)
+            flow = _with_names(self.env.get(argument, NOTHING), frozenset([argument]))
         else:
             flow = flows[0] if len(flows) == 1 else union(flows)
         control = union(self._control)
         self.final = _with_items(union([flow, control]), flow.items) if control else flow
-
-    def _name_of(self, name: str) -> Flow:
-        return _with_names(self.env.get(name, NOTHING), frozenset([name]))
 
     def _comprehension(self, node: Any, parts: Sequence[ast.expr]) -> Flow:
         before, tests, items = dict(self.env), [], None

@@ -123,7 +123,7 @@ def _scores(node: CallNode) -> list[tuple[Any, ...]]:
 
 def head(run: WatchedRun) -> dict[str, Any]:
     """Head of the page: facts about the run as a whole."""
-    trajectory, at_s = run.tree.run, run.tree.at_s
+    trajectory, at_s = run.tree.run, run.tree.calls.at_s
     problems = [text for text in (run.problem, run.damage, run.torn) if text]
     config, review = trajectory.metadata, _review(run, problems)
     return {

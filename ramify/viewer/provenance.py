@@ -186,8 +186,9 @@ class _CallLinks:
     def _answer(self, turns: Sequence[Turn]) -> None:
         text = as_text(self._call.answer)
         flow = self._flow.final
-        if flow is None or not self._is_final(turns):
-            flow = Flow(guesses=self._returned.calls)  # given as text
+        # It is text unless code of the last cell that ran gave it.
+        if flow is None or not any(turn.cells for turn in turns[-2:]):
+            flow = Flow(guesses=self._returned.calls)
         self._placed(text, 0, self._call.answer, flow)
         self._seen_before(text)
         if not any(link.part == "answer" for link in self._links):
@@ -217,10 +218,6 @@ class _CallLinks:
                 place=place,
             )
         )
-
-    def _is_final(self, turns: Sequence[Turn]) -> bool:
-        """Whether the answer came from code of the last cell that ran."""
-        return any(turn.cells for turn in turns[-2:])
 
     def _placed(self, text: str, start: int, value: Any, flow: Flow) -> None:
         """Links of an answer; the items of a dict or list have their own flows."""
@@ -304,7 +301,7 @@ class _CallLinks:
         known = [
             [name, *self._flow.defined[name]]
             for name in sorted(names)
-            if name in self._flow.defined and self._flow.variable(name)
+            if name in self._flow.defined and self._flow.env.get(name)
         ]
         return sorted(known, key=lambda each: each[1:], reverse=True)
 

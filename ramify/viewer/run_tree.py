@@ -155,11 +155,6 @@ class RunTree:
         """The run as a whole, without its calls."""
         return self.calls.run
 
-    @property
-    def at_s(self) -> float:
-        """Time of the last event, in seconds since the run began."""
-        return self.calls.at_s
-
     def apply(self, event: AnyGlance, offset: int) -> CallNode | None:
         """Apply ``event``, whose journal line begins at ``offset``, and return its call's node.
 

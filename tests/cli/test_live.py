@@ -80,7 +80,7 @@ def test_where_replies_are_code_they_are_shown_whole() -> None:
         RequestStarted(call="0", turn=0, reused=0, prompt=(), prompt_hash=""),
         ReplyReceived(call="0", turn=0, reply=Reply(Message("assistant", "x = 1"))),
     )
-    assert [(node.id, node.code, node.state) for node in watched.nodes.values()] == [
+    assert [(node.call.id, node.code, node.state) for node in watched.nodes.values()] == [
         ("0", "x = 1", "running code"),
         ("0:1", "", "starting"),
     ]
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_left_out_ended_ones_first() -> None:
         NoteAdded(call="0", text="hm"),
     )
     nodes, hidden = watched.shown(4)
-    assert ([node.id for node in nodes], hidden, watched.notice) == (
+    assert ([node.call.id for node in nodes], hidden, watched.notice) == (
         ["0", "0.1", "0.2", "0.3"],
         3,
         "hm",

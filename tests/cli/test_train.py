@@ -3,6 +3,7 @@ way."""
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -82,6 +83,21 @@ def test_what_is_wrong_is_one_line(shell: Shell, arguments: tuple[str, ...], mes
     assert done.err.count("\n") == 1
 
 
+def test_an_error_in_ones_own_code_names_its_line(shell: Shell) -> None:
+    shell.write("small.py", RECIPE)
+    shell.write(
+        "mine.py",
+        "from ramify.train import GroupOptions\n\n"
+        "class Mine(GroupOptions, frozen=True, kw_only=True):\n"
+        "    def compare(self, returns, lengths=()):\n"
+        "        raise ValueError('no median')\n",
+    )
+    done = shell.run("train", "small.py", "rl.algorithm=mine.py:Mine", "warmup=null")
+    assert done.code == 1
+    assert re.search(r"mine.py, line 5, in compare: ValueError: no median; set RAM", done.err)
+    assert "internal error" not in done.err
+
+
 def test_the_old_name_of_a_backend_is_said_in_a_line(shell: Shell) -> None:
     shell.write("small.py", RECIPE)
     done = shell.run("train", "small.py", "compute.backend=fsdp2", "rl.steps=many")
@@ -126,6 +142,23 @@ def test_curves() -> None:
     assert all(len(row) <= 30 for row in curves.rows(30))
 
 
-def test_one_measurement_in_a_line() -> None:
-    row = StepMetrics(5, "rl", 61.25, {"reward": 0.51239, "lr": 1e-3, "validation/reward": 0.75})
-    assert line(row) == "    61.2 s  rl 5  reward 0.5124  validation/reward 0.75"
+def test_a_step_in_a_line_and_not_its_counts_of_work() -> None:
+    values = {
+        "reward": 0.51239,
+        "depth1.rlm/reward": 0.25,
+        "depth1.rlm/turns": 3.0,
+        "batch64.decode/steps": 46.0,
+        "cpu/cores": 2.0,
+        "groups_with_signal": 3.0,
+        "lr": 1e-3,
+    }
+    assert line(StepMetrics(5, "rl", 61.25, values)) == (
+        "    61.2 s  rl 5  reward 0.5124  depth1.rlm/reward 0.25  groups_with_signal 3"
+    )
+
+
+def test_an_evaluation_in_a_line() -> None:
+    values = {"validation/reward": 0.75, "validation/count": 0.5, "evaluate_s": 2.0}
+    assert line(StepMetrics(5, "rl", 61.25, values)) == (
+        "    61.2 s  rl 5  validation/reward 0.75  validation/count 0.5"
+    )

@@ -17,6 +17,7 @@ from ramify.errors import ConfigError, Refused, ServerFailed
 from ramify.inference.base import InferenceClient
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import SamplingDefaults, save_policy
+from ramify.models.renderer import prompt_ids
 from ramify.models.weights import fingerprint
 from ramify.types.message import Message, Reply
 from tests.inference.helpers import WINDOW, logits, pauses, policy
@@ -104,7 +105,7 @@ async def test_a_conversation_grows_by_ids(client: LocalClient) -> None:
         second.usage.cached_tokens == len(path) - 1
     )  # all but the last sampled token was computed before
     afresh = client.policy.renderer.prompt([USER, first.message, after])
-    assert client.prompt_ids(asked(USER, first.message, after)) == afresh
+    assert prompt_ids(client.policy.renderer, asked(USER, first.message, after)) == afresh
 
 
 @with_client

@@ -280,6 +280,18 @@ def test_what_is_not_there(name: str) -> None:
         load_policy(name)
 
 
+def test_adapters_without_their_model_are_named(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds adapters without their model: merge them"):
+        load_policy(tmp_path)
+
+
+def test_saving_draws_no_progress_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    save_policy(made(GPT2), tmp_path)
+    load_policy(tmp_path)
+    assert "%|" not in capfd.readouterr().err
+
+
 def test_a_fingerprint_sees_one_bit_and_the_order_of_rows() -> None:
     policy = made()
     before = fingerprint(policy.model)

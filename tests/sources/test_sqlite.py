@@ -12,7 +12,7 @@ import pytest
 from ramify.errors import SourceError
 from ramify.sources.load_sources import load
 from ramify.sources.sqlite import SqliteDatabases, run_query
-from ramify.sources.sqlite_process import SqliteProcesses
+from ramify.sources.sqlite_process import query_in_time
 
 
 def make(path: Path, num_rows: int = 5, mode: str = "delete") -> Path:
@@ -217,19 +217,15 @@ def test_a_view_that_never_ends_does_not_stop_the_load(path: Path, monkeypatch: 
 
 def test_one_step_that_takes_for_ever_is_stopped_and_the_next_query_is_answered(path: Path):
     never = "SELECT instr(zeroblob(20000000), CAST(zeroblob(9000000) || x'01' AS BLOB))"
-    asked = SqliteProcesses()
-    try:
-        assert asked.run(path, "SELECT count(*) FROM hosts") == [(5,)]
-        with pytest.raises(TimeoutError, match="one of its functions takes too long"):
-            asked.run(path, never, limit_s=0.2, grace_s=0.2)
-        assert asked.run(path, "SELECT name FROM hosts WHERE id = :i", {"i": 2}) == [("host-1",)]
-        with pytest.raises(PermissionError, match="only reading"):
-            asked.run(path, "DROP TABLE hosts")
-        big = asked.run(
-            path,
-            "WITH RECURSIVE c(n) AS (SELECT 1 UNION SELECT n + 1 FROM c WHERE n < 9999) SELECT n, "
-            "hex(n) FROM c",
-        )
-        assert len(big) == 9999
-    finally:
-        asked.close()
+    assert query_in_time(path, "SELECT count(*) FROM hosts") == [(5,)]
+    with pytest.raises(TimeoutError, match="one of its functions takes too long"):
+        query_in_time(path, never, limit_s=0.2, grace_s=0.2)
+    assert query_in_time(path, "SELECT name FROM hosts WHERE id = :i", {"i": 2}) == [("host-1",)]
+    with pytest.raises(PermissionError, match="only reading"):
+        query_in_time(path, "DROP TABLE hosts")
+    big = query_in_time(
+        path,
+        "WITH RECURSIVE c(n) AS (SELECT 1 UNION SELECT n + 1 FROM c WHERE n < 9999) SELECT n, "
+        "hex(n) FROM c",
+    )
+    assert len(big) == 9999

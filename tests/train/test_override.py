@@ -112,7 +112,10 @@ def test_classes_are_chosen_by_name() -> None:
             r"Invalid enum value 'adam': did you mean 'adamw'\? known: adamw, muon",
         ),
         ("sft={'lr': 1}", "this is not JSON .*; names and texts take double quotes"),
-        ('sft={"rl": 1}', r"unknown field `rl`: did you mean 'lr'\? known: betas, clip, lr, name"),
+        (
+            'sft={"lrr": 1}',
+            r"unknown field `lrr`: did you mean 'lr'\? known: betas, clip, lr, name",
+        ),
         ('sft={"name": "x"}', r"'x' - at `\$.name`: known: adamw, muon"),
         ("optim.lr=-1", r"optim.lr=-1: lr is -1.0"),
         ("steps=2.5", "Expected `int`"),

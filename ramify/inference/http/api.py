@@ -7,13 +7,14 @@ server and the request.
     Refused        status 4xx
     EngineStateConflict   status 409: the engine lacks the weights that a delta builds on
 
-Also here: the checks of a server before it is used (it answers, and serves what the policy needs).
-All their errors are ConfigErrors.
+Also here: what the clients of all software share, and the checks of a server before it is used (it
+answers, and serves what the policy needs). All errors of the checks are ConfigErrors.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from typing import Any
 
@@ -29,8 +30,10 @@ from ramify.errors import (
     ServerFailed,
     Unreachable,
 )
+from ramify.inference.base import CachePressure
 from ramify.inference.http.engine_process import EngineProcess, status_of
-from ramify.inference.http.engine_server import EngineServer, ServerInfo
+from ramify.inference.http.engine_server import EngineServer, ServerInfo, read_pressure
+from ramify.inference.http.inference_spec import InferenceSpec
 
 _CONNECT_S = 10.0
 
@@ -125,6 +128,38 @@ def _message(payload: bytes) -> str:
             (value[name] for name in ("error", "message", "detail") if value.get(name)), str(value)
         )
     return " ".join(str(value).split())[:300]
+
+
+class HttpEngineServer:
+    """The part of an ``EngineServer`` that is alike for all software."""
+
+    def __init__(self, url: str, spec: InferenceSpec, key: str = "") -> None:
+        self._api = EngineHttpApi(url, key)
+        self.url = self._api.url
+        self._spec = spec
+
+    async def healthy(self) -> None:
+        await self._api.get("/health", self._spec.probe_s)
+
+    async def pressure(self) -> CachePressure | None:
+        metrics = await self._api.get("/metrics", self._spec.probe_s)
+        return read_pressure(str(metrics.get("text", "")))
+
+    async def fingerprint(self) -> str | None:
+        return None
+
+    async def close(self) -> None:
+        await self._api.close()
+
+    async def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return await self._api.post(path, body or {}, self._spec.update_s)
+
+
+def seed_at(seed: int, affinity: str, num_ids: int) -> int:
+    """The sampling seed of a call at this prompt length, for engines that restart their random
+    numbers with each request."""
+    text = f"{seed}|{affinity}|{num_ids}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest()) >> 1
 
 
 _POLL_S = 0.1

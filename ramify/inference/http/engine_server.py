@@ -101,9 +101,6 @@ class EngineServer(Protocol):
     names the server and the request."""
 
     url: str
-    updates_in_place: bool
-    """True if requests in flight can wait for new weights and continue exactly. If False, they are
-    ended and sent again."""
 
     async def facts(self) -> ServerInfo:
         """Raises ConfigError for a server with another protocol version, or one that takes no

@@ -145,10 +145,6 @@ class EngineFleet:
 
     # --- who sleeps
 
-    @property
-    def is_any_asleep(self) -> bool:
-        return bool(self._asleep)
-
     async def sleep(self) -> None:
         """Put all servers that are awake to sleep. Raises the error of a server that refuses, or
         EnginesDropped if some were lost."""

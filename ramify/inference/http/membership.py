@@ -30,7 +30,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ramify.actors.restarts import RestartCount, until_started
+from ramify.actors.restarts import RestartCount, cancel_all, until_started
 from ramify.errors import ConfigError
 from ramify.inference.http.engine_server import EngineServer
 from ramify.logging import RoomLogger
@@ -110,10 +110,7 @@ class EngineMembership:
     async def close(self) -> None:
         """Stop waiting for engines. Idempotent."""
         coming, self._coming = list(self._coming.values()), {}
-        for task in coming:
-            task.cancel()
-        if coming:
-            await asyncio.wait(coming)
+        await cancel_all(coming)
         for server in self.take_ready():
             await server.close()
 

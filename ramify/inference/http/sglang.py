@@ -13,27 +13,19 @@ Weights are sent as files: its other routes (tensor, distributed) take pickles o
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 from ramify.clients.base import Sampling
 from ramify.errors import BadReply, ConfigError, Refused
-from ramify.inference.base import PROTOCOL, TAGS, CachePressure
-from ramify.inference.http.api import EngineHttpApi
-from ramify.inference.http.engine_server import SampledIds, ServerInfo, read_pressure
-from ramify.inference.http.inference_spec import InferenceSpec, check_version
+from ramify.inference.base import PROTOCOL, TAGS
+from ramify.inference.http.api import HttpEngineServer, seed_at
+from ramify.inference.http.engine_server import SampledIds, ServerInfo
+from ramify.inference.http.inference_spec import check_version
 
 
-class SglangServer:
+class SglangServer(HttpEngineServer):
     """Client of one SGLang server. Implements ``EngineServer``."""
-
-    updates_in_place = False
-
-    def __init__(self, url: str, spec: InferenceSpec, key: str = "") -> None:
-        self._api = EngineHttpApi(url, key)
-        self.url = self._api.url
-        self._spec = spec
 
     async def facts(self) -> ServerInfo:
         about = await self._api.get("/server_info", 4 * self._spec.probe_s)
@@ -56,9 +48,6 @@ class SglangServer:
             version, window, dtype, about.get("vocab_size"), "processed_logprobs", _levels(about)
         )
 
-    async def healthy(self) -> None:
-        await self._api.get("/health", self._spec.probe_s)
-
     async def sample(
         self, ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int], affinity: str
     ) -> SampledIds:
@@ -72,10 +61,7 @@ class SglangServer:
         if sampling.stop:
             params["stop"] = list(sampling.stop)
         if sampling.seed is not None:
-            digest = hashlib.blake2b(
-                f"{sampling.seed}|{affinity}|{len(ids)}".encode(), digest_size=4
-            ).digest()
-            params["sampling_seed"] = int.from_bytes(digest) >> 1
+            params["sampling_seed"] = seed_at(sampling.seed, affinity, len(ids))
         answer = await self._generate(
             {"input_ids": list(ids), "sampling_params": params, "return_logprob": True}
         )
@@ -109,11 +95,6 @@ class SglangServer:
         except (KeyError, TypeError, ValueError) as error:
             raise self._bad(error) from None
 
-    async def pressure(self) -> CachePressure | None:
-        return read_pressure(
-            str((await self._api.get("/metrics", self._spec.probe_s)).get("text", ""))
-        )
-
     async def takes_id(self, id: int) -> bool:
         try:
             await self._generate({"input_ids": [id], "sampling_params": {"max_new_tokens": 1}})
@@ -121,14 +102,11 @@ class SglangServer:
             return False
         return True
 
-    async def fingerprint(self) -> str | None:
-        return None
-
     async def pause(self) -> None:
         await self._post("/pause_generation", {"mode": "abort"})
 
     async def resume(self) -> None:
-        await self._post("/continue_generation", {})
+        await self._post("/continue_generation")
 
     async def open_weights(self, info: dict[str, Any]) -> None:
         """Nothing to send: each update names its folder."""
@@ -139,7 +117,7 @@ class SglangServer:
         answer = await self._post("/update_weights_from_disk", body)
         if not answer.get("success", True):
             raise BadReply(f"POST {self.url}/update_weights_from_disk: {answer.get('message')}")
-        await self._post("/flush_cache", {})
+        await self._post("/flush_cache")
 
     async def sleep(self, level: int) -> None:
         """Release the memory. Whether weights are kept is decided by the server's flags. The server
@@ -154,14 +132,8 @@ class SglangServer:
     async def is_asleep(self) -> bool:
         return False
 
-    async def close(self) -> None:
-        await self._api.close()
-
     async def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
         return await self._api.post("/generate", body, self._spec.request_s)
-
-    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return await self._api.post(path, body, self._spec.update_s)
 
     def _bad(self, error: Exception) -> BadReply:
         return BadReply(

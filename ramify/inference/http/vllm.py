@@ -15,16 +15,15 @@ vLLM.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 from ramify.clients.base import Sampling
 from ramify.errors import BadReply, ConfigError, Refused
-from ramify.inference.base import PROTOCOL, CachePressure
-from ramify.inference.http.api import EngineHttpApi
-from ramify.inference.http.engine_server import SampledIds, ServerInfo, read_pressure
-from ramify.inference.http.inference_spec import InferenceSpec, check_version
+from ramify.inference.base import PROTOCOL
+from ramify.inference.http.api import HttpEngineServer, seed_at
+from ramify.inference.http.engine_server import SampledIds, ServerInfo
+from ramify.inference.http.inference_spec import check_version
 from ramify.types.message import VersionSpan
 
 _ROUTES = (
@@ -39,16 +38,10 @@ _ROUTES = (
 )
 
 
-class VllmServer:
+class VllmServer(HttpEngineServer):
     """Client of one vLLM server. Implements ``EngineServer``."""
 
-    updates_in_place = False
-
-    def __init__(self, url: str, spec: InferenceSpec, key: str = "") -> None:
-        self._api = EngineHttpApi(url, key)
-        self.url = self._api.url
-        self._spec = spec
-        self._model = ""
+    _model = ""
 
     async def facts(self) -> ServerInfo:
         wait_s = self._spec.probe_s
@@ -64,9 +57,6 @@ class VllmServer:
         dtype, vocabulary, mode, levels = await self._about_model(about)
         return ServerInfo(version, models[0].get("max_model_len"), dtype, vocabulary, mode, levels)
 
-    async def healthy(self) -> None:
-        await self._api.get("/health", self._spec.probe_s)
-
     async def sample(
         self, ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int], affinity: str
     ) -> SampledIds:
@@ -77,8 +67,8 @@ class VllmServer:
             "logprobs": 0,
             "return_token_ids": True,
             "stop_token_ids": list(stop_ids),
-            "temperature": _or(sampling.temperature, 1.0),
-            "top_p": _or(sampling.top_p, 1.0),
+            "temperature": 1.0 if sampling.temperature is None else sampling.temperature,
+            "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
             "top_k": sampling.top_k or 0,
             **self._drawing(sampling, affinity, len(ids)),
         }
@@ -113,9 +103,6 @@ class VllmServer:
                 f"POST {self.url}/v1/completions: no prompt_logprobs in the answer: {error!r}"
             ) from None
 
-    async def fingerprint(self) -> str | None:
-        return None
-
     async def pause(self) -> None:
         await self._post("/pause?mode=abort")
 
@@ -147,21 +134,9 @@ class VllmServer:
         except Refused:  # without this route it cannot sleep
             return False
 
-    async def close(self) -> None:
-        await self._api.close()
-
-    async def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
-        await self._api.post(path, body or {}, self._spec.update_s)
-
     def _drawing(self, sampling: Sampling, affinity: str, num_ids: int) -> dict[str, Any]:
-        """Sampling seed of this call at this prompt length, since vLLM restarts its random numbers
-        with each request."""
-        if sampling.seed is None:
-            return {}
-        digest = hashlib.blake2b(
-            f"{sampling.seed}|{affinity}|{num_ids}".encode(), digest_size=4
-        ).digest()
-        return {"seed": int.from_bytes(digest) >> 1}
+        """The fields from which the engine draws its random numbers."""
+        return {} if sampling.seed is None else {"seed": seed_at(sampling.seed, affinity, num_ids)}
 
     def _check_ramify(self, about: dict[str, Any]) -> None:
         if about["ramify_protocol"] != PROTOCOL:
@@ -201,11 +176,6 @@ class VllmServer:
             levels,
         )
 
-    async def pressure(self) -> CachePressure | None:
-        return read_pressure(
-            str((await self._api.get("/metrics", self._spec.probe_s)).get("text", ""))
-        )
-
     async def takes_id(self, id: int) -> bool:
         """Whether ``id`` is in its vocabulary, for a server that does not report its vocabulary
         size."""
@@ -222,8 +192,6 @@ class VllmServer:
 
 class RamifyServer(VllmServer):
     """Client of `ramify serve-policy --weight-transfer`."""
-
-    updates_in_place = True
 
     async def facts(self) -> ServerInfo:
         about = await self._api.get("/version", self._spec.probe_s)
@@ -274,7 +242,3 @@ def _sampled(answer: dict[str, Any], prompt_ids: Sequence[int]) -> SampledIds:
         None if spans is None else tuple(VersionSpan(*span) for span in spans),
         None if kept is None else tuple(map(tuple, kept)),
     )
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value

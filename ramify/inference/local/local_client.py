@@ -221,10 +221,6 @@ class LocalClient:
         """End the engine's thread. The policy stays usable."""
         await asyncio.get_running_loop().run_in_executor(None, self._thread.close)
 
-    def prompt_ids(self, request: Request) -> list[int]:
-        """The whole prompt: the known ids, and what the messages after them add."""
-        return prompt_ids(self.policy.renderer, request)
-
     def _generation(self, request: Request) -> Generation:
         sampling = request.sampling
         if sampling.extra:
@@ -232,7 +228,7 @@ class LocalClient:
                 f"{self.name}: no field {', '.join(sorted(sampling.extra))} here: leave "
                 "sampling.extra out"
             )
-        ids = self.prompt_ids(request)
+        ids = prompt_ids(self.policy.renderer, request)
         if len(ids) >= self.window:
             raise too_long(self.name, self.window, request, len(ids))
         return self._generation_of(ids, sampling, request.affinity)

@@ -82,7 +82,7 @@ class ModalStream:
         await self._stdin.drain.aio()
 
     async def receive(self) -> bytes:
-        return await sdk.next_part(self._stdout)
+        return await sdk.next_bytes(self._stdout)
 
     async def close(self) -> None:
         await sdk.remove(self._box.terminate.aio)

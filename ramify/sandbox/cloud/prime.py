@@ -121,7 +121,7 @@ class PrimeProcess:
         await self._process.write_stdin(data)
 
     async def receive(self) -> bytes:
-        return await sdk.next_part(self._stdout)
+        return await sdk.next_bytes(self._stdout)
 
     async def close(self) -> None:
         try:

@@ -123,6 +123,14 @@ def need_key(provider: str, variables: tuple[str, ...], file: str = "", instead:
     raise SandboxError(f"sandbox '{provider}' has no key: set {' and '.join(variables)}{where}")
 
 
+async def next_bytes(stdout: AsyncIterator[Any]) -> bytes:
+    """The next output of a process; empty once it has ended."""
+    async for data in stdout:
+        if data:
+            return bytes(data)
+    return b""
+
+
 async def create(
     provider: str, request: Awaitable[T], delete: Callable[[T], Awaitable[object]]
 ) -> T:
@@ -190,14 +198,6 @@ async def _attempts(delete: Callable[[], Awaitable[object]]) -> None:
             if not retries_left:
                 raise
         await asyncio.sleep(_PAUSE_S)
-
-
-async def next_part(stdout: AsyncIterator[Any]) -> bytes:
-    """Return the next output of a command; b"" at its end."""
-    async for data in stdout:
-        if data:
-            return bytes(data)
-    return b""
 
 
 async def _uninterrupted(work: Awaitable[None]) -> None:

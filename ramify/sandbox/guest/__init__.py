@@ -6,8 +6,8 @@ confines it. To start a guest, pass two file descriptors and call ``Guest(...).s
 library only; importing this package has no side effects.
 
 Where ramify is not installed, this folder is the package ``ramify_guest`` (see
-``forkserver_channel.py``).
-Its modules import each other by relative names only, and this file imports none of them.
+``forkserver_channel.py``). Its modules import each other by relative names only, and this file
+imports none of them.
 
     guest.py  Guest: answers the host,  ──┬─> notebook.py     names and cells
               calls from code to the host ├─> interpreter.py  state that is restored after each cell

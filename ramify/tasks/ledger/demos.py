@@ -8,7 +8,7 @@ reply of code after another.
     FINAL(r)
 
     P=context[4:].split('\\n###\\n')                several documents: one child for each, then
-    combine
+                                                    combine
     A=rlm_query_batched(["sum qty of 'red'"]*len(P),P)
     r=sum(A)
     print(r)
@@ -37,13 +37,13 @@ import re
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from ramify.clients.base import Price, Request
 from ramify.errors import RamifyError, Refused
-from ramify.tasks.base import Item
+from ramify.tasks.base import DemonstrationScaffold, Item
 from ramify.tasks.ledger.ledger_rows import (
     COMBINED,
     KINDS,
@@ -286,14 +286,6 @@ def seed_of(item: Item, seed: int, call: str) -> str:
     return f"{seed}/{item.id}/{call}"
 
 
-class LedgerScaffold(Protocol):
-    """The part of the engine's ``Scaffold`` that a conversation needs."""
-
-    def first_message(self, question: str, context: object) -> str: ...
-
-    def report(self, cell: Cell) -> str: ...
-
-
 class LedgerDemonstration(msgspec.Struct, frozen=True):
     """Conversation of one call in a demonstration."""
 
@@ -309,14 +301,17 @@ class LedgerDemonstration(msgspec.Struct, frozen=True):
 
 
 def play(
-    item: Item, habits: LedgerDemonstratorHabits, seed: int, scaffold: LedgerScaffold
+    item: Item, habits: LedgerDemonstratorHabits, seed: int, scaffold: DemonstrationScaffold
 ) -> list[LedgerDemonstration]:
     """Return the calls of one demonstration, the root first."""
     return _Play(item, habits, seed, scaffold).run()
 
 
 def demonstrations(
-    items: Iterable[Item], habits: LedgerDemonstratorHabits, seed: int, scaffold: LedgerScaffold
+    items: Iterable[Item],
+    habits: LedgerDemonstratorHabits,
+    seed: int,
+    scaffold: DemonstrationScaffold,
 ) -> Iterator[list[LedgerDemonstration]]:
     """Yield one demonstration for each item."""
     items = iter(items)
@@ -351,7 +346,7 @@ class _Play:
     """State of one demonstration."""
 
     def __init__(
-        self, item: Item, habits: LedgerDemonstratorHabits, seed: int, rules: LedgerScaffold
+        self, item: Item, habits: LedgerDemonstratorHabits, seed: int, rules: DemonstrationScaffold
     ) -> None:
         self._item = item
         self._habits = habits

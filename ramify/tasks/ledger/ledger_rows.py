@@ -1,9 +1,9 @@
 """Rows of a ledger: generated so that almost-right habits fail, written in a format, and read
 again.
 
-    row = (user, label, quantity)     RowFormat(",", order=(2, 0, 1), header=True):
-    qty,user,label
-                                                                                       17,bavo,red
+    row = (user, label, quantity)     RowFormat(",", order=(2, 0, 1), header=True)
+    ("bavo", "red", 17)               qty,user,label
+                                      17,bavo,red
 
 Decides the contents of rows and the right answers. Not here: the wording of questions (see
 ``task.py``) and how a demonstrator answers them (see ``demos.py``).

@@ -7,7 +7,7 @@
     ledger(long=0.05)                           one training item in twenty is long (to 3,000,000)
 
     sum qty of 'red' in all docs                several documents in one context, separated by a
-    mark
+                                                mark
     ###
     bavo,red,17
     ###

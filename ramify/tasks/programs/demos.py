@@ -18,9 +18,9 @@ produces.
 A hint (a bridge thought) is one to three rules that would have helped. Its two sources:
 
     TypeError: not @w9@f20 but @w9@f4     from_errors: only what the tool reported     ->  use
-    @w9@f4
+                                                                                           @w9@f4
     a program that took f7 for w40        from_facts: needs access to the library      ->  use
-    @w40@f31
+                                                                                           @w40@f31
 
 A hint states rules that hold for every problem, never the answer of one. Hints from errors contain
 nothing that the policy has not seen: a teacher that reads such a hint has no additional knowledge.
@@ -31,11 +31,10 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
 
 import msgspec
 
-from ramify.tasks.base import Item
+from ramify.tasks.base import DemonstrationScaffold, Item
 from ramify.tasks.programs.program_library import (
     IMPORTED,
     NUM_WORDS,
@@ -117,14 +116,6 @@ def from_facts(
 MAX_CODE_TURNS = 2
 
 
-class ProgramScaffold(Protocol):
-    """The part of the engine's ``Scaffold`` that a demonstration needs."""
-
-    def first_message(self, question: str, context: object) -> str: ...
-
-    def report(self, cell: Cell) -> str: ...
-
-
 class ProgramDemonstratorHabits(msgspec.Struct, frozen=True):
     """Weaknesses of the demonstrator. All values are shares from 0 to 1."""
 
@@ -148,14 +139,17 @@ class ProgramDemonstration(msgspec.Struct, frozen=True):
 
 
 def demonstrations(
-    items: Iterable[Item], habits: ProgramDemonstratorHabits, seed: int, rules: ProgramScaffold
+    items: Iterable[Item],
+    habits: ProgramDemonstratorHabits,
+    seed: int,
+    rules: DemonstrationScaffold,
 ) -> Iterator[list[ProgramDemonstration]]:
     """Yield one demonstration for each item."""
     return ([demonstrate(item, habits, seed, rules)] for item in items)
 
 
 def demonstrate(
-    item: Item, habits: ProgramDemonstratorHabits, seed: int, rules: ProgramScaffold
+    item: Item, habits: ProgramDemonstratorHabits, seed: int, rules: DemonstrationScaffold
 ) -> ProgramDemonstration:
     """Return the demonstrator's conversation about ``item``."""
     return _Demonstration(item, habits, random.Random(f"{seed}/{item.id}"), rules).run()
@@ -169,7 +163,7 @@ class _Demonstration:
         item: Item,
         habits: ProgramDemonstratorHabits,
         rng: random.Random,
-        rules: ProgramScaffold,
+        rules: DemonstrationScaffold,
     ) -> None:
         problem = ProgramProblem.read(item.question)
         assert problem is not None, item.question

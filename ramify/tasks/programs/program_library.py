@@ -2,7 +2,7 @@
 calls.
 
     50@w3@5@w9@2            a problem: start with 50, apply w3 with operand 5, then w9 with operand
-    2
+                            2
     50@w3@f7@5@w9@f0@2      its program, which names the function of each word; valid Python
     from ops import f10;…   two of the functions must be imported first
 

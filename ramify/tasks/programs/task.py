@@ -37,8 +37,8 @@ _ANSWER = re.compile(r"FINAL\(\d{1,2}\)")
 def programs(*, seed: int = 0, steps: int = 6, secret: int = 0) -> SimpleTask:
     """Generated problems that a short program solves.
 
-    ``steps`` is the number of different words in a problem; ``secret`` seeds
-    the library. Raises ConfigError for an invalid number of steps."""
+    ``steps`` is the number of different words in a problem; ``secret`` seeds the library. Raises
+    ConfigError for an invalid number of steps."""
     if not 1 <= steps <= NUM_WORDS:
         raise ConfigError(
             f"programs: steps={steps}; a problem has 1 to {NUM_WORDS} different words"

@@ -11,8 +11,6 @@ algebra system may need hours for an expression that a model wrote.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import importlib.util
 import json
 import re
@@ -25,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from ramify.actors.child_process import IdleProcesses, kill
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item
 from ramify.tasks.scoring.answer_text import accepted, as_text
@@ -74,7 +73,7 @@ class MathScore(msgspec.Struct, frozen=True):
         numbers = _integer(gold), _integer(answer)
         if None not in numbers:
             return numbers[0] == numbers[1]
-        return _workers.same(gold, answer, self.timeout_s)
+        return _same_in_time(gold, answer, self.timeout_s)
 
 
 def _plain(text: str) -> str:
@@ -88,44 +87,6 @@ def _integer(text: str) -> int | None:
     if _GROUPED.fullmatch(plain):
         plain = plain.replace(",", "")
     return int(plain) if _INTEGER.fullmatch(plain) else None
-
-
-class _Workers:
-    """Pool of processes that compare expressions. They start on demand, at most ``MAX_WORKERS``."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._slots = threading.Semaphore(MAX_WORKERS)
-        self._idle: list[subprocess.Popen[str]] = []
-
-    def same(self, gold: str, answer: str, timeout_s: float) -> bool:
-        """Compare two expressions. False at the time limit. Raises ConfigError if math-verify is
-        not installed, and RamifyError if the process does not start."""
-        with self._slots:
-            with self._lock:
-                worker = self._idle.pop() if self._idle else None
-            if worker is None or worker.poll() is not None:
-                worker = _start_worker()
-            line = None
-            try:
-                assert worker.stdin is not None
-                worker.stdin.write(json.dumps({"gold": gold, "answer": answer}) + "\n")
-                worker.stdin.flush()
-                line = _line(worker, timeout_s)
-            except OSError:
-                line = None
-            if not line:  # too slow, or killed by its own memory limit
-                _end(worker)
-                return False
-            with self._lock:
-                self._idle.append(worker)
-            return bool(json.loads(line)["same"])
-
-    def close(self) -> None:
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for worker in idle:
-            _end(worker)
 
 
 def _start_worker() -> subprocess.Popen[str]:
@@ -144,7 +105,7 @@ def _start_worker() -> subprocess.Popen[str]:
         encoding="utf-8",
     )
     if _line(worker, _START_S) != "ready\n":
-        _end(worker)
+        kill(worker)
         raise RamifyError(
             "the process that compares mathematical answers did not start: check the installation "
             "of math-verify"
@@ -161,17 +122,24 @@ def _line(worker: subprocess.Popen[str], timeout_s: float) -> str:
     return worker.stdout.readline() if poll.poll(timeout_s * 1000) else ""
 
 
-def _end(worker: subprocess.Popen[str]) -> None:
-    worker.kill()
-    for pipe in (worker.stdin, worker.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-    worker.wait()
+_slots = threading.Semaphore(MAX_WORKERS)
+_workers = IdleProcesses(_start_worker)
 
 
-_workers = _Workers()
-atexit.register(_workers.close)
+def _same_in_time(gold: str, answer: str, timeout_s: float) -> bool:
+    """Compare two expressions in a process. False at the time limit. Raises ConfigError if
+    math-verify is not installed, and RamifyError if the process does not start."""
+    try:
+        with _slots, _workers.one() as worker:
+            print(json.dumps({"gold": gold, "answer": answer}), file=worker.stdin, flush=True)
+            line = _line(worker, timeout_s)
+            if not line:
+                raise TimeoutError
+    except (TimeoutError, BrokenPipeError):  # too slow, or killed by its own memory limit
+        return False
+    return bool(json.loads(line)["same"])
+
+
 math_answer = MathScore()
 """Compares a box near the end, or the whole answer.
 

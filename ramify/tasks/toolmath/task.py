@@ -61,7 +61,7 @@ def item_of(row: Mapping[str, Any]) -> Item:
         missing = "problem" if question is None else "answer"
         raise ValueError(
             f"no {missing} was found among its columns {', '.join(map(str, row))}; known columns "
-            f"are {_known()}"
+            f"are {', '.join(QUESTIONS)} and {', '.join(GOLDS)}"
         )
     kind = str(row.get("data_source") or "")
     return Item(question, gold=gold, kind=kind, wrong=_other(gold))
@@ -102,10 +102,6 @@ def _other(gold: str) -> str:
     return str(int(gold) + 1) if re.fullmatch(r"[-+]?\d{1,18}", gold) else f"{gold} + 1"
 
 
-def _known() -> str:
-    return f"{', '.join(QUESTIONS)} and {', '.join(GOLDS)}"
-
-
 _INTEGER = re.compile(r"\$?\s*([-+]?(?:\d{1,3}(?:,\d{3})+|\d{1,400}))(?:\.0{1,20})?\.?\s*\$?")
 HELD_OUT = 1 / 64
 """Share of the training file that becomes the validation split if no validation file is given."""
@@ -117,8 +113,7 @@ def toolmath(
     """Mathematics with a Python session: problems from files, answers in the last box.
 
     Args:
-        train: A ``.jsonl`` or ``.parquet`` file, or a list of rows, in a form of
-        ``item_of``.
+        train: A ``.jsonl`` or ``.parquet`` file, or a list of rows, in a form of ``item_of``.
         validation: Likewise.
         test: Likewise.
         verifier: Name of a score, or ``auto``: integers are compared as numbers, other answers by
@@ -129,7 +124,7 @@ def toolmath(
     splits = {
         split: _once(split, rows_of(source))
         for split, source in sources.items()
-        if _is_given(source)
+        if source is not None and not (isinstance(source, str) and source == "")
     }
     if not splits:
         raise ConfigError(
@@ -138,9 +133,8 @@ def toolmath(
         )
     if "train" in splits and "validation" not in splits:
         splits |= _divided(splits["train"])
-    return SimpleTask(
-        "toolmath", splits, WholeTrajectoryReward(_ToolMathScore(_verifier(verifier)))
-    )
+    score = _ToolMathScore(auto if verifier == "auto" else SCORERS.of(verifier))
+    return SimpleTask("toolmath", splits, WholeTrajectoryReward(score))
 
 
 class _ToolMathScore:
@@ -205,15 +199,6 @@ def whole(value: Any) -> int | None:
     text = as_text(value)
     match = _INTEGER.fullmatch(text) if text is not None else None
     return int(match[1].replace(",", "")) if match is not None else None
-
-
-def _verifier(name: str) -> AnswerReward:
-    verifier: AnswerReward = auto if name == "auto" else SCORERS.of(name)
-    return verifier
-
-
-def _is_given(source: Any) -> bool:
-    return source is not None and (not isinstance(source, str) or source != "")
 
 
 def _once(split: str, rows: Sequence[Any]) -> DatasetItems:

@@ -196,5 +196,5 @@ def _of_inner(algorithm: Any, function: Any, default: Any) -> Any:
 def _replaced(struct: T, field: str, value: object) -> T:
     """A copy with another value of ``field``. Its options are not checked again."""
     replaced = copy.copy(struct)
-    msgspec.structs.force_setattr(replaced, field, value)  # type: ignore[type-var]
+    msgspec.structs.force_setattr(replaced, field, value)  # type: ignore[arg-type]
     return replaced

@@ -15,6 +15,7 @@ Not here: the loss, clipping and the KL penalty in the loss (see losses/).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -110,6 +111,13 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         _credit_of(self.credit)
+        mine, ours = type(self), GroupOptions
+        if (
+            mine is not ours
+            and mine.compare is ours.compare
+            and mine.assign_advantages is ours.assign_advantages
+        ):
+            raise ConfigError(f"{mine.__name__} has no formula: define compare()")
         lengths = {"overlong_buffer": self.overlong_buffer}
         lengths |= {"max_rollout_tokens": self.max_rollout_tokens}
         check_optional("algorithm", "a running mean", rollout_tokens=self.rollout_tokens)
@@ -133,6 +141,18 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         ``returns``: [n]. ``lengths``: [n] sampled tokens of each attempt, empty if unknown."""
         raise NotImplementedError(f"{type(self).__name__} has no formula: define compare()")
 
+    def _checked_compare(
+        self, returns: Sequence[float], lengths: Sequence[int] = ()
+    ) -> Sequence[float]:
+        """``compare``, whose result may be of a plug-in."""
+        advantages = self.compare(returns, lengths)
+        if len(advantages) != len(returns) or not all(map(math.isfinite, advantages)):
+            raise ConfigError(
+                f"{type(self).__name__}.compare() gave {list(advantages)!r:.80} for the returns "
+                f"{list(returns)!r:.80}: give a finite number for each"
+            )
+        return advantages
+
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> AssignedStep:
@@ -140,8 +160,9 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
         def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
             numbers: Sequence[Numbers] = _credit_of(self.credit)(
-                trees, self.compare, self.gamma_tree
+                trees, self._checked_compare, self.gamma_tree
             )
+            _check_numbers(self.credit, trees, numbers)
             return numbers
 
         return judged(groups, weights, self, judge, every_token)
@@ -235,6 +256,21 @@ def has_signal(numbers: Sequence[Mapping[str, float]]) -> bool:
     """Whether any call of the group's rollouts has a non-zero advantage. A group without one has no
     gradient and would only dilute the other groups' weight."""
     return any(abs(value) > NO_ADVANTAGE for tree in numbers for value in tree.values())
+
+
+def _check_numbers(
+    credit: str, trees: Sequence[Mapping[str, CreditNode]], numbers: Sequence[Numbers]
+) -> None:
+    """Raise ConfigError unless a credit, which may be of a plug-in, gave each call a number."""
+    if len(numbers) != len(trees):
+        raise ConfigError(f"credit '{credit}' gave {len(numbers)} results for {len(trees)} trees")
+    for tree, own in zip(trees, numbers, strict=True):
+        for id in tree:
+            if id not in own or not math.isfinite(own[id]):
+                raise ConfigError(
+                    f"credit '{credit}' gave call {id} the advantage {own.get(id)}: give each call "
+                    "of a tree a finite number"
+                )
 
 
 def _usable(group: Group) -> Group:
@@ -398,4 +434,7 @@ def _no_signal(
         return "no group has two rollouts, so no rollout can be compared with another"
     if not with_signal:
         return f"in each of {len(groups)} groups all rollouts did equally well"
-    return "all calls with an advantage were masked, or have no token ids and log-probabilities"
+    return (
+        "all calls with an advantage were masked, are of another model, or have no token ids and "
+        "log-probabilities"
+    )

@@ -18,7 +18,7 @@ Legend: E entries of a batch, N tokens of an optimizer step.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
@@ -153,3 +153,31 @@ def is_clipped(r: Tensor, advantages: Tensor, low: float, high: float) -> Tensor
 def nowhere(tokens: LossTokens) -> Tensor:
     """[E] False for every token."""
     return (tokens.now > 0).logical_and(tokens.now < 0)
+
+
+_NOT_NEGATIVE = (
+    "kl_beta", "router_aux_loss_coef", "kd_pull", "kd_clip", "clip_low", "clip_high", "cap",
+    "bound", "share", "beta", "pull", "delta", "tau_positive", "tau_negative",
+)  # fmt: skip
+"""Options of losses and corrections that are distances, factors or shares."""
+
+
+def check_bounds(options: Any, where: str) -> None:
+    """Raise ConfigError for a bound that no token can be within, which would train silently."""
+    for name in _NOT_NEGATIVE:
+        value = getattr(options, name, None)
+        if isinstance(value, int | float) and not value >= 0:
+            raise ConfigError(f"{where}{name}={value:g} cannot be negative")
+    low, high = getattr(options, "low", None), getattr(options, "high", None)
+    if isinstance(low, int | float) and isinstance(high, int | float) and not low <= high:
+        raise ConfigError(f"{where}low={low:g} must not be above high={high:g}")
+
+
+def check_per_token(part: Any, method: str, given: Tensor, tokens: LossTokens) -> None:
+    """Raise ConfigError unless ``given``, which a plug-in may have computed, has a value for each
+    token: a mean would be added to every token without an error."""
+    if given.shape != tokens.now.shape:
+        raise ConfigError(
+            f"{type(part).__name__}.{method}() gave shape {list(given.shape)} for "
+            f"{tokens.now.numel()} tokens: give a value for each token, without a mean or a sum"
+        )

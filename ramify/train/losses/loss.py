@@ -38,8 +38,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.errors import ConfigError, TrainError
+from ramify.plugins import check_methods
 from ramify.train.losses import POLICY_LOSSES, DppoTv, LossTokens, PolicyLoss, ratio
-from ramify.train.losses.base import LossStep, SequenceSums, TokenSelectingLoss
+from ramify.train.losses.base import (
+    LossStep,
+    SequenceSums,
+    TokenSelectingLoss,
+    check_bounds,
+    check_per_token,
+)
 from ramify.train.losses.corrections import CORRECTIONS
 from ramify.train.losses.critic import CriticTokens, ValueLoss
 from ramify.train.losses.distil_losses import KdKind, forward_kl, reverse_kl, surrogate
@@ -89,16 +96,19 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     tools, 1 for chat."""
 
     def __post_init__(self) -> None:
-        _check_bounds(self, "loss.")
+        check_bounds(self, "loss.")
         msgspec.structs.force_setattr(self, "policy", POLICY_LOSSES.build(self.policy))
         msgspec.structs.force_setattr(
             self,
             "corrections",
             tuple(CORRECTIONS.build(correction) for correction in self.corrections),
         )
+        check_methods("rl.loss.policy", self.policy, "per_token", "clipped")
+        for correction in self.corrections:
+            check_methods("rl.loss.corrections", correction, "factor")
         for formula in (self.policy, *self.corrections):
             config = getattr(formula, "__struct_config__", None)
-            _check_bounds(formula, f"{config.tag}: " if config is not None else "")
+            check_bounds(formula, f"{config.tag}: " if config is not None else "")
         if "fresh_old" in self.reads and self.old == "sampler":
             raise ConfigError(
                 "loss.old=sampler: corrections and decoupled losses compare the trainer's "
@@ -136,24 +146,6 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return msgspec.structs.replace(
             self, old="pass" if num > 1 and "old_logprobs" in self.reads else single
         )
-
-
-_NOT_NEGATIVE = (
-    "kl_beta", "router_aux_loss_coef", "kd_pull", "kd_clip", "clip_low", "clip_high", "cap",
-    "bound", "share", "beta", "pull", "delta", "tau_positive", "tau_negative",
-)  # fmt: skip
-"""Options of losses and corrections that are distances, factors or shares."""
-
-
-def _check_bounds(options: Any, where: str) -> None:
-    """Raise ConfigError for a bound that no token can be within, which would train silently."""
-    for name in _NOT_NEGATIVE:
-        value = getattr(options, name, None)
-        if isinstance(value, int | float) and not value >= 0:
-            raise ConfigError(f"{where}{name}={value:g} cannot be negative")
-    low, high = getattr(options, "low", None), getattr(options, "high", None)
-    if isinstance(low, int | float) and isinstance(high, int | float) and not low <= high:
-        raise ConfigError(f"{where}low={low:g} must not be above high={high:g}")
 
 
 class LossEntries(NamedTuple):
@@ -222,9 +214,18 @@ def _reinforce(loss: LossSpec, entries: LossEntries, tally: LossTally) -> Tensor
     streams, tokens = entries.streams, _tokens(loss, entries)
     now, has_weight = tokens.now, streams["rl"] != 0
     value = policy.per_token(tokens)
-    tally.policy(tokens, policy.clipped(tokens), has_weight)
+    clipped = policy.clipped(tokens)
+    check_per_token(policy, "per_token", value, tokens)
+    check_per_token(policy, "clipped", clipped, tokens)
+    if now.requires_grad and not value.requires_grad:
+        raise ConfigError(
+            f"{type(policy).__name__}.per_token() has no gradient: it must depend on tokens.now "
+            "without detach()"
+        )
+    tally.policy(tokens, clipped, has_weight)
     for correction in loss.corrections:
         factor = correction.factor(tokens)
+        check_per_token(correction, "factor", factor, tokens)
         tally.mean("corrected_away", (factor == 0).to(now.dtype), has_weight)
         tally.mean("correction", factor, has_weight)
         value = value * factor

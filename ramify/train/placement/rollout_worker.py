@@ -32,8 +32,8 @@ from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.log_outputs import Sender
 from ramify.logging import SentRecord, attach
 from ramify.sandbox.base import SandboxSpec
-from ramify.tasks.base import Item
-from ramify.train.depth_models import DepthSpec
+from ramify.tasks.base import Item, task_of
+from ramify.train.depth_models import DepthModels, DepthSpec, FrozenSpec
 
 
 class RolloutWorkerSpec(msgspec.Struct, frozen=True):
@@ -129,8 +129,6 @@ class _RolloutWorker:
     async def serve(self) -> None:
         """Sample rollouts as requested until the run ends. Raises RamifyError if the worker cannot
         start."""
-        from ramify.tasks.base import task_of
-
         spec = self._spec
         # Fails fast if the task is unknown, before imports that take seconds.
         self._task = task_of(spec.task, **spec.options)
@@ -141,7 +139,6 @@ class _RolloutWorker:
         from ramify.engine.scaffold import scaffold_of
         from ramify.inference.http.http_engines import HttpEngines
         from ramify.models.load import load_policy
-        from ramify.train.depth_models import DepthModels, FrozenSpec
         from ramify.train.selfcheck import AuditedClient
 
         torch.set_num_threads(1)

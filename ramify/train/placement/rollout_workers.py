@@ -34,7 +34,7 @@ import msgspec
 from ramify.actors.child_process import Process, end_when_done, import_path
 from ramify.actors.connect_back import HeartbeatDeadline, Listener
 from ramify.actors.launcher import Launcher, SlotMember
-from ramify.actors.restarts import RestartCount, until_started
+from ramify.actors.restarts import RestartCount, cancel_all, until_started
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, TrainError
 from ramify.logging import RoomLogger, SentRecord
@@ -56,14 +56,6 @@ _PAUSE_S = 1.0
 """Pause before the next attempt to restart a worker."""
 _MAX_REASONS = 3
 """An error quotes the reasons of this many most recent failures."""
-
-
-class RolloutSource(Protocol):
-    """Samples rollouts, in this process or elsewhere."""
-
-    async def attempt(self, item: Item, name: str, sampling: Sampling) -> Trajectory:
-        """As ``evaluate.attempt``."""
-        ...
 
 
 class EngineHealth(Protocol):
@@ -118,7 +110,7 @@ class _Worker:
 
 
 class RolloutWorkers:
-    """The rollout workers of a run; implements ``RolloutSource``. Belongs to one event loop; call
+    """The rollout workers of a run. Belongs to one event loop; call
     ``start`` first."""
 
     def __init__(
@@ -192,10 +184,7 @@ class RolloutWorkers:
         """End all workers. Idempotent."""
         self._is_closing = True
         tasks, self._restarting = [*self._tasks, *self._restarting.values()], {}
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await cancel_all(tasks)
         workers, self._alive = self._alive, []
         for worker in workers:
             worker.send(None)
@@ -314,7 +303,11 @@ class RolloutWorkers:
                 if await asyncio.to_thread(worker.process.poll) is not None:
                     self._lost(worker, await asyncio.to_thread(_why_lost, worker))
                 elif worker.heartbeats.is_overdue():
-                    self._lost(worker, _why_silent(worker))
+                    self._lost(
+                        worker,
+                        f"rollout worker {worker.number} ({worker.process.where}) is lost: no "
+                        f"heartbeat for {worker.heartbeats.limit_s:g} s",
+                    )
                     await asyncio.to_thread(worker.process.end, 0.0)
             await asyncio.sleep(_LOOK_S)
 
@@ -411,11 +404,4 @@ def _why_lost(worker: _Worker) -> str:
     return (
         f"rollout worker {worker.number} ({worker.process.where}) is lost: it "
         f"{worker.process.exit_reason()}"
-    )
-
-
-def _why_silent(worker: _Worker) -> str:
-    return (
-        f"rollout worker {worker.number} ({worker.process.where}) is lost: no heartbeat for "
-        f"{worker.heartbeats.limit_s:g} s"
     )

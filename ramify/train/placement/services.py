@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ramify.actors.child_process import Process
 from ramify.actors.launcher import Launcher, SlotMember
-from ramify.actors.restarts import RestartCount, until_started
+from ramify.actors.restarts import RestartCount, cancel_all, until_started
 from ramify.errors import ConfigError
 from ramify.logging import RoomLogger
 from ramify.train.placement.placement_spec import ServiceSpec
@@ -75,10 +75,7 @@ class RunServices:
     async def close(self) -> None:
         """End all services and restore the environment. Idempotent."""
         watchers, self._watchers = self._watchers, []
-        for task in watchers:
-            task.cancel()
-        if watchers:
-            await asyncio.wait(watchers)
+        await cancel_all(watchers)
         await asyncio.gather(*(service.close() for service in self._all))
         environment, self._environment = self._environment, {}
         for name, value in environment.items():

@@ -39,7 +39,7 @@ from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.tasks.base import Item, Task
 from ramify.train.config_fields import check_optional
-from ramify.train.placement.rollout_workers import RolloutSource
+from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.types.trajectory import Group, Stop, Trajectory
 
 Gauge = Callable[[], Awaitable[CachePressure | None]]
@@ -319,12 +319,11 @@ class Rollouter:
         seed: int = 0,
         greedy: bool = False,
         gauge: Gauge | None = None,
-        rollout_worker: RolloutSource | None = None,
+        rollout_worker: RolloutWorkers | None = None,
     ) -> None:
-        """``greedy``: add one
-        rollout of each item at temperature 0 (``Group.greedy``). ``gauge`` measures the engine's
-        cache pressure. ``rollout_worker``: runs the rollouts in other processes; None: in this
-        one."""
+        """``greedy``: add one rollout of each item at temperature 0 (``Group.greedy``). ``gauge``
+        measures the engine's cache pressure. ``rollout_worker``: runs the rollouts in other
+        processes; None: in this one."""
         self._rollout_worker = rollout_worker
         self._rlm = rlm
         self._task = task

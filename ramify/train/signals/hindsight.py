@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from ramify.errors import ConfigError, RamifyError
+from ramify.errors import ConfigError
 from ramify.plugins import Registry
 from ramify.tasks.base import Item, total
 from ramify.tasks.scoring.answer_text import accepted, as_text
@@ -37,7 +37,7 @@ from ramify.train.signals.base import (
     steps_of,
     view_of,
 )
-from ramify.train.signals.judge import judge_of, known_judge
+from ramify.train.signals.judge import judge_of, judged, known_judge
 from ramify.types.trajectory import Group, Trajectory
 
 LONG_NUMBER = 4
@@ -169,7 +169,7 @@ class Hindsight(
         call = trajectory.root
         turns: list[int | None] = list(range(len(call.turns))) if self.per_turn else [None]
         views = [view_of(trajectory, call, turn, item, ask) for turn in turns]
-        verdicts = await asyncio.gather(*(_verdict(judge, view) for view in views))
+        verdicts = await asyncio.gather(*(judged(judge, view) for view in views))
         for view, verdict in zip(views, verdicts, strict=True):
             self._add_hints(hints, verdict, item, view.place)
         if not hints.at:
@@ -243,13 +243,6 @@ def _without_repeats(all_hints: Sequence[TrajectoryHints]) -> list[TrajectoryHin
 
 def _is_same(one: str, other: str) -> bool:
     return re.findall(r"\w+", one.casefold()) == re.findall(r"\w+", other.casefold())
-
-
-async def _verdict(judge: Judge, view: Any) -> JudgeVerdict:
-    try:
-        return await judge.judge(view)
-    except RamifyError as error:
-        return JudgeVerdict(reason=type(error).__name__, invalid=1)
 
 
 class DemonstrationHints(

@@ -155,7 +155,7 @@ def put_on_tree(trajectory: Trajectory, readings: Mapping[str, SignalScore]) -> 
             numbers = [
                 int(other.id.rpartition(".")[2])
                 for other in trajectory.calls
-                if _parent_id(other.id) == parent
+                if other.id.rpartition(".")[0] == parent
             ]
             trajectory.calls.append(
                 msgspec.structs.replace(call, id=f"{parent}.{max(numbers, default=-1) + 1}")
@@ -191,7 +191,3 @@ def _marks(trajectory: Trajectory, signal: str, reading: SignalScore) -> Iterato
         )
         if mark.values or mark.text:
             yield mark
-
-
-def _parent_id(id: str) -> str:
-    return id.rpartition(".")[0]

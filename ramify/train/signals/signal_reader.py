@@ -19,8 +19,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -38,30 +37,13 @@ from ramify.train.signals.base import (
     Signal,
     SignalContext,
     SignalScore,
-    TokenScorer,
 )
 from ramify.train.signals.compose import Hybrid, abstentions
 from ramify.train.signals.judge_calls import BUDGET, POLICY, JudgeCallers, put_on_tree
+from ramify.train.signals.scorer import RunTeachers
 from ramify.types.trajectory import Group
 
 _log = RoomLogger("train")
-
-
-class TeacherSource(Protocol):
-    """Provides the teachers of a step; see ``scorer.RunTeachers``."""
-
-    async def at(self, step: int) -> Mapping[str, TokenScorer]: ...
-
-    def measured(self) -> dict[str, float]: ...
-
-    @property
-    def has_state(self) -> bool:
-        """Whether a checkpoint must store something, by ``save`` and ``load``."""
-        ...
-
-    def save(self, folder: Path) -> None: ...
-
-    def load(self, folder: Path) -> None: ...
 
 
 class RunSignals:
@@ -76,7 +58,7 @@ class RunSignals:
         budget: Limits = BUDGET,
         cache: CallCache | None = None,
         policy: Client | None = None,
-        teachers: TeacherSource | None = None,
+        teachers: RunTeachers | None = None,
         writing: PromptRenderer | None = None,
         weights: Mapping[str, float] | None = None,
         temperature: float = 1.0,
@@ -99,7 +81,7 @@ class RunSignals:
         self._judges: JudgeCallers | None = None
 
     @property
-    def kept(self) -> Mapping[str, TeacherSource]:
+    def kept(self) -> Mapping[str, RunTeachers]:
         """State to store in a checkpoint, as ``Stage.kept``."""
         return (
             {"teachers": self._teachers}
@@ -140,7 +122,7 @@ class SignalReader:
         signals: Mapping[str, Signal],
         hybrid: Hybrid,
         context: SignalContext,
-        teachers: TeacherSource | None,
+        teachers: RunTeachers | None,
         judges: JudgeCallers | None,
     ) -> None:
         self.context = context
@@ -227,6 +209,7 @@ class SignalReader:
         for name, all_readings in self.readings.items():
             readings = {id: reading for id, reading in all_readings.items() if id in ids}
             metrics |= {f"{name}/{what}": value for what, value in abstentions(readings).items()}
+            self._report_without_judge(name, list(readings.values()))
             metrics[f"{name}/s"] = self._seconds[name]
             metrics[f"{name}/read"] = float(
                 sum(not reading.abstained for reading in readings.values())
@@ -234,6 +217,16 @@ class SignalReader:
         return metrics | {
             name: value - self._before.get(name, 0.0) for name, value in self._totals().items()
         }
+
+    def _report_without_judge(self, name: str, scores: Sequence[SignalScore]) -> None:
+        """Warn of a judge that said nothing of use about any rollout of the step."""
+        reasons = {score.abstained for score in scores}
+        if not scores or not reasons <= {"unanswered", "outside the format"}:
+            return
+        calls = [call for score in scores for call in score.calls]
+        failed = next((call.error for call in calls if call.error), None)
+        what = f"the first request failed with: {failed}" if failed else f"replies: {min(reasons)}"
+        self._report(f"signal '{name}' has no verdict for any of {len(scores)} rollouts; {what}")
 
     def _totals(self) -> dict[str, float]:
         """Teachers' and judges' counters since the run began."""
