@@ -178,11 +178,35 @@ def ask(
             )
     if not words or not words[0].strip():
         raise UsageError("no question: ramify ask QUESTION PATH…")
+    _refuse_a_path(words[0], words[1:])
     if not settings.get("model"):
         write(NO_MODEL)
         return ExitCode.USAGE
     with exporting(notes), ProgressScreen(notes, form) as screen:
-        return _ask(words[0], words[1:], answer_schema, settings, screen)
+        return _ask(_decoded_text(words[0]), words[1:], answer_schema, settings, screen)
+
+
+def _refuse_a_path(question: str, paths: list[str]) -> None:
+    """Reject a file in the place of the question, which would be asked without its content."""
+    if os.path.exists(question) and not any(map(os.path.exists, paths)):
+        raise UsageError(
+            f"{question} is a file or folder, and the question comes first: "
+            f"ramify ask QUESTION {question}"
+        )
+
+
+def _decoded_text(argument: str) -> str:
+    """Return ``argument`` as text if the locale could not decode it: as UTF-8, or else as
+    Windows-1252, like a file."""
+    try:
+        argument.encode()
+        return argument
+    except UnicodeEncodeError:
+        raw = os.fsencode(argument)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw.decode("cp1252", "replace")
 
 
 def _ask(
@@ -405,7 +429,10 @@ def _is_piped(notes: StderrNotes) -> bool:
 
     if not select.select([sys.stdin], [], [], _PATIENCE_S)[0]:
         notes.say("reading standard input; to ask without a context, close it: < /dev/null")
-    return bool(sys.stdin.buffer.peek(1))  # type: ignore[union-attr]
+    if sys.stdin.buffer.peek(1):  # type: ignore[union-attr]
+        return True
+    notes.say("standard input is empty, so the question has no context")
+    return False
 
 
 def _refuse_settings(words: list[str], answer_schema: str | None, given: dict[str, Any]) -> None:

@@ -318,10 +318,20 @@ def _print(
 ) -> ExitCode:
     code = exit_of(result.stop, result.answer)
     run_id = result.run_id if is_stored else None
-    if as_json:
-        _print_json(result, run_id)
-    elif result.answer is not None:
-        _print_answer(result, notes, has_schema)
+    is_written = True
+    try:
+        if as_json:
+            _print_json(result, run_id)
+        elif result.answer is not None:
+            _print_answer(result, notes, has_schema)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk: the answer was paid for, and is in the store
+        terminal_text.give_up_stdout()
+        kept = f"; read it with: ramify show {run_id}" if run_id else ""
+        error_line(f"the answer cannot be written to stdout: {error.strerror}{kept}")
+        is_written = False
     if code is ExitCode.SUSPENDED:
         took = seconds(result.trajectory.seconds)
         error_line(
@@ -341,7 +351,7 @@ def _print(
     printed = result.error if result.answer is not None else why_unanswered(result)
     if result.stop is not Stop.FINAL and reason not in (printed or ""):
         notes.say(f"ended: {ending(result.stop, reason, 0)}")
-    return code
+    return code if is_written else max(code, ExitCode.ERROR)
 
 
 def _shortest_name(run_id: str) -> str:

@@ -319,7 +319,7 @@ class _Command:
                 figure, num = against
                 print(
                     f"average minus that of {self._against}: {figure.value:+.3f} "
-                    f"[{figure.low:+.3f} {figure.high:+.3f}] over {num:,} items"
+                    f"[{figure.low:+.3f} {figure.high:+.3f}] over {many(num, 'item')}"
                 )
             if id is not None:
                 self._notes.say(f"evaluation {id}")

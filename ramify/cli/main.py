@@ -18,7 +18,7 @@ from difflib import get_close_matches
 
 from ramify import __version__
 from ramify.cli.parser import WRONG, CommandSpec, ExitCode, UsageError, unknown_option
-from ramify.cli.terminal_text import error_line
+from ramify.cli.terminal_text import error_line, give_up_stdout
 from ramify.errors import RamifyError
 
 COMMANDS = {
@@ -78,7 +78,7 @@ def run(arguments: list[str]) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return _run(arguments)
     except BrokenPipeError:
-        _give_up_stdout()
+        give_up_stdout()
         return ExitCode.BROKEN_PIPE
     except UsageError as error:
         name = split(arguments)[0]
@@ -125,6 +125,8 @@ def _run(arguments: list[str]) -> int:
             gc.freeze()  # as ``ask`` does: start-up's objects live on
             gc.enable()
         code = spec.call(options)
+    elif name == "help" and options:
+        return _run([*options, "--help"])
     elif name in ("", "--help", "-h", "help"):
         print(overview())
         code = ExitCode.ANSWERED if name else ExitCode.USAGE
@@ -156,11 +158,6 @@ def split(arguments: list[str]) -> tuple[str, list[str]]:
     )
 
 
-def _give_up_stdout() -> None:
-    # Otherwise Python reports an error when it flushes stdout at exit.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
 def _unexpected(error: Exception) -> str:
     """One line for an exception that no command caught.
 
@@ -168,7 +165,8 @@ def _unexpected(error: Exception) -> str:
     """
     if isinstance(error, OSError) and error.strerror:
         if error.errno == errno.ENOSPC and not error.filename:
-            _give_up_stdout()
+            give_up_stdout()
+            return f"cannot write to stdout: {error.strerror}"
         problem = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         return f"{problem}; set RAMIFY_DEBUG=1 to see the traceback"
     return (

@@ -314,7 +314,7 @@ class _Drawer:
         )
         with view:
             with self._lock:
-                self._print = lambda text: console.print(Text(clean(text)))
+                self._print = lambda text: console.print(Text(clean(text)), soft_wrap=True)
             while not self._stopped.is_set():
                 view.update(drawn(), refresh=True)
                 self._stopped.wait(INTERVAL_S)

@@ -171,6 +171,11 @@ def error_line(text: str) -> None:
     write("ramify: " + " ".join(clean(text).split()))
 
 
+def give_up_stdout() -> None:
+    """Discard what is still to be written to stdout: Python would report it again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 _COLORS = {"good": "32", "bad": "31", "warn": "33", "live": "36", "odd": "35", "quiet": "2"}
 _TOGETHER = 8
 """Maximum plain sub-calls of one call that are listed one by one."""

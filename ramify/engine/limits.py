@@ -36,6 +36,9 @@ DEFAULT_MAX_COST = 5.0
 _MAY_BE_ZERO = ("max_depth", "max_reasoning_tokens")
 
 
+_WRAP_UP_S = 10.0
+
+
 class _NamedFields(type(msgspec.Struct)):  # type: ignore[misc]
     """Reports an unknown field with the nearest known name."""
 
@@ -107,6 +110,12 @@ class Limits(msgspec.Struct, metaclass=_NamedFields, frozen=True, forbid_unknown
     def last_word_tokens(self) -> int:
         """Length of the reply that is reserved for the root's final answer."""
         return min(self.max_reply_tokens, 4096)
+
+    def patience_at(self, last_word: Stop | None) -> float:
+        """Seconds for which a failing request is retried: few for the last word of a run that was
+        asked to finish, since its user does not wait for the end of an outage."""
+        is_awaited = last_word is Stop.CANCELLED
+        return min(self.patience_s, _WRAP_UP_S) if is_awaited else self.patience_s
 
 
 class ResourceAmount(NamedTuple):

@@ -114,7 +114,7 @@ class ModelRequests:
                         turn,
                         on_send=turn.announce,
                         on_retry=lambda text: run.note(call, text),
-                        patience_s=run.setup.limits.patience_s,
+                        patience_s=run.setup.limits.patience_at(last_word),
                     )
             except ModelError as error:
                 if can_be_fixed(error) and run.closing is None:

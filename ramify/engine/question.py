@@ -8,6 +8,7 @@ completion(ramify.load("logs/"), "…")  context, tools and a description from t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
@@ -95,9 +96,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
             )
         for name in changes:
             if name not in self.__struct_fields__:
-                raise ConfigError(
-                    f"unknown option '{name}': {nearest(name, self.__struct_fields__)}"
-                )
+                raise ConfigError(f"unknown option '{name}': {_place_of(name)}")
         given = {} if options is None else _set_fields(options)
         updated = msgspec.structs.replace(self, **{**given, **changes})
         _check_kinds(updated)
@@ -111,6 +110,14 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("metadata", lambda value: isinstance(value, Mapping), "a dict"),
 )
 """Option, whether a value has the right type, and the right type in words."""
+
+
+def _place_of(name: str) -> str:
+    """What to do about the unknown option ``name``: often it is a field of an option."""
+    for option, kind in (("limits", Limits), ("sampling", Sampling)):
+        if name in kind.__struct_fields__:
+            return f"give {option}=ramify.{kind.__name__}({name}=…)"
+    return nearest(name, RunOptions.__struct_fields__)
 
 
 def _check_kinds(options: RunOptions) -> None:
@@ -200,6 +207,11 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         on_session = getattr(prompt, "on_session", None)  # the setup of a task
         warnings = tuple(getattr(prompt, "warnings", tuple)())
         about, tools, prompt = prompt.manifest(), dict(prompt.tools), prompt.context
+    if isinstance(prompt, os.PathLike):
+        raise ConfigError(
+            f"a context cannot be a {type(prompt).__name__}: give ramify.load(path), or "
+            "path.read_text()"
+        )
     if hasattr(prompt, "read"):
         raise ConfigError(
             f"a context cannot be a {type(prompt).__name__}: give prompt.read(), or "

@@ -168,6 +168,17 @@ _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 
 
+def _forget() -> None:
+    """Forget the loop in a forked child, such as a worker of ``multiprocessing``: its thread does
+    not exist there, and the next call starts another one."""
+    global _lock, _loop
+    _lock, _loop = threading.Lock(), None
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget)
+
+
 def loop() -> asyncio.AbstractEventLoop:
     """Return the loop, starting it at the first call."""
     global _loop

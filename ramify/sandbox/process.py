@@ -306,6 +306,20 @@ def launch(spec: SandboxSpec) -> None:
         _launched[spec] = _start(spec, locate(spec.packages))
 
 
+def leave_to_parent(launched: dict[SandboxSpec, StartedForkServer]) -> None:
+    """In a forked child: forget servers that the parent launched for its own sandboxes. Both would
+    otherwise talk to the same one."""
+    for server in launched.values():
+        server.control.close()
+        os.close(server.complaints)
+        server.process.returncode = 0  # not a child of this process
+    launched.clear()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=lambda: leave_to_parent(_launched))
+
+
 def _discard() -> None:
     """End the fork servers that were launched and never used."""
     for server in _launched.values():

@@ -205,6 +205,8 @@ class RunServer:
         except web.HTTPException as error:
             # The text of a 413 (body too large) has the sizes.
             why = error.text if error.status == 413 else error.reason
+            if error.status == 404 and not http.path.startswith("/v1/"):
+                why = f"{why}; the base URL is {self.url}"
             return RequestRejected(
                 f"{http.method} {http.path}: {why}", status=error.status
             ).response()

@@ -167,7 +167,7 @@ class SourceLoader:
         if self._spent > self.max_bytes:
             raise SourceError(
                 f"{name} brings the sources to over {self.max_bytes / 1e6:,.0f} MB: "
-                "name fewer files, or allow more with max_bytes"
+                "name fewer files, or allow more in Python: ramify.load(…, max_bytes=…)"
             )
 
     def add(self, name: str, text: str, kind: str, num_bytes: int, detail: str = "") -> None:

@@ -58,6 +58,9 @@ def load(
     if not names:
         raise SourceError("nothing to read: name a file, a folder, or '-' for standard input")
     expanded = [match for name in names for match in _expand(name)]
+    # Files are recognized when they are read; standard input can be read only once.
+    after = expanded.index((_STDIN, True)) + 1 if (_STDIN, True) in expanded else 0
+    expanded = expanded[:after] + [each for each in expanded[after:] if each[0] != _STDIN]
     labels = _labels([path for path, _ in expanded])
     with report_progress("reading", unit="bytes") as work:
         loading = SourceLoader(max_bytes, max_file_s, work)
@@ -132,6 +135,10 @@ def _read_path(
             ) from None
         loading.problem(label, str(error))
     except FileNotFoundError:
+        if os.path.islink(path):
+            raise SourceError(
+                f"{path} is a broken link to {os.readlink(path)}: name a file that exists"
+            ) from None
         raise SourceError(f"{path} does not exist: {_nearest(path)}") from None
     except OSError as error:
         if named:

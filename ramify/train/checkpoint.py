@@ -134,6 +134,15 @@ class CheckpointStore:
             ]
         except OSError as error:
             raise StoreError(f"checkpoint {final} cannot be written: {error}") from error
+        except RuntimeError as error:
+            if "inline_container" not in str(error) and "PytorchStreamWriter" not in str(error):
+                raise
+            # How torch.save reports a write that failed, on a full disk for example.
+            free = shutil.disk_usage(self.folder).free / 2**20
+            raise StoreError(
+                f"checkpoint {final} cannot be written: torch.save failed, and {free:.0f} MiB are "
+                "free on its disk"
+            ) from error
         state_json = msgspec.json.format(
             msgspec.json.encode(msgspec.structs.replace(state, checksums=checksums.FILE))
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.helpers import Shell
+from tests.cli.helpers import COMMAND, Shell
 
 MODEL = ("-m", "scripted:script.json")
 WORK = [*MODEL, "q", "log.txt", "--no-direct"]
@@ -250,9 +250,64 @@ def test_a_full_disk_is_no_bug(shell: Shell) -> None:
     with Path("/dev/full").open("wb") as full:
         process = shell.start("doctor", stdout=full)
     assert re.fullmatch(
-        rb"ramify: No space left on device; .*\n", process.communicate(timeout=60)[1]
+        rb"ramify: cannot write to stdout: No space left on device\n",
+        process.communicate(timeout=60)[1],
     )
     assert process.returncode == 1
+
+
+def test_an_answer_that_cannot_be_written_is_in_the_store(shell: Shell) -> None:
+    with Path("/dev/full").open("wb") as full:
+        process = shell.start("ask", "-m", shell.model(["seven"]), "how many?", stdout=full)
+    error, summary = process.communicate(timeout=60)[1].decode().splitlines()
+    start = (
+        "ramify: the answer cannot be written to stdout: No space left on device; read it with: "
+    )
+    assert error.startswith(f"{start}ramify show 2")
+    assert (process.returncode, summary.partition(" · ")[0]) == (1, "final")
+    assert "seven" in shell.run(*error.removeprefix(f"{start}ramify ").split()).out
+
+
+def test_a_path_in_the_place_of_the_question_is_refused(shell: Shell) -> None:
+    shell.write("log.txt", "abc")
+    for words in (("log.txt",), ("log.txt", "how many?"), (".",)):
+        done = shell.ask(["never asked"], *words)
+        assert (done.code, done.out) == (2, "")
+        assert f"{words[0]} is a file or folder, and the question comes first" in done.err
+    assert shell.ask(["three"], "log.txt", "log.txt").out == "three\n"
+
+
+def test_a_question_in_another_encoding_is_read(shell: Shell) -> None:
+    def asked(question: bytes, **env: str) -> str:
+        script = shell.model(
+            [{"match": "café|漢", "reply": "read"}, {"match": "", "reply": "lost"}]
+        )
+        command = [os.fsencode(word) for word in (*COMMAND, "ask", "-q", "-m", script)]
+        done = subprocess.run(
+            [*command, question],
+            cwd=shell.folder,
+            env={**shell.env, **env},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=60,
+        )
+        return done.stdout.decode()
+
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    assert asked("café?".encode()) == asked("café?".encode("latin-1")) == "read\n"
+    assert asked("漢?".encode(), **ascii_only) == "read\n"
+
+
+def test_an_empty_pipe_is_said(shell: Shell) -> None:
+    done = shell.ask(["31"], "how many days has May?", stdin="")
+    assert (done.code, done.out) == (0, "31\n")
+    assert done.err.startswith("standard input is empty, so the question has no context\n")
+    assert "standard input" not in shell.ask(["31"], "how many days has May?").err
+
+
+def test_help_of_a_command(shell: Shell) -> None:
+    assert shell.run("help", "runs", "rm").out == shell.run("runs", "rm", "--help").out
+    assert shell.run("help", "nope").code == 2
 
 
 def test_an_early_error_leaves_nothing_behind(shell: Shell) -> None:

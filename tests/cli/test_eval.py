@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -159,6 +164,29 @@ def test_an_interrupted_evaluation_goes_on(shell: Shell) -> None:
     assert {(each.item, each.run) for each in begun.outcomes} <= {
         (each.item, each.run) for each in again.outcomes
     }
+
+
+def test_the_command_that_continues_it_is_one_line_of_a_terminal(shell: Shell) -> None:
+    """A narrow terminal breaks the line only as it is shown, so that it can be copied."""
+    slowly = "lambda answer, item: (time.sleep(0.1), numeric(answer, item))[1]"
+    words = [
+        word for word in start(shell, RIGHT, "--items", "120", "--concurrency", "2") if word != "-q"
+    ]
+    shell.write("my_task.py", "import time\n" + MINE.replace("else numeric", f"else ({slowly})"))
+    shell.env["COLUMNS"] = "70"
+    ours, theirs = pty.openpty()
+    process = shell.start(*words, stdout=subprocess.DEVNULL, stderr=theirs)
+    os.close(theirs)
+    written, is_stopped = b"", False
+    with contextlib.suppress(OSError):  # Linux says so where the other end is closed
+        while block := os.read(ours, 1 << 16):
+            written += block
+            if not is_stopped and re.search(rb"[1-9]\d* of 120", written):
+                process.send_signal(signal.SIGINT)
+                is_stopped = True
+    os.close(ours)
+    assert process.wait(100) == ExitCode.STOPPED
+    assert re.search(rb"continue with: ramify eval --resume \d{8}-\S+-test\r\n", written)
 
 
 def _num_lines(shell: Shell) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -41,6 +42,16 @@ def test_once_while_the_model_is_silent(shell: Shell) -> None:
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=100)
     assert (process.returncode, out) == (3, b"nothing yet\n")
+
+
+def test_once_while_the_model_is_down_waits_for_seconds_only(shell: Shell) -> None:
+    """The last word is asked for, too, but not for the ten minutes of --patience."""
+    process = started(shell, [{"fail": "server_error"}] * 999, b"trying again")
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=100)
+    assert (process.returncode, time.monotonic() - began < 60) == (4, True)
+    assert b"scripted:script.json" in err.splitlines()[-3]
 
 
 def test_twice_stops(shell: Shell) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +66,31 @@ def test_an_unknown_option_is_answered_with_the_nearest_name(method: str) -> Non
     assert str(caught.value).startswith(
         "unknown option 'anser_type': did you mean 'answer_type'? known: answer_type, cache, cite"
     )
+
+
+def test_a_field_of_an_option_is_answered_with_its_place() -> None:
+    for name, place in {
+        "max_turns": "limits=ramify.Limits(max_turns=…)",
+        "temperature": "sampling=ramify.Sampling(temperature=…)",
+    }.items():
+        with rlm([]) as asking, pytest.raises(ConfigError) as caught:
+            asking.completion("Who?", **{name: 1})
+        assert str(caught.value) == f"unknown option '{name}': give {place}"
+
+
+def test_a_listener_that_turns_out_to_be_async_is_dropped_at_once() -> None:
+    """Otherwise each event would leave a coroutine that is never awaited, and a warning."""
+
+    async def listen(event: Any) -> None:
+        raise AssertionError
+
+    with rlm(["one"]) as asking, pytest.warns(UserWarning, match="not called again: .*it is async"):
+        assert asking.completion("Who?", on_event=lambda event: listen(event)).response == "one"
+
+
+def test_a_path_is_not_a_context() -> None:
+    with rlm([]) as asking, pytest.raises(ConfigError, match=r"give ramify\.load\(path\)"):
+        asking.completion(Path("log.txt"), "Who?")
 
 
 def test_an_object_of_another_kind_is_refused() -> None:

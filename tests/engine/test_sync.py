@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import multiprocessing
+import os
 from typing import Any
 
 import pytest
 
 from ramify.engine import threads
-from tests.engine.helpers import rlm
+from tests.engine.helpers import code, rlm
 
 
 async def _collect() -> int:
@@ -25,6 +27,24 @@ def test_one_that_was_forgotten_is_collected_on_the_loop() -> None:
     assert asyncio.run_coroutine_threadsafe(_collect(), threads.loop()).result(10)
     with rlm(["two"]) as r:
         assert r.completion("Another?").response == "two"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_can_ask() -> None:
+    """``multiprocessing`` forks by default, and the loop's thread stays with the parent."""
+    with rlm(["one", code("FINAL(len(context))"), "two"]) as r:
+        assert r.completion("A question?").response == "one"
+
+        def ask() -> None:
+            answers = r.completion("text", "How long?").answer, r.completion("A question?").answer
+            assert answers == (4, "two")
+
+        child = multiprocessing.get_context("fork").Process(target=ask)
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+        assert r.completion("text", "How long?").answer == 4
 
 
 def test_a_callback_on_the_loop_cannot_wait_for_it() -> None:

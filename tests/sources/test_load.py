@@ -80,6 +80,9 @@ def test_standard_input_alone_and_with_others(tmp_path: Path):
     assert load(["-"], stdin=io.BytesIO(b"piped")).context == "piped"
     path = tree(tmp_path, {"a.txt": "a"}) / "a.txt"
     assert load(["-", path], stdin=io.BytesIO(b"piped")).context == {"a.txt": "a", "stdin": "piped"}
+    twice = load(["-", path, "-"], stdin=io.BytesIO(b"piped"))
+    assert twice.context == {"a.txt": "a", "stdin": "piped"}
+    assert load(["-", "-"], stdin=io.BytesIO(b"piped")).context == "piped"
     with pytest.raises(SourceError, match="standard input is empty: name something"):
         load(["-"], stdin=io.BytesIO(b""))
 
@@ -346,7 +349,9 @@ def test_what_is_named_and_cannot_be_read_is_one_line_with_a_remedy(tmp_path: Pa
         },
     )
     (tmp_path / "void").mkdir()
+    (tmp_path / "link").symlink_to("gone.txt")
     for name, message in {
+        "link": r"link is a broken link to gone\.txt: name a file that exists",
         "reprot.txt": r"reprot\.txt does not exist: did you mean .*report\.txt\?",
         "qqq": r"qqq does not exist: check its name, or look into ",
         "no/such/x": r"no/such/x does not exist: nor does the folder ",

@@ -36,6 +36,25 @@ def test_the_last_and_the_best_stay(tmp_path: Path) -> None:
     assert sorted(path.name for path in checkpoints.folder.iterdir()) == names(checkpoints)
 
 
+def test_a_disk_that_is_full_for_torch_is_named(tmp_path: Path) -> None:
+    """torch.save reports it as an internal failure of its archive."""
+    checkpoints = CheckpointStore(tmp_path)
+    save(checkpoints, 1)
+
+    def full(path: Path) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+    with pytest.raises(StoreError, match=r"torch.save failed, and \d+ MiB are free on its disk"):
+        checkpoints.save(CheckpointState(step=2), {"backend": full})
+    assert checkpoints.latest() == tmp_path / "checkpoints/step-000001"
+
+    def broken(path: Path) -> None:
+        raise RuntimeError("something else")
+
+    with pytest.raises(RuntimeError, match="something else"):
+        checkpoints.save(CheckpointState(step=2), {"backend": broken})
+
+
 def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     checkpoints = CheckpointStore(tmp_path)
     save(checkpoints, 1)

@@ -44,7 +44,7 @@ from ramify.sandbox.guest.frames import open_frame
 from ramify.sandbox.jail.jail_transport import JailTransport
 from ramify.sandbox.jail.rollback import RollbackSession
 from ramify.sandbox.jail.watch import JailBudgetWatcher, machine_bytes
-from ramify.sandbox.process import ProcessSandbox
+from ramify.sandbox.process import ProcessSandbox, leave_to_parent
 from ramify.sandbox.process_transport import SessionProcess, pid_of
 from ramify.sandbox.session import GuestSession
 
@@ -443,6 +443,10 @@ def _read_report(spec: SandboxSpec) -> None:
         except SandboxError:  # it was killed, or says why it cannot start: the next one will too
             _end(_launched.pop(spec))
             _reported.discard(spec)
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=lambda: leave_to_parent(_launched))
 
 
 def _discard() -> None:

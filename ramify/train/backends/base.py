@@ -65,8 +65,8 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the decay after the warm-up."""
     warmup_steps: int | None = None
-    """Steps of linear warm-up to ``lr``; the first step uses ``lr / warmup_steps``. None: by the
-    policy; outside of a run 0."""
+    """Optimizer steps of linear warm-up to ``lr``, several in a step with minibatches; the first
+    one uses ``lr / warmup_steps``. None: by the policy; outside of a run 0."""
     num_steps: int | None = None
     """Step at which ``final_fraction`` is reached; None: the length of the stage."""
     final_fraction: float = 0.1

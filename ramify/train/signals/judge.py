@@ -166,7 +166,7 @@ class StepJudge(
         return JudgeVerdict(
             votes=valid,
             invalid=len(votes) - len(valid),
-            reason="" if valid else "outside the format",
+            reason="" if valid else _why_invalid(texts),
         )
 
 
@@ -191,7 +191,7 @@ class HintJudge(
         valid = [vote for vote in parsed if vote is not None]
         hints = tuple(dict.fromkeys(vote.hint for vote in valid if vote.vote == 1))
         accepted = sum(vote.vote == 1 for vote in valid) * 2 > len(valid)
-        reason = "" if accepted else "no hint is worth it" if valid else "outside the format"
+        reason = "" if accepted else "no hint is worth it" if valid else _why_invalid(texts)
         return JudgeVerdict(
             accept=accepted,
             hint=min(hints, key=len) if accepted else "",
@@ -217,8 +217,12 @@ async def _replies(judge: _ModelJudge, view: JudgeView, system: str, request: st
     return [_text(reply) for reply in replies]
 
 
+def _why_invalid(texts: Sequence[str]) -> str:
+    return "outside the format" if any(texts) else "unanswered"
+
+
 def _text(reply: Reply | BaseException) -> str:
-    if isinstance(reply, RamifyError):
+    if isinstance(reply, RamifyError) and not isinstance(reply, ConfigError):
         return ""
     if isinstance(reply, BaseException):
         raise reply
@@ -339,6 +343,8 @@ async def judged(judge: Judge, view: JudgeView) -> JudgeVerdict:
     """The verdict of ``judge``; an invalid one that names the error if it failed."""
     try:
         return await judge.judge(view)
+    except ConfigError:  # a missing key, for example: no other request would be answered either
+        raise
     except RamifyError as error:
         return JudgeVerdict(reason=type(error).__name__, invalid=1)
 

@@ -209,6 +209,7 @@ class SignalReader:
         for name, all_readings in self.readings.items():
             readings = {id: reading for id, reading in all_readings.items() if id in ids}
             metrics |= {f"{name}/{what}": value for what, value in abstentions(readings).items()}
+            self._report_without_judge(name, list(readings.values()))
             metrics[f"{name}/s"] = self._seconds[name]
             metrics[f"{name}/read"] = float(
                 sum(not reading.abstained for reading in readings.values())
@@ -216,6 +217,16 @@ class SignalReader:
         return metrics | {
             name: value - self._before.get(name, 0.0) for name, value in self._totals().items()
         }
+
+    def _report_without_judge(self, name: str, scores: Sequence[SignalScore]) -> None:
+        """Warn of a judge that said nothing of use about any rollout of the step."""
+        reasons = {score.abstained for score in scores}
+        if not scores or not reasons <= {"unanswered", "outside the format"}:
+            return
+        calls = [call for score in scores for call in score.calls]
+        failed = next((call.error for call in calls if call.error), None)
+        what = f"the first request failed with: {failed}" if failed else f"replies: {min(reasons)}"
+        self._report(f"signal '{name}' has no verdict for any of {len(scores)} rollouts; {what}")
 
     def _totals(self) -> dict[str, float]:
         """Teachers' and judges' counters since the run began."""

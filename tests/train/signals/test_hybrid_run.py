@@ -117,6 +117,22 @@ def test_a_teacher_is_refused_where_rollouts_are_drawn_from_a_part(
     check_signals(hybrid(tmp_path, rollout=RolloutOptions(group=3, top_p=1.0)))
 
 
+def test_a_judge_whose_replies_are_all_useless_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "mute.json").write_text(json.dumps([{"match": "Judge", "reply": "11 of 10!"}]))
+    judge = StepJudge(model=f"scripted:{tmp_path / 'mute.json'}")
+    run = hybrid(
+        tmp_path,
+        steps=1,
+        signals={"process": ProcessRewardSignal(judge=judge)},
+        algorithm=Hybrid(terms=(HybridTerm(signal="process", weight=0.3),)),
+    )
+    train(run, tmp_path / "out")
+    assert (
+        "signal 'process' has no verdict for any of 6 rollouts; replies: outside the format"
+        in (tmp_path / "out" / "run.log").read_text()
+    )
+
+
 def test_two_steps_with_every_signal(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run = hybrid(tmp_path)

@@ -317,6 +317,23 @@ def test_a_judge_that_is_rate_limited_or_refuses_is_an_abstention() -> None:
     assert "400" in (found.calls[1].error or "")
 
 
+def test_a_judge_that_never_answers_is_not_called_malformed() -> None:
+    found = reading(
+        ProcessRewardSignal(judge=StepJudge(model="scripted:judge")),
+        rollout(),
+        script=lambda messages: refused(401),
+    )[0]
+    assert (found.turns, found.abstained) == ({}, "unanswered")
+    assert "401" in (found.calls[0].error or "")
+
+
+def test_a_judge_that_cannot_be_asked_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing key is a mistake in the configuration, not an abstention for every turn."""
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match="OPENAI_API_KEY"):
+        reading(ProcessRewardSignal(judge=StepJudge(model="openai:gpt-5-mini")), rollout())
+
+
 def test_budget_and_cache(tmp_path: Any) -> None:
     async def read() -> None:
         pool = ClientPool()
