@@ -187,9 +187,9 @@ def shared_blobs(
     """Read the blobs of ``message`` from the shared buffers. Raises ProtocolError."""
     note_read(message, shared_buffers)
     if shared_buffers is None:
-        raise ProtocolError("a frame with its blobs on a shelf, but no shelf exists")
+        raise ProtocolError("a frame with blobs in shared memory, but there is no shared memory")
     if shared_buffers.owed is not None:
-        raise ProtocolError("blobs on a shelf that was not free")
+        raise ProtocolError("blobs in a shared buffer whose last ones were not read yet")
     shared_buffers.owed = getattr(message, "id", 0)
     try:
         return shared_buffers.take(getattr(message, "blobs", ()))

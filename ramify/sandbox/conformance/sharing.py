@@ -181,7 +181,7 @@ def kind(n):
     try: return os.readlink(f'/proc/self/fd/{n}')
     except OSError: return None
 opened = {n: kind(n) for n in range(3, 4096)} if os.path.isdir('/proc/self/fd') else {}
-own = ('/memfd:ramify-output (deleted)', '/memfd:ramify-shelf (deleted)')
+own = ('/memfd:ramify-output (deleted)', '/memfd:ramify-shared (deleted)')
 sorted(k.split(':')[0] for k in opened.values() if k and k not in own)
 """
     [cell] = clean(await probe.cells(code))

@@ -420,14 +420,16 @@ class SharedMemoryBuffers:
         announced."""
         size = sum(lengths)
         if not 0 <= size <= HALF_BYTES:
-            raise ValueError(f"{size:,} bytes on a shelf for {HALF_BYTES:,}")
+            raise ValueError(f"{size:,} bytes in a shared buffer of {HALF_BYTES:,}")
         if self._scratch is None:
             data = memoryview(os.pread(self.fd, size, self._from))
         else:
             data = self._scratch.of(size)
             data = data[: os.preadv(self.fd, [data], self._from)]
         if len(data) < size:
-            raise ValueError(f"{len(data):,} bytes on a shelf, where {size:,} were announced")
+            raise ValueError(
+                f"{len(data):,} bytes in a shared buffer, where {size:,} were announced"
+            )
         self.got += 1
         self._is_used = True
         blobs, at = [], 0
@@ -467,7 +469,7 @@ def make_file() -> int:
         return -1
     import fcntl  # not on Windows
 
-    fd = os.memfd_create("ramify-shelf", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create("ramify-shared", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, 2 * HALF_BYTES)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)

@@ -191,11 +191,10 @@ class JailBranchTransport(ForkingInJail, BranchTransport):
 
 
 class JailFork:
-    """One fork in progress: the connections that the host gives to its two processes. Implements
-    ``watch.GrantedFork``.
+    """One fork in progress: the connections that the host gives to its two processes.
 
-        fork request ──> begin: old wire closed ──fork──┬─> origin asks: gets its new wire, moved
-                                                        └─> branch asks: gets its wire, hello
+    fork request ──> begin: old wire closed ──fork──┬─> origin asks: gets its new wire, moved
+                                                    └─> branch asks: gets its wire, hello
     """
 
     __slots__ = ("_branch", "_is_begun", "_moved", "_new", "_origin", "old", "pid", "taker")
@@ -225,18 +224,20 @@ class JailFork:
 
     def begin(self) -> None:
         """Close the old stream: data on the wire that both processes inherit is ignored from now
-        on."""
+        on. The process that is about to fork is blocked until this returns."""
         if not self._is_begun:
             self._is_begun = True
             self._origin.stream.drain()
             self._origin.stream.close()
 
     def wire_for(self, pid: int) -> int:
+        """Return the socket for ``pid``, on which its files were sent; -1 if it gets none."""
         if pid != self.pid and self.taker >= 0:
             return -1
         return (self._new if pid == self.pid else self._branch)[1].fileno()
 
     def took(self, pid: int) -> None:
+        """Note that ``pid`` has its wire."""
         if pid != self.pid:
             self.taker = pid
             self._branch[1].close()  # otherwise the end of its stream would not show

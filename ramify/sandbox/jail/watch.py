@@ -28,24 +28,20 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ramify.errors import SandboxError
 from ramify.sandbox.jail import primitives
 from ramify.sandbox.jail.primitives import CONTINUE, FORKS_APART, ListenerRequest
 from ramify.sandbox.process_transport import read_proc
 
+if TYPE_CHECKING:
+    from ramify.sandbox.jail.jail_transport import JailFork
+    from ramify.sandbox.session import GuestSession
+
 _EVERY_S = 0.25
 _SHARE = 0.75
 _CGROUP = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-
-class KillableSession(Protocol):
-    def kill(self, reason: str) -> None: ...
-
-    def host_bytes(self) -> int:
-        """Memory that the session uses outside its process and its folder."""
-        ...
 
 
 def machine_bytes() -> int:
@@ -65,25 +61,25 @@ class JailBudgetWatcher:
         ``note_folder``."""
         self._ask_folders = ask_folders
         self._asking: asyncio.Future[None] | None = None
-        self._folders: dict[KillableSession, int] = {}
+        self._folders: dict[GuestSession, int] = {}
         self._limit = limit_bytes or int(machine_bytes() * _SHARE)
-        self._sessions: dict[KillableSession, tuple[int, int]] = {}
+        self._sessions: dict[GuestSession, tuple[int, int]] = {}
         """Session -> (process id, number of private pages at the start)."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def watch(self, session: KillableSession, pid: int) -> None:
+    def watch(self, session: GuestSession, pid: int) -> None:
         self._sessions[session] = (pid, _own_pages(pid))
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_EVERY_S, self._look)
 
-    def forget(self, session: KillableSession) -> None:
+    def forget(self, session: GuestSession) -> None:
         self._sessions.pop(session, None)
         self._folders.pop(session, None)
         if not self._sessions and self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def note_folder(self, session: KillableSession, num_bytes: int) -> None:
+    def note_folder(self, session: GuestSession, num_bytes: int) -> None:
         if session in self._sessions:
             self._folders[session] = num_bytes
 
@@ -127,19 +123,6 @@ that a session cannot keep the host busy."""
 _SLOWEST_S = 0.05
 
 
-class GrantedFork(Protocol):
-    """One fork, as the listener sees it."""
-
-    def begin(self) -> None:
-        """Called when the process is about to fork; it is blocked until this returns."""
-
-    def wire_for(self, pid: int) -> int:
-        """Return the socket for ``pid``, on which its files were sent; -1 if it gets none."""
-
-    def took(self, pid: int) -> None:
-        """Called when ``pid`` has its wire."""
-
-
 class ForkRequestListener:
     """Receives and answers the requests for processes of a session and its branches."""
 
@@ -160,7 +143,7 @@ class ForkRequestListener:
         self._counts = counts and _COUNTS_DESCRIPTORS
         self._loop = asyncio.get_running_loop()
         self._granted: set[int] = set()
-        self._forks: dict[int, GrantedFork] = {}
+        self._forks: dict[int, JailFork] = {}
         """Process id -> its fork in progress."""
         self._refused = 0
         self._holders = 1
@@ -168,7 +151,7 @@ class ForkRequestListener:
         """Branches that have taken a wire and have not ended."""
         self._loop.add_reader(fd, self._readable)
 
-    def grant_one(self, pid: int, fork: GrantedFork) -> None:
+    def grant_one(self, pid: int, fork: JailFork) -> None:
         """Allow process ``pid`` (as seen by the host) to create one process. Raises
         SandboxError."""
         if not primitives.can_insert(self._fd):
