@@ -47,16 +47,11 @@ RUN_LOG = "run.log"
 LEVELS = {"debug": DEBUG, "info": INFO, "warning": WARNING, "error": ERROR}
 
 
-class LogFile:
-    """A log file: one line of bounded length per record, appended by any number of processes."""
+class _FromInfo:
+    """Takes records from INFO, and lower ones where ``RAMIFY_LOG`` asks for them."""
 
-    def __init__(self, path: Path, level: int = INFO, *, waits: bool = False) -> None:
-        """The file is created at the first record, readable by its owner only. With ``waits``,
-        records are held back until ``begin``."""
-        self.path = path
-        self._levels = _with_floor(level)
-        self._fd: int | None = None
-        self._held: list[LogRecord] | None = [] if waits else None
+    def __init__(self) -> None:
+        self._levels = _with_floor(INFO)
 
     @property
     def lowest(self) -> int:
@@ -64,6 +59,18 @@ class LogFile:
 
     def takes(self, record: LogRecord) -> bool:
         return record.levelno >= _level_in(self._levels, room_of(record))
+
+
+class LogFile(_FromInfo):
+    """A log file: one line of bounded length per record, appended by any number of processes."""
+
+    def __init__(self, path: Path, *, waits: bool = False) -> None:
+        """The file is created at the first record, readable by its owner only. With ``waits``,
+        records are held back until ``begin``."""
+        super().__init__()
+        self.path = path
+        self._fd: int | None = None
+        self._held: list[LogRecord] | None = [] if waits else None
 
     def begin(self) -> None:
         """Write what was held back, and every record from now on."""
@@ -122,19 +129,12 @@ class Console:
                 self.show(short_line(record))
 
 
-class Sender:
+class Sender(_FromInfo):
     """Passes records to another process."""
 
     def __init__(self, send: Callable[[SentRecord], None]) -> None:
+        super().__init__()
         self._send = send
-        self._levels = _with_floor(INFO)
-
-    @property
-    def lowest(self) -> int:
-        return min(self._levels.values())
-
-    def takes(self, record: LogRecord) -> bool:
-        return record.levelno >= _level_in(self._levels, room_of(record))
 
     def write(self, record: LogRecord) -> None:
         self._send(SentRecord.of(record))

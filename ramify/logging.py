@@ -3,7 +3,7 @@
     log = RoomLogger("clients")                             the logger ``ramify.clients``
     log.warning("retry", "openai: 429; trying again in 2.0 s", wait_s=2.0)
     with in_run("20261122-091500-1f2e"): …                  records inside carry this id
-    with attached(LogFile(path, INFO)): …                   also write all of them to a file
+    with attached(LogFile(path)): …                   also write all of them to a file
 
     record ── without secrets ──┬─▶ attached outputs: OUT/run.log, stderr of the command
                                 └─▶ Python's ``logging``, as the application configures it

@@ -87,9 +87,9 @@ class ProgressTask:
         if _listeners or _log.wants(INFO):
             self._notify()
 
-    def more(self, num: float = 1, note: str | None = None) -> None:
+    def more(self, num: float = 1) -> None:
         """Add ``num`` to the progress."""
-        self.at(self.done + num, note)
+        self.at(self.done + num)
 
     def _notify(self, is_over: bool = False) -> None:
         state = ProgressState(

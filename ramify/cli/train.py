@@ -53,7 +53,7 @@ _log = RoomLogger("cli")
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN = ("reward", "child_reward", "loss", "grad_norm", "tokens_per_s")
 """Metrics that are drawn as curves, if the run reports them."""
-IN_LINES = (*SHOWN, "groups_with_signal", "entropy", "silent")
+IN_LINES = (*SHOWN, "groups_with_signal", "entropy", "no_signal")
 """Metrics of a step's line, beside all that are called ``reward``; metrics.jsonl has the others."""
 
 

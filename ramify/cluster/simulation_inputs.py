@@ -37,7 +37,7 @@ from ramify.cluster.simulated_rollout import TrainerHost
 from ramify.errors import ConfigError
 from ramify.train import metrics as metric_file
 from ramify.train.checkpoint import CheckpointStore, read_state
-from ramify.types.trajectory import Trajectory
+from ramify.types.trajectory import GroupOutcome, Trajectory
 
 HOW = "train with schedule.save_rollouts_every=1, which saves every step's rollouts in OUT/rollouts"
 DEFAULT_SLOTS = 128
@@ -370,8 +370,8 @@ def _zero_variance(run: Path, otherwise: float) -> float:
     if not otherwise:
         return 0.0
     outcomes = [each.outcome for each in metric_file.GROUPS.read(run)]
-    tried = sum(each in ("learnt", "silent", "spare") for each in outcomes)
-    return outcomes.count("silent") / tried if tried else otherwise
+    tried = len(outcomes) - outcomes.count(GroupOutcome.LOST)
+    return outcomes.count(GroupOutcome.NO_SIGNAL) / tried if tried else otherwise
 
 
 def _learning(tokens: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, list[float]]:

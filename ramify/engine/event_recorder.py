@@ -121,8 +121,9 @@ class EventRecorder:
         if _log.wants(DEBUG):
             _log.debug(str(event.__struct_config__.tag), _place(event), at_s=event.at_s)
         for listener in tuple(self._listeners):
+            call: Callable[[AnyEvent], object] = listener
             try:
-                if inspect.iscoroutine(waiting := listener(event)):
+                if inspect.iscoroutine(waiting := call(event)):
                     waiting.close()
                     raise TypeError("it is async: give a plain function")
             except Exception as error:  # noqa: BLE001 -- a user's listener must not end a paid run

@@ -11,6 +11,7 @@ reviews before a change or after it.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import math
 import os
@@ -131,7 +132,8 @@ def _replace(file: Path, data: bytes) -> None:
             os.close(fd)
         temporary.replace(file)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # on a read-only disk, also if the file does not exist
+            temporary.unlink()
         raise StoreError(f"cannot write {file}: {error.strerror}") from None
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -244,7 +244,7 @@ class RunIndex:
                 return {id: (size, changed, data) for id, size, changed, data in rows}
             finally:
                 database.close()
-        except sqlite3.OperationalError:
+        except (sqlite3.OperationalError, OSError):
             return {}  # locked, or not writable: slower, but still correct
         except sqlite3.DatabaseError:
             self.path.unlink(missing_ok=True)
@@ -262,7 +262,7 @@ class RunIndex:
                     database.executemany("INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?)", rows)
             finally:
                 database.close()
-        except sqlite3.Error:
+        except (sqlite3.Error, OSError):
             return  # the next listing tries again
 
     def _open(self) -> sqlite3.Connection:

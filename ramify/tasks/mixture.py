@@ -39,7 +39,7 @@ from ramify.tasks.base import (
     items_of,
     task_of,
 )
-from ramify.types.trajectory import Trajectory
+from ramify.types.trajectory import GroupOutcome, Trajectory
 
 _PERIOD = 1000
 """Items after which the order of the parts repeats."""
@@ -60,16 +60,16 @@ class MixturePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     pool: str = ""
     """A run's folder, or its ``groups.jsonl``: train only on items that it has with one of
     ``outcomes``."""
-    outcomes: tuple[str, ...] = ("learnt",)
-    """``learnt``: some attempts were better than others. ``silent``: all were equal, so the item
+    outcomes: tuple[GroupOutcome, ...] = (GroupOutcome.LEARNT,)
+    """``learnt``: some attempts were better than others. ``no_signal``: all were equal, so the item
     was too easy or too hard."""
 
 
-class _GroupOutcome(msgspec.Struct, frozen=True):
+class _GroupLine(msgspec.Struct, frozen=True):
     """What a pool reads of a line of ``groups.jsonl``."""
 
     item: str
-    outcome: str
+    outcome: GroupOutcome
 
 
 class MixtureTask(msgspec.Struct, frozen=True):
@@ -200,9 +200,10 @@ def _part(name: str, value: Any) -> MixturePart:
     try:
         part = value if isinstance(value, MixturePart) else msgspec.convert(value, MixturePart)
     except msgspec.ValidationError as error:
+        known = f" (known: {', '.join(GroupOutcome)})" if "outcomes" in str(error) else ""
         raise ConfigError(
-            f"mixture: part '{name}' is {value!r:.60}: {error}; give a task with its options, as "
-            'in {"task": "ledger", "weight": 2}'
+            f"mixture: part '{name}' is {value!r:.60}: {error}{known}; give a task with its "
+            'options, as in {"task": "ledger", "weight": 2}'
         ) from error
     if not 0 < part.reward < math.inf:
         raise ConfigError(
@@ -227,18 +228,18 @@ def _train_items(name: str, spec: MixturePart, task: Task) -> Sequence[Item]:
         has = Counter(outcome for _, outcome in outcomes)
         raise ConfigError(
             f"mixture: part '{name}': {path} has no item of {task.name}/train with an outcome in "
-            f"{list(spec.outcomes)}; its groups: "
+            f"{list(map(str, spec.outcomes))}; its groups: "
             f"{', '.join(f'{num} {outcome}' for outcome, num in has.items()) or 'none'}"
         )
     return [items[index] for index in indices]
 
 
-def _outcomes(path: Path) -> list[tuple[str, str]]:
+def _outcomes(path: Path) -> list[tuple[str, GroupOutcome]]:
     """(id of the item, outcome) of each group of a run. Skips a line that a kill tore."""
     records: list[tuple[str, str]] = []
     for line in path.read_bytes().splitlines():
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-            record = msgspec.json.decode(line, type=_GroupOutcome)
+            record = msgspec.json.decode(line, type=_GroupLine)
             records.append((record.item, record.outcome))
     return records
 

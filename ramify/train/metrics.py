@@ -49,7 +49,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -58,7 +58,7 @@ from ramify.evaluate.statistics import pass_at_k
 from ramify.inference.local.slots import StepTiming
 from ramify.tasks.base import total
 from ramify.tasks.mixture import part_of
-from ramify.types.trajectory import Call, Group, Trajectory
+from ramify.types.trajectory import Call, Group, GroupOutcome, Trajectory
 
 
 class StepRecord(Protocol):
@@ -175,12 +175,6 @@ def _rounded(value: float) -> float:
 # --- outcomes of groups
 
 
-Outcome = Literal["learnt", "silent", "lost", "spare"]
-"""``learnt``: some of its tokens had an advantage. ``silent``: none had one (zero variance), or it
-was replaced because nothing could be learned from it. ``lost``: none of its rollouts has a reward.
-``spare``: more groups had begun than the step needed."""
-
-
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of one group."""
 
@@ -193,7 +187,7 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the item."""
     version: int | None
     """Oldest policy version that sampled any of its tokens; None if it is not known."""
-    outcome: Outcome
+    outcome: GroupOutcome
     rollouts: list[str]
     """Ids of the rollouts that have a reward."""
     failed: list[str] = []
@@ -209,11 +203,11 @@ def account(
     """The record of one group. ``learnt``: ids of the step's rollouts with an advantage; None if
     the group was spare. ``given_up``: ids of rollouts without which the group continued."""
     scored = [trajectory.id for trajectory in group.trajectories if trajectory.rewards]
-    outcome: Outcome = "spare" if learnt is None else "silent"
+    outcome = GroupOutcome.SPARE if learnt is None else GroupOutcome.NO_SIGNAL
     if not scored:
-        outcome = "lost"
+        outcome = GroupOutcome.LOST
     elif learnt and not set(learnt).isdisjoint(scored):
-        outcome = "learnt"
+        outcome = GroupOutcome.LEARNT
     return GroupRecord(
         number=number,
         item=group.task,

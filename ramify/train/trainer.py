@@ -212,7 +212,7 @@ class Trainer:
         where = self._where(stage)
         for learner, _, own in learning:
             if self._report_notes(stage, own, where, learner.name):
-                values |= learner.measured({"silent": 1.0})
+                values |= learner.measured({"no_signal": 1.0})
         async with contextlib.AsyncExitStack() as stack:
             for learner, _, own in learning:
                 await stack.enter_async_context(learner.publisher.changing)

@@ -308,6 +308,23 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
                 yield owner.id, index, step
 
 
+class GroupOutcome(enum.StrEnum):
+    """What became of a group."""
+
+    LEARNT = "learnt"
+    """Some of its tokens had an advantage."""
+    NO_SIGNAL = "no_signal"
+    """None had one (zero variance), or it was replaced because nothing could be learned from it."""
+    LOST = "lost"
+    """None of its rollouts has a reward."""
+    SPARE = "spare"
+    """More groups had begun than the step needed."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> GroupOutcome | None:
+        return cls.NO_SIGNAL if value == "silent" else None  # its name in earlier runs
+
+
 class Group(msgspec.Struct):
     """Trajectories of one task: the siblings over which a baseline is computed."""
 

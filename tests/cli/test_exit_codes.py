@@ -69,7 +69,7 @@ WRONG = {
         ([], "give one recipe"),
         (["nowhere.py"], "nowhere.py is not a recipe"),
         (["broken.py"], "the recipe broken.py cannot be executed: SyntaxError("),
-        (["raises.py"], "the recipe raises.py cannot be executed: ZeroDivisionError("),
+        (["raises.py"], "the recipe raises.py cannot be executed in line 1: ZeroDivisionError("),
         (["runless.py"], "no `def run() -> Run`"),
         ([R, "rl.optim.lr=fast"], "Expected `float | null`, got `str`"),
         ([R, "evaluate.max_failed=2"], "evaluate.max_failed=2.0 is a share"),

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.cli.helpers import SESSION_SCRIPT, Shell, code
+from tests.cli.helpers import COMMAND, SESSION_SCRIPT, Done, Shell, code
 
 COLUMNS = ["run", "when", "question", "model", "stop", "calls", "tokens", "cost", "seconds"]
 
@@ -216,3 +216,26 @@ def test_a_session_script_needs_no_store(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     shell.ask(SESSION_SCRIPT, "--no-direct", "--no-store", "how long?", "log.txt")
     assert shell.run("runs").out.splitlines() == ["\t".join(COLUMNS)]
+
+
+def test_a_store_on_a_read_only_disk_is_listed_and_shown(shell: Shell) -> None:
+    shell.ask(["seven"], "how many?")
+    (shell.folder / "store" / "index.sqlite").unlink(missing_ok=True)
+    protect = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'
+
+    def run(*words: str) -> Done:
+        command = ["unshare", "-m", "sh", "-c", protect, shell.env["RAMIFY_HOME"], *words]
+        try:
+            done = subprocess.run(command, env=shell.env, capture_output=True, timeout=60)
+        except FileNotFoundError as error:
+            pytest.skip(f"A READ-ONLY DISK IS NOT TESTED HERE: {error}")
+        return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+    if (probe := run("true")).code:
+        pytest.skip(f"A READ-ONLY DISK IS NOT TESTED HERE: {probe.err}")
+    assert "how many?" in run(*COMMAND, "runs").out
+    assert "seven" in run(*COMMAND, "show", "last").out
+    status, _, error = run(*COMMAND, "runs", "review", "last", "--label", "odd")
+    assert (status, error.count("\n")) == (1, 1)
+    assert ".review.json: Read-only file system" in error
+    assert "RAMIFY_DEBUG" not in error

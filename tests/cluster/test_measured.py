@@ -84,7 +84,7 @@ def folder(out: Path, steps: int = 4, items: int = 3, group: int = 2, **rollouts
             number=number,
             item="i",
             version=0,
-            outcome="silent" if number % 3 == 0 else "learnt",
+            outcome="no_signal" if number % 3 == 0 else "learnt",
             rollouts=[],
         )
         for number in range(9)

@@ -52,7 +52,7 @@ def test_parts_have_their_share_their_score_and_their_weight() -> None:
 
 def test_a_pool_is_what_a_run_learned_from(tmp_path: Path) -> None:
     path = tmp_path / "groups.jsonl"
-    rows = [(7, "learnt"), (8, "silent"), (9, "learnt"), (7, "learnt")]
+    rows = [(7, "learnt"), (8, "no_signal"), (9, "learnt"), (7, "learnt")]
     lines = [json.dumps({"item": f"sums:ledger/train/{n}", "outcome": out}) for n, out in rows]
     path.write_text("\n".join(lines))
     parts = {"again": {"task": "ledger", "pool": str(path)}}
@@ -73,7 +73,7 @@ def test_a_pool_of_rows_and_a_part_that_is_used_up(tmp_path: Path) -> None:
     chosen = [rows[40], rows[7]]
     lines = [json.dumps({"item": item.id, "outcome": "silent"}) for item in chosen]
     path.write_text("\n".join([*lines, '{"item": "torn']))
-    again = {"task": str(data), "pool": str(path), "outcomes": ["silent"]}
+    again = {"task": str(data), "pool": str(path), "outcomes": ["no_signal"]}
     train = items_of(task_of("mixture", parts={"again": again, "new": {"task": "ledger"}}), "train")
     assert len(train) > 10**9
     assert [item.question for item in train[:8] if item.id.startswith("again")] == [
@@ -82,8 +82,11 @@ def test_a_pool_of_rows_and_a_part_that_is_used_up(tmp_path: Path) -> None:
     ] * 2
     assert len({item.id for item in train[:80] if item.id.startswith("new")}) == 40
     again["pool"] = str(tmp_path)  # the run's folder
+    again["outcomes"] = ["learnt"]
+    with pytest.raises(ConfigError, match=r"in \['learnt'\]; its groups: 2 no_signal"):
+        task_of("mixture", parts={"again": again})
     again["outcomes"] = ["learned"]
-    with pytest.raises(ConfigError, match=r"in \['learned'\]; its groups: 2 silent"):
+    with pytest.raises(ConfigError, match=r"'learned' .*known: learnt, no_signal, lost, spare"):
         task_of("mixture", parts={"again": again})
 
 

@@ -39,7 +39,7 @@ def test_its_files_are_read(folder: Path) -> None:
     rewards = [row.values.get("reward") for row in rows if row.stage == "rl"]
     assert rewards == [0.4629808, 0.51, None, 0.45, 0.39375, None]
     outcomes = [record.outcome for record in metrics.GROUPS.read(folder)]
-    assert outcomes == [*["learnt"] * 6, "silent", "learnt"]
+    assert outcomes == [*["learnt"] * 6, "no_signal", "learnt"]
 
 
 def test_its_checkpoint_is_whole_and_its_policy_is_the_same(folder: Path) -> None:

@@ -34,13 +34,13 @@ def test_groups_that_stand_twice_or_nowhere(tmp_path: Path) -> None:
         run_record.read_group_records(tmp_path)
     (tmp_path / "checkpoints").mkdir()
     assert run_record.read_group_records(tmp_path).balanced
-    metrics.GROUPS.append(tmp_path, [one(1, 4), one(1, 6, "silent")])
+    metrics.GROUPS.append(tmp_path, [one(1, 4), one(1, 6, "no_signal")])
     metrics.GROUPS.append(tmp_path, [])
     metrics.GROUPS.append(tmp_path, [one(3, 7), one(3, 5, "lost")])
     stand(tmp_path, step=3, first_item=4, next_item=10, pending=[8, 9])
     found = run_record.read_group_records(tmp_path)
     assert (found.outcomes, found.pending, found.balanced) == (
-        {"learnt": 2, "silent": 1, "lost": 1},
+        {"learnt": 2, "no_signal": 1, "lost": 1},
         [8, 9],
         True,
     )

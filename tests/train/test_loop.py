@@ -322,7 +322,7 @@ def test_a_step_without_signal_says_so_and_moves_nothing(tmp_path: Path) -> None
         "(rl) has nothing to learn from: in each of 2 groups all rollouts did equally well"
     )
     (row, _) = read_rows(tmp_path, "rl")
-    assert (row.values["silent"], "loss" in row.values) == (1, False)
+    assert (row.values["no_signal"], "loss" in row.values) == (1, False)
     before, after = (
         torch.load(path / "backend/backend.pt")["weights"]
         for path in CheckpointStore(tmp_path, 9).all()[-2:]

@@ -106,10 +106,10 @@ def test_dynamic_sampling_tries_other_items() -> None:
     assert [(each.number, each.outcome) for each in found.accounts] == [
         (3, "learnt"),
         (5, "learnt"),
-        (0, "silent"),
-        (1, "silent"),
-        (2, "silent"),
-        (4, "silent"),
+        (0, "no_signal"),
+        (1, "no_signal"),
+        (2, "no_signal"),
+        (4, "no_signal"),
     ]
 
 
@@ -129,8 +129,8 @@ def test_dynamic_sampling_tries_as_many_at_once_as_should_be_enough() -> None:
     assert (len(canned.asked), next_item) == (8, 8)
     assert [(each.number, each.outcome) for each in found.accounts] == [
         *((number, "learnt") for number in (0, 3, 4, 5)),
-        (1, "silent"),
-        (2, "silent"),
+        (1, "no_signal"),
+        (2, "no_signal"),
         (6, "spare"),
         (7, "spare"),
     ]

@@ -197,12 +197,10 @@ def receive_request(listener: int) -> ListenerRequest:
     return ListenerRequest(id, pid, number, tuple(arguments))
 
 
-def answer_request(
-    listener: int, id: int, *, error: int = 0, value: int = 0, flags: int = 0
-) -> bool:
+def answer_request(listener: int, id: int, *, error: int = 0, flags: int = 0) -> bool:
     """Answer a request. Returns False if its process no longer waits."""
     with contextlib.suppress(OSError):
-        fcntl.ioctl(listener, _SEND, struct.pack("<QqiI", id, value, -error, flags))
+        fcntl.ioctl(listener, _SEND, struct.pack("<QqiI", id, 0, -error, flags))
         return True
     return False
 

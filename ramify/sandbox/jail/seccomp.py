@@ -137,9 +137,9 @@ def filter_for(machine: str, *, paths: bool, changes: bool) -> bytes:
     return assemble(machine, rules, EPERM)
 
 
-def denying(machine: str, calls: set[int], answer: int = EPERM) -> bytes:
+def denying(machine: str, calls: set[int]) -> bytes:
     """Return a filter that denies only ``calls``, to simulate a less capable kernel."""
-    return assemble(machine, dict.fromkeys(calls, answer), ALLOW)
+    return assemble(machine, dict.fromkeys(calls, EPERM), ALLOW)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -110,8 +110,7 @@ class _Worker:
 
 
 class RolloutWorkers:
-    """The rollout workers of a run. Belongs to one event loop; call
-    ``start`` first."""
+    """The rollout workers of a run. Belongs to one event loop; call ``start`` first."""
 
     def __init__(
         self,

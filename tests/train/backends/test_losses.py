@@ -47,7 +47,7 @@ CLOSE: dict[str, Any] = {
     "icepop": IcePop(low=0.9, high=1.3, weigh=True),
     "sequence_tis": SequenceTis(cap=1.2),
     "worst_token_mask": WorstTokenMask(low=0.65, high=1.5),
-    "opsm": Opsm(delta=-0.2),
+    "opsm": Opsm(delta=0.0),
 }
 """With bounds that some of these tokens pass."""
 
