@@ -47,6 +47,7 @@ from ramify.train.preflight import (
     check_schedules,
     check_signals,
     check_task,
+    note_missing_template,
     note_rewritten_history,
 )
 from ramify.train.resource_counts import settled, sleeping
@@ -162,6 +163,7 @@ def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
     serving = serving_of(run, policy, kind.is_here)
     check_prompts(run, task, scaffold, policy)
     note_rewritten_history(run, policy)
+    note_missing_template(policy)
     rows = (
         sft_rows(run.sft, demonstrations, policy, scaffold, task.weights)
         if run.sft is not None

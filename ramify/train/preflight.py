@@ -270,6 +270,20 @@ def note_rewritten_history(run: Run, policy: Policy) -> None:
     _log.warning("history_rewritten", text, shown=True)
 
 
+def note_missing_template(policy: Policy) -> None:
+    """Report a tokenizer without a chat template, since other programs cannot render its prompts
+    as they were in training."""
+    if policy.tokenizer.chat_template:
+        return
+    _log.warning(
+        "no_chat_template",
+        "the tokenizer has no chat template: prompts are written in the format "
+        f"{policy.renderer.name}, whose tokens it has; set its chat_template, or programs that "
+        "load the trained policy will not know the format",
+        shown=True,
+    )
+
+
 def first_prompt(scaffold: Scaffold, run: Run, item: Item) -> list[Message]:
     """The first messages of a root call."""
     description = "" if scaffold.first else observe.describe(item.context)

@@ -17,6 +17,7 @@ from ramify.train.assemble import assemble
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import CriticSpec, LoraSpec, PolicySpec, RlSpec, Run, SftSpec
 from ramify.train.policy_defaults import report_policy_defaults, with_policy_defaults
+from ramify.train.preflight import note_missing_template
 from ramify.train.stages import scheduled
 from ramify.types.message import Message
 from tests.models.templates import tokenizer_of
@@ -160,3 +161,14 @@ def test_a_thinking_switch_that_does_not_exist_is_refused(checkpoints: Path) -> 
     ):
         with pytest.raises(ConfigError, match=r"^policy\.thinking=.*no enable_thinking: remove it"):
             with_policy_defaults(run_of(policy))
+
+
+def test_a_missing_chat_template_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """The policy is trained in a format that its folder does not describe."""
+    policy = from_config(Qwen3Config(**SHAPE, vocab_size=320), tokenizer_of("tiny"), 0)
+    with caplog.at_level(logging.WARNING, "ramify.train"):
+        note_missing_template(policy)
+        assert not caplog.records
+        policy.tokenizer.chat_template = None
+        note_missing_template(policy)
+    assert "no chat template: prompts are written in the format tiny" in caplog.text
