@@ -7,8 +7,8 @@ server.
                                            "value", "unit", "against", "floor", "least", "holds"},
                                            …]}
 
-In JSON, "against" has the same figure of other libraries by name, "floor" is the promised maximum
-and "least" the promised minimum; null if nothing is promised.
+In JSON, "against" maps the names of other libraries to their figures, "floor" is the promised
+maximum and "least" the promised minimum; null if nothing is promised.
 
 Absolute times depend on the machine and its load, so quote ratios. The other libraries need their
 own environment (``processes.INSTALL_PEERS``); without it their columns are empty. The exit code is
@@ -41,13 +41,13 @@ class Figure(NamedTuple):
     """Measured value; None if it could not be measured."""
     unit: str
     against: dict[str, float | str]
-    """The same figure of other libraries, by name."""
+    """Figures of other libraries, by name."""
     floor: float | None = None
     """Promised maximum."""
     valid: bool = True
-    """A further condition for the figure to count."""
+    """False if the figure must not count, whatever its value."""
     least: float | None = None
-    """Promised minimum, for figures of which more is better."""
+    """Promised minimum, for figures where more is better."""
 
     @property
     def holds(self) -> bool | None:
@@ -67,7 +67,7 @@ class Figure(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """Inputs that every figure needs."""
+    """Inputs shared by all figures."""
 
     peers: str | None
     """Python interpreter that has the other libraries."""
@@ -79,13 +79,17 @@ class Bench(NamedTuple):
     """Server that answers after 5 s."""
 
     def ramify(self, task: str, server: Server, **options: Any) -> Measured:
-        return told(run_side(sys.executable, "ramify", task, server.url, **options))
+        return measured_or_empty(run_side(sys.executable, "ramify", task, server.url, **options))
 
     def raw(self, task: str, server: Server, **options: Any) -> Measured:
-        return told(run_side(sys.executable, "raw", task, server.url, **options))
+        return measured_or_empty(run_side(sys.executable, "raw", task, server.url, **options))
 
     def peer(self, name: str, task: str, server: Server, **options: Any) -> Measured:
-        return told(run_side(self.peers, name, task, server.url, **options)) if self.peers else {}
+        return (
+            measured_or_empty(run_side(self.peers, name, task, server.url, **options))
+            if self.peers
+            else {}
+        )
 
     def rounds(
         self, sides: dict[str, Callable[[], Measured]], rounds: int = 3
@@ -99,8 +103,8 @@ class Bench(NamedTuple):
         return found
 
 
-def told(measured: Measured) -> Measured:
-    """Return ``measured``, or nothing if it failed; failures are printed to stderr."""
+def measured_or_empty(measured: Measured) -> Measured:
+    """Return ``measured``, or an empty dict if it failed; failures are printed to stderr."""
     if "error" in measured:
         print(measured["error"], file=sys.stderr)
         return {}
@@ -272,7 +276,7 @@ def ask_command(b: Bench) -> Iterator[Figure]:
                 )
     bad = [bill for side in bills.values() for bill in side if bill.code]
     if bad:
-        told(
+        measured_or_empty(
             {"error": f"{len(bad)} commands failed, the first with: {bad[0].output.strip()[-300:]}"}
         )
     for name, unit, key in (("wall time", "s", "seconds"), ("peak memory", "MB", "peak_mb")):
@@ -350,7 +354,7 @@ def endless_loop(b: Bench) -> Iterator[Figure]:
 
 
 def served_by(server: Server, work: Callable[[], Measured]) -> tuple[Measured, dict[str, int]]:
-    """Return the result of ``work``, and what the server counted meanwhile."""
+    """Return the result of ``work``, and what the server counted while it ran."""
     before = server.served()
     measured = work()
     after = server.served()
@@ -364,8 +368,10 @@ def usage_is_exact(b: Bench) -> Iterator[Figure]:
     }
     wrong: dict[str, float | None] = {}
     for name, work in sides.items():
-        told_us, served = served_by(b.instant, work)
-        off = [abs(told_us[key] - served[key]) for key in ("input", "output")] if told_us else None
+        reported, served = served_by(b.instant, work)
+        off = (
+            [abs(reported[key] - served[key]) for key in ("input", "output")] if reported else None
+        )
         wrong[name] = sum(off) if off is not None else None
     yield Figure(
         "usage with 20 children: tokens off the server's",
@@ -374,9 +380,9 @@ def usage_is_exact(b: Bench) -> Iterator[Figure]:
         present(**wrong),
         0,
     )
-    told_us, served = served_by(b.instant, lambda: b.ramify("lost", b.instant))
-    missed = sum(served[key] - told_us[key] for key in ("input", "output")) if told_us else None
-    marked = told_us.get("unknown") == 1 and told_us.get("calls") == served["answered"]
+    reported, served = served_by(b.instant, lambda: b.ramify("lost", b.instant))
+    missed = sum(served[key] - reported[key] for key in ("input", "output")) if reported else None
+    marked = reported.get("unknown") == 1 and reported.get("calls") == served["answered"]
     missed = max(missed, 0) if missed is not None else None
     yield Figure("a dropped reply: tokens below the server's, marked", missed, "", {}, 0, marked)
 
@@ -384,10 +390,10 @@ def usage_is_exact(b: Bench) -> Iterator[Figure]:
 def budgets_hold(b: Bench) -> Iterator[Figure]:
     beyond = []
     for limit in (3, 40, 150):
-        told_us, served = served_by(
+        reported, served = served_by(
             b.instant, lambda limit=limit: b.ramify("budget", b.instant, max_calls=limit)
         )
-        beyond.append(max(served["answered"] - limit, 0) if told_us else math.inf)
+        beyond.append(max(served["answered"] - limit, 0) if reported else math.inf)
     yield Figure("budget of calls: requests beyond it", finite(max(beyond)), "", {}, 0)
 
     limit = 50_000
@@ -452,7 +458,7 @@ def show(figures: list[Figure]) -> None:
     )
     for figure in figures:
         others = ", ".join(
-            f"{name} {compared(theirs, figure)}" for name, theirs in figure.against.items()
+            f"{name} {with_ratio(theirs, figure)}" for name, theirs in figure.against.items()
         )
         ours = "not measured" if figure.value is None else f"{figure.value:.3g} {figure.unit}"
         bounds = (("≤", figure.floor), ("≥", figure.least))
@@ -464,7 +470,7 @@ def show(figures: list[Figure]) -> None:
     Console(width=None if sys.stdout.isatty() else 150).print(table)
 
 
-def compared(theirs: float | str, figure: Figure) -> str:
+def with_ratio(theirs: float | str, figure: Figure) -> str:
     if isinstance(theirs, str):
         return theirs
     factor = f" ({theirs / figure.value:.2g}×)" if figure.value and figure.unit != "×" else ""

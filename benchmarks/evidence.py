@@ -1,5 +1,5 @@
-"""Does a training session hold what it promises: tasks that prove themselves, runs that are
-extended, runs that are stopped at random, a mixture that learns each of its tasks, and a policy
+"""Does training keep its promises: tasks with a correct scorer, runs that are extended, runs that
+are stopped at random, a mixture that learns each of its tasks, and a policy
 from scratch that learns to find evidence?
 
     python benchmarks/evidence.py                 300 items, 20 signals, curves of three seeds
@@ -11,7 +11,7 @@ from scratch that learns to find evidence?
 
 A seed's curves take some fifteen minutes of one core: one policy that imitates the scripted expert
 (``recipes/tiny_evidence.py``), and from it reinforcement learning with trained children, with
-children that are not trained, and over a frozen sub-model, which is the policy that imitated. The
+untrained children, and with the policy after imitation as a frozen sub-model. The
 mixture takes about as long: ``recipes/tiny.py`` imitates, then learns three kinds of question
 together and each alone.
 """
@@ -71,8 +71,8 @@ from tests.train.test_loop import same  # noqa: E402
 from tests.train.test_two_policies import begin, differing, one_stays  # noqa: E402
 
 
-def of_evidence(num: int) -> Iterator[Figure]:
-    """The task's own proof over ``num`` items."""
+def evidence_figures(num: int) -> Iterator[Figure]:
+    """Scores of gold and of wrong answers over ``num`` items: does the scorer separate them?"""
     task = task_of("evidence")
     worst: Counter[str] = Counter()
     lowest = 1.0
@@ -96,8 +96,8 @@ def of_evidence(num: int) -> Iterator[Figure]:
         yield Figure(f"evidence, {name}, highest of {num}", round(worst[name], 3), "F1", {}, limit)
 
 
-def of_extension(folder: Path) -> Iterator[Figure]:
-    """4 steps and 4 more, and 8 steps."""
+def extension_figures(folder: Path) -> Iterator[Figure]:
+    """Compare a run of 4 steps that is extended by 4 more with a run of 8 steps."""
     whole, broken = folder / "whole", folder / "extended"
     train(run_of(8), whole)
     train(run_of(4), broken)
@@ -105,8 +105,8 @@ def of_extension(folder: Path) -> Iterator[Figure]:
     yield Figure("4 + 4 steps differ from 8", float(not same(whole, broken)), "runs", {}, 0.0)
 
 
-def of_signals(folder: Path, num: int) -> Iterator[Figure]:
-    """``num`` runs, each ended by SIGTERM at a random moment and resumed."""
+def sigterm_figures(folder: Path, num: int) -> Iterator[Figure]:
+    """Stop ``num`` runs by SIGTERM at random moments, and resume them."""
     run = run_of(6, schedule=Schedule(evaluate_every=4, checkpoint_every=100))
     began = time.monotonic()
     state = train(run, folder / "calm")
@@ -132,8 +132,8 @@ def of_signals(folder: Path, num: int) -> Iterator[Figure]:
     yield Figure("stopped runs that end elsewhere", float(unequal), "runs", {}, 0.0)
 
 
-def of_policies(folder: Path) -> Iterator[Figure]:
-    """Two policies at once, one of them with learning rate 0, and the other over it frozen."""
+def two_policy_figures(folder: Path) -> Iterator[Figure]:
+    """Compare two policies, one of them at learning rate 0, with one over the other frozen."""
     begins = folder / "begins"
     ours, theirs = one_stays(begin(begins), folder / "two")
     differ = len(differing(ours, theirs)) + (not same(ours, theirs))
@@ -150,11 +150,11 @@ def of_policies(folder: Path) -> Iterator[Figure]:
 
 
 ANSWERS = {"a": "good", "b": "bad"}
-"""What the remote sub-model answers."""
+"""Answers of the remote sub-model."""
 
 
 def _asks(messages: Sequence[Message]) -> str:
-    """The expert's reply: a root that asks the sub-model one of two things, or the sub-model's."""
+    """The expert's reply: either a root that asks the sub-model, or the sub-model itself."""
     asked = messages[-1].content
     choice = random.Random(asked).choice("ab")
     return ANSWERS.get(asked.strip(), f"FINAL(llm_query('{choice}'))")
@@ -171,8 +171,8 @@ def asked(task: Task, num: int, seed: int, scaffold: Scaffold) -> list[Trajector
     return demonstrate(task, _asks, num, scaffold, limits=Limits(max_turns=1, max_depth=0))
 
 
-def of_remote(folder: Path) -> Iterator[Figure]:
-    """A policy over a remote sub-model that fails a tenth of its calls and answers late."""
+def remote_model_figures(folder: Path) -> Iterator[Figure]:
+    """Train a policy over a slow remote sub-model that fails a tenth of its calls."""
     run = small(
         policy=PolicySpec(shape=SHAPE, vocab_size=270, slots=32),
         task=TaskSpec(name=f"{__file__}:asks"),
@@ -255,14 +255,14 @@ def of_remote(folder: Path) -> Iterator[Figure]:
     )
 
 
-def of_models(folder: Path) -> Iterator[Figure]:
-    """Models by depth."""
-    yield from of_policies(folder)
-    yield from of_remote(folder / "remote")
+def depth_model_figures(folder: Path) -> Iterator[Figure]:
+    """Yield the figures of runs with a different model by depth."""
+    yield from two_policy_figures(folder)
+    yield from remote_model_figures(folder / "remote")
 
 
 BUDGET = 33
-"""Requests of the sub-model in a step of 32 rollouts."""
+"""Requests to the sub-model allowed in a step of 32 rollouts."""
 RECIPE = ROOT / "recipes/tiny_evidence.py"
 VARIANTS = {
     "RL, trained children": (),
@@ -271,8 +271,8 @@ VARIANTS = {
 }
 
 
-def of_curves(folder: Path, seeds: int) -> Iterator[Figure]:
-    """F1 on the test split after imitation and after each way of reinforcement learning."""
+def curve_figures(folder: Path, seeds: int) -> Iterator[Figure]:
+    """F1 on the test split after imitation and after each variant of reinforcement learning."""
     measured: dict[str, list[dict[str, float]]] = {"SFT": [], **{name: [] for name in VARIANTS}}
     for seed in range(seeds):
         for name, values in curve(folder / f"seed-{seed}", seed).items():
@@ -289,10 +289,10 @@ def of_curves(folder: Path, seeds: int) -> Iterator[Figure]:
 
 
 def curve(folder: Path, seed: int) -> dict[str, dict[str, float]]:
-    """Metrics of the last evaluation on ``test`` of each run of one seed. A run that is whole in
-    ``folder`` is not repeated."""
+    """Metrics of the final evaluation on ``test`` for each run of one seed. Runs that ``folder``
+    already has are not repeated."""
     imitated = folder / "sft"
-    tested = {"SFT": _tested(imitated, "rl=null", f"seed={seed}")}
+    tested = {"SFT": _train_and_test(imitated, "rl=null", f"seed={seed}")}
     policy = (imitated / "policy").resolve()
     recipe = load_recipe(RECIPE)
     assert recipe.sft is not None
@@ -306,11 +306,11 @@ def curve(folder: Path, seed: int) -> dict[str, dict[str, float]]:
     )
     for name, overrides in VARIANTS.items():
         changed = (each.replace("SFT", str(policy)) for each in overrides)
-        tested[name] = _tested(folder / name.replace(" ", "-"), *begins, *changed)
+        tested[name] = _train_and_test(folder / name.replace(" ", "-"), *begins, *changed)
     return tested
 
 
-def _tested(out: Path, *overrides: str, recipe: Path = RECIPE) -> dict[str, float]:
+def _train_and_test(out: Path, *overrides: str, recipe: Path = RECIPE) -> dict[str, float]:
     """Metrics of the last policy on all final splits."""
     if not (out / "policy").is_dir():
         is_begun = any(out.glob("checkpoints/step-*"))
@@ -326,14 +326,14 @@ KINDS = ("count", "sum", "max")
 """Kinds of question about a ledger: the three tasks of the mixture."""
 
 
-def of_mixture(folder: Path, steps: int) -> Iterator[Figure]:
-    """Three tasks in one run, and each in its own run: from the same policy, in as many
-    steps, on the same items (a step of the mixture has those of the three other runs)."""
-    _tested(folder / "sft", "rl=null", "evaluate.final=[]", recipe=MIXED_RECIPE)
+def mixture_figures(folder: Path, steps: int) -> Iterator[Figure]:
+    """Compare a run of three tasks with a separate run of each: same policy, same number of steps,
+    same items (a step of the mixture has those of the three other runs)."""
+    _train_and_test(folder / "sft", "rl=null", "evaluate.final=[]", recipe=MIXED_RECIPE)
     parts = {kind: {"task": "ledger", "options": {"kinds": [kind]}} for kind in KINDS}
-    mixed = _mixed(folder, "all", parts, steps)
+    mixed = _run_mixture(folder, "all", parts, steps)
     for kind in KINDS:
-        alone = _mixed(folder, kind, {kind: parts[kind]}, steps)
+        alone = _run_mixture(folder, kind, {kind: parts[kind]}, steps)
         names = [f"test_{kind}/reward{end}" for end in ("", "_low", "_high")]
         shown = {
             run: "{:.3f} ({:.3f} to {:.3f})".format(*(values[name] for name in names))
@@ -343,13 +343,13 @@ def of_mixture(folder: Path, steps: int) -> Iterator[Figure]:
         yield Figure(f"mixture above a run of {kind}", round(lead, 3), "share", shown, least=-0.03)
 
 
-def _mixed(folder: Path, name: str, parts: dict[str, Any], steps: int) -> dict[str, float]:
-    """Test scores of a run on ``parts``: four items of each in a step, none left out for equal
-    rewards, so that every run of a part has the same items."""
+def _run_mixture(folder: Path, name: str, parts: dict[str, Any], steps: int) -> dict[str, float]:
+    """Test scores of a run on ``parts``: each step has four items of each, and zero-variance groups
+    are kept, so that all runs of a part have the same items."""
     recipe = load_recipe(MIXED_RECIPE)
     assert recipe.sft is not None
     tests = json.dumps([f"test_{kind}" for kind in parts])
-    return _tested(
+    return _train_and_test(
         folder / name,
         "warmup=null",
         "sft=null",
@@ -379,25 +379,25 @@ def main() -> int:
     parser.add_argument("--curves-only", action="store_true")
     parser.add_argument("--models-only", action="store_true")
     parser.add_argument("--mixture-only", action="store_true")
-    parser.add_argument("--steps", type=int, default=24, help="of each run with a mixture")
+    parser.add_argument("--steps", type=int, default=24, help="steps of each mixture run")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--keep", type=Path, help="folder of the runs, which are then continued")
+    parser.add_argument("--keep", type=Path, help="folder of runs; existing ones continue")
     arguments = parser.parse_args()
     found: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
         kept = arguments.keep or Path(folder) / "kept"
         if arguments.models_only:
-            found += of_models(Path(folder))
+            found += depth_model_figures(Path(folder))
             arguments.curves_only = arguments.quick = True
         if not arguments.curves_only and not arguments.mixture_only:
-            found += of_models(Path(folder))
-            found += of_evidence(60 if arguments.quick else 300)
-            found += of_extension(Path(folder))
-            found += of_signals(Path(folder), 5 if arguments.quick else 20)
+            found += depth_model_figures(Path(folder))
+            found += evidence_figures(60 if arguments.quick else 300)
+            found += extension_figures(Path(folder))
+            found += sigterm_figures(Path(folder), 5 if arguments.quick else 20)
         if not arguments.quick and not arguments.curves_only:
-            found += of_mixture(kept / "mixture", arguments.steps)
+            found += mixture_figures(kept / "mixture", arguments.steps)
         if not arguments.quick and not arguments.mixture_only:
-            found += of_curves(kept, arguments.seeds)
+            found += curve_figures(kept, arguments.seeds)
     show(found)
     if arguments.json:
         print(json.dumps({"figures": [figure.as_json() for figure in found]}))

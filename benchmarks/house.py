@@ -1,11 +1,11 @@
-"""Readability of the code in numbers: names, prose, lines and size of the package.
+"""Readability of the package in numbers: names, prose, lines and size.
 
     python benchmarks/house.py            print a table
     python benchmarks/house.py --json     also print, as the last line, {"figures": [{"name", …},
                                           …]}
 
 Counts come from the syntax trees of `ramify/`, so every run gives the same numbers; `--quick`
-changes nothing. Decides what is counted. Not here: the rules themselves (see `tests/test_names.py`
+changes nothing. Decides what is counted. Not here: the rules themselves (see `tests/test_names.py`,
 `scripts/check_prose.py`, `scripts/check_public.py`).
 """
 
@@ -32,9 +32,9 @@ from engine import Figure, show  # noqa: E402
 from tests.test_house import two_way_sub_packages  # noqa: E402
 
 BEFORE_STATEMENTS = 41_395
-"""Statements before the packages were cut again, counted in the same way."""
+"""Statements before the packages were reorganised, counted in the same way."""
 MOST_STATEMENTS = 39_325
-"""95 % of them."""
+"""95 % of ``BEFORE_STATEMENTS``."""
 
 
 def sources() -> Iterator[tuple[str, str]]:
@@ -50,7 +50,7 @@ PARTS = {
     "training loop": lambda name: name in LOOP,
     "sandbox session": lambda name: name == "sandbox/session.py",
 }
-"""Parts of the package whose classes must stay small -> whether a file belongs to it."""
+"""Part of the package whose classes must stay small -> predicate: does a file belong to it?"""
 
 
 def repeated_names() -> int:
@@ -65,17 +65,17 @@ def repeated_names() -> int:
 
 
 def statements() -> int:
-    """Count the statements of the package. An assignment of several names counts once for each, and
-    docstrings and other texts without an effect do not count."""
+    """Count the statements of the package. An assignment of several names counts once per name;
+    docstrings and other constant expressions do not count."""
     return sum(
-        _num_assigned(node)
+        _num_statements(node)
         for _, text in sources()
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.stmt) and not _is_documentation(node)
     )
 
 
-def _num_assigned(node: ast.stmt) -> int:
+def _num_statements(node: ast.stmt) -> int:
     if not isinstance(node, ast.Assign):
         return 1
     pairs = isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
@@ -83,8 +83,8 @@ def _num_assigned(node: ast.stmt) -> int:
 
 
 def class_sizes(part: str) -> tuple[int, int]:
-    """Count the constructor arguments and the attributes of the classes of ``part``, and return the
-    largest of each. Only the public ``RLM`` may take as many arguments as it has options."""
+    """Return the largest numbers of constructor arguments and of attributes over the classes of
+    ``part``. The public ``RLM`` may take any number of arguments, since these are its options."""
     arguments = attributes = 0
     for path, text in sources():
         if not PARTS[part](path.removeprefix("ramify/")):
@@ -134,8 +134,8 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def added_by_import() -> set[str]:
-    """Modules that ``import ramify`` loads, except the package itself, those that it loaded before
-    there were namespaces, and ``logging``."""
+    """Modules that ``import ramify`` loads, except the package itself and the few modules of the
+    standard library that it needs."""
     before = loaded_by("import __future__, importlib, warnings, logging")
     return loaded_by("import ramify") - before - {"ramify"}
 

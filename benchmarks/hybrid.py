@@ -10,7 +10,7 @@ hindsight teacher, with variants and with controls that must not help, on named-
     python benchmarks/hybrid.py --report   train nothing; report the finished runs
     python benchmarks/hybrid.py --json     also print the figures as JSON, like benchmarks/engine.py
 
-All arms of a seed begin from the same policy, trained on demonstrations, and get the same number of
+All arms of a seed start from the same policy, after demonstrations, and get the same number of
 rollouts of the same problems. The policy of the last step is compared, on 256 problems that
 training never sees, with 8 attempts each at temperature 1; no checkpoint is selected by its score.
 Each run is a process with one torch thread. Existing runs (``--runs``) are reused. The exit code is
@@ -160,11 +160,11 @@ EXPECTED = 3 / 8
 QUICK = ("sft.num=3000", "rl.steps=3", "evaluate.validation=4")
 
 
-class Trained(NamedTuple):
+class ArmResult(NamedTuple):
     """Results of one run."""
 
     arm: str
-    """Name of the arm; ``sft`` for the common start of all arms of a seed."""
+    """Name of the arm; ``sft`` for the policy from which all arms of a seed start."""
     seed: int
     rewards: dict[str, list[float]]
     """Item -> reward of each attempt by the policy of the last step."""
@@ -177,14 +177,14 @@ class Trained(NamedTuple):
     hint_rate: list[float]
     """Hint rate of each step; empty without hints."""
     cpu_s: float
-    """CPU seconds of training and evaluation, over the processes' whole lives."""
+    """CPU seconds of the training and evaluation processes."""
     step_s: float
     """Median CPU time of a step of rollouts and learning; 0 for demonstrations."""
     signal_share: float
     """Share of a step's time that signals took; 0 without signals."""
     teacher_tokens: float
-    """Tokens that teachers added, as a share of the tokens packed for training, in the steps in
-    which they scored."""
+    """Tokens scored by teachers, as a share of the tokens packed for training, over the steps in
+    which teachers scored."""
     teacher_expected: float
     """The same share at a hint rate of ``EXPECTED``."""
     gates: dict[str, float]
@@ -205,22 +205,24 @@ class Trained(NamedTuple):
 # --- runs -----------------------------------------------------------------------------------------
 
 
-def is_over(folder: Path) -> bool:
+def is_finished(folder: Path) -> bool:
     return (folder / "attempts.json").is_file()
 
 
-def carried_out(folder: Path, recipe: str, *overrides: str, num_items: int = NUM_ITEMS) -> None:
+def train_and_evaluate(
+    folder: Path, recipe: str, *overrides: str, num_items: int = NUM_ITEMS
+) -> None:
     """Train and evaluate, or continue a run that was killed."""
     train(folder, recipe, *overrides)
-    if not is_over(folder):
+    if not is_finished(folder):
         python(str(Path(__file__).resolve()), "--attempts", str(folder), "--items", str(num_items))
 
 
 def begin(runs: Path, seed: int, quick: bool) -> Path:
-    """Return the folder of the policy from which all arms of a seed begin."""
+    """Return the folder of the policy from which all arms of a seed start."""
     folder = runs / f"sft-{seed}"
     short = QUICK[:1] if quick else ()
-    carried_out(
+    train_and_evaluate(
         folder,
         "recipes/programs.py",
         f"seed={seed}",
@@ -233,10 +235,10 @@ def begin(runs: Path, seed: int, quick: bool) -> Path:
     return folder
 
 
-def carry_out(runs: Path, name: str, seed: int, quick: bool) -> None:
+def run_arm(runs: Path, name: str, seed: int, quick: bool) -> None:
     arm, start = ARMS[name], begin(runs, seed, quick)
     short = QUICK[1:] if quick else ()
-    carried_out(
+    train_and_evaluate(
         runs / f"{name}-{seed}",
         arm.recipe,
         f"seed={seed}",
@@ -253,15 +255,15 @@ def carry_out(runs: Path, name: str, seed: int, quick: bool) -> None:
 
 
 def attempts(folder: Path, num_items: int) -> None:
-    """Attempt the test problems, in a separate process, with the policy of the last step and with
-    the best one on the validation stream, if that is another. Store each reward."""
+    """Attempt the test problems with the policy of the last step and, if another checkpoint is best
+    on the validation stream, with that one. Runs in a separate process; stores each reward."""
     last, best = CheckpointStore(folder).latest(), CheckpointStore(folder).best()
     assert last is not None, folder
     found = asyncio.run(
-        _attempted(last / "policy", num_items, is_start=folder.name.startswith("sft-"))
+        _attempt_all(last / "policy", num_items, is_start=folder.name.startswith("sft-"))
     )
     if best is not None and best != last:
-        found["best"] = asyncio.run(_attempted(best / "policy", num_items, is_start=False))[
+        found["best"] = asyncio.run(_attempt_all(best / "policy", num_items, is_start=False))[
             "rewards"
         ]
         found["best_step"] = int(best.name.rpartition("-")[2])
@@ -270,7 +272,7 @@ def attempts(folder: Path, num_items: int) -> None:
     (folder / "attempts.json").write_text(json.dumps(found))
 
 
-async def _attempted(policy: Path, num_items: int, is_start: bool) -> dict[str, Any]:
+async def _attempt_all(policy: Path, num_items: int, is_start: bool) -> dict[str, Any]:
     import torch
 
     from ramify import RLM, Limits, SandboxSpec
@@ -309,8 +311,8 @@ async def _attempted(policy: Path, num_items: int, is_start: bool) -> dict[str, 
 
 
 async def gates(client: Any, task: Any) -> dict[str, float]:
-    """Return the probability of the right function at its place, with a hint that names it and
-    without."""
+    """Return the probability of the right function at its position, with and without a hint that
+    names it."""
     from ramify.tasks.programs.demos import HintRule, hint_text
     from ramify.tasks.programs.program_library import (
         IMPORTED,
@@ -345,7 +347,7 @@ async def gates(client: Any, task: Any) -> dict[str, float]:
 # --- results of runs ------------------------------------------------------------------------------
 
 
-def trained(folder: Path, arm: str, seed: int) -> Trained:
+def read_result(folder: Path, arm: str, seed: int) -> ArmResult:
     rows = list(read_metrics(folder))
     done = json.loads((folder / "attempts.json").read_text())
     steps = [row for row in rows if row.stage == "rl" and "learn_s" in row.values]
@@ -365,7 +367,7 @@ def trained(folder: Path, arm: str, seed: int) -> Trained:
     shares = [values["teacher_tokens"] / values["packed_tokens"] for values in read_steps]
     rates = [values["teacher/hint_rate"] for values in read_steps]
     average = _average(done["rewards"])
-    return Trained(
+    return ArmResult(
         arm,
         seed,
         done["rewards"],
@@ -386,15 +388,17 @@ def _average(rewards: Mapping[str, Sequence[float]]) -> float:
     return fmean(fmean(each) for each in rewards.values())
 
 
-def there(runs: Path, seeds: Sequence[int]) -> Iterator[Trained]:
+def finished_runs(runs: Path, seeds: Sequence[int]) -> Iterator[ArmResult]:
     """Yield the finished runs."""
     for name in ("sft", *ARMS):
         for seed in seeds:
-            if is_over(runs / f"{name}-{seed}"):
-                yield trained(runs / f"{name}-{seed}", name, seed)
+            if is_finished(runs / f"{name}-{seed}"):
+                yield read_result(runs / f"{name}-{seed}", name, seed)
 
 
-def paired(runs: Sequence[Trained], ours: str, theirs: str) -> tuple[float, float, float] | None:
+def paired_difference(
+    runs: Sequence[ArmResult], ours: str, theirs: str
+) -> tuple[float, float, float] | None:
     """Return (mean difference of avg@8, and its 95 % interval) over the seeds that both arms have.
 
     Seeds are drawn with replacement, and problems within seeds, so that the interval reflects few
@@ -417,8 +421,8 @@ def paired(runs: Sequence[Trained], ours: str, theirs: str) -> tuple[float, floa
     return float(differences.mean()), float(low), float(high)
 
 
-def figures(runs: Sequence[Trained], quick: bool) -> Iterator[Figure]:
-    def of(name: str) -> list[Trained]:
+def figures(runs: Sequence[ArmResult], quick: bool) -> Iterator[Figure]:
+    def of(name: str) -> list[ArmResult]:
         return [run for run in runs if run.arm == name]
 
     def mean(name: str, passes: bool = False) -> float | None:
@@ -430,7 +434,7 @@ def figures(runs: Sequence[Trained], quick: bool) -> Iterator[Figure]:
     others = {name: value for name in ("sft", "outcome") if (value := mean(name, True)) is not None}
     yield Figure("pass@8 of the hybrid", mean("hybrid", True), "right", dict(others))
     for ours, theirs in (("outcome", "sft"), ("hybrid", "outcome")):
-        found = paired(runs, ours, theirs)
+        found = paired_difference(runs, ours, theirs)
         against = {} if found is None else {"95 % interval": f"{found[1]:+.3f} to {found[2]:+.3f}"}
         least = None if quick else 1e-9
         yield Figure(
@@ -441,7 +445,7 @@ def figures(runs: Sequence[Trained], quick: bool) -> Iterator[Figure]:
             least=least,
         )
     for name in CONTROLS:
-        found = paired(runs, name, "outcome")
+        found = paired_difference(runs, name, "outcome")
         if found is not None:
             against = {"95 % interval": f"{found[1]:+.3f} to {found[2]:+.3f}"}
             yield Figure(
@@ -451,7 +455,7 @@ def figures(runs: Sequence[Trained], quick: bool) -> Iterator[Figure]:
                 dict(against),
                 None if quick else 0.0,
             )
-    found = paired(runs, "narrow", "hybrid")
+    found = paired_difference(runs, "narrow", "hybrid")
     if found is not None:
         against = {"95 % interval": f"{found[1]:+.3f} to {found[2]:+.3f}"}
         yield Figure("fewer hints ('narrow') less hybrid", found[0], "", dict(against))
@@ -474,10 +478,10 @@ def figures(runs: Sequence[Trained], quick: bool) -> Iterator[Figure]:
     yield Figure("further seeds of variants and controls", more, "CPU min", {})
 
 
-# --- what is written ------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
-def table(runs: Sequence[Trained]) -> str:
+def table(runs: Sequence[ArmResult]) -> str:
     """Return a Markdown table with a row per arm."""
     lines = [
         "| arm | what | seeds | avg@8 | pass@8 | best avg@8 | less outcome alone (95 %) | hints | "
@@ -488,7 +492,7 @@ def table(runs: Sequence[Trained]) -> str:
         mine = [run for run in runs if run.arm == name]
         if not mine:
             continue
-        found = paired(runs, name, "outcome") if name not in ("sft", "outcome") else None
+        found = paired_difference(runs, name, "outcome") if name not in ("sft", "outcome") else None
         less = "" if found is None else f"{found[0]:+.3f} [{found[1]:+.3f}, {found[2]:+.3f}]"
         rates = [fmean(run.hint_rate) for run in mine if run.hint_rate]
         what = ARMS[name].what if name in ARMS else "demonstrations alone: where all others begin"
@@ -512,7 +516,7 @@ def _spread(values: Sequence[float]) -> str:
     return f"{fmean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
-def by_seed(runs: Sequence[Trained]) -> str:
+def by_seed(runs: Sequence[ArmResult]) -> str:
     """Return a Markdown table of the three main arms by seed, with the gates of each."""
     seeds = sorted({run.seed for run in runs if run.arm == "sft"})
     lines = [
@@ -538,7 +542,7 @@ def by_seed(runs: Sequence[Trained]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def picture(runs: Sequence[Trained]) -> str:
+def picture(runs: Sequence[ArmResult]) -> str:
     """Return validation curves as SVG: the mean over the seeds of each arm by step."""
     width, height, left, bottom = 760, 380, 50, 320
     shown = {
@@ -581,7 +585,7 @@ def picture(runs: Sequence[Trained]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def write(runs: Sequence[Trained], found: Sequence[Figure]) -> None:
+def write(runs: Sequence[ArmResult], found: Sequence[Figure]) -> None:
     RESULTS.parent.mkdir(exist_ok=True)
     data = {
         "figures": [figure.as_json() for figure in found],
@@ -609,8 +613,8 @@ def main() -> int:
     for index, seed in enumerate([] if options.report else seeds):
         for name in arms:
             if index < ARMS[name].num_seeds:
-                carry_out(folder, name, seed, options.quick)
-    runs = list(there(folder, seeds))
+                run_arm(folder, name, seed, options.quick)
+    runs = list(finished_runs(folder, seeds))
     found = list(figures(runs, options.quick))
     if not options.quick and set(options.arms) == set(ARMS):
         write(runs, found)

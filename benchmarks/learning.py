@@ -33,9 +33,9 @@ from ramify.train.metrics import StepMetrics, read_metrics
 RESULTS = ROOT / "benchmarks" / "results" / "learning.json"
 PAGE, PICTURE = ROOT / "docs" / "learning.md", ROOT / "docs" / "learning.svg"
 FIRST_ITEM = 20_000
-"""Index of the first item of rollouts, far beyond the items of the demonstrations."""
+"""Index of the first rollout item, far beyond the items of the demonstrations."""
 NUM = 1024
-"""Questions of each reported split, each asked once."""
+"""Questions in each reported split; each is asked once."""
 CREDITS = {
     "per_role": ("the default", []),
     "root": ("credit of the root", ["rl.algorithm.credit=root"]),
@@ -50,13 +50,13 @@ CREDITS = {
 }
 """Variant of the recursive run -> (description, overrides)."""
 BEFORE = {"tiny": (240, 248, 248), "per_role": (221, 236, 220)}
-"""Run -> right answers of 256 after RL, by seed, under the default objective and credit until
-November 2026: a rollout divided by its own tokens, ``siblings``."""
+"""Run -> right answers out of 256 after RL, by seed, under the defaults until November 2026: each
+rollout divided by its own tokens, and ``siblings`` credit."""
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Student's t, 97.5 %, for 1, 2, … degrees of freedom."""
+"""97.5th percentile of Student's t-distribution for 1, 2, … degrees of freedom."""
 
 
-class Trained(NamedTuple):
+class RunResult(NamedTuple):
     """Results of one run."""
 
     name: str
@@ -72,7 +72,7 @@ class Trained(NamedTuple):
     """CPU seconds of validation."""
 
 
-def trained(name: str, seed: int, folder: Path) -> Trained:
+def trained(name: str, seed: int, folder: Path) -> RunResult:
     """Read the results of a run from the metrics in ``folder``."""
     rows = list(read_metrics(folder))
     steps = [row for row in rows if row.stage not in ("first", "last", "best")]
@@ -92,16 +92,16 @@ def trained(name: str, seed: int, folder: Path) -> Trained:
         for key, value in rewards.items()
         if not key.endswith((" failed", " reward_low", " reward_high")) and " metric " not in key
     }
-    validated = spent(
+    validated = cpu_seconds_before(
         rows, lambda row: "validation/reward" in row.values and row.stage not in ("last", "best")
     )
-    reported = spent(
+    reported = cpu_seconds_before(
         rows, lambda row: row.stage == "first" and "validation/reward" not in row.values
     )
-    return Trained(name, seed, curve, rewards, steps[-1].values["cpu_s"] - reported, validated)
+    return RunResult(name, seed, curve, rewards, steps[-1].values["cpu_s"] - reported, validated)
 
 
-def spent(rows: Sequence[StepMetrics], on: Callable[[StepMetrics], bool]) -> float:
+def cpu_seconds_before(rows: Sequence[StepMetrics], on: Callable[[StepMetrics], bool]) -> float:
     """Return the CPU seconds between the measurements for which ``on`` is true and their
     predecessors."""
     return sum(
@@ -114,15 +114,15 @@ def spent(rows: Sequence[StepMetrics], on: Callable[[StepMetrics], bool]) -> flo
 # --- runs -----------------------------------------------------------------------------------------
 
 
-def single(runs: Path, seed: int, quick: bool) -> Iterator[Trained]:
+def single(runs: Path, seed: int, quick: bool) -> Iterator[RunResult]:
     short = ["sft.num=4000", "rl.steps=8"] if quick else []
     splits = [f"evaluate.num={NUM}", 'evaluate.first=["test"]']
     folder = train(runs / f"tiny-{seed}", "recipes/tiny.py", f"seed={seed}", *splits, *short)
     yield trained("tiny", seed, folder)
 
 
-def recursive(runs: Path, seed: int, variants: Sequence[str]) -> Iterator[Trained]:
-    """Yield the recursive run and its variants, which start from the same demonstrations."""
+def recursive(runs: Path, seed: int, variants: Sequence[str]) -> Iterator[RunResult]:
+    """Yield the recursive run and its variants, which all start from the same demonstrations."""
     name, recipe = f"tiny-recursive-{seed}", "recipes/tiny_recursive.py"
     asked = [f"seed={seed}", f"evaluate.num={NUM}"]
     start = train(runs / f"{name}-sft", recipe, *asked, "rl=null", 'evaluate.final=["test"]')
@@ -138,29 +138,29 @@ def recursive(runs: Path, seed: int, variants: Sequence[str]) -> Iterator[Traine
             "evaluate.first=[]",
             *CREDITS[variant][1],
         )
-        yield trained_recursively(folder, start, variant, seed)
+        yield read_recursive_result(folder, start, variant, seed)
 
 
-def trained_recursively(folder: Path, start: Path, variant: str, seed: int) -> Trained:
+def read_recursive_result(folder: Path, start: Path, variant: str, seed: int) -> RunResult:
     found, begun = trained(variant, seed, folder), trained("sft", seed, start)
     rewards = {**found.rewards, "first test": begun.rewards.get("last test", 0.0)}
     return found._replace(cpu_s=found.cpu_s + begun.cpu_s, rewards=rewards)
 
 
-def there(runs: Path, seed: int) -> Iterator[Trained]:
+def finished_runs(runs: Path, seed: int) -> Iterator[RunResult]:
     """Yield the finished runs of ``seed``."""
     if is_trained(runs / f"tiny-{seed}"):
         yield trained("tiny", seed, runs / f"tiny-{seed}")
     for variant in CREDITS:
         folder, start = (runs / f"tiny-recursive-{seed}-{name}" for name in (variant, "sft"))
         if is_trained(folder):
-            yield trained_recursively(folder, start, variant, seed)
+            yield read_recursive_result(folder, start, variant, seed)
 
 
 # --- figures --------------------------------------------------------------------------------------
 
 
-def of(runs: Sequence[Trained], name: str, key: str) -> float | None:
+def of(runs: Sequence[RunResult], name: str, key: str) -> float | None:
     values = [run.rewards[key] for run in runs if run.name == name and key in run.rewards]
     return median(values) if values else None
 
@@ -169,8 +169,8 @@ def wrong(reward: float | None) -> float | None:
     return None if reward is None else 1 - reward
 
 
-def figures(runs: Sequence[Trained], quick: bool) -> Iterator[Figure]:
-    """Yield figures as shares of held-out tasks answered wrong, so that less is better."""
+def figures(runs: Sequence[RunResult], quick: bool) -> Iterator[Figure]:
+    """Yield the shares of held-out tasks that are answered wrong: less is better."""
 
     def figure(
         what: str, run: str, split: str, most: float | None, against: dict[str, float | None]
@@ -224,10 +224,10 @@ def figures(runs: Sequence[Trained], quick: bool) -> Iterator[Figure]:
     )
 
 
-# --- what is written ------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
-def table(runs: Sequence[Trained]) -> str:
+def table(runs: Sequence[RunResult]) -> str:
     """Return a Markdown table with a row per run."""
     lines = [
         "| run | seed | after SFT | after RL | held-out format | held-out names | CPU s | of it "
@@ -253,8 +253,8 @@ def with_interval(reward: float) -> str:
     return f"{share.value:.1%} ({100 * share.low:.1f}-{100 * share.high:.1f})"
 
 
-def differences(runs: Sequence[Trained]) -> str:
-    """Return a Markdown table of each variant less the default, over the seeds of both."""
+def differences(runs: Sequence[RunResult]) -> str:
+    """Return a Markdown table of each variant minus the default, over the seeds that both have."""
     scores = {(run.name, run.seed): run.rewards.get("last test") for run in runs}
     lines = ["| run | seeds | less `per_role`, by seed | mean, 95 % interval |", "|" + " --- |" * 4]
     for name in CREDITS:
@@ -271,7 +271,7 @@ def differences(runs: Sequence[Trained]) -> str:
 
 
 LATE = range(16, 21)
-"""Steps whose rollouts are compared, also of runs that did not finish."""
+"""Steps whose rollouts are compared, including those of unfinished runs."""
 
 
 def rollouts(folder: Path, seeds: Sequence[int]) -> str:
@@ -297,14 +297,14 @@ def late_reward(folder: Path) -> float | None:
 
 
 def mean_of_pairs(pairs: Sequence[float]) -> str:
-    """Mean of differences with Student's interval, which includes how much seeds differ."""
+    """Mean of the differences with Student's interval, which reflects the variation over seeds."""
     if len(pairs) < 2:
         return f"{pairs[0]:+.1f}"
     reach = T_95[len(pairs) - 2] * stdev(pairs) / len(pairs) ** 0.5
     return f"{mean(pairs):+.1f} ({mean(pairs) - reach:+.1f} to {mean(pairs) + reach:+.1f})"
 
 
-def kinds(runs: Sequence[Trained]) -> str:
+def kinds(runs: Sequence[RunResult]) -> str:
     """Return a Markdown table of medians by kind of question."""
     names = list(dict.fromkeys(run.name for run in runs))
     found = sorted(
@@ -326,7 +326,7 @@ def kinds(runs: Sequence[Trained]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def picture(runs: Sequence[Trained]) -> str:
+def picture(runs: Sequence[RunResult]) -> str:
     """Return all curves as SVG: reward on the validation stream against CPU time."""
     width, height, left, bottom = 760, 340, 50, 300
     longest = max((seconds for run in runs for seconds, _ in run.curve), default=1.0)
@@ -362,7 +362,7 @@ def picture(runs: Sequence[Trained]) -> str:
 
 
 def write(
-    runs: Sequence[Trained], found: Sequence[Figure], folder: Path, seeds: Sequence[int]
+    runs: Sequence[RunResult], found: Sequence[Figure], folder: Path, seeds: Sequence[int]
 ) -> None:
     RESULTS.parent.mkdir(exist_ok=True)
     data = {
@@ -385,10 +385,10 @@ def main() -> int:
     )
     options = options_of.parse_args()
     folder = folder_of(options)
-    runs: list[Trained] = []
+    runs: list[RunResult] = []
     for seed in options.seeds[:1] if options.quick else options.seeds:
         if options.report:
-            runs += there(folder, seed)
+            runs += finished_runs(folder, seed)
             continue
         if options.only != "recursive":
             runs += single(folder, seed, options.quick)

@@ -7,7 +7,7 @@ models.
                                             …]}
 
 Every provider is a real server on loopback (``reality_providers.py``, ``reality_catalogue.py``);
-waits run on a fast clock (``FastLoop``). Anthropic's messages and LiteLLM are measured if their
+waits run on a fast clock (``FastLoop``). Anthropic's API and LiteLLM are measured if their
 packages are installed. The exit code is 1 if a figure misses its limit.
 """
 

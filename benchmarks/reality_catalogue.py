@@ -29,7 +29,7 @@ encode = msgspec.json.encode
 
 TURN = f"```repl\nFINAL({TRUTH!r})\n```"
 HALF_TURN = TURN[: TURN.index(HALF) + len(HALF)]
-"""A turn that answers, and its part."""
+"""A turn that answers, and its first half."""
 
 
 class Misbehaviour(NamedTuple):
@@ -104,8 +104,8 @@ REFUSAL_ITEM = {
 }
 
 
-def of_http(whole: Maker) -> list[Misbehaviour]:
-    """Misbehaviours below the API: those of servers, gateways and networks."""
+def http_misbehaviours(whole: Maker) -> list[Misbehaviour]:
+    """Misbehaviours below the API level: of servers, gateways and networks."""
     page = b"<html><body>Welcome</body></html>"
     events = b'data: {"choices": [{"delta": {"content": "It is 4"}}]}\n\ndata: [DONE]\n\n'
 
@@ -206,7 +206,7 @@ MESSAGES = [
     Misbehaviour("no usage", lambda text: {**message(text, "max_tokens"), "usage": None}),
 ]
 HIDDEN_BY_LITELLM = ("finish null", "an unknown finish", "the limit reached without a finish")
-"""LiteLLM reports these replies as complete, so a client of it cannot know."""
+"""LiteLLM reports these replies as complete, so its clients cannot detect them."""
 
 
 def _without_finish(body: dict[str, Any]) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def _chat_usage(given: Any, produced: Any, **more: Any) -> dict[str, Any]:
 
 
 class Api(NamedTuple):
-    """One API: how a model of it is named, a correct reply, and its misbehaviours."""
+    """One API: the naming of its models, a correct reply, and its misbehaviours."""
 
     model: Callable[[int], str]
     """Name of the model behind a port."""
@@ -245,7 +245,9 @@ def _apis() -> dict[str, Api]:
     return apis
 
 
-async def _ended(api: Api, case: Misbehaviour, is_direct: bool, times: float) -> tuple[int, Any]:
+async def _outcome_of(
+    api: Api, case: Misbehaviour, is_direct: bool, times: float
+) -> tuple[int, Any]:
     """Return the exit code and the answer of a run whose first ``times`` replies misbehave."""
     num_asked = 0
 
@@ -273,17 +275,17 @@ async def _ended(api: Api, case: Misbehaviour, is_direct: bool, times: float) ->
 
 
 def misbehaviours(quick: bool) -> Iterator[Figure]:
-    """Every case of the catalogue, over every API."""
+    """Yield figures of every case of the catalogue, over every API."""
     logging.getLogger("ramify").setLevel(logging.ERROR)
     os.environ.update(ANTHROPIC_API_KEY="sk-none", OPENAI_API_KEY="sk-none")
     apis = _apis()
     cases = [(name, case) for name, api in apis.items() for case in api.cases]
-    cases += [(name, case) for name, api in apis.items() for case in of_http(api.whole)]
+    cases += [(name, case) for name, api in apis.items() for case in http_misbehaviours(api.whole)]
     wrong = []
     for name, case in cases:
         for is_direct in (True, False):
             for times in (1, 1e9):
-                code, answer = run_fast(_ended(apis[name], case, is_direct, times))
+                code, answer = run_fast(_outcome_of(apis[name], case, is_direct, times))
                 if code == ExitCode.ANSWERED and answer != TRUTH:
                     wrong.append((name, case.name, is_direct, times, answer))
     for each in wrong:
@@ -313,7 +315,7 @@ MAX_CALLS = 20
 
 
 async def _overspends(usage: Mapping[str, Any]) -> bool:
-    """True if a run whose server reports ``usage`` exceeds a limit, by its own books or in fact."""
+    """True if a run whose server reports ``usage`` exceeds a limit, as recorded or in fact."""
     num_asked = 0
 
     def handle(exchange: LoopbackExchange) -> None:
@@ -336,7 +338,7 @@ async def _overspends(usage: Mapping[str, Any]) -> bool:
 
 
 def usages(quick: bool) -> Iterator[Figure]:
-    """Usage figures that contradict themselves."""
+    """Yield figures of usage reports that contradict themselves."""
     over = [usage for usage in USAGES if run_fast(_overspends(usage))]
     for usage in over:
         print("over a limit:", usage)

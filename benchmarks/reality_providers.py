@@ -21,7 +21,7 @@ from ramify.clients.loopback import LoopbackExchange, LoopbackServer
 T = TypeVar("T")
 SANDBOX = SandboxSpec(provider="inprocess", allow_weaker=True)
 SCAFFOLD = Scaffold(name="reality", system="You drive a session.", direct_chars=0)
-FOR_EVER_S = 1e6
+FOREVER_S = 1e6
 
 
 class FastSelector(selectors.DefaultSelector):
@@ -35,7 +35,7 @@ class FastSelector(selectors.DefaultSelector):
 
 class FastLoop(asyncio.SelectorEventLoop):
     """An event loop whose clock runs ``speed`` times as fast as the real one: every timer of a run
-    (waits between attempts, rate limits, timeouts, the deadline) is that much shorter."""
+    (retries, rate limits, timeouts, the deadline) is that much shorter."""
 
     def __init__(self, speed: float) -> None:
         selector = FastSelector()
@@ -53,7 +53,7 @@ def run_fast(work: Coroutine[Any, Any, T], speed: float = 200.0) -> T:
 
 
 def chat_body(text: str, finish: str = "stop") -> bytes:
-    """A chat completion that holds ``text``."""
+    """A chat completion that contains ``text``."""
     message = {"role": "assistant", "content": text}
     usage = {"prompt_tokens": 9, "completion_tokens": 9, "total_tokens": 18}
     choice = {"index": 0, "message": message, "finish_reason": finish}
@@ -75,7 +75,7 @@ DOWN: dict[str, Answer | None] = {
     "empty choices": lambda exchange: exchange.send(200, b'{"choices": []}'),
     "event stream": lambda exchange: exchange.send(200, EVENTS, content_type="text/event-stream"),
 }
-"""Form of an outage -> how the server answers then; None if it does not listen."""
+"""Form of an outage -> how the server answers during it; None if it does not listen."""
 
 
 class FailingServer:
@@ -154,7 +154,7 @@ def model(messages: list[Any]) -> str:
 async def _run_with_outage(at: int, form: str, outage_s: float) -> bool:
     """True if the run gives the right answer and no prompt is answered twice."""
     async with FailingServer(model, at, form, outage_s) as server:
-        limits = Limits(max_seconds=FOR_EVER_S, max_concurrency=4)
+        limits = Limits(max_seconds=FOREVER_S, max_concurrency=4)
         name = f"openai:m@{server.url}"
         async with RLM(name, scaffold=SCAFFOLD, sandbox=SANDBOX, limits=limits) as rlm:
             result = await rlm.start("text", "How long are the replies?")
@@ -163,7 +163,7 @@ async def _run_with_outage(at: int, form: str, outage_s: float) -> bool:
 
 
 def outages(quick: bool) -> Iterator[Figure]:
-    """An outage of 60 s at each request of a run."""
+    """Yield the figure of a 60 s outage at each request of a run."""
     forms = list(DOWN)
     cases = [(at, forms[at % len(forms)]) for at in range(NUM_REQUESTS)]
     cases += [] if quick else [(at, form) for form in forms for at in (0, 1, 20, 39)]

@@ -1,8 +1,8 @@
 """The figures of ``reality.py`` about runs that are interrupted and about careless models.
 
-Interruptions are a kill, a disk that fills up, and a failure that a person must fix, each at every
-event of one run with more than 100 events. The careless models lose what they paid for in every way
-that their code allows, and then look for it.
+Interruptions are a kill, a full disk, and a failure that a person must fix, each at every event of
+one run with more than 100 events. The careless models lose paid replies in every way that their
+code allows, and then try to recover them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _program(model: CountingModel, store: Store, **options: Any) -> RLM:
 
 
 def _reference(folder: Path) -> list[bytes]:
-    """The journal of an undisturbed run, event for event."""
+    """The journal of an undisturbed run, one line per event."""
     store = Store(folder)
     with _program(CountingModel(), store) as rlm:
         assert rlm.completion("text", "?").answer == ANSWER
@@ -111,7 +111,7 @@ def _killed(folder: Path, journal: list[bytes], at: int) -> Disturbed:
 
 
 def _suspended(folder: Path, at: int) -> Disturbed:
-    """From the event ``at`` on, the model fails until the run is resumed."""
+    """Run with a model that fails from event ``at`` until the run is resumed."""
     store, model, seen = Store(folder), CountingModel(), Counter[str]()
 
     def fail(event: AnyEvent) -> None:
@@ -122,7 +122,7 @@ def _suspended(folder: Path, at: int) -> Disturbed:
     limits = Limits(patience_s=0.001)
     with _program(model, store, on_event=fail, limits=limits) as rlm:
         try:
-            return rlm.completion("text", "?").answer, model.replies  # it asked nothing after that
+            return rlm.completion("text", "?").answer, model.replies  # no request followed
         except Suspended as suspended:
             model.outage = None
             assert store.runs()[0].stop is Stop.SUSPENDED
@@ -158,7 +158,7 @@ def _on_full_disk(at: int) -> Disturbed:
         with _program(model, store, on_event=fill) as rlm:
             try:
                 result = rlm.completion("text", "?")
-                return result.answer, model.replies  # it ended within the space that was left
+                return result.answer, model.replies  # the run ended within the remaining space
             except Suspended as suspended:
                 (disk / "filler").unlink(missing_ok=True)
                 return suspended.resume().answer, model.replies
@@ -218,7 +218,7 @@ ANSWERS = {
 
 
 def _careless(draw: random.Random) -> bool:
-    """Whether a careless model can reach every reply that it paid for."""
+    """True if a careless model can still reach every reply that it paid for."""
     num, bad = draw.randint(2, 8), draw.choice([None, 0, 1, -1])
     prompts = [f"p{i}" for i in range(num)]
     if bad is not None:
@@ -285,7 +285,7 @@ def overhead(before: Path, quick: bool) -> Iterator[Figure]:
         for root, found in times.items():
             done = subprocess.run(
                 [sys.executable, "-W", "ignore", "-c", _RUNS, "20" if quick else "100"],
-                cwd=root,  # what ``-c`` imports first
+                cwd=root,  # ``-c`` imports from here first
                 env={**os.environ, "PYTHONPATH": str(root)},
                 capture_output=True,
                 check=True,

@@ -9,7 +9,7 @@ a bare Python, bubblewrap, and an IPython kernel.
 
 The figures of ``versions`` take turns in one run, and the least of each counts: this version, the
 one before the review of the jail (commit BEFORE, in a separate worktree; ``--before FOLDER`` names
-an existing one), and the loop of ``sandbox_minimal.py``.
+an existing one), and the loop of ``sandbox_minimal.py``. The minimum of each counts.
 
 Absolute times depend on the machine and its load, so quote ratios. Promised rates are shown as time
 per unit: 10,000 cells/s are 100 µs each. The exit code is 1 if a figure misses its limit.
@@ -53,12 +53,12 @@ Figures = AsyncIterator[Figure]
 
 
 class Bench(NamedTuple):
-    """Inputs that every figure needs."""
+    """Inputs shared by all figures."""
 
     spec: SandboxSpec
     quick: bool
     soak: int
-    """Lifecycles."""
+    """Number of lifecycles in the soak test."""
     before: str | None = None
     """Checkout of the earlier version; None: make one."""
 
@@ -177,7 +177,7 @@ async def from_pool(b: Bench) -> float | None:
     return middle(laps, 1e3)
 
 
-# --- many -----------------------------------------------------------------------------------------
+# --- many sessions --------------------------------------------------------------------------------
 
 
 async def many_sessions(b: Bench) -> Figures:
@@ -226,9 +226,9 @@ async def throughput(b: Bench) -> Figures:
 async def soak(b: Bench) -> Figures:
     async with b.sandbox() as sandbox:
         await lifecycles(sandbox, 100)
-        before = await settled()
+        before = await settled_resources()
         seconds = await timed(lambda: lifecycles(sandbox, b.soak))
-        after = await settled()
+        after = await settled_resources()
     print(
         f"soak: {b.soak:,} lifecycles in {seconds:.0f} s; before {before}, after {after}",
         file=sys.stderr,
@@ -244,7 +244,7 @@ async def soak(b: Bench) -> Figures:
         )
 
 
-async def settled() -> dict[str, int]:
+async def settled_resources() -> dict[str, int]:
     """Return the resource counts of this process once the pool is full and dead processes are
     reaped."""
     await asyncio.sleep(1)
@@ -359,7 +359,7 @@ sorted(laps)[len(laps) // 2]
 
 
 async def call_s(session: Session, data: str, times: int) -> float:
-    """Return the median seconds of a call as measured in the session."""
+    """Return the median seconds of a host call, measured in the session."""
     return float(await run(session, CALLS.format(data=data, times=times)) or 0)
 
 
@@ -373,7 +373,7 @@ async def callbacks(b: Bench) -> Figures:
     yield Figure("the same with 1 MB each way", large * 1e3, "ms", {}, 1)
 
 
-# --- versions that take turns ---------------------------------------------------------------------
+# --- interleaved versions -------------------------------------------------------------------------
 
 BEFORE = "9829596"
 """The last commit before the review of the jail."""
@@ -424,7 +424,7 @@ class Version:
 
 @contextlib.contextmanager
 def earlier_tree(given: str | None) -> Iterator[str | None]:
-    """Yield a checkout of the earlier version, or None if there is none; says why."""
+    """Yield a checkout of the earlier version, or None, and print why, if there is none."""
     if given is not None:
         yield given
         return
@@ -448,7 +448,7 @@ def earlier_tree(given: str | None) -> Iterator[str | None]:
 
 
 def minimal(server: MinimalServer, session: MinimalSession, name: str) -> float | None:
-    """Return the same measurement of the minimal loop, if it has one."""
+    """Return the same measurement for the minimal loop, if it has one."""
     if name in ("first", "close"):
         began = time.perf_counter()
         made = server.open()
@@ -466,8 +466,8 @@ def minimal(server: MinimalServer, session: MinimalSession, name: str) -> float 
     return None
 
 
-def in_turns(b: Bench, tree: str | None) -> dict[str, dict[str, float | None]]:
-    """Return the least of each measurement, by side: what else the machine does only adds."""
+def minima_by_side(b: Bench, tree: str | None) -> dict[str, dict[str, float | None]]:
+    """Return the minimum of each measurement, by side: other load only adds time."""
     sides: dict[str, Callable[[str], float | None]] = {}
     with contextlib.ExitStack() as stack:
         for side, place in {"this": str(ROOT), "before": tree}.items():
@@ -492,7 +492,7 @@ def in_turns(b: Bench, tree: str | None) -> dict[str, dict[str, float | None]]:
 
 async def versions(b: Bench) -> Figures:
     with earlier_tree(b.before) as tree:
-        found = await asyncio.to_thread(in_turns, b, tree)
+        found = await asyncio.to_thread(minima_by_side, b, tree)
 
     def times(name: str, other: str, floor: float, *, base: str = "") -> Figure:
         values = found[name]
@@ -551,7 +551,7 @@ REASONS = {
     "memory of a child over a 100 MB context": "600 pages: 250 for the walls, 85 for the fork, 90 "
     "for the first cell; Python writes to the reference count of each object that it uses",
 }
-"""Figure that misses its limit -> where the rest goes; see ``docs/log.md``, 2026-11-23."""
+"""Figure that misses its limit -> the reason; see ``docs/log.md``, 2026-11-23."""
 UNKNOWN = "no reason is known: run it again on a quiet machine"
 
 
@@ -575,7 +575,7 @@ def main() -> int:
     parser.add_argument(
         "--soak", type=int, metavar="N", help="lifecycles of the soak (100,000; quick: 1,000)"
     )
-    parser.add_argument("--provider", default="jail", help="whose sessions (jail)")
+    parser.add_argument("--provider", default="jail", help="provider of the sessions (jail)")
     parser.add_argument("--before", metavar="FOLDER", help=f"a checkout of {BEFORE}")
     parser.add_argument(
         "--only", metavar="NAME", action="append", choices=FIGURES, help=f"of: {', '.join(FIGURES)}"

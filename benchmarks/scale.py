@@ -60,8 +60,8 @@ PARTS: dict[str, Callable[[bool, bool], Iterable[Figure]]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description="Figures of training beyond one process.")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--part", choices=PARTS, help="one part alone")
-    parser.add_argument("--compile", action="store_true", help="compiled layers too")
+    parser.add_argument("--part", choices=PARTS, help="measure only this part")
+    parser.add_argument("--compile", action="store_true", help="also compile layers")
     parser.add_argument(
         "--json", action="store_true", help="print the figures as JSON on the last line"
     )

@@ -7,7 +7,7 @@
 
 The engine answers after 50 or 500 ms, depending on the rollout's seed. Everything else is real: the
 loop, the queue, rollouts of one turn without a session, and the trainer with a policy of a few
-thousand parameters. Rewards are those of runs that begin from one policy.
+thousand parameters. The rewards are those of runs that start from one policy.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ SIDES = {
 def figures(quick: bool) -> Iterator[Figure]:
     torch.set_num_threads(1)
     rounds = [
-        {name: measured(sample, seed) for name, sample in SIDES.items()}
+        {name: wall_time_and_staleness(sample, seed) for name, sample in SIDES.items()}
         for seed in range(1 if quick else 3)
     ]
     wall = {name: median(each[name]["wall_s"] for each in rounds) for name in SIDES}
@@ -93,8 +93,8 @@ def figures(quick: bool) -> Iterator[Figure]:
 
 
 class LongTailed(ScriptedClient):
-    """Client for which one rollout in ten, selected by its seed, takes ten times as long. Its
-    answer depends on the seed too."""
+    """Client that takes ten times as long for one rollout in ten, selected by its seed. Its answer
+    also depends on the seed."""
 
     async def complete(self, request: Request) -> Reply:
         await asyncio.sleep(
@@ -103,8 +103,8 @@ class LongTailed(ScriptedClient):
         return await super().complete(request)
 
 
-class Published:
-    """Publisher of the policy to the scripted engine: it sets the version of sampled tokens."""
+class ScriptedPublisher:
+    """Policy publisher for the scripted engine: it sets the version of sampled tokens."""
 
     def __init__(self, ids: ByteTokenIds) -> None:
         self._ids = ids
@@ -127,7 +127,7 @@ class Published:
     def load(self, folder: Path) -> None: ...
 
 
-def measured(sample: StepSampleSpec, seed: int) -> dict[str, float]:
+def wall_time_and_staleness(sample: StepSampleSpec, seed: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         rows = asyncio.run(trained(sample, seed, Path(folder)))
         assert run_record.read_group_records(Path(folder)).balanced
@@ -164,8 +164,8 @@ async def trained(sample: StepSampleSpec, seed: int, out: Path) -> list[StepMetr
             out,
             [stage],
             lambda _: backend,
-            Published(ids),
-            nothing,
+            ScriptedPublisher(ids),
+            no_evaluation,
             schedule=Schedule(evaluate_every=None),
         )
         await loop.run()
@@ -176,7 +176,7 @@ def right(answer: Any, item: Item) -> float:
     return float(answer == item.gold)
 
 
-async def nothing(split: str) -> Mapping[str, float]:
+async def no_evaluation(split: str) -> Mapping[str, float]:
     return {}
 
 
@@ -248,8 +248,8 @@ def reward(tiny: Run, folder: Path, ahead: int, seed: int, steps: int) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Asynchronous against synchronous rollouts.")
     parser.add_argument("--quick", action="store_true", help="one round")
-    parser.add_argument("--reward", action="store_true", help="the reward that is reached, too")
-    parser.add_argument("--keep", type=Path, help="a folder for its runs, which are not done again")
+    parser.add_argument("--reward", action="store_true", help="also measure the final reward")
+    parser.add_argument("--keep", type=Path, help="folder for its runs; existing ones are reused")
     parser.add_argument(
         "--json", action="store_true", help="print the figures as JSON on the last line"
     )

@@ -1,5 +1,5 @@
-"""Two ranks against one process: equal numbers, identical bits after a resume, and the time of a
-step.
+"""Two ranks against one process: equal results, identical bits after a resume, and time per step.
+
 
 Ranks are processes on this machine that communicate by gloo. The dense policy has half a million
 parameters; the checkpoint is a transformers model that runs as its own module (GPT-2). Gradients
@@ -38,7 +38,7 @@ from ramify.types.sequence import Batch
 STEPS = 20
 LOSS = LossSpec(entropy=0.01)
 OPTIM = OptimizerSpec(lr=2e-5, weight_decay=0.1)
-"""A learning rate for fine-tuning. At higher rates AdamW amplifies rounding errors, also within one
+"""A learning rate for fine-tuning. At higher rates AdamW amplifies rounding errors even in one
 process: see ``rounding``."""
 FAST = OptimizerSpec(lr=1e-3, weight_decay=0.1)
 DENSE = Qwen3Config(
@@ -69,7 +69,7 @@ GPT2 = GPT2Config(
 def figures(quick: bool, compiled: bool) -> Iterator[Figure]:
     torch.set_num_threads(1)
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    ranks = FsdpRanks(computed(2))
+    ranks = FsdpRanks(compute_spec(2))
     try:
         with tempfile.TemporaryDirectory() as folder:
             yield from same_numbers(ranks, Path(folder))
@@ -78,12 +78,12 @@ def figures(quick: bool, compiled: bool) -> Iterator[Figure]:
             yield from times(ranks, 3 if quick else 9)
             if compiled:
                 yield from compiling(ranks)
-            yield from loss_of_a_rank(ranks, Path(folder))
+            yield from killed_rank(ranks, Path(folder))
     finally:
         ranks.close()
 
 
-def computed(num: int, **shard: Any) -> ComputeSpec:
+def compute_spec(num: int, **shard: Any) -> ComputeSpec:
     return ComputeSpec(precision="fp32", shard=ShardSpec(ranks=num, **shard))
 
 
@@ -101,7 +101,7 @@ def batches(max_tokens: int, prompt: int = 64) -> list[Batch]:
     return pack(rows, PackingSpec(max_tokens=max_tokens))
 
 
-# --- the same numbers -----------------------------------------------------------------------------
+# --- equal results --------------------------------------------------------------------------------
 
 
 def same_numbers(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
@@ -121,12 +121,14 @@ def same_numbers(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
         "two replicas": (
             OPTIM,
             dense(),
-            ranks.spread(DENSE, start, compute=computed(2, replicas=2)),
+            ranks.spread(DENSE, start, compute=compute_spec(2, replicas=2)),
         ),
         "checkpoint of transformers": (OPTIM, given, ranks.spread(GPT2, checkpoint)),
     }
     for name, (optim, policy, model) in sides.items():
-        loss, gradient, tensor = apart(model, SingleBackend(policy, optim, computed(1)), optim)
+        loss, gradient, tensor = largest_differences(
+            model, SingleBackend(policy, optim, compute_spec(1)), optim
+        )
         yield Figure(
             f"{name}: loss of two ranks off by, {STEPS} steps, relative", loss, "", {}, 1e-5
         )
@@ -137,17 +139,17 @@ def same_numbers(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
 def rounding(ranks: FsdpRanks) -> Iterator[Figure]:
     """Compare, at a learning rate for training from scratch, with one process whose batches come in
     reverse order."""
-    _, gradient, _ = apart(
+    _, gradient, _ = largest_differences(
         ranks.spread(DENSE, dense().model.state_dict()),
-        SingleBackend(dense(), FAST, computed(1)),
+        SingleBackend(dense(), FAST, compute_spec(1)),
         FAST,
     )
-    forth, back = (SingleBackend(dense(), FAST, computed(1)) for _ in range(2))
+    forth, back = (SingleBackend(dense(), FAST, compute_spec(1)) for _ in range(2))
     work, control = batches(300), 0.0
     for _ in range(STEPS):
         forth.forward_backward(work, LOSS)
         back.forward_backward(work[::-1], LOSS)
-        control = max(control, off_by(gradients(back), gradients(forth))[0])
+        control = max(control, relative_differences(gradients(back), gradients(forth))[0])
         for each in (forth, back):
             each.optim_step()
     beside: dict[str, float | str] = {"one process, its batches in the opposite order": control}
@@ -159,7 +161,7 @@ def rounding(ranks: FsdpRanks) -> Iterator[Figure]:
     )
 
 
-def apart(
+def largest_differences(
     model: FsdpModel, single: SingleBackend, optim: OptimizerSpec
 ) -> tuple[float, float, float]:
     """Return the largest differences over the steps: of the loss, of the whole gradient by norm,
@@ -171,7 +173,7 @@ def apart(
         ours, theirs = (each.forward_backward(work, LOSS)["loss"] for each in (fsdp, single))
         found = (
             abs(ours - theirs) / abs(theirs),
-            *off_by(dict(model.gradients()), gradients(single)),
+            *relative_differences(dict(model.gradients()), gradients(single)),
         )
         worst = [max(pair) for pair in zip(worst, found, strict=True)]
         for each in (fsdp, single):
@@ -186,7 +188,9 @@ def gradients(single: SingleBackend) -> dict[str, torch.Tensor]:
     }
 
 
-def off_by(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, float]:
+def relative_differences(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
+) -> tuple[float, float]:
     """Return the relative differences by norm: (of all tensors together, of the worst tensor)."""
     off = {name: float((gradient - theirs[name]).norm()) for name, gradient in ours.items()}
     norms = {name: float(each.norm()) for name, each in theirs.items()}
@@ -194,7 +198,7 @@ def off_by(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tu
     return whole, max(off[name] / norm for name, norm in norms.items() if norm)
 
 
-# --- the same bits --------------------------------------------------------------------------------
+# --- identical bits after a resume ----------------------------------------------------------------
 
 
 def same_bits(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
@@ -234,11 +238,11 @@ def times(ranks: FsdpRanks, rounds: int) -> Iterator[Figure]:
         [row for seed in range(2) for row in trees.group(8, 8, 256, seed)],
         PackingSpec(max_tokens=1 << 20, fill_tokens=3000),
     )
-    single = SingleBackend(dense(), OPTIM, computed(1))
+    single = SingleBackend(dense(), OPTIM, compute_spec(1))
     sides: dict[str, Callable[[], object]] = {"single": lambda: step(single, work)}
     for gather in ("layer", "step"):
         backend = ranks.spread(
-            DENSE, dense().model.state_dict(), compute=computed(2, gather=gather)
+            DENSE, dense().model.state_dict(), compute=compute_spec(2, gather=gather)
         ).backend(OPTIM)
         sides[gather] = lambda backend=backend: step(backend, work)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -265,8 +269,10 @@ def step(backend: SingleBackend | FsdpBackend, work: list[Batch]) -> None:
 
 
 def compiling(ranks: FsdpRanks) -> Iterator[Figure]:
-    model = ranks.spread(DENSE, dense().model.state_dict(), compute=computed(2, compile=True))
-    loss, gradient, _ = apart(model, SingleBackend(dense(), OPTIM, computed(1)), OPTIM)
+    model = ranks.spread(DENSE, dense().model.state_dict(), compute=compute_spec(2, compile=True))
+    loss, gradient, _ = largest_differences(
+        model, SingleBackend(dense(), OPTIM, compute_spec(1)), OPTIM
+    )
     yield Figure(
         "compiled layers: loss off by, relative", loss, "", {"gradient, by norm": gradient}, 1e-5
     )
@@ -275,10 +281,12 @@ def compiling(ranks: FsdpRanks) -> Iterator[Figure]:
 # --- failure --------------------------------------------------------------------------------------
 
 
-def loss_of_a_rank(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
+def killed_rank(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
     """Measure the time from the kill of a rank to the error, and resume with one rank from the
     checkpoint of two."""
-    model = ranks.spread(DENSE, dense().model.state_dict(), compute=computed(2, save_async=False))
+    model = ranks.spread(
+        DENSE, dense().model.state_dict(), compute=compute_spec(2, save_async=False)
+    )
     backend = model.backend(OPTIM)
     steps(backend, 2)
     backend.save(folder / "of two")
@@ -298,7 +306,7 @@ def loss_of_a_rank(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
         "a killed rank is an error that names it, after", seconds, "s", {}, None, "rank 1 " in told
     )
     ranks.close()
-    alone = FsdpRanks(computed(1))
+    alone = FsdpRanks(compute_spec(1))
     try:
         again = alone.spread(copy.deepcopy(DENSE), dense(1).model.state_dict()).backend(OPTIM)
         again.load(folder / "of two")

@@ -67,20 +67,20 @@ EMBEDDED = {
     "the embedded engine, 4 slots": (*_FULL, "policy.slots=4"),
 }
 BLIND_SEED = 20_261_122
-"""Settings for which nothing was tuned. The model was final before the first of them was run."""
+"""Seed of settings for which nothing was tuned: the model was final before any of them was run."""
 _STEPS = 60
-"""That are simulated."""
+"""Number of simulated steps."""
 
 
 def simulate_figures(*, quick: bool = False, embedded: bool = False) -> Iterator[Figure]:
     """Yield the figures of this file; ``scale.py`` includes them."""
     with tempfile.TemporaryDirectory() as name:
         folder, steps = Path(name), 6 if quick else 16
-        found = ran(folder / "first", FIRST._replace(steps=steps))
+        found = run_and_measure(folder / "first", FIRST._replace(steps=steps))
         yield figure("one engine, synchronous (itself)", found, found, floor=False)
         for index, (what, shape) in enumerate(OTHERS.items()):
             if not quick or what in QUICK:
-                other = ran(folder / str(index), shape._replace(steps=steps))
+                other = run_and_measure(folder / str(index), shape._replace(steps=steps))
                 yield figure(what, found, other)
                 if shape.staleness:
                     yield freshness(what, found, other, folder / str(index))
@@ -88,7 +88,7 @@ def simulate_figures(*, quick: bool = False, embedded: bool = False) -> Iterator
             yield from _embedded(folder, EMBEDDED, 4 if quick else 6)
 
 
-def ran(out: Path, shape: Shape) -> SimulationInputs:
+def run_and_measure(out: Path, shape: Shape) -> SimulationInputs:
     carry_out(out, shape)
     return measured(out)
 
@@ -157,7 +157,7 @@ def at(by: SimulationInputs, other: SimulationInputs) -> SimulationResult:
 
 
 def drawn() -> dict[str, tuple[str, ...]]:
-    """Return the settings of the blind test."""
+    """Draw the settings of the blind test."""
     draw = random.Random(BLIND_SEED)
     found = {}
     for _ in range(2):
@@ -229,7 +229,7 @@ def _train(out: Path, *fields: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description="What the simulator predicts, over what was measured."
+        description="Predictions of the simulator over measured values."
     )
     parser.add_argument("--quick", action="store_true", help="fewer steps and settings")
     parser.add_argument("--embedded", action="store_true", help="also the engine of this process")

@@ -14,8 +14,8 @@ supervisor or the trainer, selected by ``--seed``. A step takes about a second; 
 started is not killed before it is ready.
 
 The score of the soak must lie in the 95 % prediction interval of the five undisturbed runs, mean ±
-t(4) · s · √(1 + 1/5), since it is one more draw of the same kind. Those run in this process, one
-after the other, with the engine in it. Groups are counted in OUT/groups.jsonl.
+t(4) · s · √(1 + 1/5), since it is one more draw of the same kind. The undisturbed runs use this
+process, one after the other, with an embedded engine. Groups are counted in OUT/groups.jsonl.
 """
 
 from __future__ import annotations
@@ -82,17 +82,17 @@ def run() -> Run:
 # --- the soak -------------------------------------------------------------------------------------
 
 
-class Soaked(NamedTuple):
+class SoakResult(NamedTuple):
     kills: dict[str, int]
     minutes: float
     status: int
 
 
-def soak(out: Path, policy: Path, steps: int, every_s: float, seed: int) -> Soaked:
+def soak(out: Path, policy: Path, steps: int, every_s: float, seed: int) -> SoakResult:
     """Train with a kill every ``every_s`` seconds until the run is finished."""
     rng, kills = random.Random(seed), Counter[str]()
     started = time.monotonic()
-    process = _started(out, policy, steps, seed, "--restarts", "1000")
+    process = _start_training(out, policy, steps, seed, "--restarts", "1000")
     try:
         while process.poll() is None:
             due = time.monotonic() + every_s
@@ -112,7 +112,7 @@ def soak(out: Path, policy: Path, steps: int, every_s: float, seed: int) -> Soak
         if process.poll() is None:
             process.terminate()
         process.wait()
-    return Soaked(dict(kills), (time.monotonic() - started) / 60, process.returncode)
+    return SoakResult(dict(kills), (time.monotonic() - started) / 60, process.returncode)
 
 
 def kill(above: int, part: str, rng: random.Random) -> bool:
@@ -132,7 +132,7 @@ def kill(above: int, part: str, rng: random.Random) -> bool:
                 found["engine"].append(pid)
             elif "forkserver" in command:
                 found["supervisor"].append(pid)
-                found["session"] += list(_under(pid, below))
+                found["session"] += list(_descendants(pid, below))
     if not found[part]:
         return False
     with contextlib.suppress(ProcessLookupError):  # the session may have ended meanwhile
@@ -161,16 +161,18 @@ def command_of(pid: int) -> str:
     return ""
 
 
-def _under(pid: int, below: dict[int, list[int]]) -> Iterator[int]:
+def _descendants(pid: int, below: dict[int, list[int]]) -> Iterator[int]:
     for child in below.get(pid, ()):
         yield child
-        yield from _under(child, below)
+        yield from _descendants(child, below)
 
 
-# --- what is compared -----------------------------------------------------------------------------
+# --- undisturbed runs and the comparison ----------------------------------------------------------
 
 
-def _started(out: Path, policy: Path, steps: int, seed: int, *more: str) -> subprocess.Popen[bytes]:
+def _start_training(
+    out: Path, policy: Path, steps: int, seed: int, *more: str
+) -> subprocess.Popen[bytes]:
     words = [__file__, *_overrides(policy, steps, seed)]
     command = [sys.executable, "-m", "ramify", "train", *words, "--out", str(out), "--plain", *more]
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -194,7 +196,7 @@ def score(out: Path) -> float | None:
     return found[-1] if len(found) > 1 else None
 
 
-def spoilt(folder: Path) -> Path:
+def add_noise(folder: Path) -> Path:
     """Create a copy of the packaged policy with noise in its matrices."""
     import torch
 
@@ -224,13 +226,13 @@ def undisturbed(folder: Path, policy: Path, steps: int, seed: int) -> list[float
     return scores
 
 
-def measured(folder: Path, steps: int, every_s: float, seed: int) -> list[object]:
+def soak_figures(folder: Path, steps: int, every_s: float, seed: int) -> list[object]:
     from engine import Figure
 
     from ramify.train.metrics import read_metrics
     from ramify.train.run_record import read_group_records
 
-    policy = spoilt(folder / "policy")
+    policy = add_noise(folder / "policy")
     out = folder / "soak"
     ended = soak(out, policy, steps, every_s, seed)
     found = read_group_records(out)
@@ -276,7 +278,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Training while parts of it are killed.")
     parser.add_argument("--quick", action="store_true", help="three minutes")
     parser.add_argument(
-        "--minutes", type=float, default=30.0, help="about how long the soak is to last"
+        "--minutes", type=float, default=30.0, help="approximate length of the soak"
     )
     parser.add_argument(
         "--steps", type=int, default=0, help="steps of training, instead of minutes"
@@ -284,7 +286,7 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=20.0, help="seconds between kills")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--keep", default="", help="a new folder for all that is written; else it is removed"
+        "--keep", default="", help="new folder in which to keep all files; default: a temporary one"
     )
     parser.add_argument(
         "--json", action="store_true", help="print the figures as JSON on the last line"
@@ -294,7 +296,7 @@ def main() -> int:
     steps = options.steps or round(STEPS_PER_MINUTE * (3 if options.quick else options.minutes))
     with contextlib.ExitStack() as stack:
         folder = Path(options.keep or stack.enter_context(tempfile.TemporaryDirectory()))
-        figures = measured(folder, steps, options.every, options.seed)
+        figures = soak_figures(folder, steps, options.every, options.seed)
     show(figures)
     if options.json:
         print(json.dumps({"figures": [figure.as_json() for figure in figures]}))

@@ -1,7 +1,7 @@
 """Training run whose engines, trainer and publication take time only by sleeping, as the reference
 for the simulator.
 
-    items ── the real loop, its rollouts, sessions in this process ── replies by ``Stepped`` engines
+    items ── the real loop, its rollouts, sessions in this process ── replies by scripted engines
                       └── a trainer that sleeps for each token
 
 The order of events is therefore that of the package, waits are real, and the machine's load has
@@ -42,7 +42,7 @@ LEARN_S, LEARN_TOKEN_S, PUBLISH_S = 0.3, 2e-4, 0.1
 
 
 class Shape(NamedTuple):
-    """What is varied."""
+    """Settings that differ between runs."""
 
     engines: int = 1
     slots: int = 16
@@ -108,14 +108,14 @@ class Engine:
     def pause(self) -> None:
         self._paused.clear()
 
-    def renewed(self) -> None:
-        """Handle new weights: running sequences are read again."""
+    def resume_with_new_weights(self) -> None:
+        """Continue with new weights: running sequences need a new prefill."""
         self._debt += sum(each.new + len(each.versions) for each in self._running)
         self._paused.set()
 
 
-class Stepped:
-    """Client for such engines: all calls of a tree use one engine, and a new tree the least busy
+class SteppedClient:
+    """Client for these engines: all calls of a tree use one engine, a new tree gets the least busy
     one."""
 
     name, window = "stepped:test", 100_000
@@ -131,7 +131,7 @@ class Stepped:
     async def complete(self, request: Request) -> Reply:
         started = time.perf_counter()
         seed = request.sampling.seed or 0
-        reply = self._ids.added_to(Reply(Message("assistant", said(request))), request)
+        reply = self._ids.added_to(Reply(Message("assistant", reply_text(request))), request)
         assert reply.prompt_ids is not None
         assert reply.token_ids is not None
         engine = self._of_tree.get(seed)
@@ -170,7 +170,7 @@ def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
     return tuple(VersionSpan(a, b, versions[a]) for a, b in itertools.pairwise(cuts))
 
 
-def said(request: Request) -> str:
+def reply_text(request: Request) -> str:
     """Return the reply: code with a comment that extends it to the drawn length."""
     turn = sum(message.role == "assistant" for message in request.messages)
     draw = random.Random(
@@ -213,9 +213,9 @@ class Sleeper:
 
 
 class Publisher:
-    """Gives the client a new version, during which engines pause."""
+    """Publishes a new version to the client while the engines pause."""
 
-    def __init__(self, client: Stepped) -> None:
+    def __init__(self, client: SteppedClient) -> None:
         self._client = client
 
     @property
@@ -229,7 +229,7 @@ class Publisher:
         self._client.version += 1
         self._client._ids.version = self._client.version
         for engine in self._client.engines:
-            engine.renewed()
+            engine.resume_with_new_weights()
 
     async def sleep(self) -> bool:
         return False
@@ -249,7 +249,7 @@ def carry_out(out: Path, shape: Shape, seed: int = 0) -> None:
 
 
 async def _run(out: Path, shape: Shape, seed: int) -> None:
-    client = Stepped(shape)
+    client = SteppedClient(shape)
     task = SimpleTask("stepped", generated("stepped", _item), WholeTrajectoryReward(_worth))
     sample = StepSampleSpec(
         items=shape.items,

@@ -41,17 +41,17 @@ WEIGHT_SYNCS: dict[str, dict[str, Any]] = {
 FLOORS = {"shared": 3.0}
 DELTA_FLOOR = 0.2
 MILLIONS = 100
-"""Parameters."""
+"""Parameters of the model, in millions."""
 ROUNDS = 5
 
 
 def weights_figures(*, quick: bool = False) -> list[Figure]:
     """Return the figures of this file; ``scale.py`` includes them."""
     with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(_measured(Path(folder), 3 if quick else ROUNDS))
+        return asyncio.run(_all_figures(Path(folder), 3 if quick else ROUNDS))
 
 
-async def _measured(folder: Path, rounds: int) -> list[Figure]:
+async def _all_figures(folder: Path, rounds: int) -> list[Figure]:
     import torch
 
     from ramify.models.load import save_policy
@@ -62,7 +62,7 @@ async def _measured(folder: Path, rounds: int) -> list[Figure]:
     num_bytes = sum(4 * parameter.numel() for parameter in policy.model.parameters())
     flat = [parameter.detach() for parameter in policy.model.parameters()]
     into = [tensor.clone() for tensor in flat]
-    copy = partial(_copied, into, flat)
+    copy = partial(_copy_seconds, into, flat)
     copy_s = median(copy() for _ in range(ROUNDS))
     figures = [Figure("a plain copy", num_bytes / copy_s / 1e9, "GB/s", {})]
     started = time.perf_counter()
@@ -73,18 +73,18 @@ async def _measured(folder: Path, rounds: int) -> list[Figure]:
     save_policy(policy, folder / "model")
     with _server(folder) as url:
         for name, options in WEIGHT_SYNCS.items():
-            figures += await _of_carrier(name, options, policy, url, copy, rounds)
+            figures += await _sync_figures(name, options, policy, url, copy, rounds)
     return figures
 
 
-def _copied(into: list[Any], given: list[Any]) -> float:
+def _copy_seconds(into: list[Any], given: list[Any]) -> float:
     started = time.perf_counter()
     for ours, theirs in zip(into, given, strict=True):
         ours.copy_(theirs)
     return time.perf_counter() - started
 
 
-async def _of_carrier(
+async def _sync_figures(
     name: str,
     options: dict[str, Any],
     policy: Any,
@@ -105,7 +105,7 @@ async def _of_carrier(
     try:
         first_s = await _sync(engines, policy, 1)
         if name == "delta":
-            return await _deltas(engines, policy, copy, rounds)
+            return await _delta_figures(engines, policy, copy, rounds)
         pairs = [
             (copy(), await _sync(engines, policy, version)) for version in range(2, 2 + rounds)
         ]
@@ -118,7 +118,7 @@ async def _of_carrier(
             shutil.rmtree(options["folder"], ignore_errors=True)
 
 
-async def _deltas(
+async def _delta_figures(
     engines: Any, policy: Any, copy: Callable[[], float], rounds: int
 ) -> list[Figure]:
     """Yield figures of deltas: a step that changes 1 % of the parameters with the others frozen,
@@ -135,7 +135,7 @@ async def _deltas(
     for parameter in parameters:
         parameter.requires_grad_(any(parameter is each for each in moved))
     version = 1
-    await _sync(engines, policy, version)  # from here on, the frozen parameters are known
+    await _sync(engines, policy, version)  # from now on, the engine has the frozen parameters
 
     def step() -> None:
         with torch.no_grad():
@@ -162,7 +162,7 @@ async def _deltas(
         pairs = []
         for _ in range(
             3 * rounds
-        ):  # they are short, and one that met something else is half of a median of three
+        ):  # these are short, so a single disturbed one would distort a median of three
             change()
             version += 1
             pairs.append((copy(), await _sync(engines, policy, version)))

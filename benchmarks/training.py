@@ -1,4 +1,4 @@
-"""Benchmarks of the trainer: forests against rows, against TRL, growth of a step; and of its
+"""Benchmarks of the trainer (forests against rows and TRL, growth of the time per step) and of its
 sampling engine.
 
     python benchmarks/training.py            print a table; every figure comes from paired repeats
@@ -54,7 +54,7 @@ GROUP = 8
 
 
 def small_policy(window: int = 8192) -> Policy:
-    """Return the model of half a million parameters of the recipes, with random weights."""
+    """Return the half-million-parameter model of the recipes, with random weights."""
     config = Qwen3Config(
         vocab_size=trees.VOCAB,
         hidden_size=128,
@@ -75,7 +75,7 @@ def small_policy(window: int = 8192) -> Policy:
 
 
 class Bench(NamedTuple):
-    """Inputs that every figure needs."""
+    """Inputs shared by all figures."""
 
     backend: SingleBackend
     quick: bool
@@ -96,8 +96,8 @@ class Bench(NamedTuple):
     def ratios(
         self, rounds: int, ours: Callable[[], Any], *others: Callable[[], Any]
     ) -> list[list[float]]:
-        """Return, for each of ``others``, the ratio of its time to the forest's by round. The order
-        alternates."""
+        """Return, for each of ``others`` and by round, its time divided by that of ``ours``. The
+        order alternates."""
         found: list[list[float]] = [[] for _ in others]
         for round in range(rounds):
             times = {}
@@ -184,7 +184,7 @@ def _gradient(b: Bench, batches: list[Batch]) -> list[torch.Tensor]:
 
 
 def anywhere(b: Bench) -> Iterator[Figure]:
-    """Measure forests with little or nothing to share. The choice by cost must never lose much."""
+    """Measure forests with little or nothing to share: choosing by cost must never lose much."""
     shapes = [
         (8, 2, 1, 12),
         (16, 4, 1, 12),
@@ -216,7 +216,7 @@ def anywhere(b: Bench) -> Iterator[Figure]:
 
 
 def two_levels(b: Bench) -> Iterator[Figure]:
-    """Measure siblings that fork again half way, with a child under each fork, in one pass."""
+    """Measure siblings that fork again halfway, with a child under each fork, in one pass."""
     for prompt in (256,) if b.quick else (256, 1024):
         rows = trees.two_level(16, 4, prompt)
         whole = PackingSpec(1 << 20, True, b.backend.packing.cost)
@@ -244,8 +244,8 @@ def two_levels(b: Bench) -> Iterator[Figure]:
 
 
 def growth(b: Bench) -> Iterator[Figure]:
-    """Fit exponents of the step's time over all points; 1 is linear. Attention to a prompt is
-    quadratic in its length."""
+    """Fit the exponent with which the time of a step grows; 1 is linear. Attention is quadratic in
+    the prompt length."""
     sweeps: dict[str, tuple[list[int], Callable[[int], list[TokenSequence]], float | None]] = {
         "siblings": ([4, 8, 16, 32], lambda num: trees.group(4, num, 256), 1.1),
         "turns": ([4, 8, 16, 32], lambda num: trees.group(num, 8, 256), 1.4),
@@ -287,7 +287,7 @@ def speed(b: Bench) -> Iterator[Figure]:
     )
 
 
-# --- others ---------------------------------------------------------------------------------------
+# --- TRL and the sampling engine ------------------------------------------------------------------
 
 
 def trl(b: Bench) -> Iterator[Figure]:

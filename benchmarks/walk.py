@@ -1,11 +1,11 @@
-"""Number of our files that one question and one training step run through, and our frames on the
-stack when a model is called.
+"""How many of our files one question and one training step execute, and how many of our frames are
+on the stack when a model is called.
 
     python benchmarks/walk.py            print a table
     python benchmarks/walk.py --files    also list the files of both walks
     python benchmarks/walk.py --json     also print, as the last line, {"figures": [{"name", …}, …]}
 
-What is counted:
+How it is counted:
 - A file of `ramify/` counts if the interpreter enters at least one of its functions, in any thread
   of this process, while the walk lasts. Running the body of a module or a class, as an import does,
   does not count; a function that an import calls does. Other processes (the guest of a session, the
@@ -19,7 +19,7 @@ What is counted:
   default sandbox, from the report of the step before it to its own. It has rollouts, advantages, a
   loss, an update and a weight sync, but no evaluation and no checkpoint.
 
-Every run counts the same; `--quick` changes nothing.
+Every run gives the same numbers; `--quick` changes nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ sys.path.insert(0, str(ROOT))
 
 
 class Walk:
-    """Files and frames that were seen while the walk lasted."""
+    """Files and frames seen while tracing."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -58,7 +58,7 @@ class Walk:
         """Stack at each request to a model, outermost frame first."""
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        """The profile function of every thread."""
+        """Profile function of every thread."""
         if event != "call":
             return
         code = frame.f_code
@@ -133,7 +133,7 @@ def training_step() -> Walk:
     walk, steps = Walk(), []
 
     def listen(metrics: Any) -> None:
-        """Forget what ran before the step that is counted, and stop after it."""
+        """Record the files of each step, and forget those that ran before it."""
         if metrics.stage == "rl":
             steps.append(set(walk.files))
         walk.files.clear()

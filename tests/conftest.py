@@ -15,16 +15,16 @@ from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxSpec, open_sandbox
 
 IN_THE_DEFAULT = ("engine", "cli", "docs", "real")
-"""Rooms of tests whose runs name no sandbox."""
+"""Test folders whose runs use the default sandbox."""
 FIRST = ("sandbox", "viewer", "docs", "train", "cli", "inference", "serve")
-"""Rooms whose files take longest. They come first, so that no process of many is left alone with
+"""Test folders with the slowest files. They run first, so that no worker process is left alone with
 one at the end."""
 _HERE = Path(__file__).parent
 for _name in [name for name in os.environ if name.startswith("RAMIFY_")]:
-    del os.environ[_name]  # a developer's settings are no part of a test
+    del os.environ[_name]  # a developer's settings must not affect tests
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
-)  # as in scripts/test: sums of two threads are rounded otherwise
+)  # as in scripts/test: two threads would round sums differently
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def pytest_terminal_summary(
 ) -> None:
     was_split = bool(
         getattr(config.option, "numprocesses", None)
-    )  # the tests were in other processes
+    )  # the tests ran in other processes
     if (was_split or why_not.cache_info().currsize) and why_not():
         terminalreporter.write_sep("=", "NOT TESTED HERE", red=True)
         terminalreporter.write_line(
@@ -65,7 +65,7 @@ def pytest_terminal_summary(
         )
     if was_split:
         importlib.import_module("tests.viewer.browser")
-    browser = sys.modules.get("tests.viewer.browser")  # where its tests were asked for
+    browser = sys.modules.get("tests.viewer.browser")  # loaded if its tests were selected
     if browser is not None and browser.why_not():
         terminalreporter.write_sep("=", "NOT TESTED HERE", red=True)
         terminalreporter.write_line(f"the pages of ramify view need a browser: {browser.why_not()}")

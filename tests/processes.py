@@ -1,4 +1,4 @@
-"""Processes below a process, found in ``/proc``."""
+"""Descendants of a process, found in ``/proc``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def below(pid: int) -> Iterator[tuple[int, str]]:
-    """(process, command line) of all that ``pid`` started, and those started."""
+    """(pid, command line) of every descendant of ``pid``."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(path.read_text().rpartition(")")[2].split()[1])

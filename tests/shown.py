@@ -55,6 +55,6 @@ def logged(out: Path, event: str) -> list[tuple[str, str]]:
 def train(
     run: Run, out: Path, *, say: Say = _drop, inform: Say = _drop, **options: Any
 ) -> CheckpointState:
-    """``execute.train``, heard."""
+    """``execute.train``, with its shown lines passed to ``say`` and ``inform``."""
     with heard(say, inform):
         return execute.train(run, out, **options)

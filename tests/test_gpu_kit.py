@@ -1,4 +1,4 @@
-"""``scripts/gpu`` in its CPU form: every stage measures something, and bad input gets a sentence."""
+"""``scripts/gpu`` in its CPU form: every stage measures something, and bad input is one error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_stage_measures_on_a_cpu(tmp_path: Path) -> None:
     assert [each["name"] for each in exact if not each["holds"]] == []
 
 
-def test_bad_input(tmp_path: Path) -> None:
+def test_bad_input_is_one_line_error(tmp_path: Path) -> None:
     unknown = gpu("paritty", "--device", "cpu")
     assert (unknown.returncode, unknown.stderr.splitlines()[-1]) == (
         2,

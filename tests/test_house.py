@@ -1,4 +1,4 @@
-"""The floors of the house: who may import whom, and that ``import ramify`` stays light.
+"""The floors of the package: which room may import which, and that ``import ramify`` stays light.
 
 A room imports lower floors; on its own floor only another room's ``base``. Imports inside functions
 count, and so do those under ``TYPE_CHECKING``. The public names of ``ramify`` and its namespaces
@@ -113,7 +113,7 @@ def without_type_checking(tree: ast.Module) -> ast.Module:
 @pytest.mark.parametrize(
     "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
 )
-def test_imports_go_down(path: Path) -> None:
+def test_rooms_import_only_lower_floors(path: Path) -> None:
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     tree = ast.parse(path.read_bytes())
     if parts == ("__init__",):
@@ -127,7 +127,7 @@ def test_imports_go_down(path: Path) -> None:
 
 
 def imported_siblings() -> dict[str, set[str]]:
-    """Package or module below a room -> what its files import beside it, below the same parent.
+    """Package or module below a room -> its siblings (below the same parent) that its files import.
     Names in tables of plug-ins are not imports."""
     modules = {
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
@@ -182,7 +182,7 @@ def files_of(each: str) -> list[Path]:
     [path for each in STANDARD_LIBRARY_ONLY for path in files_of(each)],
     ids=lambda path: str(path.relative_to(PACKAGE)),
 )
-def test_standard_library_only(path: Path) -> None:
+def test_guest_files_import_only_standard_library(path: Path) -> None:
     names = imports(without_type_checking(ast.parse(path.read_bytes())), "")
     own = {""} if path.parent.name == "guest" else set()  # ``.module.name``
     assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names | own
@@ -202,7 +202,7 @@ def test_standard_library_only(path: Path) -> None:
         ("engine", "helpers.x", False),
     ],
 )
-def test_the_rule_itself(importer: str, name: str, allowed: bool) -> None:
+def test_import_rule_on_examples(importer: str, name: str, allowed: bool) -> None:
     assert is_allowed(importer, name) is allowed
 
 

@@ -66,7 +66,7 @@ def of(found: list[logging.LogRecord], event: str) -> list[tuple[str, str]]:
     ]
 
 
-def asked(model: Any, **options: Any) -> Any:
+def run_rlm(model: Any, **options: Any) -> Any:
     async def main() -> Any:
         async with RLM(model, sandbox=SANDBOX, **options) as rlm:
             return await rlm.acompletion("x" * 100_000, "?")
@@ -78,7 +78,7 @@ def asked(model: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("failure", [rate_limited(0.01), server_error()])
-def test_a_retried_request(failure: Any, records: list[logging.LogRecord]) -> None:
+def test_retry_is_recorded_once(failure: Any, records: list[logging.LogRecord]) -> None:
     async def main() -> Any:
         async with (
             ScriptedServer([failure, "FINAL(1)"]) as server,
@@ -90,13 +90,13 @@ def test_a_retried_request(failure: Any, records: list[logging.LogRecord]) -> No
     assert of(records, "retry") == [("ramify.clients", result.run_id)]
 
 
-def test_a_limit_that_is_reached(records: list[logging.LogRecord]) -> None:
+def test_reached_limit_is_recorded(records: list[logging.LogRecord]) -> None:
     client = ScriptedClient(["```repl\nx = 1\n```"] * 9)
-    result = asked(client, limits=Limits(max_turns=2))
+    result = run_rlm(client, limits=Limits(max_turns=2))
     assert of(records, "limit") == [("ramify.engine", result.run_id)]
 
 
-def test_a_session_that_dies(records: list[logging.LogRecord]) -> None:
+def test_session_death_is_recorded(records: list[logging.LogRecord]) -> None:
     async def main() -> Any:
         code = "```repl\nimport os, signal; os.kill(os.getpid(), signal.SIGKILL)\n```"
         spec = SandboxSpec(provider="process", allow_weaker=True)
@@ -107,7 +107,7 @@ def test_a_session_that_dies(records: list[logging.LogRecord]) -> None:
     assert of(records, "session_died") == [("ramify.engine", result.run_id)]
 
 
-def waits(found: list[logging.LogRecord]) -> list[tuple[str, str]]:
+def wait_records(found: list[logging.LogRecord]) -> list[tuple[str, str]]:
     """(run, reason) of each record of a wait."""
     return [
         (record.run, record.fields["reason"])  # type: ignore[attr-defined]
@@ -117,10 +117,10 @@ def waits(found: list[logging.LogRecord]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("seconds", "num"), [(1.3, 2), (0.05, 0)])
-def test_a_wait_because_of_a_rate_limit(
+def test_rate_limit_wait_is_recorded(
     seconds: float, num: int, records: list[logging.LogRecord]
 ) -> None:
-    """The request that was limited, and one that comes later."""
+    """The request that was limited, and a later one."""
 
     async def main() -> None:
         async with ScriptedServer([rate_limited(seconds), "a", "b"]) as server:
@@ -135,10 +135,10 @@ def test_a_wait_because_of_a_rate_limit(
     with in_run("mine"):
         asyncio.run(main())
     assert of(records, "retry") == [("ramify.clients", "mine")]
-    assert waits(records) == [("mine", "rate_limit")] * num
+    assert wait_records(records) == [("mine", "rate_limit")] * num
 
 
-def test_a_wait_for_the_budget(records: list[logging.LogRecord]) -> None:
+def test_budget_wait_is_recorded(records: list[logging.LogRecord]) -> None:
     """A second request fits into the budget only after the first has cost less than it might."""
     ledger, amount = Ledger(Limits(max_tokens=100), priced=False), ResourceAmount(1, 80)
 
@@ -160,10 +160,10 @@ def test_a_wait_for_the_budget(records: list[logging.LogRecord]) -> None:
 
     with in_run("mine"):
         asyncio.run(main())
-    assert waits(records) == [("mine", "budget")]
+    assert wait_records(records) == [("mine", "budget")]
 
 
-def test_patience_for_a_model_that_cannot_be_reached(records: list[logging.LogRecord]) -> None:
+def test_wait_for_unreachable_model_is_recorded(records: list[logging.LogRecord]) -> None:
     async def no_time(seconds: float) -> None:
         pass
 
@@ -175,19 +175,19 @@ def test_patience_for_a_model_that_cannot_be_reached(records: list[logging.LogRe
     with in_run("mine"):
         asyncio.run(main())
     assert of(records, "retry") == [("ramify.clients", "mine")]
-    assert waits(records) == [("mine", "outage")]
+    assert wait_records(records) == [("mine", "outage")]
 
 
-def test_a_warning_is_at_the_place_of_its_caller(records: list[logging.LogRecord]) -> None:
+def test_warning_record_has_location_of_its_caller(records: list[logging.LogRecord]) -> None:
     with pytest.warns(UserWarning, match="odd") as warned:
         RoomLogger("engine").warn("odd")
     RoomLogger("engine").warning("warning", "odd")
     lines = [(record.filename, record.funcName) for record in records]
-    assert lines == [("test_logging.py", "test_a_warning_is_at_the_place_of_its_caller")] * 2
+    assert lines == [("test_logging.py", "test_warning_record_has_location_of_its_caller")] * 2
     assert (warned[0].filename, warned[0].lineno) == (records[0].pathname, records[0].lineno)
 
 
-def test_a_training_run_keeps_a_log_and_continues_it(
+def test_training_run_writes_log_and_continues_it_on_resume(
     tmp_path: Path, records: list[logging.LogRecord]
 ) -> None:
     out = tmp_path / "mine"
@@ -226,7 +226,7 @@ def test_a_training_run_keeps_a_log_and_continues_it(
     assert saved == [("ramify.train", "mine")] * len(saved) != []
 
 
-def test_a_run_with_a_wrong_configuration_leaves_no_log(tmp_path: Path) -> None:
+def test_invalid_configuration_leaves_no_log(tmp_path: Path) -> None:
     with pytest.raises(ramify.ConfigError):
         train(small(scaffold="no-such-scaffold"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -275,7 +275,7 @@ def test_the_warnings_of_a_run_are_in_its_journal(tmp_path: Path) -> None:
         f"sk-{KEY}",
     ],
 )
-def test_no_output_sees_a_secret(
+def test_secrets_are_redacted_in_every_output(
     text: str, tmp_path: Path, records: list[logging.LogRecord]
 ) -> None:
     log, file = RoomLogger("engine"), LogFile(tmp_path / "log")
@@ -301,7 +301,9 @@ def test_no_output_sees_a_secret(
     assert not [each for each in seen if KEY in each]
 
 
-def test_a_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_secret_from_environment_is_redacted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("MY_OWN_TOKEN", "a plain passphrase")
     with attached(LogFile(tmp_path / "log")):
         RoomLogger("engine").info("x", "it said: a plain passphrase")
@@ -312,14 +314,14 @@ ODD_KEY = '7-4/+%q"=zk' + "-0123456789" * 4
 """No pattern finds it, and URLs, JSON and ``repr`` write it in other ways."""
 
 
-def forms(key: str) -> list[str]:
+def key_forms(key: str) -> list[str]:
     return [key, quote(key, safe=""), json.dumps(key)[1:-1], key[:16], key[-16:]]
 
 
-def test_a_key_of_any_shape_that_was_given_in_code(
+def test_key_passed_in_code_is_redacted_in_every_form(
     tmp_path: Path, records: list[logging.LogRecord]
 ) -> None:
-    """A server sends the key back in everything that it can; nothing keeps it."""
+    """A server echoes the key wherever it can; no output may contain it."""
     store = Store(tmp_path)
     echo = f"{'x' * 270} {ODD_KEY} https://host/{quote(ODD_KEY, safe='')}?a={ODD_KEY} {ODD_KEY!r}"
     body = json.dumps({"error": {"message": echo}}).encode()
@@ -345,10 +347,10 @@ def test_a_key_of_any_shape_that_was_given_in_code(
     texts = [(tmp_path / RUN_LOG).read_text(), journal, str(failure)]
     texts += [f"{logging.Formatter().format(record)} {vars(record)}" for record in records]
     assert "500" in texts[0]
-    assert [form for form in forms(ODD_KEY) if any(form in text for text in texts)] == []
+    assert [form for form in key_forms(ODD_KEY) if any(form in text for text in texts)] == []
 
 
-def test_a_key_of_a_server_is_redacted(tmp_path: Path) -> None:
+def test_server_keys_are_redacted(tmp_path: Path) -> None:
     digest = hashlib.sha256(b"an-odd-one").hexdigest()
     keys = ApiKeys({"a": ApiKey(key="anotherodd"), "b": ApiKey(sha256=digest)})
     keys.caller("an-odd-one")
@@ -360,7 +362,7 @@ def test_a_key_of_a_server_is_redacted(tmp_path: Path) -> None:
 # --- files, levels and settings
 
 
-def test_progress_is_recorded_if_its_room_is_named(
+def test_progress_is_logged_only_if_its_room_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for setting in ("debug", "progress=info"):
@@ -421,7 +423,7 @@ def test_an_evaluation_keeps_a_log_beside_its_results(tmp_path: Path) -> None:
     ]
 
 
-def test_each_retry_is_one_line_with_v(tmp_path: Path) -> None:
+def test_verbose_prints_one_line_per_retry(tmp_path: Path) -> None:
     async def main() -> subprocess.CompletedProcess[str]:
         async with ScriptedServer([server_error(500, "it fell over"), "FINAL(1)"]) as server:
             model = f"openai:m@{server.url}"
@@ -435,7 +437,7 @@ def test_each_retry_is_one_line_with_v(tmp_path: Path) -> None:
     assert done.stderr.count("trying again") == 1
 
 
-def test_lines_are_bounded_and_whole(tmp_path: Path) -> None:
+def test_log_lines_are_bounded_and_single(tmp_path: Path) -> None:
     with attached(LogFile(tmp_path / "log")), in_run("a"), in_run("b"):
         RoomLogger("train").info("x", "é\n\x1b[2J" * 100_000, text="y" * 100_000)
     (line,) = (tmp_path / "log").read_text().splitlines()
@@ -444,7 +446,7 @@ def test_lines_are_bounded_and_whole(tmp_path: Path) -> None:
     assert "\x1b" not in line
 
 
-def test_json_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_json_log_format(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RAMIFY_LOG_FORMAT", "json")
     with attached(LogFile(tmp_path / "log")), in_run("outer"), in_run("inner"):
         RoomLogger("train").info("checkpoint", "saved", step=3, path=tmp_path)
@@ -474,7 +476,7 @@ def test_json_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("=debug", {}, "'=debug' is ignored"),
     ],
 )
-def test_the_setting(setting: str, levels: dict[str, int], problem: str) -> None:
+def test_log_setting_is_parsed(setting: str, levels: dict[str, int], problem: str) -> None:
     found, problems = levels_of(setting)
     assert found == levels
     assert len(problems) == bool(problem)
@@ -492,7 +494,7 @@ def run_cli(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_wrong_setting_is_one_line_and_the_command_continues(tmp_path: Path) -> None:
+def test_invalid_log_setting_is_one_line_and_command_continues(tmp_path: Path) -> None:
     done = run_cli("runs", "-vv", RAMIFY_LOG="enigne=debug", RAMIFY_HOME=str(tmp_path))
     assert done.returncode == 0
     assert done.stderr.splitlines()[0] == (
@@ -502,7 +504,7 @@ def test_a_wrong_setting_is_one_line_and_the_command_continues(tmp_path: Path) -
     assert done.stderr.count("RAMIFY_LOG") == 1
 
 
-def test_a_wrong_format_is_one_line(tmp_path: Path) -> None:
+def test_invalid_log_format_is_one_line(tmp_path: Path) -> None:
     done = run_cli("runs", RAMIFY_LOG_FORMAT="jsn", RAMIFY_HOME=str(tmp_path))
     first = done.stderr.splitlines()[0]
     assert (done.returncode, first) == (
@@ -525,10 +527,10 @@ def test_importing_adds_a_null_handler_and_only_logging() -> None:
     assert done.stdout == "['ramify'] ['NullHandler']\n"
 
 
-# --- a command that is ended
+# --- a command that is stopped
 
 
-def test_a_closed_terminal_leaves_a_record(tmp_path: Path) -> None:
+def test_hangup_of_closed_terminal_is_recorded(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.py"
     recipe.write_text(
         "from tests.train.small import small\n"
@@ -564,7 +566,7 @@ def test_a_closed_terminal_leaves_a_record(tmp_path: Path) -> None:
         steps = until(lambda text: True).count(" weight_sync: ")
         until(lambda text: text.count(" weight_sync: ") > steps + 2)
         process.send_signal(signal.SIGHUP)
-        assert process.wait(60) == 128 + signal.SIGHUP  # it saves first
+        assert process.wait(60) == 128 + signal.SIGHUP  # after saving
     finally:
         process.kill()
         process.wait()
@@ -578,7 +580,7 @@ def test_a_closed_terminal_leaves_a_record(tmp_path: Path) -> None:
     )
 
 
-# --- the house
+# --- rules for the code
 
 
 def test_no_signature_prints_and_only_one_module_makes_loggers() -> None:

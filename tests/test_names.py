@@ -1,4 +1,4 @@
-"""One name, one thing: what a stack trace, a search or a jump to a definition must not confuse."""
+"""One name, one thing: stack traces, searches and jumps to definitions must be unambiguous."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_no_class_is_named_by_its_grammatical_role() -> None:
     assert wrong == []
 
 
-def test_each_name_of_ours_in_a_registry_stands_for_something() -> None:
+def test_every_built_in_registry_entry_loads_and_is_described() -> None:
     found = list(registries())
     assert [each for each in found if not isinstance(each, Registry)] == []
     entries = [entry for each in found if isinstance(each, Registry) for entry in each.entries()]

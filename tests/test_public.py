@@ -1,4 +1,4 @@
-"""The public lists are exactly these, every name on them is there, and importing them is light."""
+"""The public names: the exact lists, that every name resolves, and that importing them is light."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ NAMES = [(package, name) for package, names in PUBLIC.items() for name in names.
 
 
 @pytest.mark.parametrize("package", PUBLIC)
-def test_public_list(package: str) -> None:
+def test_public_names_match_the_list(package: str) -> None:
     assert importlib.import_module(package).__all__ == PUBLIC[package].split()
 
 
 @pytest.mark.parametrize(("package", "name"), NAMES)
-def test_public_name(package: str, name: str) -> None:
+def test_public_name_resolves(package: str, name: str) -> None:
     namespace = importlib.import_module(package)
     value = getattr(namespace, name)
     assert name in dir(namespace)
@@ -108,7 +108,7 @@ def test_no_public_name_is_hidden_by_a_module(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PUBLIC)
-def test_unknown_name(package: str) -> None:
+def test_unknown_name_is_an_attribute_error(package: str) -> None:
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'Frobnicator'"):
         importlib.import_module(package).Frobnicator  # noqa: B018
 
@@ -130,7 +130,7 @@ def test_importing_a_namespace_loads_nothing_else() -> None:
 
 
 def test_a_missing_package_is_named_with_its_extra() -> None:
-    """A name whose home needs a package that is not installed says which extra to install."""
+    """The error for a name whose module needs a missing package says which extra to install."""
     script = "import sys; sys.modules['torch'] = None; from ramify import inference; inference.LocalClient"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stderr.splitlines()[-1] == (
@@ -138,7 +138,7 @@ def test_a_missing_package_is_named_with_its_extra() -> None:
     )
 
 
-def test_users_read_public_names_only_and_each_is_documented() -> None:
+def test_docs_use_only_public_names_and_each_is_documented() -> None:
     command = [sys.executable, str(ROOT / "scripts/check_public.py")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
@@ -165,8 +165,8 @@ def test_users_read_public_names_only_and_each_is_documented() -> None:
         ("await x\nasync with y:\n    import ramify.cli", ["import ramify.cli"]),
     ],
 )
-def test_what_a_deep_import_is(code: str, deep: list[str], tmp_path: Path) -> None:
-    """In a page of a project: one block of code."""
+def test_deep_imports_are_detected(code: str, deep: list[str], tmp_path: Path) -> None:
+    """In a documentation page with one block of code."""
     page = tmp_path / "docs" / "page.md"
     page.parent.mkdir()
     page.write_text(f"# A page\n\n```python\n{code}\n```\n")
@@ -186,16 +186,16 @@ def test_what_a_deep_import_is(code: str, deep: list[str], tmp_path: Path) -> No
         ('F = {}\n"""Names.\n\n    F["a"]\n"""', True),
     ],
 )
-def test_what_a_documented_name_is(code: str, documented: bool) -> None:
+def test_documented_names_are_recognised(code: str, documented: bool) -> None:
     name = code.split()[1].strip("():") if code.startswith(("def", "class")) else "F"
     assert CHECK.is_documented(code, name) is documented
 
 
 @pytest.mark.parametrize(("package", "name"), NAMES)
-def test_the_examples_of_a_name_are_right(
+def test_docstring_examples_of_public_names_pass(
     package: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each ``>>>`` of a docstring gives what it says, in a session with the namespaces."""
+    """Run each ``>>>`` example of a docstring, with the namespaces imported."""
     value = getattr(importlib.import_module(package), name)
     if not isinstance(value, type | types.FunctionType):
         return

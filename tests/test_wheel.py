@@ -1,4 +1,4 @@
-"""The wheel: built from this checkout, installed in an empty environment, and used there."""
+"""The wheel: built from this checkout, then installed and used in an empty environment."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def output(python: Path, folder: Path, *words: str) -> str:
-    """What a command prints in ``folder``, far from the checkout."""
+    """Output of a command that runs in ``folder``, outside the checkout."""
     kept = {name: value for name, value in os.environ.items() if name in ("PATH", "LANG")}
     done = subprocess.run(
         [*words],
@@ -70,12 +70,12 @@ def test_the_command_is_installed(python: Path, tmp_path: Path) -> None:
     assert output(python, tmp_path, command, "--version") == f"ramify {ramify.__version__}"
 
 
-def test_it_answers(python: Path, tmp_path: Path) -> None:
+def test_installed_package_answers_a_question(python: Path, tmp_path: Path) -> None:
     answer, place = output(python, tmp_path, str(python), "-c", ASK).split()
     assert (answer, Path(place).is_relative_to(python.parents[1])) == ("50000", True)
 
 
-def test_each_file_of_the_package_is_inside(python: Path) -> None:
+def test_wheel_contains_every_package_file(python: Path) -> None:
     """Modules, lists of public names, static files of the viewer, prices, the packaged policy."""
     (installed,) = python.parents[1].glob("lib/python*/site-packages/ramify")
     tracked = subprocess.run(
@@ -88,6 +88,6 @@ def test_each_file_of_the_package_is_inside(python: Path) -> None:
 
 
 @pytest.mark.parametrize("text", sorted(set(REQUIREMENTS)))
-def test_each_requirement_has_a_range(text: str) -> None:
+def test_each_requirement_has_lower_and_upper_bound(text: str) -> None:
     operators = {each.operator for each in Requirement(text).specifier}
     assert operators == {">=", "<"}

@@ -1,5 +1,5 @@
-"""The processes of a small run, each with two processes below it: ``python -m tests.actors.members
-ROLE FOLDER …``. They are started and watched as those of a real run, and compute nothing."""
+"""Processes of a small run, each with two child processes: ``python -m tests.actors.members
+ROLE FOLDER …``. They are started and watched like those of a real run, but compute nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ time.sleep(1000)
 
 
 class Verbs:
-    """What the ranks do together."""
+    """Methods that all ranks execute together."""
 
     def add(self, number: int) -> int:
         return number + 1
@@ -39,7 +39,7 @@ def here(role: str, folder: Path, *arguments: str) -> list[str]:
 
 
 def begin(role: str, folder: Path) -> None:
-    """Start the processes below this one, and say that it is up."""
+    """Start two child processes and write this process's id to a file: it is up."""
     if role not in ("supervisor", "trainer"):
         subprocess.Popen(["sh", "-c", BELOW])
     (folder / role).write_text(str(os.getpid()))

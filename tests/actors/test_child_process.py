@@ -1,5 +1,5 @@
-"""Processes that this one starts: how they end, the end of their logs, and that nothing is left of
-them, whichever process is killed first."""
+"""Child processes: how they end, their exit reasons and log tails, and that no descendant survives,
+whichever process is killed first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from ramify.actors.child_process import ChildProcess, end_all, import_path
 
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux is asked")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux process control")
 STUBBORN = (
     "trap '' TERM; echo begins; sleep 1000 & echo $!; setsid sleep 1000 & echo $!; wait; wait"
 )
@@ -39,13 +39,13 @@ def is_running(pid: int) -> bool:
 
 
 def wait_for_end(*pids: int) -> None:
-    """Fails by the time limit of the test."""
+    """Wait until all have ended; the test's own time limit applies."""
     while any(map(is_running, pids)):
         time.sleep(0.01)
 
 
 def lines(log: Path, num: int) -> list[str]:
-    """Its lines, once there are ``num``."""
+    """Wait for ``num`` lines in the log and return its lines."""
     while not log.exists() or len(found := log.read_text().splitlines()) < num:
         time.sleep(0.01)
     return found
@@ -55,7 +55,7 @@ def guard_of(child: ChildProcess) -> int:
     return child._guard.pid
 
 
-def test_arguments_files_and_status_are_those_of_the_command(tmp_path: Path) -> None:
+def test_command_gets_its_arguments_and_files_and_returns_its_exit_status(tmp_path: Path) -> None:
     program = "import sys; print(sys.argv[1:], sys.stdin.read()); sys.exit(3)"
     given, taken = tmp_path / "in", tmp_path / "out"
     given.write_text("given")
@@ -67,15 +67,15 @@ def test_arguments_files_and_status_are_those_of_the_command(tmp_path: Path) -> 
 
 
 @LINUX
-def test_its_surroundings_are_those_of_a_fresh_process(tmp_path: Path) -> None:
-    """No descriptors of the guard, a separate session, and no signal ignored."""
+def test_child_inherits_no_extra_descriptors_session_or_ignored_signals(tmp_path: Path) -> None:
+    """It has none of the guard's descriptors, its own session, and ignores no signal."""
     program = "import os; print(os.listdir('/proc/self/fd'), os.getsid(0))"
     log = tmp_path / "log"
     child = ChildProcess([sys.executable, "-S", "-c", program], log=log)
     assert child.wait() == 0
     listing = "3"  # the descriptor of the folder that is being listed
     assert log.read_text() == f"{['0', '1', '2', listing]} {child.pid}\n"
-    # Python ignores SIGPIPE itself, so another program is asked.
+    # Python itself ignores SIGPIPE, so ask another program.
     assert ChildProcess(["grep", "SigIgn", "/proc/self/status"], log=log).wait() == 0
     assert log.read_text().endswith("SigIgn:\t0000000000000000\n")
 
@@ -88,13 +88,13 @@ def test_its_surroundings_are_those_of_a_fresh_process(tmp_path: Path) -> None:
         (["/dev/null"], "Permission denied"),
     ],
 )
-def test_a_program_that_cannot_be_started(command: list[str], reason: str) -> None:
+def test_unstartable_program_raises_os_error_with_its_name(command: list[str], reason: str) -> None:
     with pytest.raises(OSError, match=reason) as caught:
         ChildProcess(command)
     assert caught.value.filename == command[0]
 
 
-def test_a_start_that_fails_at_once_names_its_reason(tmp_path: Path) -> None:
+def test_exit_reason_of_failed_start_quotes_the_log(tmp_path: Path) -> None:
     child = ChildProcess([sys.executable, "-m", "nonesuch"], log=tmp_path / "log")
     assert child.wait() == 1
     assert child.exit_reason() == (
@@ -102,7 +102,7 @@ def test_a_start_that_fails_at_once_names_its_reason(tmp_path: Path) -> None:
     )
 
 
-def test_one_that_does_not_end_by_itself_is_killed_with_what_it_started(tmp_path: Path) -> None:
+def test_process_that_ignores_sigterm_is_killed_with_its_descendants(tmp_path: Path) -> None:
     child = ChildProcess(["sh", "-c", STUBBORN], log=tmp_path / "logs" / "it")
     other = ChildProcess(["sleep", "1000"], log=tmp_path / "other")
     _, *started = lines(tmp_path / "logs" / "it", 3)
@@ -111,10 +111,10 @@ def test_one_that_does_not_end_by_itself_is_killed_with_what_it_started(tmp_path
     assert (child.poll(), child.wait(), other.poll()) == (-9, -9, -15)
     assert not any(map(is_running, map(int, started)))
     child.end(10.0)
-    child.signal(signal.SIGTERM)  # its id may be reused by now: no process gets the signal
+    child.signal(signal.SIGTERM)  # must not signal a process that reused its id
 
 
-def test_what_a_child_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+def test_descendants_end_when_child_exits(tmp_path: Path) -> None:
     log = tmp_path / "log"
     child = ChildProcess(
         ["sh", "-c", "sleep 1000 & echo $!; setsid sleep 1000 & echo $!; exit 7"], log=log
@@ -126,7 +126,7 @@ def test_what_a_child_leaves_behind_ends_with_it(tmp_path: Path) -> None:
 
 @LINUX
 @pytest.mark.parametrize("first", ["parent", "guard", "child", "guard and parent"])
-def test_nothing_is_left_whichever_process_is_killed_first(first: str, tmp_path: Path) -> None:
+def test_no_process_survives_whichever_is_killed_first(first: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(log)], stdout=subprocess.PIPE, text=True
@@ -141,7 +141,7 @@ def test_nothing_is_left_whichever_process_is_killed_first(first: str, tmp_path:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    # Without guard and parent no process is left to end what moved to another session.
+    # Without guard and parent, nothing can end processes that moved to another session.
     wait_for_end(child, guard, *(below if "guard" not in first else ()))
     for pid in below:
         if is_running(pid):
@@ -161,7 +161,7 @@ def test_a_child_outlives_the_thread_that_started_it() -> None:
 
 
 @LINUX
-def test_a_child_that_is_forgotten_ends() -> None:
+def test_garbage_collected_child_is_terminated() -> None:
     child = ChildProcess(["sleep", "1000"])
     pids = child.pid, guard_of(child)
     del child
@@ -170,7 +170,7 @@ def test_a_child_that_is_forgotten_ends() -> None:
 
 
 @LINUX
-def test_a_child_that_is_stopped_too_long_is_killed() -> None:
+def test_child_suspended_too_long_is_killed() -> None:
     child = ChildProcess(["sleep", "1000"], stopped_s=0.3)
     other = ChildProcess(["sleep", "1000"], stopped_s=30.0)
     for each in (child, other):
@@ -186,7 +186,7 @@ def test_a_child_that_is_stopped_too_long_is_killed() -> None:
 
 @LINUX
 @pytest.mark.slow
-def test_a_child_ends_although_its_guard_is_stopped() -> None:
+def test_child_can_be_ended_while_its_guard_is_suspended() -> None:
     child = ChildProcess(["sleep", "1000"])
     os.kill(guard_of(child), signal.SIGSTOP)
     child.end(0.1)
@@ -200,7 +200,7 @@ def test_signals_to_the_guard_reach_the_child() -> None:
     assert child.wait(60.0) == -15
 
 
-def test_many_at_once_are_started_ended_and_reaped() -> None:
+def test_many_children_are_started_ended_and_reaped_at_once() -> None:
     children = [ChildProcess(["sleep", "1000"]) for _ in range(32)]
     assert {child.poll() for child in children} == {None}
     end_all(children, 30.0)
@@ -208,7 +208,7 @@ def test_many_at_once_are_started_ended_and_reaped() -> None:
     assert not any(Path(f"/proc/{guard_of(child)}").exists() for child in children)
 
 
-def test_threads_may_wait_for_one_child_together() -> None:
+def test_many_threads_can_wait_for_one_child() -> None:
     child = ChildProcess(["sh", "-c", "sleep 0.2; exit 5"])
     found: list[int | None] = []
     threads = [threading.Thread(target=lambda: found.append(child.wait())) for _ in range(16)]
@@ -219,15 +219,15 @@ def test_threads_may_wait_for_one_child_together() -> None:
     assert found == [5] * 16
 
 
-def test_output_that_nobody_reads_blocks_nothing(tmp_path: Path) -> None:
+def test_unread_output_does_not_block_child(tmp_path: Path) -> None:
     floods = "yes | head -c 3000000; yes 2>&1 | head -c 3000000 >&2"
     log = tmp_path / "log"
     assert ChildProcess(["sh", "-c", floods], log=log).wait(60.0) == 0
     assert log.stat().st_size == 6_000_000
 
 
-def test_the_end_of_its_log_is_short_and_without_secrets(tmp_path: Path) -> None:
-    """Its own and this process's; of a log that may be larger than memory the end alone is read."""
+def test_log_tail_is_short_and_redacts_secrets(tmp_path: Path) -> None:
+    """Secrets of the child and of this process; a huge log is read only at its end."""
     log = tmp_path / "log"
     log.write_bytes(b"older\n" * 100_000)
     says = "import os; print('x' * 5000); print('with', os.environ['ENGINE_KEY']); print(' and\\n\\n', os.getcwd())"

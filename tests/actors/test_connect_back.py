@@ -1,4 +1,4 @@
-"""Who connects to a run, over real sockets."""
+"""Authentication of processes that connect back to a run, over real sockets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEY = b"the key of this run"
 Address = tuple[str, int]
 
 
-def joins(key: bytes, word: object) -> Callable[[Address], None]:
+def connects_with_key(key: bytes, word: object) -> Callable[[Address], None]:
     def join(address: Address) -> None:
         try:
             with Client(address, authkey=key) as connection:
@@ -33,44 +33,44 @@ def joins(key: bytes, word: object) -> Callable[[Address], None]:
     return join
 
 
-def zero_variance(address: Address) -> None:
+def stays_silent(address: Address) -> None:
     with socket.create_connection(address) as peer:
         peer.recv(1000)
         peer.recv(1000)
 
 
-def shouts(address: Address) -> None:
+def sends_http_request(address: Address) -> None:
     with socket.create_connection(address) as peer:
         peer.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         peer.recv(1000)
 
 
-def leaves(address: Address) -> None:
+def disconnects_at_once(address: Address) -> None:
     socket.create_connection(address).close()
 
 
 @pytest.mark.parametrize(
-    ("who", "said"),
+    ("behave", "expected"),
     [
-        (joins(KEY, (1, "talk")), (1, "talk")),
-        (joins(b"another key", (1, "talk")), None),
-        (zero_variance, None),
-        (shouts, None),
-        (leaves, None),
+        (connects_with_key(KEY, (1, "talk")), (1, "talk")),
+        (connects_with_key(b"another key", (1, "talk")), None),
+        (stays_silent, None),
+        (sends_http_request, None),
+        (disconnects_at_once, None),
     ],
 )
-def test_who_has_the_key_is_heard_and_nobody_else_is_waited_for(
-    who: Callable[[Address], None], said: Any
+def test_only_peer_with_the_key_is_authenticated_and_others_do_not_block(
+    behave: Callable[[Address], None], expected: Any
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=who, args=(server.getsockname(),))
+        thread = threading.Thread(target=behave, args=(server.getsockname(),))
         thread.start()
         joined = authenticate(server.accept()[0], KEY, 2.0)
         if joined is not None:
             joined[0].send("go on")
             joined[0].close()
         thread.join()
-    assert (joined[1] if joined is not None else None) == said
+    assert (joined[1] if joined is not None else None) == expected
 
 
 CONNECTS = """
@@ -81,9 +81,9 @@ connection.send(connection.recv() + 1)
 """
 
 
-def test_a_process_connects_back_and_others_do_not_delay_it() -> None:
+def test_child_connects_back_despite_other_connections() -> None:
     with Listener() as listener:
-        leaves(listener.address)
+        disconnects_at_once(listener.address)
         environment = {**import_path(), **listener.environment("it")}
         child = ChildProcess([sys.executable, "-c", CONNECTS], environment=environment)
         connection, name = listener.accept(60.0)
@@ -93,7 +93,7 @@ def test_a_process_connects_back_and_others_do_not_delay_it() -> None:
     assert child.wait() == 0
 
 
-def test_a_process_that_ended_is_not_waited_for(tmp_path: Path) -> None:
+def test_accept_stops_waiting_when_child_has_ended(tmp_path: Path) -> None:
     child = ChildProcess([sys.executable, "-m", "nonesuch"], log=tmp_path / "log")
 
     def look() -> None:
@@ -107,6 +107,6 @@ def test_a_process_that_ended_is_not_waited_for(tmp_path: Path) -> None:
         listener.accept(60.0, look)
 
 
-def test_a_process_that_does_not_connect_is_waited_for_only_so_long() -> None:
+def test_accept_times_out_without_connection() -> None:
     with Listener() as listener, pytest.raises(TimeoutError, match=r"no connection within 0\.2 s"):
         listener.accept(0.2)

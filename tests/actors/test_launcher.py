@@ -1,5 +1,5 @@
-"""Processes on their slots, on this machine and through a node agent: started, asked how they are,
-ended with all that they started."""
+"""Processes in placement slots, on this machine and through a node agent: starting them, asking for
+their state, and ending them with all their descendants."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ramify.errors import ConfigError
 from tests.actors.test_child_process import is_running, lines
 
 SCRIPT = "echo begins with $GIVEN; sleep 1000 & echo $!; wait"
-WHO = SlotMember("rollouts", 3)
+MEMBER = SlotMember("rollouts", 3)
 Start = Callable[[list[str], dict[str, str], Path], Process]
 
 
-def by_agent(agent: Any) -> Start:
+def start_by_agent(agent: Any) -> Start:
     def start(command: list[str], environment: dict[str, str], log: Path) -> Process:
         pid = agent.start("it", command, environment, str(log), sys.executable, "/")
         assert isinstance(pid, int), pid
@@ -37,15 +37,15 @@ def by_agent(agent: Any) -> Start:
 def start(request: pytest.FixtureRequest) -> Any:
     if request.param == "local":
         launcher = LocalLauncher()
-        yield lambda *arguments: launcher.start(WHO, *arguments)
+        yield lambda *arguments: launcher.start(MEMBER, *arguments)
         launcher.close()
     else:
         agent = NodeAgent()
-        yield by_agent(agent)
+        yield start_by_agent(agent)
         agent.end_all()
 
 
-def test_a_process_ends_with_what_it_started(start: Start, tmp_path: Path) -> None:
+def test_ended_process_takes_its_descendants_along(start: Start, tmp_path: Path) -> None:
     log = tmp_path / "logs" / "it.log"
     process = start(["sh", "-c", SCRIPT], {"GIVEN": "this"}, log)
     assert process.where.startswith("process ")
@@ -58,38 +58,38 @@ def test_a_process_ends_with_what_it_started(start: Start, tmp_path: Path) -> No
     process.end(30.0)
 
 
-def test_a_process_that_is_stopped_can_be_ended(start: Start, tmp_path: Path) -> None:
+def test_suspended_process_can_be_ended(start: Start, tmp_path: Path) -> None:
     process = start(["sleep", "1000"], {}, tmp_path / "log")
     process.signal(19)
     process.end(30.0)
     assert process.exit_reason() == "was killed by signal 15; its log ends: (it is empty)"
 
 
-def test_those_that_are_not_done_in_time_are_killed(start: Start, tmp_path: Path) -> None:
+def test_processes_that_do_not_finish_in_time_are_killed(start: Start, tmp_path: Path) -> None:
     process = start(["sleep", "1000"], {}, tmp_path / "log")
     end_when_done([process], 0.1)
     assert process.poll() == -9
 
 
-def test_all_of_a_launcher_end_with_it(tmp_path: Path) -> None:
+def test_closing_launcher_ends_its_processes(tmp_path: Path) -> None:
     launcher = LocalLauncher()
-    process = launcher.start(WHO, ["sleep", "1000"], {}, tmp_path / "log")
+    process = launcher.start(MEMBER, ["sleep", "1000"], {}, tmp_path / "log")
     launcher.close()
     assert process.poll() == -15
     launcher.close()
 
 
-def test_a_program_that_does_not_exist(tmp_path: Path) -> None:
+def test_missing_program_is_reported(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="rollouts 3 cannot be started: nonesuch: No such file or directory"
     ):
-        LocalLauncher().start(WHO, ["nonesuch"], {}, tmp_path / "log")
+        LocalLauncher().start(MEMBER, ["nonesuch"], {}, tmp_path / "log")
     agent = NodeAgent()
     found = agent.start("it", ["nonesuch"], {}, str(tmp_path / "log"), sys.executable, "/")
     assert found == "nonesuch: No such file or directory"
 
 
-def test_an_agent_replaces_a_process_and_uses_its_own_python(tmp_path: Path) -> None:
+def test_node_agent_replaces_process_of_same_name_and_uses_its_own_python(tmp_path: Path) -> None:
     agent = NodeAgent()
     first = agent.start("it", ["sleep", "1000"], {}, str(tmp_path / "1"), "python-there", "/")
     command = ["python-there", "-c", "import sys; print(sys.executable)"]
@@ -99,13 +99,13 @@ def test_an_agent_replaces_a_process_and_uses_its_own_python(tmp_path: Path) -> 
     agent.end_all()
 
 
-def test_a_process_whose_agent_is_gone_is_gone(tmp_path: Path) -> None:
+def test_process_is_lost_when_its_node_agent_is_gone(tmp_path: Path) -> None:
     process = RemoteProcess(lambda *_: None, "it", 4711, "node-2", is_here=True)
     assert (process.poll(), process.exit_reason()) == (-9, "ended with its node agent")
     process.end(1.0)
 
 
-def test_started_processes_are_of_the_interface(tmp_path: Path) -> None:
+def test_child_process_implements_process_protocol(tmp_path: Path) -> None:
     child: Process = ChildProcess(["true"])
     child.end(1.0)
     assert child.poll() is not None

@@ -1,9 +1,9 @@
-"""Two members of a run are killed, in every order: of the run, nothing is left.
+"""No process of a run survives when two of its members are killed, in any order.
 
 A run is a supervisor, its trainer, and the trainer's rank, engine, rollout worker and service, as
-real processes (``members.py``), each with two processes below it, one of them in another session.
-The test process adopts every orphan (``PR_SET_CHILD_SUBREAPER``), so it sees whatever is left,
-wherever that moved.
+real processes (``members.py``), each with two child processes, one of them in another session.
+The test process adopts every orphan (``PR_SET_CHILD_SUBREAPER``), so it sees every survivor,
+whatever its session.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _SET_CHILD_SUBREAPER = 36
 
 
 @pytest.fixture
-def adopting() -> Iterator[None]:
+def adopt_orphans() -> Iterator[None]:
     prctl = ctypes.CDLL(None).prctl
     prctl(_SET_CHILD_SUBREAPER, 1)
     yield
     prctl(_SET_CHILD_SUBREAPER, 0)
 
 
-def left() -> list[tuple[int, str]]:
-    """Processes below this one, after those that have ended are reaped."""
+def live_descendants() -> list[tuple[int, str]]:
+    """Reap ended children, then return the descendants of this process."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -47,7 +47,7 @@ def left() -> list[tuple[int, str]]:
 
 
 def pids(folder: Path, run: subprocess.Popen[bytes]) -> dict[str, int]:
-    """Role -> its process, once all are up."""
+    """Wait until all members are up and return the process id of each role."""
     while True:
         assert run.poll() is None, (folder / "out").read_text()
         found = {role: folder / role for role in ROLES}
@@ -61,11 +61,13 @@ def kill(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-@pytest.mark.usefixtures("adopting")
+@pytest.mark.usefixtures("adopt_orphans")
 @pytest.mark.parametrize(("first", "second"), list(itertools.permutations(ROLES, 2)))
-def test_nothing_is_left_of_a_run(first: str, second: str, tmp_path: Path) -> None:
+def test_no_process_survives_when_two_members_are_killed(
+    first: str, second: str, tmp_path: Path
+) -> None:
     draw = random.Random(f"{first} {second}")
-    before = {pid for pid, _ in left()}
+    before = {pid for pid, _ in live_descendants()}
     with (tmp_path / "out").open("wb") as out:
         run = subprocess.Popen(here("supervisor", tmp_path), stdout=out, stderr=out)
     found = pids(tmp_path, run)
@@ -73,7 +75,7 @@ def test_nothing_is_left_of_a_run(first: str, second: str, tmp_path: Path) -> No
     time.sleep(draw.choice([0.0, 0.0, 0.05, 0.3]))
     kill(found[second], signal.SIGKILL)
     until = time.monotonic() + LIMIT_S
-    while (rest := [each for each in left() if each[0] not in before]) and (
+    while (rest := [each for each in live_descendants() if each[0] not in before]) and (
         time.monotonic() < until
     ):
         time.sleep(0.02)

@@ -1,5 +1,5 @@
-"""Failing ranks: which one, how, and at which place. Uses processes without tensors, so that they
-start quickly.
+"""Errors for failing ranks name the rank, the failure and the place in its code. The rank processes
+use no tensors, so they start quickly.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ import sys
 from ramify.actors.connect_back import connect
 from ramify.actors.rank_group import follow
 from ramify.actors.rank_watch import RankHeartbeat
-from tests.actors.test_rank_group import Own
+from tests.actors.test_rank_group import FakeRank
 pulse = RankHeartbeat()
 rank, port, key = int(sys.argv[1]), int(sys.argv[3]), bytes.fromhex(sys.argv[4])
 talk, watch = (connect(("127.0.0.1", port), key, None) for _ in range(2))
-follow(Own(rank, pulse), pulse, talk, watch, rank, float(sys.argv[2]))
+follow(FakeRank(rank, pulse), pulse, talk, watch, rank, float(sys.argv[2]))
 """
 
 
-class Own:
-    """The verbs of a rank: here each does something to rank 1 alone."""
+class FakeRank:
+    """Methods of a rank; most of them fail on one rank only."""
 
     def __init__(self, rank: int, pulse: RankHeartbeat) -> None:
         self.rank = rank
@@ -75,11 +75,11 @@ class Own:
             time.sleep(0.01)
 
 
-Make = Callable[..., RankGroup]
+MakeRankGroup = Callable[..., RankGroup]
 
 
 @pytest.fixture
-def rank_group(tmp_path: Path) -> Iterator[Make]:
+def rank_group(tmp_path: Path) -> Iterator[MakeRankGroup]:
     made: list[RankGroup] = []
 
     def make(others: int = 2, timeout_s: float = 60.0) -> RankGroup:
@@ -89,12 +89,12 @@ def rank_group(tmp_path: Path) -> Iterator[Make]:
                 reach = [str(listener.address[1]), listener.key.hex()]
                 command = [sys.executable, "-c", START, str(rank), str(timeout_s), *reach]
                 process = ChildProcess(command, environment=import_path(), log=tmp_path / "log")
-                # The patience of these tests is short, and not meant for their start.
+                # The short timeout of these tests must not apply to process start-up.
                 talk, watch = (listener.accept(60.0)[0] for _ in range(2))
                 links.append(RankConnection(rank, talk, watch, f"process {process.pid}"))
                 processes.append(process)
         pulse = RankHeartbeat()
-        made.append(RankGroup(Own(0, pulse), pulse, links, processes, timeout_s, tmp_path))
+        made.append(RankGroup(FakeRank(0, pulse), pulse, links, processes, timeout_s, tmp_path))
         return made[-1]
 
     yield make
@@ -103,7 +103,7 @@ def rank_group(tmp_path: Path) -> Iterator[Make]:
         assert all(process.poll() is not None for process in each.processes)
 
 
-def test_verbs_and_errors_that_all_have(rank_group: Make):
+def test_call_returns_result_of_each_rank_or_their_common_error(rank_group: MakeRankGroup):
     three = rank_group()
     assert three.call("add", 100) == [100, 101, 102]
     assert three.call("add", 100, each=[(1,), (2,), (3,)]) == [110, 121, 132]
@@ -114,7 +114,7 @@ def test_verbs_and_errors_that_all_have(rank_group: Make):
 
 
 @pytest.mark.parametrize(
-    ("verb", "arguments", "told"),
+    ("verb", "arguments", "message"),
     [
         ("break_", (), r"rank 1 \(process \d+\) is lost: in 'break_', ZeroDivisionError: no batch"),
         (
@@ -124,15 +124,17 @@ def test_verbs_and_errors_that_all_have(rank_group: Make):
         ),
     ],
 )
-def test_a_rank_that_is_lost_is_named(rank_group: Make, verb: str, arguments: Any, told: str):
-    """And from then on every verb says so."""
+def test_lost_rank_is_named_by_this_and_every_later_call(
+    rank_group: MakeRankGroup, verb: str, arguments: Any, message: str
+):
+    """Every later call raises the same error."""
     three = rank_group()
     for name, each in ((verb, arguments), ("add", (1,))):
-        with pytest.raises(TrainError, match=told):
+        with pytest.raises(TrainError, match=message):
             three.call(name, *each)
 
 
-def test_a_rank_that_stands_still_is_named_with_its_stack(rank_group: Make, tmp_path: Path):
+def test_stalled_rank_is_named_with_its_stack(rank_group: MakeRankGroup, tmp_path: Path):
     with pytest.raises(
         TrainError,
         match=r"no rank made progress for 3 s in 'sleep'. .*rank 1 \(process \d+\) is at .*in sleep",
@@ -143,15 +145,15 @@ def test_a_rank_that_stands_still_is_named_with_its_stack(rank_group: Make, tmp_
     assert "time.sleep(600)" in stacks.partition("rank 1, ")[2]
 
 
-def test_a_rank_that_is_stopped_is_named(rank_group: Make):
-    """It cannot answer; what it is in is known from outside."""
+def test_suspended_rank_is_named(rank_group: MakeRankGroup):
+    """The rank cannot answer; its state is read from outside."""
     with pytest.raises(
         TrainError, match=r"rank 1 \(process \d+\) does not answer \(State: T \(stopped\)\)"
     ):
         rank_group(others=1, timeout_s=3.0).call("end", signal.SIGSTOP)
 
 
-def test_rank_0_itself_is_brought_back(rank_group: Make):
+def test_stalled_rank_0_is_interrupted_and_named(rank_group: MakeRankGroup):
     with pytest.raises(
         TrainError,
         match=r"no rank made progress for 3 s in 'spin'. .*rank 0 \(this process\) is at .*in spin",
@@ -159,7 +161,7 @@ def test_rank_0_itself_is_brought_back(rank_group: Make):
         rank_group(others=1, timeout_s=3.0).call("spin")
 
 
-def test_work_that_gets_on_may_take_its_time(rank_group: Make):
+def test_call_may_outlast_timeout_while_heartbeats_arrive(rank_group: MakeRankGroup):
     """Heartbeats of the ranks also reach the run's watchdog."""
     signs: list[None] = []
     with on_heartbeat(lambda: signs.append(None)):
@@ -167,8 +169,8 @@ def test_work_that_gets_on_may_take_its_time(rank_group: Make):
     assert len(signs) > 1
 
 
-def test_others_end_where_rank_0_is_gone(rank_group: Make):
-    """Their connection says so, whatever they are in the middle of."""
+def test_other_ranks_exit_when_rank_0_is_gone(rank_group: MakeRankGroup):
+    """They notice the closed connection, whatever they are doing."""
     two = rank_group(others=1)
     assert two.call("add", 1) == [1, 2]
     for connection in (two._connections[0].talk, two._connections[0].watch):
@@ -176,7 +178,7 @@ def test_others_end_where_rank_0_is_gone(rank_group: Make):
     assert two.processes[0].wait(30) == 1
 
 
-def test_threads_take_turns(rank_group: Make):
+def test_concurrent_calls_from_threads_are_serialized(rank_group: MakeRankGroup):
     two = rank_group(others=1)
     found: list[list[int]] = []
     threads = [

@@ -1,4 +1,4 @@
-"""Processes that are lost again and again: restarted, and given up in the end."""
+"""Processes that fail repeatedly are restarted, and given up after too many losses in a row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def counted(restarts: int) -> RestartCount:
     return RestartCount(restarts, RoomLogger("train"), "worker")
 
 
-def test_losses_in_a_row_are_counted_by_name() -> None:
+def test_consecutive_losses_are_counted_per_name() -> None:
     restarts = counted(2)
     assert [restarts.lost("a") for _ in range(3)] == [True, True, False]
     assert (restarts.lost("b"), restarts.num_losses("a"), restarts.num_losses("b")) == (True, 3, 1)
@@ -32,7 +32,7 @@ def test_losses_in_a_row_are_counted_by_name() -> None:
     assert not counted(0).lost("a")
 
 
-def test_each_decision_is_one_record_and_each_loss_one_restart(tmp_path: Path) -> None:
+def test_each_restart_decision_is_logged_once(tmp_path: Path) -> None:
     said: list[str] = []
     restarts = counted(2)
     with heard(said.append, said.append), attached(LogFile(tmp_path / RUN_LOG)), in_run("mine"):
@@ -50,17 +50,15 @@ def test_each_decision_is_one_record_and_each_loss_one_restart(tmp_path: Path) -
     assert counts == [[("mine", "")]] * 3
 
 
-def test_pauses_grow_up_to_a_limit() -> None:
+def test_restart_pauses_grow_up_to_a_limit() -> None:
     restarts = counted(9)
     pauses = [restarts.pause_s("a") for _ in range(9) if restarts.lost("a")]
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 30, 30]
 
 
 @pytest.mark.parametrize(("limit", "found"), [(2, "up"), (1, None)])
-def test_a_start_is_repeated_until_it_succeeds_or_is_given_up(
-    limit: int, found: str | None
-) -> None:
-    """A process that ends at once, twice, and then does not."""
+def test_start_is_retried_until_it_succeeds_or_is_given_up(limit: int, found: str | None) -> None:
+    """The process ends at once on the first two starts and stays up on the third."""
     restarts, reasons = counted(limit), []
     commands = iter([["sh", "-c", "exit 3"], ["false"], ["sleep", "1000"]])
 
@@ -79,7 +77,7 @@ def test_a_start_is_repeated_until_it_succeeds_or_is_given_up(
     assert reasons == ["ended with status 3", "ended with status 1"]
 
 
-def test_a_bug_is_not_taken_for_a_loss() -> None:
+def test_programming_error_propagates_instead_of_counting_as_loss() -> None:
     async def start() -> None:
         raise ZeroDivisionError
 

@@ -1,4 +1,4 @@
-"""A machine of one's own for each test."""
+"""A separate simulated machine for each test."""
 
 from __future__ import annotations
 

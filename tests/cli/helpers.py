@@ -51,7 +51,7 @@ class Shell:
         return name
 
     def model(self, script: list[Any], name: str = "script.json") -> str:
-        """The name of a model that says ``script``."""
+        """Return the name of a model that replies with ``script``."""
         return f"scripted:{self.write(name, json.dumps(script))}"
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:

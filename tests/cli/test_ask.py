@@ -1,4 +1,4 @@
-"""``ramify ask``: what goes to stdout, what to stderr, and the exit code."""
+"""``ramify ask``: its output on stdout and stderr, and its exit code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.cli.helpers import COMMAND, SESSION_SCRIPT, Done, Shell, code
 SESSION = ("--no-direct", "how long?", "log.txt")
 
 
-def test_the_answer_alone_is_on_stdout(shell: Shell) -> None:
+def test_stdout_has_only_the_answer(shell: Shell) -> None:
     shell.write("log.txt", "x" * 50_000)
     done = shell.ask(SESSION_SCRIPT, "how long?", "log.txt")
     loaded, summary = done.err.splitlines()
@@ -22,7 +22,7 @@ def test_the_answer_alone_is_on_stdout(shell: Shell) -> None:
     assert " · run 2" in summary
 
 
-def test_a_weak_sandbox_is_said_aloud_unless_it_is_accepted(shell: Shell) -> None:
+def test_weak_sandbox_is_warned_about_unless_accepted(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     weak = (*SESSION, "--sandbox", "process")
     assert shell.ask(SESSION_SCRIPT, *weak, "--quiet") == Done(0, "3\n", "")
@@ -31,7 +31,7 @@ def test_a_weak_sandbox_is_said_aloud_unless_it_is_accepted(shell: Shell) -> Non
     assert "warning" not in shell.ask(SESSION_SCRIPT, *weak, "--allow-weaker").err
 
 
-def test_what_sessions_are_given(shell: Shell) -> None:
+def test_session_gets_requested_packages_and_mounts(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     with_package = shell.ask(
         [code("import pypdf\nFINAL(pypdf.__name__)")], *SESSION, "-q", "--package", "pypdf"
@@ -49,7 +49,7 @@ def test_what_sessions_are_given(shell: Shell) -> None:
         assert done == Done(0, "12345\n", "")
 
 
-def test_one_json_object(shell: Shell) -> None:
+def test_json_output_is_one_object(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     done = shell.ask(SESSION_SCRIPT, *SESSION, "--json")
     answer = json.loads(done.out)
@@ -72,13 +72,13 @@ def test_one_json_object(shell: Shell) -> None:
     }
 
 
-def test_what_fits_is_answered_by_one_call(shell: Shell) -> None:
+def test_small_context_is_answered_by_one_direct_call(shell: Shell) -> None:
     shell.write("log.txt", "the answer is 7")
     done = shell.ask(["seven"], "what is it?", "log.txt")
     assert (done.code, done.out, "sandbox" in done.err) == (0, "seven\n", False)
 
 
-def test_several_ways_to_begin(shell: Shell) -> None:
+def test_branches_take_the_majority_answer(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     ways = [code(f"FINAL('{letter}')") for letter in "abb"]
     assert shell.ask(ways, "--branches", "3", "-q", "which?", "log.txt") == Done(0, "b\n", "")
@@ -108,7 +108,7 @@ def test_several_ways_to_begin(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("paths", [[], ["-"]])
-def test_standard_input(shell: Shell, paths: list[str]) -> None:
+def test_context_is_read_from_standard_input(shell: Shell, paths: list[str]) -> None:
     done = shell.ask(SESSION_SCRIPT, "--no-direct", "how long?", *paths, stdin="12345")
     assert (done.code, done.out, done.err.splitlines()[0]) == (
         0,
@@ -118,12 +118,12 @@ def test_standard_input(shell: Shell, paths: list[str]) -> None:
 
 
 @pytest.mark.parametrize("stdin", [None, ""])
-def test_a_question_without_a_context(shell: Shell, stdin: str | None) -> None:
+def test_question_without_context_is_answered(shell: Shell, stdin: str | None) -> None:
     done = shell.ask(["31"], "How many days has May?", stdin=stdin)
     assert (done.code, done.out) == (0, "31\n")
 
 
-def test_options_may_stand_anywhere(shell: Shell) -> None:
+def test_options_may_appear_anywhere(shell: Shell) -> None:
     shell.write("a.txt", "aa")
     shell.write("b.txt", "bbb")
     model = shell.model(
@@ -136,7 +136,7 @@ def test_options_may_stand_anywhere(shell: Shell) -> None:
     ) == Done(0, "yes\n", "")
 
 
-def test_a_schema_inline_and_in_a_file(shell: Shell) -> None:
+def test_answer_schema_is_read_inline_or_from_file(shell: Shell) -> None:
     schema = '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}'
     shell.write("log.txt", "abc")
     script = [code("FINAL({'n': 'three'})"), code("FINAL({'n': 3})")]
@@ -158,7 +158,7 @@ def test_citations_follow_the_answer(shell: Shell) -> None:
     assert json.loads(as_json.out)["citations"] == cited["citations"]
 
 
-def test_a_limit_gives_the_best_answer_and_says_so(shell: Shell) -> None:
+def test_reached_limit_prints_best_answer_and_stop_reason(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     script = [code("x = 1"), code("x = 2"), "FINAL(about three)"]
     done = shell.ask(script, *SESSION, "--max-turns", "2")
@@ -166,14 +166,14 @@ def test_a_limit_gives_the_best_answer_and_says_so(shell: Shell) -> None:
     assert done.err.splitlines()[-2].startswith("max_turns · ")
 
 
-def test_no_answer(shell: Shell) -> None:
+def test_missing_answer_exits_with_code_4(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     done = shell.ask([{"match": "", "reply": ""}], *SESSION, "-q")
     assert (done.code, done.out) == (4, "")
     assert done.err.startswith("ramify: no answer")
 
 
-def test_a_model_that_refuses(shell: Shell) -> None:
+def test_refused_request_suspends_the_run(shell: Shell) -> None:
     done = shell.ask([{"fail": "refused", "status": 401, "text": "invalid key"}], "hm?", "-q")
     assert (done.code, done.out, done.err.count("\n")) == (5, "", 1)
     assert done.err.startswith("ramify: suspended after ")
@@ -184,18 +184,18 @@ def test_a_model_that_refuses(shell: Shell) -> None:
     assert (as_json.code, json.loads(as_json.out)["stop"]) == (5, "suspended")
 
 
-def test_without_a_store_nothing_is_kept(shell: Shell) -> None:
+def test_no_store_option_saves_nothing(shell: Shell) -> None:
     done = shell.ask(["yes"], "hm?", "--no-store", "--json")
     assert (json.loads(done.out)["run"], (shell.folder / "store").exists()) == (None, False)
 
 
-def test_the_call_cache(shell: Shell) -> None:
+def test_cached_call_is_not_repeated(shell: Shell) -> None:
     shell.ask(["first"], "hm?", "--cache")
     done = shell.ask(["second"], "hm?", "--cache", "--json")
     assert (json.loads(done.out)["answer"], json.loads(done.out)["usage"]["calls"]) == ("first", 0)
 
 
-def test_verbose_has_a_line_for_each_step(shell: Shell) -> None:
+def test_verbose_prints_a_line_per_step(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     lines = [
         line.partition(" s  ")[2]
@@ -207,21 +207,21 @@ def test_verbose_has_a_line_for_each_step(shell: Shell) -> None:
     assert shown[-1] == "call 0 ended: final"
 
 
-def test_a_sub_model_answers_below_the_root(shell: Shell) -> None:
+def test_sub_model_answers_llm_query(shell: Shell) -> None:
     sub = shell.model(["from below"], "sub.json")
     shell.write("log.txt", "abc")
     done = shell.ask([code("FINAL(llm_query('hm?'))")], *SESSION, "-q", "--sub-model", sub)
     assert done == Done(0, "from below\n", "")
 
 
-def test_a_scaffold_from_a_file(shell: Shell) -> None:
+def test_scaffold_is_loaded_from_file(shell: Shell) -> None:
     shell.write("mine.toml", 'name = "mine"\nsystem = "Say the magic word."\ndirect_chars = 0\n')
     shell.write("log.txt", "abc")
     shell.ask(SESSION_SCRIPT, "how long?", "log.txt", "--scaffold", "mine.toml")
     assert "Say the magic word." in shell.run("show", "last", "--call", "0").out
 
 
-def test_an_answer_to_a_closed_pipe_is_no_error(shell: Shell) -> None:
+def test_closed_stdout_pipe_exits_silently_with_sigpipe_status(shell: Shell) -> None:
     process = shell.start(
         "ask", "-m", shell.model(["x" * 200_000]), "hm?", "-q", "--max-reply-tokens", "100000"
     )
@@ -233,7 +233,7 @@ def test_an_answer_to_a_closed_pipe_is_no_error(shell: Shell) -> None:
     assert process.returncode == 141
 
 
-def test_halves_of_characters_and_poor_terminals(shell: Shell) -> None:
+def test_lone_surrogates_and_ascii_terminals_get_escapes(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     script = [code("FINAL('half \\ud800 é')")]
     assert shell.ask(script, *SESSION, "-q").out == "half \\ud800 é\n"
@@ -241,7 +241,7 @@ def test_halves_of_characters_and_poor_terminals(shell: Shell) -> None:
     assert shell.ask(script, *SESSION, "-q", PYTHONIOENCODING="ascii").out == "half \\ud800 \\xe9\n"
 
 
-def test_a_pipe_that_says_nothing_is_told_of(shell: Shell) -> None:
+def test_waiting_for_standard_input_is_announced(shell: Shell) -> None:
     process = shell.start("ask", "-m", shell.model(["yes"]), "hm?", stdin=subprocess.PIPE)
     assert process.stderr is not None
     assert process.stderr.readline().startswith(b"reading standard input; ")
@@ -249,7 +249,7 @@ def test_a_pipe_that_says_nothing_is_told_of(shell: Shell) -> None:
     assert (process.returncode, out) == (0, b"yes\n")
 
 
-def test_closed_streams(shell: Shell) -> None:
+def test_ask_works_with_closed_standard_streams(shell: Shell) -> None:
     ask = f"exec {shlex.join([*COMMAND, 'ask', '--model', shell.model(['31']), 'How many days has May?'])}"
     codes = [
         subprocess.run(

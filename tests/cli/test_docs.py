@@ -1,4 +1,4 @@
-"""``docs/cli.md`` says what is: its commands parse, its options exist, its tables are those of the
+"""``docs/cli.md`` is up to date: its commands parse, its options exist, and its tables match the
 commands."""
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ LINES = [
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_commands_parse(line: str) -> None:
+def test_documented_commands_parse(line: str) -> None:
     words = shlex.split(line, comments=True)
     name, rest = split(words[words.index("ramify") + 1 :])
-    told = command(name)
-    given = vars(told.parser().read(rest, []))
-    assert len(given["words"]) >= told.min_words
+    spec = command(name)
+    given = vars(spec.parser().read(rest, []))
+    assert len(given["words"]) >= spec.min_words
 
 
-def test_every_command_is_there() -> None:
+def test_every_command_is_documented() -> None:
     shown = {
         split(shlex.split(line[line.index("ramify ") :], comments=True)[1:])[0] for line in LINES
     }
     assert shown == set(COMMANDS)
 
 
-def test_tables_are_those_of_the_commands() -> None:
+def test_option_tables_are_up_to_date() -> None:
     assert script("cli_page").written(PAGE) == PAGE, "run: python scripts/cli_page.py"
 
 
-def test_every_option_that_is_named_exists() -> None:
+def test_every_documented_option_exists() -> None:
     known = {option.long for name in COMMANDS for option in command(name).options}
     known |= {long.replace("--", "--no-", 1) for long in known}
     assert set(re.findall(r"--[a-z][a-z-]+[a-z]", re.sub(r"<!--.*?-->", "", PAGE))) <= known
 
 
-def test_the_file_that_is_shown_is_understood() -> None:
+def test_example_settings_file_has_known_keys_and_all_tables() -> None:
     (text,) = [text for kind, text in BLOCKS if kind == "toml"]
     shown = tomllib.loads(text)
     keys = {name.replace("_", "-") for name in KINDS}
@@ -72,7 +72,7 @@ def test_help_names_every_option(shell: Shell, name: str) -> None:
     assert max(map(len, done.out.splitlines())) <= 110
 
 
-def test_help_and_version(shell: Shell) -> None:
+def test_help_lists_commands_and_version_is_printed(shell: Shell) -> None:
     overview = shell.run("--help")
     assert all(f"  {name} " in overview.out for name in COMMANDS)
     assert shell.run().out == overview.out

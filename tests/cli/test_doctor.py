@@ -9,7 +9,7 @@ from ramify.cli.doctor import EXTRAS
 from tests.cli.helpers import Shell
 
 
-def test_a_healthy_machine(shell: Shell) -> None:
+def test_doctor_reports_healthy_machine_without_secrets(shell: Shell) -> None:
     shell.write("config/ramify/config.toml", 'model = "openai:m"\n')
     done = shell.run(
         "doctor", OPENAI_API_KEY="sk-very-secret", OPENAI_BASE_URL="http://user:pass@127.0.0.1:9/v1"
@@ -17,7 +17,7 @@ def test_a_healthy_machine(shell: Shell) -> None:
     assert (done.code, done.err) == (0, "")
     assert "secret" not in done.out
     assert "pass" not in done.out.replace("passed", "")
-    for said in (
+    for expected in (
         "openai: OPENAI_API_KEY is set",
         "openai: OPENAI_BASE_URL = ",
         "model = 'openai:m'",
@@ -28,10 +28,10 @@ def test_a_healthy_machine(shell: Shell) -> None:
         "/store, 0 runs, ",
         "config.toml",
     ):
-        assert said in done.out, said
+        assert expected in done.out, expected
 
 
-def test_a_broken_one(shell: Shell) -> None:
+def test_doctor_reports_invalid_settings_and_prices(shell: Shell) -> None:
     shell.write("config/ramify/config.toml", "modle = 1\n")
     done = shell.run("doctor", RAMIFY_PRICES="nowhere.json")
     assert done.code == 1
@@ -40,18 +40,18 @@ def test_a_broken_one(shell: Shell) -> None:
     assert "price table nowhere.json" in done.out
 
 
-def test_a_weak_sandbox_that_was_chosen(shell: Shell) -> None:
+def test_doctor_warns_about_chosen_weak_sandbox(shell: Shell) -> None:
     shell.write("config/ramify/config.toml", 'sandbox = "process"\nallow-weaker = true\n')
     done = shell.run("doctor")
     assert (done.code, done.err) == (0, "")
-    for said in (
+    for expected in (
         "process: limits memory",
         "missing: isolates files",
         "warning: sandbox 'process'",
     ):
-        assert said in done.out, said
+        assert expected in done.out, expected
 
 
-def test_every_extra_is_looked_for() -> None:
+def test_doctor_checks_every_extra() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert set(EXTRAS) == set(project["optional-dependencies"]) - {"dev", "docs", "serve-test"}

@@ -1,4 +1,4 @@
-"""Bad input gets one line that names the thing and the remedy."""
+"""Bad input gets a one-line error that names the cause and the remedy."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CASES = {
         2,
         r"\{oops does not parse",
     ),
-    "schema that is no object": (
+    "schema that is not an object": (
         [*MODEL, "q", "--answer-schema", "list.json"],
         2,
         r"list.json is a list",
@@ -68,7 +68,7 @@ CASES = {
     ),
     "limit of zero": ([*MODEL, "q", "--max-calls", "0"], 2, r"max_calls=0 allows nothing"),
     "negative cost": ([*MODEL, "q", "--max-cost", "-1"], 2, r"max_cost=-1.0 allows nothing"),
-    "a limit that cannot be kept": ([*MODEL, "q", "--max-cost", "1"], 2, r"no known price"),
+    "a limit that cannot be enforced": ([*MODEL, "q", "--max-cost", "1"], 2, r"no known price"),
     "unknown sandbox": (
         [*MODEL, "q", "log.txt", "--no-direct", "--sandbox", "proces"],
         2,
@@ -89,7 +89,7 @@ CASES = {
         2,
         r"mounts: '/' is not allowed: give a folder or file with your data",
     ),
-    "a mount without walls": (
+    "a mount without isolation": (
         [*WORK, "--sandbox", "process", "--mount", "log.txt"],
         2,
         r"'process' does not support mounts",
@@ -114,7 +114,7 @@ CASES = {
         2,
         r"too little for a Python session: give at least 67,108,864",
     ),
-    "memory that is no size": (
+    "memory that is not a size": (
         [*WORK, "--memory", "lots"],
         2,
         r"--memory 'lots' is not understood: write it as 2GB",
@@ -145,7 +145,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input(shell: Shell, case: str) -> None:
+def test_bad_input_gets_one_line_error(shell: Shell, case: str) -> None:
     arguments, code, pattern = CASES[case]
     shell.model(["unused"])
     shell.write("log.txt", "abc")
@@ -164,7 +164,7 @@ def test_bad_input(shell: Shell, case: str) -> None:
     assert "Traceback" not in done.err
 
 
-def test_time_that_is_up_while_a_model_is_waited_for(shell: Shell) -> None:
+def test_time_limit_during_rate_limit_names_the_last_error(shell: Shell) -> None:
     done = shell.ask(
         [{"fail": "rate_limited", "retry_after_s": 50}, "never"], "q", "--max-seconds", "1"
     )
@@ -193,13 +193,13 @@ def test_time_that_is_up_while_a_model_is_waited_for(shell: Shell) -> None:
         ),
     ],
 )
-def test_wrong_usage(shell: Shell, arguments: list[str], pattern: str) -> None:
+def test_wrong_usage_gets_one_line_error(shell: Shell, arguments: list[str], pattern: str) -> None:
     done = shell.run(*arguments)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert re.search(pattern, done.err), done.err
 
 
-def test_no_model_names_three_ways(shell: Shell) -> None:
+def test_missing_model_error_suggests_three_ways_to_get_one(shell: Shell) -> None:
     done = shell.run("ask", "how many?")
     assert (done.code, done.out) == (2, "")
     key, local, none = done.err.splitlines()
@@ -223,7 +223,7 @@ def server(tmp_path: Path) -> Iterator[str]:
         process.terminate()
 
 
-def test_servers_that_are_not_the_api(shell: Shell, server: str) -> None:
+def test_server_with_unusable_replies_gets_one_line_error(shell: Shell, server: str) -> None:
     pages = shell.run("ask", "-q", "-m", f"openai:m@{server}", "--patience", "1e-9", "hm?")
     assert (pages.code, pages.out, pages.err.count("\n")) == (5, "", 1)
     assert "text/html" in pages.err
@@ -232,7 +232,7 @@ def test_servers_that_are_not_the_api(shell: Shell, server: str) -> None:
     assert "choices" in empty.err
 
 
-def test_a_bug_is_one_line_and_a_traceback_where_asked_for(shell: Shell) -> None:
+def test_internal_error_is_one_line_with_traceback_on_request(shell: Shell) -> None:
     prices = shell.write("prices.json", '{"a": {"input": 1, "output": 2, "window": 0}}')
     broken = shell.write(
         "sitecustomize.py", "import ramify.cli.settings as s; s.config_path = None"
@@ -246,7 +246,7 @@ def test_a_bug_is_one_line_and_a_traceback_where_asked_for(shell: Shell) -> None
     assert "Traceback" in shell.run("ask", "q", **env, RAMIFY_DEBUG="1").err
 
 
-def test_a_full_disk_is_no_bug(shell: Shell) -> None:
+def test_full_disk_is_not_reported_as_internal_error(shell: Shell) -> None:
     with Path("/dev/full").open("wb") as full:
         process = shell.start("doctor", stdout=full)
     assert re.fullmatch(
@@ -310,7 +310,7 @@ def test_help_of_a_command(shell: Shell) -> None:
     assert shell.run("help", "nope").code == 2
 
 
-def test_an_early_error_leaves_nothing_behind(shell: Shell) -> None:
+def test_early_error_leaves_no_temporary_files(shell: Shell) -> None:
     (shell.folder / "tmp").mkdir()
     shell.write("log.txt", "abc")
     done = shell.run(

@@ -39,7 +39,7 @@ def start(shell: Shell, script: list[object], *arguments: str) -> tuple[str, ...
     return ("eval", "my_task.py:teal", "--model", shell.model(script), *FAST, *arguments)
 
 
-def test_figures(shell: Shell) -> None:
+def test_eval_prints_a_table_of_scores(shell: Shell) -> None:
     done = shell.run(*start(shell, RIGHT, "--items", "12", "--n", "2"))
     assert (done.code, done.err) == (ExitCode.ANSWERED, "")
     lines = done.out.splitlines()
@@ -54,7 +54,7 @@ def test_figures(shell: Shell) -> None:
     assert "in all " in lines[-1]
 
 
-def test_json_and_the_difference_from_another(shell: Shell) -> None:
+def test_json_output_and_comparison_with_another_evaluation(shell: Shell) -> None:
     first = json.loads(shell.run(*start(shell, WRONG, "--items", "3", "--json")).out)
     second = json.loads(
         shell.run(
@@ -73,7 +73,7 @@ def test_json_and_the_difference_from_another(shell: Shell) -> None:
     )
 
 
-def test_what_it_refuses(shell: Shell) -> None:
+def test_eval_refuses_wrong_arguments(shell: Shell) -> None:
     shell.write("rows.jsonl", '{"question": "a?", "answer": 1}\n{"question": "b?", "gold": 1}\n')
     for arguments, code, message in (
         (("legder",), ExitCode.USAGE, "unknown task 'legder': did you mean 'ledger'"),
@@ -124,7 +124,7 @@ def test_what_it_refuses(shell: Shell) -> None:
     assert not list(Path(shell.env["RAMIFY_HOME"]).glob("evaluations/*"))
 
 
-def test_a_model_that_always_fails(shell: Shell) -> None:
+def test_failed_attempts_are_reported_and_not_scored(shell: Shell) -> None:
     """Failed attempts do not count as a score of 0, also in a comparison with another evaluation."""
     before = json.loads(shell.run(*start(shell, RIGHT, "--items", "2", "--json")).out)["evaluation"]
     refused = [{"match": "", "reply": {"fail": "refused", "text": "no such key"}}]
@@ -140,9 +140,9 @@ def test_a_model_that_always_fails(shell: Shell) -> None:
     )
 
 
-def test_an_interrupted_evaluation_goes_on(shell: Shell) -> None:
+def test_interrupted_evaluation_can_be_resumed(shell: Shell) -> None:
     words = start(shell, RIGHT, "--items", "120", "--concurrency", "2")
-    # so that it is not over too soon
+    # slow enough to be interrupted before it ends
     slowly = "lambda answer, item: (time.sleep(0.1), numeric(answer, item))[1]"
     shell.write("my_task.py", "import time\n" + MINE.replace("else numeric", f"else ({slowly})"))
     process = shell.start(*(word for word in words if word != "-q"))

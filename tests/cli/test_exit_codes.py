@@ -1,5 +1,5 @@
-"""Wrong command lines, of every command: exit code 2, one line on stderr, nothing on stdout, and
-nothing was begun."""
+"""Wrong command lines of every command: exit code 2, one line on stderr, nothing on stdout, and
+no run or evaluation is started."""
 
 from __future__ import annotations
 
@@ -130,12 +130,12 @@ WRONG = {
 }
 
 
-def test_no_command_is_left_out() -> None:
+def test_table_of_wrong_command_lines_covers_every_command() -> None:
     assert WRONG.keys() == COMMANDS.keys()
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_command_lines(
+def test_wrong_command_line_exits_with_usage_error(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for variable in [
@@ -164,7 +164,7 @@ def test_wrong_command_lines(
     )
 
 
-OTHERWISE_RIGHT = {
+VALID_ARGUMENTS = {
     "ask": [*M, "q"],
     "eval": [*M, "needle"],
     "train": [R],
@@ -215,11 +215,11 @@ WRONG_VALUES = {
 ANY_VALUE = {("eval", "seed"), ("cluster simulate", "seed"), ("view", "export")}
 ANY_VALUE |= {(each, "name") for each in ("serve", "serve-policy")}
 ANY_VALUE |= {("runs review", "label"), ("runs review", "note")}
-ANY_VALUE |= {("train", "resume")}  # WRONG has it: it replaces the recipe
+ANY_VALUE |= {("train", "resume")}  # covered in WRONG: it replaces the recipe
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_wrong_value_of_each_option(
+def test_wrong_option_value_exits_with_usage_error(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for variable in [each for each in os.environ if each.startswith("RAMIFY_")]:
@@ -235,7 +235,7 @@ def test_a_wrong_value_of_each_option(
         values = [] if (name, option.name) in ANY_VALUE else [WRONG_VALUES[option.name]]
         values += ["x"] * (option.kind in (int, float)) + ["nan"] * (option.kind is float)
         for value in values:
-            others = OTHERWISE_RIGHT.get(name, [])
+            others = VALID_ARGUMENTS.get(name, [])
             others = others[2:] if option.name == "model" else others
             code = run([*name.split(), *others, option.long, value])
             out, err = capfd.readouterr()

@@ -17,7 +17,7 @@ NUMBER = '{"type": "integer"}'
 
 
 def ask(shell: Shell, script: list[Any], *arguments: str) -> Done:
-    """The command over a server on loopback."""
+    """Run ``ramify ask`` with a scripted server on loopback."""
 
     async def main() -> Done:
         async with ScriptedServer(script) as server:
@@ -28,11 +28,11 @@ def ask(shell: Shell, script: list[Any], *arguments: str) -> Done:
     return asyncio.run(main())
 
 
-def ended(text: str, finish: Any) -> Reply:
+def reply_with_finish(text: str, finish: Any) -> Reply:
     return Reply(Message("assistant", text), finish=finish)
 
 
-def test_a_cut_answer_is_printed_and_exits_3(shell: Shell) -> None:
+def test_truncated_answer_is_printed_and_exits_with_code_3(shell: Shell) -> None:
     done = ask(shell, ["A long story " * 100], "tell me", "--max-reply-tokens", "6")
     why, summary = done.err.splitlines()
     assert (done.code, done.out) == (3, ("A long story " * 2)[:24] + "\n")
@@ -43,15 +43,15 @@ def test_a_cut_answer_is_printed_and_exits_3(shell: Shell) -> None:
     assert summary.startswith("max_tokens · 1 turn, 1 call")
 
 
-def test_a_cut_answer_as_json(shell: Shell) -> None:
-    done = ask(shell, [ended("half", "length")], "tell me", "--json")
+def test_truncated_answer_as_json_has_stop_max_tokens(shell: Shell) -> None:
+    done = ask(shell, [reply_with_finish("half", "length")], "tell me", "--json")
     answer = json.loads(done.out)
     assert (done.code, answer["answer"], answer["stop"]) == (3, "half", "max_tokens")
     assert "cut at its limit" in answer["error"]
 
 
-def test_a_cut_answer_that_must_fit_a_schema_is_none(shell: Shell) -> None:
-    done = ask(shell, [ended("12", "length")], "how many?", "--answer-schema", NUMBER)
+def test_truncated_answer_does_not_satisfy_a_schema(shell: Shell) -> None:
+    done = ask(shell, [reply_with_finish("12", "length")], "how many?", "--answer-schema", NUMBER)
     assert (done.code, done.out) == (4, "")
     assert "cut at its limit" in done.err
 
@@ -59,9 +59,15 @@ def test_a_cut_answer_that_must_fit_a_schema_is_none(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("reply", "why"),
     [
-        (ended("```repl\nx = [1,", "length"), "cut at its limit of 8192 tokens"),
-        (ended("", "stop"), "2 replies in a row had neither code nor FINAL(…), and the last one"),
-        (ended("```repl\nFINAL(None)\n```", "stop"), "the model gave None as its final answer"),
+        (reply_with_finish("```repl\nx = [1,", "length"), "cut at its limit of 8192 tokens"),
+        (
+            reply_with_finish("", "stop"),
+            "2 replies in a row had neither code nor FINAL(…), and the last one",
+        ),
+        (
+            reply_with_finish("```repl\nFINAL(None)\n```", "stop"),
+            "the model gave None as its final answer",
+        ),
     ],
 )
 def test_why_there_is_no_answer_is_said_once(shell: Shell, reply: Reply, why: str) -> None:
@@ -75,13 +81,13 @@ def test_why_there_is_no_answer_is_said_once(shell: Shell, reply: Reply, why: st
 
 
 @pytest.mark.parametrize("text", ["", "The first half"])
-def test_a_filtered_answer_is_an_error_that_names_the_filter(shell: Shell, text: str) -> None:
-    done = ask(shell, [ended(text, "content_filter")], "tell me")
+def test_content_filtered_answer_is_an_error(shell: Shell, text: str) -> None:
+    done = ask(shell, [reply_with_finish(text, "content_filter")], "tell me")
     assert (done.code, done.out) == (1, "")
     assert "a content filter stopped the reply (content_filter)" in done.err.splitlines()[0]
 
 
-def test_a_run_that_found_no_network_is_gone_on_with(shell: Shell) -> None:
+def test_run_suspended_by_connection_failure_can_be_resumed(shell: Shell) -> None:
     async def main() -> tuple[Done, Done]:
         script = ["fine"]
         async with ScriptedServer(script) as server:

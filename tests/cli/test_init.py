@@ -1,4 +1,4 @@
-"""``ramify init task``: what it writes is a task that proves itself, is shown and can be trained."""
+"""``ramify init task`` writes a task with a passing test that can be used as a recipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ramify.train.recipe import load_recipe
 from tests.cli.helpers import Shell
 
 
-def test_a_new_task_runs_its_test_and_is_a_recipe(shell: Shell) -> None:
+def test_generated_task_passes_its_test_and_loads_as_recipe(shell: Shell) -> None:
     done = shell.run("init", "task", "errors")
     assert (done.code, done.out) == (
         0,
@@ -36,6 +36,6 @@ def test_a_new_task_runs_its_test_and_is_a_recipe(shell: Shell) -> None:
         (("task", "class"), "'class' is not a name of a module"),
     ],
 )
-def test_bad_input_is_one_line(shell: Shell, words: tuple[str, ...], message: str) -> None:
+def test_bad_input_gets_one_line_error(shell: Shell, words: tuple[str, ...], message: str) -> None:
     done = shell.run("init", *words)
     assert (done.code, message in done.err, done.err.count("\n")) == (2, True, 1)

@@ -1,4 +1,4 @@
-"""Ctrl-C: once answers with what there is, twice stops; so does SIGTERM."""
+"""The first Ctrl-C asks for the best answer so far; a second one, or SIGTERM, stops the command."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ ASK = ("--no-direct", "how many?", "log.txt", "-v")
 
 
 def started(shell: Shell, script: list[object], until: bytes) -> subprocess.Popen[bytes]:
-    """``ask -v`` over ``script``, once its stderr has said ``until``."""
+    """Start ``ask -v`` with ``script`` and wait until ``until`` appears on its stderr."""
     shell.write("log.txt", "abc")
     process = shell.start("ask", "-m", shell.model(script), *ASK)
     assert process.stderr is not None
     for line in process.stderr:
         if until in line:
             return process
-    raise AssertionError(f"{until!r} was not said")
+    raise AssertionError(f"{until!r} was not printed")
 
 
-def test_once_answers_with_what_there_is(shell: Shell) -> None:
+def test_first_ctrl_c_answers_with_best_result_so_far(shell: Shell) -> None:
     process = started(shell, [SLEEP, "FINAL(at least 3)"], b"turn 1: reply")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=100)
@@ -37,7 +37,7 @@ def test_once_answers_with_what_there_is(shell: Shell) -> None:
     assert reason == "ended: cancelled: it was asked to finish before it had a final answer"
 
 
-def test_once_while_the_model_is_silent(shell: Shell) -> None:
+def test_first_ctrl_c_works_while_model_is_stalled(shell: Shell) -> None:
     process = started(shell, [{"fail": "stalled"}, "FINAL(nothing yet)"], b"call 0 (rlm")
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=100)
@@ -54,7 +54,7 @@ def test_once_while_the_model_is_down_waits_for_seconds_only(shell: Shell) -> No
     assert b"scripted:script.json" in err.splitlines()[-3]
 
 
-def test_twice_stops(shell: Shell) -> None:
+def test_second_ctrl_c_stops_at_once(shell: Shell) -> None:
     process = started(shell, [{"fail": "stalled"}] * 2, b"call 0 (rlm")
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
@@ -67,16 +67,16 @@ def test_twice_stops(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("script", [[{"fail": "stalled"}], [SLEEP]])
-def test_terminated(shell: Shell, script: list[object]) -> None:
+def test_sigterm_exits_with_code_143(shell: Shell, script: list[object]) -> None:
     process = started(shell, script, b"call 0 (rlm")
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=100)
     assert (process.returncode, out) == (143, b"")
 
 
-def test_at_once(shell: Shell) -> None:
-    """While modules are imported, before anything could answer it: no traceback. (Python's own
-    first moments are Python's; ``-X importtime`` tells when they are over.)"""
+def test_ctrl_c_during_imports_gives_no_traceback(shell: Shell) -> None:
+    """The signal arrives before any handler is installed. (Python's own start-up is out of scope;
+    ``-X importtime`` shows when it is over.)"""
     for until in (b" ramify.cli", b" ramify.cli.parser", b" ramify.cli.main"):
         command = [sys.executable, "-X", "importtime", "-m", "ramify", "ask", "how many?"]
         with subprocess.Popen(

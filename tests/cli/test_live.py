@@ -1,4 +1,4 @@
-"""The live view: what it knows of a run, and what reaches a real terminal."""
+"""The live view: its model of a run, and its output on a real terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.cli.helpers import Shell, code
 AT_ROOT = Parent("0", 0, 0)
 
 
-def started(id: str, kind: str = "rlm", parent: Parent | None = AT_ROOT) -> CallStarted:
+def call_started(id: str, kind: str = "rlm", parent: Parent | None = AT_ROOT) -> CallStarted:
     return CallStarted(
         id=id, kind=kind, model="a:m", depth=int(parent is not None), question="q", parent=parent
     )  # type: ignore[arg-type]
@@ -40,19 +40,19 @@ def tree(*events: AnyEvent) -> TerminalTree:
     return made
 
 
-def test_plain_calls_are_counted_on_the_node_that_made_them() -> None:
-    plain: list[AnyEvent] = [started(f"0.{n}", "lm") for n in range(500)]
+def test_plain_calls_are_counted_at_their_calling_node() -> None:
+    plain: list[AnyEvent] = [call_started(f"0.{n}", "lm") for n in range(500)]
     ended: list[AnyEvent] = [
         CallEnded(id=f"0.{n}", stop=Stop.ERROR if n < 3 else Stop.FINAL) for n in range(312)
     ]
-    (node,) = tree(started("0", parent=None), *plain, *ended).nodes.values()
+    (node,) = tree(call_started("0", parent=None), *plain, *ended).nodes.values()
     assert node.plain.text("llm_query") == "llm_query × 500: 309 done, 3 failed"
 
 
-def test_a_node_follows_its_call() -> None:
+def test_node_state_follows_events_of_its_call() -> None:
     reply = Reply(Message("assistant", code("x = 1")))
     steps: list[tuple[AnyEvent, tuple[int, str, str]]] = [
-        (started("0", parent=None), (0, "starting", "")),
+        (call_started("0", parent=None), (0, "starting", "")),
         (RequestStarted(call="0", turn=0, reused=0, prompt=(), prompt_hash=""), (1, "asking", "")),
         (ReplyReceived(call="0", turn=0, reply=reply), (1, "running code", "x = 1")),
         (CellRan(call="0", turn=0, cell=0, result=Cell("x = 1")), (1, "running code", "x = 1")),
@@ -72,11 +72,11 @@ def test_a_node_follows_its_call() -> None:
         assert (node.turn, node.state, node.code) == expected
 
 
-def test_where_replies_are_code_they_are_shown_whole() -> None:
+def test_raw_code_replies_are_shown_whole() -> None:
     watched = tree(
         RunStarted(id="r", question="q", started_at=0.0, config={"scaffold": {"raw_code": True}}),
-        started("0", parent=None),
-        started("0:1", parent=None),
+        call_started("0", parent=None),
+        call_started("0:1", parent=None),
         RequestStarted(call="0", turn=0, reused=0, prompt=(), prompt_hash=""),
         ReplyReceived(call="0", turn=0, reply=Reply(Message("assistant", "x = 1"))),
     )
@@ -86,10 +86,10 @@ def test_where_replies_are_code_they_are_shown_whole() -> None:
     ]
 
 
-def test_what_does_not_fit_is_left_out_ended_ones_first() -> None:
-    children: list[AnyEvent] = [started(f"0.{n}") for n in range(6)]
+def test_overflowing_tree_hides_ended_calls_first() -> None:
+    children: list[AnyEvent] = [call_started(f"0.{n}") for n in range(6)]
     watched = tree(
-        started("0", parent=None),
+        call_started("0", parent=None),
         *children,
         CallEnded(id="0.0", stop=Stop.FINAL),
         NoteAdded(call="0", text="hm"),
@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_left_out_ended_ones_first() -> None:
     assert watched.shown(7)[1] == 0
 
 
-def test_the_budget() -> None:
+def test_budget_row_shows_spent_and_limit() -> None:
     row = budget_row(
         [
             ("calls", 312, 1000),
@@ -123,16 +123,16 @@ SHOWN = (
     r"0\.20 scripted:sub\.json · turn \d · ",
     r"calls \d+/1,000 · tokens [\d,]+/20M · [\d.]+ s/30 min",
 )
-"""What the view shows of the run below before its last cell ends."""
+"""Patterns that the view of the run below shows before its last cell ends."""
 
 
-def seen(written: bytes) -> str:
+def without_escapes(written: bytes) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode(errors="replace"))
 
 
-def on_a_terminal(shell: Shell, *arguments: str) -> str:
-    """All that the command writes to a terminal that is both its stdout and its stderr. Once
-    ``SHOWN`` is there, a file named ``shown`` is, too."""
+def output_on_terminal(shell: Shell, *arguments: str) -> str:
+    """Run a command with a terminal as stdout and stderr and return its output. As soon as all of
+    ``SHOWN`` has appeared, a file named ``shown`` is written."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     process = shell.start(*arguments, stdout=theirs, stderr=theirs)
@@ -141,16 +141,16 @@ def on_a_terminal(shell: Shell, *arguments: str) -> str:
     try:
         while block := os.read(ours, 1 << 16):
             written += block
-            if all(re.search(each, seen(written)) for each in SHOWN):
+            if all(re.search(each, without_escapes(written)) for each in SHOWN):
                 shell.write("shown", "")
     except OSError:
-        pass  # Linux says so where the other end is closed
+        pass  # Linux raises this once the other end is closed
     os.close(ours)
     assert process.wait(100) == 0
     return written.decode()
 
 
-def test_on_a_terminal(shell: Shell) -> None:
+def test_live_view_neutralizes_control_sequences_and_markup(shell: Shell) -> None:
     evil = "[bold]not markup[/] \x1b]0;stolen title\x07\x1b[2Jwiped"
     sub = shell.model([{"match": "", "reply": evil}], "sub.json")
     first = code(
@@ -161,23 +161,21 @@ def test_on_a_terminal(shell: Shell) -> None:
     )
     shell.write("log.txt", "abc")
     model = shell.model([first, code(f"FINAL({evil!r})")])
-    here = ("--sandbox", "process", "--allow-weaker")  # whose sessions see the file
-    written = on_a_terminal(
+    here = ("--sandbox", "process", "--allow-weaker")  # its sessions can see the file
+    written = output_on_terminal(
         shell, "ask", "-m", model, "--sub-model", sub, *here, "--no-direct", "q?", "log.txt"
     )
-    assert (
-        "\x1b]0;" not in written
-    )  # the title as text, in code that was caught in the view, does no harm
+    assert "\x1b]0;" not in written  # the title is harmless as text, in code that the view shows
     assert "\x1b[2J" not in written
-    shown = seen(written.encode())
+    shown = without_escapes(written.encode())
     assert [each for each in SHOWN if not re.search(each, shown)] == []
     *_, answer, summary = shown.strip().splitlines()
     assert answer.endswith("[bold]not markup[/] wiped")
     assert summary.startswith("final · 2 turns, ")
 
 
-def test_a_table_on_a_terminal(shell: Shell) -> None:
+def test_runs_table_on_terminal_shows_markup_literally(shell: Shell) -> None:
     shell.ask(["x"], "is [bold]this[/]?")
-    written = on_a_terminal(shell, "runs")
+    written = output_on_terminal(shell, "runs")
     assert "is [bold]this[/]?" in written
     assert "\t" not in written

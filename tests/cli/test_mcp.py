@@ -1,5 +1,5 @@
-"""``ramify mcp`` as a process, asked by the official client; and ``--mcp``, by which a session gets
-a server's tools."""
+"""``ramify mcp`` as a process, called by the official client; and ``--mcp``, which gives a session
+the tools of a server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ sums = SimpleTask("sums", generated("sums", lambda rng: Item("40 + 2?", "text", 
 """
 
 
-def client_of(shell: Shell, *arguments: str, said: Any) -> Client:
+def client_for(shell: Shell, *arguments: str, said: Any) -> Client:
     given = StdioServerParameters(
         command=sys.executable,
         args=["-m", "ramify", "mcp", *arguments],
@@ -53,8 +53,8 @@ def text(result: Any) -> str:
     return str(block.text)
 
 
-def test_files_are_asked_over_stdio(shell: Shell) -> None:
-    """In the jail; paths that lead out are refused; progress comes on the way; runs are kept."""
+def test_questions_about_files_are_answered_over_stdio(shell: Shell) -> None:
+    """Runs use the jail and are stored; progress is reported; paths that lead out are refused."""
     shell.write("data/rows.txt", "red\n" * 10_000)
     shell.write("data/more/a.log", "blue")
     shell.write("secret.txt", "the key")
@@ -73,7 +73,7 @@ def test_files_are_asked_over_stdio(shell: Shell) -> None:
             said.append(message)
 
         with open(shell.folder / "said", "w") as errors:  # noqa: ASYNC230
-            async with client_of(
+            async with client_for(
                 shell, "data", "--model", model, "--no-direct", said=errors
             ) as client:
                 (tool,) = (await client.list_tools()).tools
@@ -89,7 +89,7 @@ def test_files_are_asked_over_stdio(shell: Shell) -> None:
                 )
                 assert any("print(len(context))" in (each or "") for each in said)
                 everything = await client.call_tool("ask", {"question": "How long?"})
-                assert text(everything) == "2"  # files: a link that leads out is not among them
+                assert text(everything) == "2"  # number of files, without the link that leads out
                 schema = {
                     "question": "How long?",
                     "paths": ["*.txt"],
@@ -113,13 +113,13 @@ def test_files_are_asked_over_stdio(shell: Shell) -> None:
     assert (shell.folder / "said").read_text() == ""
 
 
-def test_a_model_that_fails_is_an_error_of_the_tool(shell: Shell) -> None:
+def test_model_failure_is_a_tool_error(shell: Shell) -> None:
     shell.write("rows.txt", "red\n")
     model = shell.model([{"fail": "refused", "status": 401, "text": "wrong key"}])
 
     async def test() -> None:
         with open(os.devnull, "w") as errors:  # noqa: ASYNC230
-            async with client_of(shell, "--model", model, said=errors) as client:
+            async with client_for(shell, "--model", model, said=errors) as client:
                 result = await client.call_tool("ask", {"question": "How long?"})
                 assert result.is_error
                 assert "wrong key" in text(result)
@@ -127,8 +127,8 @@ def test_a_model_that_fails_is_an_error_of_the_tool(shell: Shell) -> None:
     asyncio.run(test())
 
 
-def test_a_session_gets_the_tools_of_a_server(shell: Shell) -> None:
-    """Also when the run is resumed; and the value of a variable is in no record."""
+def test_session_gets_tools_of_an_mcp_server(shell: Shell) -> None:
+    """A resumed run gets them too; values of environment variables are never recorded."""
     server = f"TOKEN=sk-of-mine {sys.executable} {shell.folder / shell.write('server.py', SERVER)}"
     script = [code("x = add(40, 1)"), {"fail": "refused", "status": 401, "text": "wrong key"}]
     failed = shell.ask(script, "How much?", "--mcp", server)
@@ -156,15 +156,15 @@ def test_a_session_gets_the_tools_of_a_server(shell: Shell) -> None:
         ),
     ],
 )
-def test_what_cannot_be_had(shell: Shell, arguments: list[str], says: str) -> None:
+def test_setup_errors_exit_with_usage_code(shell: Shell, arguments: list[str], says: str) -> None:
     shell.model(["x"])
     done = shell.run(*arguments)
     assert (done.code, done.out) == (2, "")
     assert says in done.err
 
 
-def test_an_evaluation_has_the_tools_of_a_server(shell: Shell) -> None:
-    """The servers are in the plan and in each run, the value of a variable in none."""
+def test_evaluation_gets_tools_of_an_mcp_server(shell: Shell) -> None:
+    """The plan and each run name the servers, but not the values of environment variables."""
     shell.write("task.py", TASK)
     server = f"TOKEN=sk-of-mine {sys.executable} {shell.folder / shell.write('server.py', SERVER)}"
     model = shell.model([{"match": "", "reply": [code("FINAL(add(40, 2))")]}])

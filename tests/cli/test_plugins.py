@@ -1,4 +1,4 @@
-"""Names of installed packages, of modules and of files, and the errors of wrong ones."""
+"""Plugins from installed packages, modules and files, and the errors for wrong names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ramify.train.signals.judge import judge_of
 from tests.cli.helpers import SESSION_SCRIPT, Shell
 
 ACME = '''
-"""What a package for Ramify has."""
+"""Everything that a Ramify plugin package can offer."""
 
 from collections.abc import Iterator
 
@@ -116,7 +116,7 @@ def install(site: Path, name: str, version: str, entry_points: str, **modules: s
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of installed packages, which this process and ``shell`` see."""
+    """A folder of installed packages that this process and ``shell`` can import."""
     install(tmp_path / "site", "acme-plugins", "1.2", ENTRY_POINTS, __init__=ACME)
     install(
         tmp_path / "site",
@@ -142,7 +142,7 @@ def machine(shell: Shell, site: Path) -> Shell:
     return shell
 
 
-def test_they_are_listed(machine: Shell) -> None:
+def test_installed_plugins_are_listed(machine: Shell) -> None:
     done = machine.run("plugins", "--json")
     assert (done.code, done.err) == (0, "")
     entries = [json.loads(line) for line in done.out.splitlines()]
@@ -200,7 +200,7 @@ TWINS = (
 )
 
 
-def test_they_are_found_by_name(machine: Shell) -> None:
+def test_installed_plugins_are_found_by_name(machine: Shell) -> None:
     text = machine.write("text.txt", "some text")
     done = machine.run("ask", "--sandbox", "box", "-m", "echo:hello", "--no-direct", "say it", text)
     assert (done.code, done.out) == (0, "hello\n"), done.err
@@ -213,7 +213,7 @@ def test_they_are_found_by_name(machine: Shell) -> None:
     assert (done.code, "cloud:m" in done.err) == (5, True), done.err
 
 
-def test_a_run_is_trained_with_them(machine: Shell) -> None:
+def test_installed_plugins_are_used_in_training(machine: Shell) -> None:
     recipe = machine.write("small.py", "from tests.train.small import small as run\n")
     done = machine.run(
         *("train", recipe, "--out", "out", "--plain", "warmup=null", "sft.num=4", "rl.steps=1"),
@@ -243,13 +243,15 @@ def test_a_run_is_trained_with_them(machine: Shell) -> None:
         (["ask", "q", "--sandbox", "bix"], "unknown sandbox 'bix': did you mean 'box'? known: "),
     ],
 )
-def test_wrong_names(machine: Shell, arguments: list[str], error: str) -> None:
+def test_wrong_plugin_name_gets_one_line_error(
+    machine: Shell, arguments: list[str], error: str
+) -> None:
     done = machine.run(*arguments, "-m", machine.model(SESSION_SCRIPT))
     assert (done.code, done.err.startswith(f"ramify: {error}")) == (2, True), done.err
     assert done.err.count("\n") == 1
 
 
-def test_a_package_is_found_in_this_process(site: Path) -> None:
+def test_installed_plugins_are_found_from_python(site: Path) -> None:
     assert task_of("colors", num=1).name == "colors"
     assert "colors" in list(registries_by_kind()["task"])
     assert scaffold_of("terse").name == "terse"
@@ -266,7 +268,7 @@ def registries_by_kind() -> dict[str, Registry]:
 
 
 @pytest.mark.parametrize("kind", registries_by_kind())
-def test_a_file_and_a_module_do_for_each_kind(
+def test_every_plugin_kind_loads_from_file_or_module(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = registries_by_kind()[kind]
@@ -294,7 +296,7 @@ def test_a_file_and_a_module_do_for_each_kind(
         sys.modules.pop(module, None)
 
 
-def test_they_are_used_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugins_are_loaded_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(ACME)
     monkeypatch.chdir(tmp_path)
     assert task_of("mine.py:colors", num=2).name == "colors"
@@ -318,7 +320,7 @@ def test_they_are_used_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         LossSpec(corrections=("token_tes",))
 
 
-def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+def test_changed_plugin_file_is_reloaded(tmp_path: Path) -> None:
     path = tmp_path / "changing.py"
     path.write_text("VALUE = 1\n")
     first = load_file(path)
@@ -327,8 +329,8 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     assert load_file(path).VALUE == 22
 
 
-def test_names_of_ours_need_no_search(machine: Shell) -> None:
-    """A command with names of ours does not look at the installed packages."""
+def test_builtin_names_do_not_search_installed_packages(machine: Shell) -> None:
+    """A command that uses only built-in names does not import ``importlib.metadata``."""
     script = (
         "import sys; sys.argv = ['ramify', 'ask', 'q', '-m', sys.argv[1]]\n"
         "import atexit; atexit.register(lambda: print('importlib.metadata' in sys.modules))\n"

@@ -1,5 +1,5 @@
-"""What a command shows while it works: bars on a terminal, lines or JSON in a pipe, and a terminal
-left as it was."""
+"""Progress of a running command: bars on a terminal, lines or JSON in a pipe; the terminal is
+restored at the end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.cli.test_eval import MINE, RIGHT
 
 EVAL = ("--scaffold", "tiny", "--sandbox", "process", "--allow-weaker", "--no-validate")
 HIDDEN, SHOWN = b"\x1b[?25l", b"\x1b[?25h"
-"""What hides a terminal's cursor, and what shows it."""
+"""Escape sequences that hide and show a terminal's cursor."""
 
 
 def evaluating(shell: Shell, *arguments: str) -> tuple[str, ...]:
@@ -34,22 +34,20 @@ def evaluating(shell: Shell, *arguments: str) -> tuple[str, ...]:
 
 
 def lines_of(err: str) -> list[dict[str, Any]]:
-    """Standard error as JSON lines; each has its event and its time."""
+    """Parse standard error as JSON lines and check that each has an event and a time."""
     found = [json.loads(line) for line in err.splitlines()]
     assert all({"event", "at_s"} <= line.keys() for line in found)
     return found
 
 
-def test_a_bar() -> None:
+def test_progress_bar_shows_counts_and_time_left() -> None:
     work = ProgressState(0, "evaluating", 250, 1000, "attempts", "average 0.81", False)
     drawn = "━" * 6 + "─" * 18
     assert (
         bar(work, 20.0, 100)
         == f"evaluating   {drawn} 250 of 1,000 attempts · average 0.81 · 1 min left"
     )
-    resumed = ProgressState(
-        0, "rl", 250, 1000, "steps", "", False, first=200
-    )  # fifty in twenty seconds
+    resumed = ProgressState(0, "rl", 250, 1000, "steps", "", False, first=200)  # 50 steps in 20 s
     assert bar(resumed, 20.0, 100).endswith("250 of 1,000 steps · 5 min left")
     reading = ProgressState(0, "reading", 12_300_000, None, "bytes", "a\x1b]0;title\x07.txt", False)
     assert bar(reading, 0.0, 100).split("─ ")[-1] == "12.3 MB · a.txt"
@@ -57,7 +55,7 @@ def test_a_bar() -> None:
     assert bar(ProgressState(0, "starting", 0, None, "", "", False), 4.0, 80).endswith("─ 4 s")
 
 
-def test_ask_as_json_lines(shell: Shell) -> None:
+def test_ask_reports_progress_as_json_lines(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     done = shell.ask(SESSION_SCRIPT, "--no-direct", "--progress", "json", "how long?", "log.txt")
     assert (done.code, done.out) == (ExitCode.ANSWERED, "3\n")
@@ -79,7 +77,7 @@ def test_ask_as_json_lines(shell: Shell) -> None:
     assert lines_of(as_json.err)
 
 
-def test_eval_as_json_lines_few_of_them(shell: Shell) -> None:
+def test_eval_limits_rate_of_json_progress_lines(shell: Shell) -> None:
     done = shell.run(*evaluating(shell, "--items", "60", "--progress", "json", "--json"))
     found = json.loads(done.out)
     assert found["attempts"] == 60
@@ -87,8 +85,8 @@ def test_eval_as_json_lines_few_of_them(shell: Shell) -> None:
     attempts = [line for line in lines if line["event"] == "attempt"]
     assert len({line["item"] for line in attempts}) == 60
     assert {line["reward"] for line in attempts} == {1.0}
-    told = [line for line in lines if line["event"] == "progress"]
-    assert told[-1] | {"at_s": 0} == {
+    progress_lines = [line for line in lines if line["event"] == "progress"]
+    assert progress_lines[-1] | {"at_s": 0} == {
         "event": "progress",
         "at_s": 0,
         "what": "evaluating test",
@@ -98,11 +96,11 @@ def test_eval_as_json_lines_few_of_them(shell: Shell) -> None:
         "note": "average 1.000",
         "over": True,
     }
-    seconds = told[-1]["at_s"] - told[0]["at_s"]
-    assert len(told) <= 10 * seconds + 3
+    seconds = progress_lines[-1]["at_s"] - progress_lines[0]["at_s"]
+    assert len(progress_lines) <= 10 * seconds + 3
 
 
-def test_piped_there_are_lines_and_no_control_character(shell: Shell) -> None:
+def test_piped_progress_is_lines_without_control_characters(shell: Shell) -> None:
     done = shell.run(*evaluating(shell, "--items", "10"))
     assert "7 of 10 attempts, average 1.000" in done.err
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", done.err)
@@ -119,7 +117,7 @@ def test_piped_there_are_lines_and_no_control_character(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, ExitCode.STOPPED), (signal.SIGTERM, ExitCode.TERMINATED)]
 )
-def test_the_terminal_is_left_as_it_was(shell: Shell, number: int, code: ExitCode) -> None:
+def test_interrupted_command_restores_the_cursor(shell: Shell, number: int, code: ExitCode) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     process = shell.start(
@@ -134,7 +132,7 @@ def test_the_terminal_is_left_as_it_was(shell: Shell, number: int, code: ExitCod
                 process.send_signal(number)
                 number = 0
     except OSError:
-        pass  # Linux says so where the other end is closed
+        pass  # Linux raises this once the other end is closed
     os.close(ours)
     assert process.wait(100) == code
     assert written.count(HIDDEN) == 1
@@ -142,7 +140,7 @@ def test_the_terminal_is_left_as_it_was(shell: Shell, number: int, code: ExitCod
     assert b"Traceback" not in written
 
 
-def test_a_silent_command_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_line_progress_names_all_running_tasks(capsys: pytest.CaptureFixture[str]) -> None:
     notes = StderrNotes()
     err = ""
     with (

@@ -1,4 +1,4 @@
-"""Stored runs: listed, shown, replayed, resumed, deleted."""
+"""Stored runs: listing, showing, replaying, resuming and deleting them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_runs_lists_the_newest_first(stored: Shell) -> None:
     )
 
 
-def test_show(stored: Shell) -> None:
+def test_show_prints_call_tree_and_transcript(stored: Shell) -> None:
     run = json.loads(stored.run("runs", "--json").out.splitlines()[1])["run"]
     shown = stored.run("show", run).out.splitlines()
     assert shown[0].startswith(f"run {run}  20")
@@ -83,7 +83,7 @@ def without_time(line: str) -> str:
     return re.sub(r"  [\d.e-]+ s$", "  TIME", line)
 
 
-def test_show_one_call_and_for_machines(stored: Shell) -> None:
+def test_show_prints_one_call_json_or_events(stored: Shell) -> None:
     run = json.loads(stored.run("runs", "--json").out.splitlines()[1])["run"]
     assert stored.run("show", run, "--call", "0.3").out.splitlines() == [
         "0.3 scripted:sub.json (lm)",
@@ -109,13 +109,13 @@ def test_show_one_call_and_for_machines(stored: Shell) -> None:
     )
 
 
-def test_replay_says_same(stored: Shell) -> None:
+def test_replay_of_deterministic_run_reports_same(stored: Shell) -> None:
     run = json.loads(stored.run("runs", "--json").out.splitlines()[1])["run"]
-    (stored.folder / "script.json").unlink()  # no model is asked
+    (stored.folder / "script.json").unlink()  # replay calls no model
     assert stored.run("replay", run) == (0, "same: 6 calls, 2 cells, and the answer\n", "")
 
 
-def test_replay_says_different(shell: Shell) -> None:
+def test_replay_reports_differences(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     clock = code("import time\nFINAL(time.time())")
     shell.ask([clock], "--no-direct", "what time?", "log.txt")
@@ -141,7 +141,7 @@ def kill_at_second_request(shell: Shell, process: subprocess.Popen[bytes]) -> No
     process.communicate()
 
 
-def test_resume_goes_on_where_a_killed_run_was(shell: Shell) -> None:
+def test_resume_continues_a_killed_run(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     first = code("n = len(context)\nprint(n)")
     process = shell.start(
@@ -156,16 +156,16 @@ def test_resume_goes_on_where_a_killed_run_was(shell: Shell) -> None:
     kill_at_second_request(shell, process)
     assert "interrupted" in shell.run("runs").out
     assert "\ninterrupted · 1 turn, " in shell.run("show", "last").out
-    shell.model([code("FINAL(n + 1)")])  # what is recorded is not asked again
+    shell.model([code("FINAL(n + 1)")])  # recorded replies are not requested again
     done = shell.run("ask", "--resume", "last", "--json")
     answer = json.loads(done.out)
     assert (done.code, answer["answer"], answer["stop"]) == (0, 4, "final")
-    assert answer["usage"]["unknown_calls"] == 1  # what was in flight may have been paid
+    assert answer["usage"]["unknown_calls"] == 1  # the request in flight may have been billed
     again = shell.run("ask", "--resume", "last")
     assert (again.code, again.out, "has already ended" in again.err) == (0, "4\n", True)
 
 
-def test_a_live_run_is_not_resumed(shell: Shell) -> None:
+def test_running_run_cannot_be_resumed(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     first = code("n = len(context)\nprint(n)")
     process = shell.start(
@@ -185,7 +185,7 @@ def test_a_live_run_is_not_resumed(shell: Shell) -> None:
     assert f"is being written by process {process.pid} on " in done.err
 
 
-def test_resume_opens_a_database_again(shell: Shell) -> None:
+def test_resume_reopens_a_database(shell: Shell) -> None:
     database = sqlite3.connect(shell.folder / "shop.db")
     database.executescript("CREATE TABLE sales (n INTEGER); INSERT INTO sales VALUES (4), (5);")
     database.close()
@@ -198,13 +198,13 @@ def test_resume_opens_a_database_again(shell: Shell) -> None:
     assert (done.code, "9" in done.out) == (0, True), done
 
 
-def test_rm_and_prune(stored: Shell) -> None:
+def test_rm_and_prune_delete_runs(stored: Shell) -> None:
     newest, oldest = [line.split("\t")[0] for line in stored.run("runs").out.splitlines()[1:]]
     wrong = stored.run("runs", "rm", newest, "nothing-like-it")
     assert (wrong.code, len(stored.run("runs").out.splitlines())) == (
         2,
         3,
-    )  # nothing goes unless all are found
+    )  # nothing is deleted unless all are found
     assert stored.run("runs", "rm", oldest).out.startswith(f"deleted {oldest} (")
     assert stored.run("runs", "prune", "--older-than", "1d").out.startswith("0 runs deleted, ")
     gone = stored.run("runs", "prune", "--keep", "0").out.splitlines()
@@ -212,7 +212,7 @@ def test_rm_and_prune(stored: Shell) -> None:
     assert stored.run("runs").out.splitlines() == ["\t".join(COLUMNS)]
 
 
-def test_a_session_script_needs_no_store(shell: Shell) -> None:
+def test_run_without_store_is_not_listed(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     shell.ask(SESSION_SCRIPT, "--no-direct", "--no-store", "how long?", "log.txt")
     assert shell.run("runs").out.splitlines() == ["\t".join(COLUMNS)]

@@ -22,7 +22,7 @@ from tests.cli.helpers import SESSION_SCRIPT, Shell
 def serving(
     shell: Shell, *options: str, code: int = 0
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """(base URL, process); it is stopped with Ctrl-C, and must end with ``code``."""
+    """Yield (base URL, process), then stop the server with Ctrl-C and check its exit code."""
     process = shell.start("serve", "--port", "0", *options)
     assert process.stderr is not None
     assert process.stdout is not None
@@ -52,8 +52,8 @@ def post(url: str, body: dict[str, Any], key: str = "none") -> tuple[int, dict[s
             return error.code, json.load(error)
 
 
-def test_serve_and_ask(shell: Shell) -> None:
-    """In the jail, with the run kept."""
+def test_server_answers_chat_completion_and_stores_the_run(shell: Shell) -> None:
+    """The run uses the jail and is stored."""
     script = [
         {"match": "How long", "reply": SESSION_SCRIPT[0]},
         {"match": "", "reply": SESSION_SCRIPT[1]},
@@ -73,7 +73,7 @@ def test_serve_and_ask(shell: Shell) -> None:
     assert (shown["id"], shown["stop"]) == (reply["ramify"]["run"], "final")
 
 
-def test_keys_and_a_budget_that_is_kept_on_disk(shell: Shell) -> None:
+def test_keys_are_checked_and_their_budget_persists(shell: Shell) -> None:
     model = shell.model([{"match": "", "reply": "hello"}])
     keys = shell.write("keys.toml", '[alice]\nkey = "sk-alice"\nmax-tokens = 30000\n')
     asked = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -107,14 +107,14 @@ def test_keys_and_a_budget_that_is_kept_on_disk(shell: Shell) -> None:
         ),
     ],
 )
-def test_what_cannot_be_served(shell: Shell, options: list[str], says: str) -> None:
+def test_setup_errors_exit_with_usage_code(shell: Shell, options: list[str], says: str) -> None:
     shell.model([{"match": "", "reply": "hello"}])
     done = shell.run("serve", "--port", "0", *options)
     assert (done.code, done.out) == (2, "")
     assert says in done.err
 
 
-def test_a_port_that_is_taken(shell: Shell) -> None:
+def test_port_in_use_is_reported(shell: Shell) -> None:
     model = shell.model([{"match": "", "reply": "hello"}])
     with serving(shell, "--model", model) as (url, _):
         port = url.split(":")[2].split("/")[0]
@@ -126,7 +126,9 @@ def test_a_port_that_is_taken(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("words", "says"), [(["--max-runs", "0"], "at least 1"), (["--grace", "-1"], "at least 0")]
 )
-def test_wrong_calls(words: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_range_options_are_refused(
+    words: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAMIFY_MODEL", "openai:x")
     with pytest.raises(UsageError, match=says):
         command("serve").call(words)

@@ -1,4 +1,4 @@
-"""``ramify serve-policy`` as a process, and ``ramify ask`` of the model that it serves."""
+"""``ramify serve-policy`` as a process, and ``ramify ask`` with the model that it serves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.inference.helpers import policy
 RAMIFY = [sys.executable, "-m", "ramify"]
 
 
-def test_serve_and_ask(tmp_path: Path) -> None:
+def test_served_policy_can_be_asked(tmp_path: Path) -> None:
     save_policy(policy(), tmp_path / "mine")
     (tmp_path / "rows.txt").write_text("red;3\nblue;4\n")
     environ = {
@@ -65,6 +65,6 @@ def test_serve_and_ask(tmp_path: Path) -> None:
         (["nowhere", "--dtype", "int8"], UsageError, "--dtype int8: give float32"),
     ],
 )
-def test_wrong_calls(words: list[str], kind: type[Exception], says: str) -> None:
+def test_wrong_arguments_are_refused(words: list[str], kind: type[Exception], says: str) -> None:
     with pytest.raises(kind, match=says):
         command("serve-policy").call(words)

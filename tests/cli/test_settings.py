@@ -1,4 +1,4 @@
-"""Options, variables and the configuration file: who wins, and what is refused."""
+"""Options, environment variables and the configuration file: their precedence and their errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def filled(config: Path, given: dict[str, Any] | None = None, **environ: str) ->
     return fill(given or {}, KINDS, {"RAMIFY_CONFIG": str(config), **environ})
 
 
-def test_option_over_variable_over_file(config: Path) -> None:
+def test_options_override_variables_and_variables_override_file(config: Path) -> None:
     config.write_text(
         'model = "a:file"\nsub-model = "b:file"\nmax-cost = 2\nmax-calls = 7\ncite = true\n'
     )
@@ -42,13 +42,13 @@ def test_option_over_variable_over_file(config: Path) -> None:
     }
 
 
-def test_lists(config: Path) -> None:
+def test_list_is_read_from_file_or_variable(config: Path) -> None:
     config.write_text('sub-model = ["a:x", "b:y"]\n')
     assert filled(config) == {"sub_model": ["a:x", "b:y"]}
     assert filled(config, RAMIFY_SUB_MODEL="c:z, d:w") == {"sub_model": ["c:z", "d:w"]}
 
 
-def test_tables_speak_to_other_rooms(config: Path) -> None:
+def test_settings_tables_become_environment_variables(config: Path) -> None:
     config.write_text(
         '[prices]\npath = "prices.json"\n[runs]\npath = "/elsewhere"\nmax-bytes = 5\n'
     )
@@ -76,7 +76,7 @@ def test_tables_speak_to_other_rooms(config: Path) -> None:
         ("model = ", "is not valid TOML"),
     ],
 )
-def test_what_does_not_fit_is_named(config: Path, text: str, message: str) -> None:
+def test_invalid_setting_in_file_is_named(config: Path, text: str, message: str) -> None:
     config.write_text(text)
     with pytest.raises(ConfigError) as caught:
         filled(config)
@@ -84,12 +84,12 @@ def test_what_does_not_fit_is_named(config: Path, text: str, message: str) -> No
     assert message.removesuffix("did you mean") in str(caught.value)
 
 
-def test_a_variable_that_does_not_fit(config: Path) -> None:
+def test_invalid_environment_variable_is_named(config: Path) -> None:
     with pytest.raises(ConfigError, match="RAMIFY_MAX_CALLS = 'lots' is invalid: expected `int`"):
         filled(config, RAMIFY_MAX_CALLS="lots")
 
 
-def test_a_named_file_must_exist(config: Path) -> None:
+def test_configuration_file_named_by_variable_must_exist(config: Path) -> None:
     config.unlink()
     with pytest.raises(
         ConfigError, match=r"RAMIFY_CONFIG names .*config\.toml, which is not a file"
@@ -111,7 +111,7 @@ def test_every_variable_that_the_package_reads_is_known() -> None:
     assert list(unknown_variables(KINDS, dict.fromkeys(named, "x"))) == []
 
 
-def test_the_command_reads_them(shell: Shell) -> None:
+def test_command_reads_file_and_variables(shell: Shell) -> None:
     shell.write(
         "config/ramify/config.toml", f'model = "{shell.model(["from the file"])}"\nquiet = true\n'
     )

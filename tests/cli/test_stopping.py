@@ -54,7 +54,7 @@ IN_A_LOCK = "ready(); lock = threading.Lock(); lock.acquire(); lock.acquire()"
 
 
 def ended_by(shell: Shell, program: str, number: signal.Signals, times: int) -> int:
-    """The exit code of a process that gets signal ``number`` up to ``times`` times."""
+    """Return the exit code of a process that gets signal ``number`` up to ``times`` times."""
     with subprocess.Popen(
         [sys.executable, "-c", program],
         env=shell.env,
@@ -68,7 +68,7 @@ def ended_by(shell: Shell, program: str, number: signal.Signals, times: int) -> 
             for _ in range(times):
                 process.send_signal(number)
                 try:
-                    process.wait(1)  # two signals at once are one
+                    process.wait(1)  # signals sent at the same time would be merged
                 except subprocess.TimeoutExpired:
                     continue
             return process.wait(60)

@@ -1,4 +1,4 @@
-"""Spans of a command are sent over OTLP to a collector; a missing collector does no harm."""
+"""Spans of a command are sent over OTLP to a collector; a missing collector is only a warning."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra 
 
 @contextmanager
 def collector() -> Iterator[tuple[str, list[bytes]]]:
-    """An address that takes OTLP over HTTP, and the bodies that came."""
+    """Yield the address of an OTLP/HTTP collector and the list of bodies that it receives."""
     bodies: list[bytes] = []
 
-    class Taking(http.server.BaseHTTPRequestHandler):
+    class RecordingHandler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             bodies.append(self.rfile.read(int(self.headers["content-length"])))
             self.send_response(200)
@@ -29,7 +29,7 @@ def collector() -> Iterator[tuple[str, list[bytes]]]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Taking) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), RecordingHandler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}", bodies
@@ -113,10 +113,10 @@ def test_each_rollout_of_a_training_run_is_a_trace(shell: Shell) -> None:
     assert (len(roots), len(set(roots))) == (
         10,
         10,
-    )  # four rollouts, and three of each of two evaluations
+    )  # four rollouts, and two evaluations of three each
 
 
-def test_a_collector_that_is_not_there_is_a_warning(shell: Shell) -> None:
+def test_unreachable_collector_causes_one_warning(shell: Shell) -> None:
     done = shell.ask(
         ["hi"],
         "hello?",

@@ -1,4 +1,4 @@
-"""What a terminal would obey is taken out; numbers read well."""
+"""Control sequences are removed from terminal text; numbers, ages and sizes are easy to read."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from ramify.errors import ConfigError
         ("half \ud800 smile 😀 é", "half  smile 😀 é"),
     ],
 )
-def test_clean(given: str, shown: str) -> None:
+def test_clean_removes_terminal_control_sequences(given: str, shown: str) -> None:
     assert terminal_text.clean(given) == shown
 
 
-def test_one_line() -> None:
+def test_one_line_collapses_whitespace_and_truncates() -> None:
     assert terminal_text.one_line("a\n  b\x1b[1m c", 80) == "a b c"
     assert terminal_text.one_line("x" * 100, 10) == "x" * 9 + "…"
 
 
-def test_numbers() -> None:
+def test_numbers_are_formatted_for_reading() -> None:
     assert [terminal_text.count(n) for n in (0, 999, 9_999, 45_210, 1_234_567)] == [
         "0",
         "999",
@@ -68,7 +68,7 @@ def test_numbers() -> None:
     ]
 
 
-def test_measures() -> None:
+def test_ages_and_sizes_are_parsed() -> None:
     assert [parse_age(given, "--x") for given in ("30d", "12h", "1.5h", "90 m", "2")] == [
         2_592_000.0,
         43_200.0,

@@ -1,4 +1,4 @@
-"""The model that ships with the package: what it answers, and that its card says so."""
+"""The model that ships with the package: its accuracy, its size and its model card."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="needs ramify[train]")
 
 
 @pytest.mark.parametrize(("options", "least"), [((), 0.7), (("multi=1.0",), 0.5)])
-def test_it_answers_questions_of_its_own_family(
+def test_tiny_model_answers_ledger_questions(
     shell: Shell, options: tuple[str, ...], least: float
 ) -> None:
     done = shell.run("eval", "ledger", *options, "--model", "tiny", "--items", "12", "--json", "-q")
@@ -22,6 +22,6 @@ def test_it_answers_questions_of_its_own_family(
     assert json.loads(done.out)["rows"][0]["average"]["value"] >= least
 
 
-def test_its_files_are_small_and_its_card_is_there() -> None:
+def test_tiny_model_is_small_and_has_a_model_card() -> None:
     assert sum(path.stat().st_size for path in TINY.iterdir()) < 1_200_000
     assert "parameters" in (TINY / "README.md").read_text("utf-8")

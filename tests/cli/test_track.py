@@ -1,5 +1,5 @@
-"""``--track``: figures of an evaluation and the steps of a training reach a tracker; what is
-missing is said at once."""
+"""``--track``: scores of an evaluation reach a tracker; an unknown tracker is refused before
+anything runs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tests.cli.test_progress import evaluating
 
 NOTING = """
 import json
-class Noting:
+class RecordingTracker:
     modules = ()
     extra = ""
     def __init__(self, about):
         self.id = about.id or "1"
-        self._file = open("told.jsonl", "a")
+        self._file = open("tracker_records.jsonl", "a")
         self._write("opened", about.name, about.id, about.config)
-    def _write(self, *told):
-        self._file.write(json.dumps(told) + "\\n")
+    def _write(self, *tracker_records):
+        self._file.write(json.dumps(tracker_records) + "\\n")
         self._file.flush()
     def log(self, step, values):
         self._write("logged", step, values)
@@ -30,21 +30,21 @@ class Noting:
 """
 
 
-def told(shell: Shell) -> list[list[object]]:
+def tracker_records(shell: Shell) -> list[list[object]]:
     return [
         msgspec.json.decode(line)
-        for line in (Path(shell.folder) / "told.jsonl").read_bytes().splitlines()
+        for line in (Path(shell.folder) / "tracker_records.jsonl").read_bytes().splitlines()
     ]
 
 
-def test_an_evaluation_sends_its_figures(shell: Shell) -> None:
+def test_scores_of_an_evaluation_reach_the_tracker(shell: Shell) -> None:
     shell.write("noting.py", NOTING)
     shell.env["PYTHONPATH"] += f":{shell.folder}"
     done = shell.run(
-        *evaluating(shell, "--items", "3", "--n", "2", "--track", "noting:Noting", "-q")
+        *evaluating(shell, "--items", "3", "--n", "2", "--track", "noting:RecordingTracker", "-q")
     )
     assert (done.code, done.err) == (0, "")
-    opened, logged, closed = told(shell)
+    opened, logged, closed = tracker_records(shell)
     assert opened[:3] == ["opened", "eval my_task.py:teal/test scripted:script.json", ""]
     assert opened[3]["items"] == 3  # type: ignore[index]
     assert logged[:2] == ["logged", 0]
@@ -59,7 +59,7 @@ def test_an_evaluation_sends_its_figures(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("command", ["train", "eval"])
-def test_an_unknown_tracker_is_one_line(shell: Shell, command: str) -> None:
+def test_unknown_tracker_gets_one_line_error(shell: Shell, command: str) -> None:
     shell.write("small.py", "from tests.train.small import small as run\n")
     words = ("train", "small.py") if command == "train" else evaluating(shell, "--items", "1")
     done = shell.run(*words, "--track", "tensorbord")

@@ -1,5 +1,5 @@
-"""``ramify train`` as a process: a whole small run, overrides, resuming, and what it says on the
-way."""
+"""``ramify train`` as a process: a whole small run, overrides, resuming, and its output while it
+runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHORT = ("warmup=null", "sft.num=20", "rl.steps=1", "threads=1")
 
 
 @pytest.mark.slow
-def test_a_run_is_carried_out_and_gone_on_with(shell: Shell) -> None:
+def test_run_completes_and_can_be_resumed(shell: Shell) -> None:
     recipe = shell.write("small.py", RECIPE)
     done = shell.run("train", recipe, "--out", "out", "seed=4", *SHORT, PYTHONPROFILEIMPORTTIME="1")
     assert (done.code, done.out) == (
@@ -40,7 +40,7 @@ def test_a_run_is_carried_out_and_gone_on_with(shell: Shell) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_interrupted_says_how_to_go_on(shell: Shell) -> None:
+def test_interrupted_run_names_the_resume_command(shell: Shell) -> None:
     recipe = shell.write("small.py", RECIPE)
     running = shell.start(
         "train", recipe, "--out", "out", *SHORT, "rl.steps=100000", "schedule.evaluate_every=1"
@@ -75,7 +75,9 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(shell: Shell) -> None:
         (("--resume", "nowhere"), "nothing to resume in nowhere"),
     ],
 )
-def test_what_is_wrong_is_one_line(shell: Shell, arguments: tuple[str, ...], message: str) -> None:
+def test_wrong_arguments_get_one_line_error(
+    shell: Shell, arguments: tuple[str, ...], message: str
+) -> None:
     shell.write("small.py", RECIPE)
     done = shell.run("train", *arguments)
     assert done.code in (1, 2)
@@ -98,7 +100,7 @@ def test_an_error_in_ones_own_code_names_its_line(shell: Shell) -> None:
     assert "internal error" not in done.err
 
 
-def test_the_old_name_of_a_backend_is_said_in_a_line(shell: Shell) -> None:
+def test_old_backend_name_gets_one_line_warning(shell: Shell) -> None:
     shell.write("small.py", RECIPE)
     done = shell.run("train", "small.py", "compute.backend=fsdp2", "rl.steps=many")
     first, second = done.err.splitlines()
@@ -112,14 +114,14 @@ def test_the_old_name_of_a_backend_is_said_in_a_line(shell: Shell) -> None:
     )
 
 
-def test_help_needs_no_torch(shell: Shell, tmp_path: Path) -> None:
+def test_help_does_not_import_torch(shell: Shell, tmp_path: Path) -> None:
     done = shell.run("train", "--help", PYTHONPROFILEIMPORTTIME="1")
     assert done.code == 0
     assert "FIELD=VALUE" in done.out
     assert "| torch\n" not in done.err.replace("|   ", "| ")
 
 
-def test_curves() -> None:
+def test_terminal_curves_show_history_and_best_values() -> None:
     assert curve([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert curve([0, 0, 7, 7], 2) == "▁█"
     assert (curve([3, 3], 5), curve([], 5)) == ("▁▁", "")

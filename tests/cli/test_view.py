@@ -1,4 +1,4 @@
-"""``ramify view`` as it is called: what it serves, what it refuses, and the file that it writes."""
+"""``ramify view`` on the command line: serving, errors, and exporting a run to a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.cli.helpers import SESSION_SCRIPT, Shell
 
 @pytest.fixture
 def stored(shell: Shell) -> str:
-    """The id of a run."""
+    """Store a run and return its id."""
     shell.write("log.txt", "one\ntwo\n")
     assert shell.ask(list(SESSION_SCRIPT), "--no-direct", "how long?", "log.txt").code == 0
     return str(json.loads(shell.run("runs", "--json").out)["run"])
@@ -26,7 +26,7 @@ def stored(shell: Shell) -> str:
 
 @contextmanager
 def viewing(shell: Shell, *arguments: str) -> Iterator[str]:
-    """The address that it prints; it must end well when it is interrupted."""
+    """Yield the address that the command prints; Ctrl-C must end it with exit code 0."""
     process = shell.start("view", *arguments, "--port", "0")
     assert process.stderr is not None
     try:
@@ -43,7 +43,7 @@ def read(address: str, path: str) -> dict[str, list[dict[str, object]]]:
     return found
 
 
-def test_the_default_store_and_one_run(shell: Shell, stored: str) -> None:
+def test_default_store_or_one_run_is_served(shell: Shell, stored: str) -> None:
     with viewing(shell) as address:
         assert [run["id"] for run in read(address, "api/runs")["runs"]] == [stored]
     for name in ("last", stored[:15], f"store/runs/{stored}.jsonl"):
@@ -55,7 +55,7 @@ def test_the_default_store_and_one_run(shell: Shell, stored: str) -> None:
             )  # type: ignore[call-overload]
 
 
-def test_a_token_is_part_of_the_address(shell: Shell, stored: str) -> None:
+def test_token_is_part_of_address_and_required(shell: Shell, stored: str) -> None:
     with viewing(shell, "--token", "abc") as address:
         base, _, token = address.partition("?token=")
         assert token == "abc"
@@ -63,7 +63,7 @@ def test_a_token_is_part_of_the_address(shell: Shell, stored: str) -> None:
             read(base, "api/runs")
 
 
-def test_what_is_refused(shell: Shell, stored: str) -> None:
+def test_wrong_arguments_are_refused(shell: Shell, stored: str) -> None:
     for arguments, words in {
         ("--host", "0.0.0.0"): "0.0.0.0 is reachable from other machines: give a token",
         ("nothing/here",): "no such file or folder: nothing/here",
@@ -76,7 +76,7 @@ def test_what_is_refused(shell: Shell, stored: str) -> None:
         assert words in done.err
 
 
-def test_an_address_that_cannot_be_had(shell: Shell) -> None:
+def test_unusable_address_gets_one_line_error(shell: Shell) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         for arguments, words in {
@@ -91,7 +91,7 @@ def test_an_address_that_cannot_be_had(shell: Shell) -> None:
             assert (done.code, words in done.err, done.err.count("\n")) == (2, True, 1)
 
 
-def test_one_run_as_a_file(shell: Shell, stored: str) -> None:
+def test_run_is_exported_as_one_html_file(shell: Shell, stored: str) -> None:
     done = shell.run("view", "last", "--export", "run.html")
     assert (done.code, done.out) == (0, "")
     assert "opens in any browser" in done.err

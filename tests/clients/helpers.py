@@ -1,5 +1,4 @@
-"""What the clients' tests share: an account that keeps its books, a request, and a server that says
-anything."""
+"""Shared by the tests of clients: a recording account, a request, servers with given answers."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from ramify.types.message import Message, Usage
 
 
 class Books:
-    """An ``Account``: what became of every reservation."""
+    """An ``Account`` that records the outcome of every reservation."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[str, Any]] = []
@@ -50,7 +49,7 @@ def request(text: str = "hi there", max_tokens: int = 64, **options: Any) -> Req
 
 
 class Says:
-    """A server that answers every request with what ``tell`` returns: (status, body, headers)."""
+    """A server that answers every request with the result of ``tell``: (status, body, headers)."""
 
     def __init__(
         self, tell: Callable[[LoopbackExchange], tuple[int, bytes, dict[str, str]]]
@@ -78,7 +77,7 @@ class Says:
 
 
 def says(body: bytes, status: int = 200, **headers: str) -> Says:
-    """A server with one answer."""
+    """A server that gives every request the same answer."""
     return Says(
         lambda _: (status, body, {name.replace("_", "-"): value for name, value in headers.items()})
     )

@@ -25,7 +25,7 @@ KEY = "sk-ant-0123456789abcdef"
 CACHE = {"type": "ephemeral"}
 
 
-def sent(content, stop="end_turn", **usage):
+def message_response(content, stop="end_turn", **usage):
     usage = {"input_tokens": 5, "output_tokens": 2, **usage}
     body = {
         "id": "m",
@@ -45,8 +45,8 @@ def text(words, **rest):
 
 
 def exchange(asked, *answers):
-    """Replies (or errors) to ``asked`` from a server that gives ``answers``, and the bodies it
-    got."""
+    """Send ``asked`` to a server that gives ``answers``; return the replies or errors, the bodies
+    that it received, and the whole requests."""
     left = list(answers)
 
     async def main():
@@ -67,8 +67,8 @@ def exchange(asked, *answers):
     return outcomes, [msgspec.json.decode(each.body) for each in received], received
 
 
-def test_a_plain_request():
-    (reply,), (body,), (received,) = exchange([request()], sent([text("hello")]))
+def test_minimal_request_body_and_reply():
+    (reply,), (body,), (received,) = exchange([request()], message_response([text("hello")]))
     assert body == {
         "model": "claude-x",
         "max_tokens": 64,
@@ -84,14 +84,14 @@ def test_a_plain_request():
     )
 
 
-def test_a_growing_history_is_marked_for_the_cache_at_its_end():
+def test_cache_control_marks_system_prompt_and_last_message():
     history = (
         Message("system", "be brief"),
         Message("user", "a"),
         Message("assistant", "b"),
         Message("user", "c"),
     )
-    _, (body,), _ = exchange([Request(history)], sent([text("d")]))
+    _, (body,), _ = exchange([Request(history)], message_response([text("d")]))
     assert body["system"] == [text("be brief", cache_control=CACHE)]
     assert body["messages"] == [
         {"role": "user", "content": [text("a")]},
@@ -100,9 +100,11 @@ def test_a_growing_history_is_marked_for_the_cache_at_its_end():
     ]
 
 
-def test_a_first_turn_is_marked_only_where_more_will_share_it():
+def test_first_turn_has_cache_control_only_with_affinity():
     _, bodies, _ = exchange(
-        [request(), request(affinity="run-1")], sent([text("x")]), sent([text("x")])
+        [request(), request(affinity="run-1")],
+        message_response([text("x")]),
+        message_response([text("x")]),
     )
     assert ["cache_control" in body["messages"][0]["content"][0] for body in bodies] == [
         False,
@@ -112,13 +114,14 @@ def test_a_first_turn_is_marked_only_where_more_will_share_it():
 
 def test_cache_use_is_counted_and_priced():
     (reply,), *_ = exchange(
-        [request()], sent([text("x")], cache_read_input_tokens=100, cache_creation_input_tokens=10)
+        [request()],
+        message_response([text("x")], cache_read_input_tokens=100, cache_creation_input_tokens=10),
     )
     assert reply.usage == Usage(115, 2, cached_tokens=100, calls=1, cache_write_tokens=10)
     assert Price(1.0, 1.0, 0.1, 1.25).of(reply.usage) == pytest.approx((5 + 10 + 12.5 + 2) * 1e-6)
 
 
-def test_everything_a_request_can_ask():
+def test_request_with_every_option():
     closed = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
     asked = Request(
         (Message("user", "a"),),
@@ -135,7 +138,7 @@ def test_everything_a_request_can_ask():
         schema=closed,
         tools=(Tool("look", "looks", {"type": "object"}),),
     )
-    _, (body,), _ = exchange([asked], sent([text("x")]))
+    _, (body,), _ = exchange([asked], message_response([text("x")]))
     assert body == {
         "model": "claude-x",
         "max_tokens": 9,
@@ -150,12 +153,15 @@ def test_everything_a_request_can_ask():
     }
 
 
-def test_thinking_and_tools_go_there_and_back():
+def test_thinking_and_tool_calls_round_trip():
     thinking = {"type": "thinking", "thinking": "hm", "signature": "s1"}
     use = {"type": "tool_use", "id": "t1", "name": "look", "input": {"at": 1}}
 
     async def main():
-        left = [sent([thinking, text("let me see"), use], "tool_use"), sent([text("done")])]
+        left = [
+            message_response([thinking, text("let me see"), use], "tool_use"),
+            message_response([text("done")]),
+        ]
         async with Says(lambda _: left.pop(0)) as server:
             pool = ClientPool(keys={"anthropic": KEY}, base_urls={"anthropic": server.root})
             client = pool.client("anthropic:claude-x")
@@ -189,9 +195,9 @@ def test_thinking_and_tools_go_there_and_back():
     ]
 
 
-def test_empty_messages_are_left_out():
+def test_empty_messages_are_omitted():
     asked = Request((Message("user", "a"), Message("assistant", ""), Message("user", "b")))
-    _, (body,), _ = exchange([asked], sent([text("x")]))
+    _, (body,), _ = exchange([asked], message_response([text("x")]))
     assert body["messages"] == [
         {"role": "user", "content": [text("a"), text("b", cache_control=CACHE)]}
     ]
@@ -206,12 +212,12 @@ def test_empty_messages_are_left_out():
         ("refusal", "content_filter"),
     ],
 )
-def test_why_it_ended(stop, finish):
-    (reply,), *_ = exchange([request()], sent([text("x")], stop))
+def test_stop_reason_maps_to_finish_reason(stop, finish):
+    (reply,), *_ = exchange([request()], message_response([text("x")], stop))
     assert reply.finish == finish
 
 
-def failed(kind, message):
+def error_body(kind, message):
     return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
 
 
@@ -219,25 +225,25 @@ def failed(kind, message):
     ("answer", "error", "says"),
     [
         (
-            (401, failed("authentication_error", f"bad {KEY}"), {}),
+            (401, error_body("authentication_error", f"bad {KEY}"), {}),
             Refused,
             "401: bad *** (authentication_error); check the key in ANTHROPIC_API_KEY",
         ),
         (
-            (400, failed("x", "prompt is too long: 9 tokens > 8 maximum"), {}),
+            (400, error_body("x", "prompt is too long: 9 tokens > 8 maximum"), {}),
             Refused,
             "shorten the prompt",
         ),
-        ((429, failed("x", "slow down"), {"retry-after": "7"}), RateLimited, "429: slow down"),
-        ((529, failed("overloaded_error", "Overloaded"), {}), RateLimited, "529: Overloaded"),
-        ((500, failed("x", "fell over"), {}), ServerFailed, "500: fell over"),
+        ((429, error_body("x", "slow down"), {"retry-after": "7"}), RateLimited, "429: slow down"),
+        ((529, error_body("overloaded_error", "Overloaded"), {}), RateLimited, "529: Overloaded"),
+        ((500, error_body("x", "fell over"), {}), ServerFailed, "500: fell over"),
         ((200, b"<html>", {"content-type": "text/html"}), BadReply, "not a message"),
         ((200, b"{}", {}), BadReply, "not a message"),
-        (sent([text("x")], None), BadReply, "the finish reason None: is it complete?"),
-        (sent([text("x")], "x"), BadReply, "the finish reason 'x': is it"),
+        (message_response([text("x")], None), BadReply, "the finish reason None: is it complete?"),
+        (message_response([text("x")], "x"), BadReply, "the finish reason 'x': is it"),
     ],
 )
-def test_bad_answers(answer, error, says):
+def test_bad_response_raises_matching_error(answer, error, says):
     (got,), *_ = exchange([request()], answer)
     assert type(got) is error
     assert says in str(got)
@@ -246,11 +252,11 @@ def test_bad_answers(answer, error, says):
         assert got.retry_after_s == 7.0
 
 
-def test_a_model_that_takes_no_schema_is_asked_without():
+def test_schema_is_dropped_after_model_refuses_it():
     closed = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
-    refusal = (400, failed("x", "output_config: not supported by this model"), {})
+    refusal = (400, error_body("x", "output_config: not supported by this model"), {})
     (first, second), (_, body), _ = exchange(
-        [request(schema=closed)] * 2, refusal, sent([text("x")])
+        [request(schema=closed)] * 2, refusal, message_response([text("x")])
     )
     assert (type(first), first.transient, second.message.content, "output_config" in body) == (
         Refused,
@@ -260,7 +266,7 @@ def test_a_model_that_takes_no_schema_is_asked_without():
     )
 
 
-def test_connections_that_fail_or_break():
+def test_connection_failures_raise_matching_error():
     async def main():
         async with Says(lambda each: each.drop() or (200, b"", {})) as server:
             pool = ClientPool(
@@ -277,7 +283,7 @@ def test_connections_that_fail_or_break():
     run(main())
 
 
-def test_no_key_is_said(monkeypatch):
+def test_missing_key_is_reported(monkeypatch):
     for name in ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="anthropic:m: no API key: set ANTHROPIC_API_KEY"):
@@ -292,8 +298,8 @@ def test_no_key_is_said(monkeypatch):
         ("refusal", "content_filter", "refusal"),
     ],
 )
-def test_a_reply_that_is_not_whole(stop, finish, stopped_by):
-    (reply,), *_ = exchange([request()], sent([text("half")], stop))
+def test_incomplete_reply_has_its_finish_reason(stop, finish, stopped_by):
+    (reply,), *_ = exchange([request()], message_response([text("half")], stop))
     assert (reply.message.content, reply.finish, reply.filter) == ("half", finish, stopped_by)
 
 
@@ -307,6 +313,6 @@ def test_a_reply_that_is_not_whole(stop, finish, stopped_by):
     ],
     ids=str,
 )
-def test_usage_that_cannot_be_is_not_known(usage):
-    (reply,), *_ = exchange([request()], sent([text("x")], **usage))
+def test_impossible_usage_counts_as_unknown(usage):
+    (reply,), *_ = exchange([request()], message_response([text("x")], **usage))
     assert (reply.message.content, reply.usage) == ("x", Usage())

@@ -20,11 +20,11 @@ from ramify.clients.chat_json import redacted, retry_after_s, seconds_of
         ("", None),
     ],
 )
-def test_durations(value, seconds):
+def test_durations_are_parsed(value, seconds):
     assert seconds_of(value) == pytest.approx(seconds)
 
 
-def test_dates():
+def test_dates_become_seconds_from_now():
     at = datetime.fromtimestamp(time.time() + 60, UTC)
     for value in (
         format_datetime(at, usegmt=True),
@@ -57,7 +57,7 @@ def test_dates():
         ({}, b"{}", None),
     ],
 )
-def test_where_the_wait_is_said(headers, body, wait):
+def test_retry_delay_is_read_from_headers_or_body(headers, body, wait):
     assert retry_after_s(headers, body) == wait
 
 
@@ -70,5 +70,5 @@ def test_where_the_wait_is_said(headers, body, wait):
         ("the key provided is missing", "the key provided is missing"),
     ],
 )
-def test_no_key_is_told(text, left):
+def test_keys_are_redacted(text, left):
     assert redacted(text, ["mine-is-unusual"]) == left

@@ -1,5 +1,5 @@
-"""Both ways over the network give the same answers and call failures by the same names; and HTTP's
-framings, byte by byte."""
+"""Both HTTP clients return the same answers and raise the same errors. HTTP framing, byte by
+byte."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from ramify.errors import BadReply, ReplyLost, Unreachable
 from tests.clients.helpers import run
 
 LIMITS = (60.0, 60.0, 1000)
-"""Seconds to keep, seconds to connect, bytes of a body."""
+"""Seconds to keep an idle connection, seconds to connect, maximum bytes of a body."""
 
 
 class Raw:
@@ -67,7 +67,7 @@ class Raw:
 
 
 class Way:
-    """``Http1Client`` or ``HttpsClient`` behind one face."""
+    """``Http1Client`` or ``HttpsClient`` behind one interface."""
 
     def __init__(self, kind):
         self._http = kind(*LIMITS)
@@ -98,7 +98,7 @@ OLD = b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\n\r\nhello"
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n" + OK
 
 
-def asked(way, *answers, times=1, url=None, **options):
+def responses_from(way, *answers, times=1, url=None, **options):
     async def main():
         async with Raw(*answers, **options) as server:
             network = way()
@@ -117,13 +117,13 @@ def asked(way, *answers, times=1, url=None, **options):
     [OK, CHUNKED, TRAILERS, UNTIL_CLOSE, OLD, INTERIM],
     ids=["length", "chunks", "trailers", "until close", "1.0", "interim"],
 )
-def test_framings(way, answer, piece):
-    (got,), _ = asked(way, answer, piece=piece, close=answer is UNTIL_CLOSE)
+def test_every_body_framing_is_read(way, answer, piece):
+    (got,), _ = responses_from(way, answer, piece=piece, close=answer is UNTIL_CLOSE)
     assert (got.status, got.body) == (200, b"hello")
 
 
-def test_headers_go_out_and_come_back(way):
-    (got,), server = asked(way, OK)
+def test_headers_are_sent_and_returned(way):
+    (got,), server = responses_from(way, OK)
     assert got.headers["x-thing"] == "Value"
     lines = server.heads[0].decode().split("\r\n")
     assert lines[0] == "POST /v1/chat/completions HTTP/1.1"
@@ -140,9 +140,9 @@ def test_headers_go_out_and_come_back(way):
     [(OK, 1), (CHUNKED, 1), (OLD, 3), (OK.replace(b"X-Thing: Value", b"Connection: close"), 3)],
     ids=["length", "chunks", "1.0", "close"],
 )
-def test_connections_are_kept_where_they_may_be(way, answer, connections):
+def test_connections_are_reused_when_allowed(way, answer, connections):
     closes = connections > 1
-    got, server = asked(way, *[answer] * 3, times=3, close=closes)
+    got, server = responses_from(way, *[answer] * 3, times=3, close=closes)
     assert ([each.body for each in got], server.connections) == ([b"hello"] * 3, connections)
 
 
@@ -172,9 +172,9 @@ def test_connections_are_kept_where_they_may_be(way, answer, connections):
         "long until close",
     ],
 )
-def test_answers_that_break_or_never_end(way, answer, error):
+def test_truncated_or_oversized_reply_is_an_error(way, answer, error):
     with pytest.raises(error) as caught:
-        asked(way, answer, close=True)
+        responses_from(way, answer, close=True)
     assert str(caught.value).startswith("m: ")
     assert caught.value.may_be_paid
 
@@ -187,9 +187,9 @@ def test_answers_that_break_or_never_end(way, answer, error):
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     ],
 )
-def test_what_is_not_http_is_said(answer):
+def test_non_http_reply_is_reported(answer):
     with pytest.raises(BadReply, match="m: the reply is not HTTP: "):
-        asked(lambda: Way(Http1Client), answer)
+        responses_from(lambda: Way(Http1Client), answer)
 
 
 def packed(body, encoding):
@@ -209,7 +209,7 @@ def packed(body, encoding):
     ],
 )
 def test_compression_that_was_not_asked_for_is_unpacked(way, body, encoding):
-    got, server = asked(way, packed(body, encoding), packed(body, encoding), times=2)
+    got, server = responses_from(way, packed(body, encoding), packed(body, encoding), times=2)
     assert [answer.body for answer in got] == [b"hello", b"hello"]
     assert server.connections == 1
 
@@ -217,7 +217,7 @@ def test_compression_that_was_not_asked_for_is_unpacked(way, body, encoding):
 @pytest.mark.parametrize(
     ("body", "encoding", "says", "again"),
     [
-        (b"hello", b"br", "the reply is compressed (br), which was not asked for", False),
+        (b"hello", b"br", "the reply is compressed (br), which was not responses_from for", False),
         (
             gzip.compress(b"0" * 10**7, mtime=0),
             b"gzip",
@@ -231,13 +231,13 @@ def test_compression_that_was_not_asked_for_is_unpacked(way, body, encoding):
 def test_compression_that_cannot_be_unpacked_is_said(body, encoding, says, again):
     """What would be the same the next time is not paid for twice."""
     with pytest.raises(BadReply) as caught:
-        asked(lambda: Way(Http1Client), packed(body, encoding))
+        responses_from(lambda: Way(Http1Client), packed(body, encoding))
     assert str(caught.value).startswith(f"m: {says}")
     assert caught.value.transient is again
     assert caught.value.may_be_paid
 
 
-def test_nobody_listens(way):
+def test_refused_connection_raises_unreachable(way):
     async def main():
         async with Raw() as server:
             url = server.url
@@ -249,7 +249,7 @@ def test_nobody_listens(way):
     run(main())
 
 
-def test_a_server_that_closed_an_idle_connection_is_connected_to_again(way):
+def test_idle_connection_closed_by_server_is_reopened(way):
     async def main():
         async with Raw(OK, OK, close=True) as server:
             network = way()
@@ -257,9 +257,7 @@ def test_a_server_that_closed_an_idle_connection_is_connected_to_again(way):
                 await network.post(server.url)
                 while server.closed < num:
                     await asyncio.sleep(0)
-                for _ in range(
-                    20
-                ):  # the end has arrived, and is read by one of the next rounds of the loop
+                for _ in range(20):  # the close has arrived; the event loop reads it soon
                     await asyncio.sleep(0)
             await network.close()
             return server.connections
@@ -267,8 +265,8 @@ def test_a_server_that_closed_an_idle_connection_is_connected_to_again(way):
     assert run(main()) == 2
 
 
-def test_a_cancelled_request_takes_its_connection_along(way):
-    """The answer to a request that was given up must not be taken for the next one's."""
+def test_cancelled_request_closes_its_connection(way):
+    """A late answer to the cancelled request must not be taken for the answer to the next one."""
 
     async def main():
         async with Raw(b"", OK.replace(b"hello", b"HELLO"), close=False) as server:
@@ -286,7 +284,7 @@ def test_a_cancelled_request_takes_its_connection_along(way):
     assert run(main()) == (b"HELLO", 2)
 
 
-def test_a_large_prompt_arrives_whole(way):
+def test_large_prompt_is_sent_completely(way):
     body = b"x" * 5_000_000
 
     async def main():

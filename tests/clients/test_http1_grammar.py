@@ -1,5 +1,5 @@
-"""Replies that break HTTP's grammar end as one typed error, and those that keep it are read as
-other clients read them."""
+"""Replies that violate HTTP's grammar raise one typed error; valid ones are read as other clients
+read them."""
 
 import asyncio
 import http.client
@@ -23,10 +23,10 @@ FIVE = b"5\r\nhello\r\n0\r\n\r\n"
 
 
 async def outcome(answer, piece=None, close=False, again=True):
-    """The body or the error of a request whose server sends ``answer``; and the number of
-    connections after a request that follows it, and that gets ``OK``.
+    """Return the body or error of a request answered with ``answer``, and the number of
+    connections after a second request, which gets ``OK``.
 
-    The server leaves the connection open, so that nothing but what it sent can end the first
+    The server leaves the connection open, so that only the bytes it sent can end the first
     request."""
     async with Raw(answer, OK, piece=piece, close=close) as server:
         network = Way(Http1Client)
@@ -123,7 +123,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("piece", [None, 1000, 7])
 @pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_reply_is_one_error_and_closes_the_connection(name, piece):
+def test_malformed_reply_raises_one_error_and_closes_connection(name, piece):
     error, connections = run(outcome(MALFORMED[name], piece))
     assert (type(error), connections) == (BadReply, 2)
     assert str(error).startswith(
@@ -133,7 +133,7 @@ def test_a_malformed_reply_is_one_error_and_closes_the_connection(name, piece):
     assert len(str(error)) < 300
 
 
-def test_a_chunk_with_a_negative_size_does_not_hold_the_process():
+def test_negative_chunk_size_does_not_hang_the_process():
     """Runs in a separate process, because a client that spins cannot be stopped from within."""
     program = """
 import asyncio
@@ -194,7 +194,7 @@ VALID = {
 
 
 @pytest.mark.parametrize("name", VALID)
-def test_a_valid_reply_is_read_and_its_connection_used_again_where_it_may_be(name):
+def test_valid_reply_is_read_and_its_connection_reused_when_allowed(name):
     answer, body, connections = VALID[name]
     assert run(outcome(answer)) == (body, connections)
 
@@ -202,18 +202,18 @@ def test_a_valid_reply_is_read_and_its_connection_used_again_where_it_may_be(nam
 @pytest.mark.parametrize(
     "name", [name for name in VALID if not name.startswith(("more", "another", "204 and"))]
 )
-def test_a_valid_reply_is_read_in_any_pieces(name):
+def test_valid_reply_is_read_byte_by_byte(name):
     answer, body, connections = VALID[name]
     assert run(outcome(answer, piece=1)) == (body, connections)
 
 
 @pytest.mark.parametrize("at", range(len(CHUNKS + FIVE)))
-def test_a_reply_that_ends_early_is_lost(at):
+def test_truncated_reply_raises_reply_lost(at):
     error, connections = run(outcome((CHUNKS + FIVE)[:at], close=True))
     assert (type(error), connections) == (ReplyLost, 2)
 
 
-def test_header_values_are_joined_and_stripped_of_blanks_alone():
+def test_header_values_are_joined_and_stripped_of_spaces_and_tabs_only():
     async def main():
         answer = LINE + b"A: 1\r\na:\t2 \r\nB:\xa0\r\nContent-Length: 0\r\n\r\n"
         async with Raw(answer) as server:
@@ -225,7 +225,7 @@ def test_header_values_are_joined_and_stripped_of_blanks_alone():
     assert run(main()) == {"a": "1, 2", "b": "\xa0", "content-length": "0"}
 
 
-# --- any bytes at all
+# --- arbitrary bytes
 # --------------------------------------------------------------------------------------------
 
 PARTS = [
@@ -264,15 +264,15 @@ PARTS = [
     b"5\r\nhello\r\n",
     b"x" * 300,
 ]
-bent = st.tuples(
+malformed_bytes = st.tuples(
     st.sampled_from([b"", LINE, CHUNKS, CHUNKS + b"5\r\nhello\r\n", OK[:-5]]),
     st.lists(st.sampled_from(PARTS) | st.binary(max_size=4), max_size=12),
 ).map(lambda parts: parts[0] + b"".join(parts[1]))
 
 
 @FUZZ
-@given(bent, st.sampled_from([None, 1, 5]))
-def test_whatever_a_server_sends_ends_in_a_reply_or_in_one_line(answer, piece):
+@given(malformed_bytes, st.sampled_from([None, 1, 5]))
+def test_arbitrary_bytes_give_a_reply_or_one_line_error(answer, piece):
     first, _ = run(outcome(answer, piece, close=True, again=False))
     assert isinstance(first, bytes | BadReply | ReplyLost)
     assert "\n" not in str(first)
@@ -290,8 +290,8 @@ framed = st.lists(
 
 @st.composite
 def replies(draw):
-    """A reply that keeps the grammar, in one of the three framings; and whether it lasts until the
-    connection ends."""
+    """Draw a valid reply in one of the three framings, and whether its end is the end of the
+    connection."""
     headers = {
         b"X-" + name: value
         for name, value in draw(st.dictionaries(tokens, values, max_size=4)).items()
@@ -322,7 +322,7 @@ def replies(draw):
     return begin + length + b"\r\n" + body, form == "close"
 
 
-def asked_by_the_standard_library(url):
+def post_with_standard_library(url):
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=60)
     connection.request("POST", parts.path, b"{}", {"Content-Length": "2"})
@@ -338,7 +338,7 @@ def asked_by_the_standard_library(url):
 
 @FUZZ
 @given(replies(), st.sampled_from([None, 1, 7]))
-def test_valid_replies_are_read_as_the_standard_library_reads_them(reply, piece):
+def test_valid_replies_are_read_as_by_the_standard_library(reply, piece):
     answer, close = reply
 
     async def main():
@@ -346,7 +346,7 @@ def test_valid_replies_are_read_as_the_standard_library_reads_them(reply, piece)
             network = Way(Http1Client)
             ours = await network.post(server.url)
             await network.close()
-            theirs = await asyncio.to_thread(asked_by_the_standard_library, server.url)
+            theirs = await asyncio.to_thread(post_with_standard_library, server.url)
             return (ours.status, ours.body, ours.headers), theirs
 
     ours, theirs = run(main())

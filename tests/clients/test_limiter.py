@@ -6,7 +6,7 @@ from ramify.clients.pool import Limiter
 from tests.clients.helpers import run
 
 
-def test_at_most_so_many_first_come_first_served():
+def test_limiter_caps_concurrency_and_serves_in_order_of_arrival():
     async def main():
         gate, order, most = Limiter(3), [], 0
 
@@ -24,7 +24,7 @@ def test_at_most_so_many_first_come_first_served():
     assert run(main()) == (list(range(20)), 3, 0)
 
 
-def test_a_rate_limit_halves_once_per_round_and_success_widens():
+def test_rate_limit_halves_width_once_per_round_and_success_widens_it():
     async def main():
         gate = Limiter(64)
         rounds = [await gate.acquire() for _ in range(64)]
@@ -53,7 +53,7 @@ def test_width_never_falls_below_one():
     assert run(main()) == 1
 
 
-def test_everyone_waits_for_the_pause_and_the_longest_pause_counts():
+def test_all_waiters_wait_for_the_longest_pause():
     async def main():
         gate, loop = Limiter(8), asyncio.get_running_loop()
         entered = await gate.acquire()
@@ -74,7 +74,7 @@ def test_everyone_waits_for_the_pause_and_the_longest_pause_counts():
 
 
 @pytest.mark.parametrize("granted", [False, True], ids=["while waiting", "as the turn comes"])
-def test_a_cancelled_waiter_leaves_no_trace(granted):
+def test_cancelled_waiter_gives_up_its_place(granted):
     async def main():
         gate = Limiter(1)
         await gate.acquire()

@@ -12,7 +12,7 @@ from ramify.errors import ConfigError, ModelError
 from tests.clients.helpers import Books, request, run
 
 
-def test_the_missing_extra_names_itself(monkeypatch):
+def test_missing_extra_is_named_in_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "litellm", None)
     with pytest.raises(
         ConfigError, match=r"^litellm:x/y needs LiteLLM: pip install 'ramify\[litellm\]'$"
@@ -21,7 +21,7 @@ def test_the_missing_extra_names_itself(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_replies_failures_prices_and_windows():
+def test_litellm_replies_failures_price_and_window():
     pytest.importorskip("litellm", reason="the extra 'litellm' is not installed")
 
     async def main():

@@ -1,5 +1,5 @@
-"""The OpenAI-compatible client over real HTTP: what goes out, what is read, and what each bad
-answer is called."""
+"""The OpenAI-compatible client over real HTTP: its requests, the replies it reads, and the error
+for each bad answer."""
 
 import msgspec
 import pytest
@@ -23,7 +23,7 @@ KEY = "sk-secret-0123456789"
 
 
 def sent(asked, provider="vllm", *, key=KEY):
-    """The body and headers that a server gets."""
+    """Send ``asked`` and return the request that the server received."""
 
     async def main():
         async with ScriptedServer(["ok"]) as server:
@@ -38,7 +38,7 @@ def sent(asked, provider="vllm", *, key=KEY):
 
 
 def answer(body, status=200, **headers):
-    """The reply or error for one answer of a server."""
+    """Return the reply or error for one answer of a server."""
 
     async def main():
         async with says(
@@ -61,7 +61,7 @@ def choice(message, **rest):
     return {"choices": [{"message": message, "finish_reason": "stop", **rest}], "model": "m-1"}
 
 
-def test_a_plain_request():
+def test_minimal_request_body_and_headers():
     received = sent(request())
     assert received.json == {
         "model": "org/model",
@@ -78,7 +78,7 @@ def test_a_plain_request():
     )
 
 
-def test_a_full_request():
+def test_request_with_every_option():
     closed = {
         "type": "object",
         "properties": {"n": {"type": "integer"}},
@@ -139,12 +139,12 @@ def test_a_full_request():
     }
 
 
-def test_an_open_schema_is_not_called_strict():
+def test_open_schema_is_not_strict():
     body = sent(request(schema={"type": "object", "properties": {"n": {"type": "integer"}}})).json
     assert body["response_format"]["json_schema"]["strict"] is False
 
 
-def test_a_cut_at_the_k_likeliest_is_asked_of_the_servers_that_know_it():
+def test_top_k_is_sent_only_to_servers_that_support_it():
     asked = Request((Message("user", "hi"),), Sampling(9, top_k=3))
     assert [sent(asked, name).json.get("top_k") for name in ("vllm", "ollama", "openai")] == [
         3,
@@ -153,7 +153,7 @@ def test_a_cut_at_the_k_likeliest_is_asked_of_the_servers_that_know_it():
     ]
 
 
-def test_openrouter_gets_reasoning_back():
+def test_openrouter_request_includes_earlier_reasoning():
     asked = Request((Message("assistant", "a", reasoning="hm"), Message("user", "b")))
     assert sent(asked, "openrouter").json["messages"][0] == {
         "role": "assistant",
@@ -162,7 +162,7 @@ def test_openrouter_gets_reasoning_back():
     }
 
 
-def test_text_that_is_not_unicode_is_repaired():
+def test_invalid_unicode_in_request_is_replaced():
     assert sent(request("a\udc80b")).json["messages"][0]["content"] == "a\ufffdb"
 
 
@@ -174,7 +174,7 @@ def test_text_that_is_not_unicode_is_repaired():
         (b"a\\ud83d\\ude00b", "a😀b"),
     ],
 )
-def test_a_paid_reply_with_half_a_character_is_kept(raw, read):
+def test_invalid_unicode_in_reply_is_replaced(raw, read):
     body = msgspec.json.encode(choice({"role": "assistant", "content": "TEXT"})).replace(
         b"TEXT", raw
     )
@@ -182,11 +182,11 @@ def test_a_paid_reply_with_half_a_character_is_kept(raw, read):
         assert answer(start + body).message.content == read
 
 
-def test_without_a_key_no_header():
+def test_no_authorization_header_without_key():
     assert "authorization" not in sent(request(), key=None).headers
 
 
-def test_a_full_reply():
+def test_reply_with_every_field_is_read():
     body = choice(
         {"content": "4", "reasoning_content": "2+2"},
         token_ids=[5, 6],
@@ -269,7 +269,7 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "
         "parts",
     ],
 )
-def test_forms_of_a_message(body, message, finish):
+def test_message_variants_are_read(body, message, finish):
     reply = answer(body)
     assert (reply.message, reply.finish) == (message, finish)
 
@@ -292,11 +292,11 @@ def test_forms_of_a_message(body, message, finish):
     ],
     ids=["none", "half", "plain", "thinking in the total", "deepseek's cache", "null details"],
 )
-def test_forms_of_usage(usage, read):
+def test_usage_variants_are_read(usage, read):
     assert answer(choice({"content": "x"}) | {"usage": usage}).usage == read
 
 
-def test_a_cost_that_the_server_reports_is_kept():
+def test_cost_reported_by_server_is_kept():
     usage = {"prompt_tokens": 1, "completion_tokens": 1, "cost": 0.25}
     assert answer(choice({"content": "x"}) | {"usage": usage}).cost == 0.25
 
@@ -366,7 +366,7 @@ LONG = {"error": {"message": "This model's maximum context length is 8 tokens"}}
         (b"", 504, ReplyLost, "504; a gateway gave up waiting"),
     ],
 )
-def test_bad_answers(body, status, error, says):
+def test_bad_response_raises_matching_error(body, status, error, says):
     got = answer(body, status)
     assert type(got) is error
     assert says in str(got)
@@ -375,11 +375,11 @@ def test_bad_answers(body, status, error, says):
     assert "\n" not in str(got)
 
 
-def test_a_long_prompt_is_told_apart():
+def test_prompt_too_long_is_distinguished_from_other_refusals():
     assert (answer(LONG, 400).too_long, answer(BAD, 401).too_long) == (True, False)
 
 
-def test_a_redirect_names_where_to():
+def test_redirect_error_names_target():
     error = answer(b"", 301, location="https://example.org/v1")
     assert "moved to https://example.org/v1; use that as the base URL" in str(error)
 
@@ -388,11 +388,11 @@ def test_a_redirect_names_where_to():
     ("headers", "wait"),
     [({"retry_after": "2"}, 2.0), ({"retry_after_ms": "150"}, 0.15), ({}, None)],
 )
-def test_the_time_to_wait(headers, wait):
+def test_retry_after_headers_are_read(headers, wait):
     assert answer(b"{}", 429, **headers).retry_after_s == wait
 
 
-def test_a_server_that_wants_the_newer_field_gets_it():
+def test_max_completion_tokens_is_sent_after_max_tokens_is_refused():
     def tell(exchange):
         if "max_tokens" in msgspec.json.decode(exchange.body):
             said = "Unsupported parameter: 'max_tokens' is not supported. Use 'max_completion_tokens' instead."
@@ -410,7 +410,7 @@ def test_a_server_that_wants_the_newer_field_gets_it():
     assert run(main()) == [True, False, False]
 
 
-def test_the_key_is_in_no_repr():
+def test_key_is_not_in_repr():
     async def main():
         pool = ClientPool(keys={"openai": KEY})
         client = pool.client("openai:m")
@@ -419,12 +419,12 @@ def test_the_key_is_in_no_repr():
     assert KEY not in run(main())
 
 
-def test_a_key_that_cannot_be_one():
+def test_key_with_spaces_is_refused():
     with pytest.raises(ConfigError, match="OPENAI_API_KEY contains spaces"):
         ClientPool(keys={"openai": "my key"}).client("openai:m")
 
 
-def test_an_address_in_the_name_is_said_once():
+def test_url_in_model_name_appears_once_in_error():
     async def main(name, **providers):
         async with says(b'{"detail": "no such field"}', 422) as server:
             pool = ClientPool(max_attempts=1, base_urls=dict.fromkeys(providers, server.root))
@@ -442,8 +442,8 @@ def test_an_address_in_the_name_is_said_once():
     )
 
 
-def test_a_server_that_is_no_api():
-    """Not tried again: a page that says "not here" or "not for POST" will say so the next time."""
+def test_web_page_instead_of_api_is_refused_without_retry():
+    """Not retried: a page for "not found" or "method not allowed" will not change."""
     for status in (404, 405, 501):
         error = answer(b"<html><h1>Nope</h1></html>", status, content_type="text/html")
         assert isinstance(error, Refused)

@@ -1,4 +1,4 @@
-"""The pool over real HTTP and over scripted clients: attempts, waits, books and names."""
+"""The pool over real HTTP and over scripted clients: attempts, waits, accounting and names."""
 
 import asyncio
 import random
@@ -39,8 +39,8 @@ from ramify.types.message import Usage
 from tests.clients.helpers import Books, request, run
 
 
-class Naps:
-    """A sleep that takes no time and remembers."""
+class RecordedSleep:
+    """A fake ``sleep`` that returns at once and records the durations."""
 
     def __init__(self):
         self.naps = []
@@ -50,7 +50,7 @@ class Naps:
 
 
 def pool(**options):
-    options.setdefault("sleep", Naps())
+    options.setdefault("sleep", RecordedSleep())
     options.setdefault("rng", random.Random(0))
     return ClientPool(**options)
 
@@ -59,23 +59,28 @@ def ask(script, **options):
     """One request to a scripted client: (reply or error, books, messages about retries)."""
 
     async def main():
-        books, told, asking = Books(), [], pool(**options)
+        books, notices, asking = Books(), [], pool(**options)
         client = ScriptedClient(script, price=Price(1.0, 2.0))
         try:
-            outcome = await asking.ask(client, request(), books, told.append)
+            outcome = await asking.ask(client, request(), books, notices.append)
         except (ModelError, KeyError) as error:
             outcome = error
         await asking.close()
-        return outcome, books, told
+        return outcome, books, notices
 
     return run(main())
 
 
-def test_a_reply_comes_with_its_cost_and_is_settled_once():
-    reply, books, told = ask(["hello"])
+def test_reply_has_its_cost_and_is_settled_once():
+    reply, books, notices = ask(["hello"])
     assert reply.message.content == "hello"
     assert (reply.usage, reply.cost) == (Usage(2, 2, calls=1), 6e-6)
-    assert (books.entries, books.cost, books.open, told) == ([("settle", reply.usage)], 6e-6, 0, [])
+    assert (books.entries, books.cost, books.open, notices) == (
+        [("settle", reply.usage)],
+        6e-6,
+        0,
+        [],
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,22 +97,22 @@ def test_a_reply_comes_with_its_cost_and_is_settled_once():
     ],
     ids=lambda value: getattr(value, "fail", value),
 )
-def test_what_may_pass_is_tried_again(failure, kind):
-    reply, books, told = ask([failure, "hello"])
+def test_transient_failure_is_retried(failure, kind):
+    reply, books, notices = ask([failure, "hello"])
     assert reply.message.content == "hello"
     assert books.kinds == [kind, "settle"]
-    assert len(told) == 1
-    assert "trying again in" in told[0]
+    assert len(notices) == 1
+    assert "trying again in" in notices[0]
 
 
-def test_what_will_not_pass_is_raised_at_once():
-    outcome, books, told = ask([refused(), "hello"])
+def test_permanent_failure_is_raised_without_retry():
+    outcome, books, notices = ask([refused(), "hello"])
     assert type(outcome) is Refused
-    assert (books.kinds, told) == (["release"], [])
+    assert (books.kinds, notices) == (["release"], [])
 
 
-class VirtualTime(Naps):
-    """A sleep after which an outage of ``outage_s`` ends."""
+class VirtualTime(RecordedSleep):
+    """A fake ``sleep`` for outages that end after ``outage_s`` seconds of it."""
 
     def script(self, failure, outage_s):
         while sum(self.naps) < outage_s:
@@ -123,7 +128,7 @@ class VirtualTime(Naps):
 @pytest.mark.parametrize(
     ("patience_s", "survives"), [(600.0, True), (301.0, True), (299.0, False), (60.0, False)]
 )
-def test_patience_outlives_an_outage_of_five_minutes(failure, patience_s, survives):
+def test_request_survives_outage_shorter_than_patience(failure, patience_s, survives):
     async def main():
         clock, books = VirtualTime(), Books()
         steps = clock.script(failure, 300.0)
@@ -144,9 +149,9 @@ def test_patience_outlives_an_outage_of_five_minutes(failure, patience_s, surviv
         assert (outcome, waited_s) == (pytest.approx(patience_s), pytest.approx(patience_s))
 
 
-def test_a_wait_longer_than_the_patience_that_is_left_is_not_waited_for():
+def test_retry_delay_beyond_remaining_patience_raises_at_once():
     async def main():
-        clock, client = Naps(), ScriptedClient([rate_limited(601.0), "hello"])
+        clock, client = RecordedSleep(), ScriptedClient([rate_limited(601.0), "hello"])
         with pytest.raises(RateLimited) as raised:
             await pool(sleep=clock).ask(client, request(), Books(), None, 600.0)
         return clock.naps, raised.value.waited_s < 1.0
@@ -158,39 +163,39 @@ def test_a_wait_longer_than_the_patience_that_is_left_is_not_waited_for():
     ("failure", "error"),
     [(server_error(), ServerFailed), (dropped(), ReplyLost), (rate_limited(0.0), RateLimited)],
 )
-def test_it_gives_up_after_max_attempts(failure, error):
-    outcome, books, told = ask([failure] * 9, max_attempts=3)
+def test_request_fails_after_max_attempts(failure, error):
+    outcome, books, notices = ask([failure] * 9, max_attempts=3)
     assert type(outcome) is error
-    assert (len(books.entries), len(told), books.open) == (3, 2, 0)
+    assert (len(books.entries), len(notices), books.open) == (3, 2, 0)
 
 
 def test_backoff_grows_with_full_jitter():
-    naps = Naps()
+    naps = RecordedSleep()
     ask([server_error()] * 9, max_attempts=6, sleep=naps, rng=random.Random(7))
     expected = random.Random(7)
     assert naps.naps == [expected.uniform(0.0, 0.5 * 2.0**i) for i in range(5)]
 
 
-def test_a_wait_beyond_patience_is_an_error_now():
+def test_retry_delay_beyond_default_patience_raises_at_once():
     outcome, books, _ = ask([rate_limited(3600.0), "hello"])
     assert isinstance(outcome, RateLimited)
     assert books.kinds == ["release"]
 
 
-def test_a_reply_without_usage_books_the_upper_bound():
+def test_reply_without_usage_is_settled_at_upper_bound():
     reply, books, _ = ask([no_usage("hello")])
     bound = request().max_usage()
     assert (reply.usage, books.entries) == (bound, [("settle", bound)])
     assert reply.cost == Price(1.0, 2.0).of(bound)
 
 
-def test_an_attempt_that_takes_too_long_is_lost_and_may_have_been_paid():
+def test_timed_out_attempt_is_forfeited():
     outcome, books, _ = ask([stalled()], max_attempts=1, timeout_s=0.05)
     assert str(outcome) == "scripted:test: no reply within 0.05 s"
     assert books.kinds == ["forfeit"]
 
 
-def test_cancelled_on_the_wire_is_forfeited_and_cancelled_before_is_released():
+def test_cancelling_forfeits_sent_request_and_releases_waiting_one():
     async def main():
         asking = pool(max_in_flight=1)
         client = ScriptedClient([stalled(), stalled()])
@@ -206,7 +211,7 @@ def test_cancelled_on_the_wire_is_forfeited_and_cancelled_before_is_released():
     assert run(main()) == ([["forfeit"], ["release"]], [0, 0])
 
 
-def test_what_the_account_refuses_is_not_sent():
+def test_request_refused_by_account_is_not_sent():
     class Empty(Books):
         async def reserve(self):
             raise LimitReached("no calls left", "max_calls")
@@ -220,7 +225,7 @@ def test_what_the_account_refuses_is_not_sent():
     assert run(main()) == []
 
 
-def test_a_bug_in_a_script_is_raised_and_books_are_closed():
+def test_programming_error_propagates_and_forfeits_reservation():
     def script(messages):
         raise KeyError("bug")
 
@@ -229,7 +234,7 @@ def test_a_bug_in_a_script_is_raised_and_books_are_closed():
     assert (books.kinds, books.open) == (["forfeit"], 0)
 
 
-def test_what_was_never_sent_for_want_of_a_setting_costs_nothing():
+def test_configuration_error_before_sending_releases_reservation():
     def script(messages):
         raise ConfigError("certificate bundle /no: not there")
 
@@ -262,9 +267,7 @@ FAILURES = st.sampled_from(
     st.integers(1, 4),
     st.integers(0, 6),
 )
-def test_every_reservation_is_resolved_once_and_usage_is_what_was_served_or_more(
-    lines, width, cancelled
-):
+def test_every_reservation_is_resolved_once_and_usage_is_fully_accounted(lines, width, cancelled):
     async def main():
         client = ScriptedClient([*lines, *["fine"] * 200], latency_s=0.0005)
         asking, books = pool(max_in_flight=width, max_attempts=3), [Books() for _ in range(8)]
@@ -282,7 +285,7 @@ def test_every_reservation_is_resolved_once_and_usage_is_what_was_served_or_more
     run(main())
 
 
-def test_over_http_usage_equals_what_the_server_served():
+def test_usage_over_http_equals_usage_served():
     async def main():
         script = ["a"] * 20 + [rate_limited(0.02), server_error(), rate_limited(0.02)] + ["b"] * 80
         async with ScriptedServer(script, latency_s=0.005) as server:
@@ -302,9 +305,9 @@ def test_over_http_usage_equals_what_the_server_served():
     assert run(main()) == (["a"] * 20 + ["b"] * 80, True, 100)
 
 
-def test_a_crowded_server_lets_everyone_through_though_each_is_refused_often():
-    """A server that takes 3 at a time: 60 requests at 32 wide meet more refusals than they have
-    attempts."""
+def test_overloaded_server_serves_all_despite_more_refusals_than_attempts():
+    """The server takes 3 requests at a time; 60 requests, 32 at once, meet more refusals than they
+    have attempts."""
 
     async def main():
         here = 0
@@ -326,7 +329,7 @@ def test_a_crowded_server_lets_everyone_through_though_each_is_refused_often():
     assert run(main()) == ({"done"}, 0)
 
 
-def test_a_rate_limit_pauses_its_model_and_no_other():
+def test_rate_limit_pauses_only_its_own_model():
     async def main():
         asking, loop = pool(), asyncio.get_running_loop()
         slow = ScriptedClient([rate_limited(0.3), *["slow"] * 3], name="scripted:slow")
@@ -350,7 +353,7 @@ def test_a_rate_limit_pauses_its_model_and_no_other():
     assert run(main()) == (True, True)
 
 
-def test_nobody_listens():
+def test_refused_connection_raises_unreachable():
     async def main():
         async with ScriptedServer(["x"]) as server:
             url = server.url
@@ -365,7 +368,7 @@ def test_nobody_listens():
     assert run(main()) == (True, ["release", "release"])
 
 
-def test_one_refusal_for_an_hour_does_not_hold_up_the_others():
+def test_one_long_rate_limit_does_not_block_other_requests():
     async def main():
         client = ScriptedClient([rate_limited(3600.0), *["hello"] * 3])
         asking = pool()
@@ -385,7 +388,7 @@ def test_an_adopted_client_is_found_by_its_name():
     assert run(main())
 
 
-def test_a_script_file_is_a_model(tmp_path):
+def test_script_file_can_be_used_as_model(tmp_path):
     path = tmp_path / "script.json"
     path.write_text('["from a file"]')
 

@@ -11,14 +11,14 @@ from ramify.types.message import Usage
 OWN = '{"openai:gpt-5": {"input": 2.0, "output": 4.0}, "vllm:m": {"window": 9, "also": ["vllm:n"]}}'
 
 
-def test_a_bill():
+def test_price_of_usage_counts_cached_and_written_tokens():
     price = Price(input=3.0, output=15.0, cached=0.3, cache_write=3.75)
     assert price.of(
         Usage(1_000_000, 100_000, cached_tokens=500_000, cache_write_tokens=100_000)
     ) == pytest.approx(400_000 * 3e-6 + 500_000 * 0.3e-6 + 100_000 * 3.75e-6 + 100_000 * 15e-6)
 
 
-def test_every_packaged_entry_says_when_and_whence():
+def test_every_packaged_price_has_date_and_source():
     table = PriceTable.load()
     for name, entry in table._entries.items():
         assert entry.price is not None, name
@@ -28,7 +28,7 @@ def test_every_packaged_entry_says_when_and_whence():
         assert entry.price.output >= entry.price.input > 0, name
 
 
-def test_names():
+def test_price_is_found_by_every_form_of_a_name():
     table = PriceTable(
         {"openai:m": PriceEntry(1.0, 2.0, window=100, also=("openrouter:openai/m",))}
     )
@@ -38,7 +38,7 @@ def test_names():
     assert table.price("vllm:anything") == Price(0.0, 0.0)
 
 
-def test_a_file_of_ones_own_wins(tmp_path, monkeypatch):
+def test_user_price_file_overrides_packaged_prices(tmp_path, monkeypatch):
     path = tmp_path / "prices.json"
     path.write_text(OWN)
     monkeypatch.setenv("RAMIFY_PRICES", str(path))
@@ -57,7 +57,7 @@ def test_a_file_of_ones_own_wins(tmp_path, monkeypatch):
     ("text", "says"),
     [("{", "truncated"), ('{"a:b": {"inptu": 1}}', "inptu"), (None, "No such file")],
 )
-def test_a_bad_file_is_named(tmp_path, text, says):
+def test_bad_price_file_is_named(tmp_path, text, says):
     path = tmp_path / "prices.json"
     if text is not None:
         path.write_text(text)

@@ -1,4 +1,4 @@
-"""Names, addresses, keys; and that the documentation's table is this one."""
+"""Model names, base URLs and keys of providers; and the table of providers in the documentation."""
 
 from pathlib import Path
 
@@ -83,7 +83,7 @@ BEARER = {"Authorization": "Bearer key"}
         ),
     ],
 )
-def test_where_a_name_leads(name, environ, url, headers, limit):
+def test_model_name_resolves_to_endpoint(name, environ, url, headers, limit):
     endpoint = resolve(name, environ=environ)
     assert (endpoint.url, endpoint.headers, endpoint.limit_field) == (url, headers, limit)
 
@@ -166,14 +166,14 @@ def test_where_a_name_leads(name, environ, url, headers, limit):
         ),
     ],
 )
-def test_names_that_lead_nowhere(name, environ, says):
+def test_unresolvable_model_name_is_explained(name, environ, says):
     with pytest.raises(ConfigError) as caught:
         resolve(name, environ=environ)
     assert str(caught.value).startswith(says)
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_may_have_colons():
+def test_model_name_may_contain_colons():
     assert split_name("ollama:qwen3:8b") == ("ollama", "qwen3:8b")
 
 
@@ -186,7 +186,7 @@ def test_every_provider_resolves(name):
     assert resolve(f"{name}:m", environ=environ).url == "https://host/v1/chat/completions"
 
 
-def test_the_documentation_has_this_table():
+def test_provider_table_is_in_the_documentation():
     page = Path(__file__).parents[2] / "docs" / "models.md"
     assert table() in page.read_text(encoding="utf-8"), (
         "write the table of providers.table() into docs/models.md"
@@ -196,5 +196,5 @@ def test_the_documentation_has_this_table():
 @pytest.mark.parametrize(
     "model", ["claude-sonnet-4@20250514", "llama3@latest", "@openai-prod/gpt-5", "m@v1.5"]
 )
-def test_a_name_may_have_an_at_sign(model):
+def test_model_name_may_contain_an_at_sign(model):
     assert split_url(model) == (model, None)

@@ -23,7 +23,7 @@ def body(*output: Any, status: Any = "completed", **more: Any) -> dict[str, Any]
 
 
 def asked(answer: Any, given: Request) -> tuple[Reply | ModelError, dict[str, Any], str]:
-    """The reply or the error, the body that was sent, and its path."""
+    """Return the reply or error, the body that was sent, and its path."""
 
     async def main() -> tuple[Reply | ModelError, dict[str, Any], str]:
         async with Says(lambda _: (200, msgspec.json.encode(answer), {})) as server:
@@ -39,7 +39,7 @@ def asked(answer: Any, given: Request) -> tuple[Reply | ModelError, dict[str, An
     return run(main())
 
 
-def test_a_conversation_with_tools() -> None:
+def test_request_with_tools_and_its_reply() -> None:
     messages = (
         Message("system", "s"),
         Message("user", "u"),
@@ -103,7 +103,7 @@ THOUGHT = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm
         (body(REFUSAL), "content_filter", "refusal"),
     ],
 )
-def test_how_a_reply_ended(answer: Any, finish: str, stopped_by: str) -> None:
+def test_reply_status_maps_to_finish_reason(answer: Any, finish: str, stopped_by: str) -> None:
     reply, *_ = asked(answer, request())
     assert isinstance(reply, Reply)
     assert (reply.finish, reply.filter) == (finish, stopped_by)
@@ -122,7 +122,9 @@ def test_how_a_reply_ended(answer: Any, finish: str, stopped_by: str) -> None:
         ([], BadReply, "not a response"),
     ],
 )
-def test_bad_answers(answer: Any, error: type[ModelError], says: str) -> None:
+def test_bad_response_raises_matching_error(
+    answer: Any, error: type[ModelError], says: str
+) -> None:
     outcome, *_ = asked(answer, request())
     assert type(outcome) is error
     assert says in str(outcome)

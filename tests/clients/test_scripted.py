@@ -24,11 +24,11 @@ def outcomes(client, *texts):
     return run(main())
 
 
-def test_it_is_a_client():
+def test_scripted_client_implements_client_protocol():
     assert isinstance(ScriptedClient([]), Client)
 
 
-def test_a_list_is_told_in_order_and_its_end_is_clear():
+def test_scripted_replies_come_in_order_and_exhaustion_is_refused():
     client = ScriptedClient(["a", rate_limited(1.5), "b"])
     assert outcomes(client, *"1234") == ["a", "RateLimited", "b", "Refused"]
     with pytest.raises(
@@ -38,7 +38,7 @@ def test_a_list_is_told_in_order_and_its_end_is_clear():
         run(client.complete(request()))
 
 
-def test_functions_plain_and_async():
+def test_script_may_be_a_plain_or_async_function():
     async def slow(messages):
         await asyncio.sleep(0)
         return messages[-1].content.upper()
@@ -47,7 +47,7 @@ def test_functions_plain_and_async():
     assert outcomes(ScriptedClient(slow), "x") == ["X"]
 
 
-def test_rules_look_at_the_last_message_and_repeat_their_last_reply():
+def test_rules_match_last_message_and_repeat_their_last_reply():
     client = ScriptedClient(
         [ScriptRule("cap.tal", ("Paris", "Rome")), ScriptRule("^no", rate_limited()), "else"]
     )
@@ -60,7 +60,7 @@ def test_rules_look_at_the_last_message_and_repeat_their_last_reply():
     ]
 
 
-def test_served_counts_what_was_paid_also_where_it_was_lost():
+def test_served_usage_counts_lost_replies_that_were_paid():
     client = ScriptedClient(["12345678", dropped("1234"), rate_limited(), html(), no_usage("1")])
     outcomes(client, *["123456789"] * 5)
     assert client.served == Usage(3 * 3, 2 + 1 + 1, calls=3)
@@ -79,7 +79,7 @@ def test_a_reply_is_bounded_by_max_tokens():
     )
 
 
-def test_messages_and_replies_go_out_as_given():
+def test_message_and_reply_objects_are_returned_unchanged():
     call = ToolCall("1", "look", "{}")
     given = Reply(
         Message("assistant", "a"), Usage(10, 20, calls=1), token_ids=(1, 2), logprobs=(-1.0, -2.0)
@@ -105,7 +105,7 @@ def test_messages_and_replies_go_out_as_given():
     assert served == Usage(12, 23, 0, 1, 2)
 
 
-def test_latency_and_stalls():
+def test_replies_take_latency_and_stalled_request_can_be_cancelled():
     async def main():
         loop, client = asyncio.get_running_loop(), ScriptedClient(["a", stalled()], latency_s=0.02)
         started = loop.time()
@@ -125,13 +125,13 @@ def test_a_prompt_beyond_the_window_is_refused():
         run(ScriptedClient(["a"], window=10).complete(request("x" * 100)))
 
 
-def test_a_rate_limit_says_how_long():
+def test_rate_limit_has_retry_after():
     with pytest.raises(RateLimited) as caught:
         run(ScriptedClient([rate_limited(1.5)]).complete(request()))
     assert caught.value.retry_after_s == 1.5
 
 
-def test_a_script_file(tmp_path):
+def test_script_is_loaded_from_file(tmp_path):
     path = tmp_path / "script.json"
     lines = [
         {"match": "one", "reply": ["1", {"fail": "rate_limited", "retry_after_s": 0.5}]},

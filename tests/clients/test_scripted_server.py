@@ -1,4 +1,4 @@
-"""The scripted server as a peer's client and a plain HTTP caller would meet it, and from the
+"""The scripted server, called by our own client and by a plain HTTP client, and started from the
 command line."""
 
 import asyncio
@@ -31,7 +31,7 @@ from tests.clients.helpers import Books, request, run
 
 
 def post(url, body, **headers):
-    """(status, headers, body) by the standard library's client."""
+    """POST with the standard library's client; return (status, headers, body)."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     asked = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers})
     try:
@@ -55,7 +55,7 @@ def answers(script, *bodies, path="/chat/completions", **options):
     return run(main())
 
 
-def test_a_completion():
+def test_chat_completion_response():
     (status, headers, body), *_ = answers(["hello"])[0]
     assert (status, headers["Content-Type"]) == (200, "application/json")
     assert json.loads(body) == {
@@ -80,14 +80,14 @@ def test_a_completion():
     }
 
 
-def test_a_stream_is_one_event():
+def test_streamed_reply_is_one_event():
     (status, headers, body), *_ = answers(["hello"], ASK | {"stream": True})[0]
     event, done, _ = body.decode().split("\n\n")
     assert (status, headers["Content-Type"], done) == (200, "text/event-stream", "data: [DONE]")
     assert json.loads(event.removeprefix("data: "))["choices"][0]["delta"]["content"] == "hello"
 
 
-def test_failures_on_the_wire():
+def test_scripted_failures_become_http_responses():
     script = [
         rate_limited(1.5),
         server_error(503),
@@ -108,7 +108,7 @@ def test_failures_on_the_wire():
     ("failure", "error"),
     [(dropped(), http.client.RemoteDisconnected), (cut(), http.client.IncompleteRead)],
 )
-def test_connections_that_break(failure, error):
+def test_scripted_failure_breaks_the_connection(failure, error):
     async def main():
         async with ScriptedServer([failure]) as server:
             with pytest.raises(error):
@@ -137,13 +137,13 @@ def test_connections_that_break(failure, error):
         ),
     ],
 )
-def test_bad_requests(body, path, status, says):
+def test_bad_request_gets_error_status(body, path, status, says):
     (got, _, sent), *_ = answers([], body, path=path, window=9)[0]
     assert got == status
     assert says in sent.decode()
 
 
-def test_a_reply_survives_the_wire_whole():
+def test_reply_fields_survive_the_round_trip():
     call = ToolCall("c1", "look", '{"at":1}')
     given = Reply(
         Message("assistant", "", reasoning="hm", tool_calls=(call,)), Usage(3, 2, 1, 1, 1), "tool_calls", "m-1",
@@ -160,7 +160,7 @@ def test_a_reply_survives_the_wire_whole():
     assert run(main()) == given
 
 
-def test_async_scripts_run_side_by_side():
+def test_async_scripts_run_concurrently():
     async def main():
         all_here = asyncio.Barrier(5)
 
@@ -190,7 +190,7 @@ def test_a_port_in_use_is_named():
         run(main())
 
 
-def test_from_the_command_line(tmp_path):
+def test_server_starts_from_the_command_line(tmp_path):
     script = tmp_path / "script.json"
     script.write_text('[{"match": "", "reply": "hello"}]')
     command = [sys.executable, "-m", "ramify.testing", "serve"]

@@ -1,4 +1,4 @@
-"""Usage figures that cannot be: each is booked at its upper bound, so that no limit is passed."""
+"""Impossible usage figures are settled at their upper bound, so that no limit is exceeded."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ POSSIBLE = {
 }
 
 
-def booked(body: bytes) -> tuple[Usage, float | None, str]:
-    """What one reply of a server is booked as: usage, cost, and its text."""
+def settle_reply(body: bytes) -> tuple[Usage, float | None, str]:
+    """Settle one reply of a server and return its usage, cost and text."""
 
     async def main() -> tuple[Usage, float | None, str]:
         async with says(body) as server:
@@ -67,37 +67,41 @@ def booked(body: bytes) -> tuple[Usage, float | None, str]:
     return found
 
 
-def sent(usage: Any) -> bytes:
+def completion_with_usage(usage: Any) -> bytes:
     choice = {"message": {"content": "x"}, "finish_reason": "stop"}
     return msgspec.json.encode({"choices": [choice], "usage": usage})
 
 
 @pytest.mark.parametrize("usage", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
-def test_what_cannot_be_is_booked_at_the_upper_bound(usage: Any) -> None:
-    assert booked(sent(usage)) == (MOST, None, "x")
+def test_impossible_usage_is_settled_at_upper_bound(usage: Any) -> None:
+    assert settle_reply(completion_with_usage(usage)) == (MOST, None, "x")
 
 
 @pytest.mark.parametrize(("usage", "read"), POSSIBLE.values(), ids=POSSIBLE)
-def test_what_can_be_is_read(usage: Any, read: Usage) -> None:
-    assert booked(sent(usage)) == (read, None, "x")
+def test_unusual_but_possible_usage_is_read(usage: Any, read: Usage) -> None:
+    assert settle_reply(completion_with_usage(usage)) == (read, None, "x")
 
 
-def test_no_number_at_all_costs_no_reply() -> None:
+def test_nan_usage_and_cost_do_not_lose_the_reply() -> None:
     body = (
-        sent(FAIR | {"cost": 1})
+        completion_with_usage(FAIR | {"cost": 1})
         .replace(b'"prompt_tokens":5', b'"prompt_tokens":NaN')
         .replace(b":1}", b":NaN}")
     )
     assert b"NaN" in body
-    assert booked(body) == (MOST, None, "x")
+    assert settle_reply(body) == (MOST, None, "x")
 
 
 @pytest.mark.parametrize("cost", [-1.0, True, "0.5", None])
-def test_a_cost_that_is_no_amount_is_left_out(cost: Any) -> None:
-    assert booked(sent(FAIR | {"cost": cost})) == (Usage(5, 2, calls=1), None, "x")
+def test_invalid_cost_is_ignored(cost: Any) -> None:
+    assert settle_reply(completion_with_usage(FAIR | {"cost": cost})) == (
+        Usage(5, 2, calls=1),
+        None,
+        "x",
+    )
 
 
-def test_a_client_of_ones_own_is_not_believed_either() -> None:
+def test_impossible_usage_of_custom_client_is_settled_at_upper_bound() -> None:
     async def main() -> list[Usage]:
         odd = [
             Usage(5, 2, 500, calls=1),

@@ -1,5 +1,4 @@
-"""Sockets: proxies and certificate authorities from the environment, lazy imports, connections used
-again."""
+"""Sockets: proxies and certificate authorities from the environment, and lazy imports."""
 
 import asyncio
 import shutil
@@ -60,13 +59,13 @@ def test_naming_models_imports_no_http_library():
         ({"HTTP_PROXY": "http://p:1", "NO_PROXY": "host,other"}, "http://host:8000/v1", None),
     ],
 )
-def test_proxies_of_the_environment(environ, url, proxy, monkeypatch):
+def test_proxy_is_taken_from_the_environment(environ, url, proxy, monkeypatch):
     for name, value in environ.items():
         monkeypatch.setenv(name.lower(), value)
     assert proxy_for(url) == proxy
 
 
-def test_a_proxy_that_cannot_be_used_is_named(monkeypatch):
+def test_unsupported_proxy_is_named(monkeypatch):
     monkeypatch.setenv("all_proxy", "socks5://p:1")
     with pytest.raises(
         ConfigError,
@@ -115,7 +114,7 @@ def test_a_request_goes_through_the_proxy(monkeypatch):
     assert run(main()) == ("http://model.invalid/v1/chat/completions", "Basic dXNlcjpwYXNz")
 
 
-def test_a_proxy_that_is_down_is_named_without_its_password(monkeypatch):
+def test_unreachable_proxy_is_named_without_its_password(monkeypatch):
     async def main():
         async with Says(lambda _: (200, REPLY, {})) as proxy:
             root = proxy.root
@@ -164,7 +163,7 @@ def certificate(tmp_path):
 @pytest.mark.parametrize(
     "variable", ["SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS", None]
 )
-def test_certificate_authorities_of_the_environment(variable, certificate, monkeypatch):
+def test_certificate_authority_is_taken_from_the_environment(variable, certificate, monkeypatch):
     pem, key = certificate
     if variable is not None:
         monkeypatch.setenv(variable, str(pem))
@@ -174,12 +173,12 @@ def test_certificate_authorities_of_the_environment(variable, certificate, monke
         context.load_cert_chain(pem, key)
         http = LoopbackServer(lambda exchange: exchange.send(200, REPLY), tls=context)
         await http.start()
-        pool, told = ClientPool(), []
+        pool, notices = ClientPool(), []
         try:
             client = pool.client(f"vllm:m@https://localhost:{http.port}/v1")
-            return (await pool.ask(client, request(), Books(), told.append)).message.content
+            return (await pool.ask(client, request(), Books(), notices.append)).message.content
         except Unreachable as error:
-            return "name your certificate authority in SSL_CERT_FILE" in str(error), told
+            return "name your certificate authority in SSL_CERT_FILE" in str(error), notices
         finally:
             await pool.close()
             await http.close()
@@ -208,7 +207,7 @@ def test_certificate_authorities_of_the_environment(variable, certificate, monke
         ),
     ],
 )
-def test_a_missing_bundle_is_named(variable, value, message, monkeypatch):
+def test_unusable_certificate_bundle_is_named(variable, value, message, monkeypatch):
     monkeypatch.setenv(variable, value)
 
     async def main():

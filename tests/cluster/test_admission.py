@@ -1,5 +1,5 @@
-"""The simulated queue decides as the real one does: what it took when is played to
-``train/rollouts/group_queue.py``, event by event."""
+"""The simulated queue decides like the real one: its events are replayed, one by one, to
+``train/rollouts/group_queue.py``."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Event = tuple[str, Any]
 """("whole", number of a group) or ("taken", numbers of a step's groups) or ("newer", step)"""
 
 
-class _Noting(simulated_rollout.SimulatedQueue):
-    """Says when a group became whole."""
+class _RecordingQueue(simulated_rollout.SimulatedQueue):
+    """Records when a group is complete."""
 
     events: list[Event]
 
@@ -60,7 +60,7 @@ def simulated(
             number
         )
 
-    queue = _Noting(env, stage, rules, drawn, 1, NUM_STEPS)
+    queue = _RecordingQueue(env, stage, rules, drawn, 1, NUM_STEPS)
     queue.events = events
 
     def train() -> Any:
@@ -87,7 +87,7 @@ class _Attempt:
 
 
 class _Rollouts:
-    """Groups of one attempt, which ends when a test says so."""
+    """Groups of one attempt, which the test completes."""
 
     per_item, room = 1, ConcurrencyController(99)
 
@@ -103,7 +103,7 @@ class _Rollouts:
 async def check(
     sample: StepSampleSpec, has_no_signal: Callable[[int], bool], events: list[Event]
 ) -> int:
-    """Has the real queue go through ``events``; the number of steps that were compared."""
+    """Replay ``events`` to the real queue; return the number of steps that were compared."""
     items = [Item("?", "", id=str(number)) for number in range(500)]
     rollouts: Any = _Rollouts()
     zero_variance = lambda group: has_no_signal(int(group.task))  # noqa: E731
@@ -142,7 +142,7 @@ async def _settle() -> None:
 
 @pytest.mark.parametrize("max_items", [0, 7])
 @pytest.mark.parametrize(("staleness", "grace_steps"), [(0, 4), (1, 0), (1, 4), (2, 1)])
-def test_both_take_the_same_groups_at_the_same_events(
+def test_simulated_and_real_queue_take_the_same_groups(
     staleness: int, grace_steps: int, max_items: int
 ) -> None:
     def has_no_signal(number: int) -> bool:

@@ -1,5 +1,5 @@
-"""Processors that are shared, by hand; slots that hold what the real ones do; and what a run writes
-down of both."""
+"""Shared CPU cores, computed by hand; simulated slots that cache like the real ones; and the CPU
+measurements that a run records."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def ends(env: Environment, **events: Event) -> dict[str, float]:
     return found
 
 
-def test_sessions_share_what_cores_there_are() -> None:
-    """Three of 2, 2 and 5 s on two cores: at two thirds each until 3 s, when the last has 3 s left
-    and a core to itself."""
+def test_sessions_share_the_cores() -> None:
+    """Sessions of 2, 2 and 5 s on two cores: each gets two thirds of a core until 3 s; then the
+    last has 3 s left and a core to itself."""
     env = Environment()
     cores = SimulatedCores(env, 2, None)
     found = ends(env, a=cores.session(2.0), b=cores.session(2.0), c=cores.session(5.0))
@@ -37,9 +37,9 @@ def test_sessions_share_what_cores_there_are() -> None:
     assert cores.used_s == pytest.approx(9)
 
 
-def test_engine_and_loop_take_turns() -> None:
-    """Ten tokens of a second; 2 s of the loop take 4, of which the engine has half; on the other
-    core a session."""
+def test_engine_and_event_loop_share_one_core() -> None:
+    """Ten tokens of 1 s; the 2 s of the loop take 4 s, because the engine gets half of the core; a
+    session uses the other core."""
     env = Environment()
     engine = SimulatedEngine(env, EngineRate(((1.0, 1.0),)), 1)
     cores = SimulatedCores(env, 2, engine)
@@ -51,8 +51,8 @@ def test_engine_and_loop_take_turns() -> None:
     assert cores.used_s == pytest.approx(15)
 
 
-def test_one_core_for_all() -> None:
-    """Engine and session at half a core each until the session has had its 2 s."""
+def test_engine_and_session_share_a_single_core() -> None:
+    """Engine and session get half a core each until the session has had its 2 s."""
     env = Environment()
     engine = SimulatedEngine(env, EngineRate(((1.0, 1.0),)), 1)
     cores = SimulatedCores(env, 1, engine)
@@ -61,27 +61,27 @@ def test_one_core_for_all() -> None:
     )
 
 
-def test_slots_hold_what_the_real_ones_do() -> None:
-    """Two slots: a call comes back to its own, a sibling copies what it shares, a third takes the
-    slot that waited longest."""
+def test_simulated_slots_reuse_prefixes_like_real_ones() -> None:
+    """Two slots: a call returns to its own, a sibling copies the shared prefix, a third takes the
+    least recently used slot."""
     kept, first = SimulatedCache(2, 64), np.arange(20, dtype=np.int32)
 
-    def asked(ids: Any, affinity: str) -> int:
+    def tokens_to_prefill(ids: Any, affinity: str) -> int:
         admitted = kept.admit(ids, affinity)
         assert admitted is not None
         kept.release(admitted[0], np.append(ids, np.int32(99)))
         return admitted[1]
 
-    assert asked(first, "0") == 20
-    assert asked(np.append(first, np.array([99, 5, 6], np.int32)), "0") == 3
-    assert asked(np.append(first[:15], np.array([70, 71], np.int32)), "0") == 2
-    assert asked(np.arange(100, 110, dtype=np.int32), "0") == 10
-    assert asked(np.append(first, np.array([99, 5, 6, 7], np.int32)), "0") == 24 - 15
+    assert tokens_to_prefill(first, "0") == 20
+    assert tokens_to_prefill(np.append(first, np.array([99, 5, 6], np.int32)), "0") == 3
+    assert tokens_to_prefill(np.append(first[:15], np.array([70, 71], np.int32)), "0") == 2
+    assert tokens_to_prefill(np.arange(100, 110, dtype=np.int32), "0") == 10
+    assert tokens_to_prefill(np.append(first, np.array([99, 5, 6, 7], np.int32)), "0") == 24 - 15
     kept.forget()
-    assert asked(first, "0") == 20
+    assert tokens_to_prefill(first, "0") == 20
 
 
-def test_sequences_wait_for_room_in_the_cache() -> None:
+def test_sequences_wait_for_cache_space() -> None:
     """64 tokens: two sequences of up to 32 at a time, one of up to 64."""
     env = Environment()
     engine = SimulatedEngine(env, EngineRate(((1.0, 1.0),)), 8, cache_tokens=64)
@@ -90,7 +90,7 @@ def test_sequences_wait_for_room_in_the_cache() -> None:
     assert found == {"a": 10, "b": 10, "c": 20, "d": 25}
 
 
-def test_what_steps_cost_is_counted_by_kind() -> None:
+def test_step_timings_are_grouped_by_kind() -> None:
     paces = StepTimings()
     for sequences, read, cpu_s in ((5, 0, 0.5), (8, 0, 1.0), (3, 40, 2.0), (0, 7, 0.25)):
         paces.note(sequences, read, cpu_s)
@@ -124,7 +124,7 @@ def test_cpu_time_is_measured_and_read_from_the_metrics(tmp_path: Path) -> None:
     ]
     expected = RecordedCpu(step=7, cores=2, loop_s=0.5, sessions_s=1.5, engine=engine)
     assert list(recorded_cpu(tmp_path, list(read_metrics(tmp_path)))) == [expected]
-    # As an earlier version wrote it, with a line that a kill tore.
+    # The format of an earlier version, with a last line that was cut off by a kill.
     earlier = msgspec.structs.replace(expected, step=6)
     (tmp_path / "processors.jsonl").write_bytes(msgspec.json.encode(earlier) + b'\n{"step": 7,')
     assert list(recorded_cpu(tmp_path, [])) == [earlier]

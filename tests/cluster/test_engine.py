@@ -1,4 +1,4 @@
-"""An engine in simulated time, by hand: legend ``(seconds at which it ended, spans)``."""
+"""A simulated engine against values computed by hand: ``(end in seconds, spans)`` per request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ramify.cluster.rate import EngineRate
 from ramify.cluster.simulated_engine import SimulatedEngine, Spans, pick
 
 STEADY = EngineRate(((1.0, 1.0),))
-"""A step takes a second, however many."""
+"""A step takes 1 s for any number of sequences."""
 SLOWER = EngineRate(((1.0, 1.0), (2.0, 1.5)), prompt_token_s=0.1)
 """1 s alone, 1.5 s for two, 2 s for three."""
 
@@ -21,7 +21,7 @@ Ended = list[tuple[float, Spans]]
 
 
 def ends(engine: SimulatedEngine, env: Environment, asked: list[tuple[float, int, int]]) -> Ended:
-    """``asked``: (at, prompt tokens, sampled) of each request."""
+    """``asked``: (start in seconds, prompt tokens, sampled tokens) of each request."""
     found: Ended = [(0.0, [])] * len(asked)
 
     def ask(index: int, at: float, new: int, sampled: int) -> Generator[Any, Any, None]:
@@ -43,27 +43,27 @@ def env() -> Environment:
     return Environment()
 
 
-def test_one_slot_takes_one_after_the_other(env: Environment) -> None:
+def test_one_slot_serves_requests_in_sequence(env: Environment) -> None:
     engine = SimulatedEngine(env, STEADY, 1)
     found = ends(engine, env, [(0, 0, 3), (1, 0, 2), (10, 0, 4)])
     assert found == [(3, [(0, 3)]), (5, [(0, 2)]), (14, [(0, 4)])]
     assert (engine.busy_s, engine.sequence_s, engine.sampled, engine.in_flight) == (9, 9, 9, 0)
 
 
-def test_two_slots_share_a_pace(env: Environment) -> None:
-    """Alone until 2: 2 tokens. Two until the second has its 2 after 3 s. Alone again for 10 - 4
-    tokens."""
+def test_two_sequences_slow_each_other_down(env: Environment) -> None:
+    """Alone until 2 s: 2 tokens. Two sequences for 3 s, until the second has its 2 tokens. Then
+    alone for 10 - 4 tokens."""
     found = ends(SimulatedEngine(env, SLOWER, 2), env, [(0, 0, 10), (2, 0, 2)])
     assert [at for at, _ in found] == [2 + 3 + 6, 2 + 3]
 
 
-def test_a_prompt_holds_everybody_up(env: Environment) -> None:
-    """The second's prompt takes 1 s, during which the first pauses."""
+def test_prefill_pauses_other_sequences(env: Environment) -> None:
+    """The prompt of the second takes 1 s, during which the first pauses."""
     found = ends(SimulatedEngine(env, SLOWER, 2), env, [(0, 0, 10), (2, 10, 2)])
     assert [at for at, _ in found] == [2 + 1 + 3 + 6, 2 + 1 + 3]
 
 
-def test_a_step_with_more_than_was_measured_goes_on_along_the_line(env: Environment) -> None:
+def test_step_time_is_extrapolated_beyond_measured_batch_sizes(env: Environment) -> None:
     assert [SLOWER.step_s(b) for b in (0.5, 1, 1.5, 2, 3, 4)] == [1, 1, 1.25, 1.5, 2, 2.5]
     assert [at for at, _ in ends(SimulatedEngine(env, SLOWER, 9), env, [(0, 0, 2)] * 3)] == [
         4,
@@ -80,15 +80,15 @@ def at(env: Environment, seconds: float, act: Callable[[], object]) -> None:
     env.process(later())
 
 
-def test_new_weights_are_read_again_and_noted(env: Environment) -> None:
-    """At 4 the first has 4 tokens after a prompt of 10 that took 1 s: 3 of them, and 13 tokens are
-    read again in 1.3 s."""
+def test_new_weights_repeat_the_prefill_and_start_a_new_span(env: Environment) -> None:
+    """By 4 s, the prompt of 10 tokens (1 s) and 3 sampled tokens are done; then these 13 tokens are
+    prefilled again in 1.3 s."""
     engine = SimulatedEngine(env, SLOWER, 2)
     at(env, 4, lambda: engine.take(7))
     assert ends(engine, env, [(0, 10, 5)]) == [(4 + 1.3 + 2, [(0, 3), (7, 2)])]
 
 
-def test_it_stands_still_while_paused(env: Environment) -> None:
+def test_paused_engine_samples_nothing(env: Environment) -> None:
     engine = SimulatedEngine(env, STEADY, 1)
     at(env, 2, engine.pause)
     at(env, 5, engine.resume)
@@ -96,7 +96,7 @@ def test_it_stands_still_while_paused(env: Environment) -> None:
     assert engine.busy_s == 5
 
 
-def test_what_is_cancelled_frees_its_slot(env: Environment) -> None:
+def test_cancelled_request_frees_its_slot(env: Environment) -> None:
     engine = SimulatedEngine(env, STEADY, 1)
     first = engine.sample(0, 0, 100, "first")
     second = engine.sample(0, 0, 5, "first")
@@ -105,15 +105,14 @@ def test_what_is_cancelled_frees_its_slot(env: Environment) -> None:
     assert (first.value, second.value, engine.sampled) == ([(0, 4)], [], 6)
 
 
-def test_a_tree_begins_at_the_engine_with_least_to_do(env: Environment) -> None:
+def test_new_tree_goes_to_least_loaded_engine(env: Environment) -> None:
     engines = [SimulatedEngine(env, STEADY, 1) for _ in range(3)]
     engines[0].sample(0, 0, 1)
     assert [engines.index(pick(engines)) for _ in range(4)] == [1, 2, 1, 2]
 
 
-def test_littles_law(env: Environment) -> None:
-    """Sequences in the engine on average are arrivals a second times the seconds that each
-    stays."""
+def test_simulated_engine_obeys_littles_law(env: Environment) -> None:
+    """The mean number of sequences in the engine is the arrival rate times the mean time in it."""
     draw, stays = random.Random(3), []
     engine = SimulatedEngine(env, EngineRate(((1.0, 0.1), (10.0, 0.4)), prompt_token_s=1e-3), 1000)
 

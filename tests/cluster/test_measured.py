@@ -1,4 +1,4 @@
-"""What a run's folder says of how long things take, and what the command makes of it."""
+"""Simulation inputs measured from a run's folder, and the command that uses them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKEN_S, READY_S, LEARN_S, PUBLISH_S, EVALUATE_S = 0.01, 0.2, 3.0, 0.5, 7.0
 
 
 def rollout(name: str, started_at: float, tokens: int) -> Trajectory:
-    """One request on an engine whose step takes a hundredth of a second, and a cell of 0.1 s."""
+    """A rollout of one request, at 0.01 s per token, and one cell of 0.1 s."""
     seconds = TOKEN_S * tokens
     reply = Reply(
         Message("assistant", ""),
@@ -51,8 +51,8 @@ def rollout(name: str, started_at: float, tokens: int) -> Trajectory:
 
 
 def folder(out: Path, steps: int = 4, items: int = 3, group: int = 2, **rollouts: object) -> Path:
-    """A synchronous run: after its second step it evaluates. Rollouts begin together, the longest
-    has 100 tokens."""
+    """Write the folder of a synchronous run that evaluates after step 2. Rollouts of a step start
+    together; the longest has 100 tokens."""
     out.mkdir()
     draw, metrics, at_s = random.Random(0), MetricsFile(out), 0.0
     (out / "rollouts").mkdir()
@@ -93,7 +93,7 @@ def folder(out: Path, steps: int = 4, items: int = 3, group: int = 2, **rollouts
     return out
 
 
-def test_what_a_folder_says(tmp_path: Path) -> None:
+def test_measured_inputs_match_the_run_folder(tmp_path: Path) -> None:
     found = measured(folder(tmp_path / "run"))
     assert (len(found.groups), {len(group) for group in found.groups}) == (12, {2})
     sizes = found.sizes
@@ -125,7 +125,7 @@ def test_what_a_folder_says(tmp_path: Path) -> None:
     assert len(measured(tmp_path / "run", last=1).groups) == 3
 
 
-def test_the_run_itself_is_predicted(tmp_path: Path) -> None:
+def test_simulation_of_the_same_setting_predicts_the_run(tmp_path: Path) -> None:
     found = measured(folder(tmp_path / "run"))
     found.zero_variance = 0.0
     same = SimulationSetting(items=3, group=2, concurrency=64, slots=32)
@@ -135,7 +135,7 @@ def test_the_run_itself_is_predicted(tmp_path: Path) -> None:
     assert steps == [pytest.approx(1.3 + 3.5, rel=0.1), pytest.approx(1.3 + 3.5, rel=0.2)]
 
 
-def test_a_real_run_is_read(tmp_path: Path) -> None:
+def test_inputs_are_measured_from_a_real_run(tmp_path: Path) -> None:
     sft, evaluate = (
         SftSpec(demos="ledger", num=4, task=TaskSpec(options={"rows": [4, 6]})),
         EvaluateSpec(num=1, final=()),
@@ -183,7 +183,7 @@ def test_a_real_run_is_read(tmp_path: Path) -> None:
         ("sense", r"step-000002.jsonl does not contain trajectories"),
     ],
 )
-def test_a_folder_that_says_too_little(tmp_path: Path, lacks: str, says: str) -> None:
+def test_run_folder_without_needed_data_is_refused(tmp_path: Path, lacks: str, says: str) -> None:
     run = folder(tmp_path / "run")
     if lacks == "metrics.jsonl":
         (run / lacks).unlink()
@@ -200,7 +200,9 @@ def test_a_folder_that_says_too_little(tmp_path: Path, lacks: str, says: str) ->
         measured(tmp_path / "nowhere" if lacks == "all" else run)
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_command_prints_predictions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = str(folder(tmp_path / "run"))
     assert (
         SIMULATE.call([run, "--devices", "3", "--staleness", "0,1", "--steps", "3"])
@@ -250,7 +252,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert told["measured"]["sizes"]["slots"] == 32
 
 
-def test_more_than_can_be_played(tmp_path: Path) -> None:
+def test_impossible_or_too_many_settings_are_refused(tmp_path: Path) -> None:
     run = str(folder(tmp_path / "run"))
     with pytest.raises(
         ConfigError, match="3 devices have no room for an engine of 4: give at least as many"
@@ -263,8 +265,8 @@ def test_more_than_can_be_played(tmp_path: Path) -> None:
         SIMULATE.call([run, "--devices", "100000"])
 
 
-def test_evaluations_count_in_hours_alone(tmp_path: Path) -> None:
-    """7 s after every second step of 4.8."""
+def test_evaluations_reduce_steps_per_hour_but_not_step_time(tmp_path: Path) -> None:
+    """An evaluation of 7 s follows every second step of 4.8 s."""
     found = measured(folder(tmp_path / "run"))
     found.zero_variance = 0.0
     plain, evaluated = (
@@ -303,6 +305,6 @@ def test_evaluations_count_in_hours_alone(tmp_path: Path) -> None:
         (["--grace-steps", "-1"], "--grace-steps -1: give 0 or more"),
     ],
 )
-def test_options_that_make_no_sense(tmp_path: Path, options: list[str], says: str) -> None:
+def test_invalid_options_are_refused(tmp_path: Path, options: list[str], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         SIMULATE.call([str(tmp_path), *options])

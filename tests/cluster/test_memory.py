@@ -1,5 +1,5 @@
-"""Estimated bytes against real ones, of models, optimizers and engines that are made here; and one
-large shape by hand."""
+"""Estimated bytes against the real ones of small models, optimizers and engines; and one large
+model computed by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.train.backends.small import CONFIG, policy, tree
 from tests.train.small import small
 
 CPU, H100 = device_of("cpu"), device_of("h100")
-HALF = {
+QWEN_05B = {
     "model_type": "qwen2",
     "hidden_size": 896,
     "num_hidden_layers": 24,
@@ -38,12 +38,15 @@ HALF = {
 
 
 def half(**changes: Any) -> Run:
-    fields: dict[str, Any] = {"policy": PolicySpec(shape=HALF, dtype="bfloat16"), "rl": RlSpec()}
+    fields: dict[str, Any] = {
+        "policy": PolicySpec(shape=QWEN_05B, dtype="bfloat16"),
+        "rl": RlSpec(),
+    }
     return Run(**(fields | changes))
 
 
 def stepped(optim: OptimizerSpec) -> SingleBackend:
-    """A backend after one step, so that its optimizer has its state."""
+    """Return a backend after one step, so that its optimizer has allocated its state."""
     single = SingleBackend(policy(), optim, ComputeSpec(precision="fp32"))
     rows = tree()
     single.forward_backward(pack(rows, single.packing, {"rl": 9.0, "ce": 3.0}), LossSpec())
@@ -52,7 +55,7 @@ def stepped(optim: OptimizerSpec) -> SingleBackend:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_what_a_trainer_holds(kind: Any) -> None:
+def test_trainer_memory_matches_real_backend(kind: Any) -> None:
     optim = OptimizerSpec(kind=kind)
     run = small(warmup=None, sft=None, rl=RlSpec(optim=optim))
     found = memory.of_rank(run, shape_of(CONFIG), CPU, ranks=1).parts
@@ -69,7 +72,7 @@ def test_what_a_trainer_holds(kind: Any) -> None:
     assert (found["weights"], found["gradients"], found["optimizer"]) == (weights, weights, state)
 
 
-def test_what_an_engine_keeps() -> None:
+def test_engine_cache_memory_matches_real_engine() -> None:
     model, slots = helpers.policy(), 4
     running = helpers.engine(model, slots=slots)
     running.add(Generation([5, 6, 7], max_tokens=helpers.WINDOW - 3))
@@ -81,14 +84,14 @@ def test_what_an_engine_keeps() -> None:
     assert memory.of_rank(run, shape, CPU, 1).parts["keys and values"] == real
 
 
-def test_a_limit_makes_fewer_slots_of_the_whole_window() -> None:
+def test_memory_limit_reduces_the_number_of_full_window_slots() -> None:
     shape = shape_of(CONFIG)
     one = shape.cache_bytes_per_token(4) * shape.window
     assert memory.cache_bytes(shape, CPU, 4, 128, 5 * one + 1) == 5 * one
     assert memory.cache_bytes(shape, CPU, 4, 3, 5 * one) == 3 * one
 
 
-def test_half_a_billion_by_hand() -> None:
+def test_memory_of_qwen_05b_matches_hand_calculation() -> None:
     """Qwen2.5-0.5B on four ranks.
 
     embedding, tied with the output      151,936 x 896                       136,134,656
@@ -114,7 +117,7 @@ def test_half_a_billion_by_hand() -> None:
         quarter,
         2 * quarter,
     )
-    # bf16: two layers and what is outside, whole; gradients of one layer and of what is outside
+    # bf16: two layers and all that is outside of layers; gradients of one layer and of the latter
     assert found["gathered"] == 2 * (2 * 14_912_384 + 136_135_552) + 2 * (14_912_384 + 136_135_552)
     # a token keeps ten vectors of 896 and four of 4,864 in each of 24 layers, at four bytes
     assert found["activations, at most"] == 16_384 * 24 * 4 * (8_960 + 19_456)
@@ -126,10 +129,10 @@ def test_half_a_billion_by_hand() -> None:
     assert memory.of_rank(half(), shape, device_of("l4"), 1).fits is False
 
 
-def test_adapters_are_all_that_is_trained() -> None:
-    """Rank 8 on q of every layer: 8 x (896 + 896) in each of 24."""
+def test_only_lora_adapters_have_gradients_and_optimizer_state() -> None:
+    """Rank 8 on q of every layer: 8 x (896 + 896) in each of 24 layers."""
     spec = LoraSpec(rank=8, targets=("q_proj",))
-    run = half(policy=PolicySpec(shape=HALF, lora=spec))
+    run = half(policy=PolicySpec(shape=QWEN_05B, lora=spec))
     shape = shape_of(config_of(run), spec)
     assert shape.adapters == 24 * 8 * (896 + 896)
     found = memory.of_rank(run, shape, CPU, 1).parts
@@ -137,7 +140,7 @@ def test_adapters_are_all_that_is_trained() -> None:
     assert found["optimizer"] == shape.adapters * 8
 
 
-def test_a_second_model_is_counted() -> None:
+def test_kl_reference_model_is_counted() -> None:
     rl = RlSpec(loss=LossSpec(kl_beta=0.1))
     with_kl, without = (
         memory.of_rank(small(rl=each), shape_of(CONFIG), CPU, 1).parts for each in (rl, RlSpec())

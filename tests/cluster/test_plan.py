@@ -1,5 +1,5 @@
-"""The plan of a recipe: who goes where, how long a step takes, by hand and from a run; and the
-command that prints it."""
+"""The plan of a recipe: placement, memory and step time, computed by hand and measured from a run;
+and the command that prints it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ramify.train.rollouts.group_queue import StepSampleSpec
 from tests.cluster.test_memory import half
 from tests.train.small import small
 
-TOGETHER = PlacementSpec(
+COLOCATED = PlacementSpec(
     pools={"main": NodePool(nodes=1, gpus=2, cpus=8)},
     trainer=RoleSpec(gpus=1),
     inference=RoleSpec(gpus=1),
@@ -46,19 +46,19 @@ TOY = ModelShape(
     head_size=5, kv_heads=1, vocabulary=20, window=100,
 )  # fmt: skip
 SLOW = DeviceSpec("slow", 1, tflops=1e-6, gb_per_s=1e-3)
-"""A million FLOP and a million bytes a second."""
+"""1e6 FLOP/s and 1e6 bytes/s."""
 
 
 def placed(**changes: Any) -> Run:
     fields: dict[str, Any] = {
         "compute": ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2), max_tokens=8192),
         "inference": InferenceSpec(num=2),
-        "placement": TOGETHER,
+        "placement": COLOCATED,
     }
     return half(**(fields | changes))
 
 
-def test_a_plan_says_who_goes_where_and_what_each_holds() -> None:
+def test_plan_shows_placement_and_memory_of_each_role() -> None:
     found = plan(placed())
     assert [
         (placement_slot.pool, placement_slot.node, [tuple(each) for each in placement_slot.members])
@@ -94,7 +94,7 @@ def test_a_plan_says_who_goes_where_and_what_each_holds() -> None:
     assert "share a device of 24 GB and hold" in small_ones.too_large[-1]
 
 
-def test_nodes_may_be_said_for_the_only_pool() -> None:
+def test_number_of_nodes_can_be_given_for_the_only_pool() -> None:
     four = placed(
         compute=ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=4)),
         inference=InferenceSpec(num=4),
@@ -109,8 +109,8 @@ def test_nodes_may_be_said_for_the_only_pool() -> None:
 
 
 def test_engines_over_two_gpus_share_them_with_two_ranks() -> None:
-    """Half of an engine on each GPU; what both hold is held against one device."""
-    over_two = msgspec.structs.replace(TOGETHER, inference=RoleSpec(gpus=2))
+    """Each GPU holds half of an engine; the sum of both roles is compared with one device."""
+    over_two = msgspec.structs.replace(COLOCATED, inference=RoleSpec(gpus=2))
     one = InferenceSpec(num=1, engine="vllm")
     found = plan(placed(placement=over_two, inference=one), PlanOptions(device="l4"))
     text = "\n".join(lines(found))
@@ -121,9 +121,9 @@ def test_engines_over_two_gpus_share_them_with_two_ranks() -> None:
     assert found.too_large[-1].startswith("trainer and inference share a device of 24 GB and hold")
 
 
-def test_seconds_by_hand() -> None:
-    """TOY on a device of 10^6 FLOP/s and 10^6 bytes/s, of which half is got: 400 tokens sampled in
-    10 rollouts, 600 given.
+def test_step_time_matches_hand_calculation() -> None:
+    """TOY on a device of 10^6 FLOP/s and 10^6 bytes/s at half efficiency: 400 sampled tokens in
+    10 rollouts, 600 prompt tokens.
 
     a token forward          2 x 1,000 + 4 x 2 x 10 x length / 2: 6,000 at a mean length of 100, 4,000 at 50
     learning on 2 ranks      1,000 tokens x 3 x 6,000 / (2 x 5 x 10^5)                                      = 18 s
@@ -155,13 +155,13 @@ def test_seconds_by_hand() -> None:
     ).learning == pytest.approx(24.0)
 
 
-def test_seconds_from_a_run_that_was(tmp_path: Path) -> None:
-    """One rank learnt 300 tokens a second and one engine sampled 50: two of both halve the
-    seconds."""
+def test_step_time_is_scaled_from_a_measured_run(tmp_path: Path) -> None:
+    """One rank trained on 300 tokens per second and one engine sampled 50; two of each halve the
+    time."""
     checkpoints = CheckpointStore(tmp_path, 1, 0)
     checkpoints.save(CheckpointState(step=3, config=plain(small())), {})
     written = MetricsFile(tmp_path)
-    for step, work_s in enumerate((40.0, 4.0, 4.0)):  # the first step is not like the others
+    for step, work_s in enumerate((40.0, 4.0, 4.0)):  # the first step is an outlier
         values = {
             "work_s": work_s,
             "learn_s": 2.0,
@@ -192,9 +192,9 @@ def test_seconds_from_a_run_that_was(tmp_path: Path) -> None:
         plan(placed(), PlanOptions(measured=tmp_path))
 
 
-def test_a_thousand_ranks_wait_for_rollouts_and_for_weights() -> None:
-    """20 rollouts keep 20 ranks busy. Sending, not products, is what the step waits for: 8 bytes of
-    gradients and gathered weights per parameter, over a network of 25 GB/s."""
+def test_thousand_ranks_are_limited_by_rollouts_and_weight_traffic() -> None:
+    """20 rollouts keep only 20 ranks busy. Communication, not computation, limits the step: 8 bytes
+    of gradients and gathered weights per parameter, over a network of 25 GB/s."""
     large = PlacementSpec(
         pools={"main": NodePool(nodes=125, gpus=8, cpus=96)}, trainer=RoleSpec(gpus=1)
     )
@@ -221,9 +221,9 @@ def test_a_thousand_ranks_wait_for_rollouts_and_for_weights() -> None:
     assert f"  fastest that fits: {fields}" in text
 
 
-def test_meshes_of_a_mixture_by_hand() -> None:
-    """Two ranks, a mixture of experts: what each mesh sends and how much of the experts a rank
-    gathers."""
+def test_moe_mesh_traffic_matches_hand_calculation() -> None:
+    """A mixture of experts on two ranks: the bytes that each mesh sends, and the share of experts
+    that a rank gathers."""
     config = Qwen3MoeConfig(
         vocab_size=64, hidden_size=32, moe_intermediate_size=16, num_experts=4, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts_per_tok=2, tie_word_embeddings=True,
@@ -248,26 +248,28 @@ def test_meshes_of_a_mixture_by_hand() -> None:
     assert found[1, 2, 1].sent.total == 16 * 1000 * 32 * 4 + 0.5 * 400 * 64 * 4
 
 
-def test_shares_and_devices_that_are_none() -> None:
+def test_invalid_efficiency_and_unknown_device_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"train=1\.5 must be above 0 and at most 1"):
         DeviceEfficiency(train=1.5)
     with pytest.raises(ConfigError, match="unknown device 'h10': did you mean 'h100'"):
         device_of("h10")
 
 
-def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_command_prints_json_or_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = tmp_path / "recipe.py"
     recipe.write_text(RECIPE)
-    told = command("cluster plan")
-    assert told.call([str(recipe), "--json", "--device", "h200", "--mfu", "0.5"]) == 0
+    plan_command = command("cluster plan")
+    assert plan_command.call([str(recipe), "--json", "--device", "h200", "--mfu", "0.5"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["parts"][0]["device"] == "h200"
     assert found["placement_slots"][0]["members"] == [["trainer", 0], ["inference", 0]]
-    assert told.call([str(recipe)]) == 0
+    assert plan_command.call([str(recipe)]) == 0
     assert "  placement slot 1: 1 GPUs, 2 CPUs: trainer 1, inference 1\n" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="= 2 GPUs, and it has 1 x 1 = 1"):
-        told.call([str(recipe), 'placement.pools={"main": {"gpus": 1, "cpus": 8}}'])
+        plan_command.call([str(recipe), 'placement.pools={"main": {"gpus": 1, "cpus": 8}}'])
     with pytest.raises(UsageError, match="give one recipe"):
-        told.call(["rl.steps=1"])
+        plan_command.call(["rl.steps=1"])
     with pytest.raises(UsageError, match="--mfu 3: give a fraction above 0 and at most 1"):
-        told.call([str(recipe), "--mfu", "3"])
+        plan_command.call([str(recipe), "--mfu", "3"])

@@ -1,5 +1,5 @@
-"""How fast an engine is, read off requests that an engine of a known speed served, and asked of one
-that sleeps."""
+"""Engine rates, fitted to requests of a simulated engine of known speed and calibrated on a client
+with a fixed latency."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def served(rate: EngineRate, slots: int, num: int = 400, engines: int = 1) -> li
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-def test_the_rate_is_found_again(engines: int) -> None:
+def test_fit_recovers_the_rate(engines: int) -> None:
     found = fit(served(TRUE, 32, 1600, engines), engines, slots=32)
     assert found.step_s(4) == pytest.approx(TRUE.step_s(4), rel=0.12)
     assert found.step_s(32) == pytest.approx(TRUE.step_s(32), rel=0.2)
     assert found.prompt_token_s == pytest.approx(TRUE.prompt_token_s, rel=0.5)
 
 
-def test_what_waited_for_a_slot_is_not_the_engines_time() -> None:
-    """Two slots: the third has one when the first is over, the fourth when the second is."""
+def test_time_waiting_for_a_slot_is_excluded() -> None:
+    """Two slots: the third request starts when the first ends, the fourth when the second ends."""
     asked = [
         MeasuredRequest(0, 4, 0, 4),
         MeasuredRequest(1, 6, 0, 5),
@@ -68,8 +68,8 @@ def test_what_waited_for_a_slot_is_not_the_engines_time() -> None:
         fit([MeasuredRequest(0.0, 1.0, 5, 0)] * 9, slots=4)
 
 
-def test_nothing_is_faster_than_nothing() -> None:
-    """More at once was measured faster, by chance; no number of a rate is below zero."""
+def test_fitted_rates_are_never_negative() -> None:
+    """Noise makes larger batches look faster; no number of a rate becomes negative."""
     asked = [
         MeasuredRequest(t * 10.0, t * 10.0 + 2.0 - 0.1 * (t % 3), t % 3, 10) for t in range(12)
     ]
@@ -82,7 +82,7 @@ def test_nothing_is_faster_than_nothing() -> None:
     )
 
 
-def test_an_engine_is_asked_itself() -> None:
+def test_rate_is_calibrated_on_a_live_engine() -> None:
     client = ScriptedClient(lambda messages: "word " * 80, latency_s=0.02)
     rate = asyncio.run(calibrate(client, slots=4, tokens=40))
     assert [b for b, _ in rate.points] == [1, 2, 4]

@@ -29,9 +29,9 @@ def call(
     )  # type: ignore[arg-type]
 
 
-def test_waves_and_waits() -> None:
-    """Two calls overlap, a third began after both: the parent's 9 s are 1 + 0.5 + 2.5 + 1 + 0.6 and
-    3.4 of the host's."""
+def test_overlapping_children_form_waves_and_waits_become_host_time() -> None:
+    """Two calls overlap and a third starts after both: the parent's 9 s are 1 + 0.5 + 2.5 + 1 + 0.6
+    and 3.4 s of host time."""
     here = Parent("0", 0, 0)
     tree = Trajectory(
         "t", "?", seconds=9.5,
@@ -62,7 +62,7 @@ def test_waves_and_waits() -> None:
     assert (shape.sampled, shape.learnt) == (40, 41 + 17 + 11 + 17)
 
 
-def test_a_rollout_walks_its_calls() -> None:
+def test_rollout_shape_iterates_over_its_calls() -> None:
     leaf = CallShape((TurnShape(1, 1, 1),))
     root = CallShape((TurnShape(1, 1, 2, cells=(CellShape(0.0, ((leaf, leaf), (leaf,))),)),))
     assert RolloutShape((root,)).sampled == 5

@@ -1,12 +1,11 @@
-"""Markdown pages as blocks of code, and what the blocks of each page find when they are run.
+"""The code blocks of the Markdown pages.
 
 A block is run if possible. For one that cannot run (it installs, needs a key, or serves until it is
-stopped), a comment in the line before its fence says so::
+stopped), a comment in the line before its fence gives the reason::
 
     <!-- not run here: it installs -->
 
-Left out: whether a block that is not run parses, and whether links lead somewhere;
-``scripts/check_docs.py`` has that.
+Not here: the syntax of blocks that are not run, and broken links; see ``scripts/check_docs.py``.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ ALL = [block for page in PAGES for block in blocks(page)]
 
 
 def prose(page: Path) -> str:
-    """The page without its code and the targets of its links."""
+    """Return the page without its code and link targets."""
     return re.sub(r"\]\([^)]*\)", "]", _FENCE.sub("", page.read_text(encoding="utf-8")))
 
 

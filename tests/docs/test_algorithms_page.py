@@ -1,5 +1,5 @@
-"""``docs/algorithms.md``: its tables are what the parts do now, compared with numbers that
-are computed independently here."""
+"""``docs/algorithms.md``: its tables are up to date and agree with numbers computed independently
+here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE_SCRIPT = script("algorithms_page")
 
 
 def column(table: str, index: int = 1) -> dict[str, list[float]]:
-    """Name -> the numbers of its cell."""
+    """Return the numbers of one column by the name of the row."""
     (body,) = re.findall(rf"<!-- begin {table} -->\n(.*?)<!-- end", PAGE, re.DOTALL)
     rows = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in body.splitlines()[2:]]
     return {
@@ -27,7 +27,7 @@ def column(table: str, index: int = 1) -> dict[str, list[float]]:
     }
 
 
-def test_the_tables_are_current():
+def test_tables_are_up_to_date():
     assert PAGE_SCRIPT.written(PAGE) == PAGE, "run: python scripts/algorithms_page.py"
     assert set(column("estimators")) == set(ALGORITHMS) - set(PAGE_SCRIPT.OTHERS)
     assert set(column("losses")) == set(POLICY_LOSSES)
@@ -61,12 +61,12 @@ ESTIMATES = {
 
 
 @pytest.mark.parametrize("name", ESTIMATES)
-def test_what_each_estimator_does_to_the_batch(name: str):
+def test_estimator_table_matches_independent_values(name: str):
     assert PAGE_SCRIPT.advantages_of(name) == pytest.approx(ESTIMATES[name], abs=5e-6)
     assert column("estimators")[name] == pytest.approx(ESTIMATES[name], abs=6e-4)
 
 
-def test_what_each_token_weighs():
+def test_reduction_table_has_the_weight_of_each_token():
     assert column("reductions", 2) == {
         "rollout": pytest.approx([1 / 2, 1, 1 / 3, 1 / 2, 1, 1], abs=6e-4), "token": [1] * 6, "constant": [0.1] * 6,
         "group": pytest.approx([1 / 8, 1 / 4, 1 / 12, 1 / 8, 1 / 2, 1 / 2], abs=6e-4),
@@ -83,7 +83,7 @@ def test_what_each_token_weighs():
     assert column("reductions", 3) == divided
 
 
-def test_what_a_critic_is_told():
+def test_critic_table_matches_independent_values():
     assert [row[0] for row in column("critic", 3).values()] == pytest.approx(
         [0.125, 0.405]
     )  # the first two have one V

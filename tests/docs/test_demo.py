@@ -1,5 +1,5 @@
-"""What ``scripts/demo`` runs and ``examples/scripted.py``: what they say is right, and they leave
-nothing behind."""
+"""``scripts/demo`` and ``examples/scripted.py``: their answers are right, and they leave no files
+behind."""
 
 import ast
 import asyncio
@@ -36,17 +36,15 @@ def undocumented():
     return counts
 
 
-def ran(tmp_path, *words, timeout=250):
-    """What the example prints: amid settings of a user's, none of which may change what it
-    shows."""
-    done = ended(tmp_path, *words, timeout=timeout)
+def run_example(tmp_path, *words, timeout=250):
+    """Run an example under user settings that must not affect it, and return its output."""
+    done = example_process(tmp_path, *words, timeout=timeout)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def ended(tmp_path, *words, timeout=250, caches=()):
-    """The example's process, once it is over and has left nothing behind but ``caches`` of
-    torch."""
+def example_process(tmp_path, *words, timeout=250, caches=()):
+    """Run an example to its end and check that it leaves no files but ``caches`` of torch."""
     home, folder = tmp_path / "home", tmp_path / "temporary"
     home.mkdir()
     folder.mkdir()
@@ -76,8 +74,8 @@ def ended(tmp_path, *words, timeout=250, caches=()):
     return done
 
 
-def test_the_script_counts_right_and_cleans_up(tmp_path):
-    said = ran(tmp_path, str(ROOT / "examples/scripted.py"))
+def test_scripted_example_counts_correctly_and_cleans_up(tmp_path):
+    said = run_example(tmp_path, str(ROOT / "examples/scripted.py"))
     counts = undocumented()
     worst = min(counts, key=lambda name: (-counts[name], name))
     answer = (
@@ -93,7 +91,7 @@ def test_the_script_counts_right_and_cleans_up(tmp_path):
 
 
 def check_tree(said):
-    """The answer is what the rows say, and three documents were handed to three children."""
+    """Check that the answer agrees with the rows and that three children got a document each."""
     _, asked = said.split("$ ramify ask ")
     _, answer, *shown = asked.splitlines()
     assert f"The rows that the ledger was made of say: {answer}" in shown
@@ -103,7 +101,7 @@ def check_tree(said):
 
 
 def test_the_packaged_policy_answers_over_ten_million_characters(tmp_path):
-    said = ran(tmp_path, str(DEMO))
+    said = run_example(tmp_path, str(DEMO))
     assert said.startswith("$ ramify ask ")
     assert " tiny (rlm): " in said
     check_tree(said)
@@ -120,17 +118,16 @@ def test_the_packaged_policy_answers_over_ten_million_characters(tmp_path):
         ),
     ],
 )
-def test_a_wrong_answer_and_none_are_failing_exit_codes(tmp_path, reply, code, words):
+def test_wrong_or_missing_answer_gives_failing_exit_code(tmp_path, reply, code, words):
     (tmp_path / "model.json").write_text(json.dumps([reply]))
-    done = ended(tmp_path, str(DEMO), "--model", f"scripted:{tmp_path}/model.json")
+    done = example_process(tmp_path, str(DEMO), "--model", f"scripted:{tmp_path}/model.json")
     assert done.returncode == code, done.stderr
     assert done.stderr.endswith(words.replace("scripted:", f"scripted:{tmp_path}/"))
     assert "$ ramify show last" in done.stdout
 
 
-def test_a_trained_policy_is_measured_and_asked(tmp_path):
-    """A run that is over is not trained again. Its policy here is the packaged one, which its
-    recipe made elsewhere."""
+def test_demo_evaluates_and_asks_the_trained_policy(tmp_path):
+    """A finished run is not trained again; here the packaged policy is used as its result."""
     run = tmp_path / "run"
     shutil.copytree(TINY, run / "policy")
     rows = [
@@ -138,7 +135,7 @@ def test_a_trained_policy_is_measured_and_asked(tmp_path):
         for stage, share in (("first", 0.04), ("last", 0.91))
     ]
     (run / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-    said = ran(tmp_path, str(DEMO), "--train", "--out", "run", "--questions", "64")
+    said = run_example(tmp_path, str(DEMO), "--train", "--out", "run", "--questions", "64")
     lines = [" ".join(line.split()) for line in said.splitlines()]
     assert lines[0] == f"{run}/policy was trained before; remove {run} to train again"
     assert "before reinforcement learning, sampled at temperature 1 4.0%" in lines
@@ -153,10 +150,9 @@ def test_a_trained_policy_is_measured_and_asked(tmp_path):
 
 
 @pytest.mark.slow
-def test_training_that_did_not_succeed_is_a_failing_exit_code(tmp_path):
-    """Two steps of each stage: it trains, measures, and says that fewer than nine in ten were
-    right."""
-    done = ended(
+def test_unsuccessful_training_gives_failing_exit_code(tmp_path):
+    """After two steps of each stage, fewer than 90 % of the answers are right."""
+    done = example_process(
         tmp_path,
         str(DEMO),
         "--train",
@@ -174,7 +170,7 @@ def test_training_that_did_not_succeed_is_a_failing_exit_code(tmp_path):
     assert "right is below 90%: training did not succeed" in done.stderr
 
 
-def test_fields_of_the_recipe_need_training(tmp_path):
-    done = ended(tmp_path, str(DEMO), "rl.steps=20")
+def test_recipe_fields_require_the_train_option(tmp_path):
+    done = example_process(tmp_path, str(DEMO), "rl.steps=20")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith("error: fields of the recipe and --out need --train\n")

@@ -1,5 +1,5 @@
-"""``docs/demonstrations.md`` from its first block to its last: the files that it has a reader save
-are saved, run and trained with, cut down."""
+"""``docs/demonstrations.md`` from first to last block: its files are saved, run, and used for a
+short training run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ FILES = ("errors_task.py", "demonstrate.py", "recipe.py")
 
 
 @pytest.mark.slow
-def test_a_task_in_other_words_is_shown_and_trained(tmp_path: Path) -> None:
+def test_documented_task_is_demonstrated_and_trained(tmp_path: Path) -> None:
     code = [b.code for b in blocks(ROOT / "docs/demonstrations.md") if b.language == "python"]
     for name, text in zip(
         FILES, code[1:], strict=True
-    ):  # the first is in the file of `ramify init`
+    ):  # the first block is written by `ramify init`
         (tmp_path / name).write_text(text)
 
     def python(*words: str) -> str:

@@ -1,5 +1,4 @@
-"""The files that tools read beside the code: hooks of pre-commit, the workflow, the changelog, the versions of
-extras."""
+"""Files of the development tools: pre-commit hooks, the CI workflow and the changelog."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ SUFFIXES = {"python": "*.py", "pyi": "*.pyi", "jupyter": "*.ipynb", "markdown": 
 
 
 def command(hook: dict[str, Any], *files: str) -> subprocess.CompletedProcess[str]:
-    """Run a hook as pre-commit does, with this Python instead of that of .venv."""
+    """Run a hook as pre-commit does, but with this Python instead of the one in .venv."""
     program, *words = hook["entry"].split()
     assert program == ".venv/bin/python"
     given = files if hook.get("pass_filenames", True) else ()
@@ -37,7 +36,7 @@ def command(hook: dict[str, Any], *files: str) -> subprocess.CompletedProcess[st
 
 
 @pytest.mark.parametrize("hook", LOCAL["hooks"], ids=lambda hook: hook["id"])
-def test_a_hook_accepts_what_is_there(hook: dict[str, Any]) -> None:
+def test_hook_accepts_the_repository(hook: dict[str, Any]) -> None:
     patterns = [SUFFIXES[kind] for kind in hook.get("types_or", hook.get("types"))]
     listed = subprocess.run(
         ["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True
@@ -54,7 +53,7 @@ def test_a_hook_rejects_bad_code(id: str, tmp_path: Path) -> None:
     assert command(hook, str(tmp_path / "bad.py")).returncode == 1
 
 
-def test_the_hooks_are_checks_of_ours() -> None:
+def test_hooks_are_part_of_scripts_check() -> None:
     assert LOCAL["repo"] == "local"
     checked = (ROOT / "scripts/check").read_text("utf-8")
     for hook in LOCAL["hooks"]:
@@ -62,7 +61,7 @@ def test_the_hooks_are_checks_of_ours() -> None:
         assert words in checked.replace(" --quiet", ""), hook["id"]
 
 
-def test_the_workflow_calls_the_two_scripts_and_nothing_else() -> None:
+def test_workflow_runs_only_the_check_and_test_scripts() -> None:
     steps = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]]
     assert sorted(step["run"] for step in steps if "run" in step) == [
         "scripts/check",
@@ -72,7 +71,7 @@ def test_the_workflow_calls_the_two_scripts_and_nothing_else() -> None:
     assert used == {"actions/checkout", "actions/setup-python"}
 
 
-def test_the_workflow_tests_every_python_that_we_name() -> None:
+def test_workflow_tests_every_declared_python_version() -> None:
     named = [
         found[1]
         for each in PROJECT["classifiers"]
@@ -81,7 +80,7 @@ def test_the_workflow_tests_every_python_that_we_name() -> None:
     assert WORKFLOW["jobs"]["test"]["strategy"]["matrix"]["python"] == named
 
 
-def test_the_changelog_is_for_a_reader() -> None:
+def test_changelog_is_short_and_starts_with_unreleased() -> None:
     text = (ROOT / "CHANGELOG.md").read_text("utf-8")
     assert re.findall(r"^## .*", text, re.MULTILINE)[0] == "## Unreleased"
     assert len(text.splitlines()) < 400

@@ -1,6 +1,6 @@
-"""The tutorials in ``examples/*.ipynb``: each runs as a reader would run it, and prints what it shows.
+"""The tutorials in ``examples/*.ipynb``: each runs as for a reader and reproduces its output.
 
-A cell whose output depends on the machine has the tag ``varies``: it is run, and not compared. To
+A cell whose output depends on the machine has the tag ``varies``: it is run but not compared. To
 store new outputs: ``jupyter execute --inplace --NotebookClient.record_timing=False FILE``.
 """
 
@@ -24,13 +24,13 @@ BIN = Path(sys.executable).parent
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The cells of a notebook."""
+    """Return the cells of a notebook."""
     cells: list[dict[str, Any]] = msgspec.json.decode(path.read_bytes())["cells"]
     return cells
 
 
 def printed(cell: dict[str, Any]) -> str:
-    """Text that a cell printed, and the value of its last line."""
+    """Return the text that a cell printed and the value of its last line."""
     return "".join(
         "".join(output.get("text", output.get("data", {}).get("text/plain", "")))
         for output in cell["outputs"]
@@ -39,7 +39,7 @@ def printed(cell: dict[str, Any]) -> str:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """A reader without keys and settings, whose temporary files are in ``folder``."""
+    """Return an environment without keys or settings, with temporary files in ``folder``."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -55,14 +55,14 @@ def environment(folder: Path) -> dict[str, str]:
     return kept | own
 
 
-def test_there_are_five() -> None:
+def test_all_five_notebooks_exist() -> None:
     names = [path.stem for path in NOTEBOOKS]
     assert names == ["ask", "own_reward", "read_run", "serve", "train"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs_and_prints_what_it_shows(path: Path, tmp_path: Path) -> None:
+def test_notebook_reproduces_its_stored_output(path: Path, tmp_path: Path) -> None:
     copy = tmp_path / path.name
     shutil.copy(path, copy)
     done = subprocess.run(
@@ -81,7 +81,7 @@ def test_it_runs_and_prints_what_it_shows(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_tutorial_checks_its_claims_and_names_no_machine(path: Path) -> None:
+def test_notebook_asserts_its_claims_and_has_no_local_paths(path: Path) -> None:
     code = ["".join(cell["source"]) for cell in read(path) if cell["cell_type"] == "code"]
     assert sum("assert " in each for each in code) >= 3
     assert re.findall(r"/(?:root|work|home|tmp|Users)/\w+", path.read_text("utf-8")) == []

@@ -1,4 +1,4 @@
-"""Every block of code in the pages is run, or says why not; what else the pages promise holds."""
+"""Every code block of the pages is run or states why not; other claims of the pages are checked."""
 
 import ast
 import asyncio
@@ -34,11 +34,11 @@ def url():
 
 @pytest.fixture
 def reader(tmp_path, url, monkeypatch):
-    """The environment of a reader in a furnished folder."""
+    """The environment of a reader whose folder has the files that the pages name."""
     world.furnish(tmp_path)
     found = world.environment(tmp_path, url)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)  # as Python has its reader's folder
+    monkeypatch.syspath_prepend(tmp_path)  # as Python does with the reader's folder
     for name in os.environ.keys() - found.keys():
         monkeypatch.delenv(name)
     for name, value in found.items():
@@ -46,7 +46,7 @@ def reader(tmp_path, url, monkeypatch):
     return found
 
 
-def test_every_block_is_run_or_says_why_not():
+def test_every_block_is_run_or_states_a_reason():
     known = ("bash", "python", "json", "toml")  # toml: tests/cli/test_docs.py has the only one
     assert [block.place for block in RUN if block.language not in known] == []
     assert {block.page for block in RUN} == {
@@ -71,9 +71,9 @@ def test_every_block_is_run_or_says_why_not():
 
 
 @pytest.mark.parametrize("block", SHELL, ids=lambda block: block.place)
-def test_shell(block: Block, reader):
-    """A line at a time, so that a failure names it; after one run that can be shown, resumed and
-    deleted."""
+def test_shell_block_runs(block: Block, reader):
+    """Run each line separately, so that a failure names it, after one run that can be shown,
+    resumed and deleted."""
     first = [
         "ramify",
         "ask",
@@ -111,7 +111,7 @@ def test_shell(block: Block, reader):
 
 
 @pytest.mark.parametrize("page", PYTHON)
-def test_python(page, reader):
+def test_python_blocks_of_page_run(page, reader):
     """The blocks of a page in order, in one namespace, as a reader would paste them."""
     namespace = {"__name__": "__main__"}
     for block in RUN:
@@ -149,7 +149,7 @@ def test_python(page, reader):
 
 
 @pytest.mark.parametrize("block", JSON, ids=lambda block: block.place)
-def test_json(block: Block, tmp_path):
+def test_json_block_loads(block: Block, tmp_path):
     """A price table, the parts of a mixture, or a script."""
     path = tmp_path / "shown.json"
     path.write_text(block.code)
@@ -164,13 +164,13 @@ def test_json(block: Block, tmp_path):
         assert (price.input, price.output) == (0.25, 2.0)
 
 
-def test_every_public_name_is_on_some_page():
+def test_every_public_name_is_documented():
     pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert [name for name in ramify.__all__ if not re.search(rf"\b{name}\b", pages)] == []
 
 
 def test_examples_import_only_public_names():
-    """Pages, tutorials, recipes and examples: nothing below ``ramify.train`` and its like."""
+    """Pages, tutorials, recipes and examples import nothing deeper than, say, ``ramify.train``."""
     folders = [*PAGES, *ROOT.glob("examples/*"), *ROOT.glob("recipes/*.py")]
     deep = {
         path.name: found
@@ -182,7 +182,7 @@ def test_examples_import_only_public_names():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_words(page):
+def test_page_has_no_local_paths_or_placeholders(page):
     """Pages describe what exists: no paths of one machine, no tools that made them, no promises."""
     text = prose(page)
     unwanted = r"(?i)/(?:root|work|home|tmp|Users|opt)/\w|\bpypi\.\w+\.\w|\bTODO\b|\bFIXME\b|\bcoming soon\b|Claude Code"

@@ -1,4 +1,4 @@
-"""The site: it builds without a warning and without a network, its links lead somewhere, and the reference
+"""The documentation site builds offline and without warnings, its links resolve, and the reference
 has every public name."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def pages(site: Path) -> dict[Path, Page]:
     return {path: Page(path) for path in site.rglob("*.html") if path.name != "404.html"}
 
 
-def test_every_link_leads_to_a_page_and_an_anchor(pages: dict[Path, Page]) -> None:
+def test_every_link_resolves_to_page_and_anchor(pages: dict[Path, Page]) -> None:
     dead = []
     for path, page in pages.items():
         for link in page.links:
@@ -89,7 +89,7 @@ def test_every_link_leads_to_a_page_and_an_anchor(pages: dict[Path, Page]) -> No
     assert len(pages) > 50
 
 
-def test_no_page_needs_anything_from_elsewhere(site: Path, pages: dict[Path, Page]) -> None:
+def test_pages_load_no_external_assets(site: Path, pages: dict[Path, Page]) -> None:
     missing = [
         f"{path.name}: {asset}"
         for path, page in pages.items()
@@ -100,12 +100,12 @@ def test_no_page_needs_anything_from_elsewhere(site: Path, pages: dict[Path, Pag
     assert missing == []
     styles = "".join(path.read_text("utf-8") for path in site.rglob("*.css"))
     assert re.findall(r"url\(\s*[\"']?https?:[^)]*|@import[^;]*https?:[^;]*", styles) == []
-    # the theme's script would load a library for such blocks from elsewhere
+    # for such blocks the theme's script would load an external library
     assert not any("mermaid" in page.classes for page in pages.values())
 
 
 @pytest.mark.skipif(bool(browser.why_not()), reason=browser.why_not())
-def test_a_browser_asks_for_nothing_from_elsewhere(site: Path) -> None:
+def test_browser_makes_no_external_requests(site: Path) -> None:
     asked: list[str] = []
     with browser.chromium() as chromium, browser.tab(chromium) as tab:
         tab.page.on("request", lambda request: asked.append(request.url))

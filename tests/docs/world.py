@@ -32,7 +32,7 @@ text = context if isinstance(context, str) else context[source]
 
 
 def model(messages: tuple[Message, ...]) -> str:
-    """A session first looks, then answers; anything else is answered at once."""
+    """Reply to a session with one turn of code and then an answer; answer a plain call at once."""
     asked = messages[-1].content if messages[0].role != "system" else messages[1].content
     if "llm_query" not in messages[0].content:  # a plain call
         return (
@@ -59,7 +59,7 @@ def _answer(asked: str, source: str) -> str:
 
 
 def furnish(folder: Path) -> None:
-    """Put the files there that the pages name."""
+    """Write the files that the pages name."""
     (folder / "logs").mkdir()
     for name in ("server.log", "logs/web.log"):
         (folder / name).write_text(LOG)

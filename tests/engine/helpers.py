@@ -1,4 +1,4 @@
-"""What the engine's tests share: an RLM over a scripted model, and short ways to say code."""
+"""Shared by the tests of the engine: an RLM with a scripted model, and short forms of replies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rlm(script: list[Any] | Callable[..., Any] | ScriptedClient, **options: Any)
 
 
 def at_once(num: int, reply: Callable[[Any], str]) -> Callable[..., Any]:
-    """``reply``, but only once ``num`` requests have arrived."""
+    """Return a script that replies only after ``num`` requests have arrived."""
     here, all_here = 0, asyncio.Event()
 
     async def together(messages: Any) -> str:
@@ -47,8 +47,8 @@ def at_once(num: int, reply: Callable[[Any], str]) -> Callable[..., Any]:
 def by_role(
     root: list[Any], other: Callable[[str], Any] = lambda prompt: f"re: {prompt}"
 ) -> Callable[..., Any]:
-    """A model that says ``root``'s lines in turn when it drives a session, and ``other(prompt)`` to
-    a plain call."""
+    """Return a script that gives the lines of ``root`` in turn to a session, and ``other(prompt)``
+    to a plain call."""
     lines = iter(root)
 
     def script(messages: tuple[Message, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""Reading a model's message: what is run, what is an answer, what is said to have been ignored."""
+"""Parsing a model's message into code to run, a final answer, and notes about ignored parts."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_text(name: str) -> None:
+def test_action_is_parsed_from_text(name: str) -> None:
     text, action = CASES[name]
     assert read_action(Message("assistant", text)) == action
 
 
-def test_native_tool_calls() -> None:
+def test_action_is_parsed_from_native_tool_calls() -> None:
     def message(name: str, arguments: str) -> Message:
         return Message("assistant", "", tool_calls=(ToolCall("c1", name, arguments),))
 
@@ -113,7 +113,7 @@ def test_native_tool_calls() -> None:
     )
 
 
-def test_literals() -> None:
+def test_literal_final_answers_are_evaluated() -> None:
     texts = ["42", "'a'", "[1, 2]", "forty-two", "{'a': 1}", "(" * 1000]
     assert [FinalAnswer(text).literal() for text in texts] == [
         42,

@@ -1,5 +1,4 @@
-"""Several continuations of one turn: they share what came before, end on their own, and one of them
-answers."""
+"""Branches of one turn share the turns before it and end independently; one is chosen to answer."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from ramify.types.trajectory import Fork
 from tests.engine.helpers import client, code, rlm
 
 
-def test_first_turns_are_tried_several_times_and_most_answers_win(tmp_path: Path) -> None:
+def test_branches_of_first_turn_are_decided_by_majority(tmp_path: Path) -> None:
     store = Store(tmp_path)
     model = client([code("FINAL('a')"), code("FINAL('b')"), code("FINAL('b')"), "no idea", "none"])
     with rlm(model, store=store) as r:
@@ -39,7 +38,7 @@ def test_first_turns_are_tried_several_times_and_most_answers_win(tmp_path: Path
         assert (again.trajectory.answered_by, store.load("last")) == ("0:1", result.trajectory)
 
 
-def test_a_later_turn_is_continued_in_forks_of_its_session() -> None:
+def test_later_turn_branches_in_forks_of_its_session() -> None:
     replies = iter([code("x = [1]"), *[code(f"x.append({i})\nFINAL(x)") for i in range(3)]])
     model = client(lambda messages: next(replies))
     best = Branches(3, turn=1, choose_by=lambda answers: answers.index(max(answers)))
@@ -53,7 +52,7 @@ def test_a_later_turn_is_continued_in_forks_of_its_session() -> None:
         assert result.trajectory.conversation(branch)[:-1] == list(model.requests[1].messages)
 
 
-def test_a_session_that_cannot_fork_says_so() -> None:
+def test_branching_a_session_without_fork_support_is_an_error() -> None:
     model = client(lambda messages: code("1"))
 
     async def main() -> Any:
@@ -65,7 +64,7 @@ def test_a_session_that_cannot_fork_says_so() -> None:
     assert "fork" in result.error
 
 
-def test_votes() -> None:
+def test_vote_takes_the_most_common_answer() -> None:
     assert [
         vote(answers)
         for answers in ([1, 2, 2], ["a", "b"], [None, "x"], [None, None], [{"a": 1}, {"a": 1.0}, 3])
@@ -80,7 +79,7 @@ def test_votes() -> None:
         Branches(1)
 
 
-def test_an_rlm_may_branch_by_default() -> None:
+def test_rlm_can_branch_by_default() -> None:
     def model() -> Any:
         return client([code(f"FINAL('{letter}')") for letter in "abb"])
 
@@ -106,12 +105,12 @@ def test_an_rlm_may_branch_by_default() -> None:
         ({"search": "best"}, "search is 'best': give a number of continuations"),
     ],
 )
-def test_what_is_no_search_is_refused(options: dict[str, Any], problem: str) -> None:
+def test_invalid_search_is_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         rlm([], **options)
 
 
-def test_an_answer_that_is_not_there_cannot_be_chosen() -> None:
+def test_choosing_a_missing_answer_is_refused() -> None:
     class Odd:
         def width(self, call: Any) -> int:
             return 2 if call.id == "0" and call.turn == 0 else 1
@@ -130,8 +129,8 @@ TWO_LEVELS = Branches(3, turn=1)
 
 
 def _two_levels(messages: tuple[Message, ...]) -> str:
-    """A first turn; then every branch makes a different child call and plain call, and answers with
-    the replies."""
+    """After a first turn, every branch makes its own child call and plain call and answers with the
+    replies."""
     if messages[0].role != "system":
         return f"re: {messages[-1].content}"
     if "Question: child" in messages[1].content:
@@ -165,7 +164,7 @@ def _answers(result: Any) -> dict[str, Any]:
     return {call.id: call.answer for call in result.trajectory.calls}
 
 
-def test_a_branch_that_fails_leaves_the_others_their_answers() -> None:
+def test_failed_branch_does_not_affect_the_others() -> None:
     lines = [code("import os; os.abort()"), code("FINAL('b')"), code("FINAL('b')")]
     rest = iter(lines)
     model = client(lambda messages: next(rest, lines[0]))
@@ -179,7 +178,7 @@ def test_a_branch_that_fails_leaves_the_others_their_answers() -> None:
     ]
 
 
-def test_a_replay_that_diverges_in_a_branch_says_so(tmp_path: Path) -> None:
+def test_replay_diverging_in_a_branch_names_the_call(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with rlm([code("FINAL(llm_query('a'))")] * 2 + ["one", "two"], store=store, branches=2) as r:
         r.completion("text", "?")
@@ -190,7 +189,7 @@ def test_a_replay_that_diverges_in_a_branch_says_so(tmp_path: Path) -> None:
         r.replay("last")
 
 
-def test_a_conversation_goes_on_from_the_branch_that_was_chosen() -> None:
+def test_conversation_continues_from_the_chosen_branch() -> None:
     model = client(
         [
             code("x = 'a'\nFINAL(x)"),
@@ -226,9 +225,9 @@ def test_a_conversation_goes_on_from_the_branch_that_was_chosen() -> None:
     assert said == [code("x = 'b'\nFINAL(x)"), code("FINAL(x + '2')"), code("FINAL(x)")]
 
 
-def test_branches_within_branches() -> None:
+def test_branches_can_branch_again() -> None:
     class Twice:
-        """Two continuations of the first turn, and of the second one of each."""
+        """Branches in two at the first turn and again at the second."""
 
         def width(self, call: Any) -> int:
             return 2 if call.num_turns_before + call.turn < 2 else 1
@@ -260,5 +259,5 @@ def test_branches_within_branches() -> None:
     assert len({answer[1] for answer in answers.values()}) == 4
     assert result.answer == answers[answered_by] == max(answers.values(), key=sum)
     assert going_on.answer[:2] == result.answer, (
-        "it goes on in the session of the branch that was chosen"
+        "the conversation must continue in the session of the chosen branch"
     )

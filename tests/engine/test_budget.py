@@ -1,5 +1,4 @@
-"""Limits of a whole tree: exact under concurrency, cut at the deadline, and always with a last
-word."""
+"""Limits of a whole tree: exact under concurrency, enforced at the deadline, with a last word."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def last_word_or(line: str) -> Any:
 
 @settings(max_examples=15, deadline=None)
 @given(max_calls=st.integers(1, 60), concurrency=st.integers(1, 64))
-def test_a_budget_of_calls_is_never_passed_by_one(max_calls: int, concurrency: int) -> None:
+def test_max_calls_is_never_exceeded(max_calls: int, concurrency: int) -> None:
     model = client(last_word_or(ASK_MANY), latency_s=0.001)
     with rlm(
         model, limits={"max_calls": max_calls, "max_concurrency": concurrency}, sandbox="inprocess"
@@ -67,7 +66,7 @@ def test_a_budget_of_calls_is_never_passed_by_one(max_calls: int, concurrency: i
 
 @settings(max_examples=15, deadline=None)
 @given(cents=st.floats(0.05, 3.0), latency_ms=st.integers(0, 2))
-def test_a_budget_of_dollars_is_never_passed(cents: float, latency_ms: int) -> None:
+def test_max_cost_is_never_exceeded(cents: float, latency_ms: int) -> None:
     price = Price(input=10.0, output=30.0)
     model = client(last_word_or(ASK_MANY), price=price, latency_s=latency_ms / 1000)
     limits = Limits(max_cost=cents / 100, max_reply_tokens=20)
@@ -78,7 +77,7 @@ def test_a_budget_of_dollars_is_never_passed(cents: float, latency_ms: int) -> N
     assert result.stop in (Stop.FINAL, Stop.MAX_COST)
 
 
-def test_a_budget_of_tokens_is_kept_over_children() -> None:
+def test_max_tokens_covers_child_calls() -> None:
     def script(messages: tuple[Message, ...]) -> str:
         if "Answer now" in messages[-1].content:
             return "FINAL(enough)"
@@ -97,7 +96,7 @@ def test_a_budget_of_tokens_is_kept_over_children() -> None:
     assert model.served.total_tokens <= 20_000
 
 
-def test_turns_run_out_with_a_last_word_and_the_model_is_told_before() -> None:
+def test_max_turns_warns_the_model_and_allows_a_last_word() -> None:
     model = client(last_word_or(code("1")))
     with rlm(model, limits={"max_turns": 5}) as r:
         result = r.completion("text", "?")
@@ -106,7 +105,7 @@ def test_turns_run_out_with_a_last_word_and_the_model_is_told_before() -> None:
     assert "[limit] 0 of 5 turns left" in model.requests[-1].messages[-2].content
 
 
-def test_without_a_last_word_the_best_answer_so_far_is_given() -> None:
+def test_answer_content_is_used_without_a_last_word() -> None:
     model = client(lambda m: code("answer['content'] = 'partial'") if len(m) < 5 else "no idea")
     with rlm(model, limits={"max_turns": 1}) as r:
         result = r.completion("text", "?")
@@ -116,7 +115,7 @@ def test_without_a_last_word_the_best_answer_so_far_is_given() -> None:
 @pytest.mark.parametrize(
     "cell", ["while True: pass", "import time; time.sleep(60)", "llm_query('slow')"]
 )
-def test_a_deadline_cuts_cells_and_calls_in_flight(cell: str) -> None:
+def test_deadline_interrupts_cells_and_calls_in_flight(cell: str) -> None:
     async def script(messages: tuple[Message, ...]) -> str:
         if messages[-1].content == "slow":
             await asyncio.sleep(60)
@@ -128,13 +127,11 @@ def test_a_deadline_cuts_cells_and_calls_in_flight(cell: str) -> None:
     assert (result.stop, result.response) == (Stop.DEADLINE, "in time")
     assert time.monotonic() - began < 50
     asked = [request.messages[-1].content for request in model.requests]
-    assert result.usage.unknown_calls == asked.count(
-        "slow"
-    )  # 1, where the session was there in time
+    assert result.usage.unknown_calls == asked.count("slow")  # 1 if the session started in time
     assert asked.count("slow") <= ("llm_query" in cell)
 
 
-def test_an_endless_cell_is_stopped_and_its_variables_stay() -> None:
+def test_endless_cell_is_interrupted_and_keeps_variables() -> None:
     from ramify import SandboxSpec
 
     model = client([code("import time\nx = 5\nwhile True: time.sleep(0.01)"), code("FINAL(x)")])
@@ -143,7 +140,7 @@ def test_an_endless_cell_is_stopped_and_its_variables_stay() -> None:
     assert "KeyboardInterrupt" in model.requests[1].messages[-1].content
 
 
-def test_usage_is_what_the_server_counted_and_an_upper_bound_where_a_reply_was_dropped() -> None:
+def test_usage_is_exact_and_an_upper_bound_for_dropped_replies() -> None:
     async def main() -> None:
         root = [code("FINAL(llm_query_batched(['a', 'b', 'c']))")]
         lost = iter([True])
@@ -177,11 +174,11 @@ def test_a_cost_limit_without_a_price_is_refused() -> None:
         r.completion("text", "?")
 
 
-# --- watching and ending
+# --- events and cancellation
 # -------------------------------------------------------------------------------------------
 
 
-def test_events_come_as_a_stream_and_to_callbacks() -> None:
+def test_events_reach_streams_and_callbacks() -> None:
     async def main() -> None:
         script = [code("FINAL(1)")]
         heard: list[Any] = []
@@ -207,7 +204,7 @@ def test_events_come_as_a_stream_and_to_callbacks() -> None:
     asyncio.run(main())
 
 
-def test_a_listener_that_fails_is_dropped_and_the_run_goes_on() -> None:
+def test_failing_listener_is_dropped_without_stopping_the_run() -> None:
     def bad(event: Any) -> None:
         raise ValueError("bad listener")
 
@@ -215,7 +212,7 @@ def test_a_listener_that_fails_is_dropped_and_the_run_goes_on() -> None:
         assert r.completion("text", "?", on_event=bad).answer == 1
 
 
-def test_wrapping_up_answers_with_what_there_is() -> None:
+def test_wrap_up_gives_best_answer_so_far() -> None:
     async def main() -> None:
         started = asyncio.Event()
 
@@ -237,7 +234,7 @@ def test_wrapping_up_answers_with_what_there_is() -> None:
     asyncio.run(main())
 
 
-def test_cancelling_ends_the_tree() -> None:
+def test_cancel_ends_all_calls_of_the_tree() -> None:
     async def main() -> None:
         model = ScriptedClient(by_role([code("llm_query_batched(['a'] * 20)")]), latency_s=30)
         model_root = client(by_role([code("llm_query_batched(['a'] * 20)")]))

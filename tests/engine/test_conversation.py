@@ -1,4 +1,4 @@
-"""A conversation's session: opened once, given on from question to question, stopped by each
+"""A conversation's session is opened once, passed on from question to question, and limited by each
 question's own limits."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ramify.clients.scripted import refused
 from tests.engine.helpers import client, code, rlm
 
 
-def test_a_session_that_a_question_did_not_need_serves_the_next() -> None:
+def test_unused_session_is_kept_for_the_next_question() -> None:
     async def num_tasks() -> list[int]:
         nums = []
         async with (
@@ -30,7 +30,7 @@ def test_a_session_that_a_question_did_not_need_serves_the_next() -> None:
     assert nums[-1] <= nums[0]
 
 
-def test_a_deadline_stops_a_later_questions_code() -> None:
+def test_deadline_interrupts_code_of_a_later_question() -> None:
     endless = code("import time\nx = 6\nwhile True: time.sleep(0.01)")
     script = [code("x = 5", "FINAL(x)"), endless, "FINAL(9)", code("FINAL(x)")]
     with (
@@ -45,7 +45,7 @@ def test_a_deadline_stops_a_later_questions_code() -> None:
     ]
 
 
-def test_questions_asked_at_once_take_turns() -> None:
+def test_concurrent_questions_are_answered_in_turn() -> None:
     async def answers() -> list[object]:
         model = client(
             [code("n = 1", "FINAL(n)"), code("n += 1", "FINAL(n)"), code("n += 1", "FINAL(n)")],
@@ -57,7 +57,7 @@ def test_questions_asked_at_once_take_turns() -> None:
     assert asyncio.run(answers()) == [1, 2, 3]
 
 
-def test_code_is_no_answer() -> None:
+def test_code_is_not_taken_for_an_answer() -> None:
     with rlm([code("x = 5"), refused(), code("FINAL(x)")]) as r, r.conversation("text") as c:
         with pytest.raises(ModelError, match="400"):
             c.ask("?")

@@ -37,8 +37,8 @@ def spec(provider: str = "jail", **options: Any) -> SandboxSpec:
 
 
 def script(root: list[str]) -> Any:
-    """The root's lines by turn, so that a run may be asked again; a child answers from its context;
-    plain calls."""
+    """Return a model that picks the root's line by turn number, so that it can serve resumed runs;
+    a child answers from its context."""
 
     def answer(messages: tuple[Message, ...]) -> str:
         if messages[0].role != "system":
@@ -65,7 +65,7 @@ ANSWER = ["re: one", [[3, "x"], [2, "y"]], 1, "ValueError('tick: no number')", "
 
 
 class Ticker:
-    """A tool with an effect outside: it counts its calls."""
+    """A tool with a side effect: it counts its calls."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -81,7 +81,7 @@ class Ticker:
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_variables_are_back_and_nothing_was_asked_twice(provider: str, tmp_path: Path) -> None:
+def test_variables_are_restored_without_repeating_calls(provider: str, tmp_path: Path) -> None:
     store, ticker, model = Store(tmp_path), Ticker(), client(script(ASKING))
     with rlm(model, store=store, tools=[ticker.tool()], sandbox=spec(provider)) as r:
         result = r.completion("text", "?")
@@ -126,7 +126,7 @@ def _cells(trajectory: Any) -> list[Any]:
     return [(call.id, [turn.cells for turn in call.turns]) for call in trajectory.calls]
 
 
-def test_a_run_with_a_death_that_is_cut_off_anywhere_goes_on(tmp_path: Path) -> None:
+def test_run_with_session_death_can_be_resumed_from_any_cut(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with rlm(client(script(ASKING)), store=store, tools=[Ticker().tool()]) as r:
         whole = r.completion("text", "?")
@@ -171,7 +171,7 @@ def _texts(trajectory: Any) -> list[Any]:
     ],
 )
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_the_model_is_told_the_reason(
+def test_model_sees_reason_of_session_death(
     killer: str, reason: str, options: dict[str, Any], provider: str
 ) -> None:
     model = client(
@@ -185,7 +185,7 @@ def test_the_model_is_told_the_reason(
     assert REBUILT in shown
 
 
-def test_memory_of_all_sessions_is_a_reason() -> None:
+def test_total_memory_limit_is_named_as_reason_of_death() -> None:
     bomb = "print('so far', flush=True)\nb = bytearray(400 << 20)\nb[:] = bytes([1]) * len(b)\nimport time; time.sleep(60)"
     model = client([code("x = [1]"), code(bomb), code("FINAL(x)")])
     with rlm(model, sandbox=spec(all_memory_bytes=200 << 20)) as r:
@@ -195,7 +195,7 @@ def test_memory_of_all_sessions_is_a_reason() -> None:
     assert "all sessions together used" in shown
 
 
-def test_a_fork_kept_before_the_cell_is_gone_back_to() -> None:
+def test_rollback_restores_the_fork_taken_before_the_cell() -> None:
     lines = [
         code("x = [1]\nimport time; started = time.time()"),
         code("x.append(2)\n" + ABORT),
@@ -210,7 +210,7 @@ def test_a_fork_kept_before_the_cell_is_gone_back_to() -> None:
     assert REBUILT not in model.requests[2].messages[-1].content
 
 
-def test_deaths_follow_one_another() -> None:
+def test_session_survives_repeated_deaths() -> None:
     """Cell numbers continue: the tracebacks and ``outputs`` of the rebuilt session are as
     before."""
     model = client(
@@ -229,7 +229,7 @@ def test_deaths_follow_one_another() -> None:
     assert "the whole is in outputs[2]" in model.requests[3].messages[-1].content
 
 
-def test_the_third_death_of_a_call_ends_it_with_the_best_so_far() -> None:
+def test_third_session_death_ends_call_with_best_answer_so_far() -> None:
     lines = ["answer['content'] = 'half'", ABORT, "y = 1", ABORT, ABORT]
     with rlm(client([code(line) for line in lines])) as r:
         result = r.completion("text", "?")
@@ -264,7 +264,7 @@ def test_the_third_death_of_a_call_ends_it_with_the_best_so_far() -> None:
         ),
     ],
 )
-def test_cells_that_do_something_else_leave_a_fresh_session(
+def test_rerun_with_different_behaviour_starts_a_fresh_session(
     first: str, problem: str | None
 ) -> None:
     model = client(
@@ -292,13 +292,13 @@ def test_cells_that_do_something_else_leave_a_fresh_session(
     assert notes == [], "a death is no error of the run"
 
 
-def test_after_a_fresh_start_only_what_came_since_is_run_again() -> None:
+def test_only_cells_after_a_fresh_start_are_rerun() -> None:
     lines = ["import time; print(time.perf_counter_ns())", ABORT, "y = 2", ABORT, "FINAL(y)"]
     with rlm(client([code(line) for line in lines])) as r:
         assert r.completion("text", "?").answer == 2
 
 
-def test_threads_may_ask_in_another_order() -> None:
+def test_rerun_allows_calls_of_threads_in_another_order() -> None:
     first = (
         "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(8) as pool:\n"
         "  got = list(pool.map(llm_query, [f'q{i % 4}' for i in range(8)]))"
@@ -309,13 +309,13 @@ def test_threads_may_ask_in_another_order() -> None:
     assert len(model.requests) == 3 + 8
 
 
-def test_a_cell_that_was_stopped_is_stopped_again() -> None:
+def test_interrupted_cell_is_interrupted_again_on_rerun() -> None:
     lines = ["import time\nn = 1\nwhile True: time.sleep(0.01)", ABORT, "FINAL(n)"]
     with rlm(client([code(line) for line in lines]), sandbox=spec(cell_s=5.0, grace_s=60.0)) as r:
         assert r.completion("text", "?").answer == 1
 
 
-def test_branches_and_further_questions_can_have_their_variables_back() -> None:
+def test_variables_are_restored_in_branches_and_later_questions() -> None:
     def branching(messages: tuple[Message, ...]) -> str:
         num = sum(message.role == "assistant" for message in messages)
         return (
@@ -338,7 +338,7 @@ def test_branches_and_further_questions_can_have_their_variables_back() -> None:
         assert [c.ask("?").answer, c.ask("and?").answer] == [1, 2]
 
 
-def test_a_native_call_whose_session_dies_is_answered() -> None:
+def test_native_tool_call_is_answered_after_session_death() -> None:
     def native(text: str) -> Message:
         return Message(
             "assistant", "", tool_calls=(ToolCall("c1", "repl", '{"code": "' + text + '"}'),)
@@ -351,9 +351,9 @@ def test_a_native_call_whose_session_dies_is_answered() -> None:
     assert model.requests[2].messages[-1].role == "tool"
 
 
-def test_a_replay_in_which_the_cell_would_live_goes_as_it_was_recorded(tmp_path: Path) -> None:
-    """It was too slow then, and is not now: what it binds was not there when the replies after it
-    were given."""
+def test_replay_repeats_recorded_death_of_a_cell_that_would_now_survive(tmp_path: Path) -> None:
+    """The cell was too slow when it was recorded. Its variable must be missing in the replay, too,
+    because the later replies were given without it."""
     store = Store(tmp_path)
     stubborn = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nuntil = time.time() + 8.0\n"
     lines = [

@@ -1,4 +1,4 @@
-"""Messages whose code is in a form of another system: run, or answered with a hint."""
+"""Code in the format of another system is run, or answered with a hint."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ RUNS = {
 
 
 @pytest.mark.parametrize(("text", "notes"), RUNS.values(), ids=RUNS)
-def test_what_is_certain_is_run(text: str, notes: tuple[str, ...]) -> None:
+def test_unambiguous_foreign_code_is_run(text: str, notes: tuple[str, ...]) -> None:
     assert read_any(Message("assistant", text)) == ParsedAction(("print(1)",), ignored=notes)
 
 
-def test_prompts_in_a_fence_are_left_out() -> None:
+def test_interpreter_prompts_in_a_fence_are_removed() -> None:
     text = code(">>> for i in [1]:\n...     print(i)\n...\n1\n>>> x = 2")
     action = read_any(Message("assistant", text))
     assert action.codes == ("for i in [1]:\n    print(i)\n\nx = 2",)
@@ -58,7 +58,7 @@ def test_prompts_in_a_fence_are_left_out() -> None:
     )
 
 
-def test_a_final_answer_in_harmony_or_a_tool_call_counts() -> None:
+def test_final_answer_is_read_from_harmony_or_tool_call() -> None:
     harmony = "<|channel|>analysis<|message|>FINAL(9)<|end|><|channel|>final<|message|>FINAL(42)"
     assert read_any(Message("assistant", harmony)).final == FinalAnswer("42")
     call = '<tool_call>{"name": "final", "arguments": {"answer": 42}}</tool_call>'
@@ -78,8 +78,8 @@ HINTS = {
 
 
 @pytest.mark.parametrize(("text", "hint"), HINTS.items(), ids=HINTS)
-def test_anything_else_is_answered_by_a_hint_and_is_not_an_answer(text: str, hint: str) -> None:
-    """Three idle turns with such a text, and the model is still asked."""
+def test_ambiguous_text_gets_a_hint_and_is_not_an_answer(text: str, hint: str) -> None:
+    """The model is asked again even after three turns with such a text."""
     with rlm([text, text, text, code("FINAL('right')")]) as r:
         result = r.completion("text", "?")
     assert (result.stop, result.answer) == (Stop.FINAL, "right")
@@ -95,7 +95,7 @@ IN_CELLS = {
 
 
 @pytest.mark.parametrize(("cell", "hint"), IN_CELLS.items(), ids=IN_CELLS)
-def test_a_cell_with_a_foreign_habit_gets_a_hint(cell: str, hint: str) -> None:
+def test_cell_with_foreign_syntax_gets_a_hint(cell: str, hint: str) -> None:
     with rlm([code(cell), code("FINAL(1)")]) as r:
         result = r.completion("text", "?")
     assert hint in result.trajectory.root.turns[1].prompt[-1].content
@@ -112,12 +112,12 @@ def test_a_cell_with_a_foreign_habit_gets_a_hint(cell: str, hint: str) -> None:
         "<b>bold</b> and <|odd|>",
     ],
 )
-def test_words_are_still_an_answer_after_two_idle_turns(text: str) -> None:
+def test_plain_text_is_an_answer_after_two_idle_turns(text: str) -> None:
     with rlm([text, text]) as r:
         assert r.completion("text", "?").answer == text
 
 
-def test_a_call_of_an_unknown_tool_is_not_an_answer() -> None:
+def test_unknown_tool_call_is_not_an_answer() -> None:
     lost = Reply(Message("assistant", "Let me see", tool_calls=(ToolCall("1", "look", "{}"),)))
     with rlm([lost, lost]) as r:
         result = r.completion("text", "?")
@@ -127,5 +127,5 @@ def test_a_call_of_an_unknown_tool_is_not_an_answer() -> None:
 @pytest.mark.parametrize(
     "text", ["```\nprint(1)", f"<tool_call>{CALL}", "<|channel|>analysis to=python<|message|>f()"]
 )
-def test_half_of_a_message_is_not_run(text: str) -> None:
+def test_code_of_a_truncated_message_is_not_run(text: str) -> None:
     assert read_any(Message("assistant", text), is_cut=True).codes == ()

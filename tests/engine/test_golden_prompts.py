@@ -160,8 +160,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
-def seen(name: str) -> list[Any]:
-    """What the model of one scenario was sent: each conversation once, at its longest."""
+def sent_to_model(name: str) -> list[Any]:
+    """Return the requests to the model of one scenario: each conversation once, at its longest."""
     scenario = SCENARIOS[name]
     script = scenario["script"]
     if isinstance(script, list):
@@ -179,7 +179,9 @@ def seen(name: str) -> list[Any]:
     ):
         asked.completion(scenario.get("context", TEXT), "What is in it?")
     requests = sorted(model.requests, key=lambda request: json.dumps(_plain(request)))
-    return [_plain(one) for one in requests if not any(_goes_on(one, other) for other in requests)]
+    return [
+        _plain(one) for one in requests if not any(_is_prefix_of(one, other) for other in requests)
+    ]
 
 
 def _plain(request: Request) -> dict[str, Any]:
@@ -192,19 +194,19 @@ def _plain(request: Request) -> dict[str, Any]:
     return {"messages": messages, **({"tools": tools} if tools else {})}
 
 
-def _goes_on(one: Request, other: Request) -> bool:
+def _is_prefix_of(one: Request, other: Request) -> bool:
     num = len(one.messages)
     return len(other.messages) > num and other.messages[:num] == one.messages
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_what_a_model_sees_is_unchanged(name: str) -> None:
-    assert seen(name) == json.loads(GOLDEN.read_text("utf-8"))[name]
+def test_prompts_of_scenario_are_unchanged(name: str) -> None:
+    assert sent_to_model(name) == json.loads(GOLDEN.read_text("utf-8"))[name]
 
 
 def write(names: Sequence[str]) -> None:
     found = json.loads(GOLDEN.read_text("utf-8")) if GOLDEN.exists() else {}
-    found |= {name: seen(name) for name in names}
+    found |= {name: sent_to_model(name) for name in names}
     GOLDEN.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 

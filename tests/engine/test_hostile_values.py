@@ -1,5 +1,5 @@
-"""Whatever a session passes to the host or gives as its answer: an error in its cell, a note to its
-model or an answer, and never an exception out of ``completion``. A child's odd values end neither
+"""Any value that a session passes to the host or gives as its answer: the result is an error in its
+cell, a note to its model or an answer, never an exception from ``completion``. A child's odd values end neither
 its parent nor the run."""
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ USES = [
 
 
 class Cell:
-    """What the root's first message runs, and each child's."""
+    """A model whose first message runs ``source`` in the root and ``child`` in each child."""
 
     source = "1"
     child: str | None = None
@@ -165,7 +165,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RLM, Cell, 
         yield r, cell, store
 
 
-def end_well(runs: tuple[RLM, Cell, Store], source: str, child: str | None = None) -> Any:
+def run_to_final(runs: tuple[RLM, Cell, Store], source: str, child: str | None = None) -> Any:
     r, cell, store = runs
     cell.source, cell.child = f"{ODD}\n{source}", child and f"{ODD}\n{child}"
     result = r.completion("text", "?")
@@ -176,30 +176,32 @@ def end_well(runs: tuple[RLM, Cell, Store], source: str, child: str | None = Non
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_final_answer_of_any_kind(runs: tuple[RLM, Cell, Store], source: str) -> None:
-    end_well(runs, f"FINAL({source})")
+def test_final_answer_of_any_type_ends_the_run(runs: tuple[RLM, Cell, Store], source: str) -> None:
+    run_to_final(runs, f"FINAL({source})")
 
 
 @pytest.mark.parametrize("use", USES)
-def test_every_way_to_the_host_with_a_number_that_python_does_not_write(
+def test_every_use_of_the_host_survives_an_unprintable_integer(
     runs: tuple[RLM, Cell, Store], use: str
 ) -> None:
-    end_well(runs, use.format("10**5000"))
+    run_to_final(runs, use.format("10**5000"))
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(USES), sources)
-def test_any_value_anywhere(runs: tuple[RLM, Cell, Store], use: str, source: str) -> None:
-    end_well(runs, use.format(source))
+def test_every_use_of_the_host_survives_any_value(
+    runs: tuple[RLM, Cell, Store], use: str, source: str
+) -> None:
+    run_to_final(runs, use.format(source))
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(USES), sources)
-def test_any_value_anywhere_in_a_child(
+def test_every_use_of_the_host_in_a_child_survives_any_value(
     runs: tuple[RLM, Cell, Store], use: str, source: str
 ) -> None:
     if "ask" not in use:
-        end_well(runs, "FINAL([rlm_query('q')])", use.format(source))
+        run_to_final(runs, "FINAL([rlm_query('q')])", use.format(source))
 
 
 @pytest.mark.parametrize(
@@ -229,15 +231,15 @@ def test_any_value_anywhere_in_a_child(
         (f"{HOST}('tool', [])", "HostError: the name of a tool must be a str, not list"),
     ],
 )
-def test_an_odd_argument_is_named_in_the_cell(
+def test_invalid_argument_is_named_in_the_cell(
     runs: tuple[RLM, Cell, Store], cell: str, error: str
 ) -> None:
-    result = end_well(runs, cell)
+    result = run_to_final(runs, cell)
     assert result.answer == "right"
     assert f"\n{error}" in result.trajectory.root.turns[0].cells[0].error
 
 
-def test_a_named_variable_that_is_too_much_is_a_note() -> None:
+def test_oversized_final_variable_becomes_a_note() -> None:
     model = client(
         [code("big = [0] * 500_001"), "FINAL(big)", code("1"), "FINAL_VAR(big)", "FINAL(7)"]
     )
@@ -249,7 +251,7 @@ def test_a_named_variable_that_is_too_much_is_a_note() -> None:
 
 
 @pytest.mark.parametrize("kind", [int, list[int], dict[str, Any], {"type": "integer"}])
-def test_a_typed_answer_that_cannot_be_checked_is_a_mismatch(kind: Any) -> None:
+def test_uncheckable_answer_counts_as_type_mismatch(kind: Any) -> None:
     huge = f"FINAL({hex(10**5000)})"
     model = client(
         [
@@ -267,14 +269,14 @@ def test_a_typed_answer_that_cannot_be_checked_is_a_mismatch(kind: Any) -> None:
     assert "The answer does not fit its type" in model.requests[1].messages[-1].content
 
 
-def test_a_journal_of_an_integer_at_the_edge_can_be_read(tmp_path: Path) -> None:
-    """Given as text, so that no session has looked at it."""
+def test_journal_with_integer_at_the_digit_limit_can_be_read(tmp_path: Path) -> None:
+    """The answer is given as text, so no session has checked it."""
     with rlm(["FINAL(-1" + "0" * 4299 + ")", "FINAL(7)"], store=Store(tmp_path)) as r:
         result = r.completion("text", "?", answer_type=int)
     assert (Store(tmp_path).load(result.run_id).answer, result.answer) == (7, 7)
 
 
-def test_odd_answers_as_text_and_in_a_vote(tmp_path: Path) -> None:
+def test_odd_answers_can_be_shown_as_text_and_voted_on(tmp_path: Path) -> None:
     huge = 10**5000
     assert [as_text(odd) for odd in (1j, ["\ud800"], float("nan"))] == [
         '"1j"',

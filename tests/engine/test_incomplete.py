@@ -1,5 +1,4 @@
-"""Replies that are not whole, and servers whose figures are wrong: over real HTTP, through whole
-runs."""
+"""Incomplete replies and wrong usage figures in whole runs, over real HTTP."""
 
 from __future__ import annotations
 
@@ -28,10 +27,10 @@ def reply(text: str, finish: Any) -> Reply:
     return Reply(Message("assistant", text), finish=finish)
 
 
-def ran(
+def result_of(
     script: Script, question: str = "?", context: str | None = "text", **options: Any
 ) -> Result:
-    """What a run over a scripted server comes to; its failures are data."""
+    """Run with a scripted server and return the result, which includes failures."""
 
     async def main() -> Result:
         async with (
@@ -46,14 +45,14 @@ def ran(
 
 
 def in_session(*root: Any, other: Any = "whole", **options: Any) -> Result:
-    """As ``ran``, in a session: ``root`` are its turns, ``other`` is the reply to every plain
+    """As ``result_of``, in a session: ``root`` are its turns, ``other`` is the reply to every plain
     call."""
     turns = iter(root)
 
     def script(messages: tuple[Message, ...]) -> Any:
         return next(turns) if messages[0].role == "system" else other
 
-    return ran(script, scaffold=SCAFFOLD, **options)
+    return result_of(script, scaffold=SCAFFOLD, **options)
 
 
 # --- no answer
@@ -110,7 +109,7 @@ def test_words_that_fit_the_type_are_an_answer(kind: Any, text: str, answer: Any
     ],
 )
 def test_a_direct_answer_may_be_bare_text_of_its_type(kind: Any, text: str, answer: Any) -> None:
-    result = ran([text], answer_type=kind)
+    result = result_of([text], answer_type=kind)
     assert (result.stop, result.answer, result.usage.calls) == (Stop.FINAL, answer, 1)
 
 
@@ -118,8 +117,8 @@ def test_a_direct_answer_may_be_bare_text_of_its_type(kind: Any, text: str, answ
 # ------------------------------------------------------------------------------------------------
 
 
-def test_a_direct_answer_that_was_cut_ends_with_its_stop() -> None:
-    result = ran(["x" * 400], context=None, limits=Limits(max_reply_tokens=10))
+def test_truncated_direct_answer_is_returned_with_stop_max_tokens() -> None:
+    result = result_of(["x" * 400], context=None, limits=Limits(max_reply_tokens=10))
     assert (result.stop, result.answer) == (Stop.MAX_TOKENS, "x" * 40)
     assert isinstance(result.failure, ReplyCut)
     assert "the reply was cut at its limit of 10 tokens" in str(result.error)
@@ -133,7 +132,7 @@ def test_a_direct_answer_that_was_cut_ends_with_its_stop() -> None:
         (str, '"abc"', Stop.MAX_TOKENS),
     ],
 )
-def test_a_typed_answer_that_was_cut_is_none(kind: Any, text: str, stop: Stop) -> None:
+def test_truncated_typed_answer_is_none(kind: Any, text: str, stop: Stop) -> None:
     async def main() -> Result:
         async with (
             ScriptedServer(lambda messages: reply(text, "length")) as server,
@@ -147,7 +146,7 @@ def test_a_typed_answer_that_was_cut_is_none(kind: Any, text: str, stop: Stop) -
     assert result.failure.text == text
 
 
-def test_a_cut_reply_that_is_corrected_counts() -> None:
+def test_corrected_reply_after_truncation_is_accepted() -> None:
     async def main() -> Result:
         script: list[Any] = [reply("[1, 2", "length"), "[1, 2, 3]"]
         async with ScriptedServer(script) as server, RLM(f"openai:test@{server.url}") as rlm:
@@ -159,7 +158,7 @@ def test_a_cut_reply_that_is_corrected_counts() -> None:
 
 @pytest.mark.parametrize("text", ["", "The first half"])
 def test_a_filtered_direct_answer_is_an_error_that_names_the_filter(text: str) -> None:
-    result = ran([reply(text, "content_filter")], context=None)
+    result = result_of([reply(text, "content_filter")], context=None)
     assert (result.stop, result.answer, result.usage.calls) == (Stop.ERROR, None, 1)
     assert isinstance(result.failure, ReplyFiltered)
     assert "a content filter stopped the reply (content_filter)" in str(result.error)
@@ -183,7 +182,9 @@ FORMS = {
 
 
 @pytest.mark.parametrize(("choice", "named"), FORMS.values(), ids=FORMS)
-def test_every_form_of_a_filter_is_named(choice: dict[str, Any], named: str) -> None:
+def test_content_filter_is_named_in_every_provider_format(
+    choice: dict[str, Any], named: str
+) -> None:
     async def main() -> None:
         body = msgspec.json.encode(
             {"choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}
@@ -199,7 +200,7 @@ def test_every_form_of_a_filter_is_named(choice: dict[str, Any], named: str) -> 
 @pytest.mark.parametrize(
     "reason", ["max_tokens", "MAX_TOKENS", "model_length", "max_output_tokens"]
 )
-def test_other_words_for_a_limit_are_known(reason: str) -> None:
+def test_other_finish_reasons_for_a_limit_are_recognized(reason: str) -> None:
     async def main() -> Result:
         body = msgspec.json.encode(
             {"choices": [{"message": {"content": "half"}, "finish_reason": reason}]}
@@ -211,7 +212,7 @@ def test_other_words_for_a_limit_are_known(reason: str) -> None:
     assert (result.stop, result.answer) == (Stop.MAX_TOKENS, "half")
 
 
-def test_a_reply_that_the_server_broke_off_is_asked_for_again() -> None:
+def test_reply_aborted_by_the_server_is_requested_again() -> None:
     bodies = [
         msgspec.json.encode({"choices": [{"message": {"content": text}, "finish_reason": reason}]})
         for text, reason in (("half of", "error"), ("half of it", "stop"))
@@ -238,7 +239,7 @@ except SubcallError as error:
     FINAL([error.results, error.partial, 'cut at its limit of' in error.failures[0]])"""
 
 
-def test_a_cut_reply_to_a_call_raises_with_its_text() -> None:
+def test_truncated_subcall_raises_with_partial_text() -> None:
     result = in_session(code(CAUGHT), other=reply("half", "length"))
     assert result.answer == [[None, None], {0: "half", 1: "half"}, True]
     assert [(call.stop, call.answer) for call in result.trajectory.calls[1:]] == [
@@ -256,23 +257,23 @@ def test_a_cut_reply_to_a_call_raises_with_its_text() -> None:
         (Reply(Message("assistant", "", tool_calls=(ToolCall("1", "f", "{}"),))), "error"),
     ],
 )
-def test_a_failed_call_has_its_kind(other: Any, kind: str) -> None:
+def test_failed_subcall_has_an_error_kind(other: Any, kind: str) -> None:
     caught = "try:\n  llm_query('a')\nexcept SubcallError as e:\n  FINAL([e.kind, e.kinds])"
     assert in_session(code(caught), other=other).answer == [kind, {0: kind}]
 
 
-def test_an_empty_reply_is_asked_for_again() -> None:
-    result = ran(["", " \n", "here"], context=None)
+def test_empty_reply_is_requested_again() -> None:
+    result = result_of(["", " \n", "here"], context=None)
     assert (result.stop, result.answer, result.usage.calls) == (Stop.FINAL, "here", 3)
 
 
 def test_an_empty_direct_answer_is_an_error() -> None:
-    result = ran([""] * 3, context=None)
+    result = result_of([""] * 3, context=None)
     assert (result.stop, result.answer, result.usage.calls) == (Stop.ERROR, None, 3)
     assert "the model gave an empty reply instead of answering, 3 times" in str(result.error)
 
 
-def test_replies_to_calls_have_a_limit_of_their_own() -> None:
+def test_subcall_replies_have_a_separate_token_limit() -> None:
     """A model that reasons gets more tokens for each reply, but no more than a tenth of the run's."""
 
     async def main() -> list[int]:
@@ -292,12 +293,12 @@ def test_replies_to_calls_have_a_limit_of_their_own() -> None:
     assert run(main()) == [1000, 50, 5000, 4050, 1007, 57]
 
 
-def test_a_cut_number_is_no_number() -> None:
+def test_truncated_number_is_not_accepted() -> None:
     caught = "try:\n  FINAL(llm_query('how many?', schema=int))\nexcept SubcallError as e:\n  FINAL(e.partial)"
     assert in_session(code(caught), other=reply("123", "length")).answer == {0: "123"}
 
 
-def test_a_filtered_reply_to_a_call_raises_and_has_no_text() -> None:
+def test_filtered_subcall_raises_without_partial_text() -> None:
     caught = (
         "try:\n  FINAL(llm_query('a'))\nexcept SubcallError as e:\n  FINAL([str(e), e.partial])"
     )
@@ -307,7 +308,7 @@ def test_a_filtered_reply_to_a_call_raises_and_has_no_text() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_cut_answer_of_a_child_raises(depth: int) -> None:
+def test_truncated_child_answer_raises_with_partial_text(depth: int) -> None:
     """At depth 0 the child is one plain call; at depth 1 it is a session that answers in words."""
     caught = "try:\n  FINAL(rlm_query('a child'))\nexcept SubcallError as e:\n  FINAL(e.partial)"
 
@@ -315,7 +316,7 @@ def test_a_cut_answer_of_a_child_raises(depth: int) -> None:
         is_child = "a child" in messages[min(1, len(messages) - 1)].content
         return reply("half of an answer", "length") if is_child else code(caught)
 
-    result = ran(script, scaffold=SCAFFOLD, limits=Limits(max_depth=depth))
+    result = result_of(script, scaffold=SCAFFOLD, limits=Limits(max_depth=depth))
     assert result.answer == {0: "half of an answer"}
 
 
@@ -332,7 +333,7 @@ def test_a_cut_answer_of_a_child_raises(depth: int) -> None:
         ("FINAL_VAR(half", "FINAL(…)"),
     ],
 )
-def test_half_of_a_message_is_not_acted_on(half: str, left_out: str) -> None:
+def test_truncated_message_is_not_acted_on(half: str, left_out: str) -> None:
     result = in_session(*[reply(half, "length")] * 3, code("FINAL('whole')"))
     *cut, last = result.trajectory.root.turns
     assert (result.stop, result.answer) == (Stop.FINAL, "whole")
@@ -343,8 +344,8 @@ def test_half_of_a_message_is_not_acted_on(half: str, left_out: str) -> None:
     )
 
 
-def test_a_cut_reply_is_asked_for_again_with_a_larger_limit() -> None:
-    """Each request is one entry of the ledger, and the half that was dropped is not acted on."""
+def test_truncated_reply_is_requested_again_with_larger_limit() -> None:
+    """Each request is one ledger entry, and the discarded partial replies are not acted on."""
 
     async def main() -> None:
         script = [reply("```repl\nFINAL('half", "length")] * 2 + [code("FINAL('whole')")]
@@ -362,7 +363,7 @@ def test_a_cut_reply_is_asked_for_again_with_a_larger_limit() -> None:
     run(main())
 
 
-def test_a_cut_reply_is_continued_from_its_end_where_the_server_can() -> None:
+def test_truncated_reply_is_continued_if_the_server_supports_it() -> None:
     async def main() -> None:
         parts = ["```repl\nFINAL('one", " two", " three')\n```"]
         script = [reply(part, "length") for part in parts[:2]] + [reply(parts[2], "stop")]
@@ -382,20 +383,20 @@ def test_a_cut_reply_is_continued_from_its_end_where_the_server_can() -> None:
     run(main())
 
 
-def test_a_cut_reply_is_not_continued_beyond_a_limit() -> None:
+def test_truncated_reply_is_not_continued_beyond_max_calls() -> None:
     """One of three calls is held for the final answer."""
     cut = [reply(code("FINAL('half')")[:-4], "length")] * 2
     result = in_session(*cut, "FINAL(last)", limits=Limits(max_calls=3))
     assert (result.stop, result.answer, result.usage.calls) == (Stop.MAX_CALLS, "last", 3)
 
 
-def test_a_server_that_refuses_a_larger_limit_leaves_the_half() -> None:
+def test_truncated_reply_is_used_if_server_refuses_larger_limit() -> None:
     cut = reply(code("x = 1") + "\n```repl\nx = 2", "length")
     result = in_session(cut, refused(400, "max_tokens is too large"), code("FINAL(x)"))
     assert (result.stop, result.answer) == (Stop.FINAL, 1)
 
 
-def test_what_was_closed_before_the_cut_is_run() -> None:
+def test_complete_cells_of_a_truncated_message_are_run() -> None:
     cut = [reply(code("x = 1") + "\n```repl\nx = 2", "length")] * 3
     result = in_session(*cut, code("FINAL(x)"))
     assert (result.answer, [cell.code for cell in result.trajectory.root.turns[2].cells]) == (
@@ -404,35 +405,35 @@ def test_what_was_closed_before_the_cut_is_run() -> None:
     )
 
 
-def test_a_tool_call_that_was_cut_is_not_run() -> None:
+def test_truncated_tool_call_is_not_run() -> None:
     call = ToolCall("1", "repl", '{"code": "FINAL(1')
     native = msgspec.structs.replace(SCAFFOLD, native_tools=True)
     script = [
         Reply(Message("assistant", "", tool_calls=(call,)), finish="length"),
         code("FINAL('whole')"),
     ]
-    assert ran(script, scaffold=native).answer == "whole"
+    assert result_of(script, scaffold=native).answer == "whole"
 
 
-def test_words_that_were_cut_are_a_partial_answer() -> None:
+def test_truncated_text_is_a_partial_answer() -> None:
     result = in_session("thinking", *[reply("It is prob", "length")] * 3)
     assert (result.stop, result.answer) == (Stop.MAX_TOKENS, "It is prob")
     assert isinstance(result.failure, ReplyCut)
 
 
-def test_a_filtered_turn_ends_the_run_with_the_filter_named() -> None:
+def test_filtered_turn_ends_the_run_and_names_the_filter() -> None:
     result = in_session(reply(code("FINAL(1)"), "content_filter"))
     assert (result.stop, result.answer) == (Stop.ERROR, None)
     assert "a content filter stopped the reply" in str(result.error)
 
 
-# --- figures that are wrong
+# --- wrong usage figures
 # ----------------------------------------------------------------------------------------
 
 
-def test_a_gateway_that_counts_wrongly_does_not_take_a_run_past_its_cost() -> None:
-    """Each reply reports a hundred times more cached tokens than the prompt has: at face value a
-    negative cost."""
+def test_wrong_usage_figures_cannot_exceed_max_cost() -> None:
+    """Each reply reports a hundred times more cached tokens than prompt tokens, which would make
+    its cost negative."""
 
     async def main() -> None:
         limit = 0.02

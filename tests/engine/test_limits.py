@@ -17,7 +17,7 @@ from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
 
 
-def test_zero_is_refused_but_for_depth() -> None:
+def test_limits_of_zero_are_refused_except_depth() -> None:
     assert Limits(max_depth=0).max_depth == 0
     for name in (
         "max_turns",
@@ -33,18 +33,18 @@ def test_zero_is_refused_but_for_depth() -> None:
         Limits(max_depth=-1)
 
 
-def test_default_cost_cap_holds_only_where_there_are_prices() -> None:
+def test_default_cost_limit_applies_only_with_prices() -> None:
     assert Ledger(Limits(), priced=True).limit.cost == 5.0
     assert Ledger(Limits(), priced=False).limit.cost == math.inf
 
 
-def test_bound_takes_the_dearest_way_to_bill_a_prompt() -> None:
+def test_bound_uses_the_most_expensive_prompt_price() -> None:
     price = Price(input=1.0, output=2.0, cached=0.1, cache_write=1.25)
     assert bound(1_000_000, 500_000, price) == ResourceAmount(1, 1_500_000, 1.25 + 1.0)
     assert bound(10, 5, None) == ResourceAmount(1, 15, 0.0)
 
 
-def test_a_request_waits_for_what_may_be_freed_and_is_refused_when_it_cannot() -> None:
+def test_request_waits_for_freed_budget_and_is_refused_when_none_can_be_freed() -> None:
     async def scenario() -> list[str]:
         ledger = Ledger(Limits(max_calls=2), priced=False)
         ledger.hold(ResourceAmount(calls=1))
@@ -93,7 +93,7 @@ def test_a_cancelled_wait_leaves_no_reservation() -> None:
     max_cents=st.integers(1, 50),
     held=st.integers(0, 1),
 )
-def test_no_schedule_passes_a_limit(
+def test_no_schedule_exceeds_a_limit(
     seed: int, max_calls: int, max_tokens: int, max_cents: int, held: int
 ) -> None:
     """Forty askers with random sizes, outcomes and timing: at every step spent + outstanding + held

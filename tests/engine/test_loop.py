@@ -1,4 +1,4 @@
-"""One call: the notebook, observations, answers and their checks, through the public face."""
+"""One call through the public API: cells, observations, answers and their checks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.engine.helpers import SCAFFOLD, client, code, rlm
 TEXT = "alpha 1\nbeta 2\ngamma 3\n"
 
 
-def test_a_whole_run() -> None:
-    """Question, two cells, answer: exactly what the model was shown and what is recorded."""
+def test_complete_run_has_exact_prompts_and_record() -> None:
+    """A question, two cells and an answer: the exact prompts, and the exact record."""
     model = client(
         [
             code("n = context.count('a')\nprint('counted')\nn"),
@@ -54,7 +54,7 @@ def test_a_whole_run() -> None:
     assert result.trajectory.conversation(call)[:-1] == list(model.requests[2].messages)
 
 
-def test_prompts_only_grow() -> None:
+def test_each_prompt_extends_the_previous_one() -> None:
     model = client([code("1"), code("1/0"), code("FINAL(1)")])
     with rlm(model) as r:
         r.completion(TEXT, "?")
@@ -62,7 +62,7 @@ def test_prompts_only_grow() -> None:
         assert after.messages[: len(before.messages)] == before.messages
 
 
-def test_an_error_shows_its_own_line_and_keeps_what_was_bound() -> None:
+def test_failed_cell_shows_its_line_and_keeps_variables() -> None:
     model = client([code("x = 7\ny = 1/0"), code("FINAL(x)")])
     with rlm(model) as r:
         assert r.completion(TEXT, "?").answer == 7
@@ -85,13 +85,13 @@ def test_an_error_shows_its_own_line_and_keeps_what_was_bound() -> None:
         (code("class C:\n  def __str__(self): return 'shown'\nFINAL(C())"), "shown"),
     ],
 )
-def test_ways_to_answer(reply: str, answer: Any) -> None:
+def test_every_form_of_final_answer_is_accepted(reply: str, answer: Any) -> None:
     with rlm([code("total = [1, 2]"), reply]) as r:
         result = r.completion(TEXT, "?")
     assert (result.answer, result.stop) == (answer, Stop.FINAL)
 
 
-def test_an_answer_with_unseen_output_is_put_off_one_turn() -> None:
+def test_answer_with_unseen_output_is_deferred_by_one_turn() -> None:
     model = client([code("print(1)\nFINAL('early')"), code("FINAL('late')")])
     with rlm(model) as r:
         assert r.completion(TEXT, "?").answer == "late"
@@ -103,7 +103,7 @@ def test_an_answer_with_unseen_output_is_put_off_one_turn() -> None:
         assert r.completion(TEXT, "?").answer == "early"
 
 
-def test_long_output_is_cut_and_kept_whole_in_a_variable() -> None:
+def test_long_output_is_truncated_and_kept_in_a_variable() -> None:
     model = client([code("print('x' * 500 + 'y' * 500)"), code("FINAL(len(outputs[1]))")])
     with rlm(model, scaffold=msgspec.structs.replace(SCAFFOLD, max_output_chars=100)) as r:
         assert r.completion(TEXT, "?").answer == 1001
@@ -115,7 +115,7 @@ def test_long_output_is_cut_and_kept_whole_in_a_variable() -> None:
     )
 
 
-def test_reserved_names_are_put_back() -> None:
+def test_reserved_names_are_restored() -> None:
     model = client([code("context = 'mine'; llm_query = None; del FINAL"), code("FINAL(context)")])
     with rlm(model) as r:
         assert r.completion(TEXT, "?").answer == TEXT
@@ -124,7 +124,7 @@ def test_reserved_names_are_put_back() -> None:
     assert all(f"`{name}`" in shown for name in ("context", "llm_query", "FINAL"))
 
 
-def test_history_and_variables_can_be_looked_at() -> None:
+def test_history_and_variables_can_be_inspected() -> None:
     model = client(
         [code("x = [1]\nSHOW_VARS()"), code("FINAL([history[0]['role'], len(history)])")]
     )
@@ -133,7 +133,7 @@ def test_history_and_variables_can_be_looked_at() -> None:
     assert "=> {'x': 'list, 1 long'}" in model.requests[1].messages[-1].content
 
 
-def test_a_later_cell_is_not_run_after_one_that_failed() -> None:
+def test_cells_after_a_failed_cell_are_not_run() -> None:
     model = client([code("1/0", "x = 1"), code("FINAL('x' in globals())")])
     with rlm(model) as r:
         assert r.completion(TEXT, "?").answer is False
@@ -143,7 +143,7 @@ def test_a_later_cell_is_not_run_after_one_that_failed() -> None:
     )
 
 
-def test_native_tool_calls_are_answered_in_kind() -> None:
+def test_native_tool_calls_are_answered_by_tool_messages() -> None:
     asked = Message("assistant", "", tool_calls=(ToolCall("a", "repl", '{"code": "x = 2\\nx"}'),))
     answered = Message("assistant", "", tool_calls=(ToolCall("b", "final", '{"answer": "two"}'),))
     model = client([Reply(asked), Reply(answered)])
@@ -170,7 +170,7 @@ class Point(msgspec.Struct):
     y: int = 0
 
 
-def test_answers_of_a_type() -> None:
+def test_typed_answers_are_converted() -> None:
     import pydantic
 
     class Model(pydantic.BaseModel):
@@ -189,7 +189,7 @@ def test_answers_of_a_type() -> None:
             assert r.completion(TEXT, "?", answer_type=kind).answer == answer
 
 
-def test_an_answer_that_does_not_fit_is_shown_why() -> None:
+def test_type_mismatch_of_answer_is_explained_to_the_model() -> None:
     model = client(
         [code("FINAL({'name': 'n', 'count': 'two'})"), code("FINAL({'name': 'n', 'count': 2})")]
     )
@@ -203,7 +203,7 @@ def test_an_answer_that_does_not_fit_is_shown_why() -> None:
     )
 
 
-def test_a_schema_that_is_none_is_refused_before_anything_is_asked() -> None:
+def test_invalid_answer_type_is_refused_before_any_request() -> None:
     with rlm([]) as r:
         with pytest.raises(
             ConfigError, match=r"JSON schema is not valid at type: 'int' is not valid"
@@ -228,11 +228,11 @@ def test_citations_are_checked_against_the_context() -> None:
     )
 
 
-# --- models that do not play along
+# --- misbehaving models
 # ---------------------------------------------------------------------------------
 
 
-def test_a_model_that_never_writes_code() -> None:
+def test_run_without_any_code_stops_with_no_code() -> None:
     model = client(lambda messages: "I believe it is six.")
     with rlm(model) as r:
         result = r.completion(TEXT, "?")
@@ -244,7 +244,7 @@ def test_a_model_that_never_writes_code() -> None:
     assert model.requests[1].messages[-1].content.startswith("Nothing was run")
 
 
-def test_a_model_that_writes_only_syntax_errors() -> None:
+def test_repeated_syntax_errors_end_at_max_turns() -> None:
     model = client(lambda messages: code("if:") if len(messages) < 8 else "FINAL(gave up)")
     with rlm(model, limits={"max_turns": 3}) as r:
         result = r.completion(TEXT, "?")
@@ -257,7 +257,7 @@ def test_a_model_that_writes_only_syntax_errors() -> None:
     ] == ["SyntaxError: invalid syntax"] * 3
 
 
-def test_a_model_that_prints_without_end_is_cut() -> None:
+def test_excessive_output_is_truncated() -> None:
     with rlm(
         [code("for _ in range(100): print('x' * 1_000_000)"), code("FINAL(len(outputs[1]))")]
     ) as r:
@@ -269,7 +269,7 @@ def test_a_model_that_prints_without_end_is_cut() -> None:
     assert 1_000_000 < result.answer < 20_000_000
 
 
-def test_a_model_that_kills_its_session_goes_on_in_a_new_one() -> None:
+def test_killed_session_is_replaced_by_a_new_one() -> None:
     model = client(
         [code("x = 1\nimport os; print('so far', flush=True); os._exit(3)"), code("FINAL(context)")]
     )
@@ -283,7 +283,7 @@ def test_a_model_that_kills_its_session_goes_on_in_a_new_one() -> None:
     )
 
 
-def test_a_model_that_kills_every_session_ends_in_an_error() -> None:
+def test_killing_every_session_ends_in_an_error() -> None:
     with rlm(lambda messages: code("import os; os._exit(3)")) as r:
         running_result = _result_of(r)
     assert (running_result.stop, running_result.answer) == (Stop.ERROR, None)
@@ -298,7 +298,7 @@ def _result_of(r: Any) -> Any:
     return asyncio.run(main())
 
 
-def test_a_model_that_fails_raises_its_error_when_there_is_no_answer() -> None:
+def test_model_error_is_raised_if_there_is_no_answer() -> None:
     from ramify.clients.scripted import refused
 
     with (
@@ -312,7 +312,7 @@ def test_a_model_that_fails_raises_its_error_when_there_is_no_answer() -> None:
 # -----------------------------------------------------------------------------------------------
 
 
-def test_what_fits_easily_is_one_direct_call() -> None:
+def test_small_context_is_answered_by_one_direct_call() -> None:
     model = client(["Six."])
     with rlm(model, scaffold="default") as r:
         result = r.completion(TEXT, "How many?")
@@ -320,7 +320,7 @@ def test_what_fits_easily_is_one_direct_call() -> None:
     assert model.requests[0].messages[-1].content == f"{TEXT}\n\nQuestion: How many?"
 
 
-def test_a_question_alone_is_answered_directly_and_typed() -> None:
+def test_question_without_context_gets_direct_typed_answer() -> None:
     model = client(["31 days", "31"])
     with rlm(model, scaffold="default") as r:
         assert r.completion("How many days has May?", answer_type=int).answer == 31
@@ -341,12 +341,12 @@ def test_a_question_alone_is_answered_directly_and_typed() -> None:
         ),
     ],
 )
-def test_nothing_to_ask(prompt: Any, query: str | None, message: str) -> None:
+def test_empty_or_unusable_input_is_refused(prompt: Any, query: str | None, message: str) -> None:
     with rlm([]) as r, pytest.raises(ConfigError, match=message):
         r.completion(prompt, query)
 
 
-def test_braces_in_a_system_prompt_are_just_braces() -> None:
+def test_braces_in_system_prompt_are_kept_literally() -> None:
     model = client([code("FINAL(1)")])
     with rlm(
         model, scaffold=Scaffold(system='{"a": {b}} {} {{unknown}}{{tools}}', direct_chars=0)
@@ -355,7 +355,7 @@ def test_braces_in_a_system_prompt_are_just_braces() -> None:
     assert model.requests[0].messages[0].content == '{"a": {b}} {} {{unknown}}'
 
 
-def test_a_weak_sandbox_is_said_aloud_unless_it_is_accepted() -> None:
+def test_weak_sandbox_is_warned_about_unless_accepted() -> None:
     with (
         rlm([code("FINAL(1)")], sandbox="process") as r,
         pytest.warns(WeakSandboxWarning, match="Do not run hostile code in it"),
@@ -367,7 +367,7 @@ def test_a_weak_sandbox_is_said_aloud_unless_it_is_accepted() -> None:
             r.completion(TEXT, "?")
 
 
-def test_a_sandbox_that_cannot_be_had_is_known_before_anything_is_asked(
+def test_unusable_sandbox_is_refused_before_any_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///no/such/engine.sock")
@@ -396,5 +396,5 @@ def test_a_sandbox_that_cannot_be_had_is_known_before_anything_is_asked(
         assert (model.requests, store.runs()) == ([], [])
         with rlm(
             model, sandbox=spec, scaffold="default"
-        ) as r:  # which one plain call answers: it needs no session
+        ) as r:  # answered by one plain call, which needs no session
             assert r.completion("How many days has May?").answer

@@ -1,4 +1,4 @@
-"""A run whose event loop is blocked past its deadline ends from outside, and loses nothing."""
+"""A run whose event loop is blocked past its deadline is ended from outside and can be resumed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class BlockingModel:
         return ROOT if messages[0].role == "system" else f"r {prompt}"
 
 
-def test_the_caller_is_released_and_the_run_resumed(tmp_path: Path) -> None:
+def test_blocked_run_releases_its_caller_and_can_be_resumed(tmp_path: Path) -> None:
     model, store = BlockingModel(), Store(tmp_path)
     try:
         with rlm(model.reply, store=store, limits=LIMITS, sandbox=SANDBOX) as r:
@@ -51,14 +51,14 @@ def test_the_caller_is_released_and_the_run_resumed(tmp_path: Path) -> None:
             assert [run.stop for run in store.runs()] == [Stop.SUSPENDED]
             model.freed.set()
             assert r.resume("last", limits=Limits()).answer == ["r a", "r b"]
-        # The blocked request is answered at last, when its run has long ended.
+        # The blocked request is answered only after its run has ended.
         assert model.replies["a"] == 1
         assert [run.stop for run in store.runs()] == [Stop.FINAL]
     finally:
         model.freed.set()
 
 
-def test_a_run_that_is_not_stored_ends_with_the_place() -> None:
+def test_blocked_run_without_store_names_the_blocking_code() -> None:
     model = BlockingModel()
     try:
         with (
@@ -70,7 +70,7 @@ def test_a_run_that_is_not_stored_ends_with_the_place() -> None:
         model.freed.set()
 
 
-def test_on_the_loop_of_its_caller_it_ends_when_that_advances(tmp_path: Path) -> None:
+def test_blocked_run_on_the_callers_loop_ends_when_the_loop_advances(tmp_path: Path) -> None:
     model, store = BlockingModel(), Store(tmp_path)
 
     def free() -> None:
@@ -90,8 +90,8 @@ def test_on_the_loop_of_its_caller_it_ends_when_that_advances(tmp_path: Path) ->
     assert model.replies["a"] == 1
 
 
-def test_a_run_that_waits_past_its_deadline_is_suspended(tmp_path: Path) -> None:
-    """Its loop advances: it waits for something that ignores that the run is closing."""
+def test_run_waiting_past_its_deadline_is_suspended(tmp_path: Path) -> None:
+    """Its loop is not blocked: the run waits for something that ignores the end of the run."""
 
     async def prepare(session: Any) -> None:
         await asyncio.Event().wait()
@@ -104,7 +104,7 @@ def test_a_run_that_waits_past_its_deadline_is_suspended(tmp_path: Path) -> None
     asyncio.run(main())
 
 
-def test_a_command_ends_with_one_line(tmp_path: Path) -> None:
+def test_blocked_command_exits_with_one_line_and_resume_hint(tmp_path: Path) -> None:
     program = textwrap.dedent(f"""
         import sys, time
         from ramify import RLM, Limits, SandboxSpec, Scaffold, ScriptedClient, Store

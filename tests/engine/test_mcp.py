@@ -76,7 +76,7 @@ def tools(server: str) -> Iterator[McpTools]:
         yield tools
 
 
-def test_a_session_calls_them(tools: McpTools) -> None:
+def test_session_calls_mcp_tools(tools: McpTools) -> None:
     model = rlm(
         [
             code("print(add(40), add(1, b=5), say_hello(['Ada', 'Bo']), row()['red'])"),
@@ -93,7 +93,7 @@ def test_a_session_calls_them(tools: McpTools) -> None:
     assert "- `add(a: int, b: int = 2)`: Add two numbers." in prompt
 
 
-def test_their_errors_are_exceptions_there(server: str) -> None:
+def test_mcp_errors_become_exceptions_in_the_session(server: str) -> None:
     cells = [
         "try:\n    fail('too big')\nexcept RuntimeError as e: print('E1', e)",
         "try:\n    add(1, 2, 3)\nexcept TypeError as e: print('E2', e)",
@@ -112,7 +112,7 @@ def test_their_errors_are_exceptions_there(server: str) -> None:
     assert result.answer == 1
 
 
-def test_from_any_loop(tools: McpTools) -> None:
+def test_mcp_tools_work_from_any_event_loop(tools: McpTools) -> None:
     async def ask() -> object:
         async with rlm([code("FINAL(add(1))")], tools={**tools, "own": lambda: 5}) as model:
             return (await model.acompletion("x")).answer
@@ -120,15 +120,17 @@ def test_from_any_loop(tools: McpTools) -> None:
     assert asyncio.run(ask()) == 3
 
 
-def test_what_else_comes_back(tools: McpTools) -> None:
+def test_non_text_results_and_signatures_are_preserved(tools: McpTools) -> None:
     (block,) = asyncio.run(tools["picture"]())
     assert (block["type"], block["data"]) == ("image", "aGk=")
     assert inspect.signature(tools["fail"]).parameters["text"].annotation is str
 
 
-def test_two_servers_and_their_environment(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names that both have get the server's; a server has the variables that it was given, and no
-    key of a provider."""
+def test_two_servers_have_separate_names_and_environments(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Colliding names get the name of the server; a server gets only the given variables, and no
+    provider keys."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-user")
     monkeypatch.setenv("TOKEN", "from-here")
     with McpTools(f"TOKEN=abc {server}", f"TOKEN= {server}") as tools:
@@ -153,12 +155,12 @@ def test_two_servers_and_their_environment(server: str, monkeypatch: pytest.Monk
         ("http://127.0.0.1:9/mcp", "http://127.0.0.1:9/mcp cannot be used"),
     ],
 )
-def test_servers_that_cannot_be_had(given: str, says: str) -> None:
+def test_unusable_server_is_reported(given: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         McpTools(given)
 
 
-def test_names() -> None:
+def test_tool_names_and_recorded_commands_are_sanitized() -> None:
     assert [function_name(each) for each in ("git-log", "2d", "import", "context", "größe")] == [
         "git_log",
         "_2d",

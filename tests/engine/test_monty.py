@@ -1,5 +1,4 @@
-"""The engine over Monty's sessions: what of its ways with a model holds there, and what a model is
-told where not."""
+"""The engine with Monty sessions: the supported features, and the errors for unsupported ones."""
 
 from __future__ import annotations
 
@@ -21,13 +20,13 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(script: Any, context: Any = "alpha beta", **options: Any) -> tuple[Any, list[Cell]]:
-    """The answer, and the cells of the root."""
+    """Run ``script`` and return the answer and the cells of the root."""
     with rlm(script, sandbox=SandboxSpec(provider="monty", cell_s=5.0), **options) as r:
         result = r.completion(context, "?")
     return result.answer, [cell for turn in result.trajectory.root.turns for cell in turn.cells]
 
 
-def test_a_whole_run() -> None:
+def test_complete_run_in_monty() -> None:
     script = by_role(
         [
             code("n = context.count('a')\nprint('counted')\nn"),
@@ -48,7 +47,7 @@ def test_a_whole_run() -> None:
     ]
 
 
-def test_children() -> None:
+def test_children_run_in_monty() -> None:
     root = iter(
         [
             code(
@@ -64,7 +63,7 @@ def test_children() -> None:
     assert run(script, "x")[0] == ["AB", "C", "X"]
 
 
-def test_tools() -> None:
+def test_tools_and_values_are_available_in_monty() -> None:
     def double(x: int) -> int:
         return 2 * x
 
@@ -74,15 +73,15 @@ def test_tools() -> None:
 @pytest.mark.parametrize(
     ("cells", "answer"),
     [
-        (["v = [1]", "v = [2]\nFINAL_VAR('v')"], [2]),  # as it is at the end of the cell
+        (["v = [1]", "v = [2]\nFINAL_VAR('v')"], [2]),  # its value at the end of the cell
         (["FINAL_VAR('v')", "FINAL('no v')"], "no v"),
         (
             ["print(1)\nanswer['content'] = 'x'\nanswer['ready'] = True", "y = 2", "FINAL(3)"],
             3,
-        ),  # put off, let go
+        ),  # deferred, then withdrawn
         (["answer['content'] = 'x'\nanswer['ready'] = True"], "x"),
         (["print('x' * 20_000)", "FINAL(len(outputs[1]))"], 20_001),
-        (["x = 41", "x = 0\nwhile True: pass", "FINAL(x)"], 41),  # a stopped cell is undone
+        (["x = 41", "x = 0\nwhile True: pass", "FINAL(x)"], 41),  # an interrupted cell is undone
         (
             ["import dataclasses\n@dataclasses.dataclass\nclass A:\n    n: int\nFINAL([A(2)])"],
             [{"n": 2}],
@@ -94,11 +93,11 @@ def test_tools() -> None:
         ),
     ],
 )
-def test_ways_to_an_answer(cells: list[str], answer: Any) -> None:
+def test_every_form_of_final_answer_is_accepted(cells: list[str], answer: Any) -> None:
     assert run([*map(code, cells)])[0] == answer
 
 
-def test_a_model_is_told_that_a_stopped_cell_is_undone() -> None:
+def test_model_sees_that_an_interrupted_cell_was_undone() -> None:
     model = client([code("while True: pass"), code("FINAL(1)")])
     run(model)
     assert (
@@ -107,14 +106,14 @@ def test_a_model_is_told_that_a_stopped_cell_is_undone() -> None:
     )
 
 
-def test_the_context_of_the_host_is_not_what_the_session_changes() -> None:
+def test_session_cannot_change_the_context_of_the_host() -> None:
     context = {"a": "xyz"}
     answer, _ = run([code("context['a'] = 'q'\ncontext['b'] = 'new'"), code("FINAL(1)")], context)
     assert (answer, context) == (1, {"a": "xyz"})
 
 
 @pytest.mark.parametrize(
-    ("cell", "told"),
+    ("cell", "expected"),
     [
         ("def g():\n    yield 1", "does not yet support yield expressions"),
         ("x = 1\ndel x", "does not yet support the 'del' statement"),
@@ -128,13 +127,13 @@ def test_the_context_of_the_host_is_not_what_the_session_changes() -> None:
         ("open('/etc/passwd').read()", "PermissionError"),
     ],
 )
-def test_what_it_lacks_is_said_in_the_cell(cell: str, told: str) -> None:
+def test_unsupported_feature_is_an_error_in_the_cell(cell: str, expected: str) -> None:
     answer, cells = run([code(cell), code("FINAL('went on')")])
     assert answer == "went on"
-    assert told in str(cells[0].error)
+    assert expected in str(cells[0].error)
 
 
-def test_a_search_may_begin_but_not_branch_a_session() -> None:
+def test_search_can_branch_first_turns_but_not_sessions() -> None:
     first = client([code("FINAL('a')"), code("FINAL('b')"), code("FINAL('b')")])
     with rlm(first, sandbox="monty") as r:
         assert r.completion("x", "?", search=3).answer == "b"

@@ -1,5 +1,5 @@
-"""What no sane caller, model or tool gives, and one does: half characters, tools that raise the
-unraisable, contexts that contain themselves."""
+"""Odd inputs from callers, models and tools: lone surrogates, tools that raise unusual exceptions,
+contexts that contain themselves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engine.helpers import SCAFFOLD, client, code, rlm
 HALF = "\ud800"
 
 
-def test_half_a_surrogate_pair_anywhere(tmp_path: Path) -> None:
+def test_lone_surrogates_are_handled_everywhere(tmp_path: Path) -> None:
     model = client(
         [
             code(
@@ -37,7 +37,7 @@ def test_half_a_surrogate_pair_anywhere(tmp_path: Path) -> None:
         assert r.replay(result.run_id).answer == [HALF]
 
 
-def test_a_context_that_contains_itself() -> None:
+def test_cyclic_context_is_refused() -> None:
     context: list[Any] = []
     context.append(context)
     with (
@@ -50,7 +50,7 @@ def test_a_context_that_contains_itself() -> None:
 
 
 @pytest.mark.parametrize("odd", [object(), {"a": print}, [1, {2: lambda: 1}]])
-def test_a_context_that_no_session_can_hold(odd: Any) -> None:
+def test_untransferable_context_is_refused(odd: Any) -> None:
     with (
         rlm([]) as r,
         pytest.raises(
@@ -82,7 +82,7 @@ def _raises(error: BaseException) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("tool", "comes_to"),
+    ("tool", "expected"),
     [
         (lambda: _Later()(), "later"),
         (_Later(), "later"),
@@ -92,14 +92,14 @@ def _raises(error: BaseException) -> Any:
         (_cancelled, "RuntimeError CancelledError: tool: "),
     ],
 )
-def test_odd_tools(tool: Any, comes_to: str) -> None:
+def test_unusual_tool_results_and_exceptions_reach_the_cell(tool: Any, expected: str) -> None:
     cell = "try:\n    print(tool())\nexcept Exception as error:\n    print(type(error).__name__, error)"
     with rlm([code(cell), code("FINAL(1)")], tools={"tool": tool}, scaffold=SCAFFOLD) as r:
         result = r.completion("text", "?")
-    assert result.trajectory.root.turns[0].cells[0].stdout == comes_to + "\n"
+    assert result.trajectory.root.turns[0].cells[0].stdout == expected + "\n"
 
 
-def test_objects_of_the_session_are_answers_as_data() -> None:
+def test_session_objects_become_plain_data_in_answers() -> None:
     cell = (
         "import dataclasses, enum\nclass Colour(enum.Enum):\n    RED = 'red'\n"
         "@dataclasses.dataclass\nclass Host:\n    name: str\n    colour: Colour\n"
@@ -122,12 +122,12 @@ def test_objects_of_the_session_are_answers_as_data() -> None:
         ("it is so", str, "it is so"),
     ],
 )
-def test_a_typed_answer_as_text(text: str, kind: Any, answer: Any) -> None:
+def test_answer_given_as_text_is_converted_to_its_type(text: str, kind: Any, answer: Any) -> None:
     with rlm([f"FINAL({text})"]) as r:
         assert r.completion("text", "?", answer_type=kind).answer == answer
 
 
-def test_a_typed_answer_as_text_is_shown_what_does_not_fit() -> None:
+def test_type_mismatch_of_text_answer_is_explained_to_the_model() -> None:
     model = client(["FINAL([1, 'x'])", "FINAL([1])"])
     with rlm(model) as r:
         assert r.completion("text", "?", answer_type=list[int]).answer == [1]
@@ -137,7 +137,7 @@ def test_a_typed_answer_as_text_is_shown_what_does_not_fit() -> None:
 @pytest.mark.parametrize(
     "reference", ["#/$defs/Nothing", "http://127.0.0.1:1/schema.json", "other.json"]
 )
-def test_a_schema_that_refers_elsewhere_is_refused_and_nothing_is_fetched(reference: str) -> None:
+def test_schema_with_external_reference_is_refused_without_fetching(reference: str) -> None:
     schema = {"type": "array", "items": {"$ref": reference}}
     with rlm([]) as r, pytest.raises(ConfigError, match="which is not in it: put it under its"):
         r.completion("text", "?", answer_type=schema)
@@ -151,7 +151,7 @@ def test_a_schema_that_refers_elsewhere_is_refused_and_nothing_is_fetched(refere
     )
 
 
-def test_a_schema_that_goes_in_circles() -> None:
+def test_circular_schema_is_reported() -> None:
     model = client([code("FINAL(1)"), "FINAL(1)", "text"])
     with rlm(model, limits={"max_turns": 2}) as r:
         result = r.completion("text", "?", answer_type={"$id": "a", "$ref": "#"})
@@ -162,7 +162,7 @@ def test_a_schema_that_goes_in_circles() -> None:
     )
 
 
-def test_a_list_of_pydantic_models() -> None:
+def test_answer_type_may_be_a_list_of_pydantic_models() -> None:
     pydantic = pytest.importorskip("pydantic")
     item = pydantic.create_model("Item", a=(int, ...))
     with rlm([code("FINAL([{'a': 1}])")]) as r:
@@ -180,5 +180,7 @@ def test_a_list_of_pydantic_models() -> None:
         (["one\ntwo"], "0", 3, False),
     ],
 )
-def test_where_a_quote_stands(context: Any, source: str, line: int, holds: bool) -> None:
+def test_quote_of_a_citation_is_checked_at_its_line(
+    context: Any, source: str, line: int, holds: bool
+) -> None:
     assert (unsupported(Citation(source, line, line, "two"), context) is None) is holds

@@ -17,7 +17,7 @@ def test_every_option_can_be_given_as_a_keyword() -> None:
     assert set(RunKeywords.__annotations__) == set(RunOptions.__struct_fields__)
 
 
-def test_a_keyword_replaces_a_field_of_the_object() -> None:
+def test_keyword_overrides_a_field_of_options() -> None:
     options = RunOptions(answer_type=int, sampling=Sampling(seed=1))
     with rlm(["[1]", "2"]) as asking:
         both = asking.completion("A list?", None, options, answer_type=list[int])
@@ -51,7 +51,7 @@ def test_a_question_can_have_its_own_model() -> None:
     assert result.trajectory.metadata["model"] == ["scripted:other"]
 
 
-def test_options_of_a_conversation_are_those_of_its_questions() -> None:
+def test_questions_inherit_the_options_of_their_conversation() -> None:
     script = ["```repl\nFINAL(1)\n```", "```repl\nFINAL('2')\n```"]
     with rlm(script) as asking, asking.conversation("text", answer_type=int) as talk:
         first = talk.ask("First?", limits=Limits(max_turns=1))
@@ -60,7 +60,7 @@ def test_options_of_a_conversation_are_those_of_its_questions() -> None:
 
 
 @pytest.mark.parametrize("method", ["completion", "start", "conversation", "resume", "replay"])
-def test_an_unknown_option_is_answered_with_the_nearest_name(method: str) -> None:
+def test_unknown_option_suggests_the_nearest_name(method: str) -> None:
     with rlm([]) as asking, pytest.raises(ConfigError) as caught:
         getattr(asking, method)("Who?", anser_type=int)
     assert str(caught.value).startswith(
@@ -93,7 +93,7 @@ def test_a_path_is_not_a_context() -> None:
         asking.completion(Path("log.txt"), "Who?")
 
 
-def test_an_object_of_another_kind_is_refused() -> None:
+def test_options_of_the_wrong_type_are_refused() -> None:
     with rlm([]) as asking:
         with pytest.raises(ConfigError, match=r"^options is a Limits: give a ramify.RunOptions"):
             asking.completion("Who?", None, Limits())  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ def test_an_object_of_another_kind_is_refused() -> None:
             asking.completion("Who?", RunOptions())  # type: ignore[arg-type]
 
 
-def test_a_repeated_run_takes_some_options_from_its_record(tmp_path: Any) -> None:
+def test_replay_takes_recorded_options(tmp_path: Any) -> None:
     store = Store(tmp_path)
     with rlm(["one"], store=store) as asking:
         run = asking.completion("Who?").run_id

@@ -1,5 +1,5 @@
-"""What was paid for stays within reach: batches that fail in part, limits in the middle of a batch,
-names that are taken, and answers in other forms."""
+"""Paid replies are not lost: partially failed batches, limits in the middle of a batch, reserved
+names, and unusual forms of answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ramify.clients.scripted import refused
 from tests.engine.helpers import by_role, client, code, rlm
 
 
-def other(prompt: str) -> Any:
+def reply_or_refuse(prompt: str) -> Any:
     return refused(400, "no") if "bad" in prompt else f"re: {prompt}"
 
 
@@ -26,8 +26,10 @@ def other(prompt: str) -> Any:
         "found = [int(r) for r in llm_query_batched(['a', 'c'])]",
     ],
 )
-def test_replies_of_a_failed_cell_are_in_the_next_one(cell: str) -> None:
-    model = client(by_role([code(cell), code("FINAL([r for r in last_replies if r])")], other))
+def test_replies_of_a_failed_cell_are_available_in_the_next(cell: str) -> None:
+    model = client(
+        by_role([code(cell), code("FINAL([r for r in last_replies if r])")], reply_or_refuse)
+    )
     with rlm(model) as r:
         result = r.completion("text", "?")
     assert result.answer == ["re: a", "re: c"]
@@ -36,17 +38,17 @@ def test_replies_of_a_failed_cell_are_in_the_next_one(cell: str) -> None:
     )
 
 
-def test_a_variable_of_that_name_is_left_alone() -> None:
+def test_existing_last_replies_variable_is_not_overwritten() -> None:
     lines = [
         "last_replies = 1",
         "llm_query_batched(['a', 'bad'])",
         "FINAL([last_replies, last_replies_])",
     ]
-    with rlm(client(by_role([code(line) for line in lines], other))) as r:
+    with rlm(client(by_role([code(line) for line in lines], reply_or_refuse))) as r:
         assert r.completion("text", "?").answer == [1, ["re: a", None]]
 
 
-def test_a_batch_with_more_calls_than_remain_is_refused_before_its_first_call(
+def test_batch_exceeding_the_remaining_calls_is_refused_before_its_first_call(
     tmp_path: Path,
 ) -> None:
     lines = [
@@ -76,7 +78,7 @@ def test_a_batch_with_more_calls_than_remain_is_refused_before_its_first_call(
     ],
 )
 @pytest.mark.parametrize("limit", [{"max_calls": 5}, {"max_turns": 1}])
-def test_the_last_cell_runs_on_the_data_and_makes_no_calls(
+def test_last_word_can_run_code_but_make_no_calls(
     limit: dict[str, Any], last: str, answer: Any
 ) -> None:
     root = [code("rs = llm_query_batched(['0', '1', '2'])"), last]
@@ -87,7 +89,7 @@ def test_the_last_cell_runs_on_the_data_and_makes_no_calls(
     assert len(model.requests) == 5
 
 
-def test_a_value_of_a_reserved_name_is_kept_under_another() -> None:
+def test_value_assigned_to_reserved_name_is_kept_under_another() -> None:
     lines = [
         "context = llm_query('a')\nhistory = [1]",
         "FINAL([own_context, own_history, context])",
@@ -100,13 +102,13 @@ def test_a_value_of_a_reserved_name_is_kept_under_another() -> None:
     assert "[note] your value of `context` is in `own_context`" in shown
 
 
-def test_a_dict_bound_to_answer_is_an_answer() -> None:
+def test_dict_assigned_to_answer_counts_as_answer() -> None:
     with rlm([code("answer = {'content': [1], 'ready': True}")]) as r:
         result = r.completion("text", "?")
     assert (result.answer, result.stop, len(result.trajectory.root.turns)) == ([1], Stop.FINAL, 1)
 
 
-def test_a_third_lost_session_leaves_a_last_word(tmp_path: Path) -> None:
+def test_third_lost_session_still_allows_a_last_word(tmp_path: Path) -> None:
     lines = [code("import os; os._exit(3)")] * 3 + ["FINAL(what I saw)"]
     with rlm(client(lines), store=Store(tmp_path)) as r:
         result = r.completion("text", "?")

@@ -1,4 +1,4 @@
-"""Runs that are killed, resumed, replayed: nothing that was journalled is paid for twice."""
+"""Killed, resumed and replayed runs: nothing in the journal is paid for twice."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ ROOT = code(
 
 
 def script(block: asyncio.Event) -> Any:
-    """The b calls hang until ``block`` is set, except for b0 to b3. Four at a time: b8 to b11 wait
-    for their turn."""
+    """Return a model whose b calls, except b0 to b3, hang until ``block`` is set. With four calls
+    at a time, b8 to b11 are not yet sent."""
 
     async def answer(messages: tuple[Message, ...]) -> str:
         last = messages[-1].content
@@ -52,7 +52,7 @@ def script(block: asyncio.Event) -> Any:
     return answer
 
 
-def test_a_killed_run_goes_on_and_pays_for_no_reply_twice(tmp_path: Path) -> None:
+def test_killed_run_resumes_without_paying_twice(tmp_path: Path) -> None:
     asyncio.run(_kill_and_resume(tmp_path))
 
 
@@ -111,7 +111,7 @@ def _last_message(request: Any) -> str:
     return str(request.json["messages"][-1]["content"])
 
 
-def test_a_replay_asks_no_model_and_repeats_failures_tools_and_last_words(tmp_path: Path) -> None:
+def test_replay_repeats_failures_tools_and_last_word_without_a_model(tmp_path: Path) -> None:
     from ramify.clients.scripted import refused
 
     num_calls = iter(range(100))
@@ -140,7 +140,7 @@ def test_a_replay_asks_no_model_and_repeats_failures_tools_and_last_words(tmp_pa
     ].count(AttemptFailed) == 1
 
 
-def test_a_replay_that_asks_something_else_diverges(tmp_path: Path) -> None:
+def test_replay_with_another_prompt_diverges(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with rlm([code("FINAL(1)")], store=store) as r:
         r.completion("text", "?")
@@ -152,7 +152,7 @@ def test_a_replay_that_asks_something_else_diverges(tmp_path: Path) -> None:
         r.replay("last")
 
 
-def test_without_a_store_nothing_is_written_and_nothing_can_be_resumed(tmp_path: Path) -> None:
+def test_run_without_store_writes_nothing_and_cannot_be_resumed(tmp_path: Path) -> None:
     with rlm([code("FINAL(1)")]) as r:
         assert r.completion("text", "?").trajectory.root.answer == 1
         with pytest.raises(ConfigError, match="resume needs the store"):
@@ -160,7 +160,7 @@ def test_without_a_store_nothing_is_written_and_nothing_can_be_resumed(tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_contexts_are_stored_once_and_long_outputs_whole(tmp_path: Path) -> None:
+def test_contexts_are_stored_once_and_long_outputs_in_full(tmp_path: Path) -> None:
     store = Store(tmp_path)
     text = "line\n" * 50_000
     with rlm([code("print(context)"), code("FINAL(1)")] * 2, store=store) as r:
@@ -173,12 +173,12 @@ def test_contexts_are_stored_once_and_long_outputs_whole(tmp_path: Path) -> None
     assert store.load("last") == result.trajectory
 
 
-def test_errors_are_ramify_errors() -> None:
+def test_limit_reached_is_a_ramify_error_and_default_depth_is_one() -> None:
     assert issubclass(LimitReached, RamifyError)
     assert Limits().max_depth == 1
 
 
-def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_cancelled_run_resumes_where_it_stopped(tmp_path: Path) -> None:
     async def main() -> None:
         store = Store(tmp_path)
         slow, done = asyncio.Event(), asyncio.Event()
@@ -213,7 +213,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_replay_leaves_out_the_cells_that_a_closing_run_left_out(tmp_path: Path) -> None:
+def test_replay_skips_cells_that_a_wrapped_up_run_skipped(tmp_path: Path) -> None:
     async def main() -> None:
         store = Store(tmp_path)
         asked = asyncio.Event()
@@ -245,7 +245,7 @@ def test_a_replay_leaves_out_the_cells_that_a_closing_run_left_out(tmp_path: Pat
     asyncio.run(main())
 
 
-def test_a_replay_leaves_them_out_where_there_was_no_last_word(tmp_path: Path) -> None:
+def test_replay_skips_the_same_cells_without_a_last_word(tmp_path: Path) -> None:
     async def main() -> None:
         store = Store(tmp_path)
         asked = asyncio.Event()
@@ -304,7 +304,7 @@ ALL = ["re: a0", "re: a1", "re: a2", "re: a3"]
         ("max_calls", 6, 20, Stop.MAX_CALLS),
     ],
 )
-def test_a_run_that_a_limit_ended_is_continued_with_a_higher_one(
+def test_run_ended_by_a_limit_continues_with_a_higher_one(
     tmp_path: Path, limit: str, low: int, high: int, stop: Stop
 ) -> None:
     store, model = Store(tmp_path), client(counting)
@@ -338,7 +338,7 @@ def test_a_limit_may_be_raised_twice(tmp_path: Path) -> None:
     assert [turn.cells[0].error for turn in store.load("last").root.turns] == [None] * 5
 
 
-def test_a_run_is_forked_at_a_turn_with_other_code(tmp_path: Path) -> None:
+def test_run_can_be_forked_at_a_turn_with_edited_code(tmp_path: Path) -> None:
     store, model = Store(tmp_path), client(counting)
     with rlm(model, store=store) as r:
         origin = r.completion("text", "?")
@@ -360,7 +360,7 @@ def test_a_run_is_forked_at_a_turn_with_other_code(tmp_path: Path) -> None:
     assert len(store.runs()) == 3
 
 
-def test_a_conversation_is_continued_in_its_last_question(tmp_path: Path) -> None:
+def test_suspended_conversation_resumes_its_last_question(tmp_path: Path) -> None:
     async def main() -> None:
         store, is_valid = Store(tmp_path), False
 
@@ -389,7 +389,7 @@ def test_a_conversation_is_continued_in_its_last_question(tmp_path: Path) -> Non
     asyncio.run(main())
 
 
-def test_every_other_setting_is_named_before_anything_is_written(tmp_path: Path) -> None:
+def test_resume_names_every_changed_setting_before_writing(tmp_path: Path) -> None:
     def tool() -> int:
         return 1
 
@@ -422,7 +422,7 @@ def test_every_other_setting_is_named_before_anything_is_written(tmp_path: Path)
     assert store.path("last").read_bytes() == before
 
 
-def test_a_fork_may_have_an_edited_prompt_which_its_record_keeps(tmp_path: Path) -> None:
+def test_fork_can_edit_a_prompt_and_records_it(tmp_path: Path) -> None:
     store, model = Store(tmp_path), client(counting)
     with rlm(model, store=store) as r:
         origin = r.completion("text", "?")
@@ -456,7 +456,7 @@ def test_a_fork_may_have_an_edited_prompt_which_its_record_keeps(tmp_path: Path)
         assert (len(model.requests), len(store.runs())) == (num, size), "nothing is sent or stored"
 
 
-def test_a_fork_of_a_call_below_repeats_what_had_begun_beside_it(tmp_path: Path) -> None:
+def test_fork_of_a_subcall_repeats_its_concurrent_siblings(tmp_path: Path) -> None:
     begun, is_open = 0, asyncio.Event()
 
     async def script(messages: tuple[Message, ...]) -> str:
@@ -490,7 +490,7 @@ def test_a_fork_of_a_call_below_repeats_what_had_begun_beside_it(tmp_path: Path)
     }
 
 
-def test_a_fork_says_what_it_may_cost(tmp_path: Path) -> None:
+def test_estimate_fork_reports_calls_and_tokens(tmp_path: Path) -> None:
     async def main() -> None:
         store, model = Store(tmp_path), client(counting)
         async with rlm(model, store=store, limits={"max_calls": 40}) as r:

@@ -1,5 +1,4 @@
-r"""ReTool's protocol: what is read of a reply, what comes back for it, and a whole conversation in
-the jail."""
+r"""ReTool's protocol: parsing a reply, the response to it, and a whole conversation in the jail."""
 
 from __future__ import annotations
 
@@ -54,12 +53,14 @@ TAGGED = "<tool_call>\n<function=code_interpreter>\n<parameter=code>\nprint(2)\n
         (call("x", "search"), (), None),
     ],
 )
-def test_what_a_reply_asks_for(text: str, codes: tuple[str, ...], answer: str | None) -> None:
+def test_code_and_answer_are_parsed_from_a_reply(
+    text: str, codes: tuple[str, ...], answer: str | None
+) -> None:
     action = read(Message("assistant", text))
     assert (action.codes, action.final and action.final.text) == (codes, answer)
 
 
-def test_native_calls_and_what_is_wrong_with_them() -> None:
+def test_native_calls_are_parsed_and_malformed_ones_noted() -> None:
     calls = (
         ToolCall("a", "code_interpreter", '{"code": "```py\\nx\\n```"}'),
         ToolCall("b", "code_interpreter", '{"kode": 1}'),
@@ -73,7 +74,7 @@ def test_native_calls_and_what_is_wrong_with_them() -> None:
     )
 
 
-def test_a_stop_text_belongs_to_the_reply() -> None:
+def test_closing_tag_cut_off_by_a_stop_text_is_restored() -> None:
     assert closed("<code>1+1", ("</code>", "</tool_call>")) == "<code>1+1</code>"
     assert (
         closed("<code>1</code> <tool_call>{", ("</code>", "</tool_call>"))
@@ -83,9 +84,9 @@ def test_a_stop_text_belongs_to_the_reply() -> None:
     assert closed("no tag", ("</code>", "\n\n")) == "no tag"
 
 
-def test_a_whole_conversation() -> None:
-    """Nothing that goes wrong ends it: a malformed call, an error, silence, a time-out, too much
-    output. Code is run as it was written, so that a text over several lines keeps its blanks."""
+def test_conversation_survives_every_kind_of_failure() -> None:
+    """A malformed call, an error, no output, a time-out and too much output do not end it. Code
+    runs exactly as written, so that a multi-line string keeps its indentation."""
     model = client(
         [
             "<tool_call>{oops</tool_call>",
@@ -127,7 +128,7 @@ def test_a_whole_conversation() -> None:
     assert not any("[turn" in text for text in shown)
 
 
-def test_native_calls_are_answered_each() -> None:
+def test_every_native_call_gets_an_answer() -> None:
     def two(*codes: str) -> Message:
         each = [
             ToolCall(f"c{n}", "code_interpreter", json.dumps({"code": code}))
@@ -139,32 +140,31 @@ def test_native_calls_are_answered_each() -> None:
     with rlm(model, scaffold="retool_native") as r:
         assert r.completion("1+2?").answer == "3"
     assert [tool.name for tool in model.requests[0].tools] == ["code_interpreter"]
-    told = [(m.tool_call_id, m.content) for m in model.requests[-1].messages if m.role == "tool"]
-    assert told[:2] == [
+    answers = [(m.tool_call_id, m.content) for m in model.requests[-1].messages if m.role == "tool"]
+    assert answers[:2] == [
         ("c0", "<interpreter>\n1\n</interpreter>"),
         ("c1", "<interpreter>\n2\n</interpreter>"),
     ]
-    assert "ZeroDivisionError" in told[2][1]
-    assert "cells 2 to 2 were not run" in told[2][1]
-    assert told[3] == ("c1", "(reported with the first call)")
+    assert "ZeroDivisionError" in answers[2][1]
+    assert "cells 2 to 2 were not run" in answers[2][1]
+    assert answers[3] == ("c1", "(reported with the first call)")
 
 
-def test_no_box_is_no_answer() -> None:
-    """What was said last is not taken for an answer, and a limit asks for no last word."""
+def test_reply_without_box_is_not_an_answer() -> None:
+    """The last reply is not taken for an answer, and a limit requests no last word."""
     model = client(["The answer is 42."] * 9)
     with rlm(model, scaffold="retool", limits={"max_turns": 3}) as r:
         result = r.completion("What is 6*7?")
     assert (result.answer, result.stop, len(model.requests)) == (None, Stop.MAX_TURNS, 3)
 
 
-def test_a_name_in_a_box_is_text_and_no_variable() -> None:
+def test_variable_name_in_a_box_is_plain_text() -> None:
     with rlm([r"<code>x = 5</code>", r"\boxed{x}"], scaffold="retool") as r:
         assert r.completion("Which letter?").answer == "x"
 
 
-def test_an_invented_output_is_never_read() -> None:
-    """Where a server knows no stop texts, what the model invents after its code is still not the
-    tool's."""
+def test_invented_interpreter_output_is_dropped() -> None:
+    """If a server ignores stop texts, output that the model invents after its code is dropped."""
     invented = "<code>print(1)</code>\n<interpreter>\n999\n</interpreter>\nSo"
     model = client([invented, r"\boxed{1}"])
     with rlm(model, scaffold="retool") as r:
@@ -173,7 +173,7 @@ def test_an_invented_output_is_never_read() -> None:
     assert result.trajectory.root.turns[0].cells[0].stdout == "1\n"
 
 
-def test_scaffolds_that_contradict_themselves() -> None:
+def test_contradictory_scaffold_is_refused_and_native_one_round_trips() -> None:
     with pytest.raises(ConfigError, match="has its own reply format"):
         Scaffold(protocol="retool", raw_code=True)
     again = msgspec.json.decode(msgspec.json.encode(SCAFFOLDS["retool_native"]), type=Scaffold)

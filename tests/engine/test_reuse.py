@@ -1,4 +1,4 @@
-"""Replies that earlier runs recorded, reused by choice."""
+"""The call cache: recorded replies are reused on request."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ SANDBOX = SandboxSpec("inprocess", allow_weaker=True)
         {"on_event": lambda event: None, "metadata": {"a": 1}},
     ],
 )
-def test_the_cache_finds_what_a_run_with_other_options_recorded(
-    tmp_path: Path, changes: Any
-) -> None:
+def test_cache_finds_replies_of_a_run_with_other_options(tmp_path: Path, changes: Any) -> None:
     store = Store(tmp_path)
     turns = [code("x = llm_query('a')"), code("FINAL([x, *llm_query_batched(['b', 'c'])])")]
     model = client(by_role(turns * 2))
@@ -39,7 +37,7 @@ def test_the_cache_finds_what_a_run_with_other_options_recorded(
     assert (first.usage.calls, second.usage.calls, third.usage.calls) == (5, 0, 5)
 
 
-def test_the_cache_finds_the_replies_of_a_conversation_and_of_a_killed_run(tmp_path: Path) -> None:
+def test_cache_finds_replies_of_conversations_and_killed_runs(tmp_path: Path) -> None:
     store = Store(tmp_path)
     script = [code(f"FINAL(llm_query('q{n}'))") for n in range(2)]
     model = client(by_role(script * 3))
@@ -55,7 +53,7 @@ def test_the_cache_finds_the_replies_of_a_conversation_and_of_a_killed_run(tmp_p
         assert talk(r, cache=True) == 0
 
 
-def test_a_reply_that_was_cut_is_reused_for_the_same_limit_only(tmp_path: Path) -> None:
+def test_truncated_reply_is_reused_only_for_the_same_limit(tmp_path: Path) -> None:
     store = Store(tmp_path)
     cut = Reply(Message("assistant", "cut off he"), finish="length")
     whole = Reply(Message("assistant", "complete"))
@@ -66,14 +64,14 @@ def test_a_reply_that_was_cut_is_reused_for_the_same_limit_only(tmp_path: Path) 
     assert (larger.response, larger.stop) == ("complete", Stop.FINAL)
 
 
-def test_the_cache_pays_once_for_the_same_request_in_one_run(tmp_path: Path) -> None:
+def test_cache_answers_a_repeated_request_within_one_run(tmp_path: Path) -> None:
     model = client(by_role([code("FINAL([llm_query('a'), llm_query('a')])")]))
     with rlm(model, store=Store(tmp_path), sandbox=SANDBOX) as r:
         result = r.completion("text", "?", cache=True)
     assert (result.answer, result.usage.calls, len(model.requests)) == (["re: a"] * 2, 2, 2)
 
 
-class Found(msgspec.Struct):
+class HostRecord(msgspec.Struct):
     host: str
 
 
@@ -84,12 +82,12 @@ class Found(msgspec.Struct):
         ("{'s': {1, 2}, 'b': b'xy', 3: None}", None),
         ("float('inf')", None),
         ("[1, 'a', {'b': 2.5}]", None),
-        ("{'host': 'a'}", Found),
+        ("{'host': 'a'}", HostRecord),
         ("[1, 2]", tuple[int, int]),
     ],
 )
 def test_an_answer_has_the_same_type_after_a_resume(tmp_path: Path, answer: str, kind: Any) -> None:
-    """Both when a suspended run is resumed, and when one that has ended is."""
+    """Holds for a suspended run and for one that has ended."""
     script = [refused(402, "no credit"), code(f"FINAL({answer})")]
     options: Any = {} if kind is None else {"answer_type": kind}
     with rlm(script * 2, store=Store(tmp_path), sandbox=SANDBOX) as r:
@@ -101,7 +99,7 @@ def test_an_answer_has_the_same_type_after_a_resume(tmp_path: Path, answer: str,
     assert (type(resumed), resumed) == (type(ended), ended) == (type(direct), direct)
 
 
-def test_a_run_is_resumed_with_another_model_if_that_is_named(tmp_path: Path) -> None:
+def test_run_can_be_resumed_with_an_explicitly_named_other_model(tmp_path: Path) -> None:
     first = client(
         [code("x = llm_query('a')"), "re: a", refused(402, "no credit")], name="scripted:one"
     )

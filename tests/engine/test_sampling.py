@@ -1,4 +1,4 @@
-"""How replies are drawn, run by run."""
+"""Sampling options of single runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ramify.clients.base import Sampling
 from tests.engine.helpers import SCAFFOLD, client, code
 
 
-def test_attempts_at_one_question_may_each_have_their_seed() -> None:
+def test_each_run_can_have_its_own_seed() -> None:
     model = client([code("FINAL(1)")] * 3)
 
     async def ask() -> None:

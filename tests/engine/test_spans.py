@@ -1,5 +1,5 @@
-"""A run as spans: their tree, their attributes by the conventions for generative AI, and what is
-left out of them."""
+"""OpenTelemetry spans of a run: their tree, their attributes under the conventions for generative
+AI, and the omission of texts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cell(code: str) -> str:
 
 
 def script(messages: Any) -> Any:
-    """The root asks a model, a tool and a child at once; the child answers; everything else is a
+    """The root calls a model, a tool and a child in one cell; the child answers; all else is a
     plain call."""
     if messages[0].content != SESSION.system:
         return "7"
@@ -73,7 +73,7 @@ def spans_of(question: str, content: bool | None = None) -> list[ReadableSpan]:
 
 
 def tree(spans: list[ReadableSpan]) -> list[str]:
-    """Names, indented, in order of beginning."""
+    """Return the names in order of start, indented by depth."""
     below: dict[int | None, list[ReadableSpan]] = {}
     for span in sorted(spans, key=lambda span: span.start_time or 0):
         below.setdefault(span.parent.span_id if span.parent else None, []).append(span)
@@ -88,13 +88,13 @@ def tree(spans: list[ReadableSpan]) -> list[str]:
     return lines(None, "")
 
 
-def named(spans: list[ReadableSpan], name: str) -> ReadableSpan:
+def first_named(spans: list[ReadableSpan], name: str) -> ReadableSpan:
     return next(
         span for span in sorted(spans, key=lambda span: span.start_time or 0) if span.name == name
     )
 
 
-def test_the_tree_of_a_run() -> None:
+def test_spans_of_a_run_form_a_tree() -> None:
     spans = spans_of("how many?")
     assert tree(spans) == [
         "invoke_agent ramify",
@@ -121,10 +121,10 @@ def test_the_tree_of_a_run() -> None:
         )  # type: ignore[operator]
 
 
-def test_attributes_are_those_of_the_conventions() -> None:
+def test_span_attributes_follow_the_conventions() -> None:
     spans = spans_of("how many?")
     run, chat, code, tool = (
-        named(spans, name)
+        first_named(spans, name)
         for name in ("invoke_agent ramify", "chat test", "execute_tool python", "execute_tool grep")
     )
     assert {span.kind for span in spans if span.name.startswith("chat")} == {SpanKind.CLIENT}
@@ -156,12 +156,13 @@ def test_attributes_are_those_of_the_conventions() -> None:
     assert dict(code.attributes or {})["gen_ai.tool.call.id"] == "0/1/1"
 
 
-def test_texts_are_only_there_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_recorded_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SECRET not in "".join(span.to_json() for span in spans_of(f"how many? {SECRET}"))
     monkeypatch.setenv("OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT", "SPAN_ONLY")
     spans = spans_of("how many?")
     chat, code = (
-        dict(named(spans, name).attributes or {}) for name in ("chat test", "execute_tool python")
+        dict(first_named(spans, name).attributes or {})
+        for name in ("chat test", "execute_tool python")
     )
     roles = [message["role"] for message in json.loads(str(chat["gen_ai.input.messages"]))]
     assert roles == ["system", "user"]
@@ -174,7 +175,7 @@ def test_texts_are_only_there_where_they_are_asked_for(monkeypatch: pytest.Monke
     assert SECRET in str(code["gen_ai.tool.call.arguments"])
 
 
-def test_what_fails_is_an_error_and_every_span_ends() -> None:
+def test_failed_spans_have_error_status_and_every_span_ends() -> None:
     spans = spans_of("broken")
     assert tree(spans) == [
         "invoke_agent ramify",
@@ -221,7 +222,7 @@ print(json.dumps([[s.name, f"{s.context.trace_id:032x}", f"{s.parent.span_id:016
 """
 
 
-def test_runs_of_a_program_and_of_a_server_belong_to_their_callers_trace() -> None:
+def test_runs_join_the_trace_of_their_caller() -> None:
     """Runs in a separate process, which can set up OpenTelemetry globally."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, "on"], cwd=ROOT, capture_output=True, text=True, timeout=200

@@ -17,7 +17,7 @@ from ramify.types.message import Message
 from tests.engine.helpers import SCAFFOLD, at_once, by_role, client, code, rlm
 
 
-def test_a_batch_of_plain_calls_comes_back_in_order_and_is_recorded() -> None:
+def test_batch_of_plain_calls_returns_in_order_and_is_recorded() -> None:
     model = client(by_role([code("FINAL(llm_query_batched([f'p{i}' for i in range(5)]))")]))
     with rlm(model) as r:
         result = r.completion("text", "?")
@@ -30,7 +30,7 @@ def test_a_batch_of_plain_calls_comes_back_in_order_and_is_recorded() -> None:
     assert result.usage.calls == 6
 
 
-def test_a_failed_call_of_a_batch_raises_after_the_others_and_carries_them() -> None:
+def test_failed_call_of_a_batch_raises_with_the_other_results() -> None:
     cell = """
 try:
     llm_query_batched(['a', 'bad', 'c'])
@@ -43,7 +43,7 @@ except SubcallError as error:
     assert text == "1 of 3 sub-calls failed; the first: scripted:test: 400, no"
 
 
-def test_an_uncaught_failure_is_a_traceback_not_a_string() -> None:
+def test_uncaught_subcall_failure_is_a_traceback() -> None:
     model = client(
         by_role(
             [code("x = llm_query('bad')"), code("FINAL('x' in globals())")],
@@ -56,7 +56,7 @@ def test_an_uncaught_failure_is_a_traceback_not_a_string() -> None:
     assert "SubcallError: scripted:test: 400, no" in shown
 
 
-def test_typed_sub_calls_are_repaired_and_returned_as_values() -> None:
+def test_typed_subcalls_are_corrected_and_returned_as_values() -> None:
     replies = iter(["three", "```json\n[1, 2]\n```", '{"name": "n"}', '{"name": "n", "count": 2}'])
     cell = """
 from dataclasses import dataclass
@@ -91,7 +91,7 @@ def test_children_have_their_own_context_and_answer_with_values() -> None:
     assert "a list of 2 items" in model.requests[1].messages[1].content
 
 
-def test_a_child_without_a_context_shares_the_parents() -> None:
+def test_child_without_context_shares_the_parents_context() -> None:
     root = code("FINAL(rlm_query('length?'))")
     model = client(lambda m: root if "Question: ?" in m[1].content else code("FINAL(len(context))"))
     with rlm(model) as r:
@@ -101,7 +101,7 @@ def test_a_child_without_a_context_shares_the_parents() -> None:
     assert parent.context == child.context
 
 
-def test_a_long_task_without_a_context_becomes_the_childs_context() -> None:
+def test_long_question_without_context_becomes_the_childs_context() -> None:
     root = code("FINAL(rlm_query('count the z: ' + 'z' * 30_000))")
     model = client(
         lambda m: root if "Question: ?" in m[1].content else code("FINAL(context.count('z'))")
@@ -110,7 +110,7 @@ def test_a_long_task_without_a_context_becomes_the_childs_context() -> None:
         assert r.completion("text", "?").answer == 30_001
 
 
-def test_at_the_depth_limit_a_child_is_one_recorded_plain_call() -> None:
+def test_child_at_the_depth_limit_is_one_recorded_plain_call() -> None:
     model = client(by_role([code("FINAL(rlm_query('what?', 'the part'))")]))
     with rlm(model, limits={"max_depth": 0}) as r:
         result = r.completion("text", "?")
@@ -119,7 +119,7 @@ def test_at_the_depth_limit_a_child_is_one_recorded_plain_call() -> None:
     assert "rlm_query" not in model.requests[0].messages[0].content
 
 
-def test_at_the_depth_limit_what_does_not_fit_a_plain_call_is_a_subcall_error() -> None:
+def test_child_too_large_for_a_plain_call_at_the_depth_limit_is_an_error() -> None:
     cell = "try:\n  rlm_query('what?', 'z' * 900_000)\nexcept SubcallError as e: FINAL(str(e))"
     with rlm(by_role([code(cell)]), limits={"max_depth": 0}) as r:
         text = r.completion("text", "?").answer
@@ -129,7 +129,7 @@ def test_at_the_depth_limit_what_does_not_fit_a_plain_call_is_a_subcall_error() 
     )
 
 
-def test_any_depth_makes_progress_with_one_request_at_a_time() -> None:
+def test_deep_tree_completes_with_one_request_at_a_time() -> None:
     def script(messages: tuple[Message, ...]) -> str:
         depth = int(messages[1].content.split("depth ")[1].split()[0])
         return code(
@@ -144,7 +144,7 @@ def test_any_depth_makes_progress_with_one_request_at_a_time() -> None:
     assert len(result.trajectory.calls) == 15
 
 
-def test_code_may_ask_from_threads() -> None:
+def test_session_code_can_make_calls_from_threads() -> None:
     cell = """
 from concurrent.futures import ThreadPoolExecutor
 with ThreadPoolExecutor(8) as pool:
@@ -162,7 +162,7 @@ FINAL(replies)
     assert model.most_in_flight > 1
 
 
-def test_children_that_print_at_once_keep_their_output_apart() -> None:
+def test_concurrent_children_keep_their_output_separate() -> None:
     def script(messages: tuple[Message, ...]) -> str:
         if "Question: root" in messages[1].content:
             return code("FINAL(rlm_query_batched([f'n{i}' for i in range(8)]))")
@@ -182,7 +182,7 @@ def test_children_that_print_at_once_keep_their_output_apart() -> None:
 # --------------------------------------------------------------------------------------------------------
 
 
-def test_who_answers_where() -> None:
+def test_sub_models_answer_calls_and_children() -> None:
     root_lines = [
         code("FINAL([llm_query('a'), llm_query('b', model='scripted:other'), rlm_query('c', 'x')])")
     ]
@@ -202,7 +202,7 @@ def test_who_answers_where() -> None:
     ]
 
 
-def test_a_model_for_each_depth() -> None:
+def test_each_depth_can_have_its_own_model() -> None:
     clients = [
         client(
             lambda m, i=i: code(f"FINAL(['m{i}', rlm_query('?')])" if i < 2 else "FINAL('m2')"),
@@ -214,7 +214,7 @@ def test_a_model_for_each_depth() -> None:
         assert r.completion("text", "?").answer == ["m0", ["m1", "m2"]]
 
 
-def test_a_model_that_the_run_does_not_have() -> None:
+def test_unknown_model_of_a_call_is_a_subcall_error() -> None:
     cell = "try:\n  llm_query('a', model='openai:gpt-99')\nexcept SubcallError as e: FINAL(str(e))"
     with rlm(by_role([code(cell)])) as r:
         text = r.completion("text", "?").answer
@@ -225,7 +225,7 @@ def test_a_model_that_the_run_does_not_have() -> None:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def test_tools_run_in_the_host_and_their_errors_rise_in_the_session() -> None:
+def test_tools_run_on_the_host_and_their_errors_are_raised_in_the_session() -> None:
     where: list[str] = []
 
     def add(a: int, b: int = 1) -> int:
@@ -248,7 +248,7 @@ def test_tools_run_in_the_host_and_their_errors_rise_in_the_session() -> None:
     )
 
 
-def test_children_may_have_other_tools() -> None:
+def test_children_can_have_different_tools() -> None:
     def secret() -> str:
         return "s"
 
@@ -261,7 +261,7 @@ def test_children_may_have_other_tools() -> None:
         assert r.completion("text", "root").answer == ["s", False]
 
 
-def test_turns_scaffold_and_tools_by_depth() -> None:
+def test_turns_scaffold_and_tools_can_differ_by_depth() -> None:
     """The root takes two turns; its child has one, another system prompt and fewer tools."""
 
     def secret() -> str:
@@ -298,7 +298,7 @@ def test_turns_scaffold_and_tools_by_depth() -> None:
     assert "secret" not in systems[1]
 
 
-def test_reply_limit_of_a_depth_is_sent_and_named_if_it_cuts_a_reply() -> None:
+def test_reply_limit_of_a_depth_is_sent_and_named_in_the_truncation_error() -> None:
     cell = "try: llm_query('leaf')\nexcept SubcallError as error: FINAL(str(error))"
     model = client(by_role([code(cell)], lambda prompt: "x" * 400))
     depths = [DepthOptions(), DepthOptions(max_reply_tokens=7)]
@@ -318,7 +318,7 @@ def test_a_depth_cannot_have_an_unknown_tool() -> None:
 
 
 @pytest.mark.parametrize("name", ["context", "llm_query", "not a name", "class"])
-def test_names_that_a_tool_cannot_have(name: str) -> None:
+def test_invalid_tool_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="a tool cannot be called"):
         rlm([], tools={name: print})
 
@@ -344,7 +344,7 @@ def test_a_conversation_keeps_session_and_history() -> None:
         r.conversation("abc").ask("?")
 
 
-def test_a_long_history_is_summarised_and_goes_on_in_a_new_branch() -> None:
+def test_long_history_is_summarised_and_continued_in_a_new_branch() -> None:
     def script(messages: tuple[Message, ...]) -> Any:
         if messages[-1].content.startswith("The conversation is about to outgrow"):
             return "Found: 3."
@@ -368,14 +368,14 @@ def test_a_long_history_is_summarised_and_goes_on_in_a_new_branch() -> None:
     assert all(request.messages[:2] == model.requests[0].messages[:2] for request in model.requests)
 
 
-def test_the_names_that_a_tool_cannot_have_are_those_of_the_session() -> None:
+def test_reserved_tool_names_match_the_names_in_the_session() -> None:
     from ramify.engine import prelude
     from ramify.engine.tool_set import RESERVED
 
     assert {*prelude.__all__, "context"} == RESERVED
 
 
-def test_forged_calls_get_an_error_and_the_run_goes_on() -> None:
+def test_forged_host_calls_get_errors_without_ending_the_run() -> None:
     cell = """
 import sys
 call = sys.modules['prelude'].call_host
@@ -399,7 +399,7 @@ FINAL(said)
         ]
 
 
-def test_a_schema_from_the_session_takes_no_more_steps_than_it_may() -> None:
+def test_schema_from_the_session_is_limited_in_steps() -> None:
     cell = """
 doubling = {f'd{i}': {'anyOf': [{'$ref': f'#/$defs/d{i + 1}'}] * 2} for i in range(30)} | {'d30': {'type': 'null'}}
 said = []

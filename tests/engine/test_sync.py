@@ -1,4 +1,4 @@
-"""The synchronous face: what may happen at any line, in any thread, never blocks it."""
+"""The synchronous API does not deadlock with garbage collection or callbacks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ async def _collect() -> int:
     return gc.collect()
 
 
-def test_one_that_was_forgotten_is_collected_on_the_loop() -> None:
-    """The collector runs wherever it likes, also in the thread that closing has to wait for."""
+def test_unclosed_rlm_can_be_collected_on_the_event_loop() -> None:
+    """The garbage collector may run in any thread, even in the one that closing must wait for."""
     forgotten: Any = rlm(["one"])
     assert forgotten.completion("A question?").response == "one"
     forgotten.itself = forgotten
@@ -47,7 +47,7 @@ def test_a_forked_process_can_ask() -> None:
         assert r.completion("text", "How long?").answer == 4
 
 
-def test_a_callback_on_the_loop_cannot_wait_for_it() -> None:
+def test_callback_on_the_event_loop_cannot_block_on_it() -> None:
     """The callback gets an error instead of waiting forever, and the run that it watches
     continues."""
     other = rlm(["never asked"])

@@ -1,4 +1,4 @@
-"""The scaffold ``tiny``: raw code in, bare output back, no word too many; and what a task may do to
+"""The scaffold ``tiny``: replies are raw code and observations bare output; and how a task prepares
 a session."""
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from tests.engine.helpers import client, rlm
 TINY = SCAFFOLDS["tiny"]
 
 
-def said(messages: tuple[Message, ...]) -> list[tuple[str, str]]:
+def roles_and_texts(messages: tuple[Message, ...]) -> list[tuple[str, str]]:
     return [(message.role, message.content) for message in messages]
 
 
-def test_a_whole_run() -> None:
+def test_complete_run_has_minimal_messages() -> None:
     model = client(["print(context[:3])", "x=len(context)\nx/0", "FINAL(x)"])
     with rlm(model, scaffold="tiny") as r:
         result = r.completion("alpha", "how long?")
     assert (result.answer, result.stop) == (5, Stop.FINAL)
-    assert said(model.requests[-1].messages) == [
+    assert roles_and_texts(model.requests[-1].messages) == [
         ("user", "how long?\nlen 5"),
         ("assistant", "print(context[:3])"),
         ("user", "alp"),
@@ -41,20 +41,20 @@ def test_a_whole_run() -> None:
     ]
 
 
-def test_what_the_user_pointed_at_is_only_said_where_a_scaffold_asks_for_it(tmp_path: Path) -> None:
+def test_description_of_the_context_is_shown_only_if_the_scaffold_asks(tmp_path: Path) -> None:
     (tmp_path / "rows.txt").write_text("alpha")
     loaded = ramify.load(tmp_path / "rows.txt")
-    told = []
+    first_messages = []
     for first in (TINY.first, "{{question}} ({{about}})"):
         model = client(["FINAL(1)"])
         with rlm(model, scaffold=msgspec.structs.replace(TINY, first=first)) as r:
             r.completion(loaded, "how long?")
-        told.append(model.requests[0].messages[0].content)
-    assert told[0] == "how long?\nlen 5"
-    assert told[1].startswith("how long? (the text of")
+        first_messages.append(model.requests[0].messages[0].content)
+    assert first_messages[0] == "how long?\nlen 5"
+    assert first_messages[1].startswith("how long? (the text of")
 
 
-def test_children_are_told_as_little() -> None:
+def test_children_get_minimal_first_messages() -> None:
     def model(messages: tuple[Message, ...]) -> str:
         if messages[0].content == "count\nlen 7":
             return (
@@ -76,7 +76,7 @@ def test_children_are_told_as_little() -> None:
     ]
 
 
-def test_at_a_limit_nothing_more_is_asked() -> None:
+def test_limit_requests_no_last_word() -> None:
     model = client(["1"] * 10)
     with rlm(model, scaffold="tiny", limits={"max_turns": 3}) as r:
         result = r.completion("alpha", "?")
@@ -86,7 +86,7 @@ def test_at_a_limit_nothing_more_is_asked() -> None:
         assert r.completion("alpha", "?").answer == 4
 
 
-def test_an_answer_of_the_wrong_type_and_a_session_that_died_are_told_in_a_line() -> None:
+def test_type_mismatch_and_session_death_are_shown_in_one_line() -> None:
     model = client(["FINAL('four')", "import os; os._exit(3)", "FINAL(4)"])
     with rlm(model, scaffold="tiny") as r:
         assert r.completion("alpha", "?", answer_type=int).answer == 4
@@ -101,7 +101,7 @@ def test_an_answer_of_the_wrong_type_and_a_session_that_died_are_told_in_a_line(
 @pytest.mark.parametrize(
     "reply", ["", "   ", "```repl\nFINAL(1)\n```", "FINAL(", "\x00", "I think that it is 4"]
 )
-def test_what_is_no_code_is_an_error_in_the_session(reply: str) -> None:
+def test_reply_that_is_not_code_is_an_error_in_the_session(reply: str) -> None:
     model = client([reply, "FINAL(2)"])
     with rlm(model, scaffold="tiny") as r:
         result = r.completion("alpha", "?")
@@ -118,7 +118,7 @@ def test_a_long_history_is_never_summarised() -> None:
     assert all(len(request.messages) == 2 * turn + 1 for turn, request in enumerate(model.requests))
 
 
-def test_a_history_that_outgrows_the_window_is_cut_short() -> None:
+def test_history_beyond_the_window_ends_the_run() -> None:
     model = client(["print('x'*90)", "answer['content'] = 7"] + ["print('x'*90)"] * 90, window=60)
     with rlm(model, scaffold="tiny", limits={"max_reply_tokens": 10}) as r:
         result = r.completion("alpha", "?")
@@ -128,9 +128,9 @@ def test_a_history_that_outgrows_the_window_is_cut_short() -> None:
             r.completion("alpha", "?" * 400)
 
 
-def test_a_recursive_run_message_by_message() -> None:
-    """The root tries, fails, splits, asks a child for each document, and adds up; a child looks
-    before it answers."""
+def test_messages_of_a_recursive_run() -> None:
+    """The root tries, fails, splits, calls a child for each document, and adds up; a child looks at
+    its context before it answers."""
     root = [
         "print(context[:70])",
         "R=[l.split(',') for l in context]\nr=sum(int(x[1]) for x in R)",
@@ -148,7 +148,9 @@ def test_a_recursive_run_message_by_message() -> None:
         result = r.completion("ann,1;bob,2###cat,30", "sum qty in all docs")
     trajectory = result.trajectory
     assert (result.answer, result.stop) == (33, Stop.FINAL)
-    assert {call.id: said(tuple(trajectory.conversation(call))) for call in trajectory.calls} == {
+    assert {
+        call.id: roles_and_texts(tuple(trajectory.conversation(call))) for call in trajectory.calls
+    } == {
         "0": [
             ("user", "sum qty in all docs\nlen 20"),
             ("assistant", root[0]),
@@ -174,11 +176,11 @@ def test_a_recursive_run_message_by_message() -> None:
     }
 
 
-def test_a_further_question_is_told_as_the_first() -> None:
+def test_later_question_has_the_format_of_the_first() -> None:
     model = client(["x=1\nFINAL(x)", "FINAL(x+1)"])
     with rlm(model, scaffold="tiny") as r, r.conversation("alpha") as c:
         assert [c.ask("one").answer, c.ask("two").answer] == [1, 2]
-    assert said(model.requests[1].messages) == [
+    assert roles_and_texts(model.requests[1].messages) == [
         ("user", "one\nlen 5"),
         ("assistant", "x=1\nFINAL(x)"),
         ("user", "two\nlen 5"),
@@ -199,18 +201,18 @@ def test_a_further_question_is_told_as_the_first() -> None:
         (Cell(""), ""),
     ],
 )
-def test_terse(cell: Cell, shown: str) -> None:
+def test_terse_shortens_output_and_error(cell: Cell, shown: str) -> None:
     assert terse(cell, 20) == shown
 
 
-def test_a_question_may_hold_what_looks_like_a_marker() -> None:
+def test_question_may_contain_template_markers() -> None:
     assert (
         TINY.first_message("{{chars}} and {{question}}", "abc")
         == "{{chars}} and {{question}}\nlen 3"
     )
 
 
-def test_conventions_that_contradict_each_other() -> None:
+def test_contradictory_scaffold_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="raw_code makes each reply plain code"):
         Scaffold(raw_code=True, native_tools=True)
     with pytest.raises(ConfigError, match="terse_chars=5 is too small to show anything"):
@@ -218,7 +220,7 @@ def test_conventions_that_contradict_each_other() -> None:
 
 
 def test_a_task_prepares_every_session() -> None:
-    """Also the children's, and the one that comes after a session that died."""
+    """Includes the sessions of children, and the session that replaces a dead one."""
     seen: list[Session] = []
 
     async def on_session(session: Session) -> None:
@@ -242,7 +244,7 @@ def test_a_task_prepares_every_session() -> None:
     assert result.trajectory.call("0.0").answer == 4
 
 
-def test_a_run_knows_its_task() -> None:
+def test_trajectory_records_its_task() -> None:
     model = client(["FINAL(1)"])
     with rlm(model, scaffold=msgspec.structs.replace(TINY, name="other")) as r:
 

@@ -1,5 +1,4 @@
-"""Token in, token out: the ids that a model was given and sampled are on the tree, once, and are
-never made again."""
+"""Token in, token out: prompt and sampled ids are stored once in the tree and never retokenized."""
 
 from __future__ import annotations
 
@@ -18,7 +17,9 @@ from ramify.types.event import ReplyReceived
 from tests.engine.helpers import SCAFFOLD, by_role, client, code, rlm
 
 
-def said(text: str, prompt: tuple[int, ...] | None, sampled: tuple[int, ...] | None) -> Reply:
+def reply_with_ids(
+    text: str, prompt: tuple[int, ...] | None, sampled: tuple[int, ...] | None
+) -> Reply:
     logprobs = None if sampled is None else tuple(-each / 100 for each in sampled)
     return Reply(
         Message("assistant", text), prompt_ids=prompt, token_ids=sampled, logprobs=logprobs
@@ -29,11 +30,11 @@ def text_of(ids: tuple[int, ...]) -> str:
     return bytes(each for each in ids if each < 256).decode()
 
 
-def test_a_turn_stores_only_new_ids_and_the_next_request_names_them_all() -> None:
+def test_turn_stores_only_new_ids_and_next_request_has_the_whole_prefix() -> None:
     model = client([
-        said(code("x = 1"), (1, 2, 3), (10, 11)),
-        said(code("x += 1"), (1, 2, 3, 10, 11, 4), (12,)),
-        said(code("FINAL(x)"), (1, 2, 3, 10, 11, 4, 12, 5, 6), (13, 14)),
+        reply_with_ids(code("x = 1"), (1, 2, 3), (10, 11)),
+        reply_with_ids(code("x += 1"), (1, 2, 3, 10, 11, 4), (12,)),
+        reply_with_ids(code("FINAL(x)"), (1, 2, 3, 10, 11, 4, 12, 5, 6), (13, 14)),
     ])  # fmt: skip
     with rlm(model) as r:
         trajectory = r.completion("text", "?").trajectory
@@ -59,11 +60,11 @@ def test_a_turn_stores_only_new_ids_and_the_next_request_names_them_all() -> Non
     assert trajectory.metrics == {}
 
 
-def test_a_client_that_tokenises_anew_is_counted_and_split() -> None:
+def test_retokenized_prompt_is_counted_and_splits_the_path() -> None:
     model = client([
-        said(code("x = 1"), (1, 2, 3), (10, 11)),
-        said(code("x += 1"), (1, 2, 3, 10, 99, 4), (12,)),
-        said(code("FINAL(x)"), (1, 2, 3, 10, 99, 4, 12, 5), (13,)),
+        reply_with_ids(code("x = 1"), (1, 2, 3), (10, 11)),
+        reply_with_ids(code("x += 1"), (1, 2, 3, 10, 99, 4), (12,)),
+        reply_with_ids(code("FINAL(x)"), (1, 2, 3, 10, 99, 4, 12, 5), (13,)),
     ])  # fmt: skip
     with rlm(model) as r:
         trajectory = r.completion("text", "?").trajectory
@@ -78,12 +79,12 @@ def test_a_client_that_tokenises_anew_is_counted_and_split() -> None:
     assert trajectory.errors[0].startswith("call 0, turn 1: its prompt keeps 4 of the 5 ids")
 
 
-def test_a_reply_without_ids_begins_the_path_anew() -> None:
+def test_reply_without_ids_starts_a_new_path() -> None:
     model = client(
         [
-            said(code("x = 1"), (1, 2), (10,)),
-            said(code("x += 1"), None, None),
-            said(code("FINAL(x)"), (1, 2, 10, 3, 7, 4), (13,)),
+            reply_with_ids(code("x = 1"), (1, 2), (10,)),
+            reply_with_ids(code("x += 1"), None, None),
+            reply_with_ids(code("FINAL(x)"), (1, 2, 10, 3, 7, 4), (13,)),
         ]
     )
     with rlm(model) as r:
@@ -104,7 +105,7 @@ ROOT_LINES = [
 
 
 def recursive(messages: tuple[Message, ...]) -> str:
-    """The root's three turns; a child answers at once; a plain call is repeated."""
+    """The root takes three turns; a child answers at once; a plain call echoes its prompt."""
     if messages[0].role != "system":
         return f"re: {messages[-1].content}"
     if "Question: child" in messages[1].content:
@@ -112,7 +113,7 @@ def recursive(messages: tuple[Message, ...]) -> str:
     return ROOT_LINES[sum(message.role == "assistant" for message in messages)]
 
 
-def test_a_whole_tree_with_plain_calls_and_children_is_stored_journalled_and_replayed(
+def test_ids_of_a_whole_tree_are_stored_and_replayed(
     tmp_path: Path,
 ) -> None:
     store = Store(tmp_path)
@@ -155,7 +156,7 @@ def _tokens(trajectory: Trajectory) -> list[Any]:
     ]
 
 
-def test_a_run_that_was_cut_off_anywhere_goes_on_with_the_same_ids(tmp_path: Path) -> None:
+def test_run_resumed_from_any_cut_has_the_same_ids(tmp_path: Path) -> None:
     store = Store(tmp_path / "whole")
     with rlm(client(recursive, ids=ByteTokenIds()), store=store) as r:
         whole = r.completion("text", "?").trajectory
@@ -174,7 +175,7 @@ def test_a_run_that_was_cut_off_anywhere_goes_on_with_the_same_ids(tmp_path: Pat
         assert _tokens(store.load("last")) == _tokens(whole)
 
 
-def test_a_journal_grows_by_what_each_turn_adds(tmp_path: Path) -> None:
+def test_journal_grows_linearly_with_turns(tmp_path: Path) -> None:
     def size(num_turns: int) -> int:
         store = Store(tmp_path / str(num_turns))
         lines = [code("x = 1  # " + "long " * 200)] * (num_turns - 1) + [code("FINAL(1)")]
@@ -192,7 +193,7 @@ def test_a_journal_grows_by_what_each_turn_adds(tmp_path: Path) -> None:
     )
 
 
-def test_branches_share_the_ids_up_to_where_they_part() -> None:
+def test_branches_share_the_ids_before_the_fork() -> None:
     replies = iter([code("x = [1]"), *[code(f"x.append({i})\nFINAL(x)") for i in range(3)]])
     model = client(lambda messages: next(replies), ids=ByteTokenIds())
     with rlm(model) as r:
@@ -209,7 +210,7 @@ def test_branches_share_the_ids_up_to_where_they_part() -> None:
     assert trajectory.metrics == {}
 
 
-def test_a_conversation_goes_on_with_the_ids_of_the_question_before() -> None:
+def test_conversation_continues_with_the_ids_of_the_previous_question() -> None:
     model = client([code("x = 1"), code("FINAL(x)"), code("FINAL(x + 1)")], ids=ByteTokenIds())
     with rlm(model) as r, r.conversation("text") as c:
         c.ask("?")
@@ -225,7 +226,7 @@ def test_a_conversation_goes_on_with_the_ids_of_the_question_before() -> None:
     assert trajectory.metrics == {}
 
 
-def test_a_summary_splits_the_path_but_is_no_error() -> None:
+def test_summary_splits_the_path_without_an_error() -> None:
     def script(messages: tuple[Message, ...]) -> str:
         if "Write a summary" in messages[-1].content:
             return "x is 1"
@@ -246,14 +247,14 @@ def test_a_summary_splits_the_path_but_is_no_error() -> None:
     assert model.requests[-1].known is None, "no reply is among the messages that it keeps"
 
 
-def test_a_client_that_only_knows_text_is_told_apart() -> None:
+def test_text_only_client_is_counted_as_retokenizing() -> None:
     model = client(by_role([code("x = 1"), code("FINAL(x)")]), ids=ByteTokenIds(keeps_ids=False))
     with rlm(model, scaffold=SCAFFOLD) as r:
         trajectory = r.completion("text", "?").trajectory
     assert trajectory.metrics == {"split_turns": 1, "retokenised_turns": 1}
 
 
-def test_cached_replies_carry_their_ids(tmp_path: Path) -> None:
+def test_cached_replies_keep_their_ids(tmp_path: Path) -> None:
     model = client(by_role([code("a = llm_query('a')"), code("FINAL(a)")] * 2), ids=ByteTokenIds())
     with rlm(model, store=Store(tmp_path)) as r:
         first = r.completion("text", "?", cache=True)

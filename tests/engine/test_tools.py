@@ -8,7 +8,7 @@ import threading
 from ramify.engine.tool_set import ToolSet
 
 
-def test_tools_that_never_return_take_no_thread_of_others() -> None:
+def test_hanging_tools_do_not_block_other_threads() -> None:
     never = threading.Event()
     tools = ToolSet({"hang": never.wait, "double": lambda x: 2 * x})
 

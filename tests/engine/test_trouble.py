@@ -1,5 +1,4 @@
-"""Full disks, networks that are away, wrong programs: whatever was paid for can be had by a
-resume."""
+"""Full disks, network outages, changed programs: a resume recovers everything that was paid for."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ NUM_CALLS = 4
 ANSWER = [f"re: a{i}" for i in range(NUM_CALLS)]
 
 
-def told(messages: tuple[Message, ...]) -> str:
+def model_script(messages: tuple[Message, ...]) -> str:
     """A root with three turns; its calls' replies and code are long, so that smaller events follow
     larger ones."""
     if messages[0].role != "system":
@@ -42,7 +41,7 @@ def told(messages: tuple[Message, ...]) -> str:
     ][replies]
 
 
-def program(store: Store, script: Any = told, **options: Any) -> RLM:
+def program(store: Store, script: Any = model_script, **options: Any) -> RLM:
     options.setdefault("scaffold", SCAFFOLD)
     return RLM(client(script), store=store, sandbox=SANDBOX, **options)
 
@@ -53,7 +52,7 @@ def lines(store: Store) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
-    """The journal of a whole run, event for event."""
+    """The journal of a whole run, one line per event."""
     store = Store(tmp_path_factory.mktemp("whole"))
     with program(store) as rlm:
         assert rlm.completion("text", "?").answer == ANSWER
@@ -99,7 +98,7 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_run_whose_disk_is_full_at_any_event_can_be_resumed(
+def test_run_with_full_disk_at_any_event_can_be_resumed(
     tmp_path: Path, recorded: list[bytes]
 ) -> None:
     for num in range(1, len(recorded)):
@@ -125,8 +124,8 @@ def test_a_run_whose_disk_is_full_at_any_event_can_be_resumed(
 
 
 @pytest.mark.parametrize("num", range(3))
-def test_a_failed_run_is_resumed_where_it_failed(tmp_path: Path, num: int) -> None:
-    """The key stops being valid at a turn of the root, and stays so for a first resume."""
+def test_failed_run_resumes_where_it_failed(tmp_path: Path, num: int) -> None:
+    """The key is invalid from one turn of the root on, and still is during a first resume."""
     store, asked, is_valid = Store(tmp_path), Counter[str](), False
 
     def script(messages: tuple[Message, ...]) -> Any:
@@ -135,7 +134,7 @@ def test_a_failed_run_is_resumed_where_it_failed(tmp_path: Path, num: int) -> No
         if is_root and turn == num and not is_valid:
             return refused(401, "no such key")
         asked[f"turn {turn}" if is_root else messages[-1].content] += 1
-        return told(messages)
+        return model_script(messages)
 
     with program(store, script) as rlm:
         for again in (False, True):
@@ -155,7 +154,7 @@ def test_a_failed_run_is_resumed_where_it_failed(tmp_path: Path, num: int) -> No
     assert store.load("last").stop is Stop.FINAL
 
 
-def test_a_failed_direct_answer_is_resumed(tmp_path: Path) -> None:
+def test_failed_direct_answer_can_be_resumed(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with RLM(client([refused(401, "no"), "fine"]), store=store) as rlm:
         with pytest.raises(Suspended) as caught:
@@ -163,7 +162,7 @@ def test_a_failed_direct_answer_is_resumed(tmp_path: Path) -> None:
         assert caught.value.resume().answer == "fine"
 
 
-def test_a_replay_of_a_failed_run_fails_as_it_did(tmp_path: Path) -> None:
+def test_replay_of_a_failed_run_repeats_the_failure(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with program(store, [refused(404, "no such model"), refused(401, "no such key")]) as rlm:
         for again in (False, True):
@@ -175,7 +174,7 @@ def test_a_replay_of_a_failed_run_fails_as_it_did(tmp_path: Path) -> None:
             rlm.replay("last")
 
 
-def test_a_call_that_a_person_must_help_is_not_shown_to_the_code(tmp_path: Path) -> None:
+def test_fixable_call_failure_suspends_the_run_instead_of_reaching_the_code(tmp_path: Path) -> None:
     """One call of a batch fails; the others are recorded, and the code sees no failure."""
     store, asked, is_valid = Store(tmp_path), Counter[str](), False
 
@@ -198,7 +197,7 @@ def test_a_call_that_a_person_must_help_is_not_shown_to_the_code(tmp_path: Path)
     assert [call.stop for call in store.load("last").calls] == [Stop.FINAL] * 4
 
 
-# --- wrong programs
+# --- changed programs
 # ------------------------------------------------------------------------------------------------
 
 OTHER_PROMPT: dict[str, Any] = {
@@ -212,7 +211,7 @@ WRONG: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_program_leaves_the_journal_as_it_was(
+def test_changed_program_leaves_the_journal_unchanged(
     tmp_path: Path, recorded: list[bytes], wrong: str
 ) -> None:
     first = next(num for num, line in enumerate(recorded) if b'"Requested"' in line) + 1
@@ -231,12 +230,12 @@ def test_a_wrong_program_leaves_the_journal_as_it_was(
 # ------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_outlives_an_outage_longer_than_the_usual_attempts() -> None:
+def test_run_survives_an_outage_longer_than_the_usual_attempts() -> None:
     """The server goes away after its first reply and comes back at the same port when one request
-    has failed six times: once more than its attempts."""
+    has failed six times, once more than the usual attempts."""
 
     async def main() -> Any:
-        server = ScriptedServer(told)
+        server = ScriptedServer(model_script)
         await server.__aenter__()
         port, is_back = int(server.url.rsplit(":", 1)[1].split("/")[0]), asyncio.Event()
         failed = Counter[str]()
@@ -253,18 +252,18 @@ def test_a_run_outlives_an_outage_longer_than_the_usual_attempts() -> None:
                 await asyncio.sleep(0.001)
             await server.__aexit__()
             await is_back.wait()
-            async with ScriptedServer(told, port=port):
+            async with ScriptedServer(model_script, port=port):
                 return (await running.result()).answer
 
     assert run(main()) == ANSWER
 
 
-def test_a_run_without_patience_fails_and_is_resumed_when_the_network_is_back(
+def test_run_without_patience_fails_and_resumes_after_the_outage(
     tmp_path: Path,
 ) -> None:
     async def main() -> Any:
         store, limits = Store(tmp_path), Limits(patience_s=0.1)
-        async with ScriptedServer(told) as server:
+        async with ScriptedServer(model_script) as server:
             url, port = server.url, int(server.url.rsplit(":", 1)[1].split("/")[0])
         async with RLM(
             f"openai:test@{url}", scaffold=SCAFFOLD, sandbox=SANDBOX, store=store, limits=limits
@@ -272,7 +271,7 @@ def test_a_run_without_patience_fails_and_is_resumed_when_the_network_is_back(
             for _ in range(2):
                 with pytest.raises(RamifyError, match="cannot reach"):
                     await (rlm.aresume("last") if store.runs() else rlm.acompletion("text", "?"))
-            async with ScriptedServer(told, port=port):
+            async with ScriptedServer(model_script, port=port):
                 return (await rlm.aresume("last")).answer
 
     assert run(main()) == ANSWER

@@ -1,5 +1,4 @@
-"""Observations that the model's window has no room for: less of them is shown, and the run still
-gets its answer."""
+"""Observations that do not fit the model's window are shortened; the run still gets its answer."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ WORDY = "x = 7\nprint('z' * 8000)"
 
 
 def in_turns(*turns: str) -> Callable[[tuple[Message, ...]], str]:
-    """A model that says one line a turn, however often a turn's prompt is refused."""
+    """Return a model that gives one line per turn, however often a prompt is refused."""
     return lambda messages: turns[sum(message.role == "assistant" for message in messages)]
 
 
-def test_a_terse_observation_is_shown_as_far_as_it_fits() -> None:
+def test_terse_observation_is_truncated_to_fit() -> None:
     model = client(in_turns("print('abcdefghi' * 10)", "FINAL(7)"), window=19)
     with rlm(model, scaffold="tiny", limits={"max_reply_tokens": 10}) as r:
         result = r.completion("alpha", "?")
@@ -33,7 +32,7 @@ def test_a_terse_observation_is_shown_as_far_as_it_fits() -> None:
 
 
 @pytest.mark.parametrize("compact_at", [0.0, 0.8])
-def test_head_and_tail_of_a_wordy_observation_are_shown(compact_at: float) -> None:
+def test_long_observation_keeps_head_and_tail(compact_at: float) -> None:
     def script(messages: tuple[Message, ...]) -> str:
         if messages[-1].content == observe.SUMMARISE:
             return "x is there."
@@ -59,7 +58,7 @@ def test_a_question_is_never_shortened() -> None:
     assert len(model.requests) == 1
 
 
-def test_a_last_word_is_asked_for_without_an_observation_that_does_not_fit() -> None:
+def test_last_word_request_omits_an_observation_that_does_not_fit() -> None:
     def script(messages: tuple[Message, ...]) -> str:
         return "FINAL(7)" if "The limit is reached" in messages[-1].content else code(WORDY)
 
@@ -73,7 +72,7 @@ def test_a_last_word_is_asked_for_without_an_observation_that_does_not_fit() -> 
     assert (result.answer, result.stop, result.error) == ("7", Stop.MAX_TURNS, None)
 
 
-def test_a_child_whose_observation_does_not_fit_answers_its_parent() -> None:
+def test_child_with_oversized_observation_still_answers() -> None:
     def script(messages: tuple[Message, ...]) -> str:
         if messages[0].content.startswith("all"):
             return "FINAL(rlm_query('one', context))"
@@ -85,9 +84,8 @@ def test_a_child_whose_observation_does_not_fit_answers_its_parent() -> None:
 
 
 @pytest.mark.parametrize("does_summarise", [True, False])
-def test_a_replay_shows_what_was_shown(tmp_path: Path, does_summarise: bool) -> None:
-    """Refused prompts are refused again, from the journal: nothing is asked, and nothing
-    diverges."""
+def test_replay_repeats_shortened_observations(tmp_path: Path, does_summarise: bool) -> None:
+    """Refused prompts are refused again from the journal, without requests or divergence."""
 
     def script(messages: tuple[Message, ...]) -> Any:
         if messages[-1].content == observe.SUMMARISE:

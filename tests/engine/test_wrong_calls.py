@@ -1,4 +1,4 @@
-"""What an ``RLM`` cannot be made of is said when it is made, in one line with a remedy."""
+"""Invalid arguments of an ``RLM`` get a one-line error with a remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ramify.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("model", "options", "said"),
+    ("model", "options", "message"),
     [
         (None, {}, "None is not a model: give 'provider:model', for example 'openai:gpt-5-mini'"),
         (
@@ -43,14 +43,16 @@ from ramify.errors import ConfigError
         ("openai:a", {"branches": "3"}, "branches is a str: give a number"),
     ],
 )
-def test_what_it_is_made_of(model: Any, options: dict[str, Any], said: str) -> None:
+def test_invalid_constructor_argument_is_refused(
+    model: Any, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         RLM(model, **options)
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "said"),
+    ("option", "value", "message"),
     [
         ("limits", {"max_turns": 3}, "limits is a dict: give a ramify.Limits(…)"),
         ("sampling", 0.5, "sampling is a float: give a ramify.Sampling(…)"),
@@ -65,24 +67,24 @@ def test_what_it_is_made_of(model: Any, options: dict[str, Any], said: str) -> N
         ("query", 5, "the question is a int: give a text"),
     ],
 )
-def test_an_option_of_a_wrong_type(option: str, value: Any, said: str) -> None:
+def test_option_of_wrong_type_is_refused(option: str, value: Any, message: str) -> None:
     asked: dict[str, Any] = {"query": "How many?", option: value}
     with RLM(ScriptedClient(["one"])) as rlm, pytest.raises(ConfigError) as caught:
         rlm.completion("some text", **asked)
-    assert str(caught.value) == said
+    assert str(caught.value) == message
 
 
-def test_a_limit_that_is_not_a_number() -> None:
+def test_non_numeric_limit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^limit max_turns='3' is not a number: give one$"):
         Limits(max_turns="3")  # type: ignore[arg-type]
 
 
-def test_a_script_that_is_one_text() -> None:
+def test_script_given_as_a_string_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^scripted:test is a str: give a list of replies"):
         ScriptedClient("FINAL(3)")
 
 
-def test_a_limit_of_zero() -> None:
+def test_limit_of_zero_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="limit max_calls=0 allows nothing: give a positive number"
     ):
@@ -90,12 +92,12 @@ def test_a_limit_of_zero() -> None:
     assert Limits(max_depth=0).max_depth == 0
 
 
-def test_several_models() -> None:
+def test_rlm_accepts_several_models() -> None:
     with RLM((ScriptedClient(["one"]), "vllm:never-asked")) as rlm:
         assert rlm.completion("A question?").response == "one"
 
 
-def test_a_run_that_cannot_begin_leaves_nothing(tmp_path: Path) -> None:
+def test_run_that_cannot_start_stores_nothing(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with (
         RLM("scripted:absent.json", store=store) as rlm,
@@ -110,7 +112,7 @@ def test_a_run_that_cannot_begin_leaves_nothing(tmp_path: Path) -> None:
     assert store.runs() == []
 
 
-def test_a_listener_that_would_have_to_be_awaited(tmp_path: Path) -> None:
+def test_coroutine_listener_is_refused(tmp_path: Path) -> None:
     async def listener(event: Any) -> None: ...
 
     store = Store(tmp_path)

@@ -1,4 +1,4 @@
-"""A small task and a model that answers it, right as often as the test asks."""
+"""A small task, and models that answer it correctly as often as a test needs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rlm(script: Any, **options: Any) -> RLM:
 
 
 def number(messages: tuple[Message, ...]) -> int:
-    """Which item is asked."""
+    """Return the number of the item that is asked."""
     return int(messages[0].content.removeprefix("size ").partition("?")[0])
 
 
@@ -47,7 +47,7 @@ def right(messages: tuple[Message, ...]) -> str:
 
 
 def unless(wrong: Callable[[int], bool]) -> Callable[[tuple[Message, ...]], str]:
-    """A model that is wrong where ``wrong(number of the item)``."""
+    """Return a model that answers wrongly for items with ``wrong(number)``."""
     return lambda messages: f"FINAL(len(context)+{int(wrong(number(messages)))})"
 
 

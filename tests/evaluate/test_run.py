@@ -1,5 +1,5 @@
-"""Whole evaluations through the engine: what is asked, what counts as failure, and how
-an interrupted one continues."""
+"""Whole evaluations through the engine: requests, failures, records, and how an interrupted
+evaluation continues."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from tests.engine.helpers import at_once, client
 from tests.evaluate.helpers import ITEMS, SPEC, TASK, evaluated, number, plan, right, rlm, unless
 
 
-def test_an_attempt_that_is_cancelled_from_within_is_lost_alone() -> None:
-    """A client whose own future was cancelled: only that attempt fails."""
+def test_cancelled_attempt_does_not_affect_the_others() -> None:
+    """If a client's own future is cancelled, only that attempt fails."""
 
     def cancelled(messages: tuple[Message, ...]) -> str:
         if number(messages) == 3:
@@ -52,8 +52,8 @@ def test_an_attempt_that_is_cancelled_from_within_is_lost_alone() -> None:
     )
 
 
-def test_an_evaluation_by_hand() -> None:
-    """Items 0 to 7; wrong are 1, 2 and 5: of the odd ones half, of the even ones a quarter."""
+def test_report_matches_hand_calculation() -> None:
+    """Of items 0 to 7, 1, 2 and 5 are wrong: half of the odd ones, a quarter of the even ones."""
     found = report(evaluated(unless(lambda n: n in (1, 2, 5))))
     assert [(row.kind, row.items, row.average and row.average.value) for row in found.rows] == [
         ("all", 8, 5 / 8),
@@ -80,7 +80,7 @@ def test_an_evaluation_by_hand() -> None:
     assert max(map(len, shown.splitlines())) < 100
 
 
-def test_several_attempts_by_hand() -> None:
+def test_pass_at_k_and_majority_match_hand_calculation() -> None:
     """Four at each of two items. Item 0: answers 1 1 2 1 (right: 1), item 1: 3 2 3 2 (right: 2)."""
     said = {0: iter([1, 1, 2, 1]), 1: iter([3, 2, 3, 2])}
 
@@ -107,7 +107,7 @@ def test_several_attempts_by_hand() -> None:
     )  # of all four: 1 is right; 3 and 2 are equal, 3 came first
 
 
-def test_attempts_differ_in_their_seed_alone_and_are_the_same_again() -> None:
+def test_attempts_differ_only_in_reproducible_seeds() -> None:
     def seeds(seed: int) -> list[int | None]:
         model = client(right)
         evaluated(
@@ -133,7 +133,7 @@ def test_concurrency_is_bounded() -> None:
 # --- failures
 
 
-def test_a_model_that_fails_has_no_reward_and_the_rest_goes_on() -> None:
+def test_failed_attempt_has_no_reward_and_the_others_continue() -> None:
     def model(messages: tuple[Message, ...]) -> Any:
         return refused(401, "no such key") if number(messages) == 3 else right(messages)
 
@@ -146,7 +146,7 @@ def test_a_model_that_fails_has_no_reward_and_the_rest_goes_on() -> None:
     assert "1 of 8 attempts failed and are not counted; the first: " in table(figures)
 
 
-def test_an_item_with_too_few_scored_attempts_is_left_out_of_pass_at_k() -> None:
+def test_item_with_too_few_scored_attempts_is_excluded_from_pass_at_k() -> None:
     asked: dict[int, int] = {}
 
     def model(messages: tuple[Message, ...]) -> Any:
@@ -177,15 +177,15 @@ def test_an_item_with_too_few_scored_attempts_is_left_out_of_pass_at_k() -> None
         ),
     ],
 )
-def test_a_task_that_fails_is_named(change: dict[str, Any], error: str) -> None:
+def test_failing_task_is_named_in_the_outcome(change: dict[str, Any], error: str) -> None:
     task = SimpleTask(**{"name": "size", "splits": TASK.splits, "reward": TASK.reward, **change})
     (outcome,) = evaluated(right, task, of=plan(items=1)).outcomes
     assert outcome.reward is None
     assert outcome.error.startswith(error)
 
 
-def test_an_item_that_cannot_be_asked_fails_alone() -> None:
-    """An empty context is refused by the engine: the item is named, and the others are asked."""
+def test_item_that_cannot_be_asked_does_not_affect_the_others() -> None:
+    """The engine refuses an empty context: the item is named, and the other items are asked."""
     items = [ITEMS[0], Item("How many?", "", gold=1, id="size/test/empty"), ITEMS[1]]
     done = evaluated(right, SimpleTask("size", {"test": items}, TASK.reward), of=plan(items=3))
     assert [outcome.reward for outcome in done.outcomes] == [1.0, None, 1.0]
@@ -194,7 +194,7 @@ def test_an_item_that_cannot_be_asked_fails_alone() -> None:
     )
 
 
-def test_what_a_rollout_leaves_reaches_the_score() -> None:
+def test_metadata_of_on_end_reaches_the_trajectory() -> None:
     ended: list[Any] = []
 
     async def begin(item: Any) -> TaskStart:
@@ -216,7 +216,7 @@ def test_what_a_rollout_leaves_reaches_the_score() -> None:
     assert seen == [("size/test/0", 1, "size/test/0", {"correct": 0.0})]
 
 
-def test_a_reward_may_take_its_time_but_not_for_ever() -> None:
+def test_reward_that_takes_too_long_is_an_error() -> None:
     import threading
 
     never = threading.Event()
@@ -228,7 +228,7 @@ def test_a_reward_may_take_its_time_but_not_for_ever() -> None:
     assert "its score took more than 0.2 s" in outcome.error
 
 
-def test_wrong_input() -> None:
+def test_wrong_input_is_refused() -> None:
     with pytest.raises(ConfigError, match="task 'size' has no split 'tset': did you mean 'test'"):
         evaluated(right, of=plan(split="tset"))
     with pytest.raises(ConfigError, match="evaluate 0 items with 1 attempts"):
@@ -244,9 +244,8 @@ def test_wrong_input() -> None:
 # --- records
 
 
-def test_an_evaluation_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
-    """Killed after some attempts, with half a line written, and one that had failed: only what is
-    missing is asked."""
+def test_interrupted_evaluation_continues_where_it_stopped(tmp_path: Path) -> None:
+    """After a kill that left half a line, only the missing and the failed attempts are run."""
     records = EvaluationRecords(tmp_path)
     wanted = plan(attempts=2)
     first = records.create(wanted)
@@ -279,7 +278,7 @@ def test_an_evaluation_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     }
 
 
-def test_one_process_writes_a_record_at_a_time(tmp_path: Path) -> None:
+def test_record_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
     record = EvaluationRecords(tmp_path).create(plan())
     with pytest.raises(RunInUse, match="is being written by another process: stop that one first"):
         EvaluationRecord(record.path)
@@ -288,7 +287,7 @@ def test_one_process_writes_a_record_at_a_time(tmp_path: Path) -> None:
     assert record.path.stat().st_mode & 0o777 == 0o600
 
 
-def test_records_by_name(tmp_path: Path) -> None:
+def test_records_are_found_by_name(tmp_path: Path) -> None:
     records = EvaluationRecords(tmp_path)
     with pytest.raises(StoreError, match="found no evaluation 'last': there is none in"):
         records.path("last")
@@ -308,7 +307,7 @@ def test_records_by_name(tmp_path: Path) -> None:
             records.load("last")
 
 
-def test_stored_runs_are_named_and_know_their_task(tmp_path: Path) -> None:
+def test_stored_runs_have_task_and_evaluation_metadata(tmp_path: Path) -> None:
     store = Store(tmp_path)
     (outcome,) = evaluated(right, of=plan(items=1), store=store).outcomes
     trajectory = store.load(outcome.run)
@@ -320,10 +319,10 @@ def test_stored_runs_are_named_and_know_their_task(tmp_path: Path) -> None:
     assert evaluated(right, of=plan(items=1)).outcomes[0].run == ""
 
 
-# --- two evaluations
+# --- comparing two evaluations
 
 
-def test_a_difference_is_taken_over_the_same_items() -> None:
+def test_difference_uses_the_common_items() -> None:
     good, bad = evaluated(right), evaluated(unless(lambda n: n < 4), of=plan(items=6))
     figure, num = difference(good, bad)
     assert (figure.value, num) == (4 / 6, 6)
@@ -334,7 +333,7 @@ def test_a_difference_is_taken_over_the_same_items() -> None:
         difference(good, evaluated(lambda messages: refused(400), of=plan(items=1)))
 
 
-def test_a_report_is_data() -> None:
+def test_report_can_be_encoded_as_json() -> None:
     import msgspec
 
     data = json.loads(msgspec.json.encode(report(evaluated(right, of=plan(items=2, attempts=2)))))
@@ -353,8 +352,8 @@ def test_a_report_is_data() -> None:
     }
 
 
-def test_it_works_in_a_running_loop_that_has_the_rlm_open() -> None:
-    """As the training loop uses it, again and again with one RLM."""
+def test_evaluate_works_with_an_open_rlm_in_a_running_loop() -> None:
+    """The training loop uses it like this, repeatedly with one RLM."""
 
     async def twice() -> list[float | None]:
         async with rlm(right) as open_rlm:
@@ -411,7 +410,7 @@ def test_unfinished_attempts_continue_from_their_journals(tmp_path: Path) -> Non
     assert len(store.runs()) == 4
 
 
-def test_an_attempt_that_cannot_be_continued_is_made_again(tmp_path: Path) -> None:
+def test_attempt_that_cannot_be_resumed_is_repeated(tmp_path: Path) -> None:
     store, records = Store(tmp_path), EvaluationRecords(tmp_path)
     first = records.create(plan(items=1))
     evaluated(lambda messages: refused(402), of=first.plan, record=first, store=store)

@@ -1,4 +1,4 @@
-"""Figures against numbers worked out by hand, by counting all subsets, and against numpy."""
+"""Statistics against hand calculations, against enumeration of all subsets, and against numpy."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ from ramify.evaluate.statistics import (
         (10, 10, 0.691503, 1.0),
     ],
 )
-def test_the_interval_of_a_share(num: int, of: int, low: float, high: float) -> None:
+def test_share_interval_matches_reference_values(
+    num: int, of: int, low: float, high: float
+) -> None:
     found = share_with_interval(num, of)
     assert found.value == num / of
     assert (found.low, found.high) == pytest.approx((low, high), abs=1e-6)
 
 
-def test_a_share_of_nothing() -> None:
+def test_share_of_zero_attempts_is_refused() -> None:
     with pytest.raises(ConfigError, match="0 of 0 attempts cannot have succeeded"):
         share_with_interval(0, 0)
 
@@ -56,7 +58,7 @@ def test_a_share_of_nothing() -> None:
         (200, 1, 100, 0.5),
     ],
 )
-def test_pass_at_k_by_hand(n: int, c: int, k: int, expected: float) -> None:
+def test_pass_at_k_matches_hand_calculation(n: int, c: int, k: int, expected: float) -> None:
     assert pass_at_k(n, c, k) == pytest.approx(expected, abs=1e-12)
 
 
@@ -71,7 +73,7 @@ def test_pass_at_k_is_the_mean_over_all_subsets() -> None:
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 1, 5), (4, 1, 0), (4, 5, 1), (4, -1, 1)])
-def test_what_cannot_be_asked(n: int, c: int, k: int) -> None:
+def test_invalid_pass_at_k_arguments_are_refused(n: int, c: int, k: int) -> None:
     with pytest.raises(ConfigError, match=r"pass@"):
         pass_at_k(n, c, k)
 
@@ -100,20 +102,20 @@ def test_what_cannot_be_asked(n: int, c: int, k: int) -> None:
         (["a", "b"], [0.25, 0.5], 1, 0.375),
     ],
 )
-def test_majority_by_hand(
+def test_majority_at_k_matches_hand_calculation(
     answers: list[str | None], rewards: list[float], k: int, expected: float
 ) -> None:
     assert majority_at_k(answers, rewards, k) == pytest.approx(expected)
 
 
-def test_majority_needs_enough() -> None:
+def test_majority_at_k_needs_k_attempts() -> None:
     with pytest.raises(
         ConfigError, match="majority@3 needs at least 3 attempts at each item, but there are 2"
     ):
         majority_at_k(["a", "b"], [1, 0], 3)
 
 
-def test_quantiles_are_numpys() -> None:
+def test_quantiles_match_numpy() -> None:
     numpy = pytest.importorskip("numpy")
     values = sorted(random.Random(1).uniform(-5, 5) for _ in range(37))
     for share in (0.0, 0.025, 0.5, 0.77, 0.975, 1.0):
@@ -122,8 +124,8 @@ def test_quantiles_are_numpys() -> None:
         )
 
 
-def test_an_interval_is_what_resampling_gives() -> None:
-    """Drawn again here, one item at a time."""
+def test_interval_equals_bootstrap_quantiles() -> None:
+    """The resampling is repeated here, one item at a time."""
     values = [0.0, 1.0, 1.0, 0.5, 0.0, 1.0]
     rng = random.Random(3)
     means = sorted(sum(rng.choices(values, k=6)) / 6 for _ in range(DRAWS))
@@ -135,7 +137,7 @@ def test_an_interval_is_what_resampling_gives() -> None:
     assert mean_with_interval(many, seed=4) != mean_with_interval(many, seed=3)
 
 
-def test_an_interval_is_as_wide_as_the_theory_says() -> None:
+def test_interval_width_matches_theory() -> None:
     """400 coins with 100 heads give 0.25 +- 1.96·sqrt(0.25·0.75/400) = 0.25 +- 0.0424."""
     figure = mean_with_interval([1.0] * 100 + [0.0] * 300)
     assert figure.value == 0.25
@@ -144,7 +146,7 @@ def test_an_interval_is_as_wide_as_the_theory_says() -> None:
 
 
 @pytest.mark.slow
-def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
+def test_interval_has_its_nominal_coverage() -> None:
     rng = random.Random(0)
     held = 0
     for trial in range(300):
@@ -153,7 +155,7 @@ def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
     assert 0.90 < held / 300 < 0.98
 
 
-def test_one_item_and_none() -> None:
+def test_interval_of_one_item_and_of_none() -> None:
     assert mean_with_interval([0.5]) == MeanEstimate(0.5, 0.5, 0.5)
     assert mean_with_interval([1.0, 1.0]) == MeanEstimate(1.0, 1.0, 1.0)
     with pytest.raises(ConfigError, match="cannot take a mean over no items"):
@@ -161,7 +163,7 @@ def test_one_item_and_none() -> None:
 
 
 def test_a_paired_difference_is_narrower_than_two_intervals() -> None:
-    """Both find the same items hard: ours is better by 0.1 on each, and that is certain."""
+    """Both find the same items hard: ours is better by exactly 0.1 on each."""
     hard = [random.Random(5).random() for _ in range(1)] + [i / 50 for i in range(50)]
     ours, theirs = [x + 0.1 for x in hard], hard
     paired = paired_difference(ours, theirs)

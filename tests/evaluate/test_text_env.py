@@ -1,5 +1,4 @@
-"""Our tasks as their environments: driven from outside, one reply after another, in real
-sessions."""
+"""Our tasks as SkyRL text environments, stepped from outside, reply by reply, in real sessions."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ LEDGER = ledger()
 Env = text_env(LEDGER, split="test", scaffold="tiny", sandbox=SPEC)
 
 
-def driven(env: Any, replies: list[str]) -> list[tuple[list[str], float, bool]]:
+def step_through(env: Any, replies: list[str]) -> list[tuple[list[str], float, bool]]:
     out = []
     for reply in replies:
         step = env.step(reply)
@@ -32,8 +31,8 @@ def driven(env: Any, replies: list[str]) -> list[tuple[list[str], float, bool]]:
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
-def test_it_is_the_same_conversation_as_the_engines(index: int) -> None:
-    """A demonstrator's replies, given from outside, meet the observations that they meet inside."""
+def test_environment_has_the_same_conversation_as_the_engine(index: int) -> None:
+    """A demonstrator's replies get the same observations from outside as inside the engine."""
     item = LEDGER.splits["test"][index]
     (root,) = play(item, NOISY if index else EXPERT, 0, TINY)
     env = Env(extras={"index": index})
@@ -44,7 +43,7 @@ def test_it_is_the_same_conversation_as_the_engines(index: int) -> None:
     )
     replies = [message.content for message in root.messages[1::2]]
     shown = [message.content for message in root.messages[2::2]]
-    steps = driven(env, replies)
+    steps = step_through(env, replies)
     assert steps[:-1] == [([text], 0.0, False) for text in shown]
     assert steps[-1] == ([], float(root.correct), True)
     assert env.get_metrics() == {"turns": len(replies), "correct": float(root.correct)}
@@ -52,16 +51,16 @@ def test_it_is_the_same_conversation_as_the_engines(index: int) -> None:
     env.close()
 
 
-def test_many_at_once_and_one_left_in_the_middle() -> None:
+def test_environments_run_concurrently_and_one_can_be_abandoned() -> None:
     envs = [Env(extras={"index": index}) for index in range(6)]
     rewards: dict[int, float] = {}
 
     def drive(index: int) -> None:
         (root,) = play(LEDGER.splits["test"][index], EXPERT, 0, TINY)
         envs[index].init([])
-        rewards[index] = driven(envs[index], [message.content for message in root.messages[1::2]])[
-            -1
-        ][1]
+        rewards[index] = step_through(
+            envs[index], [message.content for message in root.messages[1::2]]
+        )[-1][1]
 
     threads = [threading.Thread(target=drive, args=(index,)) for index in range(5)]
     for thread in threads:
@@ -74,17 +73,17 @@ def test_many_at_once_and_one_left_in_the_middle() -> None:
     assert rewards == dict.fromkeys(range(5), 1.0)
 
 
-def test_a_limit_ends_it() -> None:
+def test_limit_ends_the_episode() -> None:
     env = text_env(TASK, split="test", scaffold="tiny", sandbox=SPEC, limits=Limits(max_turns=2))(
         extras={"index": 3}
     )
     env.init([])
-    assert [done for _, _, done in driven(env, ["1", "2"])] == [False, True]
+    assert [done for _, _, done in step_through(env, ["1", "2"])] == [False, True]
     assert env.trajectory is not None
     assert env.trajectory.rewards == {"correct": 0.0}
 
 
-def test_calls_below_the_root_need_a_model() -> None:
+def test_subcalls_need_a_sub_model() -> None:
     script = "print(llm_query('hi'))"
     alone = text_env(TASK, split="test", scaffold="tiny", sandbox=SPEC)(extras={"index": 0})
     alone.init([])
@@ -98,7 +97,7 @@ def test_calls_below_the_root_need_a_model() -> None:
     helped.close()
 
 
-def test_wrong_calls() -> None:
+def test_calls_in_wrong_order_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"an environment of 'ledger' needs extras=\{'index': N\}; it got None"
     ):
@@ -117,7 +116,7 @@ def test_wrong_calls() -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("skyrl_gym") is None, reason="skyrl-gym is not installed"
 )
-def test_skyrl_gym_makes_it() -> None:
+def test_skyrl_gym_can_make_the_environment() -> None:
     import skyrl_gym
     import skyrl_gym.envs.base_text_env
 
@@ -132,4 +131,8 @@ def test_skyrl_gym_makes_it() -> None:
     env = skyrl_gym.make("ledger", extras={"index": 0})
     (root,) = play(LEDGER.splits["test"][0], EXPERT, 0, TINY)
     env.init([])
-    assert driven(env, [message.content for message in root.messages[1::2]])[-1] == ([], 1.0, True)
+    assert step_through(env, [message.content for message in root.messages[1::2]])[-1] == (
+        [],
+        1.0,
+        True,
+    )

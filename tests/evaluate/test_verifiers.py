@@ -26,7 +26,7 @@ pytestmark = [
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> str:
-    """An installed package of theirs, as far as their loaders can tell."""
+    """A module that the loaders of verifiers take for an installed package."""
     from ramify.evaluate.verifiers_env import harness, taskset
 
     made = types.ModuleType("ramify_ledger_for_test")
@@ -38,8 +38,8 @@ def module(monkeypatch: pytest.MonkeyPatch) -> str:
     return made.__name__
 
 
-def test_rows_and_rewards_of_another_harness(module: str) -> None:
-    """Their own chat loop gives a reply; what it is worth is the task's score."""
+def test_rows_and_rewards_work_with_another_harness(module: str) -> None:
+    """A reply from the chat loop of verifiers gets the score of our task."""
     import verifiers.v1 as vf
     from verifiers.v1.utils.loaders import load_taskset
 
@@ -64,7 +64,7 @@ def test_rows_and_rewards_of_another_harness(module: str) -> None:
 
 
 def demonstrator() -> Any:
-    """A model for the scripted server: the expert, told apart by what each call was asked."""
+    """A model for the scripted server that gives the expert's reply to each known conversation."""
     from ramify.engine.scaffold import TINY
     from ramify.tasks.ledger.demos import EXPERT, play
     from ramify.tasks.ledger.task import ledger
@@ -84,8 +84,8 @@ def demonstrator() -> Any:
 
 
 def test_whole_episodes_run_in_our_engine(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their environment, agent, interception and trace; our sessions and children; a scripted model
-    behind HTTP."""
+    """Environment, agent, interception and trace are those of verifiers; sessions and children are
+    ours; the model is scripted."""
     import verifiers.v1 as vf
     from verifiers.v1.clients import ModelContext
 
@@ -113,7 +113,7 @@ def test_whole_episodes_run_in_our_engine(module: str, monkeypatch: pytest.Monke
         assert trace.num_turns == 9
 
 
-def test_rows_of_others_are_refused(module: str) -> None:
+def test_foreign_rows_are_refused(module: str) -> None:
     import verifiers.v1 as vf
 
     from ramify.evaluate.verifiers_env import _item

@@ -1,4 +1,4 @@
-"""A small policy, and what it must sample: one request at a time, by a plain forward pass for each
+"""A small policy, and reference sampling: one request at a time, with a plain forward pass for each
 token."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def engine(made: Policy, **room: Any) -> LocalEngine:
 
 
 def drained(running: LocalEngine) -> list[Generation]:
-    """All that ends, until nothing is left."""
+    """Step until the engine is idle and return all finished generations."""
     done = []
     while not running.is_idle:
         done += running.step()
@@ -69,15 +69,14 @@ def causal(layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
 
 @torch.no_grad()
 def logits(made: Policy, ids: Sequence[int]) -> Tensor:
-    """[T, V] by one pass over everything."""
+    """Return [T, V] from one forward pass over all ids."""
     model = made.model
     assert isinstance(model, DenseModel)
     return model.logits(model.hidden(torch.tensor(list(ids)), torch.arange(len(ids)), causal))
 
 
 def expected(made: Policy, like: Generation) -> Generation:
-    """What a fresh generation with the settings of ``like`` samples, by itself and without a
-    cache."""
+    """Sample ``like`` to its end alone and without a cache."""
     while like.end is None:
         drawn = draw(logits(made, like.ids)[-1:], [like.draw], [like.uniform()])
         like.append(drawn.ids[0], drawn.logprobs[0], drawn.kept[0], 0)
@@ -85,8 +84,8 @@ def expected(made: Policy, like: Generation) -> Generation:
 
 
 def pauses(client: LocalClient, after: int) -> threading.Event:
-    """Its engine will stand still after so many further steps, in the middle of what it is at,
-    until ``client.resume``, which belongs after the event that is returned."""
+    """Pause the client's engine after ``after`` more steps, in the middle of its work. The returned
+    event is set once it is paused; ``client.resume`` belongs after that."""
     last, stands = client.engine.num_steps + after, threading.Event()
 
     def look(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Captured decoding steps give the tokens and log-probabilities of the same steps call by call."""
+"""Captured decoding steps give the same tokens and log-probabilities as uncaptured ones."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.inference.helpers import WINDOW, drained, expected, policy
 from tests.inference.test_engine import CUDA, assert_as_expected, requests
 
 
-class Repeating:
-    """Repeats a computation over the same addresses, as a graph does."""
+class RepeatingCapture:
+    """Repeats a computation over the same addresses, like a CUDA graph."""
 
     def __init__(self) -> None:
         self.num_captured = self.num_replayed = 0
@@ -48,70 +48,70 @@ def captured_engine(made: Policy, capture: Any, **room: Any) -> LocalEngine:
     return LocalEngine(runner, EngineLimits(**limits))
 
 
-def finished(running: LocalEngine, asked: list[dict[str, Any]]) -> list[Generation]:
+def run_to_end(running: LocalEngine, asked: list[dict[str, Any]]) -> list[Generation]:
     for request in asked:
         running.add(Generation(**request))
     return drained(running)
 
 
-def test_captured_steps_sample_the_same() -> None:
-    """Full slots, holes between running ones, few slots, and memory that preempts."""
+def test_captured_steps_sample_the_same_tokens() -> None:
+    """With full slots, gaps between running ones, few slots, and preemption for lack of memory."""
     for room in ({}, {"slots": 3, "prefill_tokens": 7}, {"cache_bytes": 256 * 128 * 3}):
-        capture = Repeating()
+        capture = RepeatingCapture()
         asked = requests(16)
         running = captured_engine(policy(), capture, **room)
-        assert_as_expected(finished(running, asked), asked)
+        assert_as_expected(run_to_end(running, asked), asked)
         assert capture.num_replayed > 3 * capture.num_captured > 0
 
 
-def test_slots_that_do_not_decode_keep_what_they_hold() -> None:
-    """The second turn of a call whose slot was idle while others decoded beside it."""
-    capture = Repeating()
+def test_idle_slots_keep_their_cache_during_captured_steps() -> None:
+    """The second turn of a call whose slot was idle while other slots decoded."""
+    capture = RepeatingCapture()
     made = policy()
     running = captured_engine(made, capture, slots=4)
     first = {"prompt_ids": list(range(10, 40)), "max_tokens": 4, "seed": "a", "affinity": "0"}
-    path = finished(running, [first])[0].ids
+    path = run_to_end(running, [first])[0].ids
     long = [{"prompt_ids": [each, 8], "max_tokens": 40, "seed": str(each)} for each in (5, 6)]
-    finished(running, long)
+    run_to_end(running, long)
     assert capture.num_replayed
     again = {"prompt_ids": [*path, 9], "max_tokens": 5, "seed": "b", "affinity": "0"}
-    (ours,) = finished(running, [again])
+    (ours,) = run_to_end(running, [again])
     assert ours.num_reused == len(path) - 1
     assert ours.sampled == expected(made, Generation(**again)).sampled
 
 
-def test_weights_at_other_addresses_are_captured_again() -> None:
-    capture = Repeating()
+def test_moved_weights_are_captured_again() -> None:
+    capture = RepeatingCapture()
     made, other = policy(), policy(seed=1)
     running = captured_engine(made, capture)
     asked = {"prompt_ids": [5, 6, 7], "max_tokens": 20, "seed": "a"}
-    finished(running, [asked])
+    run_to_end(running, [asked])
     before = capture.num_captured
     weights = dict(other.model.named_parameters())
     with torch.no_grad():
         for name, parameter in made.model.named_parameters():
             parameter.copy_(weights[name])
     running.forget(1)
-    finished(running, [asked])
+    run_to_end(running, [asked])
     assert capture.num_captured == before, "the addresses are the same"
     for name, parameter in made.model.named_parameters():
         parameter.data = weights[name].data.clone()
     running.forget(2)
-    (ours,) = finished(running, [asked])
+    (ours,) = run_to_end(running, [asked])
     assert capture.num_captured == before + 1
     assert ours.sampled == expected(other, Generation(**asked)).sampled
 
 
-def test_a_device_that_cannot_capture_computes_call_by_call() -> None:
+def test_device_without_capture_falls_back_to_single_calls() -> None:
     def refuse(compute: Compute) -> Any:
         raise RuntimeError("no graphs here")
 
     asked = requests(8)
-    assert_as_expected(finished(captured_engine(policy(), refuse), asked), asked)
+    assert_as_expected(run_to_end(captured_engine(policy(), refuse), asked), asked)
 
 
 @CUDA
-def test_cuda_graphs_sample_the_same() -> None:
+def test_cuda_graphs_sample_the_same_tokens() -> None:
     from ramify.inference.local.captured import CudaCapture
 
     made = policy()
@@ -119,5 +119,5 @@ def test_cuda_graphs_sample_the_same() -> None:
     alone = [expected(made, Generation(**request)).sampled for request in asked]
     made.model.cuda()
     running = captured_engine(made, CudaCapture())
-    by_prompt = {tuple(each.ids[: each.num_prompt]): each for each in finished(running, asked)}
+    by_prompt = {tuple(each.ids[: each.num_prompt]): each for each in run_to_end(running, asked)}
     assert [by_prompt[tuple(each["prompt_ids"])].sampled for each in asked] == alone

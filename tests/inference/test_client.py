@@ -1,5 +1,5 @@
-"""The engine as a client: ids that are extended and never made again, seeds, stops, cancellation,
-weights that change."""
+"""The engine as a client: ids are extended and never retokenized; seeds, stop texts, cancellation
+and weight updates."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def with_client(test: Callable[[LocalClient], Awaitable[None]]) -> Callable[[], 
 
         asyncio.run(whole())
 
-    del run.__wrapped__  # type: ignore[attr-defined]  # pytest would ask for its argument
+    del run.__wrapped__  # type: ignore[attr-defined]  # pytest would take it for a fixture
     return run
 
 
-def asked(
+def sampling_request(
     *messages: Message, known: KnownPrefix | None = None, affinity: str = "0", **sampling: Any
 ) -> Request:
     return Request(
@@ -55,7 +55,7 @@ def asked(
 
 
 @with_client
-async def test_it_is_a_client_that_takes_weights(client: LocalClient) -> None:
+async def test_local_client_implements_the_client_protocols(client: LocalClient) -> None:
     assert isinstance(client, Client)
     assert isinstance(client, InferenceClient)
     assert (client.window, client.price and client.price.output, client.scaffold) == (
@@ -66,8 +66,8 @@ async def test_it_is_a_client_that_takes_weights(client: LocalClient) -> None:
 
 
 @with_client
-async def test_a_reply_says_exactly_what_happened(client: LocalClient) -> None:
-    reply = await client.complete(asked())
+async def test_reply_has_exact_ids_usage_and_logprobs(client: LocalClient) -> None:
+    reply = await client.complete(sampling_request())
     renderer = client.policy.renderer
     assert reply.prompt_ids == tuple(renderer.prompt([USER]))
     assert reply.token_ids is not None
@@ -88,14 +88,16 @@ async def test_a_reply_says_exactly_what_happened(client: LocalClient) -> None:
 
 
 @with_client
-async def test_a_conversation_grows_by_ids(client: LocalClient) -> None:
-    """Also where the sampled ids are not those that their text would get."""
-    first = await client.complete(asked())
+async def test_conversation_extends_the_known_ids(client: LocalClient) -> None:
+    """Even if the sampled ids differ from the tokenization of their text."""
+    first = await client.complete(sampling_request())
     assert first.prompt_ids is not None
     assert first.token_ids is not None
     path = first.prompt_ids + first.token_ids
     after = Message("user", "17")
-    second = await client.complete(asked(USER, first.message, after, known=KnownPrefix(2, path)))
+    second = await client.complete(
+        sampling_request(USER, first.message, after, known=KnownPrefix(2, path))
+    )
     assert second.prompt_ids is not None
     assert second.prompt_ids[: len(path)] == path
     assert list(second.prompt_ids[len(path) :]) == client.policy.renderer.extend(
@@ -105,50 +107,54 @@ async def test_a_conversation_grows_by_ids(client: LocalClient) -> None:
         second.usage.cached_tokens == len(path) - 1
     )  # all but the last sampled token was computed before
     afresh = client.policy.renderer.prompt([USER, first.message, after])
-    assert prompt_ids(client.policy.renderer, asked(USER, first.message, after)) == afresh
+    assert (
+        prompt_ids(client.policy.renderer, sampling_request(USER, first.message, after)) == afresh
+    )
 
 
 @with_client
-async def test_a_seed_decides_whatever_else_runs(client: LocalClient) -> None:
-    alone = await client.complete(asked())
+async def test_seed_determines_the_reply_in_any_batch(client: LocalClient) -> None:
+    alone = await client.complete(sampling_request())
     crowd = await asyncio.gather(
         *(
-            client.complete(asked(Message("user", f"other {index}"), seed=index))
+            client.complete(sampling_request(Message("user", f"other {index}"), seed=index))
             for index in range(20)
         ),
-        client.complete(asked()),
+        client.complete(sampling_request()),
     )
     assert crowd[-1].token_ids == alone.token_ids
     other_call, other_seed = await asyncio.gather(
-        client.complete(asked(affinity="0.1")), client.complete(asked(seed=8))
+        client.complete(sampling_request(affinity="0.1")), client.complete(sampling_request(seed=8))
     )
-    unseeded = [await client.complete(asked(seed=None, max_tokens=40)) for _ in range(2)]
+    unseeded = [await client.complete(sampling_request(seed=None, max_tokens=40)) for _ in range(2)]
     assert len({alone.token_ids, other_call.token_ids, other_seed.token_ids}) == 3
     assert unseeded[0].token_ids != unseeded[1].token_ids
 
 
 @with_client
-async def test_without_a_temperature_the_checkpoint_decides(client: LocalClient) -> None:
+async def test_missing_temperature_uses_the_checkpoints_defaults(client: LocalClient) -> None:
     client.policy.defaults = SamplingDefaults(temperature=0.0)
     greedy = await asyncio.gather(
-        *(client.complete(asked(temperature=None, seed=seed)) for seed in range(3))
+        *(client.complete(sampling_request(temperature=None, seed=seed)) for seed in range(3))
     )
     assert len({reply.token_ids for reply in greedy}) == 1
-    assert greedy[0].token_ids == (await client.complete(asked(temperature=0.0))).token_ids
-    assert greedy[0].token_ids != (await client.complete(asked())).token_ids
+    assert (
+        greedy[0].token_ids == (await client.complete(sampling_request(temperature=0.0))).token_ids
+    )
+    assert greedy[0].token_ids != (await client.complete(sampling_request())).token_ids
     client.policy.defaults = SamplingDefaults(1.0, top_k=3)
-    drawn = await client.complete(asked(temperature=None))
+    drawn = await client.complete(sampling_request(temperature=None))
     assert drawn.kept is not None
     assert {len(kept) for kept in drawn.kept} == {3}
-    assert (await client.complete(asked(top_p=0.9, top_k=5))).kept is not None
+    assert (await client.complete(sampling_request(top_p=0.9, top_k=5))).kept is not None
 
 
 @with_client
-async def test_a_stop_text_ends_the_reply_and_is_left_out(client: LocalClient) -> None:
-    whole = await client.complete(asked(max_tokens=60))
+async def test_stop_text_ends_the_reply_and_is_removed(client: LocalClient) -> None:
+    whole = await client.complete(sampling_request(max_tokens=60))
     text = whole.message.content
     stop = text[20:22]
-    reply = await client.complete(asked(max_tokens=60, stop=("never there", stop)))
+    reply = await client.complete(sampling_request(max_tokens=60, stop=("never there", stop)))
     assert (reply.message.content, reply.finish) == (text[: text.index(stop)], "stop")
     assert whole.token_ids is not None
     assert reply.token_ids is not None
@@ -157,8 +163,8 @@ async def test_a_stop_text_ends_the_reply_and_is_left_out(client: LocalClient) -
 
 
 @with_client
-async def test_the_reply_ends_at_its_end_token(client: LocalClient) -> None:
-    requests = [asked(seed=seed, max_tokens=200, temperature=20.0) for seed in range(12)]
+async def test_reply_ends_at_its_end_token(client: LocalClient) -> None:
+    requests = [sampling_request(seed=seed, max_tokens=200, temperature=20.0) for seed in range(12)]
     replies = await asyncio.gather(*map(client.complete, requests))
     ended = [reply for reply in replies if reply.finish == "stop"]
     assert ended
@@ -169,27 +175,27 @@ async def test_the_reply_ends_at_its_end_token(client: LocalClient) -> None:
 
 
 @with_client
-async def test_what_does_not_fit_is_said(client: LocalClient) -> None:
+async def test_prompt_beyond_the_window_is_refused(client: LocalClient) -> None:
     with pytest.raises(
         Refused, match=rf"the prompt has \d+ tokens \(1 messages\), and the window of {WINDOW}"
     ) as caught:
-        await client.complete(asked(Message("user", "1234567890" * 40)))
+        await client.complete(sampling_request(Message("user", "1234567890" * 40)))
     assert caught.value.too_long
-    reply = await client.complete(asked(max_tokens=10_000))
+    reply = await client.complete(sampling_request(max_tokens=10_000))
     assert reply.usage.total_tokens <= WINDOW
     known = KnownPrefix(2, tuple([5] * 200))
     with pytest.raises(Refused, match=r"\(200 from the turns before, \d+ from 1 new messages\)"):
         await client.complete(
-            asked(USER, Message("assistant"), Message("user", "12345" * 20), known=known)
+            sampling_request(USER, Message("assistant"), Message("user", "12345" * 20), known=known)
         )
 
 
 @with_client
-async def test_a_cancelled_request_leaves_its_slot(client: LocalClient) -> None:
+async def test_cancelled_request_frees_its_slot(client: LocalClient) -> None:
     for _ in range(3):
         stands = pauses(client, after=3)
         tasks = [
-            asyncio.ensure_future(client.complete(asked(seed=seed, max_tokens=200)))
+            asyncio.ensure_future(client.complete(sampling_request(seed=seed, max_tokens=200)))
             for seed in range(30)
         ]
         while not stands.is_set():
@@ -203,14 +209,16 @@ async def test_a_cancelled_request_leaves_its_slot(client: LocalClient) -> None:
             asyncio.CancelledError
         }
         client.resume()
-    assert (await client.complete(asked())).usage.output_tokens == 12
+    assert (await client.complete(sampling_request())).usage.output_tokens == 12
     assert await client.run(lambda: client.engine.is_idle)
 
 
 @with_client
-async def test_weights_change_between_two_steps(client: LocalClient) -> None:
+async def test_weights_can_change_between_two_steps(client: LocalClient) -> None:
     stands = pauses(client, after=9)
-    running = asyncio.ensure_future(client.complete(asked(max_tokens=200, temperature=0.9)))
+    running = asyncio.ensure_future(
+        client.complete(sampling_request(max_tokens=200, temperature=0.9))
+    )
     while not stands.is_set():
         await asyncio.sleep(0)
     other = policy(seed=1)
@@ -223,14 +231,14 @@ async def test_weights_change_between_two_steps(client: LocalClient) -> None:
     first, second = reply.versions
     assert (first.start, first.end, second.end) == (0, second.start, len(reply.token_ids))
     assert (client.version, await client.fingerprint()) == (5, fingerprint(other.model))
-    assert (await client.complete(asked())).usage.cached_tokens > 0
+    assert (await client.complete(sampling_request())).usage.cached_tokens > 0
     await client.update(client.policy, version=6)
-    assert (await client.complete(asked())).usage.cached_tokens == 0
+    assert (await client.complete(sampling_request())).usage.cached_tokens == 0
 
 
 @with_client
 async def test_shared_weights_are_not_copied(client: LocalClient) -> None:
-    await client.complete(asked())
+    await client.complete(sampling_request())
 
     def train() -> None:
         with torch.no_grad():
@@ -240,7 +248,7 @@ async def test_shared_weights_are_not_copied(client: LocalClient) -> None:
     await client.run(train)
     await client.update(client.policy.model, version=1)
     assert (await client.fingerprint() != before, client.version) == (True, 1)
-    reply = await client.complete(asked())
+    reply = await client.complete(sampling_request())
     assert reply.prompt_ids is not None
     assert reply.token_ids is not None
     assert reply.logprobs is not None
@@ -249,7 +257,7 @@ async def test_shared_weights_are_not_copied(client: LocalClient) -> None:
 
 
 @with_client
-async def test_weights_that_do_not_fit_change_nothing(client: LocalClient) -> None:
+async def test_mismatched_weights_are_refused_without_effect(client: LocalClient) -> None:
     before = await client.fingerprint()
     with pytest.raises(ConfigError, match=r"'model\.embed_tokens\.weight' is 320x64, but 320x32"):
         await client.update(policy(hidden_size=64), version=1)
@@ -261,36 +269,36 @@ async def test_weights_that_do_not_fit_change_nothing(client: LocalClient) -> No
 
 
 @with_client
-async def test_a_failed_step_fails_those_who_wait_and_no_more(client: LocalClient) -> None:
+async def test_failed_step_fails_only_the_waiting_requests(client: LocalClient) -> None:
     norm = client.policy.model.get_submodule("model.norm")
     handle = norm.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ServerFailed, match="the engine failed: ZeroDivisionError"):
-        await client.complete(asked())
+        await client.complete(sampling_request())
     handle.remove()
-    assert (await client.complete(asked())).usage.output_tokens == 12
+    assert (await client.complete(sampling_request())).usage.output_tokens == 12
 
 
 @with_client
-async def test_what_it_cannot_do_is_refused(client: LocalClient) -> None:
+async def test_unsupported_request_is_refused(client: LocalClient) -> None:
     with pytest.raises(ConfigError, match="no field min_p, mood here"):
-        await client.complete(asked(extra={"mood": 1, "min_p": 0.1}))
+        await client.complete(sampling_request(extra={"mood": 1, "min_p": 0.1}))
     with pytest.raises(ConfigError, match="remove native tools"):
         await client.complete(Request((USER,), tools=(Tool("look", "", {}),)))
     with pytest.raises(ConfigError, match="no system message"):
-        await client.complete(asked(Message("system", "Be."), USER))
+        await client.complete(sampling_request(Message("system", "Be."), USER))
 
 
 @pytest.mark.parametrize(
     "wrong", [{"temperature": -0.1}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_k": -1}]
 )
-def test_settings_out_of_range(wrong: dict[str, float]) -> None:
+def test_out_of_range_sampling_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="must be at least 0"):
-        asyncio.run(LocalClient(policy()).complete(asked(**wrong)))
+        asyncio.run(LocalClient(policy()).complete(sampling_request(**wrong)))
 
 
 @with_client
-async def test_a_stream_grows_into_the_reply(client: LocalClient) -> None:
-    request = asked(max_tokens=200)
+async def test_stream_grows_into_the_reply(client: LocalClient) -> None:
+    request = sampling_request(max_tokens=200)
     parts = [part async for part in client.stream(request)]
     reply = parts[-1]
     assert isinstance(reply, Reply)
@@ -300,25 +308,25 @@ async def test_a_stream_grows_into_the_reply(client: LocalClient) -> None:
     assert len(grown) == len(parts) - 1
 
 
-def test_after_closing_it_refuses() -> None:
+def test_closed_client_refuses_requests() -> None:
     async def whole() -> None:
         client = LocalClient(policy())
-        await client.complete(asked())
+        await client.complete(sampling_request())
         await client.close()
         await client.close()
         with pytest.raises(RuntimeError, match="closed"):
-            await client.complete(asked())
+            await client.complete(sampling_request())
 
     asyncio.run(whole())
 
 
-def test_a_loop_that_is_closed_with_a_request_inside_hurts_nobody() -> None:
+def test_closed_event_loop_with_a_pending_request_does_not_affect_others() -> None:
     client = LocalClient(policy())
     loop = asyncio.new_event_loop()
-    lost = loop.create_task(client.complete(asked(max_tokens=100)))
+    lost = loop.create_task(client.complete(sampling_request(max_tokens=100)))
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
-    reply = asyncio.run(client.complete(asked(max_tokens=150)))
+    reply = asyncio.run(client.complete(sampling_request(max_tokens=150)))
     assert reply.usage.output_tokens == 150
     assert not lost.done()
     lost._log_destroy_pending = False  # type: ignore[attr-defined]  # asyncio would complain, and rightly
@@ -328,17 +336,19 @@ def test_a_loop_that_is_closed_with_a_request_inside_hurts_nobody() -> None:
 
 def test_one_client_serves_several_loops() -> None:
     client = LocalClient(policy())
-    first, second = (asyncio.run(client.complete(asked())) for _ in range(2))
+    first, second = (asyncio.run(client.complete(sampling_request())) for _ in range(2))
     asyncio.run(client.close())
     assert first.token_ids == second.token_ids
 
 
-def test_transformers_agrees_on_the_logprobs(tmp_path: Any) -> None:
+def test_logprobs_match_transformers(tmp_path: Any) -> None:
     made = policy()
     save_policy(made, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     client = LocalClient(made)
-    reply = asyncio.run(client.complete(asked(max_tokens=100, temperature=0.7, top_k=20)))
+    reply = asyncio.run(
+        client.complete(sampling_request(max_tokens=100, temperature=0.7, top_k=20))
+    )
     asyncio.run(client.close())
     assert reply.prompt_ids is not None
     assert reply.token_ids is not None

@@ -1,5 +1,5 @@
-"""The engine beside a plain forward pass for each token: the same tokens and log-probabilities,
-whatever happens to the cache and whatever else is in the batch."""
+"""The engine against a plain forward pass for each token: the same tokens and log-probabilities, in
+any state of the cache and in any batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ramify.inference.local.generation import Generation, SamplingSettings
 from ramify.models.weights import fingerprint
 from tests.inference.helpers import WINDOW, drained, engine, expected, logits, policy
 
-MADE = policy()
+POLICY = policy()
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SETTINGS = [
     SamplingSettings(),
@@ -28,8 +28,8 @@ SETTINGS = [
 
 
 def requests(num: int, *, shared: int = 0, seed: int = 0) -> list[dict[str, Any]]:
-    """Prompts of 1 to 60 tokens and replies of 1 to 25, by all settings; the first ``shared``
-    tokens are common."""
+    """Return requests with prompts of 1 to 60 tokens and replies of up to 25, in all settings; the
+    first ``shared`` tokens are common."""
     pick = random.Random(seed)
     common = [pick.randrange(4, 320) for _ in range(shared)]
     return [
@@ -44,8 +44,8 @@ def requests(num: int, *, shared: int = 0, seed: int = 0) -> list[dict[str, Any]
     ]
 
 
-ALONE: dict[str, Generation] = {}
-"""What was sampled by itself, by request: the same requests go through many engines."""
+REFERENCE: dict[str, Generation] = {}
+"""Reference generations by request; the same requests go through many engines."""
 
 
 def assert_as_expected(done: list[Generation], asked: list[dict[str, Any]]) -> None:
@@ -53,8 +53,8 @@ def assert_as_expected(done: list[Generation], asked: list[dict[str, Any]]) -> N
     assert len(by_prompt) == len(asked)
     for request in asked:
         ours = by_prompt[tuple(request["prompt_ids"]), request["draw"]]
-        alone = ALONE.get(str(request)) or expected(MADE, Generation(**request))
-        ALONE[str(request)] = alone
+        alone = REFERENCE.get(str(request)) or expected(POLICY, Generation(**request))
+        REFERENCE[str(request)] = alone
         assert (ours.sampled, ours.end, ours.kept) == (alone.sampled, alone.end, alone.kept)
         torch.testing.assert_close(
             torch.tensor(ours.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=1e-5
@@ -62,7 +62,7 @@ def assert_as_expected(done: list[Generation], asked: list[dict[str, Any]]) -> N
 
 
 def run(asked: list[dict[str, Any]], **room: Any) -> tuple[list[Generation], LocalEngine]:
-    running = engine(MADE, **room)
+    running = engine(POLICY, **room)
     for request in asked:
         running.add(Generation(**request))
     return drained(running), running
@@ -89,13 +89,13 @@ def run(asked: list[dict[str, Any]], **room: Any) -> tuple[list[Generation], Loc
         "little-memory",
     ],
 )
-def test_room_changes_nothing(room: dict[str, Any]) -> None:
+def test_engine_limits_do_not_change_samples(room: dict[str, Any]) -> None:
     asked = requests(16)
     done, _ = run(asked, **room)
     assert_as_expected(done, asked)
 
 
-def test_a_common_prompt_is_computed_once() -> None:
+def test_common_prefix_is_computed_once() -> None:
     asked = requests(12, shared=150)
     done, shared = run(asked, slots=4, prefill_tokens=64)
     assert_as_expected(done, asked)
@@ -107,10 +107,10 @@ def test_a_common_prompt_is_computed_once() -> None:
     assert sum(each.num_reused for each in done) >= at_least
 
 
-def test_turns_go_on_where_they_were() -> None:
-    """Three turns of several calls, each prompt the path so far and something new: every token is
+def test_next_turns_reuse_the_cache() -> None:
+    """Three turns of several calls; each prompt is the path so far plus new tokens. Every token is
     computed once."""
-    running = engine(MADE, slots=4)
+    running = engine(POLICY, slots=4)
     pick = random.Random(1)
     paths = [[pick.randrange(4, 320) for _ in range(20)] for _ in range(3)]
     for turn in range(3):
@@ -129,8 +129,8 @@ def test_turns_go_on_where_they_were() -> None:
     )  # the last token of a path is never needed
 
 
-def test_it_tells_how_full_it_is() -> None:
-    running = engine(MADE, cache_bytes=256 * 128 * 4, slots=3)
+def test_engine_reports_cache_pressure() -> None:
+    running = engine(POLICY, cache_bytes=256 * 128 * 4, slots=3)
     assert running.pressure == CachePressure(0.0, 0, 0)
     for request in requests(5):
         running.add(Generation(**{**request, "max_tokens": 20, "stop_ids": ()}))
@@ -142,8 +142,8 @@ def test_it_tells_how_full_it_is() -> None:
     assert running.pressure == CachePressure(0.0, 0, 0)
 
 
-def test_memory_that_is_short_preempts_and_loses_nothing() -> None:
-    """Replies grow until fewer slots fit; those that lost theirs begin again from their ids."""
+def test_preemption_loses_no_tokens() -> None:
+    """Replies grow until fewer slots fit; the preempted ones restart from their ids."""
     asked = [{**request, "max_tokens": 90, "stop_ids": ()} for request in requests(6)]
     done, running = run(asked, cache_bytes=256 * 128 * 5, slots=5)
     assert running.num_preempted > 0
@@ -151,8 +151,8 @@ def test_memory_that_is_short_preempts_and_loses_nothing() -> None:
     assert_as_expected(done, asked)
 
 
-def test_slots_become_more_again_after_a_long_one() -> None:
-    running = engine(MADE, cache_bytes=256 * 256 * 2, slots=8)
+def test_number_of_slots_recovers_after_a_long_sequence() -> None:
+    running = engine(POLICY, cache_bytes=256 * 256 * 2, slots=8)
     running.add(Generation([5] * 200, max_tokens=20))
     drained(running)
     asked = requests(20)
@@ -168,12 +168,12 @@ def test_slots_become_more_again_after_a_long_one() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_schedule(seed: int) -> None:
+def test_random_schedule_gives_the_reference_tokens(seed: int) -> None:
     """Requests that come, go and are cancelled at any time, over few slots and little memory."""
     pick = random.Random(seed)
     asked = requests(20, shared=pick.choice([0, 40]), seed=seed)
     running = engine(
-        MADE,
+        POLICY,
         slots=pick.randint(1, 6),
         prefill_tokens=pick.randint(1, 50),
         cache_bytes=256 * pick.randint(300, 900),
@@ -195,8 +195,8 @@ def test_any_schedule(seed: int) -> None:
     )
 
 
-def test_new_weights_between_two_steps() -> None:
-    """What was sampled stays; what comes after is what the new weights say after all of it."""
+def test_new_weights_apply_from_the_next_step() -> None:
+    """Sampled tokens stay; later ones come from the new weights, given all tokens before."""
     made, other = policy(0), policy(1)
     running = engine(made)
     generation = Generation([5, 6, 7, 8], max_tokens=20, seed="s")
@@ -228,8 +228,8 @@ def test_the_window_is_filled_to_its_last_token() -> None:
     assert_as_expected(done, asked)
 
 
-def test_a_prompt_that_memory_cannot_hold_is_refused() -> None:
-    running = engine(MADE, cache_bytes=256 * 40)
+def test_prompt_larger_than_the_cache_is_refused() -> None:
+    running = engine(POLICY, cache_bytes=256 * 40)
     with pytest.raises(Refused, match="the prompt has 40 tokens, and the cache of 0 MiB holds 40"):
         running.add(Generation([5] * 40, max_tokens=3))
     running.add(Generation([5] * 38, max_tokens=30))
@@ -244,8 +244,10 @@ def test_a_prompt_that_memory_cannot_hold_is_refused() -> None:
         pytest.param("cuda", torch.bfloat16, 0.2, marks=CUDA),
     ],
 )
-def test_other_precisions_and_devices(device: str, dtype: torch.dtype, tolerance: float) -> None:
-    """Log-probabilities of what was sampled, against one pass over all of it in fp32 on the CPU."""
+def test_logprobs_are_accurate_in_other_precisions_and_devices(
+    device: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Log-probabilities of the sampled tokens, against one fp32 pass on the CPU."""
     made = policy(sharpness=4.0)
     made.model.to(device, dtype)
     running = engine(made, slots=4, prefill_tokens=33)
@@ -262,7 +264,7 @@ def test_other_precisions_and_devices(device: str, dtype: torch.dtype, tolerance
         torch.testing.assert_close(torch.tensor(each.logprobs), theirs, rtol=0, atol=tolerance)
 
 
-def test_stop_texts_may_lie_across_tokens() -> None:
+def test_stop_text_may_span_tokens() -> None:
     decode = "".join  # ids are letters here
     letters = {65: "a", 66: "b", 67: "c"}
     generation = Generation(

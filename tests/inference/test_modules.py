@@ -1,5 +1,5 @@
-"""Models that are transformers' own modules: in one pass where they lend themselves to it, one by
-one where not; either way what ``generate`` and a plain forward pass compute."""
+"""Models that are transformers modules run in one batch if possible, else one by one; the results
+equal those of ``generate`` and of a plain forward pass."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def module(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_replies_are_those_of_a_plain_forward_pass(name: str) -> None:
-    """Prompts that share beginnings, chunks, few slots, a next turn; and weights that change."""
+def test_replies_match_a_plain_forward_pass(name: str) -> None:
+    """With shared prefixes, chunked prefill, few slots, a second turn, and changing weights."""
     model = module(name)
     runner = runner_of(model)
     assert type(runner) is CONFIGS[name][1]
@@ -106,7 +106,7 @@ def expected(model: Any, like: Generation) -> Generation:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_module_itself_stays_as_it_was(name: str) -> None:
+def test_module_itself_is_unchanged(name: str) -> None:
     model = module(name)
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
@@ -123,7 +123,7 @@ def test_the_module_itself_stays_as_it_was(name: str) -> None:
         assert torch.equal(model(input_ids=ids).logits, before)
 
 
-def test_logits_of_given_ids() -> None:
+def test_all_logits_match_the_module() -> None:
     for name in ("gpt2", "mamba"):
         model = module(name)
         ids = [3, 1, 4, 1, 5]

@@ -1,5 +1,4 @@
-"""``local:FOLDER`` and ``tiny`` as names of models, from the library's face to the tree with its
-ids."""
+"""``local:FOLDER`` and ``tiny`` as model names, from the public API to the ids in the tree."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from tests.inference.helpers import WINDOW, policy
 from tests.models.test_load import GPT2, made
 
 
-def test_a_run_by_name_keeps_every_id(tmp_path: Path) -> None:
+def test_run_with_a_local_model_keeps_every_id(tmp_path: Path) -> None:
     save_policy(policy(), tmp_path)
     name = f"local:{tmp_path}"
     limits, sampling = Limits(max_turns=3), Sampling(max_tokens=20, temperature=1.0, seed=5)
@@ -38,7 +37,7 @@ def test_a_run_by_name_keeps_every_id(tmp_path: Path) -> None:
     assert result.cost == 0.0
 
 
-def test_what_a_model_was_made_for(tmp_path: Path) -> None:
+def test_scaffold_that_a_model_was_made_for_is_detected(tmp_path: Path) -> None:
     save_policy(policy(), tmp_path / "tiny")
     save_policy(made(GPT2), tmp_path / "other")
     (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages }}")
@@ -62,14 +61,14 @@ def test_what_a_model_was_made_for(tmp_path: Path) -> None:
     ]
 
 
-def test_names_that_lead_nowhere(tmp_path: Path) -> None:
+def test_unresolvable_model_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="found no folder '/nowhere'"):
         connect("local:/nowhere")
     with pytest.raises(ConfigError, match="'local:' names no model"):
         ramify.RLM("local:").completion("text", "question")
 
 
-def test_the_packaged_policy(tmp_path: Path) -> None:
+def test_packaged_policy_is_connected_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'tiny' is not part of this installation"):
         connect("tiny", tmp_path)
     save_policy(policy(), tmp_path)
@@ -77,7 +76,7 @@ def test_the_packaged_policy(tmp_path: Path) -> None:
     assert (client.name, client.window, made_for(client)) == ("tiny", WINDOW, "tiny")
 
 
-def test_a_name_costs_no_import() -> None:
+def test_naming_a_model_imports_no_heavy_library() -> None:
     script = (
         "import sys; sys.modules['torch'] = None; import ramify\n"
         "from ramify.engine.scaffold import made_for\n"

@@ -1,5 +1,4 @@
-"""Draws whose outcome is known: which number picks which token, with what probability, out of what
-was kept."""
+"""Draws with known outcomes: the token that a number picks, its probability, the kept tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +16,9 @@ LOGITS = torch.tensor([[math.log(p) + 5.0 for p in PROBABILITIES]])
 ALMOST_ONE = 1 - 2**-53
 
 
-def one(settings: SamplingSettings, uniform: float) -> tuple[int, float, tuple[int, ...] | None]:
+def draw_one(
+    settings: SamplingSettings, uniform: float
+) -> tuple[int, float, tuple[int, ...] | None]:
     drawn = draw(LOGITS, [settings], [uniform])
     return drawn.ids[0], round(math.exp(drawn.logprobs[0]), 6), drawn.kept[0]
 
@@ -47,33 +48,33 @@ def one(settings: SamplingSettings, uniform: float) -> tuple[int, float, tuple[i
         (SamplingSettings(0.0, top_p=0.1), 0.9, (1, 0.4, None)),
     ],
 )
-def test_one_number_picks_one_token(
+def test_uniform_number_picks_the_expected_token(
     settings: SamplingSettings, uniform: float, expected: tuple[object, ...]
 ) -> None:
-    assert one(settings, uniform) == expected
+    assert draw_one(settings, uniform) == expected
 
 
-def test_equal_numbers_give_the_distribution() -> None:
+def test_evenly_spaced_numbers_give_the_distribution() -> None:
     num = 1000
     uniforms = [(index + 0.5) / num for index in range(num)]
     drawn = draw(LOGITS.expand(num, -1), [SamplingSettings()] * num, uniforms)
     assert Counter(drawn.ids) == {0: 100, 1: 400, 2: 300, 3: 200}
 
 
-def test_a_token_of_no_probability_is_never_drawn() -> None:
+def test_token_with_zero_probability_is_never_drawn() -> None:
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]])
     assert [
         draw(logits, [SamplingSettings()], [u]).ids[0] for u in (0.0, 0.49, 0.51, ALMOST_ONE)
     ] == [1, 1, 3, 3]
 
 
-def test_of_equal_ones_the_first_is_taken() -> None:
+def test_ties_are_resolved_to_the_first_token() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0]])
     assert draw(logits, [SamplingSettings(0.0)], [0.5]).ids == [1]
     assert draw(logits, [SamplingSettings(top_k=2)], [0.99]).kept == [(1, 2)]
 
 
-def test_a_row_does_not_see_the_others() -> None:
+def test_rows_are_sampled_independently() -> None:
     settings = [
         SamplingSettings(),
         SamplingSettings(0.0),

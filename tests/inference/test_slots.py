@@ -1,5 +1,4 @@
-"""Who gets which slot, what is copied into it, and what is forgotten first. Tokens are written as
-letters."""
+"""Assignment of slots, copies of common prefixes, and eviction. Tokens are written as letters."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ def generation(text: str, affinity: str = "") -> Generation:
 
 
 def admitted(slots: SlotTable, text: str, affinity: str = "") -> tuple[int, list[SlotMove], int]:
-    """(slot, changes, tokens that need not be computed); then the whole prompt counts as
-    computed."""
+    """Admit a prompt and mark it as computed; return (slot, changes, number of reused tokens)."""
     found = slots.admit(generation(text, affinity))
     assert found is not None
     slot, changes = found
@@ -22,14 +20,14 @@ def admitted(slots: SlotTable, text: str, affinity: str = "") -> tuple[int, list
     return slot, changes, ready
 
 
-def test_the_next_turn_goes_on_in_its_own_slot() -> None:
+def test_next_turn_reuses_its_own_slot() -> None:
     slots = SlotTable(3, 16)
     assert admitted(slots, "abcd") == (0, [], 0)
     slots.release(0)
     assert admitted(slots, "abcdefg") == (0, [], 4)
 
 
-def test_a_sibling_copies_the_common_beginning() -> None:
+def test_sibling_copies_the_common_prefix() -> None:
     slots = SlotTable(3, 16)
     admitted(slots, "abcdX")
     assert admitted(slots, "abcdYY") == (1, [SlotMove("copy", 0, 1, 4)], 4)
@@ -45,7 +43,7 @@ def test_the_last_token_is_always_computed() -> None:
     assert admitted(slots, "abcd") == (1, [SlotMove("copy", 0, 1, 3)], 3)
 
 
-def test_the_slot_unused_for_longest_is_taken() -> None:
+def test_least_recently_used_slot_is_taken() -> None:
     slots = SlotTable(3, 16)
     for slot, text in enumerate(["aa", "bb", "cc"]):
         admitted(slots, text)
@@ -56,7 +54,7 @@ def test_the_slot_unused_for_longest_is_taken() -> None:
     assert admitted(slots, "ccc")[::2] == (2, 2)
 
 
-def test_callers_that_wait_stay_while_their_children_run() -> None:
+def test_waiting_parents_keep_their_slots_while_children_run() -> None:
     slots = SlotTable(3, 16)
     for slot, (text, affinity) in enumerate([("root", "0"), ("kid1", "0.0"), ("other", "7")]):
         admitted(slots, text, affinity)
@@ -69,13 +67,13 @@ def test_callers_that_wait_stay_while_their_children_run() -> None:
     assert admitted(slots, "root2", "0")[::2] == (0, 4)
 
 
-def test_nothing_is_free() -> None:
+def test_admission_fails_without_a_free_slot() -> None:
     slots = SlotTable(1, 16)
     admitted(slots, "ab")
     assert slots.admit(generation("cd")) is None
 
 
-def test_a_long_common_prompt_is_waited_for() -> None:
+def test_admission_waits_for_a_long_common_prefix() -> None:
     prompt = "p" * 40
     slots = SlotTable(3, 64)
     first = slots.admit(generation(prompt + "x"))
@@ -88,7 +86,7 @@ def test_a_long_common_prompt_is_waited_for() -> None:
     assert admitted(slots, prompt + "y") == (2, [SlotMove("copy", 0, 2, 40)], 40)
 
 
-def test_without_reuse_nothing_is_shared() -> None:
+def test_no_prefix_is_shared_without_reuse() -> None:
     slots = SlotTable(2, 64, reuse=False)
     admitted(slots, "a" * 50)
     assert admitted(slots, "a" * 51) == (1, [], 0)
@@ -96,7 +94,7 @@ def test_without_reuse_nothing_is_shared() -> None:
     assert admitted(slots, "a" * 50) == (0, [], 0)
 
 
-def test_what_runs_moves_together() -> None:
+def test_compaction_moves_running_slots_together() -> None:
     slots = SlotTable(6, 16)
     for text in ["aa", "bb", "cc", "dd", "ee"]:
         admitted(slots, text)
@@ -109,7 +107,7 @@ def test_what_runs_moves_together() -> None:
     assert admitted(slots, "aab")[::2] == (4, 2)  # idle slots are still known after the move
 
 
-def test_other_sizes_keep_what_fits() -> None:
+def test_resize_keeps_the_slots_that_fit() -> None:
     slots = SlotTable(4, 8)
     for text in ["aaaa", "bbbb", "cccccccc"]:
         admitted(slots, text)
@@ -127,7 +125,7 @@ def test_other_sizes_keep_what_fits() -> None:
     assert slots.resize(0, 4) == ([], [running])
 
 
-def test_after_new_weights_nothing_is_known() -> None:
+def test_forget_clears_all_slots() -> None:
     slots = SlotTable(2, 16)
     admitted(slots, "abcd")
     admitted(slots, "wxyz")

@@ -1,5 +1,4 @@
-"""Small configurations of every family that ``DenseModel`` computes, with all that varies between
-them."""
+"""Small configurations of every model family that ``DenseModel`` supports, in their variants."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ LLAMA3_ROPE = {
 
 
 def configs() -> dict[str, Any]:
-    """By name; new objects each time."""
+    """Return new configuration objects by name."""
     return {
         "llama": LlamaConfig(**_SIZES),
         "llama-biases": LlamaConfig(**_SIZES, attention_bias=True, mlp_bias=True, head_dim=16),

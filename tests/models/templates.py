@@ -1,5 +1,5 @@
-"""Chat templates in the manner of well-known models, written for these tests, and tokenizers that
-have their markers."""
+"""Chat templates in the style of well-known models, written for these tests, and tokenizers with
+their markers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ GEMMA = """\
 COUNTING = """\
 {%- for message in messages %}{{ '<s>' + message.role + ' ' + loop.revindex | string + '\n' + message.content + '</s>' }}
 {%- endfor %}{%- if add_generation_prompt %}{{ '<s>assistant 0\n' }}{%- endif %}"""
-"""Each message says how many follow, so every new one changes all before it."""
+"""Each message has the number of later ones, so every new message changes all before it."""
 
 FORGETFUL = """\
 {%- for message in messages %}{{ '<s>' + message.role + '\n' }}

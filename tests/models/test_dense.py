@@ -1,5 +1,5 @@
-"""Dense beside transformers' own modules: the same logits, keys and gradients, whatever stands
-beside a document."""
+"""``DenseModel`` against transformers: the same logits, keys and gradients, whatever else is packed
+with a document."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ NAMES = list(configs())
 
 
 def packed(lengths: list[int]) -> CausalAttention:
-    """Causal attention inside each of the documents that stand one after the other, written out
-    naively."""
+    """Naive causal attention within each of several concatenated documents."""
 
     def attend(layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float) -> Tensor:
         done, start = [], 0
@@ -38,8 +37,8 @@ def packed(lengths: list[int]) -> CausalAttention:
 
 
 def pair(config: Any) -> tuple[Any, DenseModel]:
-    """transformers' module with random parameters (norms and biases too), and ours with the
-    same."""
+    """Return a transformers module with random parameters (norms and biases too), and ours with the
+    same parameters."""
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -54,7 +53,7 @@ def pair(config: Any) -> tuple[Any, DenseModel]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_of_packed_documents(name: str) -> None:
+def test_logits_of_packed_documents_match_transformers(name: str) -> None:
     config = configs()[name]
     theirs, ours = pair(config)
     lengths = [5, 1, 70, 23]
@@ -68,7 +67,7 @@ def test_logits_of_packed_documents(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_keys_go_back_and_forth(name: str) -> None:
+def test_state_dict_keys_match_transformers(name: str) -> None:
     theirs, ours = pair(configs()[name])
     assert {key: value.shape for key, value in ours.state_dict().items()} == {
         key: value.shape for key, value in theirs.state_dict().items()
@@ -81,7 +80,7 @@ def test_keys_go_back_and_forth(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3-tied", "llama-biases"])
-def test_gradients(name: str) -> None:
+def test_gradients_match_transformers(name: str) -> None:
     config = configs()[name]
     theirs, ours = pair(config)
     ids_T = torch.randint(config.vocab_size, (40,))
@@ -97,9 +96,8 @@ def test_gradients(name: str) -> None:
         )
 
 
-def test_a_token_knows_only_its_position() -> None:
-    """Positions may start anywhere: the second half of a document after the first half's keys gives
-    the same."""
+def test_second_half_with_cached_keys_matches_the_whole_document() -> None:
+    """Positions may start anywhere: only the position and the cached keys of a token count."""
     _, ours = pair(configs()["qwen3"])
     ids_T = torch.randint(97, (30,))
     kept: dict[int, tuple[Tensor, Tensor]] = {}
@@ -108,14 +106,16 @@ def test_a_token_knows_only_its_position() -> None:
         kept[layer] = k_TKd, v_TKd
         return packed([18])(layer, q_THd, k_TKd, v_TKd, scale)
 
-    def go_on(layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float) -> Tensor:
+    def attend_with_cache(
+        layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
+    ) -> Tensor:
         k, v = torch.cat([kept[layer][0], k_TKd]), torch.cat([kept[layer][1], v_TKd])
         padding = torch.zeros(18, *q_THd.shape[1:])
         return packed([30])(layer, torch.cat([padding, q_THd]), k, v, scale)[18:]
 
     with torch.no_grad():
         ours.hidden(ids_T[:18], torch.arange(18), remember)
-        late_TD = ours.hidden(ids_T[18:], torch.arange(18, 30), go_on)
+        late_TD = ours.hidden(ids_T[18:], torch.arange(18, 30), attend_with_cache)
         whole_TD = ours.hidden(ids_T, torch.arange(30), packed([30]))
     torch.testing.assert_close(late_TD, whole_TD[18:], rtol=0, atol=1e-5)
 
@@ -145,7 +145,7 @@ def test_low_precision_keeps_fp32_logits_and_angles() -> None:
         ({"model_type": "gemma2"}, "the architecture 'gemma2'"),
     ],
 )
-def test_what_it_does_not_compute_is_refused_by_name(changed: dict[str, Any], named: str) -> None:
+def test_unsupported_configuration_is_refused_by_name(changed: dict[str, Any], named: str) -> None:
     config = LlamaConfig()
     for key, value in changed.items():
         setattr(config, key, value)
@@ -153,13 +153,13 @@ def test_what_it_does_not_compute_is_refused_by_name(changed: dict[str, Any], na
         DenseModel(config)
 
 
-def test_the_window_stays_inside_a_sliding_window() -> None:
+def test_window_is_limited_to_the_sliding_window() -> None:
     windows = {name: DenseShape.of(config).window for name, config in configs().items()}
     assert windows == {**dict.fromkeys(NAMES, 256), "mistral-sliding": 100}
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3-tied"])
-def test_rows_that_are_asked_for_are_those_of_all_with_their_gradients(name: str):
+def test_selected_rows_match_full_output_and_gradients(name: str):
     _, ours = pair(configs()[name])
     ids, positions, rows = torch.arange(11), torch.arange(11), torch.tensor([7, 2, 10])
     weights = torch.randn(3, ours.shape.width, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Log-probabilities of entries against a plain log-softmax in fp64; chunks change nothing."""
+"""The head's log-probabilities match a plain log-softmax in fp64, whatever the chunk size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def kept() -> tuple[Tensor, Tensor]:
 
 
 def plain(asked: HeadRequest) -> tuple[Tensor, Tensor]:
-    """Entry by entry."""
+    """Reference computation, one entry at a time."""
     logprobs, entropies = [], []
     for e in range(NUM):
         z = (W @ H[e]) / (1 if asked.temperature is None else asked.temperature[e])
@@ -34,7 +34,7 @@ def plain(asked: HeadRequest) -> tuple[Tensor, Tensor]:
     return torch.stack(logprobs), torch.stack(entropies)
 
 
-def test_logprobs_entropies_and_gradients_in_any_chunks():
+def test_chunked_logprobs_entropies_and_gradients_match_plain_computation():
     for temperature in (None, TEMPERATURE):
         for cut in (None, kept()):
             asked = HeadRequest(TARGETS, temperature, cut, "gradient")
@@ -62,7 +62,7 @@ def test_entropy_as_a_value_carries_no_gradient():
     assert none.tolist() == [0.0] * NUM
 
 
-def test_an_id_that_was_cut_off_has_no_probability_and_gets_no_gradient():
+def test_truncated_token_has_no_probability_and_no_gradient():
     w = W.clone().requires_grad_()
     first_two = (torch.tensor([0, 2]), torch.tensor([0, 1]))
     asked = HeadRequest(torch.tensor([[0, 1]]), None, first_two, "gradient")

@@ -9,8 +9,8 @@ from torch import Tensor
 from ramify.models.weights import fingerprint_of
 
 
-def by_hand(name: str, tensor: Tensor) -> str:
-    """Word after word, in Python's own integers."""
+def reference_fingerprint(name: str, tensor: Tensor) -> str:
+    """Compute the fingerprint word by word with Python integers."""
     given = bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
     given += bytes(-len(given) % 8)
     words = [
@@ -30,13 +30,15 @@ SHAPES = [(), (0,), (1,), (7,), (3, 5), (2048,), (4097,), (33, 251), (300, 1024)
     "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool]
 )
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_sum_is_that_of_its_words(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_fingerprint_matches_the_python_reference(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     draws = torch.Generator().manual_seed(1)
     tensor = (100 * torch.randn(shape, generator=draws)).to(dtype)
-    assert fingerprint_of([("x", tensor)]) == by_hand("x", tensor)
+    assert fingerprint_of([("x", tensor)]) == reference_fingerprint("x", tensor)
 
 
-def test_parts_of_other_tensors_count_as_what_they_are() -> None:
+def test_views_have_the_fingerprint_of_their_contents() -> None:
     whole = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
     for part in (
         whole.T,
@@ -47,13 +49,11 @@ def test_parts_of_other_tensors_count_as_what_they_are() -> None:
         assert (
             fingerprint_of([("x", part)])
             == fingerprint_of([("x", part.clone())])
-            == by_hand("x", part)
+            == reference_fingerprint("x", part)
         )
 
 
-def test_one_bit_two_rows_a_name_and_a_shape_make_a_difference_and_the_order_of_tensors_none() -> (
-    None
-):
+def test_fingerprint_depends_on_bits_rows_names_and_shapes_but_not_on_order() -> None:
     tensor = torch.randn(64, 48, generator=torch.Generator().manual_seed(0))
     bit, rows = tensor.clone(), tensor.clone()
     bit.view(torch.int32)[5, 7] ^= 1

@@ -23,12 +23,12 @@ TREES = {
         Segment(0, 4, -1), Segment(4, 9, 0), Segment(9, 12, 1), Segment(12, 15, 1), Segment(15, 16, 0),
         Segment(16, 20, -1), Segment(20, 21, 5), Segment(21, 22, 6), Segment(22, 23, 7), Segment(23, 24, 6),
     ],
-    "nothing of its own": [Segment(0, 3, -1), Segment(3, 3, 0), Segment(3, 6, 1), Segment(6, 8, 1)],
+    "empty segment": [Segment(0, 3, -1), Segment(3, 3, 0), Segment(3, 6, 1), Segment(6, 8, 1)],
 }  # fmt: skip
 
 
 def parents(tokens: list[Segment]) -> list[int]:
-    """Token -> the one before it on its path, -1 for the first."""
+    """Return for each token the one before it on its path, -1 for the first."""
     last = {-1: -1}
     found: list[int] = []
     for index, segment in enumerate(tokens):
@@ -41,7 +41,7 @@ def parents(tokens: list[Segment]) -> list[int]:
 
 
 def naive(segments: list[Segment], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Each query by itself, over the keys of its path."""
+    """Compute each query separately, over the keys of its path."""
     before, rows = parents(segments), []
     for token in range(len(q)):
         path = [token]
@@ -80,11 +80,11 @@ def check(segments: list[Segment], kernel: object, dtype: torch.dtype, tolerance
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
 @pytest.mark.parametrize("tree", TREES)
-def test_each_token_sees_its_path(tree: str, kernel: object):
+def test_each_token_attends_to_its_path(tree: str, kernel: object):
     check(TREES[tree], kernel, torch.float32, 2e-5)
 
 
-def test_in_fp64_it_is_exact():
+def test_attention_is_exact_in_fp64():
     check(TREES["two levels"], CpuFlashKernel(), torch.float64, 1e-12)
 
 
@@ -93,9 +93,8 @@ def test_in_fp64_it_is_exact():
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=12),
     st.sampled_from(KERNELS),
 )
-def test_any_forest(shape: list[tuple[int, int]], kernel: object):
-    """Each pair: how many tokens the segment has, and how far up the path to the last one its
-    parent is."""
+def test_random_forest_matches_naive_attention(shape: list[tuple[int, int]], kernel: object):
+    """Each pair: number of tokens of a segment, and how far up the current path its parent is."""
     segments: list[Segment] = []
     path: list[int] = []
     for num, up in [(1, 0), *shape]:
@@ -106,18 +105,18 @@ def test_any_forest(shape: list[tuple[int, int]], kernel: object):
     check(segments, kernel, torch.float32, 5e-5)
 
 
-def test_the_plan_of_a_forest():
+def test_attention_plan_of_a_forest():
     plan = ForestAttentionPlan.of(TREES["two levels"][:5])
     assert plan.own == [4, 5, 3, 3, 1]
     assert plan.below == [DescendantRange(0, 4, 16, 0), DescendantRange(4, 9, 15, 1)]
 
 
-def test_long_blocks_are_walked_in_stretches(monkeypatch: pytest.MonkeyPatch):
+def test_long_blocks_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ramify.models.attention_kernels._MAX_SCORES", 100)
     check(TREES["siblings"], PlainAttentionKernel(), torch.float32, 2e-5)
 
 
-def test_siblings_of_any_number_are_one_block_below_their_prefix():
+def test_any_number_of_siblings_is_one_block_below_their_prefix():
     bounds = [10]
     for index in range(100):
         bounds.append(bounds[-1] + 1 + index % 7)

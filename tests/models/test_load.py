@@ -1,4 +1,4 @@
-"""Policies to disk and back, beside transformers, and what is said of folders that do not fit."""
+"""Saving and loading policies, compared with transformers, and errors for unsuitable folders."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ IDS = [1, 20, 30, 40, 2, 50, 3]
     ],
     ids=["tied", "untied", "module"],
 )
-def test_transformers_loads_what_was_saved_and_so_do_we(config: Any, tmp_path: Path) -> None:
+def test_saved_policy_is_loaded_by_us_and_by_transformers(config: Any, tmp_path: Path) -> None:
     policy = made(config)
     policy.defaults = SamplingDefaults(temperature=0.0)
     save_policy(policy, tmp_path)
@@ -94,7 +94,7 @@ def test_transformers_loads_what_was_saved_and_so_do_we(config: Any, tmp_path: P
     assert ours.num_parameters == policy.num_parameters == theirs.num_parameters()
 
 
-def test_half_precision_on_disk_is_single_on_a_cpu(tmp_path: Path) -> None:
+def test_half_precision_on_disk_becomes_fp32_on_cpu(tmp_path: Path) -> None:
     policy = made()
     save_policy(policy, tmp_path, torch.bfloat16)
     stored = load_file(tmp_path / "model.safetensors")
@@ -109,7 +109,7 @@ def test_half_precision_on_disk_is_single_on_a_cpu(tmp_path: Path) -> None:
     )
 
 
-def test_a_device_that_there_is_not(tmp_path: Path) -> None:
+def test_unknown_device_is_refused(tmp_path: Path) -> None:
     save_policy(made(), tmp_path)
     with pytest.raises(
         ConfigError, match="this machine has no device 'moon': Expected one of cpu, "
@@ -117,7 +117,7 @@ def test_a_device_that_there_is_not(tmp_path: Path) -> None:
         load_policy(tmp_path, device="moon")
 
 
-def test_several_files_with_an_index(tmp_path: Path) -> None:
+def test_sharded_checkpoint_with_an_index_is_loaded(tmp_path: Path) -> None:
     policy = made()
     save_policy(policy, tmp_path)
     whole = load_file(tmp_path / "model.safetensors")
@@ -134,7 +134,7 @@ def test_several_files_with_an_index(tmp_path: Path) -> None:
         load_policy(tmp_path)
 
 
-def test_a_seed_gives_the_same_weights_whatever_else_there_is() -> None:
+def test_initial_weights_of_a_layer_depend_only_on_the_seed() -> None:
     one, same, other = made(seed=3), made(seed=3), made(seed=4)
     assert fingerprint(one.model) == fingerprint(same.model) != fingerprint(other.model)
     deeper = made(
@@ -145,7 +145,7 @@ def test_a_seed_gives_the_same_weights_whatever_else_there_is() -> None:
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in one.model.state_dict().items())
 
 
-def test_the_spread_of_fresh_weights() -> None:
+def test_initial_weights_have_the_expected_standard_deviation() -> None:
     state = made(
         Qwen3Config(**{**SIZES, "hidden_size": 256, "intermediate_size": 512}, head_dim=64)
     ).model.state_dict()
@@ -177,7 +177,7 @@ def test_the_spread_of_fresh_weights() -> None:
         ({"temperature": 1, "eos_token_id": [3, 7]}, SamplingDefaults(1.0)),
     ],
 )
-def test_how_replies_are_drawn_is_read(
+def test_sampling_defaults_are_read_from_generation_config(
     stored: dict[str, Any], expected: SamplingDefaults, tmp_path: Path
 ) -> None:
     save_policy(made(), tmp_path)
@@ -196,10 +196,10 @@ def test_weights_are_replaced_in_place(tmp_path: Path) -> None:
     assert pointers == [parameter.data_ptr() for parameter in policy.model.parameters()]
 
 
-# --- what does not fit
+# --- unsuitable checkpoints
 
 
-def test_a_checkpoint_of_another_configuration_names_the_first_difference(tmp_path: Path) -> None:
+def test_mismatched_configuration_error_names_the_first_difference(tmp_path: Path) -> None:
     policy = made()
     save_policy(
         made(Qwen3Config(**{**SIZES, "hidden_size": 64}, head_dim=8, tie_word_embeddings=True)),
@@ -212,7 +212,7 @@ def test_a_checkpoint_of_another_configuration_names_the_first_difference(tmp_pa
         load_into(policy, tmp_path / "other")
 
 
-def _spoil(folder: Path, how: str) -> None:
+def _damage(folder: Path, how: str) -> None:
     path = folder / "model.safetensors"
     weights = load_file(path)
     match how:
@@ -257,16 +257,16 @@ def _spoil(folder: Path, how: str) -> None:
         ("generation", ConfigError, "is not JSON"),
     ],
 )
-def test_a_folder_that_is_not_whole(
+def test_incomplete_or_damaged_folder_is_refused(
     how: str, kind: type[Exception], says: str, tmp_path: Path
 ) -> None:
     save_policy(made(), tmp_path)
-    _spoil(tmp_path, how)
+    _damage(tmp_path, how)
     with pytest.raises(kind, match=says):
         load_policy(tmp_path, device="cpu")
 
 
-def test_a_tokenizer_that_is_larger_than_the_model(tmp_path: Path) -> None:
+def test_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     small = Qwen3Config(**{**SIZES, "vocab_size": 300}, head_dim=8)
     with pytest.raises(
         ConfigError, match="the tokenizer has 320 tokens but the configuration has 300"
@@ -275,7 +275,7 @@ def test_a_tokenizer_that_is_larger_than_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "maker/not-downloaded"])
-def test_what_is_not_there(name: str) -> None:
+def test_missing_folder_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"found no folder '{name}'"):
         load_policy(name)
 
@@ -292,7 +292,7 @@ def test_saving_draws_no_progress_bar(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert "%|" not in capfd.readouterr().err
 
 
-def test_a_fingerprint_sees_one_bit_and_the_order_of_rows() -> None:
+def test_fingerprint_detects_one_bit_and_the_order_of_rows() -> None:
     policy = made()
     before = fingerprint(policy.model)
     weight = policy.model.get_parameter("model.layers.0.self_attn.q_proj.weight").data
@@ -304,7 +304,7 @@ def test_a_fingerprint_sees_one_bit_and_the_order_of_rows() -> None:
     assert fingerprint(policy.model) not in (before, swapped)
 
 
-def test_weights_alone_are_written_for_whoever_has_a_module(tmp_path: Path) -> None:
+def test_weights_can_be_written_without_the_rest_of_a_policy(tmp_path: Path) -> None:
     policy = made()
     write_weights(policy.model, tmp_path, torch.float16)
     assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {

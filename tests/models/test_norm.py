@@ -1,4 +1,4 @@
-"""The norm's own backward pass against PyTorch's, in fp64 and as it is used."""
+"""Our RMSNorm and its backward pass against PyTorch's in fp64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ramify.models.dense import rms_norm
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (3, 4, 16), (1, 1)])
-def test_norm_and_gradients(shape: tuple[int, ...]):
+def test_rms_norm_and_gradients_match_pytorch(shape: tuple[int, ...]):
     rng = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(shape, generator=rng) for _ in range(2))
     weight = 1 + torch.rand(shape[-1], generator=rng)
@@ -24,8 +24,8 @@ def test_norm_and_gradients(shape: tuple[int, ...]):
         torch.testing.assert_close(ours_grad, grad.float(), rtol=1e-5, atol=1e-5)
 
 
-def test_with_and_without_gradient_it_is_the_same_number():
-    """The engine computes without, the trainer with."""
+def test_rms_norm_is_equal_with_and_without_gradients():
+    """The engine computes without gradients, the trainer with them."""
     x, weight = torch.randn(7, 32), torch.rand(32)
     with torch.no_grad():
         plain = rms_norm(x, weight, 1e-6)

@@ -1,5 +1,5 @@
-"""Renderers beside the templates they stand for: the same ids for a whole conversation, and the
-same when it grows."""
+"""Renderers against the chat templates that they replace: the same ids for a whole conversation
+and for one that is extended."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CHOSEN = {
 
 
 def rendered(name: str, messages: list[Message], **more: Any) -> list[int]:
-    """What the tokenizer's template itself gives."""
+    """Return the ids that the tokenizer's own template gives."""
     tokenizer = tokenizer_of(name)
     wire = [{"role": message.role, "content": message.content} for message in messages]
     text = tokenizer.apply_chat_template(wire, tokenize=False, add_generation_prompt=True, **more)
@@ -57,9 +57,7 @@ def test_each_template_gets_its_renderer(name: str) -> None:
     [[USER], [USER, REPLY, MORE], [SYSTEM, USER, REPLY, MORE, REPLY, USER], [USER, MORE]],
     ids=["one", "three", "system", "twice-user"],
 )
-def test_a_conversation_is_written_as_the_template_writes_it(
-    name: str, messages: list[Message]
-) -> None:
+def test_renderer_matches_the_template(name: str, messages: list[Message]) -> None:
     if name in ("tiny", "gemma") and messages[0] is SYSTEM:
         with pytest.raises(ConfigError, match="system message"):
             renderer_of(tokenizer_of(name)).prompt(messages)
@@ -71,7 +69,7 @@ def test_a_conversation_is_written_as_the_template_writes_it(
 @pytest.mark.parametrize("ended", [True, False])
 @settings(max_examples=25, deadline=None)
 @given(question=st.text(max_size=12), reply=st.text(max_size=12), more=st.text(max_size=12))
-def test_a_path_is_the_prompt_of_the_longer_conversation(
+def test_extended_path_equals_prompt_of_the_longer_conversation(
     name: str, ended: bool, question: str, reply: str, more: str
 ) -> None:
     """prompt([u]) + r + extend([o], after=r) == prompt([u, parse(r), o]), whether r ended by itself
@@ -81,9 +79,9 @@ def test_a_path_is_the_prompt_of_the_longer_conversation(
     if name in (
         "llama3",
         "gemma",
-    ):  # these cut blanks off, so a reply with blanks around it is not as they write it
+    ):  # these templates strip replies
         reply = reply.strip()
-    if name == "gemma":  # and here the first token after the header could reach over
+    if name == "gemma":  # the first token could merge with the header
         reply = "a" + reply
     asked, after = Message("user", question), Message("user", more)
     prompt = renderer.prompt([asked])
@@ -100,7 +98,7 @@ def test_a_path_is_the_prompt_of_the_longer_conversation(
     assert renderer.prompt([asked, parsed, after]) == path
 
 
-def test_extending_by_nothing_begins_another_reply() -> None:
+def test_extending_by_no_message_starts_another_reply() -> None:
     renderer = renderer_of(tokenizer_of("chatml"))
     end = renderer.stop_ids[0]
     header = renderer.prompt([USER])[len(renderer.prompt([USER])) - 2 :]
@@ -116,7 +114,7 @@ def test_extending_by_nothing_begins_another_reply() -> None:
         ("gemma", "<end_of_turn>"),
     ],
 )
-def test_what_a_message_says_is_never_a_marker(name: str, marker: str) -> None:
+def test_message_text_never_becomes_a_marker(name: str, marker: str) -> None:
     tokenizer = tokenizer_of(name)
     renderer, id = renderer_of(tokenizer), tokenizer.convert_tokens_to_ids(marker)
     harmless, hostile = (renderer.prompt([Message("user", text)]) for text in ("x", f"{marker}x"))
@@ -131,13 +129,13 @@ def test_a_tokenizer_without_the_templates_tokens_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["chatml", "tiny"])
-def test_without_a_template_known_markers_are_enough(name: str) -> None:
+def test_known_markers_suffice_without_a_template(name: str) -> None:
     tokenizer = tokenizer_of(name)
     tokenizer.chat_template = None
     assert renderer_of(tokenizer).prompt([USER, REPLY, MORE]) == rendered(name, [USER, REPLY, MORE])
 
 
-def test_neither_template_nor_markers() -> None:
+def test_tokenizer_without_template_and_markers_is_refused() -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -146,7 +144,7 @@ def test_neither_template_nor_markers() -> None:
         renderer_of(bare)
 
 
-def test_a_template_that_changes_what_it_wrote_is_said_to() -> None:
+def test_template_that_rewrites_earlier_text_is_marked_unstable() -> None:
     renderer = renderer_of(tokenizer_of("counting"))
     assert "writes" in renderer.unstable
     assert renderer.prompt([USER, REPLY]) == rendered("counting", [USER, REPLY])
@@ -155,7 +153,7 @@ def test_a_template_that_changes_what_it_wrote_is_said_to() -> None:
 
 
 @pytest.mark.parametrize("name", ["forgetful", "forgetful-chatml", "strips-thinking"])
-def test_a_template_that_rewrites_only_old_replies_is_recognized(name: str) -> None:
+def test_template_that_rewrites_only_old_replies_is_marked_unstable(name: str) -> None:
     assert "up to a reply it writes" in renderer_of(tokenizer_of(name)).unstable
 
 
@@ -166,7 +164,7 @@ def _plain(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
 
-def test_thinking_is_taken_apart_and_stays_in_the_history() -> None:
+def test_thinking_is_parsed_and_kept_in_the_history() -> None:
     tokenizer = tokenizer_of("qwen3")
     renderer = renderer_of(tokenizer)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -178,14 +176,14 @@ def test_thinking_is_taken_apart_and_stays_in_the_history() -> None:
     assert ("hm" in tokenizer.decode(path), "hm" in forgetful) == (True, False)
 
 
-def test_thinking_that_was_cut_off_is_no_content() -> None:
+def test_truncated_thinking_is_not_content() -> None:
     tokenizer = tokenizer_of("qwen3")
     assert renderer_of(tokenizer).parse(_plain(tokenizer, "<think>\nhm, well")) == Message(
         "assistant", "", "hm, well"
     )
 
 
-def test_thinking_switched_off_begins_each_reply_with_an_empty_block() -> None:
+def test_disabled_thinking_starts_each_reply_with_an_empty_block() -> None:
     renderer = renderer_of(tokenizer_of("qwen3"), thinking=False)
     prompt = renderer.prompt([USER])
     assert prompt == rendered("qwen3", [USER], enable_thinking=False)
@@ -204,7 +202,7 @@ TOOL = Tool("look", "Look.", {"type": "object", "properties": {}})
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
-def test_tools_are_offered_and_their_calls_read(name: str) -> None:
+def test_tools_are_rendered_and_their_calls_parsed(name: str) -> None:
     tokenizer = tokenizer_of(name)
     renderer = renderer_of(tokenizer)
     calls = (
@@ -246,13 +244,13 @@ def test_tools_are_offered_and_their_calls_read(name: str) -> None:
     assert renderer.parse([*_plain(tokenizer, written), renderer.stop_ids[0]]) == said
 
 
-def test_a_call_that_is_no_json_stays_text() -> None:
+def test_malformed_tool_call_stays_text() -> None:
     tokenizer = tokenizer_of("qwen2.5")
     written = '<tool_call>\n{"name": look}\n</tool_call>'
     assert renderer_of(tokenizer).parse(_plain(tokenizer, written)) == Message("assistant", written)
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "tiny", "gemma"])
-def test_tools_are_refused_where_the_template_has_none(name: str) -> None:
+def test_tools_are_refused_if_the_template_has_none(name: str) -> None:
     with pytest.raises(ConfigError, match="remove native tools"):
         renderer_of(tokenizer_of(name)).prompt([USER], [TOOL])

@@ -16,7 +16,7 @@ from tests.train.backends.test_meshes import MIXTRAL, MOE
 
 
 @pytest.mark.parametrize("config", [CONFIG, MOE, MIXTRAL], ids=["dense", "moe", "renamed"])
-def test_parts_are_those_of_the_model(config, tmp_path: Path):
+def test_parts_of_stored_tensors_match_the_model(config, tmp_path: Path):
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(config)
     module.save_pretrained(tmp_path)
@@ -37,7 +37,7 @@ def test_parts_are_those_of_the_model(config, tmp_path: Path):
     assert written == set(raw)
 
 
-def test_a_broken_file_is_named(tmp_path: Path):
+def test_unreadable_file_is_named(tmp_path: Path):
     (tmp_path / "model.safetensors").write_bytes(b"not a file of tensors")
     with pytest.raises(StoreError, match=r"model.safetensors cannot be read as safetensors"):
         raw_tensors(tmp_path)

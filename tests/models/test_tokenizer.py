@@ -1,5 +1,4 @@
-"""The tokenizer that is trained in code: what it keeps apart, that it is the same each time, that
-it loses nothing."""
+"""The tokenizer that is trained in code: separate tokens, determinism, and lossless decoding."""
 
 from __future__ import annotations
 
@@ -28,19 +27,19 @@ def texts() -> list[str]:
     ]
 
 
-def test_the_same_texts_give_the_same_tokenizer() -> None:
+def test_training_is_deterministic() -> None:
     one, other = (train_tokenizer(texts(), 400).backend_tokenizer.to_str() for _ in range(2))
     assert one == other
 
 
-def test_its_size_and_its_markers() -> None:
+def test_tokenizer_has_the_requested_size_and_markers() -> None:
     tokenizer = train_tokenizer(texts(), 400)
     assert len(tokenizer) == 400
     assert tokenizer.convert_ids_to_tokens([0, 1, 2, 3]) == list(SPECIAL_TOKENS)
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 3)
 
 
-def test_what_has_to_be_copied_is_kept_apart() -> None:
+def test_digits_and_quotes_are_separate_tokens() -> None:
     tokens = train_tokenizer(texts(), 400).tokenize("sum qty of 'red'\nlen 812")
     assert [token for token in tokens if token.isdigit()] == ["8", "1", "2"]
     quotes = [token.removeprefix("Ġ") for token in tokens if "'" in token]
@@ -48,13 +47,13 @@ def test_what_has_to_be_copied_is_kept_apart() -> None:
 
 
 @given(st.text())
-def test_any_text_comes_back(text: str) -> None:
+def test_any_text_round_trips(text: str) -> None:
     tokenizer = tokenizer_of("tiny")
     ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     assert tokenizer.decode(ids) == text
 
 
-def test_it_is_saved_whole(tmp_path: Path) -> None:
+def test_saved_tokenizer_keeps_template_and_vocabulary(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(texts(), 400)
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
@@ -71,7 +70,7 @@ def test_it_is_saved_whole(tmp_path: Path) -> None:
     assert again.get_vocab() == tokenizer.get_vocab()
 
 
-def test_sizes_that_cannot_be() -> None:
+def test_impossible_vocabulary_sizes_are_refused() -> None:
     with pytest.raises(ConfigError, match="259 is too small: bytes and markers alone take 260"):
         train_tokenizer(texts(), 259)
     with pytest.raises(ConfigError, match="give more texts"):

@@ -1,5 +1,5 @@
-"""Any causal model behind one face: on a forest where its layers allow, else on rows, with the
-numbers it has by itself."""
+"""Any causal model behind one interface: on a forest if its layers allow it, else on rows, with the
+results of the plain model."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def model(config: Any) -> Any:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def by_itself(config: Any) -> torch.Tensor:
-    """Logits after the last token of each row, from the model as transformers makes it."""
+def reference_logits(config: Any) -> torch.Tensor:
+    """Return logits after the last token of each row, from the unmodified transformers model."""
     with torch.no_grad():
         return torch.stack(
             [model(config)(input_ids=torch.tensor([row])).logits[0, -1] for row in ROWS_OF]
@@ -95,17 +95,17 @@ def by_itself(config: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", FORESTS)
-def test_a_model_with_plain_attention_takes_a_forest(name: str):
+def test_model_with_plain_attention_runs_on_a_forest(name: str):
     trunk = trunk_of(model(FORESTS[name]))
     assert trunk.shares
     with torch.no_grad(), trunk.scope():
         found = trunk.logits(
             trunk.hidden(torch.tensor(IDS), torch.tensor(POSITIONS), FOREST, torch.tensor(ENDS))
         )
-    torch.testing.assert_close(found, by_itself(FORESTS[name]), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, reference_logits(FORESTS[name]), rtol=1e-4, atol=1e-4)
 
 
-def test_outside_its_scope_the_model_is_as_it_was():
+def test_model_is_unchanged_outside_the_scope_of_its_trunk():
     module = model(FORESTS["llama"])
     own = module.config._attn_implementation
     trunk = trunk_of(module)
@@ -114,12 +114,12 @@ def test_outside_its_scope_the_model_is_as_it_was():
         assert module.config._attn_implementation == "ramify_forest"
     with torch.no_grad():
         logits = module(input_ids=torch.tensor([ROWS_OF[0]])).logits[0, -1]
-    torch.testing.assert_close(logits, by_itself(FORESTS["llama"])[0])
+    torch.testing.assert_close(logits, reference_logits(FORESTS["llama"])[0])
 
 
 @pytest.mark.filterwarnings("ignore:.*mamba.*", "ignore:.*Mamba.*")
 @pytest.mark.parametrize("name", ROWS)
-def test_one_that_cannot_runs_on_rows(name: str):
+def test_model_without_forest_support_runs_on_rows(name: str):
     trunk = trunk_of(model(ROWS[name]))
     assert not trunk.shares
     ids, rows = (
@@ -130,13 +130,13 @@ def test_one_that_cannot_runs_on_rows(name: str):
         found = trunk.logits(
             trunk.hidden(ids, torch.zeros_like(ids), rows, torch.tensor([5, 10, 17]))
         )
-    torch.testing.assert_close(found, by_itself(ROWS[name]), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, reference_logits(ROWS[name]), rtol=1e-4, atol=1e-4)
     with pytest.raises(ConfigError, match="pack it with share=False"):
         trunk.hidden(torch.tensor(IDS), torch.tensor(POSITIONS), FOREST, torch.tensor(ENDS))
 
 
-def test_gradients_of_a_module_are_those_of_its_rows():
-    """Row by row through the module by itself, and the forest at once."""
+def test_forest_gradients_match_row_by_row_gradients():
+    """Rows one by one through the plain module, against the whole forest at once."""
     alone, ours = model(FORESTS["llama"]), model(FORESTS["llama"])
     for row in ROWS_OF:
         alone(input_ids=torch.tensor([row])).logits[0, -1].square().sum().backward()
@@ -151,7 +151,7 @@ def test_gradients_of_a_module_are_those_of_its_rows():
         assert float((found.grad - wanted.grad).abs().max() / wanted.grad.abs().max()) < 1e-5, name
 
 
-def test_a_head_that_is_more_than_a_product_is_refused():
+def test_nonlinear_output_head_is_refused():
     strange = model(FORESTS["llama"])
     forward = strange.forward
 

@@ -4,12 +4,12 @@ process.
     python checkpoint.py FOLDER < {"plain": …, "first": …, "then": …}    ->  FOLDER/reader  FOLDER/noise
 
 Their tokens are bytes, so that a prompt can be counted without them. ``noise`` (Qwen3, 90k random
-parameters) writes letters without end. ``reader`` (Llama) says what it is given to say: its
+parameters) writes letters without end. ``reader`` (Llama) says one of the given replies: its
 template ends each prompt in a token that it chooses by the conversation; the embedding of that
 token is the output row of one whole reply, and the embedding of a reply that of the end. So a
 recursive run through it is known to the last token, although the model computes each of them.
 
-Left out: anything that a real model could do. It serves to test a protocol.
+Not here: anything that a real model could do. The checkpoints only serve to test a protocol.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ TEMPLATE = """\
 
 
 def make(folder: Path, replies: dict[str, str]) -> None:
-    """Write both checkpoints. ``replies`` maps what the reader's template chooses to what it then
-    says."""
+    """Write both checkpoints. ``replies`` maps each cue of the reader's template to its reply."""
     torch.manual_seed(0)
     cues = {f"<|{name}|>": reply for name, reply in replies.items()}
     choice = (
@@ -54,7 +53,7 @@ def make(folder: Path, replies: dict[str, str]) -> None:
 
     tokens = tokenizer(TEMPLATE + "{% endif %}", {})
     model = Qwen3ForCausalLM(config(Qwen3Config, tokens))
-    hush(model, tokens)
+    allow_only_letters(model, tokens)
     save(folder / "noise", model, tokens)
 
 
@@ -110,9 +109,8 @@ def teach(model: LlamaForCausalLM, tokens: PreTrainedTokenizerFast, cues: dict[s
 
 
 @torch.no_grad()
-def hush(model: Qwen3ForCausalLM, tokens: PreTrainedTokenizerFast) -> None:
-    """Leave a chance to letters and spaces alone, so that the text is never code, and never
-    ends."""
+def allow_only_letters(model: Qwen3ForCausalLM, tokens: PreTrainedTokenizerFast) -> None:
+    """Allow only letters and spaces, so that the text is never code and never ends."""
     letters = [
         i
         for token, i in tokens.get_vocab().items()

@@ -1,9 +1,9 @@
-"""``transformers serve`` as a process on a free port of this machine: a server that was not written
-here.
+"""``transformers serve`` as a process on a free port of this machine: a server from another
+project.
 
 Decides how it is started, waited for (by its health route) and ended (by its process id, whatever
 happened), and that it asks nothing of the network: its models are two checkpoints that
-``checkpoint.py`` makes. What is said to it is the test's.
+``checkpoint.py`` makes. The tests decide which requests it gets.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def missing() -> list[str]:
 
 
 class Serving(msgspec.Struct, frozen=True):
-    """The server as the test meets it."""
+    """A running server."""
 
     url: str
     """Base URL, with /v1."""

@@ -1,8 +1,8 @@
-"""Runs over HTTP through a server that was not written here: ``transformers serve``, with two tiny
+"""Runs over HTTP through a server from another project: ``transformers serve``, with two tiny
 checkpoints.
 
-What a model says does not matter here (see ``checkpoint.py``); what counts is the protocol: that
-runs go through, that every token is counted as the server counts it, that bounds reach it, and what
+The text of the replies does not matter (see ``checkpoint.py``). Tested is the protocol: that runs
+complete, that tokens are counted as the server counts them, that limits reach it, and what
 its refusals are called.
 """
 
@@ -55,16 +55,16 @@ def server(tmp_path_factory):
 
 
 def prompt_tokens(messages):
-    """What the server counts: a token per byte, per mark of the template, and per reply that
-    ``reader`` has learnt."""
+    """Tokens as the server counts them: one per byte, per mark of the template, and per reply that
+    ``reader`` knows."""
     text = "".join(f"_{each.role}\n{each.content}_\n" for each in messages) + "_assistant\n_"
     for reply in REPLIES.values():
         text = text.replace(reply, "_")
     return len(text.encode())
 
 
-def refusal(server, request, name):
-    """The error of one attempt."""
+def error_of_request(server, request, name):
+    """Return the error of one attempt."""
 
     async def main():
         pool = ClientPool()
@@ -78,7 +78,7 @@ def refusal(server, request, name):
     return asyncio.run(main())
 
 
-def test_a_plain_question(server):
+def test_direct_answer_counts_tokens_as_server_does(server):
     with ramify.RLM(server.model("reader")) as rlm:
         result = rlm.completion("What is asyncio for?")
     (turn,) = result.trajectory.root.turns
@@ -88,7 +88,7 @@ def test_a_plain_question(server):
     assert result.cost is None
 
 
-def test_a_recursive_run_and_its_bill(server, tmp_path):
+def test_recursive_run_counts_usage_of_every_call(server, tmp_path):
     store = ramify.Store(tmp_path)
     with ramify.RLM(
         server.model("reader"), store=store, scaffold=ramify.Scaffold(direct_chars=0)
@@ -119,7 +119,7 @@ def test_a_recursive_run_and_its_bill(server, tmp_path):
     assert store.load(result.run_id) == tree
 
 
-def test_a_model_that_never_writes_code(server, tmp_path):
+def test_model_without_code_stops_at_max_turns(server, tmp_path):
     limits = ramify.Limits(max_turns=3, max_reply_tokens=40)
     store = ramify.Store(tmp_path)
     with ramify.RLM(
@@ -129,20 +129,20 @@ def test_a_model_that_never_writes_code(server, tmp_path):
     root = store.load(result.run_id).root
     # Each reply was cut at its limit, and was asked for again with a larger one.
     assert (result.stop, root.stop) == (Stop.MAX_TURNS, Stop.MAX_TURNS)
-    assert result.response == root.turns[-1].reply.message.content  # its last word, taken as it is
+    assert result.response == root.turns[-1].reply.message.content  # its last word, unchanged
     sizes = [(turn.reply.finish, turn.reply.usage.output_tokens) for turn in root.turns]
     assert sizes == [("length", num) for num in (40, 80, 160, 40)]
     assert result.usage == sum((turn.reply.usage for turn in root.turns), Usage())
 
 
-def test_the_length_of_a_reply_is_kept(server):
+def test_reply_is_cut_at_max_reply_tokens(server):
     with ramify.RLM(server.model("noise"), limits=ramify.Limits(max_reply_tokens=7)) as rlm:
         result = rlm.completion("Say something long.")
     assert len(result.response) == result.usage.output_tokens == 7  # a byte is a token
     assert result.trajectory.root.turns[0].reply.finish == "length"
 
 
-def test_what_is_sampled_can_be_repeated(server):
+def test_seed_makes_sampling_repeatable(server):
     def say(seed):
         sampling = Sampling(
             temperature=1.0, seed=seed, extra={"generation_config": '{"do_sample": true}'}
@@ -154,9 +154,9 @@ def test_what_is_sampled_can_be_repeated(server):
     assert say(1) == say(1) != say(2)
 
 
-def test_a_field_that_the_server_does_not_know(server):
+def test_unknown_request_field_is_refused(server):
     request = Request((Message("user", "hi"),), Sampling(extra={"return_token_ids": True}))
-    error = refusal(server, request, "reader")
+    error = error_of_request(server, request, "reader")
     assert isinstance(error, Refused)
     assert not error.transient
     assert "422" in str(error)
@@ -164,15 +164,15 @@ def test_a_field_that_the_server_does_not_know(server):
     assert "\n" not in str(error)
 
 
-def test_a_model_that_the_server_does_not_have(server):
+def test_unknown_model_is_transient_server_error(server):
     """It answers 500 with plain text: worth another attempt, since it does not say what was
     wrong."""
-    error = refusal(server, Request((Message("user", "hi"),), Sampling()), "absent")
+    error = error_of_request(server, Request((Message("user", "hi"),), Sampling()), "absent")
     assert isinstance(error, ServerFailed)
     assert str(error) == f"{server.model('absent')} answered 500: Internal Server Error"
 
 
-def test_a_base_url_without_its_version(server):
+def test_base_url_without_v1_is_not_found(server):
     request = Request((Message("user", "hi"),), Sampling())
 
     async def main():

@@ -1,4 +1,4 @@
-"""vLLM itself, where TEST_VLLM names its program (``…/bin/vllm``; its CPU build will do): weights
+"""vLLM itself, if TEST_VLLM names its program (``…/bin/vllm``; its CPU build will do): weights
 by our weight sync methods through its own routes, and the output matrix that is tied to the embeddings, which
 its ``reload_weights`` leaves as it was.
 
@@ -38,7 +38,7 @@ OPTIONS = {
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not VLLM, reason="TEST_VLLM names no program of vLLM")
 @pytest.mark.parametrize("weight_sync", ["shared", "delta"])
-def test_weights_through_vllms_own_routes(
+def test_weight_sync_through_vllm_routes(
     weight_sync: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in OPTIONS.items():
@@ -97,8 +97,10 @@ def test_weights_through_vllms_own_routes(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not VLLM, reason="TEST_VLLM names no program of vLLM")
-def test_adapters_are_added_up_inside_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where vLLM has fused a matrix that has one with others that have none."""
+def test_lora_adapters_are_merged_inside_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if vLLM fuses a matrix with an adapter and matrices without one."""
     for name, value in OPTIONS.items():
         monkeypatch.setenv(name, value)
     serving, trained = load_policy(TINY), load_policy(TINY)

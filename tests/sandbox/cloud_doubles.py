@@ -1,4 +1,4 @@
-"""Doubles of the cloud providers' SDKs: their names and signatures, and the guest in a local
+"""Doubles of the cloud providers' SDKs: same names and signatures, with the guest in a local
 process."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ asked: list[tuple[str, Any]] = []
 """The requests that the services received, and "ended" for each box that was deleted."""
 
 
-class Local:
+class LocalProcess:
     """A command in a local process, with the Python that the image would have."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -35,7 +35,7 @@ class Local:
             self._queue.put_nowait(data)
 
     @classmethod
-    async def run(cls, command: str | list[str]) -> Local:
+    async def run(cls, command: str | list[str]) -> LocalProcess:
         words = shlex.split(command) if isinstance(command, str) else command
         words = [sys.executable if word == "python3" else word for word in words]
         return cls(
@@ -68,14 +68,14 @@ class Local:
 
 
 class Aio:
-    """A method of Modal's: called as ``method.aio(…)``."""
+    """A Modal method, called as ``method.aio(…)``."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.aio = function
 
 
 class ModalStdin:
-    def __init__(self, local: Local) -> None:
+    def __init__(self, local: LocalProcess) -> None:
         self._local = local
         self._data = b""
         self.drain = Aio(self._drain)
@@ -120,7 +120,7 @@ class ModalBox:
 
     async def exec(self, *args: str, text: bool = True) -> Any:
         assert text is False
-        self.local = await Local.run(list(args))
+        self.local = await LocalProcess.run(list(args))
         return types.SimpleNamespace(stdin=ModalStdin(self.local), stdout=self.local.output())
 
     async def terminate(self) -> None:
@@ -151,7 +151,7 @@ def modal_sdk() -> types.ModuleType:
 
 
 class E2BHandle:
-    def __init__(self, local: Local, on_stdout: Any) -> None:
+    def __init__(self, local: LocalProcess, on_stdout: Any) -> None:
         self.pid = local.process.pid
         self._local = local
         self._on_stdout = on_stdout
@@ -164,7 +164,7 @@ class E2BHandle:
 
 class E2BCommands:
     def __init__(self) -> None:
-        self.locals: dict[int, Local] = {}
+        self.locals: dict[int, LocalProcess] = {}
 
     async def run(
         self,
@@ -178,7 +178,7 @@ class E2BCommands:
         retain_output: bool = True,
     ) -> Any:
         assert (background, stdin, timeout) == (True, True, 0)
-        local = await Local.run(cmd)
+        local = await LocalProcess.run(cmd)
         self.locals[local.process.pid] = local
         return E2BHandle(local, on_stdout)
 
@@ -299,7 +299,7 @@ def daytona_sdk() -> types.ModuleType:
 
 
 class PrimeProcess:
-    def __init__(self, local: Local) -> None:
+    def __init__(self, local: LocalProcess) -> None:
         self._local = local
         self.stdout = local.output()
 
@@ -350,7 +350,7 @@ class PrimeClient:
     folder: Path
 
     def __init__(self, api_key: str | None = None) -> None:
-        self._jobs: dict[str, Local] = {}
+        self._jobs: dict[str, LocalProcess] = {}
         self._num_boxes = 0
 
     async def create(self, request: Any) -> Any:
@@ -375,7 +375,7 @@ class PrimeClient:
         env: Any = None,
         user: str | None = None,
     ) -> PrimeProcess:
-        return PrimeProcess(await Local.run(command))
+        return PrimeProcess(await LocalProcess.run(command))
 
     async def delete(self, sandbox_id: str) -> dict[str, Any]:
         asked.append(("ended", {}))
@@ -393,8 +393,8 @@ class PrimeContainerClient(PrimeClient):
     async def is_vm(self, sandbox_id: str) -> bool:
         return False
 
-    def _there(self, box: str, path: str) -> str:
-        """A path of the box, on this disk."""
+    def _local_path(self, box: str, path: str) -> str:
+        """Path on this disk that stands for a path in the box."""
         return path.replace("/tmp/ramify-mail", str(self.folder / box))
 
     async def start_background_job(
@@ -405,7 +405,7 @@ class PrimeContainerClient(PrimeClient):
         env: Any = None,
         user: str | None = None,
     ) -> None:
-        self._jobs[sandbox_id] = await Local.run(self._there(sandbox_id, command))
+        self._jobs[sandbox_id] = await LocalProcess.run(self._local_path(sandbox_id, command))
 
     async def upload_bytes(
         self,
@@ -415,7 +415,7 @@ class PrimeContainerClient(PrimeClient):
         filename: str,
         timeout: int | None = None,
     ) -> None:
-        path = Path(self._there(sandbox_id, file_path))
+        path = Path(self._local_path(sandbox_id, file_path))
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(file_bytes[: len(file_bytes) // 2])  # a reader may see half of it
         await asyncio.sleep(0.001)
@@ -431,7 +431,7 @@ class PrimeContainerClient(PrimeClient):
         length: int | None = None,
     ) -> Any:
         start = offset or 0
-        content = Path(self._there(sandbox_id, file_path)).read_bytes()[
+        content = Path(self._local_path(sandbox_id, file_path)).read_bytes()[
             start : start + (length or 1 << 30)
         ]
         return types.SimpleNamespace(content=content.decode())

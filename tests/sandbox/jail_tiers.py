@@ -1,4 +1,4 @@
-"""The jail at each of its tiers on one machine: weaker tiers by doing without the system calls that
+"""The jail at each tier on one machine: weaker tiers are emulated by refusing the system calls that
 the stronger ones need.
 
 Run as a script, it runs every conformance check at one tier and prints the results, for a test that
@@ -43,7 +43,7 @@ def open_jail(spec: SandboxSpec) -> JailSandbox:
     return JailSandbox(spec, deny=WITHOUT[spec.tier])
 
 
-async def _broken(tier: str) -> list[str]:
+async def _failed_checks(tier: str) -> list[str]:
     spec = SandboxSpec(
         provider="jail",
         tier=tier,
@@ -65,7 +65,7 @@ if __name__ == "__main__":
             {
                 "uid": os.getuid(),
                 "tier": probe(WITHOUT[sys.argv[1]]).tier,
-                "broken": asyncio.run(_broken(sys.argv[1])),
+                "broken": asyncio.run(_failed_checks(sys.argv[1])),
             }
         )
     )

@@ -41,7 +41,7 @@ print(json.dumps([sys.modules[name].__file__ for name in files if name in sys.mo
 
 
 class Readable(NamedTuple):
-    """What another user can run and read."""
+    """A Python and package folders that another user can run and read."""
 
     python: str
     path: tuple[str, ...]
@@ -56,29 +56,29 @@ def readable(first: tuple[str, ...] = ()) -> Readable | None:
     """None if the other user cannot run a Python of this version; ``first`` is tried before a
     copy."""
     with _LOCK:  # runners start in threads; one copy is enough
-        return _found(first or own_path())
+        return _find_readable(first or own_path())
 
 
 @functools.cache
-def _found(first: tuple[str, ...]) -> Readable | None:
+def _find_readable(first: tuple[str, ...]) -> Readable | None:
     for path in _paths(first):
         for python in (sys.executable, f"/usr/bin/{VERSION}", f"/usr/local/bin/{VERSION}"):
-            if _runs(python, path):
+            if _is_runnable(python, path):
                 return Readable(python, path)
     return None
 
 
 def own_path() -> tuple[str, ...]:
-    """As ``Readable.path``, of this process."""
+    """``Readable.path`` of this process."""
     return (str(ROOT), str(HERE), *(entry for entry in sys.path if entry.endswith("site-packages")))
 
 
 def _paths(first: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     yield first
-    yield _copied()
+    yield _copy_checkout()
 
 
-def _runs(python: str, path: tuple[str, ...]) -> bool:
+def _is_runnable(python: str, path: tuple[str, ...]) -> bool:
     trial = f"{_IMPORTS}, subprocess; subprocess.run([sys.executable, '-c', ''], check=True)"
     with contextlib.suppress(OSError):
         done = subprocess.run(
@@ -94,7 +94,7 @@ def _runs(python: str, path: tuple[str, ...]) -> bool:
 
 
 @functools.cache
-def _copied() -> tuple[str, ...]:
+def _copy_checkout() -> tuple[str, ...]:
     folder = Path(tempfile.mkdtemp(prefix="readable-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     shutil.copytree(ROOT / "ramify", folder / "ramify")

@@ -1,8 +1,8 @@
-"""Values that would cost the host seconds: counted before they are decoded, and refused with the
-limit that they exceed.
+"""Limits on values from a session: oversized values are refused before they are decoded, and the
+error names the limit.
 
-A lying guest is a few bytes behind a transport. An honest one is a real session, whose cell gets an
-exception and whose names survive.
+A lying guest is a scripted transport. An honest guest is a real session, whose cell gets an
+exception and which keeps its variables.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ramify.sandbox.guest.frames import (
 )
 from ramify.sandbox.guest.values import ValueEncoder
 from tests.sandbox.test_codec import same, values
-from tests.sandbox.test_session import LyingDoor, run, said
+from tests.sandbox.test_session import LyingTransport, run, said
 
 SAME = 2**61 - 1
-"""Multiples of it all have the hash 0."""
+"""Every multiple of it hashes to 0."""
 
 
-def ints(num: int) -> list[Any]:
+def ints_of_equal_hash(num: int) -> list[Any]:
     return [{"$": "int", "v": hex(n * SAME)} for n in range(num)]
 
 
@@ -44,7 +44,7 @@ def tagged(name: str, items: Any) -> dict[str, Any]:
     return {"$": name, "v": items}
 
 
-def called(value: Any, *blobs: bytes) -> bytes:
+def call_frame(value: Any, *blobs: bytes) -> bytes:
     header: dict[str, Any] = {
         "op": "call",
         "id": 1,
@@ -63,72 +63,78 @@ def nested(levels: int) -> Any:
 
 
 EQUAL = r"a set or dict with more than 2,000 keys of equal hashes"
-TOO_MUCH = {
-    "a set of equal hashes": (called(tagged("set", ints(3000))), EQUAL),
-    "a frozenset of equal hashes": (called(tagged("frozenset", ints(3000))), EQUAL),
-    "a dict of equal hashes": (called(tagged("dict", [[key, 1] for key in ints(3000)])), EQUAL),
+OVERSIZED = {
+    "a set of equal hashes": (call_frame(tagged("set", ints_of_equal_hash(3000))), EQUAL),
+    "a frozenset of equal hashes": (
+        call_frame(tagged("frozenset", ints_of_equal_hash(3000))),
+        EQUAL,
+    ),
+    "a dict of equal hashes": (
+        call_frame(tagged("dict", [[key, 1] for key in ints_of_equal_hash(3000)])),
+        EQUAL,
+    ),
     "tuples of equal hashes": (
-        called(tagged("set", [tagged("tuple", [1, n]) for n in ints(3000)])),
+        call_frame(tagged("set", [tagged("tuple", [1, n]) for n in ints_of_equal_hash(3000)])),
         EQUAL,
     ),
     "frozensets of equal hashes": (
-        called(tagged("set", [tagged("frozenset", [n]) for n in ints(3000)])),
+        call_frame(tagged("set", [tagged("frozenset", [n]) for n in ints_of_equal_hash(3000)])),
         EQUAL,
     ),
     "floats and integers of equal hashes": (
-        called(
+        call_frame(
             tagged(
                 "set",
                 [
-                    *ints(1500),
+                    *ints_of_equal_hash(1500),
                     *(float(2**60 * 2 ** (61 * n)) for n in range(15)),
-                    *ints(3000)[1500:],
+                    *ints_of_equal_hash(3000)[1500:],
                 ],
             )
         ),
         EQUAL,
     ),
     "many sets of some equal hashes": (
-        called([tagged("set", ints(1200)) for _ in range(4)]),
+        call_frame([tagged("set", ints_of_equal_hash(1200)) for _ in range(4)]),
         EQUAL,
     ),
-    "one number many times": (called(tagged("set", [7] * 3000)), EQUAL),
+    "one number many times": (call_frame(tagged("set", [7] * 3000)), EQUAL),
     "many items": (
-        called([1] * (MAX_ITEMS + 1)),
+        call_frame([1] * (MAX_ITEMS + 1)),
         r"a value with 500,\d\d\d items: at most 500,000",
     ),
-    "many strings": (called([""] * (2 * MAX_ITEMS + 1)), r"more than 500,000 strings"),
+    "many strings": (call_frame([""] * (2 * MAX_ITEMS + 1)), r"more than 500,000 strings"),
     "many small dicts": (
-        called([{}] * (MAX_CONTAINERS + 1)),
+        call_frame([{}] * (MAX_CONTAINERS + 1)),
         r"50,\d\d\d lists, dicts and the like: at most 50,000",
     ),
-    "a deep list": (called(nested(MAX_NESTING)), r"nested deeper than 320 levels of JSON"),
+    "a deep list": (call_frame(nested(MAX_NESTING)), r"nested deeper than 320 levels of JSON"),
     "a deep list behind brackets in text": (
-        called(["]" * 400, nested(MAX_NESTING)]),
+        call_frame(["]" * 400, nested(MAX_NESTING)]),
         r"nested deeper than 320",
     ),
     "many blobs": (
-        called(1, *[b""] * (MAX_BLOBS + 1)),
+        call_frame(1, *[b""] * (MAX_BLOBS + 1)),
         r"20,001 long strings and bytes values: at most 20,000",
     ),
     "a long integer": (
-        called(tagged("int", hex(10**4000))),
+        call_frame(tagged("int", hex(10**4000))),
         r"an integer of more than 4,000 digits",
     ),
     "a very long integer": (
-        called(tagged("int", "f" * 15_000_000)),
+        call_frame(tagged("int", "f" * 15_000_000)),
         r"an integer of more than 4,000 digits",
     ),
 }
 
 
-@pytest.mark.parametrize("what", TOO_MUCH)
-def test_what_a_lying_guest_sends_is_refused_with_its_limit(what: str) -> None:
-    frame, limit = TOO_MUCH[what]
+@pytest.mark.parametrize("what", OVERSIZED)
+def test_oversized_value_from_lying_guest_is_refused_naming_limit(what: str) -> None:
+    frame, limit = OVERSIZED[what]
     with pytest.raises(
         SessionDied, match=f"it broke the protocol: {limit}|it broke the protocol: .*{limit}"
     ):
-        asyncio.run(run(LyingDoor(frame)))
+        asyncio.run(run(LyingTransport(frame)))
 
 
 @pytest.mark.parametrize(
@@ -143,8 +149,8 @@ def test_what_a_lying_guest_sends_is_refused_with_its_limit(what: str) -> None:
         tagged("set", [tagged("float", "nan")] * 100),
     ],
 )
-def test_what_honest_guests_send_is_taken(value: Any) -> None:
-    message, blobs = session_wire.parse(memoryview(called(value))[4:])
+def test_value_within_limits_is_accepted(value: Any) -> None:
+    message, blobs = session_wire.parse(memoryview(call_frame(value))[4:])
     assert isinstance(message, session_wire.HostCallFrame)
     assert len(session_wire.value_of(message, message.value, blobs)[0]) == 1
 
@@ -159,14 +165,14 @@ plain = st.recursive(
 )
 
 
-def counted(value: Any) -> tuple[int, int, int]:
-    """The same result by walking through the value."""
+def count_recursively(value: Any) -> tuple[int, int, int]:
+    """Reference for ``counts``: walks the value recursively."""
     parts = (
         value if isinstance(value, list) else [*value.values()] if isinstance(value, dict) else None
     )
     if parts is None:
         return 0, 0, 0
-    inner = [counted(part) for part in parts]
+    inner = [count_recursively(part) for part in parts]
     items = max(len(parts), 1) + sum(each[0] for each in inner)
     return (
         items,
@@ -177,15 +183,17 @@ def counted(value: Any) -> tuple[int, int, int]:
 
 @settings(max_examples=300, deadline=None)
 @given(plain)
-def test_json_is_counted_as_it_is(value: Any) -> None:
+def test_json_counts_match_recursive_walk(value: Any) -> None:
     assert (
-        counts(json.dumps(value).encode()) == counts(msgspec.json.encode(value)) == counted(value)
+        counts(json.dumps(value).encode())
+        == counts(msgspec.json.encode(value))
+        == count_recursively(value)
     )
 
 
 @settings(max_examples=300, deadline=None)
 @given(values)
-def test_what_a_guest_may_send_a_host_takes(value: Any) -> None:
+def test_host_accepts_every_value_a_guest_may_send(value: Any) -> None:
     try:
         copy = portable_to_host(value)
     except (TypeError, ValueError):
@@ -231,7 +239,7 @@ CELLS = {
 }
 
 
-async def cells(*codes: str) -> list[CellResult]:
+async def run_cells(*codes: str) -> list[CellResult]:
     sandbox = open_sandbox(SandboxSpec())
     try:
         session = await sandbox.open()
@@ -241,24 +249,24 @@ async def cells(*codes: str) -> list[CellResult]:
         await sandbox.close()
 
 
-def test_the_cell_gets_an_exception_and_its_session_goes_on() -> None:
+def test_oversized_value_raises_in_cell_and_session_survives() -> None:
     tried = [f"try:\n    {cell}\nexcept ValueError as error:\n    print(error)" for cell in CELLS]
-    first, *between, last = asyncio.run(cells("x = 5", *tried, "ask(x, name=1, self=2)"))
+    first, *between, last = asyncio.run(run_cells("x = 5", *tried, "ask(x, name=1, self=2)"))
     assert first.cell.error is None
     for ran, limit in zip(between, CELLS.values(), strict=True):
         assert limit in ran.cell.stdout
     assert last.cell.value == "['ask', 1, ['name', 'self']]"
 
 
-def test_a_value_may_be_nested_as_deep_as_the_page_says() -> None:
+def test_documented_nesting_limit_is_exact() -> None:
     deep = "x = []\nfor _ in range({}): x = [x]\nask(x)"
-    ran = asyncio.run(cells(deep.format(98), deep.format(99)))
+    ran = asyncio.run(run_cells(deep.format(98), deep.format(99)))
     assert ran[0].cell.value == "['ask', 1, []]"
     assert ran[1].cell.error is not None
     assert "TypeError: list nested deeper than 100 levels" in ran[1].cell.error
 
 
-def test_the_host_may_send_more() -> None:
+def test_limits_do_not_apply_to_values_from_host() -> None:
     async def main() -> Any:
         sandbox = open_sandbox(SandboxSpec())
         try:
@@ -271,7 +279,7 @@ def test_the_host_may_send_more() -> None:
     assert asyncio.run(main()).value == "(True, 600000, 30000)"
 
 
-def test_what_a_cell_leaves_for_the_host_is_its_error_where_it_is_too_much() -> None:
+def test_oversized_after_cell_note_is_error_of_cell() -> None:
     odd = "class Odd(Exception):\n    def __str__(self): raise KeyError\nclass Note:\n    pass\n"
     left = [
         "note = [0] * 600_000",
@@ -279,7 +287,7 @@ def test_what_a_cell_leaves_for_the_host_is_its_error_where_it_is_too_much() -> 
         "note = {n * (2**61 - 1) for n in range(3000)}",
         "note = 7",
     ]
-    ran = asyncio.run(cells(odd, *left))
+    ran = asyncio.run(run_cells(odd, *left))
     assert [each.cell.error and each.cell.error.partition(":")[0] for each in ran] == [
         None,
         *["ValueError"] * 3,

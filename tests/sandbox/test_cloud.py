@@ -1,9 +1,9 @@
 """The cloud providers against doubles with their SDKs' names and signatures, which run the guest in
 a local process.
 
-``test_the_doubles_have_the_sdk_s_own_face`` compares them with the SDKs where these are installed.
-The doubles confine nothing, so the checks of isolation are left out; instead, the isolation that is
-requested from each service is asserted.
+``test_doubles_match_sdk_signatures`` compares them with the SDKs where these are installed.
+The doubles isolate nothing, so isolation checks are skipped; instead, the tests assert the
+isolation that is requested from each service.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LOCAL = [check for check in CHECKS if not any(name.startswith("isolates") for na
 
 @pytest.fixture
 def services(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], SandboxSpec]:
-    """Put the double of a provider in its SDK's place; returns the spec for it."""
+    """Replace a provider's SDK by its double; returns the spec for it."""
     asked.clear()
 
     def put(provider: str, **fields: Any) -> SandboxSpec:
@@ -68,7 +68,7 @@ def services(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
     return put
 
 
-async def use(spec: SandboxSpec) -> str | None:
+async def run_one_cell(spec: SandboxSpec) -> str | None:
     sandbox = open_sandbox(spec)
     session = await sandbox.open(seed="s")
     ran = await session.run("print('hello')\n6 * 7", answer=echo)
@@ -76,7 +76,7 @@ async def use(spec: SandboxSpec) -> str | None:
     return ran.cell.stdout + (ran.cell.value or "")
 
 
-WANTED = {
+EXPECTED_REQUESTS = {
     "modal": {"image": "slim 3.12", "block_network": True, "timeout": 3600, "memory": 512},
     "e2b": {"template": None, "internet": False, "timeout": 3600},
     "daytona": {
@@ -89,13 +89,15 @@ WANTED = {
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_a_session(provider: str, services: Callable[..., SandboxSpec]) -> None:
-    assert asyncio.run(use(services(provider))) == "hello\n42"
+def test_session_runs_isolated_and_box_is_deleted(
+    provider: str, services: Callable[..., SandboxSpec]
+) -> None:
+    assert asyncio.run(run_one_cell(services(provider))) == "hello\n42"
     assert ("ended", {}) in asked
     if provider == "daytona":
         assert asked[0][1].pop("name").startswith("ramify-")
-    if provider in WANTED:
-        assert asked[0] == (provider, WANTED[provider])
+    if provider in EXPECTED_REQUESTS:
+        assert asked[0] == (provider, EXPECTED_REQUESTS[provider])
     else:
         request = asked[0][1]
         assert request.pop("name").startswith("ramify-")
@@ -108,11 +110,11 @@ def test_a_session(provider: str, services: Callable[..., SandboxSpec]) -> None:
         }
 
 
-def test_an_image_of_one_s_own(services: Callable[..., SandboxSpec]) -> None:
+def test_custom_image_is_passed_to_each_service(services: Callable[..., SandboxSpec]) -> None:
     found = []
     for provider in ("modal", "e2b", "daytona", "prime"):
         asked.clear()
-        asyncio.run(use(services(provider, image="mine:1")))
+        asyncio.run(run_one_cell(services(provider, image="mine:1")))
         found.append(
             {name: asked[0][1].get(name) for name in ("image", "template", "docker_image")}
         )
@@ -125,7 +127,7 @@ def test_an_image_of_one_s_own(services: Callable[..., SandboxSpec]) -> None:
     ]
 
 
-BRIEF = [
+TRANSPORT_CHECKS = [
     "values survive a round trip",
     "large values survive a round trip",
     "calls from threads run at once",
@@ -137,11 +139,11 @@ BRIEF = [
     "the host's environment is not visible",
 ]
 """Checks that depend on the transport and not only on the guest; ``docker`` runs all checks."""
-CASES = [(p, q) for p in PROVIDERS for q in LOCAL if q.name in BRIEF]
+CASES = [(p, q) for p in PROVIDERS for q in LOCAL if q.name in TRANSPORT_CHECKS]
 
 
 @pytest.mark.parametrize(("provider", "check"), CASES, ids=[f"{p}-{q.name}" for p, q in CASES])
-def test_promise(
+def test_conformance_check(
     provider: str, check: ConformanceCheck, services: Callable[..., SandboxSpec]
 ) -> None:
     spec = services(provider)
@@ -157,7 +159,7 @@ def test_promise(
     asyncio.run(put())
 
 
-def test_without_a_key_or_an_sdk(
+def test_missing_key_or_sdk_is_named(
     services: Callable[..., SandboxSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", "/nowhere")
@@ -177,7 +179,7 @@ def test_without_a_key_or_an_sdk(
             open_sandbox(spec)
 
 
-def test_a_service_that_refuses(
+def test_service_refusal_is_one_line_error(
     services: Callable[..., SandboxSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = services("e2b")
@@ -190,10 +192,10 @@ def test_a_service_that_refuses(
         SandboxError,
         match=r"sandbox 'e2b' could not start a session: PermissionError: invalid key$",
     ):
-        asyncio.run(use(spec))
+        asyncio.run(run_one_cell(spec))
 
 
-def faces() -> list[tuple[str, str, Callable[..., Any]]]:
+def double_functions() -> list[tuple[str, str, Callable[..., Any]]]:
     """(SDK module, dotted name in it, the double's function)"""
     prime = [
         getattr(PrimeContainerClient, name)
@@ -248,7 +250,7 @@ def faces() -> list[tuple[str, str, Callable[..., Any]]]:
     ]
 
 
-def real(module: Any, name: str) -> Any:
+def sdk_function(module: Any, name: str) -> Any:
     for part in name.split("."):
         found = getattr(module, part, None)
         module = (
@@ -266,20 +268,20 @@ def sdk_module(name: str) -> Any:
         pytest.skip(f"the SDK is not installed: {error}")
 
 
-def shape(function: Callable[..., Any]) -> list[tuple[str, str, bool]]:
+def parameters_of(function: Callable[..., Any]) -> list[tuple[str, str, bool]]:
     """(name, kind, has a default) of each parameter"""
     signature = inspect.signature(function)
     return [(p.name, p.kind.name, p.default is not p.empty) for p in signature.parameters.values()]
 
 
 @pytest.mark.parametrize("sdk", ["modal", "e2b", "daytona", "prime_sandboxes"])
-def test_the_doubles_have_the_sdk_s_own_face(sdk: str) -> None:
+def test_doubles_match_sdk_signatures(sdk: str) -> None:
     module = sdk_module(sdk)
     has_containers = hasattr(getattr(module, "AsyncSandboxClient", None), "is_vm")
-    for _, name, ours in (face for face in faces() if face[0] == sdk):
+    for _, name, ours in (face for face in double_functions() if face[0] == sdk):
         if ours.__qualname__.startswith("PrimeContainerClient") and not has_containers:
             continue
-        theirs = real(module, name)
+        theirs = sdk_function(module, name)
         known = inspect.signature(theirs).parameters
         for parameter in inspect.signature(ours).parameters.values():
             if parameter.name not in ("self", "cls"):
@@ -287,13 +289,13 @@ def test_the_doubles_have_the_sdk_s_own_face(sdk: str) -> None:
                 assert known[parameter.name].kind == parameter.kind, (
                     f"{sdk}.{name}({parameter.name})"
                 )
-        if name != "AsyncSandbox.kill":  # it hides that it is one
+        if name != "AsyncSandbox.kill":  # a coroutine function that is not declared as one
             assert inspect.iscoroutinefunction(theirs) == inspect.iscoroutinefunction(ours), (
                 f"{sdk}.{name}"
             )
 
 
-def test_the_double_of_prime_has_exactly_the_sdk_s_signatures() -> None:
+def test_prime_double_has_exact_sdk_signatures() -> None:
     module = sdk_module("prime_sandboxes")
     if hasattr(module.AsyncSandboxClient, "is_vm"):
         pytest.skip("the SDK that is installed is older than the one that the double copies")
@@ -306,12 +308,14 @@ def test_the_double_of_prime_has_exactly_the_sdk_s_signatures() -> None:
         (getattr(module.AsyncSandboxProcess, name), getattr(PrimeProcess, name))
         for name in ("write_stdin", "kill", "aclose")
     ]
-    assert [shape(ours) for _, ours in pairs] == [shape(theirs) for theirs, _ in pairs]
+    assert [parameters_of(ours) for _, ours in pairs] == [
+        parameters_of(theirs) for theirs, _ in pairs
+    ]
 
 
 @pytest.mark.parametrize("provider", ["modal", "e2b", "daytona", "prime"])
-def test_the_sdk_has_each_call_that_the_provider_makes(provider: str) -> None:
-    """On the SDK itself, and the extra installs the versions that the provider names."""
+def test_sdk_has_every_call_that_provider_makes(provider: str) -> None:
+    """Checked on the SDK itself; the extra must install the versions that the provider names."""
     found = importlib.import_module(f"ramify.sandbox.cloud.{provider}").SDK
     extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
         "optional-dependencies"

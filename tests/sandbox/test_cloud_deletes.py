@@ -1,5 +1,5 @@
-"""Whatever ends the work on a cloud's box, the box is deleted; and no box is created with an SDK
-that does not fit."""
+"""Cloud boxes are deleted however work on them ends, and none is created with an incompatible
+SDK."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ class DeadProcess(doubles.PrimeProcess):
 
 
 class Cloud(doubles.PrimeClient):
-    """Existing boxes, with a step that fails or takes as long as required."""
+    """Records existing boxes; one chosen step fails or blocks."""
 
     def __init__(self, fails: str = "", waits: str = "", lost_deletes: int = 0) -> None:
         super().__init__()
         self.boxes: set[str] = set()
         self.is_waiting = asyncio.Event()
-        self.goes_on = asyncio.Event()
+        self.may_proceed = asyncio.Event()
         self._fails, self._waits, self._lost_deletes = fails, waits, lost_deletes
 
     async def _step(self, name: str) -> None:
         if name == self._waits:
             self.is_waiting.set()
-            await self.goes_on.wait()
+            await self.may_proceed.wait()
         if name == self._fails:
             raise ConnectionError(f"{name} failed\nwith details")
 
@@ -83,8 +83,8 @@ def prime(cloud: Cloud) -> RemoteSandbox:
     return RemoteSandbox(SPEC, PrimeService(sdk), SandboxCapabilities(), None)
 
 
-async def open_one(cloud: Cloud) -> str:
-    """Return the error of opening a session, and check that nothing is left."""
+async def error_of_open(cloud: Cloud) -> str:
+    """Return the error that opening a session raises."""
     try:
         await prime(cloud).open(seed="s")
     except SandboxError as error:
@@ -93,10 +93,10 @@ async def open_one(cloud: Cloud) -> str:
 
 
 @pytest.mark.parametrize("step", ["wait_for_creation", "open_process"])
-def test_a_step_that_fails_leaves_no_box(step: str) -> None:
+def test_failed_start_step_leaves_no_box(step: str) -> None:
     async def run() -> tuple[str, set[str]]:
         cloud = Cloud(fails=step)
-        return await open_one(cloud), cloud.boxes
+        return await error_of_open(cloud), cloud.boxes
 
     assert asyncio.run(run()) == (
         f"sandbox 'prime' could not start a session: ConnectionError: {step} failed",
@@ -104,10 +104,10 @@ def test_a_step_that_fails_leaves_no_box(step: str) -> None:
     )
 
 
-def test_a_guest_that_does_not_start_leaves_no_box_although_its_process_cannot_be_killed() -> None:
+def test_box_is_deleted_when_guest_fails_to_start_and_kill_fails() -> None:
     async def run() -> tuple[str, set[str]]:
         cloud = Cloud()
-        return await open_one(cloud), cloud.boxes
+        return await error_of_open(cloud), cloud.boxes
 
     said, left = asyncio.run(run())
     assert said.startswith("sandbox 'prime': its image did not start Python, it said nothing")
@@ -122,7 +122,7 @@ def test_a_cancelled_start_leaves_no_box(step: str) -> None:
         await cloud.is_waiting.wait()
         task.cancel()
         await asyncio.sleep(0)
-        cloud.goes_on.set()
+        cloud.may_proceed.set()
         with pytest.raises(asyncio.CancelledError):
             await task
         return cloud.boxes
@@ -138,7 +138,7 @@ def test_cancelling_again_does_not_stop_the_deletion() -> None:
         for _ in range(3):
             task.cancel()
             await asyncio.sleep(0)
-        cloud.goes_on.set()
+        cloud.may_proceed.set()
         with pytest.raises(asyncio.CancelledError):
             await task
         return cloud.boxes
@@ -146,7 +146,7 @@ def test_cancelling_again_does_not_stop_the_deletion() -> None:
     assert asyncio.run(run()) == set()
 
 
-def test_a_sandbox_that_is_closed_meanwhile_leaves_no_box() -> None:
+def test_closing_sandbox_during_open_leaves_no_box() -> None:
     class Greeting(DeadProcess):
         async def nothing(self) -> Any:
             yield b"ramify-guest-1\n"
@@ -165,7 +165,7 @@ def test_a_sandbox_that_is_closed_meanwhile_leaves_no_box() -> None:
         task = asyncio.ensure_future(sandbox.open(seed="s"))
         await cloud.is_waiting.wait()
         await sandbox.close()
-        cloud.goes_on.set()
+        cloud.may_proceed.set()
         with pytest.raises(SandboxError, match="closed while a session was being opened"):
             await task
         return cloud.boxes
@@ -173,18 +173,18 @@ def test_a_sandbox_that_is_closed_meanwhile_leaves_no_box() -> None:
     assert asyncio.run(run()) == set()
 
 
-def test_a_deletion_is_tried_again() -> None:
+def test_failed_deletion_is_retried() -> None:
     async def run() -> set[str]:
         cloud = Cloud(fails="open_process", lost_deletes=2)
-        await open_one(cloud)
+        await error_of_open(cloud)
         return cloud.boxes
 
     assert asyncio.run(run()) == set()
 
 
-def test_a_box_that_cannot_be_deleted_is_named_and_the_first_error_is_kept() -> None:
+def test_undeletable_box_is_named_and_first_error_is_kept() -> None:
     async def run() -> str:
-        return await open_one(Cloud(fails="open_process", lost_deletes=99))
+        return await error_of_open(Cloud(fails="open_process", lost_deletes=99))
 
     with pytest.warns(RuntimeWarning) as seen:
         said = asyncio.run(run())
@@ -196,24 +196,24 @@ def test_a_box_that_cannot_be_deleted_is_named_and_the_first_error_is_kept() -> 
     ]
 
 
-class Slow:
-    """Boxes whose creation does not finish before its caller is cancelled."""
+class SlowService:
+    """Service whose box creation is still in progress when its caller is cancelled."""
 
     def __init__(self) -> None:
         self.left = 0
-        self.is_waiting, self.goes_on = asyncio.Event(), asyncio.Event()
+        self.is_waiting, self.may_proceed = asyncio.Event(), asyncio.Event()
 
     async def make(self, *args: Any, **more: Any) -> Any:
         self.left += 1
         self.is_waiting.set()
-        await self.goes_on.wait()
+        await self.may_proceed.wait()
         return types.SimpleNamespace(terminate=doubles.Aio(self.end), kill=self.end)
 
     async def end(self, box: Any = None) -> None:
         self.left -= 1
 
 
-def service(provider: str, slow: Slow) -> Any:
+def service(provider: str, slow: SlowService) -> Any:
     if provider == "modal":
         sdk = doubles.modal_sdk()
         sdk.Sandbox = types.SimpleNamespace(create=doubles.Aio(slow.make))
@@ -233,12 +233,12 @@ def service(provider: str, slow: Slow) -> Any:
 @pytest.mark.parametrize("provider", ["modal", "e2b", "daytona"])
 def test_a_cancelled_creation_leaves_no_box(provider: str) -> None:
     async def run() -> int:
-        slow = Slow()
+        slow = SlowService()
         task = asyncio.ensure_future(service(provider, slow).start(["true"], SPEC))
         await slow.is_waiting.wait()
         task.cancel()
         await asyncio.sleep(0)
-        slow.goes_on.set()
+        slow.may_proceed.set()
         with pytest.raises(asyncio.CancelledError):
             await task
         return slow.left
@@ -246,7 +246,7 @@ def test_a_cancelled_creation_leaves_no_box(provider: str) -> None:
     assert asyncio.run(run()) == 0
 
 
-def test_daytona_deletes_by_its_name_what_was_made_and_did_not_start() -> None:
+def test_daytona_deletes_by_name_a_sandbox_that_did_not_start() -> None:
     boxes: list[str] = []
 
     class Client(doubles.DaytonaClient):
@@ -299,7 +299,7 @@ def no_labels(
         ("", "CreateSandboxRequest", no_labels, "its CreateSandboxRequest takes other arguments"),
     ],
 )
-def test_an_sdk_that_does_not_fit_is_refused_before_anything_is_created(
+def test_incompatible_sdk_is_refused_before_anything_is_created(
     owner: str, name: str, value: Any, fault: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sdk = doubles.prime_sdk(False, tmp_path)

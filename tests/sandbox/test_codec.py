@@ -1,5 +1,4 @@
-"""The codec: every supported value survives a round trip, and hostile data never decodes to a
-surprise."""
+"""The codec: every supported value survives a round trip, and hostile data is refused."""
 
 import math
 import os
@@ -61,7 +60,7 @@ def same(a: Any, b: Any) -> bool:
 
 @settings(max_examples=300, deadline=None)
 @given(values)
-def test_round_trip_alone_and_through_the_hosts_json(value: Any) -> None:
+def test_values_round_trip_directly_and_through_host_json(value: Any) -> None:
     parts, _ = pack_value(value)
     assert same(unpack_value(b"".join(parts))[0], value)
     encoder = ValueEncoder()
@@ -69,14 +68,14 @@ def test_round_trip_alone_and_through_the_hosts_json(value: Any) -> None:
     assert same(ValueDecoder(encoder.blobs).decode(data) if encoder.tags else data, value)
 
 
-def test_relatives_of_dict_travel_as_dict() -> None:
+def test_dict_subclasses_decode_as_dict() -> None:
     from collections import Counter, OrderedDict, defaultdict
 
     for kind in (Counter("aab"), OrderedDict(a=2, b=1), defaultdict(int, a=2, b=1)):
         assert unpack_value(b"".join(pack_value(kind)[0])) == ({"a": 2, "b": 1}, 2)
 
 
-def test_the_same_set_has_one_form() -> None:
+def test_equal_sets_encode_identically() -> None:
     first, second = {f"name {i}" for i in range(50)}, {f"name {i}" for i in reversed(range(50))}
     assert pack_value(first) == pack_value(second)
 
@@ -91,7 +90,7 @@ def test_the_same_set_has_one_form() -> None:
         ([True] * 20 + [os.stat_result], "a value of type type at value[20] cannot"),
     ],
 )
-def test_what_is_not_carried_is_named(value: Any, message: str) -> None:
+def test_unsupported_value_is_named_with_its_path(value: Any, message: str) -> None:
     with pytest.raises(CodecError) as caught:
         pack_value(value)
     assert message in str(caught.value)
@@ -123,12 +122,12 @@ def test_hostile_values_are_refused(data: Any) -> None:
         ValueDecoder([]).decode(data)
 
 
-def test_a_blob_is_used_once() -> None:
+def test_blob_cannot_be_referenced_twice() -> None:
     with pytest.raises(ProtocolError, match="used before"):
         ValueDecoder([b"x" * 1000]).decode([{"$": "str", "v": 0}] * 2)
 
 
-def test_frames_survive_any_cut(tmp_path: Any) -> None:
+def test_frames_reassemble_from_pieces_of_any_size(tmp_path: Any) -> None:
     frames = [
         frame(b'{"op":"out","skip":0,"chars":1,"upto":1,"blobs":[5]}', [b"x" * 5]),
         frame(b'{"op":"ok","id":1}'),
@@ -163,7 +162,7 @@ def test_frames_survive_any_cut(tmp_path: Any) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.text(max_size=12), max_size=20), st.integers(2, 60))
-def test_head_and_tail_are_the_ends_of_the_text(pieces: list[str], limit: int) -> None:
+def test_head_tail_buffer_keeps_both_ends_of_output(pieces: list[str], limit: int) -> None:
     kept, whole = HeadTailBuffer(limit), "".join(pieces).replace("\r", "")
     for piece in whole.encode().splitlines(keepends=True):
         kept.add(piece)

@@ -13,7 +13,7 @@ from ramify.sandbox.base import SharedContext
 @pytest.mark.parametrize(
     "value", ["short", "é\ud800" * 800_000, {"a": (1, {2})}, ["x" * 10] * 200_000, 5, None, b"x"]
 )
-def test_encoded_once_decoded_anywhere(value: Any) -> None:
+def test_context_round_trips_through_its_bytes(value: Any) -> None:
     context = SharedContext(value)
     data = bytes(context.buffer())
     assert context.digest == hashlib.sha256(data).hexdigest()
@@ -27,7 +27,7 @@ def test_encoded_once_decoded_anywhere(value: Any) -> None:
     )
 
 
-def test_it_knows_its_size() -> None:
+def test_context_reports_kind_and_chars() -> None:
     assert (SharedContext("héllo").kind, SharedContext("héllo").chars) == ("str", 5)
     assert (SharedContext(["ab", {"c": "de"}]).kind, SharedContext(["ab", {"c": "de"}]).chars) == (
         "list",
@@ -35,7 +35,7 @@ def test_it_knows_its_size() -> None:
     )
 
 
-def test_values_are_written_down_as_json() -> None:
+def test_packed_context_survives_json() -> None:
     value = {"a": (1, b"\xff" * 5000, "é\ud800", {2}), "text": "x" * 10_000}
     assert SharedContext.unpack(json.loads(json.dumps(SharedContext(value).pack()))) == value
 

@@ -1,4 +1,4 @@
-"""The default sandbox as its users meet it, on machines that have the whole jail, part of it, or
+"""The default sandbox from the command line, on machines with the whole jail, part of it, or
 none."""
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ os.execv(sys.executable, [sys.executable, "-m", "ramify", *sys.argv[2:]])
 """
 
 
-class Said(NamedTuple):
+class CommandOutput(NamedTuple):
     code: int
     out: str
     err: str
 
 
-def on_a_machine_of(tier: str, folder: Path, *arguments: str) -> Said:
+def run_at_tier(tier: str, folder: Path, *arguments: str) -> CommandOutput:
     """Return the command's output on a kernel restricted to ``tier`` (``outer.py``)."""
     (folder / "log.txt").write_text("x" * 50_000)
     (folder / "script.json").write_text(json.dumps(["```repl\nFINAL(len(context))\n```"]))
@@ -57,7 +57,7 @@ def on_a_machine_of(tier: str, folder: Path, *arguments: str) -> Said:
     )
     if "this machine cannot be made poorer" in done.stderr:
         pytest.skip(f"A MACHINE OF TIER {tier} CANNOT BE HAD HERE: {done.stderr[-200:]}")
-    return Said(done.returncode, done.stdout, done.stderr)
+    return CommandOutput(done.returncode, done.stdout, done.stderr)
 
 
 ASK = ("ask", "-m", "scripted:script.json", "how long?", "log.txt")
@@ -83,10 +83,10 @@ ASK = ("ask", "-m", "scripted:script.json", "how long?", "log.txt")
         ("C", ("--sandbox", "process", "--allow-weaker"), ""),
     ],
 )
-def test_what_is_accepted_is_said_aloud(
+def test_accepted_weaker_sandbox_gives_warning(
     tier: str, options: tuple[str, ...], warning: str, tmp_path: Path
 ) -> None:
-    said = on_a_machine_of(tier, tmp_path, *ASK, *options)
+    said = run_at_tier(tier, tmp_path, *ASK, *options)
     assert (said.code, said.out) == (0, "50000\n"), said.err
     lines = [line for line in said.err.splitlines() if "warning" in line]
     assert [line[: len("ramify: warning: ") + len(warning)] for line in lines] == (
@@ -112,10 +112,10 @@ def test_what_is_accepted_is_said_aloud(
         ),
     ],
 )
-def test_what_cannot_be_had_is_refused(
+def test_unavailable_tier_is_refused_with_remedy(
     tier: str, options: tuple[str, ...], missing: str, remedy: str, tmp_path: Path
 ) -> None:
-    said = on_a_machine_of(tier, tmp_path, *ASK, *options)
+    said = run_at_tier(tier, tmp_path, *ASK, *options)
     *_, line = said.err.splitlines()
     assert (said.code, said.out, line.startswith("ramify: sandbox 'jail' does not reach")) == (
         1,
@@ -124,17 +124,15 @@ def test_what_cannot_be_had_is_refused(
     )
     for part in (missing, remedy, "or accept less: allow_weaker=True (--allow-weaker)"):
         assert part in line
-    assert on_a_machine_of(tier, tmp_path, "runs", "--json").out == "", (
-        "a run that never began is none"
-    )
+    assert run_at_tier(tier, tmp_path, "runs", "--json").out == "", "a run that never began is none"
 
 
 @linux
-def test_a_run_may_be_repeated_on_a_poorer_machine(tmp_path: Path) -> None:
-    assert on_a_machine_of("B", tmp_path, *ASK).code == 0
-    refused = on_a_machine_of("C", tmp_path, "replay", "last")
+def test_replay_on_weaker_machine_needs_allow_weaker(tmp_path: Path) -> None:
+    assert run_at_tier("B", tmp_path, *ASK).code == 0
+    refused = run_at_tier("C", tmp_path, "replay", "last")
     assert (refused.code, "does not reach tier B" in refused.err) == (1, True)
-    accepted = on_a_machine_of("C", tmp_path, "replay", "last", "--allow-weaker")
+    accepted = run_at_tier("C", tmp_path, "replay", "last", "--allow-weaker")
     assert (accepted.code, accepted.out) == (0, "same: 1 call, 1 cell, and the answer\n")
     assert "sandbox 'jail' at tier C" in accepted.err
 
@@ -163,14 +161,16 @@ def test_a_run_may_be_repeated_on_a_poorer_machine(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_doctor(tier: str, code: int, parts: tuple[str, ...], tmp_path: Path) -> None:
-    said = on_a_machine_of(tier, tmp_path, "doctor")
+def test_doctor_reports_reached_tier(
+    tier: str, code: int, parts: tuple[str, ...], tmp_path: Path
+) -> None:
+    said = run_at_tier(tier, tmp_path, "doctor")
     assert said.code == code
     for part in parts:
         assert part in said.out
 
 
-def test_a_weakness_is_passed_over_only_if_it_was_named() -> None:
+def test_weak_sandbox_warning_is_silenced_only_by_naming_it() -> None:
     for spec, warning in (
         (SandboxSpec(allow_weaker=True), WARNING),  # a machine without a jail
         (SandboxSpec(provider="process"), WARNING),
@@ -179,7 +179,7 @@ def test_a_weakness_is_passed_over_only_if_it_was_named() -> None:
         assert warning_of(ProcessSandbox(spec), spec) == warning
 
 
-def test_mounts_are_not_passed_over() -> None:
+def test_mounts_are_refused_by_providers_without_them() -> None:
     for provider in ("process", "inprocess"):
         with pytest.raises(
             ConfigError, match=f"sandbox '{provider}' does not support mounts, only 'jail' does"

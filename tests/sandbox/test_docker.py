@@ -1,8 +1,8 @@
 """The provider ``docker`` against a double that speaks the engine's HTTP API on a Unix socket and
 really runs the guest.
 
-The double confines nothing, so the checks of isolation are left out here; instead, the isolation
-that is requested from the engine is asserted.
+The double isolates nothing, so isolation checks are skipped here; instead, the tests assert the
+isolation that is requested from the engine.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ LOCAL = [check for check in CHECKS if not any(name.startswith("isolates") for na
 
 
 class FakeEngine:
-    """One engine. ``images`` are local, ``registry`` can be pulled; ``forgets`` names protections
-    that it does not apply."""
+    """Fake container engine. ``images`` are local, ``registry`` can be pulled; ``forgets`` names
+    protections that it does not apply."""
 
     def __init__(self) -> None:
         self.images = {"python:3.12-slim"}
@@ -145,7 +145,7 @@ class FakeEngine:
         writer.close()
 
     async def close(self) -> None:
-        """Without force: what was removed must end by itself."""
+        """Wait without force: removed containers must end by themselves."""
         while self.tasks:
             await asyncio.wait([*self.tasks], timeout=10)
         for writer in self.writers:
@@ -174,7 +174,9 @@ async def engine(monkeypatch: pytest.MonkeyPatch, folder: Path) -> AsyncIterator
 
 
 @pytest.mark.parametrize("check", LOCAL, ids=[check.name for check in LOCAL])
-def test_promise(check: ConformanceCheck, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_conformance_check(
+    check: ConformanceCheck, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     async def put() -> None:
         async with engine(monkeypatch, tmp_path):
             sandbox = open_sandbox(SPEC)
@@ -187,7 +189,7 @@ def test_promise(check: ConformanceCheck, monkeypatch: pytest.MonkeyPatch, tmp_p
     asyncio.run(put())
 
 
-def test_what_the_engine_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_create_request_asks_for_isolation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async def ask() -> FakeEngine:
         async with engine(monkeypatch, tmp_path) as fake:
             sandbox = open_sandbox(SPEC)
@@ -257,7 +259,7 @@ def spec(**fields: Any) -> SandboxSpec:
 @pytest.mark.parametrize(
     "lost", ["NetworkMode", "ReadonlyRootfs", "CapDrop", "SecurityOpt", "Memory", "PidsLimit"]
 )
-def test_an_engine_that_leaves_out_a_protection_is_refused(
+def test_engine_that_ignores_a_protection_is_refused(
     lost: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with pytest.raises(
@@ -268,7 +270,7 @@ def test_an_engine_that_leaves_out_a_protection_is_refused(
     assert fake.requests[-1].startswith("DELETE")
 
 
-def test_a_missing_image_is_pulled_and_an_unknown_one_named(
+def test_missing_image_is_pulled_and_unknown_image_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fake = open_once(
@@ -281,7 +283,7 @@ def test_a_missing_image_is_pulled_and_an_unknown_one_named(
         open_once(monkeypatch, tmp_path, spec(image="other"))
 
 
-def test_an_image_without_python_and_a_package_that_is_not_there(
+def test_image_without_python_or_requested_package_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with pytest.raises(
@@ -294,7 +296,7 @@ def test_an_image_without_python_and_a_package_that_is_not_there(
         open_once(monkeypatch, tmp_path, spec(packages=("no_such_package",)))
 
 
-def test_a_container_that_is_killed_from_outside(
+def test_container_killed_from_outside_ends_its_session(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async def go() -> None:
@@ -311,7 +313,9 @@ def test_a_container_that_is_killed_from_outside(
     asyncio.run(go())
 
 
-def test_no_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unreachable_engine_is_named_with_remedy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     with pytest.raises(SandboxError, match=r"no engine at .*none\.sock; start Docker or Podman"):
         open_sandbox(SPEC)

@@ -1,5 +1,5 @@
-"""What a container engine sends over its socket: valid HTTP, or one error; never an endless
-wait."""
+"""HTTP responses of a container engine: valid ones are parsed, malformed ones raise one error, and
+none blocks forever."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ MALFORMED = {
 }
 
 
-def asked(folder: Path, answer: bytes) -> object:
-    """What ``DockerEngine.ask`` returns from an engine that sends ``answer`` and closes."""
+def ask_engine(folder: Path, answer: bytes) -> object:
+    """Return what ``DockerEngine.ask`` gets from an engine that sends ``answer`` and closes."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -63,20 +63,23 @@ def asked(folder: Path, answer: bytes) -> object:
 
 
 @pytest.mark.parametrize("name", VALID)
-def test_a_valid_answer_is_read(tmp_path: Path, name: str) -> None:
-    assert asked(tmp_path, VALID[name]) == [1, 2, 3]
+def test_valid_response_is_parsed(tmp_path: Path, name: str) -> None:
+    assert ask_engine(tmp_path, VALID[name]) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_answer_is_one_error(tmp_path: Path, name: str) -> None:
+def test_malformed_response_raises_one_line_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(
         SandboxError, match=r"the container engine at .* broke off \(list images\): "
     ) as caught:
-        asked(tmp_path, MALFORMED[name])
+        ask_engine(tmp_path, MALFORMED[name])
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
 
 
-def test_brackets_without_end_are_text(tmp_path: Path) -> None:
+def test_deeply_nested_json_body_is_returned_as_text(tmp_path: Path) -> None:
     deep = b"[" * 200_000
-    assert asked(tmp_path, LINE + b"Content-Length: %d\r\n\r\n" % len(deep) + deep) == deep.decode()
+    assert (
+        ask_engine(tmp_path, LINE + b"Content-Length: %d\r\n\r\n" % len(deep) + deep)
+        == deep.decode()
+    )

@@ -1,4 +1,4 @@
-"""Many concurrent forks in one tree of the jail, and what a rollback reports if it could not be
+"""Concurrent forks of one session tree in the jail, and the error of a rollback that was not
 prepared."""
 
 import asyncio
@@ -22,8 +22,9 @@ pytestmark = pytest.mark.skipif(
 FORKS = 64
 
 
-async def forks_at_once(session: Any) -> list[str]:
-    """64 concurrent forks: half of them of ``session``, half of four branches of it."""
+async def errors_of_concurrent_forks(session: Any) -> list[str]:
+    """Fork 64 times concurrently: half from ``session``, half from four of its branches.
+    Returns the errors."""
     origins = [session, *[await session.fork() for _ in range(4)]]
     chosen = [origins[0] if number % 2 else origins[1 + number // 2 % 4] for number in range(FORKS)]
     branches = await asyncio.gather(*(each.fork() for each in chosen), return_exceptions=True)
@@ -37,17 +38,17 @@ async def forks_at_once(session: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("tier", tiers.TIERS)
-def test_many_forks_at_once_of_an_idle_tree(tier: str) -> None:
+def test_concurrent_forks_of_idle_session_tree(tier: str) -> None:
     async def test(sandbox: Any) -> None:
         session = await sandbox.open()
         await value(session, "x = [0]")
-        assert await forks_at_once(session) == []
+        assert await errors_of_concurrent_forks(session) == []
 
     with_jail(test, tier)
 
 
-async def fork_in_the_middle(session: Any, count: int) -> list[Any]:
-    """Branches that wait for the answer to the first of two calls."""
+async def fork_during_host_call(session: Any, count: int) -> list[Any]:
+    """Fork while the cell waits for the host's answer to the first of its two calls."""
     asked, go = asyncio.Event(), asyncio.Event()
 
     async def held(name: str, args: Any, kwargs: Any) -> Any:
@@ -65,23 +66,23 @@ async def fork_in_the_middle(session: Any, count: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("tier", tiers.TIERS)
-def test_many_forks_at_once_in_the_middle_of_a_call(tier: str) -> None:
+def test_concurrent_forks_during_host_call(tier: str) -> None:
     """Each branch is itself forked twice while it waits for its second call."""
 
     async def test(sandbox: Any) -> None:
         session = await sandbox.open()
         await session.install("host_names", HOST)
-        branches = await fork_in_the_middle(session, 16)
+        branches = await fork_during_host_call(session, 16)
         assert [str(each) for each in branches if isinstance(each, BaseException)] == []
         ends = await asyncio.gather(
-            *(branch_again(each, number) for number, each in enumerate(branches))
+            *(fork_branch_twice(each, number) for number, each in enumerate(branches))
         )
         assert ends == [[f"['first {n}', 'second {n} {m}']" for m in range(3)] for n in range(16)]
 
     with_jail(test, tier)
 
 
-async def branch_again(branch: Any, number: int) -> list[str]:
+async def fork_branch_twice(branch: Any, number: int) -> list[str]:
     made: list[Any] = []
 
     async def answers(name: str, args: Any, kwargs: Any) -> Any:
@@ -103,7 +104,7 @@ async def branch_again(branch: Any, number: int) -> list[str]:
     return [str(each.cell.value) for each in ran]
 
 
-def test_a_cell_is_refused_while_forks_wait_their_turn() -> None:
+def test_cell_is_refused_while_forks_are_queued() -> None:
     async def test(sandbox: Any) -> None:
         session = await sandbox.open()
         forks = [asyncio.ensure_future(session.fork()) for _ in range(4)]
@@ -125,7 +126,7 @@ DIE = "import os\nos._exit(3)"
 
 
 @pytest.mark.parametrize("tier", tiers.TIERS)
-def test_sessions_of_one_tree_are_rolled_back_side_by_side(tier: str) -> None:
+def test_sessions_of_one_tree_roll_back_concurrently(tier: str) -> None:
     async def test(sandbox: Any) -> None:
         root = await sandbox.open()
         tree = [root, *await asyncio.gather(*(root.fork() for _ in range(7)))]
@@ -140,7 +141,7 @@ def test_sessions_of_one_tree_are_rolled_back_side_by_side(tier: str) -> None:
     with_jail(test, tier, rollback=True)
 
 
-def test_a_rollback_that_could_not_be_prepared_is_reported() -> None:
+def test_unprepared_rollback_is_reported() -> None:
     async def test(sandbox: Any) -> None:
         session = await sandbox.open()
         await value(session, "import os\nends = os.pipe()")
@@ -158,7 +159,7 @@ def test_a_rollback_that_could_not_be_prepared_is_reported() -> None:
     with_jail(test, rollback=True)
 
 
-def test_before_linux_6_2_every_descriptor_is_replaced() -> None:
+def test_every_descriptor_is_replaced_before_linux_6_2() -> None:
     """The kernel does not report how many descriptors a process has."""
 
     async def main() -> None:
@@ -166,7 +167,7 @@ def test_before_linux_6_2_every_descriptor_is_replaced() -> None:
         try:
             session = await sandbox.open()
             await value(session, "x = [0]")
-            assert await forks_at_once(session) == []
+            assert await errors_of_concurrent_forks(session) == []
             branch = await session.fork()
             used = "import os\nends = os.pipe()\nos.read(0, 10), ends"
             assert await value(branch, used) == "(b'', (3, 4))"
@@ -176,21 +177,21 @@ def test_before_linux_6_2_every_descriptor_is_replaced() -> None:
     asyncio.run(main())
 
 
-def test_processes_fork_many_at_once_too() -> None:
+def test_process_provider_forks_concurrently() -> None:
     async def main() -> None:
         sandbox = open_sandbox(SandboxSpec(provider="process", allow_weaker=True))
         try:
             session = await sandbox.open()
             await value(session, "x = [0]")
-            assert await forks_at_once(session) == []
+            assert await errors_of_concurrent_forks(session) == []
         finally:
             await sandbox.close()
 
     asyncio.run(main())
 
 
-def test_forks_are_limited_by_open_files_with_an_error_of_ours() -> None:
-    """In a separate process with a low limit of open files."""
+def test_forks_beyond_open_file_limit_raise_sandbox_error() -> None:
+    """Runs in a separate process with a low limit on open files."""
     code = """
 import asyncio, resource
 from ramify.errors import SandboxError

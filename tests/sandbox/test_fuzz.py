@@ -1,5 +1,5 @@
-"""The host's frame reader against frames that are almost right: it may end the session, and nothing
-else.
+"""Fuzzing of the host's frame reader with almost valid frames: the worst outcome is the end of the
+session.
 
 Frames are built from the protocol's own vocabulary with odd values, then mutated: bits flipped,
 cut, joined, doubled, delivered in odd pieces. In every case, a run soon ends with a ``CellResult``
@@ -140,7 +140,7 @@ def streams(draw: st.DrawFn) -> list[bytes]:
 
 @FUZZ
 @given(streams())
-def test_reading_frames(pieces: list[bytes]) -> None:
+def test_mutated_frames_parse_or_raise_protocol_error(pieces: list[bytes]) -> None:
     """Bytes -> messages and values, or a ProtocolError; the reader never holds more than it was
     fed."""
     assembler, fed = FrameAssembler(), 0
@@ -156,7 +156,7 @@ def test_reading_frames(pieces: list[bytes]) -> None:
 
 @FUZZ
 @given(st.lists(st.binary(max_size=64), max_size=6))
-def test_reading_noise(pieces: list[bytes]) -> None:
+def test_random_bytes_parse_or_raise_protocol_error(pieces: list[bytes]) -> None:
     assembler = FrameAssembler()
     with contextlib.suppress(ProtocolError):
         for piece in pieces:
@@ -164,8 +164,8 @@ def test_reading_noise(pieces: list[bytes]) -> None:
                 session_wire.parse(view)
 
 
-class MemoryDoor:
-    """A guest that answers the first request with ``pieces`` and then falls silent, or is gone."""
+class ScriptedTransport:
+    """A guest that answers the first request with ``pieces`` and then stays silent, or dies."""
 
     caps = SandboxCapabilities(interrupt=True, kill=True)
     shared_buffers = None
@@ -180,9 +180,9 @@ class MemoryDoor:
         self._soon(HELLO)
 
     def _soon(self, piece: bytes) -> None:
-        asyncio.get_running_loop().call_soon(self._say, piece)
+        asyncio.get_running_loop().call_soon(self._deliver, piece)
 
-    def _say(self, piece: bytes) -> None:
+    def _deliver(self, piece: bytes) -> None:
         if not self.is_lost:
             self.received(memoryview(bytearray(piece)))
 
@@ -221,11 +221,13 @@ async def answer(name: str, args: Any, kwargs: Any) -> Any:
     return args
 
 
-async def put(pieces: list[bytes], is_gone: bool, request: str, cell_s: float = 0.02) -> list[Any]:
-    """Give the pieces to a session as the answer to a request; returns the errors in callbacks."""
+async def feed_session(
+    pieces: list[bytes], is_gone: bool, request: str, cell_s: float = 0.02
+) -> list[Any]:
+    """Answer a session's request with the pieces; returns the errors raised in callbacks."""
     loop, faults = asyncio.get_running_loop(), []
     loop.set_exception_handler(lambda _, context: faults.append(context))
-    session = GuestSession(MemoryDoor(pieces, is_gone), SessionLimits(cell_s, 0.02, 1000))  # type: ignore[arg-type]
+    session = GuestSession(ScriptedTransport(pieces, is_gone), SessionLimits(cell_s, 0.02, 1000))  # type: ignore[arg-type]
     await session.ready()
     try:
         async with asyncio.timeout(60):
@@ -248,11 +250,13 @@ async def put(pieces: list[bytes], is_gone: bool, request: str, cell_s: float = 
 
 @settings(FUZZ, max_examples=150)
 @given(streams(), st.booleans(), st.sampled_from(["run", "run", "set"]))
-def test_a_session_over_a_bent_wire(pieces: list[bytes], is_gone: bool, request: str) -> None:
-    assert asyncio.run(put(pieces, is_gone, request)) == []
+def test_session_with_mutated_frames_ends_cleanly(
+    pieces: list[bytes], is_gone: bool, request: str
+) -> None:
+    assert asyncio.run(feed_session(pieces, is_gone, request)) == []
 
 
-def test_a_flood_is_not_kept() -> None:
+def test_flood_of_frames_is_not_retained() -> None:
     """20,000 frames of output and of calls: the memory that the host holds afterwards does not
     depend on their number."""
     out = b"".join(frame(b'{"op":"out","skip":0,"chars":9,"upto":9,"blobs":[512]}', [b"x" * 512]))
@@ -264,14 +268,14 @@ def test_a_flood_is_not_kept() -> None:
     for times in (1, 10):
         flood = [out * 100] * 20 * times + [b"".join(calls)]
         tracemalloc.start()
-        asyncio.run(put(flood, True, "run", cell_s=60.0))
+        asyncio.run(feed_session(flood, True, "run", cell_s=60.0))
         gc.collect()
         kept.append(tracemalloc.get_traced_memory()[0])
         tracemalloc.stop()
     assert kept[1] < kept[0] + 500_000, kept
 
 
-def test_a_long_frame_that_never_ends_is_held_once() -> None:
+def test_unfinished_long_frame_is_buffered_once() -> None:
     assembler, piece = FrameAssembler(), memoryview(b"x" * 100_000)
     list(assembler.feed(memoryview((200 << 20).to_bytes(4, "little"))))
     tracemalloc.start()

@@ -1,5 +1,4 @@
-"""The provider ``ipython``: every conformance check, and what its users know from their
-notebooks."""
+"""The provider ``ipython``: every conformance check, and notebook features such as magics."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ needs_ipython = pytest.mark.skipif(
 )
 
 
-def cells(*codes: str) -> list[Cell]:
+def run_cells(*codes: str) -> list[Cell]:
     async def run() -> list[Cell]:
         sandbox = open_sandbox(SPEC)
         session = await sandbox.open()
@@ -34,7 +33,7 @@ def cells(*codes: str) -> list[Cell]:
 
 @needs_ipython
 @pytest.mark.parametrize("check", CHECKS, ids=[check.name for check in CHECKS])
-def test_promise(check: ConformanceCheck) -> None:
+def test_conformance_check(check: ConformanceCheck) -> None:
     async def put() -> None:
         sandbox = open_sandbox(SPEC)
         result = await check_one(sandbox, SPEC, check)
@@ -47,16 +46,16 @@ def test_promise(check: ConformanceCheck) -> None:
 
 
 @needs_ipython
-def test_in_and_out() -> None:
-    ran = cells(
+def test_in_out_and_underscore_history() -> None:
+    ran = run_cells(
         "6 * 7", "_ + 1", "Out[1], _2, __", "In[1]", "5;", "get_ipython().__class__.__name__"
     )
     assert [cell.value for cell in ran] == ["42", "43", "(42, 43, 42)", "'6 * 7'", None, "'Shell'"]
 
 
 @needs_ipython
-def test_magics_and_commands() -> None:
-    ran = cells(
+def test_magics_and_shell_commands() -> None:
+    ran = run_cells(
         "print(1)\n!echo two\nprint(3)",
         "names = !echo a; echo b\nlist(names)",
         "%%capture out\nprint('kept')",
@@ -75,8 +74,8 @@ def test_magics_and_commands() -> None:
 
 
 @needs_ipython
-def test_errors_read_as_in_every_session() -> None:
-    [failed, wrong] = cells("\nx = 1\n1 / 0", "a b")
+def test_tracebacks_match_other_providers() -> None:
+    [failed, wrong] = run_cells("\nx = 1\n1 / 0", "a b")
     assert failed.error is not None
     assert failed.error.splitlines()[:3] == [
         "Traceback (most recent call last):",
@@ -87,7 +86,7 @@ def test_errors_read_as_in_every_session() -> None:
     assert wrong.error.splitlines()[0] == '  File "<cell 2>", line 1'
 
 
-def test_without_ipython(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ipython_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SandboxError, match=r"pip install 'ramify\[ipython\]'"):
         open_sandbox(SPEC)

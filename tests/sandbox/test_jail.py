@@ -1,5 +1,4 @@
-"""What only the jail can break: its tiers, its filter, what it shows of the host, and its
-cleanup."""
+"""Jail only: its tiers, its system call filter, what it exposes of the host, and its cleanup."""
 
 import asyncio
 import contextlib
@@ -33,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 
 
 SPIN = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\nwhile True: pass"
-"""Code that no interrupt stops."""
+"""Code that cannot be interrupted."""
 
 
 async def answer(name: str, args: Any, kwargs: Any) -> Any:
@@ -64,7 +63,7 @@ async def error(session: Any, code: str) -> str:
 
 
 def descendants(pid: int) -> set[int]:
-    """Living processes below ``pid``."""
+    """Living descendants of ``pid``."""
     found: set[int] = set()
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -79,8 +78,8 @@ def descendants(pid: int) -> set[int]:
 # tiers
 
 
-def test_another_user_reads_a_copy_if_the_checkout_is_closed(tmp_path: Path) -> None:
-    """Otherwise every test of this user would be skipped."""
+def test_other_user_reads_copy_of_private_checkout(tmp_path: Path) -> None:
+    """Without the copy, every test as this user would be skipped."""
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     closed = tmp_path / "closed"
@@ -104,7 +103,7 @@ def test_another_user_reads_a_copy_if_the_checkout_is_closed(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("tier", tiers.TIERS)
-def test_an_ordinary_user_is_kept_the_same_promises(tier: str) -> None:
+def test_conformance_checks_pass_for_ordinary_user(tier: str) -> None:
     if os.geteuid() != 0:
         pytest.skip("these tests run as an ordinary user anyway")
     other = readable()
@@ -126,7 +125,7 @@ def test_an_ordinary_user_is_kept_the_same_promises(tier: str) -> None:
     assert found == {"uid": 65534, "tier": tier, "broken": []}
 
 
-def test_a_weaker_tier_than_asked_for_is_refused_with_the_way_to_get_it() -> None:
+def test_weaker_tier_than_requested_is_refused_with_remedy() -> None:
     if why := tiers.why_not("C"):
         pytest.skip(why)
     with pytest.raises(
@@ -139,7 +138,7 @@ def test_a_weaker_tier_than_asked_for_is_refused_with_the_way_to_get_it() -> Non
     assert weaker.reached.tier == "C"
 
 
-def test_another_platform_is_refused_unless_weaker_is_accepted(
+def test_unsupported_platform_is_refused_unless_allow_weaker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
@@ -148,7 +147,7 @@ def test_another_platform_is_refused_unless_weaker_is_accepted(
     assert type(open_sandbox(SandboxSpec(provider="jail", allow_weaker=True))) is ProcessSandbox
 
 
-def test_root_is_nobody_inside() -> None:
+def test_root_becomes_unprivileged_user_inside() -> None:
     async def test(jail: JailSandbox) -> None:
         session = await jail.open()
         assert await value(session, "import os; os.getuid() != 0 and os.geteuid() != 0") == "True"
@@ -166,18 +165,18 @@ def test_root_is_nobody_inside() -> None:
         with_jail(test, tier)
 
 
-def test_the_probe_is_asked_once() -> None:
+def test_probe_result_is_cached() -> None:
     assert probe(tiers.WITHOUT["C"]) is probe(tiers.WITHOUT["C"])
 
 
 # ------------------------------------------------------------------------------------------------
-# the filter
+# the system call filter
 
 
 @pytest.mark.parametrize(
     ("machine", "architecture"), [("x86_64", 0xC000003E), ("aarch64", 0xC00000B7)]
 )
-def test_the_tables_agree_with_libseccomp(machine: str, architecture: int) -> None:
+def test_system_call_tables_match_libseccomp(machine: str, architecture: int) -> None:
     path = ctypes.util.find_library("seccomp")
     if path is None:
         pytest.skip("THE TABLES ARE NOT CHECKED HERE: no libseccomp")
@@ -203,7 +202,7 @@ print(json.dumps([s.numbers(table, {machine!r}), len(s.filter_for({machine!r}, p
     assert steps < 500
 
 
-def test_unusual_calls_fail_and_harm_nothing() -> None:
+def test_unusual_system_calls_fail_harmlessly() -> None:
     code = """
 import ctypes, mmap, resource, socket
 libc = ctypes.CDLL(None, use_errno=True)
@@ -230,10 +229,10 @@ raised = fails(resource.setrlimit, resource.RLIMIT_CPU, (1 << 30, 1 << 30))
 
 
 # ------------------------------------------------------------------------------------------------
-# what is shown
+# files and packages exposed to a session
 
 
-def test_a_mount_is_read_only_and_where_it_was_asked_for(tmp_path: Path) -> None:
+def test_mount_is_read_only_at_requested_path(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     tmp_path.chmod(0o755)
     for parent in tmp_path.parents[:2]:
@@ -258,27 +257,25 @@ def test_a_mount_is_read_only_and_where_it_was_asked_for(tmp_path: Path) -> None
         (((".", "/a/../b"),), "cannot be mounted at"),
     ],
 )
-def test_a_wrong_mount_is_told(mounts: Any, message: str) -> None:
+def test_invalid_mount_is_named(mounts: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_sandbox(SandboxSpec(provider="jail", mounts=mounts))
 
 
 @pytest.mark.parametrize("tier", ["B", "C"])
-def test_without_a_file_system_of_their_own_sessions_see_a_mount_where_it_is_or_not_at_all(
-    tier: str, tmp_path: Path
-) -> None:
+def test_weaker_tiers_refuse_mount_at_another_path(tier: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"reaches tier {tier}, .* cannot be mounted at '/data'"):
         tiers.open_jail(SandboxSpec(provider="jail", tier=tier, mounts=((str(tmp_path), "/data"),)))
 
 
-def test_more_memory_than_the_machine_has_is_refused() -> None:
+def test_memory_limit_above_machine_memory_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"all_memory_bytes is .* more than the .* bytes of this machine"
     ):
         open_sandbox(SandboxSpec(provider="jail", all_memory_bytes=1 << 50))
 
 
-def test_a_session_writes_into_its_own_folder_up_to_a_limit() -> None:
+def test_session_folder_is_private_and_size_limited() -> None:
     async def test(jail: JailSandbox) -> None:
         first, second = await jail.open(), await jail.open()
         assert (
@@ -307,7 +304,7 @@ def test_packages_of_the_host_are_importable_on_request() -> None:
         with_jail(test, tier, packages=("msgspec",))
 
 
-def test_without_the_package_it_is_not_there() -> None:
+def test_unrequested_host_package_is_not_importable() -> None:
     async def test(jail: JailSandbox) -> None:
         assert "No module named 'msgspec'" in await error(await jail.open(), "import msgspec")
 
@@ -318,7 +315,7 @@ def test_without_the_package_it_is_not_there() -> None:
 # limits
 
 
-def test_a_cell_that_aborts_is_told_as_one_and_aborts_nobody_else() -> None:
+def test_abort_is_reported_and_kills_only_its_session() -> None:
     """A session may not send signals. If it calls abort(), the host signals that session and no
     other process."""
 
@@ -348,7 +345,7 @@ def test_a_cell_that_aborts_is_told_as_one_and_aborts_nobody_else() -> None:
     with_jail(test)
 
 
-def test_processor_time_ends_a_session() -> None:
+def test_cpu_time_limit_ends_session() -> None:
     async def test(jail: JailSandbox) -> None:
         session = await jail.open()
         with pytest.raises(SessionDied, match=r"SIG(XCPU|KILL)"):
@@ -375,7 +372,7 @@ for t in started: t.join()
     with_jail(test)
 
 
-def test_the_session_that_uses_most_is_ended_when_all_use_too_much() -> None:
+def test_largest_session_is_ended_when_total_memory_is_exceeded() -> None:
     async def test(jail: JailSandbox) -> None:
         small, large = await jail.open(), await jail.open()
         await value(small, "b = bytearray(40 << 20)")
@@ -388,7 +385,7 @@ def test_the_session_that_uses_most_is_ended_when_all_use_too_much() -> None:
     with_jail(test, all_memory_bytes=100 << 20)
 
 
-def test_rollback_survives_a_killed_cell() -> None:
+def test_rollback_restores_session_after_killed_cell() -> None:
     async def test(jail: JailSandbox) -> None:
         session = await jail.open()
         await value(session, "x = 1")
@@ -406,7 +403,7 @@ def test_rollback_survives_a_killed_cell() -> None:
 # branches
 
 
-def test_a_fork_makes_files_read_only_for_both() -> None:
+def test_fork_makes_files_read_only_for_both_sessions() -> None:
     async def test(jail: JailSandbox) -> None:
         session = await jail.open()
         await value(session, "f = open('kept', 'w'); f.write('x')")
@@ -422,7 +419,7 @@ def test_a_fork_makes_files_read_only_for_both() -> None:
 
 
 @pytest.mark.parametrize("tier", tiers.TIERS)
-def test_only_the_host_makes_processes(tier: str) -> None:
+def test_only_host_can_create_processes(tier: str) -> None:
     async def test(jail: JailSandbox) -> None:
         session = await jail.open()
         branch = await session.fork()
@@ -436,7 +433,7 @@ def test_only_the_host_makes_processes(tier: str) -> None:
     with_jail(test, tier)
 
 
-def test_a_tree_closes_together() -> None:
+def test_close_tree_ends_every_branch() -> None:
     async def test(jail: JailSandbox) -> None:
         before = descendants(os.getpid())
         root = await jail.open()
@@ -453,11 +450,11 @@ def test_a_tree_closes_together() -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# afterwards
+# cleanup
 
 
 @pytest.mark.parametrize("tier", tiers.TIERS)
-def test_nothing_is_left(tier: str) -> None:
+def test_closed_jail_leaves_no_processes_mounts_or_descriptors(tier: str) -> None:
     async def life(jail: JailSandbox, context: SharedContext) -> None:
         for index in range(6):
             session = await jail.open(context=context if index % 2 else None)
@@ -484,14 +481,14 @@ def test_nothing_is_left(tier: str) -> None:
 
     before = there()
     asyncio.run(main())
-    until = time.monotonic() + 100  # what was killed may need a moment
+    until = time.monotonic() + 100  # killed processes may need a moment
     while (after := there()) != before and time.monotonic() < until:
         time.sleep(0.02)
     assert after == before
 
 
 @pytest.mark.parametrize("tier", tiers.TIERS)
-def test_everything_ends_with_the_host(tier: str, tmp_path: Path) -> None:
+def test_killed_host_takes_all_sessions_with_it(tier: str, tmp_path: Path) -> None:
     if why := tiers.why_not(tier):
         pytest.skip(why)
     script = tmp_path / "host.py"
@@ -536,14 +533,14 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_launched_zygote_is_taken_or_ends() -> None:
+def test_prelaunched_zygote_is_used_and_ends() -> None:
     spec = SandboxSpec(provider="jail", cell_s=77.0)
     provider.launch(spec)
     pid = provider._launched[spec].process.pid
 
     async def main() -> None:
         jail = open_sandbox(spec)
-        open_sandbox(spec)  # only looked at
+        open_sandbox(spec)  # opened, but never used
         session = await jail.open()
         assert await value(session, "1 + 1") == "2"
         assert spec not in provider._launched

@@ -1,5 +1,5 @@
-"""The jail on kernels and in containers that lack something, emulated: system calls are refused
-before the jail starts, or an older version of Landlock is reported."""
+"""The jail on older kernels and in restricted containers, emulated: system calls are refused before
+the jail starts, or an older Landlock version is reported."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
     reason="THE NUMBERS OF THESE SYSTEM CALLS ARE THOSE OF LINUX ON x86_64",
 )
 
-LACKS = {  # what is refused -> (numbers, tier that is left, its part of the reason)
+LACKS = {  # missing feature -> (system call numbers, tier still reached, part of the reason)
     "unshare": ({272}, "B", "namespace"),
     "mount": ({165}, "B", "mount flags on /"),
     "pivot_root": ({155}, "B", "pivot_root"),
@@ -99,7 +99,7 @@ DOCKER = {
     ),
     *(432, 433, 442),
 }
-"""What Docker's default filter refuses."""
+"""System calls that Docker's default seccomp filter refuses."""
 
 
 async def answer(name: str, args: Any, kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ async def answer(name: str, args: Any, kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", LACKS)
-def test_what_is_missing_costs_the_tiers_that_need_it(name: str) -> None:
+def test_missing_kernel_feature_lowers_the_tier(name: str) -> None:
     numbers, tier, reason = LACKS[name]
     reached = probe(frozenset(numbers))
     assert reached.tier == tier
@@ -115,8 +115,8 @@ def test_what_is_missing_costs_the_tiers_that_need_it(name: str) -> None:
     assert reason in reached.missing.get("A", "")
 
 
-async def works_and_holds(jail: JailSandbox) -> None:
-    """Run a cell, forks and attacks on files."""
+async def check_runs_and_confines(jail: JailSandbox) -> None:
+    """Check that a cell and forks run and that attacks on files are refused."""
     session = await jail.open()
     code = """
 import os
@@ -137,13 +137,13 @@ def refused(call, *arguments):
 
 @pytest.mark.parametrize("tier", "AB")
 @pytest.mark.parametrize("landlock", range(1, 7))
-def test_sessions_on_an_older_landlock(landlock: int, tier: str) -> None:
+def test_sessions_run_confined_on_older_landlock(landlock: int, tier: str) -> None:
     async def main() -> None:
         spec = SandboxSpec(tier=tier, pool=0)
         jail = JailSandbox(spec, deny=tiers.WITHOUT[tier], landlock=landlock, counts=landlock > 2)
         assert (jail.reached.tier, jail.reached.landlock) == (tier, landlock)
         try:
-            await works_and_holds(jail)
+            await check_runs_and_confines(jail)
         finally:
             await jail.close()
 
@@ -152,12 +152,12 @@ def test_sessions_on_an_older_landlock(landlock: int, tier: str) -> None:
     asyncio.run(main())
 
 
-def test_sessions_in_a_container_of_docker() -> None:
+def test_sessions_run_confined_in_docker_container() -> None:
     async def main() -> None:
         jail = JailSandbox(SandboxSpec(pool=0), deny=frozenset(DOCKER))
         assert jail.reached.tier == "B"
         try:
-            await works_and_holds(jail)
+            await check_runs_and_confines(jail)
         finally:
             await jail.close()
 
@@ -168,7 +168,7 @@ def test_sessions_in_a_container_of_docker() -> None:
 
 @pytest.mark.parametrize("tier", "BC")
 def test_the_whole_standard_library_can_be_imported(tier: str) -> None:
-    """Root becomes another user at tier B, which may not read a Python in root's folder; at tier C no
+    """At tier B root becomes another user, who may not be able to read root's Python; at tier C no
     call may name a file."""
     code = """
 import importlib, sys, warnings

@@ -1,5 +1,5 @@
-"""What a session sends, and how long it keeps the event loop of its host: a fuzzer of frames that
-are as expensive as frames can be, with the CPU time of each callback of the loop.
+"""How long frames from a session block the host's event loop: the most expensive frames possible,
+with the CPU time of each callback of the loop.
 
 While frames are decoded, a timer must be served and another session's cells must end.
 """
@@ -23,9 +23,9 @@ from ramify.sandbox.process import ProcessSandbox
 from ramify.sandbox.running_cell import SessionLimits
 from ramify.sandbox.session import GuestSession
 from tests.sandbox.test_fuzz import HELLO
-from tests.sandbox.test_session import LyingDoor, said
+from tests.sandbox.test_session import LyingTransport, said
 
-MOST_S = 0.05
+MAX_CALLBACK_S = 0.05
 """Maximum CPU time of one callback."""
 SAME = 2**61 - 1
 
@@ -34,7 +34,7 @@ async def answer(name: str, args: Any, kwargs: Any) -> Any:
     return args
 
 
-class WatchedHandle:
+class CallbackTimer:
     """The CPU time of the event loop's callbacks, measured by its own selector."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -175,7 +175,7 @@ LARGE: dict[str, Callable[[], bytes]] = {
 }
 
 
-class PiecewiseDoor(LyingDoor):
+class PiecewiseTransport(LyingTransport):
     """Delivers its script in pieces as a socket does, and not while it is paused."""
 
     def __init__(self, data: bytes) -> None:
@@ -184,7 +184,7 @@ class PiecewiseDoor(LyingDoor):
         self.is_paused = False
 
     def write(self, data: list[Any]) -> None:
-        self.written.append(b"")  # joining a large reply would be this double's own block
+        self.written.append(b"")  # joining a large reply would itself block the loop
         if len(self.written) == 1:
             asyncio.get_running_loop().call_soon(self.deliver)
 
@@ -203,8 +203,8 @@ class PiecewiseDoor(LyingDoor):
 
 
 @pytest.fixture(autouse=True)
-def without_the_garbage_of_others() -> Iterator[None]:
-    """A full collection takes as long as other tests have left objects, and belongs to no frame."""
+def freeze_existing_objects() -> Iterator[None]:
+    """Exclude objects that other tests left, whose collection would count as time of a frame."""
     gc.collect()
     gc.freeze()
     yield
@@ -213,10 +213,10 @@ def without_the_garbage_of_others() -> Iterator[None]:
 
 async def longest_block(data: bytes) -> tuple[float, float]:
     """CPU seconds of the longest turn of the loop, and how long the cell took."""
-    watched = WatchedHandle(asyncio.get_running_loop())
+    watched = CallbackTimer(asyncio.get_running_loop())
     began = time.monotonic()
     limits = SessionLimits(1.0, 0.05, 1000)
-    session = GuestSession(PiecewiseDoor(data), limits)
+    session = GuestSession(PiecewiseTransport(data), limits)
     await session.ready()
     try:
         await session.run("1", answer=answer)
@@ -230,13 +230,13 @@ async def longest_block(data: bytes) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_no_frame_keeps_the_loop(name: str) -> None:
+def test_no_frame_blocks_event_loop(name: str) -> None:
     longest, took = min(asyncio.run(longest_block(LARGE[name]())) for _ in range(2))
-    assert longest <= MOST_S
+    assert longest <= MAX_CALLBACK_S
     assert took < 20
 
 
-def test_random_values_do_not_keep_the_loop() -> None:
+def test_random_values_do_not_block_event_loop() -> None:
     """Values of random shape, each as large as the limits allow."""
     generator = random.Random(7)
     leaves: list[Callable[[], bytes]] = [
@@ -263,11 +263,11 @@ def test_random_values_do_not_keep_the_loop() -> None:
         count = max(1, min(2_000_000 // len(item), 40_000))
         data = raw_call(many(item, count), tags=True)
         worst = max(worst, min(asyncio.run(longest_block(data))[0] for _ in range(2)))
-    assert worst <= MOST_S
+    assert worst <= MAX_CALLBACK_S
 
 
-def test_sessions_leave_nothing_to_the_garbage_collector() -> None:
-    """A full collection looks through all objects of the host, and keeps its loop meanwhile."""
+def test_closed_sessions_leave_no_reference_cycles() -> None:
+    """A full collection would scan every object of the host and block its loop meanwhile."""
 
     async def main() -> list[str]:
         sandbox = ProcessSandbox(SandboxSpec(provider="process"))

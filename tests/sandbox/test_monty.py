@@ -1,5 +1,5 @@
-"""The provider ``monty``: the conformance checks that it claims, and the guarantees that it keeps
-in its own way."""
+"""The provider ``monty``: the conformance checks that it claims, and where it differs from other
+providers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def run(session: MontySession, *codes: str, timeout_s: float | None = None
 
 @needs_monty
 @pytest.mark.parametrize("check", CLAIMED, ids=[check.name for check in CLAIMED])
-def test_promise(check: ConformanceCheck) -> None:
+def test_conformance_check(check: ConformanceCheck) -> None:
     async def put() -> None:
         sandbox = open_sandbox(SPEC)
         result = await check_one(sandbox, SPEC, check)
@@ -56,7 +56,7 @@ def test_promise(check: ConformanceCheck) -> None:
 
 
 @needs_monty
-def test_echo_errors_and_what_stays() -> None:
+def test_echo_errors_and_names_that_survive_errors() -> None:
     async def test(session: MontySession) -> None:
         ran = await run(
             session,
@@ -84,7 +84,7 @@ def test_echo_errors_and_what_stays() -> None:
 
 
 @needs_monty
-def test_values() -> None:
+def test_values_round_trip_and_reserved_names_are_restored() -> None:
     async def test(session: MontySession) -> None:
         await session.set("v", VALUES)
         assert repr(await session.get("v")) == repr(VALUES)
@@ -115,7 +115,7 @@ def after_cell():
 
 
 @needs_monty
-def test_modules_run_in_the_host_and_lend_their_functions() -> None:
+def test_installed_modules_run_in_host_and_export_functions() -> None:
     async def test(session: MontySession) -> None:
         await session.install("tools", SOURCE)
         [ran] = await run(
@@ -141,7 +141,7 @@ def test_modules_run_in_the_host_and_lend_their_functions() -> None:
 
 
 @needs_monty
-def test_a_stopped_cell_is_undone() -> None:
+def test_stopped_cell_is_rolled_back() -> None:
     async def test(session: MontySession) -> None:
         [_, ran, after] = [
             *await run(session, "x = 41"),
@@ -161,7 +161,7 @@ def test_a_stopped_cell_is_undone() -> None:
 
 
 @needs_monty
-def test_a_waiting_cell_is_cut() -> None:
+def test_cell_waiting_for_host_can_be_interrupted() -> None:
     async def test(session: MontySession) -> None:
         await session.install(
             "host_names", "__all__ = ['host']\ndef host(*a): return call_host(*a)"
@@ -180,7 +180,7 @@ def test_a_waiting_cell_is_cut() -> None:
 
 
 @needs_monty
-def test_walls() -> None:
+def test_files_processes_and_network_are_unreachable() -> None:
     async def test(session: MontySession) -> None:
         ran = await run(
             session,
@@ -197,7 +197,7 @@ def test_walls() -> None:
 
 
 @needs_monty
-def test_a_context() -> None:
+def test_context_is_readable_and_restored_after_overwrite() -> None:
     async def test(session: MontySession) -> None:
         ran = await run(
             session, "context['a'][:3], len(context['b'])", "context = 1", "context['a'][0]"
@@ -208,7 +208,7 @@ def test_a_context() -> None:
     with_session(test, context=SharedContext({"a": "xyz" * 1000, "b": [1, 2]}))
 
 
-def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_and_missing_extra_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("pydantic_monty") is not None:
         with pytest.raises(
             ConfigError, match="does not support packages, but 'numpy' was requested"
@@ -219,8 +219,8 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         open_sandbox(SPEC)
 
 
-def test_it_is_imported_where_python_lacks_what_only_unix_has() -> None:
-    """On Windows, for example."""
+def test_imports_without_unix_only_modules() -> None:
+    """As on Windows, for example."""
     code = """
 import os, sys
 for name in ("fork", "memfd_create", "pidfd_open", "pipe2", "preadv", "readv", "writev"):

@@ -1,4 +1,4 @@
-"""A spinning branch does not outlive the fork server and the host, however these end."""
+"""A spinning branch never outlives its fork server or its host, however they die."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("tier", tiers.TIERS)
 @pytest.mark.parametrize("first", ["host", "watcher", "server", "all but the branch"])
-def test_a_spinning_branch_ends(tier: str, first: str) -> None:
+def test_spinning_branch_dies_with_host_or_fork_server(tier: str, first: str) -> None:
     if why := tiers.why_not(tier):
         pytest.skip(why)
     here = os.path.dirname(os.path.abspath(__file__))
@@ -68,8 +68,8 @@ def test_a_spinning_branch_ends(tier: str, first: str) -> None:
         time.sleep(0.02)
 
 
-def test_a_server_that_cannot_start_does_not_make_the_sandbox_useless() -> None:
-    """And a caller that tries again and again lets others run."""
+def test_sandbox_recovers_from_failed_fork_server_start() -> None:
+    """A caller that retries in a loop also lets other tasks run."""
 
     async def main() -> None:
         sandbox = open_sandbox(SandboxSpec(provider="process", allow_weaker=True))
@@ -112,7 +112,7 @@ async def answer(name: str, args: object, kwargs: object) -> None:
     return None
 
 
-def test_a_cancelled_fork_leaves_its_origin() -> None:
+def test_cancelled_fork_leaves_origin_usable() -> None:
     async def main() -> None:
         sandbox = open_sandbox(SandboxSpec(pool=0))
         session = await sandbox.open()

@@ -1,5 +1,4 @@
-"""The files of a package that a jail shows: from a checkout only what can be imported, at every
-tier."""
+"""Package files visible in a jail: from a checkout, only what can be imported, at every tier."""
 
 import json
 import os
@@ -52,14 +51,14 @@ def in_jail(tier: str, packages: list[str], code: str, *path: Path) -> str:
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
+def readable_folder() -> Iterator[Path]:
     """A folder that everyone can read: at tiers B and C, sessions of root run as another user."""
     with tempfile.TemporaryDirectory(prefix="packages-") as folder:
         os.chmod(folder, 0o755)
         yield Path(folder)
 
 
-def lay_out(folder: Path, **texts: str) -> None:
+def write_files(folder: Path, **texts: str) -> None:
     for name, text in texts.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +91,7 @@ def checkout(folder: Path) -> Path:
         "flat/.git/config": "KEY",
         "flat/key.pem": "KEY",
     }
-    lay_out(folder, **texts)
+    write_files(folder, **texts)
     (folder / "mine/to_env").symlink_to("../.env")
     return folder
 
@@ -120,8 +119,8 @@ SHOWN = {
 
 @pytest.mark.parametrize("tier", "AB")
 @pytest.mark.parametrize("package", SHOWN)
-def test_only_what_can_be_imported_is_shown(place: Path, package: str, tier: str) -> None:
-    folder = checkout(place / "checkout")
+def test_only_importable_files_are_visible(readable_folder: Path, package: str, tier: str) -> None:
+    folder = checkout(readable_folder / "checkout")
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert len(names) == 23
     code = READ.replace("NAMES", repr(names)).replace("FOLDER", repr(str(folder)))
@@ -139,38 +138,42 @@ def test_only_what_can_be_imported_is_shown(place: Path, package: str, tier: str
         ("zlib", "import zlib\nzlib.crc32(b'')", "0"),
     ],
 )
-def test_it_is_imported(place: Path, package: str, code: str, value: str, tier: str) -> None:
+def test_requested_package_is_importable(
+    readable_folder: Path, package: str, code: str, value: str, tier: str
+) -> None:
     if tier == "C":
         code = code.replace(", mine.deep", "")
-    folder = checkout(place / "checkout")
+    folder = checkout(readable_folder / "checkout")
     assert in_jail(tier, [package], code, folder) == value
 
 
 @pytest.mark.parametrize("tier", "AB")
-def test_a_namespace_of_two_folders_and_a_link_to_a_checkout(place: Path, tier: str) -> None:
-    first, second, real = (place / name for name in ("first", "second", "real"))
-    lay_out(first, **{"space/one.py": "x = 1", ".env": "KEY"})
-    lay_out(
+def test_namespace_package_and_linked_checkout_hide_other_files(
+    readable_folder: Path, tier: str
+) -> None:
+    first, second, real = (readable_folder / name for name in ("first", "second", "real"))
+    write_files(first, **{"space/one.py": "x = 1", ".env": "KEY"})
+    write_files(
         second,
         **{"space/two/__init__.py": "x = 2", "space/two/.env": "KEY", "space/notes.txt": "KEY"},
     )
-    lay_out(real, **{"linked/__init__.py": "x = 3", ".env": "KEY"})
+    write_files(real, **{"linked/__init__.py": "x = 3", ".env": "KEY"})
     (first / "linked").symlink_to(real / "linked")
     code = "import space.one, space.two, linked\nspace.one.x, space.two.x, linked.x"
     asked = ["space", "linked"]
     assert in_jail(tier, asked, code, first, second) == "(1, 2, 3)"
     secrets = ["first/.env", "second/space/two/.env", "second/space/notes.txt", "real/.env"]
-    code = READ.replace("NAMES", repr(secrets)).replace("FOLDER", repr(str(place)))
+    code = READ.replace("NAMES", repr(secrets)).replace("FOLDER", repr(str(readable_folder)))
     assert in_jail(tier, asked, code, first, second) == "[]"
 
 
-def test_the_working_folder_is_not_shown_for_a_built_in_module(place: Path) -> None:
+def test_working_folder_is_not_visible_for_built_in_module(readable_folder: Path) -> None:
     script = "import sys\nfrom ramify.sandbox.forkserver_channel import locate, readable\nprint(locate(['sys']), readable(['sys']))"
     env = {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-c", script],
         env=env,
-        cwd=place,
+        cwd=readable_folder,
         capture_output=True,
         text=True,
         check=True,

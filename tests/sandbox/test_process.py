@@ -1,4 +1,4 @@
-"""What only the process provider can break: what a session inherits, what outlives it, and where it
+"""Process provider only: what a session inherits, what outlives it, and the fork server that it
 comes from."""
 
 import asyncio
@@ -54,14 +54,16 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-async def until(fact: Callable[[], bool], timeout_s: float = 100.0) -> bool:
+async def wait_until(fact: Callable[[], bool], timeout_s: float = 100.0) -> bool:
     end = time.monotonic() + timeout_s
     while not fact() and time.monotonic() < end:
         await asyncio.sleep(0.01)
     return fact()
 
 
-def test_no_key_no_descriptor_no_argument_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_inherits_no_keys_descriptors_or_arguments_of_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     opened = os.open("/dev/null", os.O_RDONLY)
     os.set_inheritable(opened, True)
@@ -73,7 +75,7 @@ import os, sys
 seen = open('/proc/self/environ').read() + open(f'/proc/{os.getppid()}/environ').read() + repr(dict(os.environ))
 'sk-secret' in seen, sorted(n for n in os.listdir('/proc/self/fd') if int(n) < 256), os.getpid() == os.getsid(0)
 """
-        # 3 is the folder's own descriptor while it is listed
+        # 3 is the descriptor that listing the folder needs
         assert await value(session, code) == "(False, ['0', '1', '2', '3'], True)"
         with pytest.raises(AssertionError, match="No module named 'ramify'"):
             await value(session, "import ramify")
@@ -110,8 +112,8 @@ os.getpid(), inside, outside, daemon, os.getcwd()
         assert all(is_alive(pid) for pid in found)
         assert os.listdir(folder) == ["file"]
         await session.close()
-        assert await until(lambda: not any(is_alive(pid) for pid in found))
-        assert await until(lambda: not os.path.exists(folder))
+        assert await wait_until(lambda: not any(is_alive(pid) for pid in found))
+        assert await wait_until(lambda: not os.path.exists(folder))
         pids.append(int(await value(other, "import os; os.getpid()")))
         folders.append(await value(other, "os.getcwd()"))
 
@@ -120,7 +122,7 @@ os.getpid(), inside, outside, daemon, os.getcwd()
     assert not os.path.exists(os.path.dirname(folders[0].strip("'")))
 
 
-def test_everything_dies_with_a_killed_host(tmp_path: Path) -> None:
+def test_processes_and_files_vanish_with_killed_host(tmp_path: Path) -> None:
     script = tmp_path / "host.py"
     script.write_text(
         textwrap.dedent("""
@@ -147,11 +149,11 @@ def test_everything_dies_with_a_killed_host(tmp_path: Path) -> None:
         told = [host.stdout.readline().split() for _ in range(2)]
         host.kill()
     pids = [int(pid) for line in told for pid in line[:3]]
-    assert asyncio.run(until(lambda: not any(is_alive(pid) for pid in pids)))
-    assert asyncio.run(until(lambda: not os.path.exists(told[0][3])))
+    assert asyncio.run(wait_until(lambda: not any(is_alive(pid) for pid in pids)))
+    assert asyncio.run(wait_until(lambda: not os.path.exists(told[0][3])))
 
 
-def test_a_server_that_nobody_takes_ends_with_its_host() -> None:
+def test_unused_prelaunched_fork_server_ends_with_host() -> None:
     code = (
         "from ramify.sandbox import process as p, base; s = base.SandboxSpec(provider='process'); "
         "p.launch(s); "
@@ -161,10 +163,10 @@ def test_a_server_that_nobody_takes_ends_with_its_host() -> None:
     run = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment, check=True
     )
-    assert asyncio.run(until(lambda: not os.path.exists(run.stdout.strip())))
+    assert asyncio.run(wait_until(lambda: not os.path.exists(run.stdout.strip())))
 
 
-def test_a_killed_fork_server_is_told_and_replaced() -> None:
+def test_killed_fork_server_is_reported_and_replaced() -> None:
     async def test(sandbox: ProcessSandbox) -> None:
         session = await sandbox.open()
         os.kill(int(await value(session, "import os; os.getppid()")), signal.SIGKILL)
@@ -179,7 +181,7 @@ def test_a_killed_fork_server_is_told_and_replaced() -> None:
     with_sandbox(test)
 
 
-def test_a_session_dies_with_one_cell_and_not_its_siblings() -> None:
+def test_crashed_session_leaves_siblings_alive() -> None:
     async def test(sandbox: ProcessSandbox) -> None:
         context = SharedContext(["shared"] * 400_000)
         first, second = await sandbox.open(context=context), await sandbox.open(context=context)
@@ -193,14 +195,14 @@ def test_a_session_dies_with_one_cell_and_not_its_siblings() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sessions fork on Linux")
-def test_a_branch_may_speak_before_the_host_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_branch_hello_before_host_continues_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     send = ProcessTransport.send_branch
 
     def send_and_be_slow(transport: ProcessTransport, frame: list[Any]) -> Any:
         sent = send(transport, frame)
         ours = sent[0].dup()
         ours.setblocking(True)
-        ours.recv(1, socket.MSG_PEEK)  # until the branch has said hello
+        ours.recv(1, socket.MSG_PEEK)  # wait for the hello of the branch
         ours.setblocking(False)
         ours.close()
         return sent
@@ -214,7 +216,7 @@ def test_a_branch_may_speak_before_the_host_goes_on(monkeypatch: pytest.MonkeyPa
     with_sandbox(test)
 
 
-def test_templates_are_retired_and_their_sessions_live_on() -> None:
+def test_sessions_outlive_their_retired_template() -> None:
     async def test(sandbox: ProcessSandbox) -> None:
         sessions = []
         for number in range(10):
@@ -227,12 +229,12 @@ def test_templates_are_retired_and_their_sessions_live_on() -> None:
         ]
         assert is_alive(template)
         await sessions[0].close()
-        assert await until(lambda: not is_alive(template))
+        assert await wait_until(lambda: not is_alive(template))
 
     with_sandbox(test)
 
 
-def test_a_template_that_is_retired_while_it_starts_serves_those_who_wait_for_it() -> None:
+def test_template_retired_during_start_still_serves_waiters() -> None:
     async def test(sandbox: ProcessSandbox) -> None:
         contexts = [SharedContext(f"{number:02}" * 1_000_000) for number in range(20)]
         sessions = await asyncio.gather(*(sandbox.open(context=each) for each in contexts))
@@ -252,7 +254,7 @@ def test_packages_of_the_host_are_importable_on_request() -> None:
     with_sandbox(test, packages=("msgspec",))
 
 
-def test_a_package_that_fails_to_import_says_so(
+def test_failing_package_import_names_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "fragile.py").write_text("raise ValueError('not here')")
@@ -271,7 +273,7 @@ def test_many_sessions_open_at_once() -> None:
     with_sandbox(test)
 
 
-def test_a_cancelled_open_leaves_nothing() -> None:
+def test_cancelled_open_leaks_no_descriptors() -> None:
     async def test(sandbox: ProcessSandbox) -> None:
         await (await sandbox.open()).close()
         before = set(os.listdir("/proc/self/fd"))
@@ -281,9 +283,9 @@ def test_a_cancelled_open_leaves_nothing() -> None:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await (await task).close()
-        assert await until(
+        assert await wait_until(
             lambda: set(os.listdir("/proc/self/fd")) <= before
-        )  # the first may have been closing then
+        )  # the first session may still have been closing
         assert await value(await sandbox.open(), "1") == "1"
 
     with_sandbox(test)
@@ -314,7 +316,7 @@ def test_a_cancelled_open_leaves_nothing() -> None:
         (lambda: SharedContext(object()), SandboxError, "a value of type object at value"),
     ],
 )
-def test_wrong_input_is_named(
+def test_invalid_options_are_named(
     make: Callable[[], Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error) as caught:
@@ -322,7 +324,7 @@ def test_wrong_input_is_named(
     assert message in str(caught.value)
 
 
-def test_a_closed_sandbox_opens_nothing() -> None:
+def test_closed_sandbox_refuses_to_open() -> None:
     async def test(sandbox: ProcessSandbox) -> None:
         await sandbox.close()
         with pytest.raises(SandboxError, match="closed"):
@@ -331,7 +333,7 @@ def test_a_closed_sandbox_opens_nothing() -> None:
     with_sandbox(test)
 
 
-def test_a_waiting_thread_does_not_stop_the_clock_of_a_busy_one() -> None:
+def test_time_limit_runs_while_another_thread_waits_for_host() -> None:
     async def test(sandbox: ProcessSandbox) -> None:
         async def never(name: str, args: Any, kwargs: Any) -> Any:
             await asyncio.Event().wait()
@@ -341,9 +343,9 @@ def test_a_waiting_thread_does_not_stop_the_clock_of_a_busy_one() -> None:
         start = "import threading\nthreading.Thread(target=ask, daemon=True).start()\n"
         busy = await session.run(start + "while True: pass", answer=never, timeout_s=0.5)
         assert busy.interrupted == "time"
-        # A cell in which every thread waits has all the time of its host.
+        # While every thread waits for the host, no time is counted.
         waiting = asyncio.ensure_future(session.run("ask()", answer=never, timeout_s=0.2))
-        assert not await until(waiting.done, 0.6)
+        assert not await wait_until(waiting.done, 0.6)
         session.interrupt("enough")
         assert (await waiting).interrupted == "enough"
 

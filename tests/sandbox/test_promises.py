@@ -9,7 +9,7 @@ import pytest
 from ramify.sandbox.base import Sandbox, SandboxSpec, open_sandbox
 from ramify.sandbox.conformance import CHECKS, ConformanceCheck, check_one
 
-Held = tuple[asyncio.Runner, Sandbox, SandboxSpec]
+OpenProvider = tuple[asyncio.Runner, Sandbox, SandboxSpec]
 LIMITS = {"max_output_bytes": 100_000, "grace_s": tiers.GRACE_S}
 SPECS = {
     "process": SandboxSpec(provider="process", memory_bytes=256 << 20, **LIMITS),
@@ -22,22 +22,22 @@ SPECS = {
 
 
 @pytest.fixture(scope="module", params=SPECS)
-def held(request: pytest.FixtureRequest) -> Iterator[Held]:
-    """A provider's sandbox, opened once for all checks, and its event loop."""
+def open_provider(request: pytest.FixtureRequest) -> Iterator[OpenProvider]:
+    """A provider's sandbox, shared by all checks, and its event loop."""
     spec = SPECS[request.param]
     with asyncio.Runner() as runner:
-        sandbox = runner.run(opened(spec))
+        sandbox = runner.run(open_spec(spec))
         yield runner, sandbox, spec
         runner.run(sandbox.close())
 
 
-async def opened(spec: SandboxSpec) -> Sandbox:
+async def open_spec(spec: SandboxSpec) -> Sandbox:
     return tiers.open_jail(spec) if spec.provider == "jail" else open_sandbox(spec)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=[check.name for check in CHECKS])
-def test_promise(held: Held, check: ConformanceCheck) -> None:
-    runner, sandbox, spec = held
+def test_conformance_check(open_provider: OpenProvider, check: ConformanceCheck) -> None:
+    runner, sandbox, spec = open_provider
     result = runner.run(check_one(sandbox, spec, check))
     if result.passed is None:
         pytest.skip(result.detail)

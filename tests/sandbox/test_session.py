@@ -1,5 +1,5 @@
-"""The host's end against guests that lie: each is a few bytes behind a transport, and none may do
-more than end its session."""
+"""The host side against lying guests: each is a scripted transport and can do no more than end its
+own session."""
 
 import asyncio
 import json
@@ -31,8 +31,8 @@ DONE = {
 }
 
 
-class LyingDoor:
-    """Says ``script`` in answer to the first request; what it is sent and done to is kept."""
+class LyingTransport:
+    """Transport that answers the first request with ``script`` and records what the host does."""
 
     caps = SandboxCapabilities(interrupt=True, kill=True)
     shared_buffers = None
@@ -82,7 +82,7 @@ async def answer(name: str, args: Any, kwargs: Any) -> Any:
     return args
 
 
-async def run(transport: LyingDoor, **options: Any) -> Any:
+async def run(transport: LyingTransport, **options: Any) -> Any:
     session = GuestSession(transport, SessionLimits(5, 0.05, 1000))
     await session.ready()
     try:
@@ -126,11 +126,11 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lie_ends_the_session(lie: str) -> None:
-    transport = LyingDoor(LIES[lie])
+def test_protocol_violation_ends_session(lie: str) -> None:
+    transport = LyingTransport(LIES[lie])
     if (
         lie == "a frame after the end"
-    ):  # the cell was over: what it said counts, and the session is gone
+    ):  # the cell had ended: its result counts, and the session is dead
         assert asyncio.run(run(transport)).cell.error is None
     else:
         with pytest.raises(SessionDied, match="broke the protocol") as caught:
@@ -140,36 +140,36 @@ def test_a_lie_ends_the_session(lie: str) -> None:
     assert transport.events[-1] == "close"
 
 
-def test_what_arrives_while_a_large_value_is_decoded_is_kept() -> None:
+def test_frames_received_during_large_decode_are_kept() -> None:
     large = said({**CALL, "value": [[[1] * 20_000], {}]})
     second = said({**CALL, "id": 2})
-    transport = LyingDoor(large, second[:9], second[9:], said({**DONE, "value": "7"}))
+    transport = LyingTransport(large, second[:9], second[9:], said({**DONE, "value": "7"}))
     ran = asyncio.run(run(transport))
     assert (ran.cell.value, ran.cell.error, ran.cell.died) == ("7", None, False)
     assert "kill" not in transport.events
 
 
-def test_half_a_frame_and_silence_meet_the_time_limit() -> None:
-    transport = LyingDoor(said(DONE)[:-3])
+def test_incomplete_frame_runs_into_time_limit() -> None:
+    transport = LyingTransport(said(DONE)[:-3])
     with pytest.raises(SessionDied, match=r"did not stop within 0\.05 s of an interrupt \(time\)"):
         asyncio.run(run(transport, timeout_s=0.05))
     assert transport.events[0] == "interrupt"
 
 
-def test_a_guest_that_survives_its_kill_is_given_up() -> None:
+def test_guest_that_survives_kill_is_abandoned() -> None:
     with pytest.raises(SessionDied):
-        asyncio.run(run(LyingDoor(dies=False), timeout_s=0.01))
+        asyncio.run(run(LyingTransport(dies=False), timeout_s=0.01))
 
 
-def test_a_flood_of_calls_waits_in_the_socket() -> None:
-    transport = LyingDoor(*(said({**CALL, "id": id, "name": "wait"}) for id in range(1, 1025)))
+def test_flood_of_calls_pauses_reading() -> None:
+    transport = LyingTransport(*(said({**CALL, "id": id, "name": "wait"}) for id in range(1, 1025)))
     with pytest.raises(SessionDied):
         asyncio.run(run_and_interrupt(transport))
     assert transport.events[0] == "pause"
     assert "resume" in transport.events
 
 
-async def run_and_interrupt(transport: LyingDoor) -> None:
+async def run_and_interrupt(transport: LyingTransport) -> None:
     session = GuestSession(transport, SessionLimits(5, 0.05, 1000))
     await session.ready()
 
@@ -186,15 +186,15 @@ async def run_and_interrupt(transport: LyingDoor) -> None:
         await session.close()
 
 
-def test_output_is_kept_to_its_limit() -> None:
+def test_output_is_truncated_to_its_limit() -> None:
     flood = said({"op": "out", "skip": 5, "chars": 9000, "upto": 3, "blobs": [4000]}, b"x" * 4000)
-    ran = asyncio.run(run(LyingDoor(flood + flood + said({**DONE, "chars": 9000}))))
+    ran = asyncio.run(run(LyingTransport(flood + flood + said({**DONE, "chars": 9000}))))
     assert (len(ran.cell.stdout) < 600, ran.cell.stdout_chars) == (True, 9000)
 
 
-def test_a_guest_that_says_nothing_does_not_open() -> None:
+def test_silent_guest_fails_to_open() -> None:
     async def main() -> None:
-        session = GuestSession(LyingDoor(hello=b""), SessionLimits(5, 0.05, 1000))
+        session = GuestSession(LyingTransport(hello=b""), SessionLimits(5, 0.05, 1000))
         with pytest.raises(SandboxError, match=r"said nothing for 0\.05 s"):
             await session.ready(0.05)
 

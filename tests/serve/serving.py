@@ -1,4 +1,4 @@
-"""What the tests of the server of runs share: a server over a scripted model, asked by OpenAI's own
+"""Shared by the tests of the run server: a server over a scripted model, and OpenAI's own
 client."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PRICE = Price(1.0, 1.0)
 def session(
     *turns: str, direct: Callable[[str], Any] = lambda prompt: f"re: {prompt}"
 ) -> Callable[..., Any]:
-    """A model that says ``turns`` one after the other when it drives a session, and
+    """A model that replies with ``turns`` in order when it drives a session, and with
     ``direct(prompt)`` to a plain call."""
 
     def script(messages: tuple[Message, ...]) -> Any:
@@ -60,8 +60,8 @@ async def serving(
 
 @asynccontextmanager
 async def asking(server: RunServer, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
-    """OpenAI's client, with nothing changed but the base URL; it does not try again, so that errors
-    are seen, and gives a connection more than its 5 s, for hundreds that begin at once on a slow
+    """OpenAI's client with only another base URL. It does not retry, so that errors are seen, and
+    allows more than 5 s to connect, for hundreds of simultaneous connections on a slow
     machine."""
     async with openai.AsyncOpenAI(
         base_url=server.url, api_key=key, max_retries=0, timeout=600.0

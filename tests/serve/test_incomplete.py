@@ -18,7 +18,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("text", "finish", "reason", "said", "incomplete"), CASES)
-def test_a_reply_that_is_not_whole_is_said_to_be_so(
+def test_cut_or_filtered_reply_is_reported_as_incomplete(
     text: str, finish: Any, reason: str, said: str, incomplete: str
 ) -> None:
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Keys: how much each may ask at once and spend in all, over runs at once and over restarts."""
+"""API keys: limits on concurrent requests and on total spend, also across restarts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def spent(server: Any, name: str = "a") -> Any:
     return server._keys.callers[name].spent
 
 
-def test_as_many_at_once_as_the_key_may() -> None:
+def test_concurrent_requests_are_limited_per_key_and_server() -> None:
     async def test() -> None:
         going, go_on = asyncio.Event(), asyncio.Event()
 
@@ -61,8 +61,8 @@ def test_as_many_at_once_as_the_key_may() -> None:
     asyncio.run(test())
 
 
-def test_a_budget_is_never_passed_and_its_end_is_a_partial_answer() -> None:
-    """The run that meets the end of it is cut short within it; the next one is refused."""
+def test_exhausted_key_budget_gives_partial_answer_then_refusal() -> None:
+    """The run that reaches the budget ends within it; the next one is refused."""
 
     async def test() -> None:
         spender = session(
@@ -102,7 +102,7 @@ def test_a_budget_is_never_passed_and_its_end_is_a_partial_answer() -> None:
     asyncio.run(test())
 
 
-def test_runs_at_once_share_what_is_left() -> None:
+def test_concurrent_runs_share_remaining_budget() -> None:
     async def test() -> None:
         going, go_on = asyncio.Event(), asyncio.Event()
 
@@ -136,7 +136,7 @@ def test_runs_at_once_share_what_is_left() -> None:
     asyncio.run(test())
 
 
-def test_what_is_spent_outlives_the_server(tmp_path: Path) -> None:
+def test_spend_survives_server_restart(tmp_path: Path) -> None:
     path = tmp_path / "served.json"
     keys = {"a": ApiKey(key="k", max_tokens=100_000)}
     (caller,) = ApiKeys(keys, path).callers.values()
@@ -154,7 +154,7 @@ def test_what_is_spent_outlives_the_server(tmp_path: Path) -> None:
     again = ApiKeys(keys, path)
     assert again.callers["a"].spent.tokens == used
     again.callers["a"].hold(Limits())
-    again.save()  # and now the server is killed: what it held may have been spent
+    again.save()  # as if the server were killed now: what it held counts as spent
     assert ApiKeys({}, path).callers == {}
     assert ApiKeys(keys, path).callers["a"].spent.tokens == 100_000
     assert path.stat().st_mode & 0o777 == 0o600
@@ -162,7 +162,7 @@ def test_what_is_spent_outlives_the_server(tmp_path: Path) -> None:
     assert caller.spent.tokens == 0
 
 
-def test_the_file_of_keys(tmp_path: Path) -> None:
+def test_key_file_is_parsed_and_validated(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     digest = hashlib.sha256(b"secret").hexdigest()
     path.write_text(
@@ -185,7 +185,7 @@ def test_the_file_of_keys(tmp_path: Path) -> None:
             ApiKeys(read_keys(path))
 
 
-def test_a_budget_in_dollars_needs_prices() -> None:
+def test_dollar_budget_needs_known_prices() -> None:
     async def test() -> None:
         with pytest.raises(
             ConfigError,

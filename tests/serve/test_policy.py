@@ -1,5 +1,4 @@
-"""A policy behind HTTP, asked by our own client for such servers, and by hand where that one would
-not."""
+"""A policy served over HTTP, with our own client and with raw requests."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(test())  # type: ignore[arg-type]
 
 
-def test_replies_are_the_engines_own() -> None:
+def test_served_replies_equal_engine_replies() -> None:
     async def test() -> None:
         async with serving() as (server, client):
             ours = await client.complete(Request((USER,), Sampling(12, 1.0, seed=7)))
@@ -84,8 +83,8 @@ def test_replies_are_the_engines_own() -> None:
     run(test)
 
 
-def test_a_conversation_goes_on_by_the_ids_that_it_had() -> None:
-    """Also where the text that was sampled would get other ids."""
+def test_next_turn_reuses_previous_token_ids() -> None:
+    """Even if the sampled text would be tokenized differently."""
 
     async def test() -> None:
         async with serving() as (server, client):
@@ -110,7 +109,7 @@ def test_a_conversation_goes_on_by_the_ids_that_it_had() -> None:
 async def events(
     server: PolicyServer, body: dict[str, Any], grows: threading.Event
 ) -> list[dict[str, Any]]:
-    """``grows`` is set once some of the text is here."""
+    """Return the events of a stream; sets ``grows`` once some text has arrived."""
     found = []
     async with (
         aiohttp.ClientSession() as http,
@@ -126,7 +125,7 @@ async def events(
     return [json.loads(each) for each in found]
 
 
-def test_a_stream_adds_up_to_the_reply() -> None:
+def test_stream_adds_up_to_full_reply() -> None:
     async def test() -> None:
         async with serving() as (server, client):
             body = {
@@ -170,7 +169,7 @@ def test_a_stream_adds_up_to_the_reply() -> None:
     run(test)
 
 
-def test_whoever_hangs_up_frees_the_slot() -> None:
+def test_client_disconnect_frees_the_slot() -> None:
     async def test() -> None:
         async with serving() as (server, client):
             body = {
@@ -184,7 +183,7 @@ def test_whoever_hangs_up_frees_the_slot() -> None:
                 return len(await client.run(lambda: list(client.engine)))
 
             for stream in (False, True):
-                client.pause()  # so that it is in the middle of its reply when it is given up
+                client.pause()  # so that the request is cancelled in the middle of its reply
                 request = asyncio.ensure_future(post(server, {**body, "stream": stream}))
                 while not await inside():
                     await asyncio.sleep(0)
@@ -202,7 +201,7 @@ def test_whoever_hangs_up_frees_the_slot() -> None:
     run(test)
 
 
-def test_a_failure_in_the_middle_is_the_last_event() -> None:
+def test_engine_failure_mid_stream_is_sent_as_last_event() -> None:
     async def test() -> None:
         async with serving() as (server, client):
             grows, steps = threading.Event(), 0
@@ -230,7 +229,7 @@ def test_a_failure_in_the_middle_is_the_last_event() -> None:
     run(test)
 
 
-def test_a_key_is_asked_for_where_there_is_one() -> None:
+def test_configured_key_is_required() -> None:
     async def test() -> None:
         async with serving(key="secret") as (server, _):
             assert (await ask(server, key="secret")).usage.output_tokens == 12
@@ -261,7 +260,7 @@ def test_addresses_beyond_loopback_need_a_key() -> None:
     run(test)
 
 
-def test_models_and_what_is_not_there() -> None:
+def test_models_endpoint_and_unknown_path() -> None:
     async def test() -> None:
         async with serving() as (server, _), aiohttp.ClientSession() as http:
             async with http.get(f"{server.url}/models") as answer:
@@ -313,7 +312,7 @@ GOOD: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tok
         ),
     ],
 )
-def test_what_is_wrong_is_said(body: Any, says: str, code: str | None) -> None:
+def test_invalid_request_is_refused_with_reason(body: Any, says: str, code: str | None) -> None:
     async def test() -> None:
         async with serving() as (server, _):
             for stream in (False, True):
@@ -325,7 +324,7 @@ def test_what_is_wrong_is_said(body: Any, says: str, code: str | None) -> None:
     run(test)
 
 
-def test_what_changes_nothing_is_taken() -> None:
+def test_options_without_effect_are_accepted() -> None:
     async def test() -> None:
         async with serving() as (server, _):
             more = {
@@ -347,7 +346,7 @@ def test_what_changes_nothing_is_taken() -> None:
     run(test)
 
 
-def test_tools_where_the_template_has_them() -> None:
+def test_native_tools_are_rendered_by_chat_template() -> None:
     async def test() -> None:
         made = policy()
         chat = from_config(

@@ -1,4 +1,4 @@
-"""The responses API with the official client; and an independent agent library over both APIs."""
+"""The responses API with the official client, and OpenAI's agents library over both APIs."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ COUNT = session(
 )
 
 
-def asked(*parts: str) -> list[dict[str, Any]]:
+def user_input(*parts: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "input_text", "text": part} for part in parts]}]
 
 
-def test_a_response() -> None:
+def test_response_with_text_and_file_input() -> None:
     async def test() -> None:
         model = ScriptedClient(COUNT)
         async with serving(model) as server, asking(server) as client:
             response = await client.responses.create(
-                model="gpt-5", input=asked(LONG, "Sum?"), instructions="Be exact."
+                model="gpt-5", input=user_input(LONG, "Sum?"), instructions="Be exact."
             )
             assert (response.output_text, response.status, response.model) == (
                 "14000",
@@ -54,13 +54,13 @@ def test_a_response() -> None:
     asyncio.run(test())
 
 
-def test_a_streamed_response(tmp_path: Path) -> None:
+def test_streamed_response_events_are_ordered_and_complete(tmp_path: Path) -> None:
     async def test() -> None:
         store = Store(tmp_path)
         async with serving(COUNT, store=store) as server, asking(server) as client:
             events = []
             async with client.responses.stream(
-                model="m", input=asked(LONG, "Sum?")
+                model="m", input=user_input(LONG, "Sum?")
             ) as stream:  # it checks the order
                 async for event in stream:
                     events.append(event)
@@ -78,13 +78,13 @@ def test_a_streamed_response(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
-def test_ends_that_are_none() -> None:
+def test_incomplete_and_failed_responses() -> None:
     async def test() -> None:
         idle = session(*[cell("answer['content'] = 'so far'")] * 9, "FINAL(3)")
         async with serving(idle) as server, asking(server) as client:
             one_turn = {"ramify": {"limits": {"max_turns": 1}}}
             response = await client.responses.create(
-                model="m", input=asked(LONG, "n?"), extra_body=one_turn
+                model="m", input=user_input(LONG, "n?"), extra_body=one_turn
             )
             assert (response.status, response.incomplete_details.reason) == (
                 "incomplete",
@@ -94,9 +94,11 @@ def test_ends_that_are_none() -> None:
         turns = iter([refused(401, "wrong key"), cell("print(1)"), refused(401, "wrong key")])
         async with serving(lambda _: next(turns)) as server, asking(server) as client:
             with pytest.raises(openai.InternalServerError) as caught:
-                await client.responses.create(model="m", input=asked(LONG, "n?"))
+                await client.responses.create(model="m", input=user_input(LONG, "n?"))
             assert (caught.value.status_code, caught.value.code) == (502, "model_failed")
-            stream = await client.responses.create(model="m", input=asked(LONG, "n?"), stream=True)
+            stream = await client.responses.create(
+                model="m", input=user_input(LONG, "n?"), stream=True
+            )
             last = [event async for event in stream][-1]
             assert (last.type, last.response.status) == ("response.failed", "failed")
             assert last.response.model_extra["ramify"]["run"]
@@ -114,15 +116,15 @@ class Total(pydantic.BaseModel):
 
 
 @pytest.fixture
-def quiet() -> Iterator[None]:
-    agents.set_tracing_disabled(True)  # it would send its traces to its maker
+def tracing_disabled() -> Iterator[None]:
+    agents.set_tracing_disabled(True)  # otherwise it uploads traces to OpenAI
     yield
     agents.set_tracing_disabled(False)
 
 
 @pytest.mark.parametrize("kind", [agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel])
-@pytest.mark.usefixtures("quiet")
-def test_an_agent(kind: Any) -> None:
+@pytest.mark.usefixtures("tracing_disabled")
+def test_agents_library_gets_typed_output_and_stream(kind: Any) -> None:
     """Instructions, a typed output, a second question, and a stream with its reasoning."""
 
     async def test() -> None:
@@ -150,7 +152,7 @@ def test_an_agent(kind: Any) -> None:
     asyncio.run(test())
 
 
-def test_the_same_question_over_both_apis_is_the_same_run() -> None:
+def test_both_apis_send_the_same_prompt() -> None:
     async def test() -> None:
         model = ScriptedClient(session())
         async with serving(model) as server, asking(server) as client:

@@ -1,5 +1,5 @@
-"""Whole runs behind HTTP, asked by the official ``openai`` client: chat completions from question
-to answer."""
+"""Whole runs over HTTP with the official ``openai`` client: chat completions from question to
+answer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(test: Any) -> None:
     asyncio.run(test())
 
 
-def test_a_short_question_is_answered() -> None:
+def test_short_conversation_is_answered_directly() -> None:
     async def test() -> None:
         async with serving(session()) as server, asking(server) as client:
             said = [
@@ -57,7 +57,7 @@ def test_a_short_question_is_answered() -> None:
     run(test)
 
 
-def test_a_long_message_is_the_context_and_usage_is_that_of_the_tree() -> None:
+def test_long_message_becomes_context_and_usage_counts_every_call() -> None:
     async def test() -> None:
         model = ScriptedClient(
             session(
@@ -84,7 +84,7 @@ def test_a_long_message_is_the_context_and_usage_is_that_of_the_tree() -> None:
     run(test)
 
 
-def test_what_is_long_and_what_is_attached_has_a_name_in_the_context() -> None:
+def test_long_messages_and_files_are_named_in_context() -> None:
     async def test() -> None:
         packed = io.BytesIO()
         with zipfile.ZipFile(packed, "w") as archive:
@@ -115,7 +115,7 @@ def test_what_is_long_and_what_is_attached_has_a_name_in_the_context() -> None:
     run(test)
 
 
-def test_a_long_conversation_is_in_the_context() -> None:
+def test_long_conversation_becomes_context() -> None:
     async def test() -> None:
         async with (
             serving(session(cell("FINAL(context.count('user: red'))"))) as server,
@@ -130,7 +130,7 @@ def test_a_long_conversation_is_in_the_context() -> None:
     run(test)
 
 
-def test_a_question_that_is_long_itself_shows_its_ends() -> None:
+def test_prompt_quotes_start_of_long_question() -> None:
     async def test() -> None:
         model = ScriptedClient(session(cell("FINAL(len(context))")))
         async with serving(model) as server, asking(server) as client:
@@ -142,7 +142,7 @@ def test_a_question_that_is_long_itself_shows_its_ends() -> None:
     run(test)
 
 
-def test_a_typed_answer() -> None:
+def test_json_schema_answer_is_enforced() -> None:
     async def test() -> None:
         wrong_then_right = session(cell("FINAL({'n': 'many'})"), cell("FINAL({'n': 4})"))
         schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -159,7 +159,7 @@ def test_a_typed_answer() -> None:
     run(test)
 
 
-def test_sampling_stops_and_length_are_kept() -> None:
+def test_sampling_options_stop_and_max_tokens_are_applied() -> None:
     async def test() -> None:
         model = ScriptedClient(session(direct=lambda _: "one two three END four"))
         async with serving(model) as server, asking(server) as client:
@@ -183,7 +183,7 @@ def test_sampling_stops_and_length_are_kept() -> None:
     run(test)
 
 
-def test_a_budget_that_is_reached_gives_the_partial_answer_and_the_stop() -> None:
+def test_reached_limit_returns_partial_answer_and_stop_reason() -> None:
     async def test() -> None:
         idle = session(*[cell("answer['content'] = 'so far 3'")] * 2, "FINAL(3 at least)")
         async with serving(idle) as server, asking(server) as client:
@@ -201,7 +201,7 @@ def test_a_budget_that_is_reached_gives_the_partial_answer_and_the_stop() -> Non
     run(test)
 
 
-def test_a_request_may_tighten_limits_and_depth() -> None:
+def test_request_can_tighten_limits_and_depth() -> None:
     async def test() -> None:
         deep = session(cell("FINAL(rlm_query('deeper'))"), direct=lambda _: "a plain call")
         async with serving(deep, limits=Limits(max_depth=2)) as server, asking(server) as client:
@@ -217,7 +217,7 @@ def test_a_request_may_tighten_limits_and_depth() -> None:
     ("status", "answered", "code", "stop"),
     [(404, 502, "model_failed", "error"), (401, 503, "run_suspended", "suspended")],
 )
-def test_a_model_that_fails_is_an_error_with_the_runs_id(
+def test_model_failure_returns_error_with_run_id(
     tmp_path: Path, status: int, answered: int, code: str, stop: str
 ) -> None:
     async def test() -> None:
@@ -243,7 +243,7 @@ def test_a_model_that_fails_is_an_error_with_the_runs_id(
     run(test)
 
 
-def test_models_health_and_metrics() -> None:
+def test_models_health_and_metrics_endpoints() -> None:
     async def test() -> None:
         async with serving(COUNT, price=PRICE) as server, asking(server) as client:
             assert [model.id async for model in client.models.list()] == ["mine"]
@@ -282,7 +282,7 @@ def test_models_health_and_metrics() -> None:
     run(test)
 
 
-def test_only_this_machine_is_served_without_a_key() -> None:
+def test_access_from_other_machines_requires_key() -> None:
     with pytest.raises(
         ConfigError, match=r"0\.0\.0\.0 is reachable from other machines: give a key"
     ):
@@ -305,8 +305,8 @@ def test_only_this_machine_is_served_without_a_key() -> None:
     run(test)
 
 
-def test_it_ends_gracefully() -> None:
-    """Runs in progress are asked for their last word; who comes now is turned away."""
+def test_drain_asks_running_requests_for_last_word() -> None:
+    """Runs in progress are asked for their last word; new requests are refused."""
 
     async def test() -> None:
         going = asyncio.Event()
@@ -340,7 +340,7 @@ def test_it_ends_gracefully() -> None:
     run(test)
 
 
-def test_it_ends_at_once_and_says_so() -> None:
+def test_close_fails_running_requests_with_503() -> None:
     async def test() -> None:
         going = asyncio.Event()
 

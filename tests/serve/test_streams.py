@@ -20,12 +20,12 @@ CLIENTS = 200
 
 
 def progress_of(store: Store, run: str) -> str:
-    """Progress text that a client should receive for a stored run."""
+    """The progress text that a client should receive for a stored run."""
     progress = RunProgress()
     return "".join(progress.text_of(event) for event in store.events(run))
 
 
-async def collected(
+async def collect_stream(
     client: openai.AsyncOpenAI, number: int
 ) -> tuple[str, str, dict[str, Any], Any]:
     """(reasoning, content, the field ramify, usage) of one streamed answer."""
@@ -47,7 +47,7 @@ async def collected(
     return reasoning, content, about, usage
 
 
-def test_two_hundred_at_once(tmp_path: Path) -> None:
+def test_200_concurrent_streams_each_get_their_own_events(tmp_path: Path) -> None:
     """All are in the middle of their runs at the same time; none loses an event or gets
     another's."""
 
@@ -80,7 +80,9 @@ def test_two_hundred_at_once(tmp_path: Path) -> None:
             serving(model, store=store, limits=limits, price=PRICE) as server,
             asking(server) as client,
         ):
-            found = await asyncio.gather(*(collected(client, number) for number in range(CLIENTS)))
+            found = await asyncio.gather(
+                *(collect_stream(client, number) for number in range(CLIENTS))
+            )
             for number, (reasoning, content, about, usage) in enumerate(found):
                 assert content == f"answer {number}"
                 assert reasoning == progress_of(store, about["run"])
@@ -93,7 +95,7 @@ def test_two_hundred_at_once(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
-def test_whoever_hangs_up_cancels_the_tree(tmp_path: Path) -> None:
+def test_client_disconnect_cancels_the_run(tmp_path: Path) -> None:
     async def test() -> None:
         stuck = asyncio.Event()
 
@@ -115,7 +117,7 @@ def test_whoever_hangs_up_cancels_the_tree(tmp_path: Path) -> None:
                 )
                 if stream:
                     async with await asked as events:
-                        async for _ in events:  # the first is there once the model has answered
+                        async for _ in events:  # the first one follows the answer of the model
                             break
                         await stuck.wait()
                 else:
@@ -129,7 +131,7 @@ def test_whoever_hangs_up_cancels_the_tree(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
-def test_a_failure_after_the_first_event_is_the_last_event(tmp_path: Path) -> None:
+def test_failure_mid_stream_is_sent_as_last_event(tmp_path: Path) -> None:
     async def test() -> None:
         turns = iter([cell("print(1)"), refused(404, "no such model")])
         async with (
@@ -148,7 +150,7 @@ def test_a_failure_after_the_first_event_is_the_last_event(tmp_path: Path) -> No
     asyncio.run(test())
 
 
-def test_a_long_answer_comes_in_lines_that_every_client_reads() -> None:
+def test_long_answer_is_split_into_short_sse_lines() -> None:
     async def test() -> None:
         async with (
             serving(session(cell("FINAL('ü' * 300_000)"))) as server,
@@ -167,9 +169,9 @@ def test_a_long_answer_comes_in_lines_that_every_client_reads() -> None:
     asyncio.run(test())
 
 
-def test_a_silent_stream_is_kept_alive() -> None:
-    """By comments, which no client takes for events; a failure is then told in the stream, whose
-    status has been sent."""
+def test_idle_stream_is_kept_alive_by_comments() -> None:
+    """By comments, which no client takes for events. A later failure is sent in the stream, because
+    the status line is already out."""
 
     async def test() -> None:
         pinged = asyncio.Event()
@@ -194,11 +196,11 @@ def test_a_silent_stream_is_kept_alive() -> None:
     asyncio.run(test())
 
 
-def test_what_utf8_cannot_hold_is_escaped() -> None:
+def test_unpaired_surrogates_are_escaped() -> None:
     async def test() -> None:
         odd = session(cell("print('a' + chr(0xD800))"), cell("FINAL('b' + chr(0xD800))"))
         async with serving(odd) as server, asking(server) as client:
-            reasoning, content, *_ = await collected(client, 1)
+            reasoning, content, *_ = await collect_stream(client, 1)
             assert "a\\ud800" in reasoning
             assert content == "b\\ud800"
 

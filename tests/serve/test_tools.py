@@ -1,4 +1,4 @@
-"""Functions of the caller's: a run asks for calls, the caller makes them, and its next request is
+"""Tools of the caller: a run requests tool calls, the caller makes them, and its next request is
 answered."""
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def calls(*wanted: tuple[str, dict[str, Any]]) -> str:
 PARIS = calls(("get_weather", {"city": "Paris"}))
 
 
-def found(message: Any) -> list[tuple[str, dict[str, Any]]]:
+def tool_calls_of(message: Any) -> list[tuple[str, dict[str, Any]]]:
     return [
         (call.function.name, json.loads(call.function.arguments))
         for call in message.tool_calls or ()
     ]
 
 
-def test_a_call_is_asked_for_and_its_result_is_used() -> None:
+def test_tool_call_is_requested_and_its_result_used() -> None:
     async def test() -> None:
         model = ScriptedClient(
             lambda messages: "Rain." if "17 degrees" in messages[-1].content else PARIS
@@ -56,7 +56,7 @@ def test_a_call_is_asked_for_and_its_result_is_used() -> None:
             first = await client.chat.completions.create(model="m", messages=said, tools=CHAT_TOOLS)
             (choice,) = first.choices
             assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-            assert found(choice.message) == [("get_weather", {"city": "Paris"})]
+            assert tool_calls_of(choice.message) == [("get_weather", {"city": "Paris"})]
             (call,) = choice.message.tool_calls or ()
             said += [
                 choice.message,
@@ -72,12 +72,12 @@ def test_a_call_is_asked_for_and_its_result_is_used() -> None:
             prompt = model.requests[1].messages[-1].content
             assert 'assistant: (called get_weather({"city":"Paris"}))' in prompt
             assert "tool: (result of get_weather)\n17 degrees" in prompt
-            assert model.requests[0].schema is None  # no provider can be held to it
+            assert model.requests[0].schema is None  # no provider can enforce it
 
     asyncio.run(test())
 
 
-def test_a_session_asks_for_calls_at_its_end() -> None:
+def test_session_may_end_with_tool_calls_or_text() -> None:
     async def test() -> None:
         wanted = calls(("get_weather", {"city": "Rome"}), ("get_time", {}))
         async with (
@@ -87,7 +87,7 @@ def test_a_session_asks_for_calls_at_its_end() -> None:
             reply = await client.chat.completions.create(
                 model="m", messages=[user(LONG, "And?")], tools=CHAT_TOOLS
             )
-            assert found(reply.choices[0].message) == [
+            assert tool_calls_of(reply.choices[0].message) == [
                 ("get_weather", {"city": "Rome"}),
                 ("get_time", {}),
             ]
@@ -106,7 +106,7 @@ def test_a_session_asks_for_calls_at_its_end() -> None:
     asyncio.run(test())
 
 
-def test_streamed() -> None:
+def test_tool_calls_are_streamed() -> None:
     async def test() -> None:
         async with serving(session(direct=lambda _: PARIS)) as server, asking(server) as client:
             async with client.chat.completions.stream(
@@ -114,7 +114,7 @@ def test_streamed() -> None:
             ) as stream:
                 reply = await stream.get_final_completion()
             assert reply.choices[0].finish_reason == "tool_calls"
-            assert found(reply.choices[0].message) == [("get_weather", {"city": "Paris"})]
+            assert tool_calls_of(reply.choices[0].message) == [("get_weather", {"city": "Paris"})]
             async with client.responses.stream(
                 model="m", input="?", tools=RESPONSE_TOOLS
             ) as events:
@@ -131,7 +131,7 @@ def test_streamed() -> None:
     asyncio.run(test())
 
 
-def test_arguments_that_do_not_fit_are_asked_for_again_and_a_choice_is_kept() -> None:
+def test_invalid_arguments_are_retried_and_tool_choice_is_enforced() -> None:
     async def test() -> None:
         replies = iter(
             [calls(("get_weather", {"town": "Paris"})), calls(("get_waether", {})), PARIS]
@@ -140,7 +140,7 @@ def test_arguments_that_do_not_fit_are_asked_for_again_and_a_choice_is_kept() ->
             reply = await client.chat.completions.create(
                 model="m", messages=[user("?")], tools=CHAT_TOOLS
             )
-            assert found(reply.choices[0].message) == [("get_weather", {"city": "Paris"})]
+            assert tool_calls_of(reply.choices[0].message) == [("get_weather", {"city": "Paris"})]
         two = calls(("get_time", {}), ("get_time", {}))
         replies = iter(["Just text.", two, calls(("get_time", {}))])
         async with serving(lambda _: next(replies)) as server, asking(server) as client:
@@ -151,7 +151,7 @@ def test_arguments_that_do_not_fit_are_asked_for_again_and_a_choice_is_kept() ->
                 parallel_tool_calls=False,
                 tool_choice={"type": "function", "function": {"name": "get_time"}},
             )
-            assert found(reply.choices[0].message) == [("get_time", {})]
+            assert tool_calls_of(reply.choices[0].message) == [("get_time", {})]
         model = ScriptedClient(session())
         async with serving(model) as server, asking(server) as client:
             await client.chat.completions.create(
@@ -162,7 +162,7 @@ def test_arguments_that_do_not_fit_are_asked_for_again_and_a_choice_is_kept() ->
     asyncio.run(test())
 
 
-def test_beside_a_response_format() -> None:
+def test_tools_combine_with_response_format() -> None:
     async def test() -> None:
         schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
         wanted: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
@@ -183,8 +183,8 @@ def test_beside_a_response_format() -> None:
 
 
 @pytest.fixture
-def quiet() -> Iterator[None]:
-    agents.set_tracing_disabled(True)  # it would send its traces to its maker
+def tracing_disabled() -> Iterator[None]:
+    agents.set_tracing_disabled(True)  # otherwise it uploads traces to OpenAI
     yield
     agents.set_tracing_disabled(False)
 
@@ -196,9 +196,9 @@ def get_weather(city: str) -> str:
 
 
 @pytest.mark.parametrize("kind", [agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel])
-@pytest.mark.usefixtures("quiet")
-def test_an_agent_with_a_tool(kind: Any) -> None:
-    """An independent agent library makes the call and sends its result."""
+@pytest.mark.usefixtures("tracing_disabled")
+def test_agents_library_runs_a_tool(kind: Any) -> None:
+    """OpenAI's agents library makes the call and sends its result."""
 
     async def test() -> None:
         def script(messages: Any) -> str:

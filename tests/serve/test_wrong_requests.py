@@ -1,5 +1,5 @@
-"""Requests that are not valid get a 400 in OpenAI's shape that names the field; the rest of the 4xx
-have their status."""
+"""Invalid requests get a 400 in OpenAI's format that names the field; other client errors get their
+own 4xx status."""
 
 from __future__ import annotations
 
@@ -170,7 +170,9 @@ RESPONSES = [
     [("/chat/completions", CHAT), ("/responses", RESPONSES)],
     ids=["chat", "responses"],
 )
-def test_the_field_is_named(path: str, wrong: list[tuple[dict[str, Any], str, str]]) -> None:
+def test_invalid_field_is_named_in_400_error(
+    path: str, wrong: list[tuple[dict[str, Any], str, str]]
+) -> None:
     async def test() -> None:
         async with serving(session(), price=PRICE) as server, aiohttp.ClientSession() as http:
             for body, param, says in wrong:
@@ -188,7 +190,7 @@ def test_the_field_is_named(path: str, wrong: list[tuple[dict[str, Any], str, st
     asyncio.run(test())
 
 
-def test_bodies_that_are_none() -> None:
+def test_invalid_bodies_get_4xx_errors() -> None:
     async def test() -> None:
         packed = base64.b64encode(gzip.compress(b" " * 40_000)).decode()
         bomb = {

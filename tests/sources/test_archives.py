@@ -1,4 +1,4 @@
-"""Zip, tar and packed files: members as texts, and bombs that do not go off."""
+"""Zip, tar and compressed files: members as texts, and refusal of decompression bombs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_tar(files: dict[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-def test_zip_members_are_texts_of_their_own(tmp_path: Path):
+def test_zip_members_become_separate_texts(tmp_path: Path):
     (tmp_path / "z.zip").write_bytes(make_zip(FILES))
     loaded = load([tmp_path / "z.zip"])
     assert loaded.context == {"z.zip/a.txt": "text", "z.zip/sub/b.csv": "x,y\n1,2\n"}
@@ -61,7 +61,7 @@ def test_zip_members_are_texts_of_their_own(tmp_path: Path):
         ("t.tar.xz", lzma.compress),
     ],
 )
-def test_tar_members_are_texts_of_their_own(
+def test_tar_members_become_separate_texts(
     tmp_path: Path, name: str, pack: Callable[[bytes], bytes]
 ):
     (tmp_path / name).write_bytes(pack(make_tar(FILES)))
@@ -76,7 +76,7 @@ def test_tar_members_are_texts_of_their_own(
 @pytest.mark.parametrize(
     ("suffix", "pack"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)]
 )
-def test_a_single_packed_file_is_what_is_in_it(
+def test_single_compressed_file_is_decompressed(
     tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]
 ):
     path = tmp_path / f"t.csv.{suffix}"
@@ -86,14 +86,14 @@ def test_a_single_packed_file_is_what_is_in_it(
     assert (loaded.items[0].name, loaded.items[0].kind) == ("t.csv", "csv")
 
 
-def test_an_archive_by_pipe_or_in_a_folder(tmp_path: Path):
+def test_archive_from_stdin_or_in_folder(tmp_path: Path):
     assert load(["-"], stdin=io.BytesIO(make_zip({"a.txt": b"x"}))).context == {"stdin/a.txt": "x"}
     (tmp_path / "z.zip").write_bytes(make_zip({"a.txt": b"x"}))
     (tmp_path / "b.txt").write_text("b")
     assert load([tmp_path]).context == {"b.txt": "b", "z.zip/a.txt": "x"}
 
 
-def test_names_that_climb_do_no_harm_and_doubles_are_kept(tmp_path: Path):
+def test_path_traversal_is_neutralised_and_duplicate_names_are_kept(tmp_path: Path):
     (tmp_path / "z.zip").write_bytes(
         make_zip({"../../etc/x": b"1", "/etc/x": b"2", "a\\..\\b": b"3"})
     )
@@ -102,7 +102,7 @@ def test_names_that_climb_do_no_harm_and_doubles_are_kept(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["z.zip"]
 
 
-def test_archives_in_archives_are_named(tmp_path: Path):
+def test_nested_archives_are_reported(tmp_path: Path):
     inner = make_zip({"a.txt": b"x"})
     (tmp_path / "z.zip").write_bytes(
         make_zip({"in.zip": inner, "in.gz": gzip.compress(b"x"), "t.txt": b"t"})
@@ -116,7 +116,7 @@ def test_archives_in_archives_are_named(tmp_path: Path):
     ]
 
 
-def test_damaged_archives_say_so(tmp_path: Path):
+def test_damaged_archives_are_reported(tmp_path: Path):
     whole = make_zip({"a.txt": b"x" * 1000})
     (tmp_path / "cut.zip").write_bytes(whole[:40])
     (tmp_path / "cut.gz").write_bytes(gzip.compress(bytes(range(256)) * 100)[:200])
@@ -188,7 +188,7 @@ def bomb_skipped() -> bytes:
 
 
 @pytest.mark.parametrize("make", [bomb_zip, bomb_gz, bomb_pax, bomb_skipped])
-def test_bombs_do_not_go_off(tmp_path: Path, make: Callable[[], bytes]):
+def test_decompression_bombs_are_refused(tmp_path: Path, make: Callable[[], bytes]):
     path = tmp_path / "bomb"
     path.write_bytes(make())
     tracemalloc.start()
@@ -206,7 +206,7 @@ def test_bombs_do_not_go_off(tmp_path: Path, make: Callable[[], bytes]):
     assert time.perf_counter() - began < 60
 
 
-def test_a_zip_of_very_many_members_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_archive_with_too_many_members_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ramify.sources.archives.MAX_MEMBERS", 10)
     files = {f"{number}.txt": b"x" for number in range(11)}
     for name, data in (("z.zip", make_zip(files)), ("t.tar", make_tar(files))):

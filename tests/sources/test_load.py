@@ -1,4 +1,4 @@
-"""Paths in, a context out: files, folders, globs, standard input; and what is said of bad ones."""
+"""Paths in, a context out: files, folders, globs, standard input; and the errors for bad paths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ramify.errors import SourceError
 from ramify.sources.load_sources import SourceItem, SourceProblem, load
 
 
-def tree(root: Path, files: dict[str, str | bytes]) -> Path:
+def write_tree(root: Path, files: dict[str, str | bytes]) -> Path:
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -25,12 +25,12 @@ def tree(root: Path, files: dict[str, str | bytes]) -> Path:
     return root
 
 
-# --- one thing, several things
+# --- one source, several sources
 # -----------------------------------------------------------------------------------
 
 
-def test_one_file_is_its_text(tmp_path: Path):
-    path = tree(tmp_path, {"notes.txt": "größer\r\nline 2\n"}) / "notes.txt"
+def test_single_file_context_is_its_text(tmp_path: Path):
+    path = write_tree(tmp_path, {"notes.txt": "größer\r\nline 2\n"}) / "notes.txt"
     loaded = load([path])
     assert loaded.context == "größer\r\nline 2\n"
     assert loaded.items == [SourceItem("notes.txt", "text", 15, 17)]
@@ -40,8 +40,8 @@ def test_one_file_is_its_text(tmp_path: Path):
     assert load(str(path)).context == loaded.context
 
 
-def test_a_folder_is_a_dict_in_order_of_names(tmp_path: Path):
-    tree(tmp_path, {"b.py": "b", "a/z.py": "z", "a/y/x.md": "x", "empty.py": ""})
+def test_folder_context_is_dict_sorted_by_name(tmp_path: Path):
+    write_tree(tmp_path, {"b.py": "b", "a/z.py": "z", "a/y/x.md": "x", "empty.py": ""})
     loaded = load([tmp_path])
     assert loaded.context == {"a/y/x.md": "x", "a/z.py": "z", "b.py": "b", "empty.py": ""}
     assert list(loaded.context) == sorted(loaded.context)
@@ -52,10 +52,10 @@ def test_a_folder_is_a_dict_in_order_of_names(tmp_path: Path):
     ]
 
 
-def test_several_paths_are_named_as_given_or_by_what_they_share(
+def test_multiple_paths_are_named_as_given_or_by_common_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    tree(tmp_path, {"logs/a.log": "a", "logs/b.log": "b", "src/m.py": "m"})
+    write_tree(tmp_path, {"logs/a.log": "a", "logs/b.log": "b", "src/m.py": "m"})
     both = load([tmp_path / "logs" / "a.log", tmp_path / "src"])
     assert both.context == {"logs/a.log": "a", "src/m.py": "m"}
     monkeypatch.chdir(tmp_path)
@@ -68,17 +68,17 @@ def test_several_paths_are_named_as_given_or_by_what_they_share(
     assert load(["."]).context == {"logs/a.log": "a", "logs/b.log": "b", "src/m.py": "m"}
 
 
-def test_what_is_named_twice_is_loaded_once(tmp_path: Path):
-    tree(tmp_path, {"d/a.txt": "a"})
+def test_duplicate_paths_are_loaded_once(tmp_path: Path):
+    write_tree(tmp_path, {"d/a.txt": "a"})
     (tmp_path / "link.txt").symlink_to(tmp_path / "d" / "a.txt")
     assert load([tmp_path / "d", tmp_path / "d/a.txt", tmp_path / "link.txt"]).context == {
         "d/a.txt": "a"
     }
 
 
-def test_standard_input_alone_and_with_others(tmp_path: Path):
+def test_stdin_alone_and_with_files(tmp_path: Path):
     assert load(["-"], stdin=io.BytesIO(b"piped")).context == "piped"
-    path = tree(tmp_path, {"a.txt": "a"}) / "a.txt"
+    path = write_tree(tmp_path, {"a.txt": "a"}) / "a.txt"
     assert load(["-", path], stdin=io.BytesIO(b"piped")).context == {"a.txt": "a", "stdin": "piped"}
     twice = load(["-", path, "-"], stdin=io.BytesIO(b"piped"))
     assert twice.context == {"a.txt": "a", "stdin": "piped"}
@@ -87,8 +87,10 @@ def test_standard_input_alone_and_with_others(tmp_path: Path):
         load(["-"], stdin=io.BytesIO(b""))
 
 
-def test_globs_that_the_shell_left_alone(tmp_path: Path):
-    tree(tmp_path, {"a.py": "a", "b/c.py": "c", "b/d.txt": "d", "b/bin.py": b"\0\1", "[x].py": "x"})
+def test_globs_not_expanded_by_shell_are_expanded(tmp_path: Path):
+    write_tree(
+        tmp_path, {"a.py": "a", "b/c.py": "c", "b/d.txt": "d", "b/bin.py": b"\0\1", "[x].py": "x"}
+    )
     loaded = load([f"{tmp_path}/**/*.py"])
     assert loaded.context == {"[x].py": "x", "a.py": "a", "b/c.py": "c"}
     assert loaded.problems == [SourceProblem("b/bin.py", "is binary")]
@@ -97,7 +99,7 @@ def test_globs_that_the_shell_left_alone(tmp_path: Path):
         load([f"{tmp_path}/*.rs"])
 
 
-def test_a_named_pipe_is_read_where_it_is_named(tmp_path: Path):
+def test_named_pipe_is_read_if_given_as_path(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
     thread = threading.Thread(target=lambda: (tmp_path / "pipe").write_text("from a pipe"))
     thread.start()
@@ -120,7 +122,7 @@ def test_a_named_pipe_is_read_where_it_is_named(tmp_path: Path):
         ("größer – “x”".encode("cp1252"), "größer – “x”", "not UTF-8, read as Windows-1252"),
     ],
 )
-def test_encodings(tmp_path: Path, data: bytes, text: str, detail: str):
+def test_text_encoding_is_detected(tmp_path: Path, data: bytes, text: str, detail: str):
     (tmp_path / "t.txt").write_bytes(data)
     loaded = load([tmp_path / "t.txt"])
     assert (loaded.context, loaded.items[0].detail) == (text, detail)
@@ -139,7 +141,7 @@ def test_encodings(tmp_path: Path, data: bytes, text: str, detail: str):
         ("t.json", "[1, 2, 3]", "JSON: a list of 3"),
     ],
 )
-def test_tables_and_records_stay_text_and_are_described(
+def test_tables_and_records_stay_text_with_description(
     tmp_path: Path, name: str, text: str, detail: str
 ):
     (tmp_path / name).write_bytes(text.encode())
@@ -152,8 +154,8 @@ def test_tables_and_records_stay_text_and_are_described(
 # ---------------------------------------------------------------------------------------------------
 
 
-def test_gitignore_nested_and_negated(tmp_path: Path):
-    tree(
+def test_nested_and_negated_gitignore_rules(tmp_path: Path):
+    write_tree(
         tmp_path,
         {
             ".gitignore": "*.log\nbuild/\n/top.txt\n!keep.log\n",
@@ -180,8 +182,8 @@ def test_gitignore_nested_and_negated(tmp_path: Path):
     )
 
 
-def test_the_repository_around_a_folder_counts_unless_it_ignores_the_folder_itself(tmp_path: Path):
-    tree(
+def test_enclosing_gitignore_applies_unless_it_ignores_the_folder(tmp_path: Path):
+    write_tree(
         tmp_path,
         {
             ".git/info/exclude": "*.tmp\n",
@@ -197,8 +199,8 @@ def test_the_repository_around_a_folder_counts_unless_it_ignores_the_folder_itse
     assert load([tmp_path / "src" / "gen.py"]).context == "g"
 
 
-def test_git_agrees_on_what_is_ignored(tmp_path: Path):
-    tree(
+def test_ignored_files_match_git(tmp_path: Path):
+    write_tree(
         tmp_path,
         {
             ".gitignore": "*.o\n/a/*\n!/a/keep\n**/cache\nfoo[0-9].txt\n\\#x\n dir \n",
@@ -232,11 +234,11 @@ def test_git_agrees_on_what_is_ignored(tmp_path: Path):
     )
 
 
-def test_hidden_and_linked_files(tmp_path: Path):
-    root = tree(
+def test_hidden_files_and_links_are_left_out(tmp_path: Path):
+    root = write_tree(
         tmp_path / "root", {"a.txt": "a", ".env": "KEY=1", ".config/x": "x", ".git/HEAD": "ref"}
     )
-    tree(tmp_path, {"outside.txt": "secret"})
+    write_tree(tmp_path, {"outside.txt": "secret"})
     (root / "out").symlink_to(tmp_path / "outside.txt")
     (root / "up").symlink_to(tmp_path)
     (root / "again").symlink_to(root / "a.txt")
@@ -258,8 +260,8 @@ def test_hidden_and_linked_files(tmp_path: Path):
     assert load([root / ".env"]).context == "KEY=1"
 
 
-def test_what_cannot_be_read_in_a_folder_is_named(tmp_path: Path):
-    tree(
+def test_unreadable_files_in_folder_are_reported(tmp_path: Path):
+    write_tree(
         tmp_path,
         {
             "a.txt": "a",
@@ -287,8 +289,8 @@ def test_what_cannot_be_read_in_a_folder_is_named(tmp_path: Path):
     assert "not loaded (2), is binary: x.bin, y.png" in loaded.describe()
 
 
-def test_a_pipe_with_a_name(tmp_path: Path):
-    """What is written late is read; what was never begun is refused."""
+def test_slow_pipe_is_read_and_pipe_without_writer_is_refused(tmp_path: Path):
+    """A slow writer is waited for; a pipe without a writer is refused."""
     pipe = str(tmp_path / "pipe")
     os.mkfifo(pipe)
     lines = "".join(f"line {i}\n" for i in range(20_000))
@@ -314,10 +316,10 @@ def test_a_pipe_with_a_name(tmp_path: Path):
         assert load([f"/dev/fd/{process.stdout.fileno()}"]).context == "abc\n"
 
 
-def test_unreadable_by_permission(tmp_path: Path):
+def test_permission_errors_are_reported(tmp_path: Path):
     if os.geteuid() == 0:
         pytest.skip("root may read everything")
-    tree(tmp_path, {"a.txt": "a", "b.txt": "b", "c/d.txt": "d"})
+    write_tree(tmp_path, {"a.txt": "a", "b.txt": "b", "c/d.txt": "d"})
     (tmp_path / "b.txt").chmod(0)
     (tmp_path / "c").chmod(0)
     try:
@@ -337,8 +339,8 @@ def test_unreadable_by_permission(tmp_path: Path):
 # -------------------------------------------------------------------------------------------------
 
 
-def test_what_is_named_and_cannot_be_read_is_one_line_with_a_remedy(tmp_path: Path):
-    tree(
+def test_unreadable_path_is_one_line_error_with_remedy(tmp_path: Path):
+    write_tree(
         tmp_path,
         {
             "report.txt": "r",
@@ -374,8 +376,8 @@ def test_what_is_named_and_cannot_be_read_is_one_line_with_a_remedy(tmp_path: Pa
         load([""])
 
 
-def test_more_than_may_be_read_is_refused_before_it_is_read(tmp_path: Path):
-    tree(tmp_path, {"a.txt": "x" * 600, "b.txt": "x" * 600})
+def test_sources_over_max_bytes_are_refused_before_reading(tmp_path: Path):
+    write_tree(tmp_path, {"a.txt": "x" * 600, "b.txt": "x" * 600})
     assert len(load([tmp_path / "a.txt"], max_bytes=1000).context) == 600
     with pytest.raises(
         SourceError, match=r"b\.txt brings the sources to over 0 MB: name fewer files"
@@ -387,7 +389,7 @@ def test_more_than_may_be_read_is_refused_before_it_is_read(tmp_path: Path):
         load(["/dev/zero"], max_bytes=1_000_000)
 
 
-def test_importing_load_imports_no_reader():
+def test_importing_load_imports_no_format_readers():
     code = (
         "import sys, ramify.sources.load_sources\n"
         "print(sorted({'zipfile', 'tarfile', 'sqlite3', 'pathspec', 'csv', 'pypdf'} & "
@@ -403,8 +405,8 @@ def test_importing_load_imports_no_reader():
     assert done.stdout == "[]\n"
 
 
-def test_names_cannot_speak_to_the_terminal_or_break_a_line(tmp_path: Path):
-    tree(tmp_path, {"a\x1b[31m\nb.csv": '"x\ny",z\n1,2\n', "c.txt": "c"})
+def test_control_characters_in_names_are_replaced(tmp_path: Path):
+    write_tree(tmp_path, {"a\x1b[31m\nb.csv": '"x\ny",z\n1,2\n', "c.txt": "c"})
     loaded = load([tmp_path])
     assert loaded.describe() == [
         "a\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}b.csv: CSV: 2 columns x y, z; 1 "
@@ -414,7 +416,7 @@ def test_names_cannot_speak_to_the_terminal_or_break_a_line(tmp_path: Path):
     assert len(loaded.manifest().splitlines()) == 4
 
 
-def test_the_standard_library_is_read_whole():
+def test_whole_asyncio_package_is_loaded():
     loaded = load([Path(os.__file__).parent / "asyncio"])
     assert "def create_task" in loaded.context["tasks.py"]
     assert len(loaded.items) >= 20

@@ -1,4 +1,4 @@
-"""PDF text by page; and PDFs that have none."""
+"""Text of PDFs by page, and PDFs without text."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def make_pdf(pages: list[str]) -> bytes:
     return data + f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}{trailer}".encode()
 
 
-def test_pages_are_kept_apart(tmp_path: Path):
+def test_pages_are_separated_by_headings(tmp_path: Path):
     (tmp_path / "r.pdf").write_bytes(make_pdf(["first page", "second page"]))
     loaded = load([tmp_path / "r.pdf"])
     assert loaded.context == "--- page 1 ---\nfirst page\n--- page 2 ---\nsecond page"
     assert loaded.describe() == ["r.pdf: PDF: 2 pages, 52 characters"]
 
 
-def test_a_pdf_is_known_by_its_content_and_in_a_folder(tmp_path: Path):
+def test_pdf_is_recognised_by_content(tmp_path: Path):
     (tmp_path / "scan").write_bytes(make_pdf(["", ""]))
     (tmp_path / "noname").write_bytes(make_pdf(["hello"]))
     (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4\ngarbage")
@@ -60,7 +60,7 @@ def test_a_pdf_is_known_by_its_content_and_in_a_folder(tmp_path: Path):
     )
 
 
-def test_bad_pdfs_that_are_named_are_errors(tmp_path: Path):
+def test_broken_or_encrypted_pdf_is_an_error(tmp_path: Path):
     (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4\ngarbage")
     with pytest.raises(SourceError, match=r"broken\.pdf is a PDF that cannot be read: ") as caught:
         load([tmp_path / "broken.pdf"])
@@ -74,9 +74,9 @@ def test_bad_pdfs_that_are_named_are_errors(tmp_path: Path):
         load([tmp_path / "locked.pdf"])
 
 
-def test_a_pdf_that_takes_too_long_is_given_up(tmp_path: Path):
-    """Half a million pieces of text on one page, which takes a parser far longer than the time that
-    it is given."""
+def test_slow_pdf_is_abandoned_at_time_limit(tmp_path: Path):
+    """Half a million pieces of text on one page, which take a parser far longer than the time
+    limit."""
     content = "BT /F1 12 Tf " + "1 0 0 1 72 700 Tm (x) Tj " * 500_000 + "ET"
     (tmp_path / "slow.pdf").write_bytes(
         make_pdf(["@"]).replace(b"BT /F1 12 Tf 72 700 Td (@) Tj ET", content.encode())
@@ -95,7 +95,7 @@ def test_a_pdf_that_takes_too_long_is_given_up(tmp_path: Path):
     assert loaded.context == "--- page 1 ---\nhello"
 
 
-def test_without_the_extra_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_missing_pypdf_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pypdf", None)
     (tmp_path / "r.pdf").write_bytes(make_pdf(["x"]))
     with pytest.raises(

@@ -35,7 +35,7 @@ def path(tmp_path: Path) -> Path:
     return make(tmp_path / "shop.db")
 
 
-def test_the_schema_with_counts_and_samples_is_the_context(path: Path):
+def test_context_is_schema_with_row_counts_and_samples(path: Path):
     loaded = load([path])
     assert loaded.context == (
         "SQLite database 'shop.db'. Query it with sql(\"SELECT …\", db='shop.db').\n\n"
@@ -51,7 +51,7 @@ def test_the_schema_with_counts_and_samples_is_the_context(path: Path):
     assert list(loaded.tools) == ["sql"]
 
 
-def test_the_tool_answers_with_rows(path: Path):
+def test_sql_tool_returns_rows(path: Path):
     sql = load([path]).tools["sql"]
     assert sql("SELECT id, name FROM hosts WHERE id < ?", (3,)) == [(1, "host-0"), (2, "host-1")]
     assert sql("SELECT count(*) FROM hosts WHERE name = :n", {"n": "host-4"}, db="shop.db") == [
@@ -85,7 +85,7 @@ def test_the_tool_answers_with_rows(path: Path):
         "SELECT load_extension('x')",
     ],
 )
-def test_nothing_but_reading_is_allowed(path: Path, query: str):
+def test_queries_that_write_are_refused(path: Path, query: str):
     before = path.read_bytes()
     with pytest.raises(
         (PermissionError, ValueError),
@@ -96,14 +96,14 @@ def test_nothing_but_reading_is_allowed(path: Path, query: str):
     assert [file.name for file in path.parent.iterdir()] == ["shop.db"]
 
 
-def test_what_is_not_allowed_is_a_permission_error(path: Path):
+def test_forbidden_query_raises_permission_error(path: Path):
     with pytest.raises(
         PermissionError, match=r"sql: only reading is allowed here \(not authorized\)"
     ):
         run_query(path, "DELETE FROM hosts")
 
 
-def test_wrong_queries_say_what_is_wrong(path: Path):
+def test_invalid_query_error_names_the_problem(path: Path):
     for query, params, message in (
         ("SELEC 1", (), 'sql: near "SELEC": syntax error'),
         ("SELECT * FROM nope", (), "sql: no such table: nope"),
@@ -140,7 +140,7 @@ def test_too_many_rows_or_bytes_are_refused(tmp_path: Path):
         run_query(path, "SELECT zeroblob(900000000)")
 
 
-def test_several_databases_are_named(tmp_path: Path):
+def test_multiple_databases_are_selected_by_name(tmp_path: Path):
     make(tmp_path / "a.db", 1)
     make(tmp_path / "sub.db", 2)
     (tmp_path / "notes.txt").write_text("n")
@@ -157,7 +157,7 @@ def test_several_databases_are_named(tmp_path: Path):
         sql("SELECT 1", db="x")
 
 
-def test_many_threads_may_ask_at_once(path: Path):
+def test_threads_can_query_concurrently(path: Path):
     sql = SqliteDatabases({"shop.db": path}).sql
     answers: list[list[tuple[int]]] = []
     threads = [
@@ -173,7 +173,7 @@ def test_many_threads_may_ask_at_once(path: Path):
     assert answers == [[(5,)]] * 160
 
 
-def test_a_database_that_somebody_writes_can_be_read(tmp_path: Path):
+def test_database_with_active_writer_can_be_read(tmp_path: Path):
     path = make(tmp_path / "live.db", mode="wal")
     writer = sqlite3.connect(path)
     try:
@@ -201,7 +201,7 @@ def test_a_damaged_database_is_named(tmp_path: Path):
         load([path])
 
 
-def test_a_view_that_never_ends_does_not_stop_the_load(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_endless_view_does_not_block_load(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ramify.sources.sqlite._COUNT_S", 0.1)
     database = sqlite3.connect(path)
     with database:
@@ -215,7 +215,7 @@ def test_a_view_that_never_ends_does_not_stop_the_load(path: Path, monkeypatch: 
     assert "-- 5 rows, the first:" in context
 
 
-def test_one_step_that_takes_for_ever_is_stopped_and_the_next_query_is_answered(path: Path):
+def test_hung_query_step_is_killed_and_next_query_works(path: Path):
     never = "SELECT instr(zeroblob(20000000), CAST(zeroblob(9000000) || x'01' AS BLOB))"
     assert query_in_time(path, "SELECT count(*) FROM hosts") == [(5,)]
     with pytest.raises(TimeoutError, match="one of its functions takes too long"):

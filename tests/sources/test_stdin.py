@@ -1,4 +1,4 @@
-"""Standard input that is a terminal: its end is said once."""
+"""Standard input from a terminal: end of input is read only once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ramify import load
 
 
 class _Terminal(io.BytesIO):
-    """After its end it would wait for more."""
+    """A terminal: a read after the end of input would block."""
 
     ended = False
 
@@ -22,5 +22,5 @@ class _Terminal(io.BytesIO):
         raise AssertionError("a buffered read asks a terminal twice")
 
 
-def test_the_end_of_a_terminal_is_read_once() -> None:
+def test_end_of_terminal_input_is_read_once() -> None:
     assert load(["-"], stdin=_Terminal(b"typed\n")).context == "typed\n"

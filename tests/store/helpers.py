@@ -77,8 +77,8 @@ journal.close()
 
 
 def start_writer(root: Path, id: str, num_events: int) -> subprocess.Popen[str]:
-    """Another process that has written ``num_events`` of a short run and waits for a line to go
-    on."""
+    """Start a process that has written ``num_events`` of a short run and continues after a line of
+    input."""
     process = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(root), id, str(num_events)],
         stdin=subprocess.PIPE,

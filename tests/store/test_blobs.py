@@ -1,4 +1,4 @@
-"""Large values: once by content, whole or not at all."""
+"""Large values: stored once per content, complete or not at all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_blob_is_named_by_its_content(store: Store, data: bytes):
         assert bytes(view) == data
 
 
-def test_views_and_given_digests_are_taken_as_they_are(store: Store):
+def test_memoryviews_and_precomputed_digests_are_accepted(store: Store):
     data = bytearray(b"abcd" * 1000)
     digest = hashlib.sha256(data).hexdigest()
     assert store.blobs.put(memoryview(data), digest) == digest
@@ -43,7 +43,7 @@ def test_the_same_content_is_stored_once(store: Store):
     assert [path.name for path, _ in store.blobs.list()] == [digest]
 
 
-def test_a_blob_cut_short_by_a_crash_is_found_and_written_again(store: Store):
+def test_truncated_blob_is_detected_and_rewritten(store: Store):
     digest = store.blobs.put(b"x" * 1000)
     store.blobs.path(digest).write_bytes(b"x" * 10)
     with pytest.raises(StoreError, match="is damaged: its bytes do not have the digest"):
@@ -52,7 +52,7 @@ def test_a_blob_cut_short_by_a_crash_is_found_and_written_again(store: Store):
     assert store.blobs.get(digest) == b"x" * 1000
 
 
-def test_a_missing_blob_and_a_wrong_name_are_named(store: Store):
+def test_missing_blob_and_invalid_name_are_reported(store: Store):
     with pytest.raises(
         StoreError, match=f"blob {'0' * 64} is not in .*: deleted, or from another store"
     ):
@@ -63,7 +63,7 @@ def test_a_missing_blob_and_a_wrong_name_are_named(store: Store):
         store.blobs.get("../x")
 
 
-def test_threads_and_processes_may_put_the_same_blob_at_once(store: Store):
+def test_threads_and_processes_put_same_blobs_concurrently(store: Store):
     code = (
         "import sys; from ramify.store.store import Store; s = Store(sys.argv[1])\n"
         "for n in range(40): s.blobs.put(b'%d' % n * 5000)"

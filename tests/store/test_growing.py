@@ -30,7 +30,7 @@ def append(path: Path, data: bytes) -> None:
 @pytest.mark.parametrize(
     "long", [1, 300_000, 3_000_000], ids=["short", "a block", "several blocks"]
 )
-def test_a_block_ends_before_a_line_that_is_still_written(tmp_path: Path, long: int) -> None:
+def test_block_ends_before_incomplete_line(tmp_path: Path, long: int) -> None:
     path, line = tmp_path / "growing.jsonl", "é".encode() * long
     path.write_bytes(b"one\n" + line[: long | 1])  # in the middle of a character
     reading = blocks(path)
@@ -40,7 +40,7 @@ def test_a_block_ends_before_a_line_that_is_still_written(tmp_path: Path, long: 
     assert b"".join(blocks(path, 4)) == line + b"\ntwo\n"
 
 
-def test_blocks_of_a_file_that_grows_are_its_lines(tmp_path: Path) -> None:
+def test_blocks_of_growing_file_contain_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "growing.jsonl"
     path.touch()
     lines = [b"%d %s\n" % (number, b"x" * (number * 977 % 5000)) for number in range(500)]
@@ -62,7 +62,7 @@ def test_blocks_of_a_file_that_grows_are_its_lines(tmp_path: Path) -> None:
     writer.join()
 
 
-def test_following_reads_again_what_was_damaged_for_a_moment(store: Store) -> None:
+def test_follow_rereads_line_that_its_writer_repairs(store: Store) -> None:
     async def main() -> list[AnyEvent]:
         seen = []
         with store.create("r1") as journal:
@@ -74,7 +74,7 @@ def test_following_reads_again_what_was_damaged_for_a_moment(store: Store) -> No
             while len(seen) < 3:
                 seen.append(await anext(following))
             rest = asyncio.ensure_future(anext(following))
-            await asyncio.sleep(0)  # it has met the damage
+            await asyncio.sleep(0)  # it has read the damaged line
             os.truncate(path, size)
             append_all(journal, short_run("r1")[3:])
             seen.append(await rest)
@@ -84,7 +84,7 @@ def test_following_reads_again_what_was_damaged_for_a_moment(store: Store) -> No
     assert asyncio.run(asyncio.wait_for(main(), 100)) == short_run("r1")
 
 
-def test_following_names_a_line_that_stays_damaged(store: Store) -> None:
+def test_follow_reports_line_that_stays_damaged(store: Store) -> None:
     async def main() -> None:
         with store.create("r1") as journal:
             append_all(journal, short_run("r1")[:2])
@@ -98,7 +98,7 @@ def test_following_names_a_line_that_stays_damaged(store: Store) -> None:
 
 
 @pytest.mark.parametrize("how", ["cut", "replaced", "gone"])
-def test_following_ends_where_the_journal_is_another(store: Store, how: str) -> None:
+def test_follow_fails_if_journal_is_cut_replaced_or_gone(store: Store, how: str) -> None:
     async def main() -> None:
         with store.create("r1") as journal:
             append_all(journal, short_run("r1")[:3])

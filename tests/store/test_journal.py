@@ -1,4 +1,4 @@
-"""Writing: nothing lost, one writer, nothing torn, nothing secret."""
+"""Writing journals: no lost events, one writer, no torn lines, no secrets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "home")
 
 
-def test_what_is_appended_is_read_again(store: Store):
+def test_appended_events_are_read_back(store: Store):
     write_run(store, "r1")
     assert list(store.events("r1")) == short_run("r1")
     trajectory = store.load("r1")
@@ -40,7 +40,7 @@ def test_an_event_can_be_read_before_the_journal_is_closed(store: Store):
             assert len(list(store.events("r1"))) == count
 
 
-def test_files_are_for_their_owner_alone(store: Store):
+def test_files_are_readable_by_owner_only(store: Store):
     write_run(store, "r1")
     store.blobs.put(b"text")
     store.runs()
@@ -50,7 +50,7 @@ def test_files_are_for_their_owner_alone(store: Store):
     assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}
 
 
-def test_a_torn_last_line_is_ignored_and_then_cut_off(store: Store):
+def test_torn_last_line_is_ignored_and_removed_on_reopen(store: Store):
     write_run(store, "r1", ended=False)
     path = store.path("r1")
     whole = path.read_bytes()
@@ -63,7 +63,7 @@ def test_a_torn_last_line_is_ignored_and_then_cut_off(store: Store):
 
 
 @pytest.mark.parametrize("tail", [b"x" * 200_000, b"\0" * 70_000, b"{"])
-def test_a_torn_line_of_any_length_is_cut_off(store: Store, tail: bytes):
+def test_torn_line_of_any_length_is_removed(store: Store, tail: bytes):
     write_run(store, "r1", ended=False)
     path = store.path("r1")
     whole = path.read_bytes()
@@ -109,7 +109,7 @@ def test_a_killed_writer_leaves_its_events_and_no_lock(store: Store):
     assert list(store.events("r1")) == short_run("r1")
 
 
-def test_create_refuses_a_second_run_of_that_name_and_bad_names(store: Store):
+def test_create_refuses_duplicate_and_invalid_names(store: Store):
     write_run(store, "r1")
     with pytest.raises(StoreError, match="run r1 already exists"):
         store.create("r1")
@@ -118,7 +118,7 @@ def test_create_refuses_a_second_run_of_that_name_and_bad_names(store: Store):
             store.create(name)
 
 
-def test_a_closed_journal_says_so(store: Store):
+def test_appending_to_closed_journal_is_an_error(store: Store):
     journal = store.create("r1")
     journal.close()
     journal.close()
@@ -126,7 +126,7 @@ def test_a_closed_journal_says_so(store: Store):
         journal.append(NoteAdded(call="0", text="late"))
 
 
-def test_threads_write_whole_lines(store: Store):
+def test_concurrent_threads_write_whole_lines(store: Store):
     with store.create("r1") as journal:
         append_all(journal, short_run("r1")[:2])
         note = "x" * 10_000
@@ -183,7 +183,7 @@ with Store(sys.argv[1]).reopen("r1") as journal:
 """
 
 
-def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_no_half_line_and_no_gap(
+def test_full_disk_error_names_file_and_leaves_no_partial_line(
     store: Store,
 ):
     done = subprocess.run(
@@ -203,7 +203,7 @@ def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_no_half_line_and
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 
 
-def test_secrets_of_the_environment_are_cut_out(store: Store, monkeypatch: pytest.MonkeyPatch):
+def test_secrets_from_environment_are_redacted(store: Store, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SHOP_API_KEY", 'sk-"quoted"-0123456789')
     monkeypatch.setenv("SHORT_KEY", "secret")
     monkeypatch.setenv("NUMBER_TOKEN", "123456789012")
@@ -220,7 +220,7 @@ def test_secrets_of_the_environment_are_cut_out(store: Store, monkeypatch: pytes
     )
 
 
-def test_text_that_is_not_unicode_is_written_readably(store: Store):
+def test_lone_surrogates_are_written_escaped(store: Store):
     with store.create("r1") as journal:
         append_all(journal, short_run("r1"))
         journal.append(CellRan(call="0", turn=0, cell=1, result=Cell("x", stdout="a\udc80b ü")))
@@ -229,7 +229,7 @@ def test_text_that_is_not_unicode_is_written_readably(store: Store):
     assert last.result.stdout == "a\\udc80b ü"
 
 
-def test_infinite_logprobs_are_written_as_finite_ones(store: Store):
+def test_infinite_logprobs_are_written_as_finite(store: Store):
     reply = Reply(Message("assistant", "x"), token_ids=(1, 2), logprobs=(-0.5, -math.inf))
     with store.create("r1") as journal:
         append_all(journal, short_run("r1")[:3])
@@ -239,7 +239,7 @@ def test_infinite_logprobs_are_written_as_finite_ones(store: Store):
     assert last.reply.logprobs == (-0.5, -sys.float_info.max)
 
 
-def test_what_json_cannot_hold_is_an_error_and_not_a_broken_line(store: Store):
+def test_event_that_json_cannot_represent_is_not_written(store: Store):
     nan = Reply(Message("assistant", "x"), token_ids=(1,), logprobs=(math.nan,))
     with store.create("r1") as journal:
         append_all(journal, short_run("r1")[:3])

@@ -36,7 +36,7 @@ def ids(store: Store) -> list[str]:
     return [run.id for run in store.runs()]
 
 
-def test_a_summary_says_what_the_fold_would(store: Store):
+def test_run_summary_matches_folded_trajectory(store: Store):
     (store.root / "runs" / "golden.jsonl").write_bytes(JOURNAL.read_bytes())
     trajectory = store.load("golden")
     (summary,) = store.runs()
@@ -59,7 +59,7 @@ def test_a_summary_says_what_the_fold_would(store: Store):
     )
 
 
-def test_runs_are_listed_newest_first_finished_cut_off_and_alive(store: Store):
+def test_finished_interrupted_and_live_runs_are_listed_newest_first(store: Store):
     write_run(store, IDS[0])
     write_run(store, IDS[1], ended=False)
     with store.create(IDS[2]) as journal:
@@ -74,14 +74,14 @@ def test_runs_are_listed_newest_first_finished_cut_off_and_alive(store: Store):
     assert store.runs()[2].usage == Usage(10, 2, calls=1)
 
 
-def test_ids_without_a_time_are_placed_by_their_files(store: Store):
+def test_ids_without_timestamp_sort_by_file_time(store: Store):
     write_run(store, "20200101-000000-old")
     write_run(store, "mine")
     write_run(store, "20990101-000000-new")
     assert ids(store) == ["20990101-000000-new", "mine", "20200101-000000-old"]
 
 
-def test_the_index_follows_the_journals_and_may_be_lost_or_damaged(store: Store):
+def test_index_follows_journals_and_is_rebuilt_if_lost_or_damaged(store: Store):
     write_run(store, IDS[0], ended=False)
     assert store.runs()[0].stop is None
     with store.reopen(IDS[0]) as journal:
@@ -95,9 +95,7 @@ def test_the_index_follows_the_journals_and_may_be_lost_or_damaged(store: Store)
     assert ids(store) == [IDS[0]]
 
 
-def test_an_index_that_somebody_else_has_locked_does_not_stop_a_listing(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-):
+def test_locked_index_does_not_block_listing(store: Store, monkeypatch: pytest.MonkeyPatch):
     write_run(store, IDS[0])
     store.runs()
     write_run(store, IDS[1])
@@ -110,7 +108,7 @@ def test_an_index_that_somebody_else_has_locked_does_not_stop_a_listing(
         other.close()
 
 
-def test_several_processes_list_and_write_at_once(store: Store):
+def test_processes_list_and_write_concurrently(store: Store):
     code = (
         "import sys; from ramify.store.store import Store; from tests.store.helpers import "
         "write_run\n"
@@ -127,12 +125,12 @@ def test_several_processes_list_and_write_at_once(store: Store):
     assert len(store.runs()) == 20
 
 
-def test_the_index_is_read_instead_of_thousands_of_journals(store: Store):
+def test_listing_reads_index_instead_of_journals(store: Store):
     line = JOURNAL.read_bytes()
     for number in range(2000):
         (store.root / "runs" / f"20260101-{number:06}-x.jsonl").write_bytes(line)
     whole = store.runs()
-    began = time.process_time()  # this process's own: others may be at work meanwhile
+    began = time.process_time()  # CPU time of this process only: others may be busy
     assert store.runs() == whole
     warm_s = time.process_time() - began
     began = time.process_time()
@@ -141,7 +139,7 @@ def test_the_index_is_read_instead_of_thousands_of_journals(store: Store):
     assert len(whole) == 2000
 
 
-def test_removing_a_run_frees_what_only_it_names(store: Store):
+def test_removing_run_deletes_blobs_that_only_it_references(store: Store):
     mine, shared = store.blobs.put(b"mine" * 100), store.blobs.put(b"both" * 100)
     write_run(store, IDS[0], digest=mine)
     write_run(store, IDS[1], digest=shared)
@@ -157,7 +155,7 @@ def test_removing_a_run_frees_what_only_it_names(store: Store):
     assert [path.name for path in (store.root / "runs").iterdir()] == []
 
 
-def test_a_blob_that_was_put_again_after_the_run_ended_stays(store: Store):
+def test_blob_put_again_after_run_ended_is_kept(store: Store):
     digest = store.blobs.put(b"data")
     write_run(store, IDS[0], digest=digest)
     set_age(store.path(IDS[0]), 100)
@@ -166,7 +164,7 @@ def test_a_blob_that_was_put_again_after_the_run_ended_stays(store: Store):
     assert digest in store.blobs
 
 
-def test_a_blob_that_a_running_run_put_and_has_yet_to_name_stays(store: Store):
+def test_blob_that_running_run_has_not_yet_referenced_is_kept(store: Store):
     write_run(store, IDS[0])
     with store.create(IDS[1]) as journal:
         digest = store.blobs.put(b"soon named")
@@ -186,7 +184,7 @@ def test_removing_a_journal_outside_the_store_is_refused(store: Store, tmp_path:
         store.remove(tmp_path / "mine.jsonl")
 
 
-def test_prune_by_number_age_and_both(store: Store):
+def test_prune_by_count_age_and_both(store: Store):
     for age_days, id in zip((9, 7, 5, 3, 1), IDS, strict=True):
         write_run(store, id)
         set_age(store.path(id), age_days * 86400)
@@ -198,7 +196,7 @@ def test_prune_by_number_age_and_both(store: Store):
     assert store.prune(keep_last=0).runs == [IDS[3], IDS[4]]
 
 
-def test_prune_to_a_size_takes_the_oldest_first(store: Store):
+def test_prune_to_size_removes_oldest_first(store: Store):
     for number, id in enumerate(IDS):
         write_run(store, id, digest=store.blobs.put(bytes([number]) * 100_000))
     assert store.prune(max_bytes=250_000, keep_last=1).runs == IDS[:3]
@@ -207,7 +205,7 @@ def test_prune_to_a_size_takes_the_oldest_first(store: Store):
     assert ids(store) == [IDS[4]]
 
 
-def test_prune_leaves_a_run_that_is_being_written(store: Store):
+def test_prune_keeps_run_that_is_being_written(store: Store):
     write_run(store, IDS[1])
     process = start_writer(store.root, IDS[0], 3)
     with process:
@@ -216,7 +214,7 @@ def test_prune_leaves_a_run_that_is_being_written(store: Store):
     assert list(store.events(IDS[0])) == short_run(IDS[0])
 
 
-def test_prune_sweeps_litter_once_it_is_old(store: Store):
+def test_prune_deletes_old_unreferenced_blobs(store: Store):
     digest = store.blobs.put(b"nobody names me")
     torn = store.blobs.path(digest).with_name(f".{digest[:16]}.1.abc")
     torn.write_bytes(b"half")
@@ -247,7 +245,7 @@ def test_a_full_store_warns_once(store: Store, monkeypatch: pytest.MonkeyPatch):
     assert sorted(ids(store)) == ["r1", "r2"]
 
 
-def test_the_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_store_folder_comes_from_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAMIFY_HOME", str(tmp_path / "a" / "b"))
     assert Store().root == tmp_path / "a" / "b"
     monkeypatch.delenv("RAMIFY_HOME")
@@ -261,7 +259,7 @@ def test_the_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pyte
         Store(tmp_path / "file" / "x")
 
 
-def test_evaluations_go_by_the_same_rules(store: Store):
+def test_evaluations_are_pruned_by_the_same_rules(store: Store):
     records = EvaluationRecords(store.root)
     old, middle, new = (
         records.create(EvaluationPlan(model="m", task=task)) for task in ("old", "middle", "new")

@@ -19,7 +19,7 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path)
 
 
-def test_ids_sort_by_time_read_and_are_unique(store: Store):
+def test_run_ids_sort_by_time_and_are_readable_and_unique(store: Store):
     ids = [store.new_id("Which host failed FIRST, and why? größer") for _ in range(500)]
     assert len(set(ids)) == 500
     stamps = [id[:20] for id in ids]  # to the microsecond; what follows is chance
@@ -40,7 +40,7 @@ def test_a_run_is_found_by_id_prefix_last_and_path(store: Store, tmp_path: Path)
     assert list(store.events(copy)) == list(store.events("last"))
 
 
-def test_a_run_that_is_not_there_gets_the_nearest(store: Store):
+def test_unknown_run_id_suggests_nearest(store: Store):
     with pytest.raises(StoreError, match="has no runs"):
         store.path("last")
     write_run(store, "20260101-000000-aaaa")
@@ -73,7 +73,7 @@ def test_a_damaged_line_is_named(store: Store):
     assert [run.problem is None for run in store.runs()] == [False]
 
 
-def test_a_newer_schema_is_refused_and_unknown_fields_are_not(store: Store):
+def test_newer_schema_is_refused_and_unknown_fields_are_ignored(store: Store):
     write_run(store, "r1")
     path = store.path("r1")
     text = path.read_text()
@@ -87,7 +87,7 @@ def test_a_newer_schema_is_refused_and_unknown_fields_are_not(store: Store):
     assert list(store.events("r1")) == short_run("r1")
 
 
-def test_what_becomes_known_after_the_end_is_added(store: Store):
+def test_scores_can_be_appended_after_run_ended(store: Store):
     write_run(store, "r1")
     seconds = store.runs()[0].seconds
     store.append(
@@ -108,7 +108,7 @@ def test_what_becomes_known_after_the_end_is_added(store: Store):
     assert RecordedReplies(store.events("r1")).last_s < 900
 
 
-def test_following_yields_what_is_there_and_what_comes(store: Store):
+def test_follow_yields_existing_and_new_events(store: Store):
     process = start_writer(store.root, "r1", 3)
 
     async def main() -> list[AnyEvent]:
@@ -125,7 +125,7 @@ def test_following_yields_what_is_there_and_what_comes(store: Store):
         assert asyncio.run(asyncio.wait_for(main(), 100)) == short_run("r1")
 
 
-def test_following_ends_where_the_writer_was_killed(store: Store):
+def test_follow_ends_when_writer_is_killed(store: Store):
     process = start_writer(store.root, "r1", 3)
 
     async def main() -> list[AnyEvent]:
@@ -140,7 +140,7 @@ def test_following_ends_where_the_writer_was_killed(store: Store):
         assert asyncio.run(asyncio.wait_for(main(), 100)) == short_run("r1", ended=False)
 
 
-def test_following_waits_for_the_next_question_of_a_conversation(store: Store):
+def test_follow_waits_for_next_question_of_conversation(store: Store):
     async def main() -> int:
         num_ends = 0
         with store.create("r1") as journal:

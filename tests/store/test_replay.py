@@ -1,4 +1,4 @@
-"""What a recording answers, and the call cache."""
+"""Replies from a recorded run, and the call cache."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_recorded_request_gets_its_reply():
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_another_prompt_at_a_recorded_place_is_never_paid_in_silence(strict: bool):
+def test_changed_prompt_at_recorded_turn_raises_replay_diverged(strict: bool):
     with pytest.raises(
         ReplayDiverged,
         match=r"call 0\.1, turn 0: the prompt has hash ffffffffffff but 222222222222 was",
@@ -44,26 +44,26 @@ def test_another_prompt_at_a_recorded_place_is_never_paid_in_silence(strict: boo
         RecordedReplies(events(), strict).reply("0.1", 0, "f" * 64)
 
 
-def test_what_was_not_recorded_is_asked_on_resume_and_refused_on_replay():
+def test_unrecorded_request_is_sent_on_resume_and_refused_on_replay():
     assert RecordedReplies(events()).reply("0.7", 0, "f" * 64) is None
     with pytest.raises(ReplayDiverged, match=r"did not record a request of call 0\.7, turn 0"):
         RecordedReplies(events(), strict=True).reply("0.7", 0, "f" * 64)
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_request_that_had_failed_for_good_fails_again(strict: bool):
+def test_recorded_permanent_failure_fails_again(strict: bool):
     with pytest.raises(ModelError, match="Refused: prompt too long"):
         RecordedReplies(events(), strict).reply("0.2", 0, HASHES["0.2", 0])
 
 
-def test_a_request_that_a_limit_had_ended_meets_it_again():
+def test_request_ended_by_limit_reaches_it_again():
     cut = [*short_run("r", ended=False), CallEnded(id="0", stop=Stop.DEADLINE)]
     with pytest.raises(LimitReached) as caught:
         RecordedReplies(cut).reply("0", 0, "h0")
     assert caught.value.stop == Stop.DEADLINE
 
 
-def test_tools_answer_by_place_and_arguments():
+def test_tool_results_are_matched_by_position_and_arguments():
     recording = RecordedReplies(events(), strict=True)
     answer = recording.tool("0", 1, 0, 0, "41" * 32)
     assert answer is not None
@@ -80,7 +80,7 @@ def test_tools_answer_by_place_and_arguments():
     assert RecordedReplies(events()).tool("0", 1, 0, 1, "41" * 32) is None
 
 
-def test_what_was_in_flight_at_the_kill():
+def test_requests_in_flight_when_run_was_killed_are_listed():
     whole = events()
     at = next(index for index, event in enumerate(whole) if isinstance(event, AttemptFailed))
     assert RecordedReplies(whole).unanswered() == []
@@ -97,7 +97,7 @@ def test_what_was_in_flight_at_the_kill():
     assert recording.ended is None
 
 
-def test_cells_and_last_words_are_found():
+def test_recorded_cells_and_last_words_are_found():
     recording = RecordedReplies(events())
     cell = recording.cell("0", 1, 1)
     assert cell is not None
@@ -113,7 +113,7 @@ def test_cells_and_last_words_are_found():
     assert recording.last_word("0", 0) is None
 
 
-def test_every_event_is_held_whenever_it_happens_again():
+def test_recorded_events_are_recognised_at_any_time():
     recording = RecordedReplies(events()[:-2])
     later = [
         msgspec.structs.replace(event, at_s=99.0)
@@ -125,7 +125,7 @@ def test_every_event_is_held_whenever_it_happens_again():
     assert not recording.holds(NoteAdded(call="0", text="new"))
 
 
-def test_a_journal_that_holds_nothing_says_so():
+def test_empty_journal_is_an_error():
     with pytest.raises(StoreError, match="contains no RunStarted event"):
         RecordedReplies([])
 
@@ -135,7 +135,7 @@ REPLY = Reply(
 )
 
 
-def test_the_cache_keeps_replies_over_processes(tmp_path: Path):
+def test_cache_shares_replies_across_processes(tmp_path: Path):
     cache = CallCache(Store(tmp_path))
     assert cache.get("h") is None
     cache.put("h", REPLY)
@@ -165,7 +165,7 @@ def test_the_cache_keeps_replies_over_processes(tmp_path: Path):
     cache.close()
 
 
-def test_the_cache_leaves_out_what_it_could_not_give_back(tmp_path: Path):
+def test_cache_skips_replies_that_do_not_round_trip(tmp_path: Path):
     cache = CallCache(Store(tmp_path))
     cache.put("h", Reply(Message("assistant", "\ud800")))
     assert cache.get("h") is None

@@ -16,7 +16,7 @@ from ramify.types.event import CallEnded, CallStarted, RunEnded, RunStarted
 from ramify.types.trajectory import Stop, Trajectory
 
 
-def stored(store: Store, run_id: str) -> Path:
+def store_run(store: Store, run_id: str) -> Path:
     with store.create(run_id) as journal:
         journal.append(RunStarted(id=run_id, question="q", started_at=1.0))
         journal.append(CallStarted(id="0", kind="rlm", model="m", depth=0, question="q"))
@@ -25,9 +25,9 @@ def stored(store: Store, run_id: str) -> Path:
     return store.path(run_id)
 
 
-def test_a_review_is_kept_beside_the_journal_and_deleted_with_it(tmp_path: Path) -> None:
+def test_review_is_stored_beside_journal_and_deleted_with_it(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    path = stored(store, "20260301-000000-one")
+    path = store_run(store, "20260301-000000-one")
     before = path.read_bytes()
     saved = store.write_review("last", RunReview(("odd",), "wrong unit", {"correct": 0.0}))
     assert path.read_bytes() == before
@@ -40,10 +40,10 @@ def test_a_review_is_kept_beside_the_journal_and_deleted_with_it(tmp_path: Path)
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_corrected_scores_are_rewards_of_training_data(tmp_path: Path) -> None:
+def test_corrected_scores_become_training_rewards(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
-    stored(store, "20260301-000000-one")
-    stored(store, "20260301-000001-two")
+    store_run(store, "20260301-000000-one")
+    store_run(store, "20260301-000001-two")
     store.write_review("20260301-000001-two", RunReview(rewards={"correct": 1.0}))
     assert [each.rewards for each in read(store.root)] == [{}, {"correct": 1.0}]
 
@@ -57,7 +57,7 @@ def test_corrected_scores_are_rewards_of_training_data(tmp_path: Path) -> None:
     ]
 
 
-def test_reviews_written_at_once_are_all_kept(tmp_path: Path) -> None:
+def test_concurrent_reviews_are_all_kept(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     with Pool(8) as pool:
         pool.map(lambda n: write_review(path, f"run-{n}", RunReview((f"label {n}",))), range(32))
@@ -66,7 +66,7 @@ def test_reviews_written_at_once_are_all_kept(tmp_path: Path) -> None:
     )
 
 
-def test_bad_reviews_are_refused_and_damaged_ones_named(tmp_path: Path) -> None:
+def test_invalid_reviews_are_refused_and_damaged_files_reported(tmp_path: Path) -> None:
     for bad in (
         lambda: RunReview(("",)),
         lambda: RunReview(("x" * 61,)),
@@ -76,7 +76,7 @@ def test_bad_reviews_are_refused_and_damaged_ones_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
             bad()
     store = Store(tmp_path)
-    path = stored(store, "20260301-000000-one")
+    path = store_run(store, "20260301-000000-one")
     review_file(path).write_text("{not json")
     with pytest.raises(StoreError, match=r"is not a file of reviews: .*; repair or delete it"):
         store.review("last")

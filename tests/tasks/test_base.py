@@ -1,5 +1,5 @@
-"""What every task promises: items that can be made again, disjoint splits, rewards that are
-numbers, a proof of itself."""
+"""Properties of every task: reproducible items, disjoint splits, numeric rewards, and
+self-validation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make(rng: random.Random) -> Item:
 TEAL = SimpleTask("teal", generated("teal", make), numeric)
 
 
-def test_it_is_a_task() -> None:
+def test_simple_task_implements_the_task_protocol() -> None:
     assert isinstance(TEAL, Task)
     start = asyncio.run(TEAL.prepare(TEAL.splits["train"][0]))
     assert (start.context, start.tools, start.manifest()) == (
@@ -50,7 +50,7 @@ def test_it_is_a_task() -> None:
     )
 
 
-def test_items_can_be_made_again_and_are_of_their_split_alone() -> None:
+def test_generated_items_are_reproducible_and_unique_to_their_split() -> None:
     train = TEAL.splits["train"]
     assert train[17] == generated("teal", make)["train"][17]
     assert train[17].id == "teal/train/17"
@@ -73,7 +73,7 @@ def test_items_can_be_made_again_and_are_of_their_split_alone() -> None:
         (slice(None, 3, -1), ":3"),
     ],
 )
-def test_a_split_without_end_is_not_counted_from_it(index: Any, shown: str) -> None:
+def test_endless_split_rejects_indices_from_its_end(index: Any, shown: str) -> None:
     train = TEAL.splits["train"]
     with pytest.raises(ConfigError) as caught:
         train[index]
@@ -85,7 +85,7 @@ def test_a_split_without_end_is_not_counted_from_it(index: Any, shown: str) -> N
     assert train[1::-1] == [train[1], train[0]]
 
 
-def test_the_end_of_a_split() -> None:
+def test_generated_split_with_a_size_ends() -> None:
     stream = GeneratedSplit("teal", "test", make, size=3)
     assert len(stream) == 3
     assert [item.id for item in stream] == ["teal/test/0", "teal/test/1", "teal/test/2"]
@@ -95,7 +95,7 @@ def test_the_end_of_a_split() -> None:
     assert TEAL.splits["train"][10**11].id == "teal/train/100000000000"
 
 
-def test_an_item_that_cannot_be_made_is_named() -> None:
+def test_item_that_cannot_be_generated_is_named() -> None:
     def make(rng: random.Random) -> Item:
         return Item("?", rng.choice([]))
 
@@ -103,18 +103,17 @@ def test_an_item_that_cannot_be_made_is_named() -> None:
         generated("bad", make)["test"][3]
 
 
-def test_an_unknown_split_names_the_nearest() -> None:
+def test_unknown_split_suggests_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="task 'teal' has no split 'tset': did you mean 'test'"):
         items_of(TEAL, "tset")
 
 
-def test_total() -> None:
+def test_total_is_the_weighted_sum_of_rewards() -> None:
     assert total({"correct": 1.0, "short": 0.5}, {"short": 0.2}) == pytest.approx(1.1)
     assert total({}, {"short": 0.2}) == 0.0
 
 
 # --- scores
-# ----------------------------------------------------------------------------------------------------------
 
 ITEM = Item("?", gold=7, id="t/test/0")
 
@@ -130,7 +129,7 @@ ITEM = Item("?", gold=7, id="t/test/0")
         (Score({"a": 1.0}, metrics={"m": 2.0}), {"a": 1.0}, {"m": 2.0}),
     ],
 )
-def test_a_reward_may_give_a_number_several_or_a_score(
+def test_reward_function_may_return_number_mapping_or_score(
     worth: Any, rewards: Mapping[str, float], metrics: Mapping[str, float]
 ) -> None:
     trajectory = scored(
@@ -139,7 +138,7 @@ def test_a_reward_may_give_a_number_several_or_a_score(
     assert (trajectory.rewards, trajectory.metrics) == (rewards, metrics)
 
 
-def test_a_reward_may_see_the_whole_trajectory() -> None:
+def test_whole_trajectory_reward_gets_the_trajectory() -> None:
     task = SimpleTask(
         "t",
         {"test": [ITEM]},
@@ -165,14 +164,14 @@ def test_a_reward_may_see_the_whole_trajectory() -> None:
         (Score({"a": 1.0}, calls={"0": {"a": float("nan")}}), "reward 'a' is nan"),
     ],
 )
-def test_what_is_no_reward_names_task_and_item(worth: Any, message: str) -> None:
+def test_invalid_reward_names_task_and_item(worth: Any, message: str) -> None:
     with pytest.raises(RamifyError, match=f"task 't', item t/test/0: .*{message}"):
         scored(
             SimpleTask("t", {"test": [ITEM]}, lambda answer, item: worth), ITEM, answered(ITEM, 7)
         )
 
 
-def test_an_async_score_is_refused_by_name() -> None:
+def test_async_score_function_is_rejected() -> None:
     async def late(answer: Any, item: Item) -> float:
         return 1.0
 
@@ -181,7 +180,7 @@ def test_an_async_score_is_refused_by_name() -> None:
         scored(task, ITEM, answered(ITEM, 7))
 
 
-def test_a_score_that_exits_fails_like_any_other() -> None:
+def test_score_that_calls_sys_exit_is_reported_as_failed() -> None:
     task = SimpleTask("t", {"test": [ITEM]}, lambda answer, item: sys.exit(3))
     with pytest.raises(RamifyError, match="item t/test/0: its score raised SystemExit: 3"):
         scored(task, ITEM, answered(ITEM, 7))
@@ -189,27 +188,26 @@ def test_a_score_that_exits_fails_like_any_other() -> None:
 
 @pytest.mark.parametrize("gold", [np.int64(7), np.float64(7.0), np.array(7), torch.tensor(7)])
 @pytest.mark.parametrize("reward", [numeric, f1, normalised])
-def test_golds_of_numpy_and_pytorch_are_compared_by_value(gold: Any, reward: Any) -> None:
+def test_numpy_and_torch_golds_are_compared_by_value(gold: Any, reward: Any) -> None:
     item = Item("How many?", gold=gold, id="t/test/0")
     assert isinstance(item.gold, int | float)
     validate(SimpleTask("t", {"test": [item]}, reward))
 
 
-def test_a_score_that_fails_names_task_and_item() -> None:
+def test_failing_score_names_task_and_item() -> None:
     task = SimpleTask("t", {"test": [ITEM]}, lambda answer, item: answer["x"])
     with pytest.raises(RamifyError, match="task 't', item t/test/0: its score raised TypeError"):
         scored(task, ITEM, answered(ITEM, 7))
 
 
 # --- validate
-# --------------------------------------------------------------------------------------------------------
 
 
 def of(*items: Item, reward: Any = exact, **more: Any) -> SimpleTask:
     return SimpleTask("t", {"test": items}, reward, **more)
 
 
-def test_a_right_task_is_valid() -> None:
+def test_validate_accepts_correct_tasks() -> None:
     validate(TEAL)
     validate(of(msgspec.structs.replace(ITEM, gold=["seven", "7"], right="7", wrong=8)))
     both = {"correct": 0.5, "brief": 0.5}
@@ -218,7 +216,7 @@ def test_a_right_task_is_valid() -> None:
     )
 
 
-def test_items_without_a_gold_answer_are_skipped_and_counted() -> None:
+def test_validate_skips_and_counts_items_without_gold_answer() -> None:
     assert validate(of(ITEM)) == ""
     open_ended = Item("what do you see?", id="t/test/1")
     assert validate(of(ITEM, open_ended)) == (
@@ -270,7 +268,7 @@ def test_items_without_a_gold_answer_are_skipped_and_counted() -> None:
         ),
     ],
 )
-def test_a_wrong_task_names_the_item(task: SimpleTask, message: str | None) -> None:
+def test_validate_names_the_item_that_is_wrong(task: SimpleTask, message: str | None) -> None:
     if message is None:
         validate(task)
         return
@@ -278,7 +276,7 @@ def test_a_wrong_task_names_the_item(task: SimpleTask, message: str | None) -> N
         validate(task)
 
 
-def test_a_task_needs_a_name_splits_and_a_reward() -> None:
+def test_task_without_splits_or_reward_function_is_rejected() -> None:
     with pytest.raises(ConfigError, match="needs a name and at least one split"):
         SimpleTask("t", {}, exact)
     with pytest.raises(ConfigError, match="its reward is a str; give a function"):

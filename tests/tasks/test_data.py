@@ -1,4 +1,4 @@
-"""Datasets as tasks: files, lists and Hugging Face's, and rows that are not as they should be."""
+"""Datasets as tasks: files, lists and Hugging Face datasets, and errors for malformed rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def jsonl(path: Path, rows: Iterable[Any]) -> str:
     return str(path)
 
 
-def test_one_file_is_divided_by_what_is_asked(tmp_path: Path) -> None:
+def test_single_file_is_split_by_hash_of_the_question(tmp_path: Path) -> None:
     task = dataset(jsonl(tmp_path / "sums.jsonl", ROWS), kind="level", reward="numeric")
     validate(task, num=200)
     sizes = {split: len(items) for split, items in task.splits.items()}
@@ -43,7 +43,7 @@ def test_one_file_is_divided_by_what_is_asked(tmp_path: Path) -> None:
     longer = dataset(
         jsonl(tmp_path / "more.jsonl", [*ROWS, {"question": "New?", "answer": 1}]), name="sums"
     )
-    for split, items in task.splits.items():  # who was in a split stays there
+    for split, items in task.splits.items():  # adding rows does not move items between splits
         kept = {each.id for each in longer.splits[split]} - {
             "sums/train/200",
             "sums/validation/200",
@@ -52,7 +52,7 @@ def test_one_file_is_divided_by_what_is_asked(tmp_path: Path) -> None:
         assert kept == {each.id for each in items}
 
 
-def test_the_same_question_is_never_in_two_splits() -> None:
+def test_same_question_is_never_in_two_splits() -> None:
     task = dataset([{"question": "same?", "answer": 1}] * 50 + ROWS)
     where = {
         split for split, items in task.splits.items() for item in items if item.question == "same?"
@@ -60,7 +60,7 @@ def test_the_same_question_is_never_in_two_splits() -> None:
     assert len(where) == 1
 
 
-def test_splits_and_columns_by_name(tmp_path: Path) -> None:
+def test_splits_and_columns_can_be_named(tmp_path: Path) -> None:
     rows = [
         {
             "q": "Which?",
@@ -92,7 +92,7 @@ def test_splits_and_columns_by_name(tmp_path: Path) -> None:
     assert task.splits["train"][-1:] == [task.splits["train"][0]]
 
 
-def test_an_item_and_a_reward_of_ones_own() -> None:
+def test_custom_item_and_reward_functions() -> None:
     task = dataset(
         {"test": ROWS},
         item=lambda row: Item(row["question"], row["level"], row["answer"]),
@@ -102,14 +102,14 @@ def test_an_item_and_a_reward_of_ones_own() -> None:
     assert task.splits["test"][7].context == "hard"
 
 
-def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
+def test_blank_lines_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('\n{"question": "a?", "answer": 1}\n   \n{"question": "ü?", "answer": 2}')
     items = dataset({"test": path}).splits["test"]
     assert [(item.question, item.gold) for item in items] == [("a?", 1), ("ü?", 2)]
 
 
-def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+def test_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(
         b'\xef\xbb\xbf{"question": "a?", "answer": 1}\n{"question": "b?", "answer": 2}'
@@ -117,8 +117,8 @@ def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     assert [item.gold for item in dataset({"test": path}).splits["test"]] == [1, 2]
 
 
-def test_an_empty_context_is_none() -> None:
-    """Rows of which only some have a context: the others are asked without one."""
+def test_empty_context_becomes_none() -> None:
+    """Only some rows have a context; the others become items without one."""
     rows = [{"question": f"{c}?", "answer": 1, "log": c} for c in ("", "web-3 failed")]
     items = dataset({"test": rows}, context="log").splits["test"]
     assert [item.context for item in items] == [None, "web-3 failed"]
@@ -141,7 +141,7 @@ def test_an_empty_context_is_none() -> None:
         ("\n \n", "x, split 'test': it has no rows"),
     ],
 )
-def test_a_wrong_row_is_named(tmp_path: Path, lines: str, message: str) -> None:
+def test_malformed_row_is_named(tmp_path: Path, lines: str, message: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(lines)
     with pytest.raises((ConfigError, SourceError), match=message):
@@ -158,18 +158,18 @@ def test_a_wrong_row_is_named(tmp_path: Path, lines: str, message: str) -> None:
         (ROWS, {"reward": "exakt"}, "unknown score 'exakt': did you mean 'exact'"),
     ],
 )
-def test_what_is_no_dataset(source: Any, options: dict[str, Any], message: str) -> None:
+def test_invalid_sources_are_rejected(source: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, SourceError), match=message):
         dataset(source, **options)
 
 
-def test_a_row_that_is_not_a_mapping_is_named() -> None:
+def test_row_that_is_not_a_mapping_is_named() -> None:
     with pytest.raises(ConfigError, match="dataset/test, row 0: it is a int; each row must be a m"):
         dataset({"test": [5]}).splits["test"][0]
 
 
 @needs_datasets
-def test_parquet_and_hugging_face(tmp_path: Path) -> None:
+def test_parquet_in_memory_and_hub_datasets(tmp_path: Path) -> None:
     import datasets
 
     loaded = datasets.Dataset.from_list(ROWS)
@@ -189,14 +189,13 @@ def test_parquet_and_hugging_face(tmp_path: Path) -> None:
 
 
 @needs_datasets
-def test_a_file_that_is_not_parquet(tmp_path: Path) -> None:
+def test_file_that_is_not_parquet_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_text("no")
     with pytest.raises(SourceError, match=r"x\.parquet is not Parquet"):
         dataset(tmp_path / "x.parquet")
 
 
 # --- tasks by name
-# -----------------------------------------------------------------------------------------------------
 
 MINE = """
 from ramify.tasks.base import Item, generated
@@ -211,7 +210,7 @@ other = 5
 """
 
 
-def test_tasks_by_name(tmp_path: Path) -> None:
+def test_tasks_are_loaded_by_name_path_or_file(tmp_path: Path) -> None:
     path = tmp_path / "my_task.py"
     path.write_text(MINE)
     assert task_of("ledger", multi=1.0).name == "ledger"

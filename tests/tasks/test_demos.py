@@ -1,5 +1,5 @@
-"""Demonstrations: what the demonstrator says, how often it is right, and that playing them is what
-the engine would do."""
+"""Ledger demonstrations: the demonstrator's replies, its accuracy, and agreement with the
+engine."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def of_kind(task: object, kind: str) -> Item:
     return next(item for item in task.splits["test"] if item.kind == kind)  # type: ignore[attr-defined]
 
 
-def said(conversation: LedgerDemonstration) -> list[str]:
+def contents(conversation: LedgerDemonstration) -> list[str]:
     return [message.content for message in conversation.messages]
 
 
-def test_an_expert_over_one_document() -> None:
+def test_expert_demonstration_over_one_document() -> None:
     item = of_kind(SINGLE, "sum")
     (root,) = play(item, EXPERT, 0, TINY)
     label = item.question.split("'")[1]
-    first, look, shown, code, result, final = said(root)
+    first, look, shown, code, result, final = contents(root)
     assert (first, look, shown) == (
         f"{item.question}\nlen {len(item.context)}",
         "print(context[:70])",
@@ -60,31 +60,31 @@ def test_an_expert_over_one_document() -> None:
     )
 
 
-def test_an_expert_over_several_documents() -> None:
+def test_expert_demonstration_over_several_documents() -> None:
     item = of_kind(SEVERAL, "multi max")
     root, *children = play(item, EXPERT, 0, TINY)
     mark, sub_question = item.metadata["mark"], item.question.removesuffix(" in all docs")
-    assert said(root)[3] == (
+    assert contents(root)[3] == (
         f"P=context[4:].split('\\n{mark}\\n')\nA=rlm_query_batched([\"{sub_question}\"]*len(P),P)\nr=max(A)\nprint(r)"
     )
     parts = item.context[4:].split(f"\n{mark}\n")
     assert [child.call for child in children] == [f"0.{index}" for index in range(len(parts))]
-    assert [said(child)[0] for child in children] == [
+    assert [contents(child)[0] for child in children] == [
         f"{sub_question}\nlen {len(part)}" for part in parts
     ]
     assert max(child.answer for child in children) == root.answer == item.gold
 
 
 @pytest.mark.parametrize("task", [SINGLE, SEVERAL], ids=["single", "several"])
-def test_an_expert_is_always_right(task: object) -> None:
+def test_expert_is_always_right(task: object) -> None:
     for split in task.splits:  # type: ignore[attr-defined]
         for calls in demonstrations(items(task, 60, split), EXPERT, 0, TINY):
             assert all(call.correct for call in calls), calls[0].item
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_collection_of_garbage_is_left_as_it_was(is_on: bool) -> None:
-    """Between two demonstrations, after the last, and where one fails."""
+def test_demonstrations_restore_garbage_collection(is_on: bool) -> None:
+    """Between demonstrations, after the last one, and after a failure."""
 
     def failing() -> Iterator[Item]:
         yield from items(SEVERAL, 2)
@@ -103,8 +103,8 @@ def test_collection_of_garbage_is_left_as_it_was(is_on: bool) -> None:
         (gc.enable if was_on else gc.disable)()
 
 
-def test_how_often_the_noisy_one_is_right() -> None:
-    """A third over single documents, hardly ever over several; right and wrong in every kind."""
+def test_noisy_demonstrator_has_the_expected_accuracy() -> None:
+    """Right for a third of single documents and rarely for several; both occur in every kind."""
 
     def right(task: object) -> list[tuple[str, bool]]:
         asked = items(task, 1500)
@@ -120,29 +120,28 @@ def test_how_often_the_noisy_one_is_right() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_names_the_columns_in_the_same_place(kind: str) -> None:
-    """What teaches to read a format for one kind teaches it for all; see the log, "the count
-    collapse"."""
+def test_code_for_every_kind_names_the_columns_in_the_same_place(kind: str) -> None:
+    """So that learning to read a format for one kind helps for all kinds; see "the count collapse"
+    in the log."""
     for item in items(ledger(kinds=(kind,)), 30):
         (document,) = documents_of(item)
-        code = said(play(item, EXPERT, 0, TINY)[0])[3]
+        code = contents(play(item, EXPERT, 0, TINY)[0])[3]
         names = ",".join("ulq"[field] for field in document.format.columns)
         assert f"R=[l.split('{document.format.separator}') for l in context.splitlines()" in code
         assert f" for {names} in R" in code
 
 
-def test_a_demonstration_is_drawn_from_its_seed_alone() -> None:
+def test_demonstrations_depend_only_on_item_and_seed() -> None:
     asked = items(SEVERAL, 5)
     again = list(demonstrations(reversed(asked), NOISY, 3, TINY))[::-1]
     assert again == list(demonstrations(asked, NOISY, 3, TINY))
     assert again != list(demonstrations(asked, NOISY, 4, TINY))
 
 
-# --- against the engine
-# ----------------------------------------------------------------------------------------------
+# --- comparison with the engine
 
 
-def through_the_engine(item: Item, habits: LedgerDemonstratorHabits, seed: int) -> Trajectory:
+def run_in_engine(item: Item, habits: LedgerDemonstratorHabits, seed: int) -> Trajectory:
     async def run() -> Trajectory:
         spec = SandboxSpec(provider="process", allow_weaker=True)
         model = LedgerDemonstrator(item, habits, seed)
@@ -154,7 +153,7 @@ def through_the_engine(item: Item, habits: LedgerDemonstratorHabits, seed: int) 
 
 
 def sample() -> Iterator[tuple[Item, LedgerDemonstratorHabits]]:
-    """Some of each strategy, with and without errors."""
+    """Yield items for each strategy, with and without errors."""
     yield from ((item, NOISY) for item in items(SINGLE, 6))
     yield from ((item, NOISY) for item in items(SEVERAL, 10))
     yield of_kind(SEVERAL, "multi sum"), EXPERT
@@ -167,10 +166,11 @@ def sample() -> Iterator[tuple[Item, LedgerDemonstratorHabits]]:
 @pytest.mark.parametrize(
     ("item", "habits"), list(sample()), ids=lambda each: each.id if isinstance(each, Item) else ""
 )
-def test_playing_is_what_the_engine_does(item: Item, habits: LedgerDemonstratorHabits) -> None:
-    """The same messages in every call, the same answers, and rewards of calls that agree with what
-    play says."""
-    trajectory = scored(SINGLE, item, through_the_engine(item, habits, 0))
+def test_played_demonstration_matches_the_engine(
+    item: Item, habits: LedgerDemonstratorHabits
+) -> None:
+    """Same messages in every call, same answers, and call rewards that agree with ``play``."""
+    trajectory = scored(SINGLE, item, run_in_engine(item, habits, 0))
     played = play(item, habits, 0, TINY)
     assert [call.id for call in trajectory.walk()] == [each.call for each in played]
     for call, each in zip(trajectory.walk(), played, strict=True):

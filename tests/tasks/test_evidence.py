@@ -1,4 +1,4 @@
-"""Evidence over several papers: the task proves itself, children search, and files are read."""
+"""Evidence over several papers: self-validation, child calls that search, and loading of files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PAPERS = [
 
 
 @pytest.mark.parametrize("options", [{}, {"papers": (2, 3), "facts": (1, 4), "distractors": 8}])
-def test_the_task_proves_itself(options: dict[str, Any]) -> None:
+def test_evidence_task_is_valid_and_scores_spans_by_f1(options: dict[str, Any]) -> None:
     task = evidence(**options)
     assert validate(task, ("train", "validation", "test")) == ""
     for item in items_of(task, "train")[:40]:
@@ -58,7 +58,7 @@ def test_the_task_proves_itself(options: dict[str, Any]) -> None:
             assert f1(nothing) == 0.0
 
 
-def test_children_search_their_paper_and_have_their_own_score() -> None:
+def test_children_search_their_paper_and_are_scored_separately() -> None:
     task = evidence(papers=(2, 2), facts=(1, 1), distractors=0)
     item = items_of(task, "train")[0]
     ((id, start, end),) = item.gold
@@ -86,7 +86,7 @@ def test_children_search_their_paper_and_have_their_own_score() -> None:
     assert trajectory.metrics["papers_found"] == trajectory.metrics["children_f1"] == 1.0
 
 
-def test_files_of_several_papers(tmp_path: Path) -> None:
+def test_files_with_several_papers_are_loaded(tmp_path: Path) -> None:
     path = tmp_path / "test.jsonl"
     pieces = [{"paper_id": "p2", "text": "Method 2 won."}]
     row = {"question": "What won?", "papers": PAPERS, "evidence": pieces}
@@ -105,7 +105,7 @@ def test_files_of_several_papers(tmp_path: Path) -> None:
         items_of(evidence(test=str(path)), "test")[0]
 
 
-def test_qasper_has_one_paper_for_a_question_and_others_beside_it() -> None:
+def test_qasper_items_get_papers_of_other_questions_as_distractors() -> None:
     def row(number: int) -> dict[str, Any]:
         paper = PAPERS[number - 1]
         columns = {"section_name": ["Results"], "paragraphs": [paper["full_text"][0]["paragraphs"]]}  # type: ignore[index]
@@ -120,7 +120,7 @@ def test_qasper_has_one_paper_for_a_question_and_others_beside_it() -> None:
     validate(task, ("test",))
 
 
-def test_a_judge_is_a_second_reward() -> None:
+def test_judge_adds_a_second_reward() -> None:
     task = evidence(judge=lambda: ScriptedClient([r"\boxed{4, 2}"] * 9), judge_weight=0.25)
     item = items_of(task, "train")[0]
     assert task.score(item, answered(item, item.gold)).rewards == {"f1": 1.0, "judged": 0.75}
@@ -136,12 +136,12 @@ def test_a_judge_is_a_second_reward() -> None:
         ({"test": [{"id": "1", "qas": []}]}, "no question with evidence"),
     ],
 )
-def test_bad_options(options: dict[str, Any], message: str) -> None:
+def test_invalid_evidence_options_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         evidence(**options)
 
 
-def test_the_scripted_expert_of_the_recipe_shows_right_and_wrong_runs_of_one_form() -> None:
+def test_recipe_demonstrations_contain_right_and_wrong_runs() -> None:
     run = load_recipe(RECIPES / "tiny_evidence.py", ["sft.num=16"])
     shown = list(demonstrations_of(run, evidence(), TINY))
     rewards = [each.rewards["f1"] for each in shown]

@@ -1,4 +1,4 @@
-"""The ledger: its formats, lengths and splits, and what each call of a trajectory is worth."""
+"""The ledger task: formats, lengths and splits, and the reward of each call of a trajectory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 ROWS = [("bavo", "red", 17), ("fred", "blue", 5), ("kilu", "red", 8), ("bavo", "blue", 9)]
 
 
-def test_formats_by_hand() -> None:
+def test_row_formats_write_and_read_rows() -> None:
     assert (
         RowFormat("|", (2, 0, 1), True).write(ROWS[:2])
         == "label|qty|user\nred|17|bavo\nblue|5|fred"
@@ -57,20 +57,20 @@ def test_formats_by_hand() -> None:
         ("latest", "bavo", 9),
     ],
 )
-def test_answers_by_hand(kind: Any, about: str, answer: object) -> None:
+def test_solve_gives_the_expected_answers(kind: Any, about: str, answer: object) -> None:
     assert solve(ROWS, kind, about) == answer
 
 
-def test_names_are_of_two_pools() -> None:
+def test_known_and_held_out_names_are_disjoint() -> None:
     assert (len(KNOWN_NAMES), len(HELD_OUT_NAMES)) == (320, 80)
     assert not set(KNOWN_NAMES) & set(HELD_OUT_NAMES)
     assert not [name for name in KNOWN_NAMES + HELD_OUT_NAMES for label in LABELS if label in name]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_habits_go_wrong_over_every_ledger(kind: Any) -> None:
-    """Counting in the text, leaving out the filter, comparing as text, taking the first: none of
-    them is right."""
+def test_sloppy_shortcuts_give_wrong_answers_on_every_ledger(kind: Any) -> None:
+    """Counting in the text, leaving out the filter, comparing as text and taking the first row all
+    give wrong answers."""
     rng, form = random.Random(kind), FORMATS[0]
     for header in (False, True):
         for _ in range(30):
@@ -92,11 +92,11 @@ def test_habits_go_wrong_over_every_ledger(kind: Any) -> None:
                 "count",
                 "sum",
                 "max",
-            ):  # skipping a header that is not there loses a row
+            ):  # skipping a header that does not exist loses a row
                 assert solve(rows[1:], kind, about) != solve(rows, kind, about)
 
 
-def test_items() -> None:
+def test_ledger_items_are_valid_and_follow_from_their_documents() -> None:
     validate(ledger(), num=50)
     validate(ledger(multi=0.5), num=50)
     item = ledger(multi=1.0, docs=(3, 3)).splits["train"][0]
@@ -115,7 +115,7 @@ def test_items() -> None:
     )
 
 
-def test_what_is_held_out() -> None:
+def test_held_out_formats_and_names_occur_only_in_their_splits() -> None:
     task = ledger(multi=0.5)
 
     def formats(split: str) -> set[RowFormat]:
@@ -144,7 +144,7 @@ def test_what_is_held_out() -> None:
 
 @pytest.mark.parametrize("chars", [300, 5_000, 200_000])
 @pytest.mark.parametrize("multi", [0.0, 1.0])
-def test_length_is_a_parameter(chars: int, multi: float) -> None:
+def test_chars_sets_the_context_length(chars: int, multi: float) -> None:
     task = ledger(chars=max(chars, 600 if multi else 0), multi=multi)
     lengths = [len(item.context) for item in itertools.islice(task.splits["test"], 10)]
     assert sum(lengths) / 10 == pytest.approx(
@@ -152,8 +152,9 @@ def test_length_is_a_parameter(chars: int, multi: float) -> None:
     )
 
 
-def test_a_share_of_the_training_items_is_long() -> None:
-    """As many of each order of magnitude, each answered by its own rows; no other split has any."""
+def test_long_sets_the_share_of_long_training_items() -> None:
+    """Spread evenly over orders of magnitude, with answers that follow from their rows; only in the
+    training split."""
     task = ledger(multi=0.5, long=0.2, long_chars=(2_000, 200_000))
     items = list(itertools.islice(task.splits["train"], 500))
     lengths = [len(item.context) for item in items if len(item.context) > 1_900]
@@ -171,16 +172,16 @@ def test_a_share_of_the_training_items_is_long() -> None:
 
 
 @pytest.mark.parametrize("long_chars", [(10_000, 3_000_000), (1, 1)])
-def test_without_a_share_of_long_items_nothing_changes(long_chars: tuple[int, int]) -> None:
-    """The very contexts of before there was the option."""
+def test_long_zero_leaves_items_unchanged(long_chars: tuple[int, int]) -> None:
+    """The contexts are the same as before the option existed."""
     items = ledger(multi=0.5, long=0, long_chars=long_chars).splits["train"][:200]
     text = "".join(item.question + item.context + str(item.gold) for item in items)
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "c8a67a21b8c4b57a"
 
 
 @pytest.mark.slow
-def test_the_recursive_recipe_meets_lengths_of_seven_digits() -> None:
-    """In its demonstrations and rollouts, as the demo asks about one."""
+def test_recursive_recipe_has_contexts_over_a_million_characters() -> None:
+    """In demonstrations and rollouts, since the demo has a context of that length."""
     run = load_recipe(ROOT / "recipes/tiny_recursive.py")
     assert run.sft is not None
     for spec in (run.task, run.sft.task):
@@ -193,8 +194,8 @@ def test_the_recursive_recipe_meets_lengths_of_seven_digits() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("multi", [0.0, 1.0])
-def test_ten_million_characters(multi: float) -> None:
-    """Answered in a session by the code that a policy writes over a few hundred."""
+def test_ledger_over_ten_million_characters(multi: float) -> None:
+    """Answered in a session by the same code as for a few hundred characters."""
     task = ledger(chars=10_000_000, multi=multi, docs=(4, 4))
     item = task.splits["test"][0]
     assert len(item.context) == pytest.approx(10_000_000, rel=0.02)
@@ -228,13 +229,12 @@ def test_ten_million_characters(multi: float) -> None:
         ({"long": 0.1, "long_chars": (900, 500)}, "the smaller number first"),
     ],
 )
-def test_what_leaves_nothing_to_ask(options: dict[str, Any], message: str) -> None:
+def test_invalid_ledger_options_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ledger(**options)
 
 
-# --- what calls are worth
-# --------------------------------------------------------------------------------------------
+# --- rewards of calls
 
 FIRST, SECOND = RowFormat(",", (0, 1, 2), False), RowFormat("|", (2, 0, 1), True)
 CONTEXT = f"###\n{FIRST.write(ROWS)}\n###\n{SECOND.write(ROWS[:2])}"
@@ -277,7 +277,7 @@ def child(number: int, question: str, text: str, answer: Any, kind: Any = "rlm")
     )
 
 
-def test_each_call_is_judged_by_its_own_question() -> None:
+def test_each_call_is_scored_by_its_own_question() -> None:
     first, second = FIRST.write(ROWS), SECOND.write(ROWS[:2])
     calls = [
         Call(
@@ -287,11 +287,11 @@ def test_each_call_is_judged_by_its_own_question() -> None:
         child(1, "sum qty of 'red'", second, 99),
         child(
             2, "count rows of 'red'", second + "\n", "1"
-        ),  # its parent should have asked another question
-        child(3, "max qty of 'gold'", first, 3),  # nothing there is gold
-        child(4, "sum qty of 'red'", first[3:], 25),  # these rows are not known
-        child(5, "What is the sum of red?", first, 25),  # no question of the family
-        child(6, "sum qty of 'red'", CONTEXT, 42),  # all of it
+        ),  # right, although its parent should have asked another question
+        child(3, "max qty of 'gold'", first, 3),  # no row is gold
+        child(4, "sum qty of 'red'", first[3:], 25),  # unknown rows
+        child(5, "What is the sum of red?", first, 25),  # not a ledger question
+        child(6, "sum qty of 'red'", CONTEXT, 42),  # the whole context
         child(7, "user with top qty", first, "bavo", "lm"),
         child(8, "top qty", first, {"bavo": float("nan")}),
         Call(
@@ -318,7 +318,7 @@ def test_each_call_is_judged_by_its_own_question() -> None:
 @pytest.mark.parametrize(
     "text", ["sum qty of 'red' in all docs", "user with top qty", "latest qty of 'bavo'"]
 )
-def test_questions_are_read_as_they_are_written(text: str) -> None:
+def test_ledger_questions_round_trip(text: str) -> None:
     asked = LedgerQuestion.read(f" {text}\n")
     assert asked is not None
     assert asked.text == text
@@ -327,5 +327,5 @@ def test_questions_are_read_as_they_are_written(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "sum qty of 'red", "sum qty of ''", "sum qty of 'r'*9", "x" * 10**6]
 )
-def test_what_is_no_question_of_the_family(text: str) -> None:
+def test_other_texts_are_not_ledger_questions(text: str) -> None:
     assert LedgerQuestion.read(text) is None

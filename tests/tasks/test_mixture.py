@@ -1,4 +1,4 @@
-"""Mixtures: proportions, scores and weights of each part, pools, and parts that are not trained."""
+"""Mixtures: proportions, scores and weights of each part, pools, and parts used only for tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTS: dict[str, Any] = {
 }
 
 
-def test_parts_have_their_share_their_score_and_their_weight() -> None:
+def test_parts_have_their_proportion_score_and_reward_weight() -> None:
     task = task_of("mixture", parts=PARTS)
     train = items_of(task, "train")
     parts = [item.id.partition(":")[0] for item in train[:400]]
@@ -50,7 +50,7 @@ def test_parts_have_their_share_their_score_and_their_weight() -> None:
     assert validate(task, ("train", "validation", "test_held")) == ""
 
 
-def test_a_pool_is_what_a_run_learned_from(tmp_path: Path) -> None:
+def test_pool_contains_the_items_a_run_learned_from(tmp_path: Path) -> None:
     path = tmp_path / "groups.jsonl"
     rows = [(7, "learnt"), (8, "no_signal"), (9, "learnt"), (7, "learnt")]
     lines = [json.dumps({"item": f"sums:ledger/train/{n}", "outcome": out}) for n, out in rows]
@@ -65,8 +65,8 @@ def test_a_pool_is_what_a_run_learned_from(tmp_path: Path) -> None:
         task_of("mixture", parts=parts)
 
 
-def test_a_pool_of_rows_and_a_part_that_is_used_up(tmp_path: Path) -> None:
-    """Rows of a divided file have their row's number in their id, not their place in the split."""
+def test_pool_of_file_rows_repeats_when_exhausted(tmp_path: Path) -> None:
+    """Items of a split file have their row number in their id, not their index in the split."""
     data, path = tmp_path / "rows.jsonl", tmp_path / "groups.jsonl"
     data.write_text("\n".join(json.dumps({"question": f"{n}?", "answer": n}) for n in range(99)))
     rows = items_of(task_of(str(data)), "train")
@@ -90,7 +90,7 @@ def test_a_pool_of_rows_and_a_part_that_is_used_up(tmp_path: Path) -> None:
         task_of("mixture", parts={"again": again})
 
 
-def test_a_task_may_be_in_two_parts_but_no_item_in_train_and_test(tmp_path: Path) -> None:
+def test_task_may_be_in_two_parts_but_items_not_in_train_and_test(tmp_path: Path) -> None:
     path = tmp_path / "groups.jsonl"
     path.write_text(json.dumps({"item": "ledger/train/0", "outcome": "learnt"}))
     parts = {"sums": {"task": "ledger"}, "again": {"task": "ledger", "pool": str(path)}}
@@ -124,6 +124,6 @@ def test_a_task_may_be_in_two_parts_but_no_item_in_train_and_test(tmp_path: Path
         ({"a": {"task": "ledger", "pool": "nowhere"}}, "its pool nowhere does not exist"),
     ],
 )
-def test_bad_parts(parts: Any, message: str) -> None:
+def test_invalid_mixture_parts_are_rejected(parts: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         task_of("mixture", parts=parts)

@@ -1,4 +1,4 @@
-"""OOLONG: every family of questions, the public files, and the score."""
+"""OOLONG: all question families, the public files, and the score."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ramify.tasks.oolong import LABELS, OolongScore, oolong
 from ramify.tasks.validation import validate
 
 
-def test_each_family_is_asked_and_answers_follow_from_the_text() -> None:
+def test_all_question_families_occur_and_golds_follow_from_the_text() -> None:
     task = oolong(tokens=1_000, with_labels=True, users=3)
     assert validate(task, ("train", "validation", "test")) == ""
     kinds = set()
@@ -35,7 +35,7 @@ def test_each_family_is_asked_and_answers_follow_from_the_text() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1_000, 128_000])
-def test_texts_have_the_length_that_was_asked_for(tokens: int) -> None:
+def test_tokens_sets_the_context_length(tokens: int) -> None:
     item = items_of(oolong(tokens=tokens), "test")[0]
     assert len(item.context) == pytest.approx(4 * tokens, rel=0.05)
     assert "Label:" not in item.context
@@ -58,11 +58,11 @@ def test_texts_have_the_length_that_was_asked_for(tokens: int) -> None:
         (None, "spam", 0.0),
     ],
 )
-def test_the_score(answer: Any, gold: Any, score: float) -> None:
+def test_oolong_score(answer: Any, gold: Any, score: float) -> None:
     assert OolongScore()(answer, Item("?", gold=gold)) == pytest.approx(score)
 
 
-def test_public_files_are_read(tmp_path: Path) -> None:
+def test_public_oolong_files_are_loaded(tmp_path: Path) -> None:
     answers = ["['spam']", "[12]", "[datetime.date(2024, 5, 3)]", "['a', 'b']", "Vex, Percy", "84"]
     rows = [
         {"context_window_text": "x", "context_window_text_with_labels": "y"}
@@ -88,6 +88,6 @@ def test_public_files_are_read(tmp_path: Path) -> None:
         ({"labels": 1}, "labels=1 must be from 2"),
     ],
 )
-def test_bad_options(options: dict[str, Any], message: str) -> None:
+def test_invalid_oolong_options_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         oolong(**options)

@@ -1,4 +1,4 @@
-"""Named-operation programs: the language in two sandboxes, the splits, the demonstrator's habits,
+"""Named-operation programs: the language in two sandboxes, splits, the demonstrator's habits, and
 hints."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RIGHT = dict(enumerate(KNOWN.right))
 
 
 def some_program(rng: random.Random) -> Program:
-    """One that may be right, silently wrong, refused, or short of an import."""
+    """Return a program that may be right, silently wrong, rejected, or missing an import."""
     words = rng.sample(range(NUM_WORDS), rng.randint(1, 6))
     functions = {
         word: RIGHT[word] if rng.random() < 0.7 else rng.randrange(NUM_WORDS) for word in words
@@ -58,7 +58,7 @@ def some_program(rng: random.Random) -> Program:
     return problem.program(functions, tuple(each for each in IMPORTED if rng.random() < 0.6))
 
 
-def test_by_hand() -> None:
+def test_programs_and_problems_are_parsed_and_run() -> None:
     program = Program.read("from ops import f10;50@w3@f7@5@w9@f0@2")
     assert program is not None
     assert program.text == "from ops import f10;50@w3@f7@5@w9@f0@2"
@@ -95,12 +95,12 @@ def test_by_hand() -> None:
         "501@w3@f7@5",
     ],
 )
-def test_what_is_no_program(text: str) -> None:
+def test_invalid_program_texts_are_rejected(text: str) -> None:
     assert Program.read(text) is None
 
 
-def test_the_evaluator_says_what_python_says() -> None:
-    """The same cells in the jail, as real Python, and worked out in this process."""
+def test_evaluator_gives_the_same_output_as_python() -> None:
+    """The same cells run as real Python in the jail and by the evaluator in this process."""
     rng = random.Random(1)
     codes = [some_program(rng).text for _ in range(60)] + ["FINAL(42)"]
 
@@ -129,7 +129,7 @@ def test_the_evaluator_says_what_python_says() -> None:
     assert fast[-1] == ("", 42)
 
 
-def test_the_evaluator_runs_nothing_and_serves_no_other_task() -> None:
+def test_evaluator_runs_no_python_and_rejects_other_libraries() -> None:
     async def run() -> None:
         session = await open_sandbox(EVALUATOR).open()
         with pytest.raises(SandboxError, match="needs the library installed"):
@@ -143,7 +143,7 @@ def test_the_evaluator_runs_nothing_and_serves_no_other_task() -> None:
     asyncio.run(run())
 
 
-def test_sandboxes_by_module() -> None:
+def test_sandbox_providers_are_loaded_by_module_name() -> None:
     with pytest.raises(
         ConfigError, match=r"sandbox 'no\.such\.module' cannot be loaded: No module"
     ):
@@ -154,7 +154,7 @@ def test_sandboxes_by_module() -> None:
         open_sandbox(SandboxSpec(provider="jial"))
 
 
-def test_splits_share_the_secret_and_no_problem() -> None:
+def test_splits_share_the_secret_but_no_problem() -> None:
     task = task_of("programs")
     validate(task)
     splits = {
@@ -169,7 +169,7 @@ def test_splits_share_the_secret_and_no_problem() -> None:
         programs(steps=25)
 
 
-def test_a_rollout_through_the_engine_in_both_sandboxes() -> None:
+def test_rollout_scores_the_same_in_both_sandboxes() -> None:
     task = task_of("programs")
     item = task.splits["test"][0]
     problem = ProgramProblem.read(item.question)
@@ -197,7 +197,7 @@ def test_a_rollout_through_the_engine_in_both_sandboxes() -> None:
         assert after == [right, str(item.gold), f"FINAL({item.gold})"]
 
 
-def test_one_token_a_word() -> None:
+def test_word_tokenizer_has_one_token_per_word() -> None:
     tokenizer = word_tokenizer(PROGRAM_WORDS)
     renderer = renderer_of(tokenizer)
     text = "from ops import f10;50@w3@f10@5@w13@f0@2" + PROGRAM_HINT + "use @w3@f12"
@@ -222,7 +222,7 @@ def test_one_token_a_word() -> None:
         word_tokenizer(["a", "b", "a"])
 
 
-def test_the_demonstrator_is_as_weak_as_it_is_said() -> None:
+def test_demonstrator_has_the_expected_accuracy() -> None:
     task = task_of("programs")
     plain = [
         demonstrate(item, ProgramDemonstratorHabits(hinted=0.0), 0, BARE)
@@ -239,7 +239,7 @@ def test_the_demonstrator_is_as_weak_as_it_is_said() -> None:
         assert len(each.messages) in (4, 6)
 
 
-def test_half_of_the_demonstrations_follow_a_hint_and_half_of_those_a_wrong_one() -> None:
+def test_half_of_the_demonstrations_follow_a_hint_and_half_of_those_hints_are_wrong() -> None:
     task = task_of("programs")
     found = [
         demonstrate(item, ProgramDemonstratorHabits(), 0, BARE)
@@ -254,10 +254,10 @@ def test_half_of_the_demonstrations_follow_a_hint_and_half_of_those_a_wrong_one(
         program = Program.read(each.messages[1].content)
         assert program is not None
         for rule in hint.partition("from")[0].split("@w")[1:]:
-            assert f"@w{rule}@" in program.text  # it follows the hint
+            assert f"@w{rule}@" in program.text  # the program follows the hint
 
 
-def test_demonstrations_are_what_the_engine_would_have_had() -> None:
+def test_demonstrations_match_the_engine() -> None:
     task = task_of("programs")
 
     async def again(item: object, messages: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -273,7 +273,7 @@ def test_demonstrations_are_what_the_engine_would_have_had() -> None:
         assert asyncio.run(again(item, messages)) == messages
 
 
-def test_hints_from_errors_and_from_facts() -> None:
+def test_hints_from_errors_and_from_the_library() -> None:
     seen = [
         "17",
         "TypeError: not @w9@f20 but @w9@f4",
@@ -286,7 +286,7 @@ def test_hints_from_errors_and_from_facts() -> None:
     silent = next(word for word in range(NUM_CHECKED, NUM_WORDS) if RIGHT[word] not in IMPORTED)
     problem = ProgramProblem(5, ((silent, 1),))
     wrong = problem.program({silent: (RIGHT[silent] + 1) % 10})
-    assert from_errors([str(KNOWN.run(wrong))]) == []  # no word of it
+    assert from_errors([str(KNOWN.run(wrong))]) == []  # no error mentions it
     assert from_facts(problem, ["no program", wrong.text], KNOWN) == [
         HintRule(silent, RIGHT[silent])
     ]

@@ -1,4 +1,4 @@
-"""Scores of single answers, computed by hand, and of unreasonable answers."""
+"""Scores of single answers, worked out by hand, and of hostile answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def item(gold: Any, **metadata: Any) -> Item:
         ("exact", 7.0, 7, 0.0),
         ("exact", True, 1, 0.0),
         ("exact", "b", ["a", "b"], 1.0),
-        ("exact", ["a", "b"], ["a", "b"], 0.0),  # a list of golds is a choice of golds
+        ("exact", ["a", "b"], ["a", "b"], 0.0),  # a list of golds lists alternatives
         ("exact", ["a", "b"], [["a", "b"]], 1.0),
         ("exact", {"n": 1}, '{"n":1}', 1.0),
         ("exact", None, "None", 0.0),
@@ -49,7 +49,9 @@ def item(gold: Any, **metadata: Any) -> Item:
         ("last_number", "3 apples and 4 pears make 7.", 7, 1.0),
     ],
 )
-def test_by_hand(scorer: str, answer: Any, gold: Any, expected: float) -> None:
+def test_scorers_give_the_expected_scores(
+    scorer: str, answer: Any, gold: Any, expected: float
+) -> None:
     assert SCORERS[scorer](answer, item(gold)) == pytest.approx(expected, abs=1e-12)
 
 
@@ -76,17 +78,17 @@ def test_by_hand(scorer: str, answer: Any, gold: Any, expected: float) -> None:
         ("B" * 5000, None),
     ],
 )
-def test_choice(answer: Any, index: int | None) -> None:
+def test_choice_is_recognised_in_the_answer(answer: Any, index: int | None) -> None:
     assert named(answer, ["Paris", "Lyon", "Nice", "Lille"]) == index
 
 
 @pytest.mark.parametrize("gold", ["B", 1, "Lyon"])
-def test_choice_golds(gold: Any) -> None:
+def test_choice_gold_may_be_letter_index_or_text(gold: Any) -> None:
     asked = item(gold, choices=["Paris", "Lyon"])
     assert [SCORERS["choice"](answer, asked) for answer in ("b", "A", "Lyon")] == [1.0, 0.0, 1.0]
 
 
-def test_a_choice_without_options_or_with_a_stray_gold_names_the_item() -> None:
+def test_choice_without_options_or_with_unknown_gold_names_the_item() -> None:
     with pytest.raises(ConfigError, match="t/test/0: choice needs 2 to 26 options"):
         SCORERS["choice"]("A", item("A"))
     with pytest.raises(ConfigError, match="t/test/0: its gold 'Rome' is not one of its 2 choices"):
@@ -124,13 +126,13 @@ def nested(depth: int) -> Any:
     ],
     ids=lambda answer: f"{type(answer).__name__}",
 )
-def test_hostile_answers_are_only_wrong(scorer: str, answer: Any) -> None:
-    """Bounded in time (the suite's limit would show it), and never an error or a point."""
+def test_hostile_answers_score_zero(scorer: str, answer: Any) -> None:
+    """Scoring takes bounded time (else the suite's timeout hits), never raises and gives 0."""
     gold = [7.25, 7.5] if scorer in ("interval_f1", "line_f1") else "7"
     assert SCORERS[scorer](answer, item(gold, choices=["7", "8"], tests=["assert False"])) == 0.0
 
 
-def test_tolerance() -> None:
+def test_numeric_tolerance() -> None:
     assert NumericScore(rel_tol=0.1)("95.0", item(100.0)) == 1.0
     assert NumericScore(abs_tol=2)(98, item(100)) == 1.0
     assert numeric(10**400, item(10**400)) == 1.0

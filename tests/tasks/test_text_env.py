@@ -1,4 +1,4 @@
-"""Text environments as tasks: a small one here, SkyRL-gym's if it is installed."""
+"""Text environments as tasks: a small one, and those of SkyRL-gym and Gymnasium if installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.evaluate.helpers import evaluated, plan
 
 
 class Guess:
-    """Guess a number within four tries; as SkyRL-gym has it."""
+    """Guess a number within four tries, with the interface of SkyRL-gym."""
 
     def __init__(self, number: int) -> None:
         self.number, self.tries, self.closed = number, 0, 0
@@ -45,7 +45,7 @@ class Guess:
 
 
 class GymGuess:
-    """The same as Gymnasium has it."""
+    """The same environment with Gymnasium's interface."""
 
     def __init__(self, number: int) -> None:
         self.inner = Guess(number)
@@ -85,8 +85,8 @@ print(said)"""
 
 
 @pytest.mark.parametrize("kind", [Guess, GymGuess])
-def test_a_model_acts_by_a_function_of_its_session(kind: type[Any]) -> None:
-    """50 is found at once, 62 at the fourth try (50 75 62), 7 too late (50 24 11 5)."""
+def test_model_acts_with_the_step_function_of_its_session(kind: type[Any]) -> None:
+    """50 is found at once, 62 at the third try (50 75 62), 7 not in time (50 24 11 5)."""
     MADE.clear()
     seen: list[Any] = []
     found = evaluated(
@@ -111,13 +111,13 @@ def test_a_model_acts_by_a_function_of_its_session(kind: type[Any]) -> None:
         assert all(env.closed == 1 for env in MADE)
 
 
-def test_the_answer_is_the_last_action() -> None:
+def test_final_answer_is_the_last_action() -> None:
     script = "step('75')\nFINAL(step('50') and 62)"
     (outcome,) = evaluated(lambda messages: script, task(), of=plan(items=1, task="guess")).outcomes
     assert (outcome.rewards, outcome.metrics["steps"]) == (
         {"return": 1.0},
         2,
-    )  # 75, then 50, which is right: 62 comes late
+    )  # 75, then 50, which is right: 62 comes too late
     odd = evaluated(
         lambda messages: "FINAL('north')", task(), of=plan(items=1, task="guess")
     ).outcomes[0]
@@ -128,13 +128,13 @@ def test_the_answer_is_the_last_action() -> None:
     assert (late.rewards, late.metrics["steps"]) == ({"return": 1.0}, 1)
 
 
-def test_an_action_that_the_environment_cannot_do_is_an_error_of_the_session() -> None:
+def test_invalid_action_raises_in_the_session() -> None:
     script = ["step('north')", "FINAL(50)"]
     outcome = evaluated(script, task(), of=plan(items=1, task="guess")).outcomes[0]
     assert (outcome.rewards, outcome.metrics["steps"]) == ({"return": 1.0}, 1)
 
 
-def test_it_proves_itself_by_the_right_answer_as_the_only_action() -> None:
+def test_validate_uses_the_right_answer_as_the_only_action() -> None:
     validate(task())
     with pytest.raises(ConfigError, match="guess/test/50: the right answer '51' scores 0"):
         validate(
@@ -146,7 +146,7 @@ def test_it_proves_itself_by_the_right_answer_as_the_only_action() -> None:
         )
 
 
-def test_what_is_no_environment() -> None:
+def test_environment_with_invalid_step_result_is_rejected() -> None:
     class Odd:
         def reset(self) -> tuple[str, dict[str, Any]]:
             return "", {}
@@ -166,7 +166,7 @@ def test_what_is_no_environment() -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("skyrl_gym") is None, reason="skyrl-gym is not installed"
 )
-def test_an_environment_of_skyrl_gym() -> None:
+def test_skyrl_gym_environment() -> None:
     import skyrl_gym
 
     def make(item: Item) -> Any:
@@ -177,14 +177,14 @@ def test_an_environment_of_skyrl_gym() -> None:
     validate(sums)
     assert scored(sums, items[0], answered(items[0], "42")).rewards == {
         "return": 0.0
-    }  # not in the format it wants
+    }  # not in the required format
     (outcome,) = evaluated(
         lambda messages: "FINAL('#### 42')", sums, of=plan(items=1, task="gsm8k")
     ).outcomes
     assert outcome.rewards == {"return": 1.0}
 
 
-class Whole2:
+class TwoActions:
     """A space with the methods of Gymnasium's ``Discrete(2)``."""
 
     def __repr__(self) -> str:
@@ -198,9 +198,9 @@ class Whole2:
 
 
 class Lever:
-    """An environment as Gymnasium's are: it takes values of a space, not text."""
+    """A Gymnasium environment that takes values of an action space, not text."""
 
-    action_space = Whole2()
+    action_space = TwoActions()
 
     def reset(self) -> tuple[int, dict[str, Any]]:
         return 0, {}
@@ -210,7 +210,7 @@ class Lever:
         return action, float(action), action == 1, False, {}
 
 
-def test_an_environment_with_a_space_of_actions_takes_values_of_it() -> None:
+def test_environment_with_action_space_takes_json_values() -> None:
     episode = EnvEpisode(Lever(), ITEMS[0])
     assert episode.actions == "An action is a value in JSON, from Discrete(2)."
     for wrong in ("north", "2", "[1", ""):
@@ -222,7 +222,7 @@ def test_an_environment_with_a_space_of_actions_takes_values_of_it() -> None:
     assert episode.end(None)["episode"]["rewards"] == [0.0, 1.0]
 
 
-def test_a_session_acts_in_such_an_environment() -> None:
+def test_session_acts_in_environment_with_action_space() -> None:
     task = env_task("lever", {"test": [Item("Pull it.", id="lever/test/0")]}, lambda item: Lever())
     script = "print(step(0))\nFINAL(1)"
     outcome = evaluated(lambda messages: script, task, of=plan(items=1, task="lever")).outcomes[0]
@@ -245,7 +245,7 @@ STANDARD = {
     importlib.util.find_spec("gymnasium") is None, reason="gymnasium is not installed"
 )
 @pytest.mark.parametrize("id", STANDARD)
-def test_a_standard_environment_of_gymnasium(id: str) -> None:
+def test_standard_gymnasium_environments(id: str) -> None:
     import gymnasium
 
     episode = EnvEpisode(gymnasium.make(id), ITEMS[0])

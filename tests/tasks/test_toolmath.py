@@ -1,4 +1,4 @@
-r"""The math agent's task: public sets in their own formats, demonstrations cut into turns, the
+"""The math agent's task: public datasets in their own formats, demonstrations split into turns, the
 score, and evaluation."""
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ AIME = {
 
 
 def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as a file of the kind that its name says."""
+    """Write the rows in the format of the file's suffix."""
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
@@ -87,7 +87,7 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize("name", AIME)
-def test_each_set_in_its_own_form(name: str) -> None:
+def test_public_datasets_are_read_in_their_own_formats(name: str) -> None:
     item = item_of(AIME[name])
     assert (item.question, item.gold, item.wrong) == ("Find x.", "204", "205")
 
@@ -102,13 +102,13 @@ def test_each_set_in_its_own_form(name: str) -> None:
         ({"problem": "x", "reward_model": {"style": "rule"}}, "no answer was found"),
     ],
 )
-def test_rows_of_no_known_form_name_their_columns(row: Any, message: str) -> None:
+def test_unknown_row_format_names_the_columns(row: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         toolmath(test=[row])
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_a_task_from_files(tmp_path: Path, suffix: str) -> None:
+def test_task_from_files_has_disjoint_splits(tmp_path: Path, suffix: str) -> None:
     rows = [dapo(f"What is {n}+1?", str(n + 1)) for n in range(40)]
     train = write(tmp_path / f"train{suffix}", [*rows, *rows[:10]])
     test = write(tmp_path / f"aime{suffix}", [AIME["Maxwell-Jia/AIME_2024"]])
@@ -122,7 +122,7 @@ def test_a_task_from_files(tmp_path: Path, suffix: str) -> None:
     assert task.splits["train"][0].kind == "math_dapo"
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_missing_data_and_unknown_verifiers_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="toolmath needs problems"):
         toolmath()
     with pytest.raises(SourceError, match="does not exist"):
@@ -148,7 +148,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
         ("9" * 5000, "9", 0),
     ],
 )
-def test_answers_are_compared_as_whole_numbers(answer: Any, gold: str, worth: float) -> None:
+def test_auto_verifier_compares_answers(answer: Any, gold: str, worth: float) -> None:
     assert auto(answer, Item("?", gold=gold)) == worth
 
 
@@ -159,7 +159,6 @@ def test_nested_boxes_are_whole() -> None:
 
 
 # --- demonstrations
-# ------------------------------------------------------------------------------------------------------
 
 ASKED = (
     "Solve the following problem step by step. You now have the ability to selectively write "
@@ -182,7 +181,7 @@ def row(solution: str, asked: str = ASKED) -> dict[str, Any]:
     }
 
 
-def test_a_demonstration_is_cut_into_turns() -> None:
+def test_demonstration_is_split_into_turns() -> None:
     system, *messages = conversation(row(SOLVED), SCAFFOLDS["retool"])
     assert system.content == SCAFFOLDS["retool"].system_prompt(
         depth=0, children=False, tools="", limits=""
@@ -199,7 +198,7 @@ def test_a_demonstration_is_cut_into_turns() -> None:
     ]
 
 
-def test_the_same_by_native_calls() -> None:
+def test_demonstration_with_native_tool_calls() -> None:
     messages = conversation(row(SOLVED), SCAFFOLDS["retool_native"])[2:]
     assert [message.role for message in messages] == [
         "assistant",
@@ -218,9 +217,9 @@ def test_the_same_by_native_calls() -> None:
     )
 
 
-def test_demonstrations_are_what_the_engine_would_have_had() -> None:
-    """Each reply of a demonstration asks for what the engine reads in it, and its observations have
-    the engine's form."""
+def test_demonstrations_match_the_engine() -> None:
+    """Replies and observations of a demonstration have the form that the engine parses and
+    writes."""
     scaffold = SCAFFOLDS["retool"]
     messages = conversation(row(SOLVED), scaffold)
     replies = [message for message in messages if message.role == "assistant"]
@@ -231,7 +230,7 @@ def test_demonstrations_are_what_the_engine_would_have_had() -> None:
     assert tuple(result.trajectory.conversation(result.trajectory.root)) == messages
 
 
-def test_rows_of_another_form_are_left_out_aloud(tmp_path: Path) -> None:
+def test_malformed_demonstrations_are_left_out_with_a_warning(tmp_path: Path) -> None:
     broken = [
         row("no answer"),
         row(SOLVED.replace("</interpreter>", "", 1)),
@@ -240,12 +239,12 @@ def test_rows_of_another_form_are_left_out_aloud(tmp_path: Path) -> None:
         {"text": "x"},
         row("<answer>\\boxed{1</answer>"),
     ]
-    said: list[str] = []
+    warned: list[str] = []
     source = write(tmp_path / "sft.jsonl", [row(SOLVED), *broken])
-    with heard(said.append):
+    with heard(warned.append):
         found = list(demonstrations(source, SCAFFOLDS["retool"]))
     assert len(found) == 1
-    assert said == [
+    assert warned == [
         "6 of 7 demonstrations are left out because they have another form; the first is row 1: it "
         "ends without a boxed answer"
     ]
@@ -257,11 +256,10 @@ def test_rows_of_another_form_are_left_out_aloud(tmp_path: Path) -> None:
 
 
 # --- evaluation
-# ----------------------------------------------------------------------------------------------------------
 
 
-def test_evaluation_counts_what_is_right_and_how_the_tool_was_used() -> None:
-    """Two problems, four attempts each: one is right in two, the other in none."""
+def test_evaluation_reports_accuracy_and_tool_use() -> None:
+    """Two problems with four attempts each: one solved in two attempts, the other in none."""
     task = toolmath(test=[{"problem": f"What is {n}*6?", "answer": n * 6} for n in (7, 8)])
     replies = {
         0: ["<code>print(7*6)</code>", r"\boxed{42}"],
@@ -310,7 +308,7 @@ def test_evaluation_counts_what_is_right_and_how_the_tool_was_used() -> None:
     assert "tool_errors 0.125" in table(found)
 
 
-def test_a_score_without_a_run() -> None:
+def test_plain_answer_is_scored_without_a_run() -> None:
     task = toolmath(test=[{"problem": "?", "answer": "7"}])
     item = task.splits["test"][0]
     assert scored(task, item, answered(item, "7")).rewards == {"correct": 1.0}

@@ -1,4 +1,4 @@
-"""Tasksets of verifiers as tasks, with the real library if it is installed."""
+"""Tasksets of the verifiers library as tasks, with the real library if it is installed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::R
 @pytest.mark.skipif(
     importlib.util.find_spec("verifiers") is not None, reason="verifiers is installed"
 )
-def test_without_the_library_it_says_what_to_install() -> None:
+def test_missing_verifiers_library_gives_install_hint() -> None:
     with pytest.raises(ConfigError, match="pip install verifiers"):
         from_verifiers("gsm8k")
 
 
-def made() -> Any:
+def counting_taskset() -> Any:
     """A taskset with two weighted rewards and a metric."""
     import verifiers.v1 as vf
 
@@ -65,9 +65,9 @@ def made() -> Any:
 
 
 @needs_verifiers
-def test_prompts_become_questions_and_rewards_scores() -> None:
+def test_taskset_prompts_become_questions_and_rewards_become_scores() -> None:
     task = from_verifiers(
-        made(),
+        counting_taskset(),
         context=lambda data: data.text,
         right=lambda data: str(data.text.count(data.word)),
         name="counts",
@@ -91,16 +91,16 @@ def test_prompts_become_questions_and_rewards_scores() -> None:
 
 
 @needs_verifiers
-def test_a_whole_evaluation() -> None:
+def test_taskset_is_evaluated() -> None:
     from tests.evaluate.helpers import evaluated, plan
 
-    task = from_verifiers(made(), context=lambda data: data.text, name="counts")
+    task = from_verifiers(counting_taskset(), context=lambda data: data.text, name="counts")
     found = evaluated(lambda messages: "FINAL(context.count('teal'))", task, of=plan(task="counts"))
     assert [each.reward for each in found.outcomes] == [1.0, 0.25]
 
 
 @needs_verifiers
-def test_a_long_prompt_is_the_context_and_an_endless_taskset_has_no_end() -> None:
+def test_long_prompts_become_the_context_of_an_endless_taskset() -> None:
     import itertools
 
     import verifiers.v1 as vf
@@ -119,7 +119,7 @@ def test_a_long_prompt_is_the_context_and_an_endless_taskset_has_no_end() -> Non
 
 
 @needs_verifiers
-def test_what_cannot_be_a_task_here() -> None:
+def test_tasksets_that_need_a_container_or_runtime_are_rejected() -> None:
     import verifiers.v1 as vf
 
     class Boxed(vf.Task[vf.TaskData]):
@@ -153,7 +153,7 @@ def test_what_cannot_be_a_task_here() -> None:
 
 
 @needs_verifiers
-def test_a_score_that_would_lack_a_reward_is_refused_and_so_is_code_around_the_reply() -> None:
+def test_tasksets_with_unusable_rewards_or_setup_code_are_rejected() -> None:
     import verifiers.v1 as vf
 
     class Half(vf.Task[vf.TaskData]):
@@ -193,7 +193,7 @@ def test_a_score_that_would_lack_a_reward_is_refused_and_so_is_code_around_the_r
 
 @needs_verifiers
 @pytest.mark.parametrize("id", ["harbor", "nemo_gym", "openenv", "textarena", "no_such_taskset"])
-def test_the_library_s_own_tasksets_need_more_than_a_reply_and_are_refused_in_one_line(
+def test_tasksets_that_need_more_than_a_reply_are_rejected_in_one_line(
     id: str,
 ) -> None:
     with pytest.raises(ConfigError, match=f"taskset '{id}'") as error:

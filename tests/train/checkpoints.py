@@ -1,4 +1,4 @@
-"""A checkpoint in Hugging Face's layout with a chat template, small enough to train in a test."""
+"""A Hugging Face checkpoint with a chat template, small enough to train in a test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHATML = (
 
 
 def chat_checkpoint(folder: Path) -> Path:
-    """Write a Llama of two layers and its tokenizer; returns ``folder``."""
+    """Write a two-layer Llama and its tokenizer to ``folder`` and return it."""
     source = train_tokenizer(["some words to begin with, and some more"] * 3, 262)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=source.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>"

@@ -1,5 +1,5 @@
-"""A run that is over in seconds: a policy of a few thousand parameters, a task that random tokens
-can score on."""
+"""A run that takes seconds: a policy of a few thousand parameters and a task that gives random
+tokens a reward."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def _make(rng: random.Random) -> Item:
 
 
 def _even(item: Item, trajectory: Trajectory) -> float:
-    """1 for an answer that is right, which no policy here gives; else the share of even ids among
-    those sampled."""
+    """1 for a correct answer, which no policy here gives; otherwise 0.9 times the share of even ids
+    among the sampled ones."""
     if trajectory.answer == item.gold:
         return 1.0
     ids = [
@@ -107,7 +107,7 @@ def weights_of(out: Path) -> dict[str, Any]:
 
 
 class Unpublished:
-    """A policy that no engine has."""
+    """A policy that is published to no engine."""
 
     version = 0
 

@@ -1,5 +1,5 @@
-"""What is wrong with a run is said before anything is trained; recipes are read and stored runs
-found again."""
+"""Assembling runs: invalid configurations are rejected before training, recipes are loaded, and
+stored runs are read back."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.train.small import SHAPE, small
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LATE = OptimizerSpec(schedule="linear", warmup_steps=30)
-"""Whose rate rises for longer than any stage of the small run."""
+"""Its learning rate warms up for longer than any stage of the small run lasts."""
 
 
 def of_another_task(task: Any, num: int, seed: int, scaffold: Any) -> list[Any]:
@@ -106,18 +106,14 @@ def changed(part: str, **fields: Any) -> Run:
         ),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_trained(
-    run: Run, message: str, tmp_path: Path
-) -> None:
+def test_invalid_run_is_rejected_before_training(run: Run, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         train(run, tmp_path / "out")
     assert message in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
-def test_one_process_of_torchruns_does_not_leave_the_others_waiting(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_torchrun_with_several_processes_needs_fsdp(tmp_path: Path, monkeypatch: Any) -> None:
     for name, value in (
         ("RANK", "0"),
         ("WORLD_SIZE", "2"),
@@ -132,7 +128,7 @@ def test_one_process_of_torchruns_does_not_leave_the_others_waiting(
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/none"])
-def test_a_folder_that_cannot_be_written_is_said_first(place: str, tmp_path: Path) -> None:
+def test_unwritable_run_folder_is_rejected_first(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
         ConfigError, match=r"cannot write to the run's folder .*: give another one with --out"
@@ -140,7 +136,7 @@ def test_a_folder_that_cannot_be_written_is_said_first(place: str, tmp_path: Pat
         train(small(), tmp_path / place)
 
 
-def test_a_checkpoint_of_another_architecture_is_said_before_an_engine_is_started(
+def test_checkpoint_of_another_architecture_is_rejected_before_engines_start(
     tmp_path: Path,
 ) -> None:
     from ramify.models.load import save_policy
@@ -158,7 +154,7 @@ def test_a_checkpoint_of_another_architecture_is_said_before_an_engine_is_starte
     assert not (tmp_path / "inference").exists()
 
 
-def test_a_policy_without_its_templates_tokens_is_refused(tmp_path: Path) -> None:
+def test_policy_without_its_templates_special_tokens_is_rejected(tmp_path: Path) -> None:
     from ramify.models.load import save_policy
 
     made = assemble(small())
@@ -170,7 +166,7 @@ def test_a_policy_without_its_templates_tokens_is_refused(tmp_path: Path) -> Non
         assemble(changed("policy", path=str(tmp_path), shape={}))
 
 
-def test_the_packaged_policy_has_a_name() -> None:
+def test_packaged_policy_is_found_by_name() -> None:
     from ramify.inference.base import TINY
     from ramify.models.load import load_policy
     from ramify.models.weights import fingerprint
@@ -179,15 +175,15 @@ def test_the_packaged_policy_has_a_name() -> None:
     assert fingerprint(made.policy.model) == fingerprint(load_policy(TINY, device="cpu").model)
 
 
-def test_demonstrations_longer_than_the_window_are_left_out_aloud() -> None:
-    said: list[str] = []
-    with heard(said.append):
+def test_demonstrations_longer_than_the_window_are_left_out_with_a_warning() -> None:
+    messages: list[str] = []
+    with heard(messages.append):
         made = assemble(changed("policy", shape={**SHAPE, "max_position_embeddings": 200}))
     assert max(map(len, made.rows)) <= 200
-    assert "demonstration sequences are left out: the longest has" in said[0]
+    assert "demonstration sequences are left out: the longest has" in messages[0]
 
 
-def test_a_group_of_one_is_warned_of() -> None:
+def test_group_of_one_and_k1_kl_give_warnings() -> None:
     with pytest.warns(UserWarning, match="a group of one has no other rollout to compare with"):
         assemble(changed("rl", rollout=RolloutOptions(group=1)))
     with pytest.warns(
@@ -220,12 +216,12 @@ def test_a_group_of_one_is_warned_of() -> None:
         (lambda: Run(policy=PolicySpec(path="x")), "has no stage"),
     ],
 )
-def test_combinations_that_mean_nothing(make: Any, message: str) -> None:
+def test_meaningless_specs_are_rejected(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
 
 
-def test_recipes_are_read_and_overridden() -> None:
+def test_recipes_are_loaded_with_overrides() -> None:
     run = load_recipe(RECIPES / "tiny.py", ["rl.algorithm=grpo", "rl.optim.lr=1e-5", "seed=3"])
     assert run.rl is not None
     assert (run.rl.algorithm, run.rl.optim.lr, run.seed) == (GRPO(), 1e-5, 3)
@@ -236,9 +232,9 @@ def test_recipes_are_read_and_overridden() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.py")), ids=lambda path: path.stem)
-def test_no_rollout_of_a_recipe_is_cut_on_a_busy_machine(path: Path) -> None:
-    """Only a process that is stuck gets that far, and a run that is stuck ends before, with an
-    error (``stall_s``)."""
+def test_recipes_have_time_limits_that_a_busy_machine_does_not_reach(path: Path) -> None:
+    """Only a stuck process would reach that limit, and a stuck run ends earlier with an error
+    (``stall_s``)."""
     if path.stem == "rl_loop":  # a standalone script
         assert "max_seconds=86_400" in path.read_text()
         return
@@ -251,7 +247,7 @@ def test_no_rollout_of_a_recipe_is_cut_on_a_busy_machine(path: Path) -> None:
     )
 
 
-def test_files_that_are_no_recipe(tmp_path: Path) -> None:
+def test_files_that_are_not_recipes_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "no_run.py").write_text("x = 1")
     (tmp_path / "other.py").write_text("def run(): return 4")
     for name in ("no_run.py", "other.py"):
@@ -261,7 +257,7 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
         load_recipe(tmp_path / "missing.py")
 
 
-def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
+def test_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     run = small(warmup=None, rl=None)
     train(run, tmp_path)
     with pytest.raises(ConfigError, match="already contains a run: resume it"):
@@ -274,11 +270,11 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to resume"):
         train(run, tmp_path / "new", resume=tmp_path / "new")
     shutil.rmtree(tmp_path / "policy")
-    train(run, tmp_path, resume=tmp_path)  # it had ended: only its report is made again
+    train(run, tmp_path, resume=tmp_path)  # the run was complete: only the report is redone
     assert (tmp_path / "policy/model.safetensors").is_file()
 
 
-def test_stored_runs_come_back_as_they_were(tmp_path: Path) -> None:
+def test_stored_runs_round_trip(tmp_path: Path) -> None:
     for algorithm in (GRPO(credit="root"), SFT(min_reward=1.0)):
         run = changed("rl", algorithm=algorithm)
         CheckpointStore(tmp_path).save(CheckpointState(step=1, config=plain(run)), {})
@@ -288,11 +284,9 @@ def test_stored_runs_come_back_as_they_were(tmp_path: Path) -> None:
         stored(tmp_path)
 
 
-def test_what_is_kept_of_a_run_has_no_secrets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Others may not read it either. Resuming from it takes the recipe, whose secrets may have
-    changed meanwhile."""
+def test_stored_config_contains_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other users cannot read the file either. Resuming needs the recipe, whose secrets may have
+    changed."""
     monkeypatch.setenv("SOME_TOKEN", "tok-0123456789abc")
 
     def run(key: str) -> Run:
@@ -335,10 +329,10 @@ def test_what_is_kept_of_a_run_has_no_secrets(
         stored(tmp_path)
 
 
-def test_each_part_is_closed_whatever_becomes_of_the_others() -> None:
-    """What failed first is what is raised, and the rest is said."""
+def test_every_part_is_closed_even_if_others_fail() -> None:
+    """The first error is raised, and the others are logged."""
     closed: list[str] = []
-    said: list[str] = []
+    messages: list[str] = []
 
     async def engine() -> None:
         closed.append("engine")
@@ -351,18 +345,18 @@ def test_each_part_is_closed_whatever_becomes_of_the_others() -> None:
     parts = {"engine": engine, "ranks": ranks, "hosts": lambda: closed.append("hosts")}
 
     async def block(error: BaseException | None) -> None:
-        with heard(said.append):
+        with heard(messages.append):
             async with closing(parts):
                 if error is not None:
                     raise error
 
     with pytest.raises(OSError, match="the line is down"):
         asyncio.run(block(None))
-    assert said == ["ranks could not be closed: TrainError: rank 1 is lost"]
-    said.clear()
+    assert messages == ["ranks could not be closed: TrainError: rank 1 is lost"]
+    messages.clear()
     with pytest.raises(ZeroDivisionError, match="first"):
         asyncio.run(block(ZeroDivisionError("first")))
-    assert said == [
+    assert messages == [
         "engine could not be closed: OSError: the line is down",
         "ranks could not be closed: TrainError: rank 1 is lost",
     ]

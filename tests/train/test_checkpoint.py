@@ -1,4 +1,4 @@
-"""Checkpoints: atomic, kept or dropped as configured, found again, and rejected if they do not fit."""
+"""Checkpoints: atomic writes, retention, lookup for resuming, and rejection of unusable ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def names(checkpoints: CheckpointStore) -> list[str]:
     return [path.name for path in checkpoints.all()]
 
 
-def test_the_last_and_the_best_stay(tmp_path: Path) -> None:
+def test_last_and_best_checkpoints_are_kept(tmp_path: Path) -> None:
     checkpoints = CheckpointStore(tmp_path, keep_last=2, keep_best=1)
     for step, score in ((1, 0.2), (2, 0.9), (3, None), (4, 0.5), (5, 0.9)):
         save(checkpoints, step, score)
@@ -55,7 +55,7 @@ def test_a_disk_that_is_full_for_torch_is_named(tmp_path: Path) -> None:
         checkpoints.save(CheckpointState(step=2), {"backend": broken})
 
 
-def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+def test_failed_save_leaves_earlier_checkpoints(tmp_path: Path) -> None:
     checkpoints = CheckpointStore(tmp_path)
     save(checkpoints, 1)
 
@@ -73,7 +73,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     ]
 
 
-def test_a_save_that_goes_on_by_itself_is_there_once_it_is_waited_for(tmp_path: Path) -> None:
+def test_background_save_appears_once_it_is_settled(tmp_path: Path) -> None:
     checkpoints, may_end = CheckpointStore(tmp_path), threading.Event()
 
     def begin(path: Path) -> Callable[[], None]:
@@ -89,7 +89,7 @@ def test_a_save_that_goes_on_by_itself_is_there_once_it_is_waited_for(tmp_path: 
 
     state = CheckpointState(step=1, score=0.5)
     final = checkpoints.save(state, {"weights": begin})
-    state.score = None  # what is written is the state as it was
+    state.score = None  # the file holds the state as it was at the call
     assert not final.exists()
     may_end.set()
     assert checkpoints.best() == final
@@ -100,7 +100,7 @@ def test_a_save_that_goes_on_by_itself_is_there_once_it_is_waited_for(tmp_path: 
     assert checkpoints.all() == [final]
 
 
-def test_a_step_that_is_done_again_replaces_its_checkpoint(tmp_path: Path) -> None:
+def test_repeated_step_replaces_its_checkpoint(tmp_path: Path) -> None:
     checkpoints = CheckpointStore(tmp_path)
     save(checkpoints, 1, 0.1)
     save(checkpoints, 1, 0.3)
@@ -127,10 +127,10 @@ save(CheckpointStore(folder), 1, 0.3)
 
 
 @pytest.mark.parametrize(("event", "nth"), [("os.rename", 2), ("os.remove", 1), ("os.remove", 2)])
-def test_a_kill_while_a_checkpoint_is_replaced_leaves_a_whole_one(
+def test_kill_while_replacing_a_checkpoint_leaves_a_complete_one(
     tmp_path: Path, event: str, nth: int
 ) -> None:
-    """Between the two renames, and in the middle of removing the old one."""
+    """Killed between the two renames, and while the old checkpoint is removed."""
     process = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), event, str(nth)], check=False
     )
@@ -147,8 +147,8 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_a_whole_one(
     ]
 
 
-def test_a_run_that_goes_back_leaves_its_other_branch(tmp_path: Path) -> None:
-    """Neither the latest, the best, nor those that stay are of it."""
+def test_resuming_from_earlier_step_moves_later_checkpoints_aside(tmp_path: Path) -> None:
+    """Abandoned checkpoints do not count as latest, as best, or for retention."""
     for step, score in ((10, 0.4), (15, 0.9), (20, None)):
         save(CheckpointStore(tmp_path, keep_last=3), step, score)
     checkpoints = CheckpointStore(tmp_path, keep_last=2, keep_best=1)
@@ -166,14 +166,14 @@ def test_a_run_that_goes_back_leaves_its_other_branch(tmp_path: Path) -> None:
     assert again.parent == aside[0].parent
 
 
-def test_checkpoints_are_in_order_of_their_steps(tmp_path: Path) -> None:
+def test_checkpoints_are_sorted_by_step(tmp_path: Path) -> None:
     checkpoints = CheckpointStore(tmp_path, keep_last=2)
     for step in (999_999, 1_000_000):
         save(checkpoints, step)
     assert names(checkpoints) == ["step-999999", "step-1000000"]
 
 
-def test_what_is_to_be_resumed_is_found(tmp_path: Path) -> None:
+def test_find_returns_the_checkpoint_to_resume(tmp_path: Path) -> None:
     first, second = (save(CheckpointStore(tmp_path), step) for step in (1, 2))
     assert (find(tmp_path), find(first)) == (second, first)
     with pytest.raises(ConfigError, match="nothing to resume"):
@@ -183,7 +183,7 @@ def test_what_is_to_be_resumed_is_found(tmp_path: Path) -> None:
         read_state(first)
 
 
-def test_a_checkpoint_of_a_later_version_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_a_later_version_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"step": 1, "schema_version": 99}')
     with pytest.raises(StoreError, match="later version"):
         read_state(tmp_path)

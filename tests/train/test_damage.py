@@ -1,5 +1,4 @@
-"""Files whose bytes changed on disk: a checkpoint and a saved policy are compared with their
-checksums before use."""
+"""Corrupted files: checkpoints and saved policies are verified with checksums before use."""
 
 from __future__ import annotations
 
@@ -24,18 +23,18 @@ from tests.shown import train
 from tests.train.small import small, weights_of
 
 BASE = msgspec.structs.replace(small().policy, tokenizer=str(TINY))
-"""Needs no demonstrations for its tokenizer."""
+"""A policy with a tokenizer, so that no demonstrations are needed."""
 
 
 def flip(path: Path, at: int | None = None) -> None:
-    """Flip one bit in the middle of a file, or at a place."""
+    """Flip one bit in the middle of a file, or at an offset."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2 if at is None else at] ^= 1
     path.write_bytes(data)
 
 
 def written(path: Path) -> Callable[[], None]:
-    """A part that is written in the background, as ranks write their shards."""
+    """Write a part in the background, as ranks write their shards."""
     path.mkdir()
     (path / "trainer.pt").write_bytes(b"random states")
 
@@ -60,7 +59,7 @@ FILES = (
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_is_found_in_each_file_that_ranks_write(name: str, tmp_path: Path) -> None:
+def test_flipped_bit_is_detected_in_every_checkpoint_file(name: str, tmp_path: Path) -> None:
     checkpoints = CheckpointStore(tmp_path)
     older, latest = (
         checkpoints.save(CheckpointState(step=step), {"backend": written}) for step in (1, 2)
@@ -82,7 +81,7 @@ def test_a_flipped_bit_is_found_in_each_file_that_ranks_write(name: str, tmp_pat
         verify(older)
 
 
-def test_what_is_missing_or_cut_short_is_found(tmp_path: Path) -> None:
+def test_missing_or_truncated_files_are_detected(tmp_path: Path) -> None:
     latest = CheckpointStore(tmp_path).save(
         CheckpointState(step=1), {"weights": lambda path: path.write_text("abc") and None}
     )
@@ -102,7 +101,7 @@ def test_what_is_missing_or_cut_short_is_found(tmp_path: Path) -> None:
         verify(latest)
 
 
-def test_large_files_are_compared_in_chunks(tmp_path: Path) -> None:
+def test_checksums_cover_files_larger_than_one_chunk(tmp_path: Path) -> None:
     for size in (0, 1, checksums.CHUNK, checksums.CHUNK + 1):
         with open(tmp_path / f"of-{size}", "wb") as file:
             file.truncate(size)
@@ -116,9 +115,9 @@ def test_large_files_are_compared_in_chunks(tmp_path: Path) -> None:
         checksums.check(tmp_path)
 
 
-def test_a_run_does_not_go_on_from_damaged_files(tmp_path: Path) -> None:
-    """Weights, optimizer and random states lie in backend.pt; the reference is what the KL is
-    measured to."""
+def test_run_does_not_resume_from_damaged_files(tmp_path: Path) -> None:
+    """backend.pt holds weights, optimizer and random states; the reference is the model of the
+    KL."""
     given = small(
         policy=BASE,
         warmup=None,
@@ -146,7 +145,7 @@ def test_a_run_does_not_go_on_from_damaged_files(tmp_path: Path) -> None:
     assert all(bool((ended[name] == each).all()) for name, each in weights_of(out).items())
 
 
-def test_a_saved_policy_is_compared_when_it_is_loaded(tmp_path: Path) -> None:
+def test_saved_policy_is_verified_when_loaded(tmp_path: Path) -> None:
     train(small(warmup=None, rl=None), tmp_path, say=pytest.fail)
     for folder in (tmp_path / "policy", CheckpointStore(tmp_path).all()[-1] / "policy"):
         weights = folder / "model.safetensors"
@@ -156,12 +155,12 @@ def test_a_saved_policy_is_compared_when_it_is_loaded(tmp_path: Path) -> None:
             load_policy(folder)
         flip(weights, at=-5)
         load_policy(folder)
-    save_policy(policy, tmp_path / "policy")  # what is saved over it has other files
+    save_policy(policy, tmp_path / "policy")  # overwriting drops the old checksums
     assert not (tmp_path / "policy" / checksums.FILE).exists()
     load_policy(tmp_path / "policy")
 
 
-def test_checkpoints_of_before_there_were_checksums_are_gone_on_with(tmp_path: Path) -> None:
+def test_checkpoints_without_checksums_can_be_resumed(tmp_path: Path) -> None:
     run = small(policy=BASE, warmup=None, sft=None)
     train(run, tmp_path, say=pytest.fail)
     for checkpoint in CheckpointStore(tmp_path).all():

@@ -1,5 +1,4 @@
-"""Models by depth: frozen ones answer and are paid for within their budgets, and are never
-trained."""
+"""Models by depth: frozen models answer within their budgets and are never trained."""
 
 from __future__ import annotations
 
@@ -45,13 +44,13 @@ from tests.shown import train
 from tests.train.small import small, weights_of
 
 MODEL = "openai:gpt-5-mini"
-"""It has a price."""
+"""A model with a known price."""
 FROZEN, POLICY = DepthSpec(model=MODEL), DepthSpec()
 
 
 @contextlib.contextmanager
 def served(script: Any, latency_s: float = 0.0) -> Iterator[ScriptedServer]:
-    """A scripted server in another thread."""
+    """Run a scripted server in another thread."""
     loop, server = asyncio.new_event_loop(), ScriptedServer(script, latency_s=latency_s)
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -91,11 +90,11 @@ def run_of(depths: Sequence[DepthSpec], frozen: FrozenSpec, **changes: Any) -> R
     )
 
 
-def test_a_policy_below_models_that_fail_and_answer_late_learns(
+def test_policy_below_slow_and_failing_frozen_models_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A frozen root with a frozen child, whose own children are the policy. One request in ten
-    fails, and all answer late."""
+    """A frozen root with frozen children, whose own children are the policy. One request in ten
+    fails, and every reply is delayed."""
     numbers = itertools.count(1)
 
     def script(messages: Sequence[Message]) -> Any:
@@ -134,7 +133,7 @@ def test_a_policy_below_models_that_fail_and_answer_late_learns(
     assert not all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_budgets_hold_however_many_ask_at_once() -> None:
+def test_frozen_budgets_hold_under_concurrent_requests() -> None:
     request = Request((Message("user", "x" * 40),), Sampling(max_tokens=100))
 
     async def spent(frozen: FrozenSpec) -> tuple[int, int, dict[str, float]]:
@@ -157,7 +156,7 @@ def test_budgets_hold_however_many_ask_at_once() -> None:
     assert answered > 4
 
 
-def test_a_resumed_run_has_spent_what_it_had_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_keeps_its_spent_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-test")
 
     async def refused() -> str:
@@ -175,8 +174,10 @@ def test_a_resumed_run_has_spent_what_it_had_spent(monkeypatch: pytest.MonkeyPat
 WORKERS = PlacementSpec(rollouts=RoleSpec(count=1))
 
 
-def two(policy: PolicySpec | None = None, lr: float = 1e-3, rate: float = 1e-3, **more: Any) -> Run:
-    """A root and its children, each with its policy."""
+def two_policies(
+    policy: PolicySpec | None = None, lr: float = 1e-3, rate: float = 1e-3, **more: Any
+) -> Run:
+    """Return a run with one policy for roots and another for children."""
     spec = TrainedPolicySpec(policy=policy, optim=OptimizerSpec(lr=lr))
     depths = [POLICY, DepthSpec(model="children")]
     run = run_of(depths, FrozenSpec(), policies={"children": spec}, **more)
@@ -211,15 +212,15 @@ def two(policy: PolicySpec | None = None, lr: float = 1e-3, rate: float = 1e-3, 
             "the scaffold 'retool' of depth 1 has the protocol retool, and the run's has notebook",
         ),
         (
-            lambda: assemble(two(compute=ComputeSpec(backend="fsdp"))),
+            lambda: assemble(two_policies(compute=ComputeSpec(backend="fsdp"))),
             r"policies cannot be combined with compute\.backend=fsdp",
         ),
         (
-            lambda: assemble(two(lr=0.0, rate=0.0)),
+            lambda: assemble(two_policies(lr=0.0, rate=0.0)),
             r"rl\.optim\.lr=0 must be a positive number: nothing would be learned, since no other",
         ),
         (
-            lambda: assemble(two(policy=PolicySpec(shape={"model_type": "qwen3"}))),
+            lambda: assemble(two_policies(policy=PolicySpec(shape={"model_type": "qwen3"}))),
             r"policies\.children\.policy has no path",
         ),
         (lambda: FrozenSpec(step_cost=0.0), r"frozen\.step_cost=0 must be above 0"),
@@ -231,7 +232,9 @@ def two(policy: PolicySpec | None = None, lr: float = 1e-3, rate: float = 1e-3, 
         ),
     ],
 )
-def test_bad_input(make: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_depths_and_budgets_are_rejected(
+    make: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-test")
     with pytest.raises(ConfigError, match=message):
         make()

@@ -1,4 +1,4 @@
-"""A deterministic run: the same bits at any concurrency, and in the engine as in the trainer."""
+"""Deterministic runs: bit-identical at any concurrency, and between engine and trainer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_of(concurrency: int, precision: Any = "fp32", **changes: Any) -> Run:
 
 
 def measured(run: Run, out: Path) -> tuple[list[dict[str, float]], dict[str, Any]]:
-    """Metrics that are no times or sizes of batches, and the trained weights."""
+    """Return the metrics except for times and batch sizes, and the trained weights."""
     rows: list[dict[str, float]] = []
     train(run, out, listener=lambda row: rows.append(dict(row.values)))
     skipped = ("cpu/", "batch", "concurrency", "tokens_per_s")
@@ -57,17 +57,17 @@ def measured(run: Run, out: Path) -> tuple[list[dict[str, float]], dict[str, Any
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_repeats_at_any_concurrency(precision: str, tmp_path: Path) -> None:
+def test_run_is_bit_identical_at_any_concurrency(precision: str, tmp_path: Path) -> None:
     metrics, weights = measured(run_of(1, precision), tmp_path / "1")
     others, other_weights = measured(run_of(12, precision), tmp_path / "12")
     assert metrics == others
     assert weights.keys() == other_weights.keys()
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
-    # Before a step's first update, sampler and trainer agree to the bit.
+    # Before a step's first update, sampler and trainer are bit-identical.
     assert [row["mismatch_max"] for row in metrics if "mismatch_max" in row] == [0.0, 0.0]
 
 
-def test_adapters_sample_what_they_train(tmp_path: Path) -> None:
+def test_adapter_logprobs_match_between_engine_and_trainer(tmp_path: Path) -> None:
     run = run_of(12)
     policy = msgspec.structs.replace(run.policy, lora=LoraSpec(rank=2))
     metrics, _ = measured(msgspec.structs.replace(run, policy=policy), tmp_path)
@@ -78,7 +78,7 @@ def test_adapters_sample_what_they_train(tmp_path: Path) -> None:
 
 
 def sampled(policy: Policy, sizes: list[int], *, at_a_time: int, slots: int) -> list[Any]:
-    """Ids and log-probabilities of replies to prompts of ``sizes`` with a common prefix."""
+    """Return ids and log-probabilities of replies to prompts of ``sizes`` with a common prefix."""
     client = LocalClient(
         policy, name="x", slots=slots, prefill_tokens=48, fixed_shapes=torch.float32
     )
@@ -101,12 +101,12 @@ def sampled(policy: Policy, sizes: list[int], *, at_a_time: int, slots: int) -> 
 
 
 class NoText:
-    """A renderer for prompts that are given as ids."""
+    """A placeholder renderer, for prompts given as ids."""
 
     name, stop_ids = "none", ()
 
 
-def test_a_reply_has_the_same_bits_in_any_batch() -> None:
+def test_replies_are_bit_identical_in_any_batch() -> None:
     policy = small_policy()
     policy.renderer = NoText()  # type: ignore[assignment]
     sizes = [random.Random(1).randrange(1, 110) for _ in range(24)]
@@ -118,8 +118,10 @@ def test_a_reply_has_the_same_bits_in_any_batch() -> None:
 # --- trainer
 
 
-def learnt(compute: ComputeSpec, packing: PackingSpec) -> tuple[dict[Any, float], torch.Tensor]:
-    """(sequence, token and kind of entry -> log-probability, gradient)"""
+def logprobs_and_gradient(
+    compute: ComputeSpec, packing: PackingSpec
+) -> tuple[dict[Any, float], torch.Tensor]:
+    """Return ((sequence, token, kind of entry) -> log-probability, and the gradient)."""
     policy = small_policy()
     backend = SingleBackend(policy, compute=compute)
     batches = pack(tree(), packing)
@@ -135,16 +137,16 @@ def learnt(compute: ComputeSpec, packing: PackingSpec) -> tuple[dict[Any, float]
     return found, gradient
 
 
-def test_log_probabilities_do_not_depend_on_the_batch_and_gradients_are_right() -> None:
-    logprobs, gradient = learnt(FIXED, PackingSpec())
-    assert learnt(FIXED, PackingSpec(share=False, max_tokens=1))[0] == logprobs
-    usual, expected = learnt(ComputeSpec(precision="fp32"), PackingSpec())
+def test_logprobs_do_not_depend_on_packing_and_gradients_match() -> None:
+    logprobs, gradient = logprobs_and_gradient(FIXED, PackingSpec())
+    assert logprobs_and_gradient(FIXED, PackingSpec(share=False, max_tokens=1))[0] == logprobs
+    usual, expected = logprobs_and_gradient(ComputeSpec(precision="fp32"), PackingSpec())
     assert max(abs(usual[key] - value) for key, value in logprobs.items()) < 1e-5
     torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_device_that_rounds_differently_is_reported() -> None:
-    """The engine computes in other shapes than the trainer."""
+def test_canary_reports_different_rounding_in_deterministic_runs() -> None:
+    """Here the engine computes with other tensor shapes than the trainer."""
     made = assemble(small())
     client = LocalClient(made.policy, name="local:other")
     limits = made.precision.canary_limits(run_of(1))
@@ -163,12 +165,12 @@ def test_a_device_that_rounds_differently_is_reported() -> None:
         ({"compute": ComputeSpec(backend="fsdp")}, r"compute\.backend=fsdp"),
     ],
 )
-def test_options_that_cannot_repeat_are_refused(changes: Any, option: str) -> None:
+def test_nondeterministic_options_are_rejected(changes: Any, option: str) -> None:
     with pytest.raises(ConfigError, match=rf"^deterministic=true cannot be combined with {option}"):
         assemble(small(deterministic=True, **changes))
 
 
-def test_another_architecture_is_refused() -> None:
+def test_unsupported_architecture_is_rejected() -> None:
     run = small(deterministic=True)
     shape = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 512}
     policy = msgspec.structs.replace(run.policy, shape=shape)

@@ -1,5 +1,4 @@
-"""Training in an environment of several actions, without a gold answer: from played episodes to
-steps of rollouts."""
+"""Training in a multi-step environment without gold answers: SFT on played episodes, then RL."""
 
 from __future__ import annotations
 
@@ -30,11 +29,11 @@ from tests.train.small import SHAPE, small
 from tests.train.test_loop import read_rows
 
 WAYS = ("step('go')\nFINAL(step('go'))", "step('stop')\nFINAL(step('go'))")
-"""Two actions to the goal, and two of which the first does nothing."""
+"""Two actions that reach the goal, and two of which the first has no effect."""
 
 
 class Corridor:
-    """Two rooms to go through, as Gymnasium has environments: no single action reaches the end."""
+    """A Gymnasium-style environment of two rooms: no single action reaches the end."""
 
     def __init__(self) -> None:
         self.place = self.actions = 0
@@ -50,15 +49,20 @@ class Corridor:
 
 
 class TextCorridor(Corridor):
-    """The same as SkyRL-gym has it."""
+    """The same environment with the interface of SkyRL-gym."""
 
     def init(self, prompt: list[dict[str, str]]) -> tuple[list[dict[str, str]], dict[str, Any]]:
         return [*prompt, {"role": "user", "content": "You are in room 0."}], {}
 
     def step(self, action: str) -> dict[str, Any]:  # type: ignore[override]
         seen, reward, is_there, is_late, _ = super().step(action)
-        said = [{"role": "user", "content": seen}]
-        return {"observations": said, "reward": reward, "done": is_there or is_late, "metadata": {}}
+        reported = [{"role": "user", "content": seen}]
+        return {
+            "observations": reported,
+            "reward": reward,
+            "done": is_there or is_late,
+            "metadata": {},
+        }
 
 
 def _items(split: str, gold: str | None) -> list[Item]:
@@ -75,8 +79,8 @@ def corridor(kind: str = "gymnasium", gold: str | None = None) -> Any:
 
 
 def played(folder: Path) -> Path:
-    """Episodes that a scripted model played, each way as often, as a file to learn from."""
-    script = itertools.cycle([WAYS[0]] * 4 + [WAYS[1]] * 4)  # each item both ways
+    """Write episodes that a scripted model played, half of them each way, for SFT."""
+    script = itertools.cycle([WAYS[0]] * 4 + [WAYS[1]] * 4)  # both ways for every item
     model = ScriptedClient(lambda messages: next(script))
     task = corridor()
 
@@ -120,12 +124,10 @@ def run(folder: Path, **task: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["gymnasium", "skyrl"])
-def test_an_environment_of_several_actions_is_trained_without_a_gold_answer(
-    kind: str, tmp_path: Path
-) -> None:
-    said: list[str] = []
-    train(run(tmp_path, options={"kind": kind}), tmp_path / "out", say=said.append)
-    assert said == [
+def test_multi_step_environment_is_trained_without_gold_answers(kind: str, tmp_path: Path) -> None:
+    reported: list[str] = []
+    train(run(tmp_path, options={"kind": kind}), tmp_path / "out", say=reported.append)
+    assert reported == [
         "task 'corridor': 12 of the 12 items checked have no gold answer; the check of "
         "their scores was skipped"
     ]
@@ -149,15 +151,15 @@ def test_an_environment_of_several_actions_is_trained_without_a_gold_answer(
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_gold_that_one_action_does_not_reach_can_be_left_unchecked(tmp_path: Path) -> None:
+def test_validate_false_skips_the_check_of_gold_answers(tmp_path: Path) -> None:
     options = {"gold": "go"}
     with pytest.raises(
         ConfigError, match=r"the right answer 'go' scores 0 and not 1.*task\.validate=false"
     ):
         train(run(tmp_path, options=options), tmp_path / "checked")
-    said: list[str] = []
-    train(run(tmp_path, options=options, validate=False), tmp_path / "out", say=said.append)
+    reported: list[str] = []
+    train(run(tmp_path, options=options, validate=False), tmp_path / "out", say=reported.append)
     assert (
-        said[0]
+        reported[0]
         == "task 'corridor': the check of its scores with gold answers is switched off (task.validate=false)"
     )

@@ -1,4 +1,4 @@
-"""Runs that are continued with another configuration, forked, and ended by signals."""
+"""Runs that continue with a changed configuration, are forked, or are ended by signals."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def run_of(steps: int, lr: float = 1e-3, **changes: Any) -> Run:
     return msgspec.structs.replace(run, rl=rl)
 
 
-def test_four_steps_and_four_more_are_eight_steps(tmp_path: Path) -> None:
+def test_four_steps_plus_four_resumed_steps_equal_eight_steps(tmp_path: Path) -> None:
     whole, broken, fork = (tmp_path / name for name in ("whole", "broken", "fork"))
     state, half = train(run_of(8), whole), train(run_of(4), broken)
     informed: list[str] = []
     train(run_of(8), broken, resume=broken, inform=informed.append)
     assert informed[0] == f"the run continues from step {half.step}: rl.steps 4 → 8"
     assert same(whole, broken)
-    # The same from a checkpoint, in another folder: the first run stays as it is.
+    # The same from a checkpoint, in another folder: the first run stays unchanged.
     before = sorted(path.name for path in whole.rglob("*"))
     middle, last = (f"checkpoints/step-{step:06d}" for step in (state.step - 2, state.step))
     train(run_of(8), fork, resume=whole / middle)
@@ -58,8 +58,8 @@ def test_four_steps_and_four_more_are_eight_steps(tmp_path: Path) -> None:
     ]
 
 
-def test_what_a_run_is_asked_may_change_in_its_middle(tmp_path: Path) -> None:
-    """Limits, batch sizes, concurrency, task and learning rate; demonstrations stay the same."""
+def test_task_limits_and_batch_sizes_can_change_on_resume(tmp_path: Path) -> None:
+    """Change limits, batch sizes, concurrency, task and learning rate, but not demonstrations."""
     run = run_of(2)
     half = train(run, tmp_path)
     assert run.rl is not None
@@ -95,14 +95,14 @@ def test_what_a_run_is_asked_may_change_in_its_middle(tmp_path: Path) -> None:
         row for row in read_metrics(tmp_path) if row.step == state.step and "lr" in row.values
     )
     assert last.values["lr"] < 5e-4
-    # Scores of another task say nothing about which of these checkpoints is the best.
+    # Scores of the earlier task are not comparable, so its checkpoints cannot be the best.
     best = CheckpointStore(tmp_path).best()
     assert best is not None
     assert read_state(best).step > half.step
 
 
 def steps_of(out: Path) -> list[tuple[int, str, float | None, float | None]]:
-    """(step, stage, reward, validation reward) of each line of the metrics, without the report."""
+    """Return (step, stage, reward, validation reward) of each metrics row, without the report."""
     return [
         (row.step, row.stage, row.values.get("reward"), row.values.get("validation/reward"))
         for row in read_metrics(out)
@@ -147,13 +147,13 @@ def test_fields_that_cannot_change_are_named(
 
 
 def learned(out: Path) -> list[int]:
-    """Steps whose loss is in the metrics."""
+    """Return the steps that have a loss in the metrics."""
     return [row.step for row in read_metrics(out) if "loss" in row.values]
 
 
 def is_stopped(num_steps: int, delay_s: float, number: signal.Signals, run: Run, out: Path) -> bool:
-    """Train, and send the signal ``delay_s`` seconds after ``num_steps`` more steps. Returns whether
-    that ended the run."""
+    """Train, and send the signal ``delay_s`` seconds after ``num_steps`` more steps. Return whether
+    the signal ended the run."""
     resume = out if any(out.glob("checkpoints/step-*")) else None
     over, begun = threading.Event(), len(learned(out))
 
@@ -176,8 +176,8 @@ def is_stopped(num_steps: int, delay_s: float, number: signal.Signals, run: Run,
     return False
 
 
-def test_a_signal_loses_no_whole_step(tmp_path: Path) -> None:
-    """At random moments of a step; what comes out is what would have without them, bit by bit."""
+def test_signal_loses_no_complete_step(tmp_path: Path) -> None:
+    """Signals at random moments of a step leave the result bit-identical."""
     run = run_of(6, schedule=Schedule(evaluate_every=4, checkpoint_every=100))
     whole, broken, chosen = tmp_path / "whole", tmp_path / "broken", random.Random(3)
     began = time.monotonic()
@@ -202,8 +202,8 @@ def test_a_signal_loses_no_whole_step(tmp_path: Path) -> None:
     assert steps_of(whole) == steps_of(broken)
 
 
-def test_in_a_notebook_an_interrupt_saves_first(tmp_path: Path) -> None:
-    """The event loop of the main thread calls a notebook's cells."""
+def test_keyboard_interrupt_in_a_notebook_saves_a_checkpoint(tmp_path: Path) -> None:
+    """As in a notebook, the event loop of the main thread runs each cell."""
     run = run_of(8, schedule=Schedule(evaluate_every=None, checkpoint_every=100))
     train(run, tmp_path / "whole")
     out, is_interrupted = tmp_path / "cells", threading.Event()
@@ -232,7 +232,7 @@ def test_in_a_notebook_an_interrupt_saves_first(tmp_path: Path) -> None:
     assert steps_of(tmp_path / "whole") == steps_of(out)
 
 
-def test_time_alone_makes_checkpoints(tmp_path: Path) -> None:
+def test_checkpoint_every_s_writes_checkpoints(tmp_path: Path) -> None:
     schedule = Schedule(evaluate_every=None, checkpoint_every_s=1e-6, keep_last=100)
     state = train(run_of(3, schedule=schedule), tmp_path)
     names = [path.name for path in CheckpointStore(tmp_path).all()]

@@ -1,7 +1,7 @@
-"""Parts of a real run are killed from outside: its results are the same as without the fault.
+"""Processes of a real run are killed from outside: its results are the same as without the fault.
 
 A file pauses the run: the process that scores the first rollout of step K creates ``at-K`` and
-waits while ``hold-K`` exists.
+waits as long as ``hold-K`` exists.
 """
 
 from __future__ import annotations
@@ -69,29 +69,31 @@ gated = SimpleTask("gated", generated("gated", _make), WholeTrajectoryReward(_ga
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that nothing happened to."""
-    out = tmp_path_factory.mktemp("calm") / "out"
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run without a fault."""
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
     train(short(), out)
     return out
 
 
-def same(out: Path, calm: Path) -> None:
-    """Each group once, with the same outcome, and the same policy at the end."""
+def same(out: Path, undisturbed: Path) -> None:
+    """Check that each group has the same outcome as without the fault, and the policy is equal."""
     assert run_record.read_group_records(out).balanced
     ours, theirs = (
         [(each.step, each.number, each.outcome) for each in metrics.GROUPS.read(each)]
-        for each in (out, calm)
+        for each in (out, undisturbed)
     )
     assert ours == theirs
     ended = weights_of(out)
-    for name, weight in weights_of(calm).items():
+    for name, weight in weights_of(undisturbed).items():
         assert (ended[name] - weight).abs().max() < 1e-6
 
 
 @LINUX
-def test_a_killed_engine_changes_nothing(calm: Path, tmp_path: Path) -> None:
-    said: list[str] = []
+def test_killed_engine_is_restarted_without_changing_results(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    messages: list[str] = []
     killed: list[int] = []
 
     def listen(measured: StepMetrics) -> None:
@@ -103,24 +105,24 @@ def test_a_killed_engine_changes_nothing(calm: Path, tmp_path: Path) -> None:
         short(inference=InferenceSpec(probe_s=60.0)),
         tmp_path,
         listener=listen,
-        say=said.append,
-        inform=lambda text: said.append(text) if "is back" in text else None,
+        say=messages.append,
+        inform=lambda text: messages.append(text) if "is back" in text else None,
     )
-    same(tmp_path, calm)
-    assert len(said) == 2
-    assert " was killed by signal 9; its log ends: " in said[0]
-    assert said[0].endswith("no engine is left; it is started again")
-    assert "an engine is back, with version" in said[1]
+    same(tmp_path, undisturbed)
+    assert len(messages) == 2
+    assert " was killed by signal 9; its log ends: " in messages[0]
+    assert messages[0].endswith("no engine is left; it is started again")
+    assert "an engine is back, with version" in messages[1]
     assert logged(tmp_path, "restart") == [(tmp_path.name, "")]
     last = [each.values for each in read_metrics(tmp_path) if "rl_loss" in each.values][-1]
     assert (last["engines"], last["engines_lost"], last["engines_back"]) == (1, 1, 1)
 
 
 @LINUX
-def test_engines_that_sleep_while_the_trainer_learns_change_nothing_not_even_one_killed_asleep(
-    calm: Path, tmp_path: Path
+def test_engine_killed_while_asleep_is_restarted_without_changing_results(
+    undisturbed: Path, tmp_path: Path
 ) -> None:
-    said: list[str] = []
+    messages: list[str] = []
 
     def listen(measured: StepMetrics) -> None:
         if measured.stage == "sft" and measured.step == 2:
@@ -130,25 +132,25 @@ def test_engines_that_sleep_while_the_trainer_learns_change_nothing_not_even_one
         short(inference=InferenceSpec(probe_s=60.0, sleep="learn")),
         tmp_path,
         listener=listen,
-        say=said.append,
+        say=messages.append,
     )
-    same(tmp_path, calm)
+    same(tmp_path, undisturbed)
     slept = [
         "sleep_s" in each.values for each in read_metrics(tmp_path) if "learn_s" in each.values
     ]
     assert len(slept) > 4
     assert all(slept)
-    assert len(said) == 1
+    assert len(messages) == 1
     assert (
-        f"the failed request: POST http://127.0.0.1:{said[0].split(':')[2].split(' ')[0]}/wake_up?tags=weights"
-        in said[0]
+        f"the failed request: POST http://127.0.0.1:{messages[0].split(':')[2].split(' ')[0]}/wake_up?tags=weights"
+        in messages[0]
     )
-    assert said[0].endswith("no engine is left; it is started again")
+    assert messages[0].endswith("no engine is left; it is started again")
 
 
 @LINUX
-def test_a_killed_trainer_goes_on_from_its_last_checkpoint(
-    calm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_killed_trainer_resumes_from_its_last_checkpoint(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, gate, log = tmp_path / "recipe.py", tmp_path / "gate", tmp_path / "log"
     recipe.write_text(RECIPE)
@@ -176,21 +178,21 @@ def test_a_killed_trainer_goes_on_from_its_last_checkpoint(
             assert process.wait() == 0, log.read_text()
         finally:
             process.terminate()
-    step = [each.step for each in metrics.GROUPS.read(calm)][
+    step = [each.step for each in metrics.GROUPS.read(undisturbed)][
         3
-    ]  # after the second step of rollouts, of two groups each
+    ]  # after the second RL step, with two groups per step
     checkpoint = tmp_path / "out/checkpoints" / f"step-{step:06d}"
     assert (
         f"the trainer was killed by signal 9 after step {step}; restarting from {checkpoint}"
         in log.read_text()
     )
     assert logged(tmp_path / "out", "restart") == [("out", "")]
-    same(tmp_path / "out", calm)
+    same(tmp_path / "out", undisturbed)
 
 
 @LINUX
-def test_a_trainer_that_gets_no_further_is_given_up(tmp_path: Path) -> None:
-    """One whose recipe is wrong is not tried again at all."""
+def test_trainer_with_invalid_recipe_is_not_restarted(tmp_path: Path) -> None:
+    """A trainer with an invalid recipe is not restarted at all."""
     command = [
         sys.executable,
         "-m",
@@ -208,7 +210,7 @@ def test_a_trainer_that_gets_no_further_is_given_up(tmp_path: Path) -> None:
 
 
 @LINUX
-def test_a_killed_supervisor_of_sessions_is_started_again(tmp_path: Path) -> None:
+def test_killed_fork_server_is_restarted(tmp_path: Path) -> None:
     killed: list[int] = []
 
     def listen(measured: StepMetrics) -> None:
@@ -232,7 +234,7 @@ def test_a_killed_supervisor_of_sessions_is_started_again(tmp_path: Path) -> Non
     assert all(values["sampled_tokens"] > 0 for values in after)
 
 
-def test_buffers_of_a_dead_trainer_are_removed_and_those_of_a_living_one_stay(
+def test_shared_memory_of_dead_trainers_is_removed_and_of_live_ones_kept(
     tmp_path: Path,
 ) -> None:
     import torch

@@ -1,5 +1,4 @@
-"""A training folder that an earlier version wrote: it can always be read, evaluated and
-continued."""
+"""A run folder written by an earlier version stays readable and can be continued."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(GOLDEN, tmp_path / "run"))
 
 
-def test_its_files_are_read(folder: Path) -> None:
+def test_golden_run_files_are_readable(folder: Path) -> None:
     state = read_state(find(folder))
     assert (state.step, state.stage, state.version, state.score) == (11, 2, 5, 0.45)
     rows = list(metrics.read_metrics(folder))
@@ -42,7 +41,7 @@ def test_its_files_are_read(folder: Path) -> None:
     assert outcomes == [*["learnt"] * 6, "no_signal", "learnt"]
 
 
-def test_its_checkpoint_is_whole_and_its_policy_is_the_same(folder: Path) -> None:
+def test_golden_run_checkpoint_is_intact_and_policy_unchanged(folder: Path) -> None:
     verify(find(folder))
     policy = load_policy(folder / "policy")
     assert policy.num_parameters == 17_408
@@ -50,7 +49,7 @@ def test_its_checkpoint_is_whole_and_its_policy_is_the_same(folder: Path) -> Non
     assert fingerprint(load_policy(find(folder) / "policy").model) == "7af843570d5cebeb"
 
 
-def test_its_configuration_has_the_names_of_today(folder: Path) -> None:
+def test_golden_run_config_is_read_with_current_field_names(folder: Path) -> None:
     run = stored(folder)
     assert run.rl is not None
     assert (run.rl.sample.grace_steps, run.rl.algorithm.drop_zero_variance) == (4, True)
@@ -65,12 +64,14 @@ def test_its_configuration_has_the_names_of_today(folder: Path) -> None:
         ("rl.sample.straggle=2.0", "rl.sample.straggler_factor"),
     ],
 )
-def test_a_renamed_field_is_named_in_one_sentence(folder: Path, field: str, now: str) -> None:
+def test_override_with_a_renamed_field_gives_the_new_name(
+    folder: Path, field: str, now: str
+) -> None:
     with pytest.raises(ConfigError, match=f"it is called {now}[a-z_.]* now$"):
         stored(folder, [field])
 
 
-def test_a_recipe_with_a_renamed_field_is_told_the_new_name(tmp_path: Path) -> None:
+def test_recipe_with_a_renamed_field_gives_the_new_name(tmp_path: Path) -> None:
     old = tmp_path / "old.py"
     old.write_text(
         "from ramify.train.rollouts.group_queue import StepSampleSpec\n\n\ndef run():\n    return "

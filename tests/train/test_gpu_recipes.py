@@ -1,5 +1,5 @@
-"""The recipes for one GPU and for eight: each plan fits its devices, and each runs, cut down, from a
-checkpoint's folder: on CPU ranks, with ``ramify serve-policy`` in place of vLLM."""
+"""The recipes for one GPU and for eight: each plan fits its devices, and a small version of each
+runs from a checkpoint on CPU ranks, with ``ramify serve-policy`` instead of vLLM."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CUT = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_plan_fits(name: str, tmp_path: Path) -> None:
+def test_gpu_recipe_plan_fits_its_devices(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     run = load_recipe(RECIPES / f"qwen3_8b_{name}.py", [f"policy.path={tmp_path}"])
     planned = plan(run, PlanOptions(device="h100"))
@@ -67,7 +67,7 @@ def test_the_plan_fits(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", NAMES)
-def test_it_runs_from_a_checkpoint(name: str, tmp_path: Path) -> None:
+def test_small_gpu_recipe_runs_from_a_checkpoint(name: str, tmp_path: Path) -> None:
     changes = [f"policy.path={chat_checkpoint(tmp_path / 'llama')}", *CUT]
     if name != "1gpu":
         changes += ["compute.shard.ranks=2", "inference={}"]

@@ -1,4 +1,4 @@
-"""The journal of groups: what is written, what a resumed run cuts off, and what its check finds."""
+"""Group records: writing, truncation on resume, and the check that each group occurs once."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def one(step: int, number: int, outcome: metrics.Outcome = "learnt") -> GroupRec
     )
 
 
-def stand(out: Path, **state: int | list[int]) -> None:
+def save_state(out: Path, **state: int | list[int]) -> None:
     CheckpointStore(out).save(CheckpointState(**state), {})  # type: ignore[arg-type]
 
 
-def test_groups_that_stand_twice_or_nowhere(tmp_path: Path) -> None:
+def test_check_finds_duplicated_and_missing_groups(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"does not hold a run: give the folder .* --out"):
         run_record.read_group_records(tmp_path)
     (tmp_path / "checkpoints").mkdir()
@@ -37,21 +37,21 @@ def test_groups_that_stand_twice_or_nowhere(tmp_path: Path) -> None:
     metrics.GROUPS.append(tmp_path, [one(1, 4), one(1, 6, "no_signal")])
     metrics.GROUPS.append(tmp_path, [])
     metrics.GROUPS.append(tmp_path, [one(3, 7), one(3, 5, "lost")])
-    stand(tmp_path, step=3, first_item=4, next_item=10, pending=[8, 9])
+    save_state(tmp_path, step=3, first_item=4, next_item=10, pending=[8, 9])
     found = run_record.read_group_records(tmp_path)
     assert (found.outcomes, found.pending, found.balanced) == (
         {"learnt": 2, "no_signal": 1, "lost": 1},
         [8, 9],
         True,
     )
-    metrics.GROUPS.append(tmp_path, [one(4, 7)])  # after the last checkpoint: it will come again
+    metrics.GROUPS.append(tmp_path, [one(4, 7)])  # after the last checkpoint: it is repeated
     assert run_record.read_group_records(tmp_path).balanced
-    stand(tmp_path, step=4, first_item=3, next_item=12, pending=[8, 10, 4])
+    save_state(tmp_path, step=4, first_item=3, next_item=12, pending=[8, 10, 4])
     found = run_record.read_group_records(tmp_path)
     assert (found.duplicated, found.missing, found.balanced) == ([4, 7], [3, 9, 11], False)
 
 
-def test_a_torn_line_is_skipped_and_swallows_nothing(tmp_path: Path) -> None:
+def test_torn_line_is_skipped_without_losing_the_next(tmp_path: Path) -> None:
     metrics.GROUPS.append(tmp_path, [one(1, 0)])
     with (tmp_path / metrics.GROUPS.name).open("ab") as file:
         file.write(b'{"step": 2, "numb')
@@ -62,10 +62,8 @@ def test_a_torn_line_is_skipped_and_swallows_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_a_run_that_was_killed_and_resumed_accounts_for_each_group_once(
-    tmp_path: Path, max_staleness: int
-) -> None:
-    """Killed when the third step of rollouts is measured, one step after a checkpoint."""
+def test_killed_and_resumed_run_records_each_group_once(tmp_path: Path, max_staleness: int) -> None:
+    """Killed when the third RL step is measured, one step after a checkpoint."""
     steps: list[int] = []
 
     def kill(measured: StepMetrics) -> None:

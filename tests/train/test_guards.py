@@ -1,4 +1,4 @@
-"""When a stage ends early, and what is said while it goes wrong."""
+"""Guards: early stopping of a stage, alarms, and limits."""
 
 from __future__ import annotations
 
@@ -26,27 +26,31 @@ FINE = {
 
 
 def steps(guard: TrainingGuard, *changes: dict[str, float]) -> list[Any]:
-    """The messages of each step, with a checkpoint after each."""
-    memory, told = GuardState(), []
+    """Return the verdict on each step, with a checkpoint after each step."""
+    memory, verdicts = GuardState(), []
     for change in changes:
         memory = msgspec.json.decode(msgspec.json.encode(memory), type=GuardState)
-        told.append(after_step(guard, memory, {**FINE, **change}))
-    return told
+        verdicts.append(after_step(guard, memory, {**FINE, **change}))
+    return verdicts
 
 
-def test_patience() -> None:
+def test_patience_stops_after_evaluations_without_improvement() -> None:
     memory, guard = GuardState(), TrainingGuard(patience=2, min_delta=0.1)
-    told = [after_evaluation(guard, memory, reward) for reward in (0.3, 0.5, 0.55, None, 0.4, 0.6)]
-    assert [bool(each.stop) for each in told] == [False, False, False, False, True, True]
-    assert told[4].stop == "validation has not risen above 0.5 in 2 evaluations (guard.patience)"
+    verdicts = [
+        after_evaluation(guard, memory, reward) for reward in (0.3, 0.5, 0.55, None, 0.4, 0.6)
+    ]
+    assert [bool(each.stop) for each in verdicts] == [False, False, False, False, True, True]
+    assert (
+        verdicts[4].stop == "validation has not risen above 0.5 in 2 evaluations (guard.patience)"
+    )
     endless = GuardState()
     assert not any(after_evaluation(TrainingGuard(), endless, 0.1).stop for _ in range(50))
 
 
-def test_alarms_begin_once_and_cease() -> None:
+def test_alarm_is_reported_once_until_it_clears() -> None:
     quick = TrainingGuard(alarms=CollapseAlarms(window=2))
-    told = steps(quick, {}, {}, {"entropy": 0.05}, {"entropy": 0.05}, {}, {"entropy": 0.1})
-    assert [each.says for each in told] == [
+    verdicts = steps(quick, {}, {}, {"entropy": 0.05}, {"entropy": 0.05}, {}, {"entropy": 0.1})
+    assert [each.says for each in verdicts] == [
         [],
         [],
         ["alarm: the entropy is 0.05, and was 1 at first: the policy no longer explores"],
@@ -54,8 +58,8 @@ def test_alarms_begin_once_and_cease() -> None:
         [],
         ["alarm: the entropy is 0.1, and was 1 at first: the policy no longer explores"],
     ]
-    assert [each.metrics.get("alarm_entropy") for each in told] == [None, None, 1, 1, 0, 1]
-    assert not any(each.stop for each in told)
+    assert [each.metrics.get("alarm_entropy") for each in verdicts] == [None, None, 1, 1, 0, 1]
+    assert not any(each.stop for each in verdicts)
 
 
 @pytest.mark.parametrize(
@@ -70,20 +74,20 @@ def test_alarms_begin_once_and_cease() -> None:
         ({"length_mean": 10.0}, "alarm: rollouts have 10 tokens, and had 40 at first"),
     ],
 )
-def test_each_alarm(change: dict[str, float], alarm: str) -> None:
+def test_each_alarm_is_raised_and_can_be_disabled(change: dict[str, float], alarm: str) -> None:
     assert steps(TrainingGuard(alarms=CollapseAlarms(window=1)), {}, change)[-1].says == [alarm]
     off = CollapseAlarms(window=1, zero_variance=None, entropy=None, length=None, clipped=None)
     assert steps(TrainingGuard(alarms=off), {}, change)[-1].says == []
 
 
-def test_a_step_that_taught_nothing_is_no_measure_of_the_first_ones() -> None:
+def test_steps_without_signal_do_not_count_for_the_alarm_baseline() -> None:
     memory, zero_variance = GuardState(), {"zero_variance": 1.0, "length_mean": 4.0}
     after_step(TrainingGuard(), memory, zero_variance)
     assert (memory.num, memory.first) == (0, {})
 
 
-def test_another_policy_is_watched_with_its_own_first_steps() -> None:
-    """Its metrics have no length; one without signal has no entropy either."""
+def test_alarms_of_another_policy_use_its_own_first_steps() -> None:
+    """Its metrics have no length, and a step without signal has no entropy either."""
     guard = TrainingGuard(alarms=CollapseAlarms(window=1), max_kl=0.1)
     name = "policy.children/"
     found = steps(
@@ -100,7 +104,7 @@ def test_another_policy_is_watched_with_its_own_first_steps() -> None:
     assert [each.stop for each in found] == ["", "", "", f"policy.children: {kl}"]
 
 
-def test_limits_stop_or_warn() -> None:
+def test_kl_and_entropy_limits_stop_or_warn() -> None:
     stop, warn = (
         TrainingGuard(max_kl=0.1, min_entropy=0.5),
         TrainingGuard(max_kl=0.1, min_entropy=0.5, then="warn"),
@@ -113,9 +117,9 @@ def test_limits_stop_or_warn() -> None:
         "",
         "the entropy is 0.4, below guard.min_entropy=0.5",
     ]
-    told = steps(warn, *changes)
-    assert [each.stop for each in told] == [""] * 5
-    assert [each.says for each in told] == [
+    verdicts = steps(warn, *changes)
+    assert [each.stop for each in verdicts] == [""] * 5
+    assert [each.says for each in verdicts] == [
         [],
         ["warning: the KL is 0.2, above guard.max_kl=0.1"],
         [],
@@ -133,6 +137,6 @@ def test_limits_stop_or_warn() -> None:
         lambda: TrainingGuard(max_kl=-1),
     ],
 )
-def test_limits_that_mean_nothing(make: Any) -> None:
+def test_invalid_guard_options_are_rejected(make: Any) -> None:
     with pytest.raises(ConfigError, match="guard"):
         make()

@@ -1,5 +1,5 @@
-"""One process writes to a training folder at a time: a second run, and one that resumes a live run,
-are refused."""
+"""Run folder locks: a second run in the same folder, or one that resumes a live run, is
+rejected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shell(tmp_path: Path) -> Shell:
 
 @contextmanager
 def held(out: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Another process that writes to ``out``."""
+    """Let another process hold the lock of ``out``."""
     command = [sys.executable, "-c", HOLD, str(out)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -45,7 +45,7 @@ def held(out: Path) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-def test_a_second_run_is_refused_and_names_the_first(tmp_path: Path) -> None:
+def test_second_run_in_a_folder_is_rejected_and_names_the_first(tmp_path: Path) -> None:
     out = tmp_path / "out"
     host = socket.gethostname()
     with held(out) as process:
@@ -61,7 +61,7 @@ def test_a_second_run_is_refused_and_names_the_first(tmp_path: Path) -> None:
         assert (found.pid, found.host) == (process.pid, host)
 
 
-def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
+def test_killed_run_leaves_no_lock(tmp_path: Path) -> None:
     with held(tmp_path) as process:
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -74,7 +74,7 @@ def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
     assert not (tmp_path / FILE).exists()
 
 
-def test_a_folder_that_was_made_for_the_lock_alone_goes_with_it(tmp_path: Path) -> None:
+def test_folder_created_only_for_the_lock_is_removed_with_it(tmp_path: Path) -> None:
     with locked(tmp_path / "a/b"):
         assert (tmp_path / "a/b" / FILE).is_file()
     assert [*tmp_path.iterdir()] == []
@@ -83,15 +83,15 @@ def test_a_folder_that_was_made_for_the_lock_alone_goes_with_it(tmp_path: Path) 
     assert [path.name for path in (tmp_path / "a/b").iterdir()] == ["kept"]
 
 
-def test_one_process_cannot_hold_it_twice(tmp_path: Path) -> None:
+def test_one_process_cannot_hold_the_lock_twice(tmp_path: Path) -> None:
     message = rf"is being written by process {os.getpid()} on "
     with locked(tmp_path), pytest.raises(RunInUse, match=message), locked(tmp_path):
         pass
 
 
-def test_who_reads_a_live_run_does_not_touch_its_checkpoints(tmp_path: Path) -> None:
-    """A live run replaces a checkpoint by two renames; putting the old one back in between would
-    spoil the second."""
+def test_reading_a_live_run_leaves_its_checkpoints_alone(tmp_path: Path) -> None:
+    """A live run replaces a checkpoint with two renames; a reader that restored the old one in
+    between would break the second."""
     checkpoint = CheckpointStore(tmp_path).save(CheckpointState(step=1), {})
     CheckpointStore(tmp_path).save(CheckpointState(step=2), {})
     aside = tmp_path / "checkpoints/.step-000002.old.tmp"
@@ -102,7 +102,7 @@ def test_who_reads_a_live_run_does_not_touch_its_checkpoints(tmp_path: Path) -> 
     assert find(tmp_path) == tmp_path / "checkpoints/step-000002"
 
 
-def test_the_command_says_who_writes_and_exits_as_for_wrong_use(
+def test_train_command_names_the_lock_holder_and_exits_with_status_2(
     shell: Shell, tmp_path: Path
 ) -> None:
     recipe = shell.write("small.py", "from tests.train.small import small as run\n")

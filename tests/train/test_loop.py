@@ -1,5 +1,5 @@
-"""The loop over real parts: a policy created from scratch, its engine, sessions in this process,
-the trainer.
+"""The training loop over real parts: a policy created from scratch, its engine, in-process
+sessions, and the trainer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.train.trainers import trainer_over
 
 
 class Killed(BaseException):
-    """Ends a run as a signal would, wherever it stands."""
+    """Ends a run at any point, as a signal would."""
 
 
 def kill_at(step: int) -> Callable[[StepMetrics], None]:
@@ -58,9 +58,8 @@ def same(first: Path, second: Path) -> bool:
     return all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_a_killed_run_ends_where_it_would_have_bit_by_bit(tmp_path: Path) -> None:
-    """Through a warm-up, demonstrations and rollouts; killed once in each of the last two, between
-    checkpoints."""
+def test_killed_and_resumed_run_is_bit_identical(tmp_path: Path) -> None:
+    """Warm-up, SFT and RL; killed once during each of the last two stages, between checkpoints."""
     run = small(schedule=Schedule(evaluate_every=2, checkpoint_every=2, keep_last=1))
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     state = train(run, whole, say=pytest.fail)
@@ -93,11 +92,11 @@ def test_a_killed_run_ends_where_it_would_have_bit_by_bit(tmp_path: Path) -> Non
         assert {k: ours.values.get(k) for k in steady} == {k: theirs.values.get(k) for k in steady}
 
 
-def test_a_run_that_is_resumed_from_the_middle_forgets_the_way_it_went_before(
+def test_resuming_from_earlier_checkpoint_abandons_the_later_ones(
     tmp_path: Path,
 ) -> None:
-    """In place, from where rollouts begin: what came after is another branch, also where a kill
-    follows."""
+    """Resumed in place from the start of RL: later checkpoints become an abandoned branch, even if
+    the run is then killed."""
     run, said = (
         small(
             warmup=None,
@@ -133,12 +132,12 @@ def test_a_run_that_is_resumed_from_the_middle_forgets_the_way_it_went_before(
 
 
 JUDGED: list[str] = []
-"""Validation items whose score was asked for."""
+"""Validation items that were scored."""
 
 
 def _down_at_second(item: Item, trajectory: Trajectory) -> float:
-    """A grader that is down during the second of three evaluations, of two items each, and likes
-    the first best."""
+    """A grader that is down during the second of three evaluations (two items each) and gives the
+    first the best score."""
     if "/validation/" not in item.id or not trajectory.calls[0].turns:
         return _even(item, trajectory)
     JUDGED.append(item.id)
@@ -153,15 +152,15 @@ SAMPLINGS = [
     Sampling(8, temperature=0.0),
     *(Sampling(8, temperature=1.0, seed=n) for n in (1, 2)),
 ]
-"""Two that do not say a temperature, one at 0, two at 1."""
+"""Two without a temperature, one at 0, two at 1."""
 sometimes = SimpleTask(
     "sometimes", generated("sometimes", _make), WholeTrajectoryReward(_down_at_second)
 )
 
 
-def test_the_best_may_be_what_rollouts_began_with(tmp_path: Path) -> None:
-    """An evaluation that could not be scored gives no score, nor does a score of older weights
-    remain."""
+def test_best_policy_may_be_the_one_before_rl(tmp_path: Path) -> None:
+    """An evaluation that could not be scored gives no score, and no score of older weights is
+    kept."""
     JUDGED.clear()
     said: list[str] = []
     told: list[str] = []
@@ -217,7 +216,7 @@ def read_policy(folder: Path) -> KeptPolicy:
 
 
 def _slowly_even(item: Item, trajectory: Trajectory) -> float:
-    """The same scores, each after another while."""
+    """The same scores, each after a different delay."""
     time.sleep(0.01 * (len(trajectory.id) % 3))
     return _even(item, trajectory)
 
@@ -225,8 +224,8 @@ def _slowly_even(item: Item, trajectory: Trajectory) -> float:
 slow = SimpleTask("even", generated("even", _make), WholeTrajectoryReward(_slowly_even))
 
 
-def test_a_seed_gives_the_same_policy_however_long_rollouts_take(tmp_path: Path) -> None:
-    """One rollout at a time, so that the engine computes the same batches."""
+def test_same_seed_gives_same_policy_however_long_rollouts_take(tmp_path: Path) -> None:
+    """Rollouts run one at a time, so that the engine computes the same batches."""
     for name in ("even", "slow"):
         run = small(
             warmup=None,
@@ -237,11 +236,11 @@ def test_a_seed_gives_the_same_policy_however_long_rollouts_take(tmp_path: Path)
     assert all(torch.equal(quick[name], slowly[name]) for name in quick)
 
 
-def test_a_trained_policy_is_asked_at_temperature_0_unless_a_request_says_otherwise(
+def test_trained_policy_samples_at_temperature_0_by_default(
     tmp_path: Path,
 ) -> None:
-    """Rollouts were sampled at 1; who asks wants the likeliest answer. Each checkpoint's policy
-    says so, too."""
+    """Rollouts are sampled at 1, but a served policy should give its likeliest answer. Every
+    checkpoint stores this default, too."""
     train(small(warmup=None), tmp_path)
     for folder in (tmp_path, *tmp_path.glob("checkpoints/step-*")):
         policy = load_policy(folder / "policy")
@@ -263,7 +262,7 @@ def read_rows(out: Path, stage: str) -> list[StepMetrics]:
     return [row for row in read_metrics(out) if row.stage == stage]
 
 
-def test_what_is_written_down(tmp_path: Path) -> None:
+def test_metrics_and_final_policy_are_written(tmp_path: Path) -> None:
     run = small(warmup=None)
     state = train(run, tmp_path)
     first = read_rows(tmp_path, "rl")[0].values
@@ -289,7 +288,7 @@ def test_what_is_written_down(tmp_path: Path) -> None:
     assert (loaded / "tokenizer.json").is_file()
 
 
-def test_rollouts_are_kept_and_the_good_ones_learnt_from(tmp_path: Path) -> None:
+def test_saved_rollouts_can_be_used_for_rejection_sampling(tmp_path: Path) -> None:
     run = small(warmup=None, schedule=Schedule(save_rollouts_every=2))
     train(run, tmp_path / "rl")
     kept = list(read_trajectories(tmp_path / "rl/rollouts"))
@@ -313,7 +312,7 @@ def test_rollouts_are_kept_and_the_good_ones_learnt_from(tmp_path: Path) -> None
     assert row.values["row_tokens"] == sum((turns[-1].num_ids or 0) for turns in said)
 
 
-def test_a_step_without_signal_says_so_and_moves_nothing(tmp_path: Path) -> None:
+def test_step_without_signal_is_logged_and_leaves_weights_unchanged(tmp_path: Path) -> None:
     said: list[str] = []
     run = small(task=msgspec.structs.replace(small().task, name="tests.train.small:zero_variance"))
     rl = msgspec.structs.replace(run.rl, steps=1)
@@ -330,7 +329,7 @@ def test_a_step_without_signal_says_so_and_moves_nothing(tmp_path: Path) -> None
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_step_whose_rollouts_all_fail_ends_the_run(tmp_path: Path) -> None:
+def test_step_with_only_failed_rollouts_ends_the_run(tmp_path: Path) -> None:
     run = small(
         task=msgspec.structs.replace(small().task, name="tests.train.small:failing"), warmup=None
     )
@@ -340,7 +339,7 @@ def test_a_step_whose_rollouts_all_fail_ends_the_run(tmp_path: Path) -> None:
         train(run, tmp_path)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_which_can_go_on_from_before(
+def test_non_finite_loss_stops_the_run_after_a_checkpoint(
     tmp_path: Path,
 ) -> None:
     run = small(warmup=None, rl=None)
@@ -352,7 +351,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_which_can_go_on_from_before(
     assert CheckpointStore(tmp_path).latest() == tmp_path / "checkpoints/step-000001"
 
 
-def test_dynamic_sampling_takes_further_items(tmp_path: Path) -> None:
+def test_dynamic_sampling_tries_more_items(tmp_path: Path) -> None:
     run = small(task=msgspec.structs.replace(small().task, name="tests.train.small:zero_variance"))
     rl = msgspec.structs.replace(run.rl, steps=1)
     sample = msgspec.structs.replace(rl.sample, max_items=5)
@@ -364,7 +363,7 @@ def test_dynamic_sampling_takes_further_items(tmp_path: Path) -> None:
     assert state.next_item == 30 + 5
 
 
-def test_the_kl_is_to_the_policy_that_rollouts_began_with(tmp_path: Path) -> None:
+def test_kl_reference_is_the_policy_at_the_start_of_rl(tmp_path: Path) -> None:
     run = small(warmup=None)
     rl = msgspec.structs.replace(
         run.rl,
@@ -390,8 +389,8 @@ def test_the_kl_is_to_the_policy_that_rollouts_began_with(tmp_path: Path) -> Non
     assert same(tmp_path / "whole", tmp_path / "broken")
 
 
-class Noted(FixedDataStage):
-    """A stage and a backend that write down when they are asked for what."""
+class RecordingStage(FixedDataStage):
+    """A stage that records its calls."""
 
     name, optim = "noted", OptimizerSpec()
 
@@ -410,8 +409,8 @@ class Noted(FixedDataStage):
         self.notes.append(f"newer {step}")
 
 
-class InParts(FixedDataStage):
-    """One step of several optimizer steps."""
+class StageInParts(FixedDataStage):
+    """A single step of several minibatches."""
 
     name, optim, num_steps = "in parts", OptimizerSpec(), 1
 
@@ -423,14 +422,14 @@ class InParts(FixedDataStage):
         return StepData(self.parts, {})
 
     def newer(self, step: int) -> None:
-        """It has its work."""
+        """Its data is fixed."""
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_what_one_part_of_a_step_has_and_another_has_not_is_measured_over_those_that_have_it(
+def test_step_metrics_average_over_minibatches_that_report_them(
     order: tuple[int, int], tmp_path: Path
 ) -> None:
-    """One is reinforced; the other is distilled and also imitated."""
+    """One minibatch has RL weights; the other has KD and CE weights."""
     plain, distilled = tree(0)[:3], tree(1)[:3]
     for row in (*plain, *distilled):
         row.ce = None
@@ -444,7 +443,9 @@ def test_what_one_part_of_a_step_has_and_another_has_not_is_measured_over_those_
             backend.forward_backward(pack(rows, backend.packing), LossSpec()) | backend.optim_step()
         )
     trained = SingleBackend(policy(), compute=ComputeSpec(precision="fp32"))
-    loop = trainer_over(tmp_path, [InParts(parts)], lambda _: trained, Unpublished(), not_evaluated)
+    loop = trainer_over(
+        tmp_path, [StageInParts(parts)], lambda _: trained, Unpublished(), not_evaluated
+    )
     asyncio.run(loop.run())
     values = next(row.values for row in read_metrics(tmp_path) if "learn_s" in row.values)
     assert {"kd_loss", "ce_loss", "teacher_gap"} <= apart[order.index(1)].keys() - apart[
@@ -457,8 +458,8 @@ def test_what_one_part_of_a_step_has_and_another_has_not_is_measured_over_those_
     assert values["batches"] == 2
 
 
-def test_work_is_asked_for_when_the_step_before_is_over(tmp_path: Path) -> None:
-    stage = Noted(5)
+def test_step_data_is_requested_after_the_previous_step_is_done(tmp_path: Path) -> None:
+    stage = RecordingStage(5)
 
     def backend_of(stage: Any) -> Any:
         return None

@@ -1,4 +1,4 @@
-"""Algorithms that need more than groups, and guards, through whole small runs: critics, memory,
+"""Whole small runs with guards and with algorithms that need more than groups: critics, memory,
 greedy rollouts."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.train.test_loop import read_rows
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: Any) -> str:
-    """A policy that was made once; these runs are of rollouts alone."""
+    """A policy created once by SFT; the runs of this file only do RL."""
     out = tmp_path_factory.mktemp("base")
     given = small(warmup=None, rl=None)
     sft = msgspec.structs.replace(given.sft, num=8)
@@ -78,8 +78,8 @@ def run(
     )
 
 
-def resumed_is_the_same(run: Run, out: Path) -> None:
-    """Resumed from the checkpoint after its first step, it ends in the same state."""
+def check_resumes_identically(run: Run, out: Path) -> None:
+    """Check that the run ends in the same state if it is resumed after its first step."""
 
     def end() -> tuple[Any, list[dict[str, float | None]]]:
         values = [row.values for row in read_rows(out, "rl")]
@@ -96,24 +96,24 @@ def resumed_is_the_same(run: Run, out: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["shared", "own"])
-def test_ppo_learns_with_a_critic(base: str, model: Any, tmp_path: Path) -> None:
+def test_ppo_trains_with_shared_or_separate_critic(base: str, model: Any, tmp_path: Path) -> None:
     given = run(
         base, algorithm=PPO(lam=0.9, kl_reward=0.01), critic=CriticSpec(model=model), steps=2
     )
-    if model == "own":  # with a value head in it, it has all that there is to be saved
-        resumed_is_the_same(given, tmp_path)
+    if model == "own":  # a separate critic has the most state to save
+        check_resumes_identically(given, tmp_path)
     else:
         train(given, tmp_path, say=pytest.fail)
     first = next(row.values for row in read_rows(tmp_path, "rl") if "value_loss" in row.values)
     assert first["value_loss"] > 0
-    assert first["explained_variance"] == pytest.approx(0, abs=1e-6)  # it begins at 0 everywhere
-    assert first["reward_kl"] == pytest.approx(0, abs=1e-6)  # and the policy as its own reference
+    assert first["explained_variance"] == pytest.approx(0, abs=1e-6)  # initial values are all 0
+    assert first["reward_kl"] == pytest.approx(0, abs=1e-6)  # the policy is still the reference
     assert first["zero_variance"] <= 1
     assert first["length_mean"] > 0
 
 
-def test_what_an_algorithm_remembers_goes_into_the_checkpoint(base: str, tmp_path: Path) -> None:
-    resumed_is_the_same(run(base, algorithm=RAE(decay=0.5), steps=2), tmp_path)
+def test_algorithm_memory_is_stored_in_checkpoints(base: str, tmp_path: Path) -> None:
+    check_resumes_identically(run(base, algorithm=RAE(decay=0.5), steps=2), tmp_path)
     memories = [read_state(path).memory["rlm@0"] for path in CheckpointStore(tmp_path).all()[1:3]]
     rewards = [row.values["reward"] for row in read_rows(tmp_path, "rl") if "reward" in row.values]
     assert memories == pytest.approx(
@@ -121,7 +121,7 @@ def test_what_an_algorithm_remembers_goes_into_the_checkpoint(base: str, tmp_pat
     )
 
 
-def test_each_task_of_a_mixture_has_its_algorithm(base: str, tmp_path: Path) -> None:
+def test_each_task_of_a_mixture_uses_its_own_algorithm(base: str, tmp_path: Path) -> None:
     part = {"task": "tests.train.small:even"}
     parts = {"a": part, "b": {**part, "reward": 0.5}, "c": {**part, "weight": 0}}
     algorithm = ByTask(tasks={"a": SFT(min_reward=0.0), "b": GRPO()})
@@ -130,13 +130,13 @@ def test_each_task_of_a_mixture_has_its_algorithm(base: str, tmp_path: Path) -> 
         task=TaskSpec(name="mixture", options={"parts": parts}),
         evaluate=EvaluateSpec(num=2, validation=2, final=("test_c",)),
     )
-    resumed_is_the_same(given, tmp_path)
+    check_resumes_identically(given, tmp_path)
     rows = [row.values for row in read_rows(tmp_path, "rl") if "learn_s" in row.values]
     for row in rows:
         assert row["ce_loss"] > 0
         assert row["loss"] == pytest.approx(row["ce_loss"] + row["rl_loss"])
         assert row["task.a/kept"] == row["task.a/groups"] == row["task.b/groups"] == 1
-        assert row["reward"] == pytest.approx(row["task.b/reward"])  # sft reports none
+        assert row["reward"] == pytest.approx(row["task.b/reward"])  # SFT reports no reward
         assert {"task.a/pass@3", "task.b/groups_with_signal"} <= row.keys()
     last = [row.values for row in read_rows(tmp_path, "last")][-1]
     assert last["test_c/c"] == last["test_c/reward"]
@@ -152,25 +152,23 @@ def test_each_task_of_a_mixture_has_its_algorithm(base: str, tmp_path: Path) -> 
     ]
 
 
-def test_remax_rolls_out_greedily_beside_each_group(base: str, tmp_path: Path) -> None:
-    said: list[str] = []
+def test_remax_adds_a_greedy_rollout_to_each_group(base: str, tmp_path: Path) -> None:
+    messages: list[str] = []
     given = run(base, algorithm=ReMax(), steps=1)
     train(
         msgspec.structs.replace(given, schedule=Schedule(save_rollouts_every=1)),
         tmp_path,
-        say=said.append,
+        say=messages.append,
     )
-    assert said == []
+    assert messages == []
     (row,) = [row for row in read_rows(tmp_path, "rl") if "reward" in row.values]
     assert row.values["loss"] != 0
     assert row.values["sampled_tokens"] == pytest.approx(
         6 * row.values["length_mean"]
-    )  # the greedy ones do not count
+    )  # greedy rollouts do not count
 
 
-def test_a_kl_in_the_reward_is_to_the_policy_that_rollouts_began_with(
-    base: str, tmp_path: Path
-) -> None:
+def test_reward_kl_reference_is_the_policy_at_the_start_of_rl(base: str, tmp_path: Path) -> None:
     train(
         run(base, algorithm=ReinforcePP(kl_reward=0.1), steps=2, sample={"minibatches": 1}),
         tmp_path,
@@ -180,8 +178,9 @@ def test_a_kl_in_the_reward_is_to_the_policy_that_rollouts_began_with(
     assert any(abs(value) > 1e-6 for value in kl[1:])
 
 
-def test_old_log_probabilities_are_those_of_the_steps_start(base: str, tmp_path: Path) -> None:
-    """The first of two minibatches sees itself; the second sees a policy that has moved on."""
+def test_old_logprobs_are_computed_at_the_start_of_the_step(base: str, tmp_path: Path) -> None:
+    """For the first of two minibatches, old and current policy are equal; for the second they
+    differ."""
     train(
         run(base, loss=LossSpec(policy=Decoupled()), steps=1, sample={"minibatches": 2}), tmp_path
     )
@@ -189,10 +188,10 @@ def test_old_log_probabilities_are_those_of_the_steps_start(base: str, tmp_path:
     assert row.values["approx_kl"] > 1e-9
     assert (
         row.values["mismatch_max"] < 1e-5
-    )  # |o - m|: trainer and engine agree about the rollouts' own weights
+    )  # |old - sampler|: trainer and engine agree on the weights that sampled
 
 
-def test_stale_rollouts_are_counted_and_known_to_the_loss(base: str, tmp_path: Path) -> None:
+def test_staleness_is_measured_and_passed_to_the_loss(base: str, tmp_path: Path) -> None:
     sample = {"minibatches": 1, "max_staleness": 1}
     train(run(base, loss=LossSpec(policy=ProxApprox()), steps=3, sample=sample), tmp_path)
     staleness = [
@@ -206,14 +205,14 @@ def test_stale_rollouts_are_counted_and_known_to_the_loss(base: str, tmp_path: P
         for row in read_rows(tmp_path, "rl")
         if "mismatch_max" in row.values
     ]
-    assert mismatch[0] < 1e-5  # sampled by one policy, although the trainer was at work
+    assert mismatch[0] < 1e-5  # sampled by a single policy version
 
 
-def test_a_guard_ends_the_stage_and_a_resumed_run_knows_it(base: str, tmp_path: Path) -> None:
-    said: list[str] = []
+def test_guard_ends_the_stage_also_for_a_resumed_run(base: str, tmp_path: Path) -> None:
+    messages: list[str] = []
     given = run(base, guard=TrainingGuard(max_kl=1e-12), steps=4)
-    state = train(given, tmp_path, say=said.append)
-    (why,) = [each for each in said if "the stage ends here" in each]
+    state = train(given, tmp_path, say=messages.append)
+    (why,) = [each for each in messages if "the stage ends here" in each]
     assert "above guard.max_kl=1e-12 " not in why
     ended = read_state(CheckpointStore(tmp_path).all()[-1])
     assert (ended.stage_step, ended.stopped != "") == (1, True)
@@ -222,13 +221,13 @@ def test_a_guard_ends_the_stage_and_a_resumed_run_knows_it(base: str, tmp_path: 
     assert (state.step, again.step) == (1, 1)
 
 
-def test_patience_leaves_the_best_checkpoint(base: str, tmp_path: Path) -> None:
-    said: list[str] = []
+def test_patience_stops_the_run_and_keeps_the_best_checkpoint(base: str, tmp_path: Path) -> None:
+    messages: list[str] = []
     given = run(base, guard=TrainingGuard(patience=1, min_delta=2.0), steps=9)
     given = msgspec.structs.replace(given, schedule=Schedule(evaluate_every=1, keep_best=1))
-    state = train(given, tmp_path, say=said.append)
+    state = train(given, tmp_path, say=messages.append)
     assert state.step == 2
-    assert "validation has not risen above" in said[-1]
+    assert "validation has not risen above" in messages[-1]
     best = CheckpointStore(tmp_path).best()
     assert best is not None
     ours, theirs = (torch.load(best / "backend/backend.pt")["weights"], (tmp_path / "policy"))
@@ -238,14 +237,14 @@ def test_patience_leaves_the_best_checkpoint(base: str, tmp_path: Path) -> None:
     assert all(torch.equal(ours[name], left[name]) for name in left)
 
 
-def test_alarms_are_said_live_and_measured(base: str, tmp_path: Path) -> None:
-    said: list[str] = []
+def test_alarms_are_logged_and_appear_in_the_metrics(base: str, tmp_path: Path) -> None:
+    messages: list[str] = []
     train(
         run(base, guard=TrainingGuard(alarms=CollapseAlarms(length=1.0001, window=1)), steps=3),
         tmp_path,
-        say=said.append,
+        say=messages.append,
     )
-    alarms = [each for each in said if "alarm: rollouts have" in each]
+    alarms = [each for each in messages if "alarm: rollouts have" in each]
     rows = [
         row.values["alarm_length"]
         for row in read_rows(tmp_path, "rl")

@@ -1,5 +1,5 @@
-"""The file of metrics: read back whole, torn by a kill, cut on resume; and the figures of
-rollouts."""
+"""The metrics file: reading back, torn lines after a kill, truncation on resume; and rollout
+metrics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.shown import heard
 from tests.train import trees
 
 
-def test_written_and_read_back(tmp_path: Path) -> None:
+def test_metrics_are_written_and_read_back(tmp_path: Path) -> None:
     heard: list[StepMetrics] = []
     metrics = MetricsFile(tmp_path, heard.append)
     metrics.write(1, "sft", 0.51239, {"loss": 1 / 3})
@@ -36,7 +36,7 @@ def test_written_and_read_back(tmp_path: Path) -> None:
     assert (second.step, second.stage, second.values) == (2, "rl", {"reward": 1})
 
 
-def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
+def test_torn_line_is_skipped_without_losing_others(tmp_path: Path) -> None:
     MetricsFile(tmp_path).write(1, "rl", 1, {"a": 1})
     with (tmp_path / FILE).open("ab") as file:
         file.write(b'{"step": 2, "sta')
@@ -44,7 +44,7 @@ def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
     assert [each.step for each in read_metrics(tmp_path)] == [1, 3]
 
 
-def test_resume_drops_what_will_be_measured_again(tmp_path: Path) -> None:
+def test_cut_drops_rows_of_later_steps(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path)
     for step in (1, 2, 3, 4):
         metrics.write(step, "rl", step, {})
@@ -53,9 +53,9 @@ def test_resume_drops_what_will_be_measured_again(tmp_path: Path) -> None:
     assert list(read_metrics(tmp_path / "nowhere")) == []
 
 
-def test_what_rollouts_came_to() -> None:
-    """Two items, four attempts each: three right of the first, one failed and two right of the
-    second; a child each."""
+def test_rollout_metrics_and_pass_at_k() -> None:
+    """Two items with four attempts each: three correct for the first; two correct and one failed
+    for the second."""
     right = [
         trees.tree(trees.call("0", 4, 2), trees.call("0.0", 3, reward=1.0), reward=1.0)
         for _ in range(5)
@@ -75,17 +75,17 @@ def test_what_rollouts_came_to() -> None:
     })  # fmt: skip
 
 
-def test_an_attempt_that_failed_is_no_attempt_of_an_evaluation() -> None:
-    """One right of two, one wrong of one, and an item whose attempts both failed."""
+def test_failed_attempts_do_not_count_in_an_evaluation() -> None:
+    """One of two correct, one wrong and one failed, and an item whose attempts both failed."""
     right, wrong, failed = (
         trees.tree(trees.call("0", 1), reward=reward) for reward in (1.0, 0.0, None)
     )
     failed.errors = ["no session could be had"]
     groups = [trees.group(right, wrong), trees.group(wrong, failed), trees.group(failed, failed)]
     assert passes(groups, {}) == {2: 1.0}
-    said: list[str] = []
+    messages: list[str] = []
     items = [Item("?", "7", kind=kind) for kind in "aab"]
-    with heard(said.append):
+    with heard(messages.append):
         assert report("test", items, groups, {}, max_failed=0.5) == {
             "test/reward": pytest.approx(1 / 3),
             "test/reward_low": 0.0,  # of the two items: 1/2 and 0
@@ -97,7 +97,7 @@ def test_an_attempt_that_failed_is_no_attempt_of_an_evaluation() -> None:
         assert report("test", items, groups, {}, max_failed=0.49) == {"test/failed": 3.0}
         assert report("test", items[:1], groups[2:], {}, max_failed=1.0) == {"test/failed": 2.0}
     ours = "attempts failed for reasons outside the policy"
-    assert said == [
+    assert messages == [
         f"test: 3 of 6 {ours} and are left out of the score; the first: no session could be had",
         f"test: 3 of 6 {ours}, above evaluate.max_failed=0.49: this evaluation has no score; the "
         "first: no session could "
@@ -108,7 +108,7 @@ def test_an_attempt_that_failed_is_no_attempt_of_an_evaluation() -> None:
         report("test", items[:1], groups[:1], {}, max_failed=0.0)
 
 
-def test_staleness_is_told_by_token() -> None:
+def test_staleness_is_measured_per_token() -> None:
     one = trees.call("0", 4)
     turn = one[0].turns[0]
     reply = msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""Overrides of a configuration from the command line."""
+"""Configuration overrides from the command line."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Config(msgspec.Struct, frozen=True):
     steps: int = 4
 
 
-def changed(*assignments: str) -> Config:
+def overridden(*assignments: str) -> Config:
     return override(Config(), assignments, CHOICES)
 
 
-def test_values_take_the_type_of_their_field() -> None:
-    found = changed(
+def test_values_are_converted_to_the_type_of_their_field() -> None:
+    found = overridden(
         "optim.lr=1e-5",
         "optim.name=muon",
         "optim.betas=[0.8, 0.9]",
@@ -51,11 +51,11 @@ def test_values_take_the_type_of_their_field() -> None:
         "name=12",
     )
     assert found == Config(Optim(1e-5, "muon", (0.8, 0.9), 0.5), steps=8, name="12")
-    assert changed("optim.clip=0.5", "optim.clip=null") == Config()
+    assert overridden("optim.clip=0.5", "optim.clip=null") == Config()
 
 
 def test_maps_take_any_key() -> None:
-    assert changed("options.rows=40", "options.a.b=x").options == {"rows": 40, "a": {"b": "x"}}
+    assert overridden("options.rows=40", "options.a.b=x").options == {"rows": 40, "a": {"b": "x"}}
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -69,32 +69,32 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 @pytest.mark.parametrize("order", [("low=5", "high=6"), ("high=6", "low=5")])
-def test_fields_that_are_valid_together_are_set_in_any_order(order: tuple[str, ...]) -> None:
+def test_interdependent_fields_can_be_set_in_any_order(order: tuple[str, ...]) -> None:
     assert override(Pair(), order) == Pair(5, 6)
 
 
-def test_an_error_names_the_assignments_that_cause_it() -> None:
+def test_override_error_names_the_assignments_that_cause_it() -> None:
     with pytest.raises(ConfigError, match=r"^override low=5: low=5 is not below high=1"):
         override(Pair(), ["optim.lr=0.1", "low=5"])
     with pytest.raises(ConfigError, match=r"^override low=-3 high=-4: low=-3 is not below high=-4"):
         override(Pair(), ["low=-3", "optim.lr=0.1", "high=-4"])
 
 
-def test_the_last_of_several_assignments_counts() -> None:
-    assert changed("steps=3", "steps=5").steps == 5
-    assert changed("algorithm=grpo", "algorithm.credit=root", "algorithm=dr_grpo") == Config()
-    assert changed("options={}", "options.a=1", "options.a=2").options == {"a": 2}
+def test_last_of_several_assignments_wins() -> None:
+    assert overridden("steps=3", "steps=5").steps == 5
+    assert overridden("algorithm=grpo", "algorithm.credit=root", "algorithm=dr_grpo") == Config()
+    assert overridden("options={}", "options.a=1", "options.a=2").options == {"a": 2}
 
 
 def test_classes_are_chosen_by_name() -> None:
-    assert changed("algorithm=grpo", "algorithm.credit=root").algorithm == GRPO(credit="root")
+    assert overridden("algorithm=grpo", "algorithm.credit=root").algorithm == GRPO(credit="root")
     for path in (
         "ramify.train.advantages.group_estimators.GRPO",
         "ramify.train.advantages.group_estimators:GRPO",
         "ramify.train.algorithms.grpo:GRPO",  # the path of an earlier version
     ):
-        assert changed(f"algorithm={path}").algorithm == GRPO()
-    assert changed("policy=cispo", "policy.clip_low=0.1").policy == Cispo(clip_low=0.1)
+        assert overridden(f"algorithm={path}").algorithm == GRPO()
+    assert overridden("policy=cispo", "policy.clip_low=0.1").policy == Cispo(clip_low=0.1)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +131,6 @@ def test_classes_are_chosen_by_name() -> None:
         ("algorithm.credit=rout", r"unknown credit 'rout': did you mean 'root'\?"),
     ],
 )
-def test_what_does_not_fit_is_named(assignment: str, message: str) -> None:
+def test_invalid_override_is_rejected_with_its_field(assignment: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        changed(assignment)
+        overridden(assignment)

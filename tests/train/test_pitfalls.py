@@ -1,77 +1,86 @@
 """Known silent failures of this kind of training, and the tests that guard against each.
 
  1  entropy and KL rise while reward falls
-    train/test_guards.py::test_each_alarm, test_limits_stop_or_warn; the clip and the schedule of 2 and 3
- 2  a gap to the teacher that is not bounded
-    test_e3_advantages_with_a_clipped_gap_through_the_clipped_loss_and_the_kl
+    train/test_guards.py::test_each_alarm_is_raised_and_can_be_disabled,
+    test_kl_and_entropy_limits_stop_or_warn; the clip and the schedule of 2 and 3
+ 2  an unbounded gap to the teacher
+    test_e3_clipped_teacher_gap_through_clipped_loss_and_kl
     train/signals/test_compose.py::test_e3_teacher_hybrid_surrogate_and_kl
- 3  a frozen teacher drags back to where it stood
-    train/signals/test_compose.py::test_weights_follow_their_schedule_and_at_zero_the_signal_is_not_wanted, test_routes
-    train/signals/test_teacher.py::test_only_tokens_that_the_hint_moves_count_where_evidence_is_asked_for
-    train/signals/test_teacher.py::test_turns_after_the_one_that_a_hint_is_about_may_be_left_out
- 4  a live teacher erodes                           a warning, and slow ones in its place
-    train/signals/test_teacher.py::test_options_that_mean_nothing, test_frozen_averaged_live_and_other_teachers
- 5  hints that hold the answer
-    train/signals/test_judges.py::test_filters, test_short_golds_leak_as_words_of_their_own_only
-    train/signals/test_judges.py::test_a_judge_never_sees_the_gold_and_is_told_what_is_quoted
- 6  wrong hints are worse than none                 abstaining is what happens by default
-    train/signals/test_judges.py::test_hints_are_read_strictly, test_a_judge_that_is_rate_limited_or_refuses_is_an_abstention
-    train/signals/test_programs.py::test_shuffled_hints_are_of_another_problem
+ 3  a frozen teacher pulls the policy back to where it started
+    train/signals/test_compose.py::test_weights_follow_their_schedule_and_signals_with_zero_weight_are_skipped,
+    test_route_selects_rollouts_that_a_term_acts_on
+    train/signals/test_teacher.py::test_evidence_keeps_only_tokens_that_the_hint_moves
+    train/signals/test_teacher.py::test_turns_named_scores_only_the_turn_that_the_hint_is_about
+ 4  a live teacher erodes                           a warning; use slowly averaged teachers instead
+    train/signals/test_teacher.py::test_invalid_teacher_options_are_rejected,
+    test_frozen_averaged_live_and_checkpoint_teachers
+ 5  hints that contain the answer
+    train/signals/test_judges.py::test_hint_filter_gives_the_reason_for_rejection,
+    test_short_gold_answers_leak_only_as_whole_words
+    train/signals/test_judges.py::test_judge_prompt_has_no_gold_answer_and_marks_quoted_text
+ 6  wrong hints are worse than none                 judges abstain by default
+    train/signals/test_judges.py::test_hints_are_parsed_strictly,
+    test_rate_limited_judge_is_retried_and_refusal_counts_as_unanswered
+    train/signals/test_programs.py::test_shuffled_hints_come_from_another_problem
  7  the longest hint wins
-    train/signals/test_judges.py::test_hindsight_takes_one_hint_and_counts_what_it_rejects
-    train/signals/test_teacher.py::test_the_hint_whose_teacher_agrees_most_with_the_policy_is_chosen
- 8  rollouts grow until they are cut off
-    train/advantages/test_estimators.py::test_cut_off_rollouts_can_be_masked_by_every_estimator
-    train/test_guards.py::test_each_alarm
-    train/signals/test_judges.py::test_hindsight_passes_over_what_tells_nothing
-    train/signals/test_compose.py::test_early_tokens_are_trusted_more
- 9  it gets worse after its best step
-    train/test_guards.py::test_patience, train/test_loop_algorithms.py::test_patience_leaves_the_best_checkpoint
+    train/signals/test_judges.py::test_hindsight_picks_one_hint_and_counts_rejected_ones
+    train/signals/test_teacher.py::test_overlap_chooses_the_hint_whose_teacher_agrees_most_with_the_policy
+ 8  rollouts get longer until they are cut off
+    train/advantages/test_estimators.py::test_every_estimator_can_mask_cut_off_rollouts
+    train/test_guards.py::test_each_alarm_is_raised_and_can_be_disabled
+    train/signals/test_judges.py::test_hindsight_skips_solved_cut_off_and_unscored_rollouts
+    train/signals/test_compose.py::test_early_tokens_weigh_more
+ 9  the policy gets worse after its best step
+    train/test_guards.py::test_patience_stops_after_evaluations_without_improvement,
+    train/test_loop_algorithms.py::test_patience_stops_the_run_and_keeps_the_best_checkpoint
 10  a log-probability of 0 instead of a missing one
-    test_10_a_component_without_its_stream_is_refused
-    train/signals/test_teacher.py::test_what_cannot_be_scored_has_no_reading_and_never_zeros
-    train/signals/test_teacher.py::test_an_engine_that_leaves_a_token_out_is_refused
-11  text made into ids again
-    train/signals/test_teacher.py::test_scores_are_those_of_the_hinted_path_from_its_first_token_on
-    engine/test_tokens.py::test_a_client_that_tokenises_anew_is_counted_and_split
+    test_10_loss_component_without_its_stream_is_rejected
+    train/signals/test_teacher.py::test_unscorable_rollouts_get_no_scores_instead_of_zeros
+    train/signals/test_teacher.py::test_engine_with_missing_or_invalid_logprobs_is_rejected
+11  text that is tokenised again
+    train/signals/test_teacher.py::test_scores_match_the_engine_on_the_hinted_path
+    engine/test_tokens.py::test_retokenized_prompt_is_counted_and_splits_the_path
 12  teacher and student computed by different code
-    test_12_a_policy_that_is_its_own_teacher_moves_nothing
-    train/signals/test_teacher.py::test_the_policy_as_its_own_teacher_teaches_exactly_nothing
+    test_12_policy_as_its_own_teacher_has_zero_gradient
+    train/signals/test_teacher.py::test_policy_as_its_own_teacher_gives_zero_gaps
 13  a term that is silently off
-    test_13_whether_a_term_acts_is_measured
-    train/signals/test_compose.py::test_a_teacher_that_is_silently_off_is_said
-14  a group of one keeps its raw reward; a weight that is ignored; bias to short ones
-    test_14_one_alone_gets_nothing_and_length_buys_nothing
+    test_13_teacher_gap_metric_shows_whether_the_term_acts
+    train/signals/test_compose.py::test_teacher_whose_term_is_zero_everywhere_raises
+14  a single rollout keeps its raw reward; an ignored weight; bias towards short rollouts
+    test_14_single_rollout_and_length_give_no_advantage
     train/signals/test_compose.py::test_e2_step_buckets
-    train/advantages/test_credit.py::test_a_group_of_one_without_siblings_has_no_advantage
+    train/advantages/test_credit.py::test_single_tree_without_siblings_has_zero_advantage
 15  "it ran" taken for "it is right"
-    train/signals/test_compose.py::test_process_reward_that_does_not_go_with_the_outcome_shows
+    train/signals/test_compose.py::test_metrics_show_process_reward_that_contradicts_the_outcome
 16  made-up tool output, boxes in boxes, templates applied twice
-    engine/test_retool.py::test_an_invented_output_is_never_read, test_a_stop_text_belongs_to_the_reply,
-    test_a_whole_conversation
+    engine/test_retool.py::test_invented_interpreter_output_is_dropped,
+    test_closing_tag_cut_off_by_a_stop_text_is_restored,
+    test_conversation_survives_every_kind_of_failure
     tasks/test_toolmath.py::test_nested_boxes_are_whole
-    models/test_renderer.py::test_a_conversation_is_written_as_the_template_writes_it
+    models/test_renderer.py::test_renderer_matches_the_template
 17  a sandbox that blocks its loop, shows its host's environment, or changes the code
-    sandbox/test_process.py::test_many_sessions_open_at_once, test_no_key_no_descriptor_no_argument_of_the_host
-    engine/test_retool.py::test_a_whole_conversation
+    sandbox/test_process.py::test_many_sessions_open_at_once,
+    test_session_inherits_no_keys_descriptors_or_arguments_of_host
+    engine/test_retool.py::test_conversation_survives_every_kind_of_failure
 
-What is wrong with what comes in:
+Invalid input:
 
-a judge outside its format
-    train/signals/test_judges.py::test_votes_are_read_strictly, test_hints_are_read_strictly,
-    test_every_turn_is_judged_and_bad_output_is_counted
-a hint that holds the answer, or is too long
-    train/signals/test_judges.py::test_filters
-another vocabulary
-    train/signals/test_teacher.py::test_a_teacher_with_another_vocabulary_is_refused_at_the_start
-a reward that is none
-    train/advantages/test_estimators.py::test_a_reward_that_is_no_number_is_named_and_its_group_goes_on
-    train/signals/test_compose.py::test_missing_and_impossible_rewards_are_left_out_of_their_group,
-    test_a_number_that_is_none_is_left_out_and_its_rollout_named
-a stream of another length
-    train/signals/test_compose.py::test_a_stream_of_the_wrong_length_is_refused_with_both
+a judge's malformed reply
+    train/signals/test_judges.py::test_votes_are_parsed_strictly, test_hints_are_parsed_strictly,
+    test_every_turn_is_judged_and_malformed_votes_are_counted
+a hint that contains the answer or is too long
+    train/signals/test_judges.py::test_hint_filter_gives_the_reason_for_rejection
+a teacher with a different vocabulary
+    train/signals/test_teacher.py::test_teacher_with_different_vocabulary_is_rejected_at_the_start
+a non-finite or missing reward
+    train/advantages/test_estimators.py::test_non_finite_or_missing_reward_is_noted_and_left_out_of_its_group
+    train/signals/test_compose.py::test_missing_and_nan_rewards_are_left_out_of_their_group,
+    test_non_finite_signal_is_left_out_and_its_rollout_named
+a stream of the wrong length
+    train/signals/test_compose.py::test_stream_of_wrong_length_is_rejected_with_both_lengths
 an unknown loss or estimator
-    train/test_registry.py::test_an_unknown_name_gets_the_nearest, test_in_a_run_as_well
+    train/test_registry.py::test_unknown_name_gives_the_nearest_known_one,
+    test_overrides_of_a_run_suggest_the_nearest_name
 
 Of the worked examples E1 to E4 the first two are in train/signals/test_compose.py.
 """
@@ -97,7 +106,7 @@ from tests.train.trees import call, group
 from tests.train.trees import tree as rollout
 
 
-def test_each_test_that_is_named_above_is_there() -> None:
+def test_every_test_named_in_the_docstring_exists() -> None:
     tests, page = Path(__file__).parents[1], __doc__ or ""
     named = re.findall(r"([\w/]+\.py)::(test_\w+)", page)
     assert len(named) > 30
@@ -119,7 +128,7 @@ def entries(now: Any, denominators: dict[str, float], **streams: Any) -> LossEnt
     )
 
 
-def test_e3_advantages_with_a_clipped_gap_through_the_clipped_loss_and_the_kl() -> None:
+def test_e3_clipped_teacher_gap_through_clipped_loss_and_kl() -> None:
     """A = -0.5 + the gap (0, 1.386, -4.500 clipped to -2): losses 0.5, -1.134, 2.0; k3 0.023,
     0.072, 0.307 with β = 0.01."""
     p_old, p_teacher, p_now = (
@@ -145,7 +154,7 @@ def test_e3_advantages_with_a_clipped_gap_through_the_clipped_loss_and_the_kl() 
     )
 
 
-def test_e4_the_forward_kl_over_the_whole_vocabulary() -> None:
+def test_e4_forward_kl_over_the_whole_vocabulary() -> None:
     student, teacher = np.array([[0.6, 0.3, 0.1]]), np.array([[0.2, 0.7, 0.1]])
     given = entries(
         [math.log(0.6)], {"kd": 1.0}, kd=[1], teacher_logprobs=np.log(teacher), sampler_logprobs=[0]
@@ -154,7 +163,7 @@ def test_e4_the_forward_kl_over_the_whole_vocabulary() -> None:
     assert compute(LossSpec(), given)[0].item() == pytest.approx(0.373386, abs=1e-6)
 
 
-def test_10_a_component_without_its_stream_is_refused() -> None:
+def test_10_loss_component_without_its_stream_is_rejected() -> None:
     for loss, columns, missing in [
         (LossSpec(), {"kd": [1.0], "sampler_logprobs": [-1.0]}, "teacher_logprobs"),
         (
@@ -169,9 +178,9 @@ def test_10_a_component_without_its_stream_is_refused() -> None:
             )
 
 
-def test_12_a_policy_that_is_its_own_teacher_moves_nothing() -> None:
-    """Through the real backend: the teacher's log-probabilities are those of the trainer's own
-    pass, id for id."""
+def test_12_policy_as_its_own_teacher_has_zero_gradient() -> None:
+    """Through the real backend: the teacher's log-probabilities come from the trainer's own
+    pass."""
     from ramify.train.backends.single import SingleBackend
     from ramify.train.data.pack import attach
 
@@ -194,7 +203,7 @@ def test_12_a_policy_that_is_its_own_teacher_moves_nothing() -> None:
     )
 
 
-def test_13_whether_a_term_acts_is_measured() -> None:
+def test_13_teacher_gap_metric_shows_whether_the_term_acts() -> None:
     given = entries(
         [-1.0, -2.0],
         {"kd": 2.0},
@@ -207,7 +216,7 @@ def test_13_whether_a_term_acts_is_measured() -> None:
     assert found.item() == pytest.approx(-0.75)
 
 
-def test_14_one_alone_gets_nothing_and_length_buys_nothing() -> None:
+def test_14_single_rollout_and_length_give_no_advantage() -> None:
     assert DrGRPO().assign_advantages([group(rollout(call("0", 3), reward=1))], {}).rollouts == []
     batch = [group(rollout(call("0", 2), reward=1), rollout(call("0", 8), reward=0))]
 
@@ -217,6 +226,6 @@ def test_14_one_alone_gets_nothing_and_length_buys_nothing() -> None:
 
     assert masses(reduction="rollout") == pytest.approx(
         [1, 1]
-    )  # a token of the short one weighs four times as much: the bias of a mean
+    )  # a token of the short rollout weighs four times as much: the bias of a mean
     assert masses(reduction="token") == pytest.approx([2, 8])
     assert masses(rollout_tokens=10) == pytest.approx([0.2, 0.8])

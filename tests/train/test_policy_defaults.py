@@ -1,4 +1,4 @@
-"""Options that depend on the policy: a checkpoint of a pretrained model, or one from scratch."""
+"""Default options that depend on the policy: pretrained checkpoint or model from scratch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.train.small import SHAPE, small
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders ``qwen3``, whose thinking can be switched, and ``llama3``, which does not think."""
+    """Folders ``qwen3`` (thinking can be switched on and off) and ``llama3`` (no thinking)."""
     root = tmp_path_factory.mktemp("checkpoints")
     for name in ("qwen3", "llama3"):
         tokenizer = tokenizer_of(name)
@@ -58,7 +58,7 @@ def found(policy: PolicySpec, **rl: Any) -> tuple[Any, ...]:
     )
 
 
-def test_each_kind_of_policy_has_its_defaults(checkpoints: Path) -> None:
+def test_defaults_for_each_kind_of_policy(checkpoints: Path) -> None:
     path, lora = str(checkpoints / "qwen3"), LoraSpec(rank=4)
     plain = str(checkpoints / "llama3")
     scratch, usual = (0.9, 0.98), (0.9, 0.999)
@@ -78,7 +78,7 @@ def test_each_kind_of_policy_has_its_defaults(checkpoints: Path) -> None:
     assert (run.rl.critic.optim.lr, run.rl.critic.optim.betas) == (1e-6, usual)
 
 
-def test_they_are_set_once() -> None:
+def test_policy_defaults_are_idempotent_and_keep_explicit_values() -> None:
     run = with_policy_defaults(small())
     assert with_policy_defaults(run) == run
     explicit = run_of(PolicySpec(shape=SHAPE))
@@ -87,7 +87,7 @@ def test_they_are_set_once() -> None:
     assert changed.limits.max_reply_tokens == 77
 
 
-def test_the_policy_thinks_as_the_run_says(checkpoints: Path) -> None:
+def test_policy_thinking_switches_the_prompt(checkpoints: Path) -> None:
     opened = []
     for thinking in (True, False):
         policy = PolicySpec(path=str(checkpoints / "qwen3"), thinking=thinking)
@@ -96,11 +96,11 @@ def test_the_policy_thinks_as_the_run_says(checkpoints: Path) -> None:
         opened.append(
             "<think>" in renderer._pieces.decode(renderer.prompt([Message("user", "Hm?")]))
         )  # type: ignore[attr-defined]
-    assert opened == [False, True]  # without thinking, replies begin after an empty block
+    assert opened == [False, True]  # without thinking, the prompt ends with an empty block
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_a_trained_policy_keeps_thinking_or_not(
+def test_saved_policy_keeps_its_thinking_setting(
     thinking: bool, checkpoints: Path, tmp_path: Path
 ) -> None:
     policy = PolicySpec(path=str(checkpoints / "qwen3"), thinking=thinking)
@@ -124,7 +124,7 @@ def test_a_trained_policy_keeps_thinking_or_not(
     )
 
 
-def test_what_was_set_is_reported(checkpoints: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_applied_defaults_are_logged(checkpoints: Path, caplog: pytest.LogCaptureFixture) -> None:
     given = run_of(PolicySpec(path=str(checkpoints / "llama3")), steps=45)
     given = msgspec.structs.replace(given, sft=SftSpec(demos="ledger", num=4))
     with caplog.at_level(logging.INFO, "ramify.train"):
@@ -141,7 +141,7 @@ def test_what_was_set_is_reported(checkpoints: Path, caplog: pytest.LogCaptureFi
     ("rate", "lora", "warns"),
     [(9e-6, None, False), (1e-5, None, True), (9e-5, LoraSpec(), False), (1e-3, LoraSpec(), True)],
 )
-def test_a_high_learning_rate_is_reported_with_the_usual_one(
+def test_high_learning_rate_gives_a_warning_with_the_usual_rate(
     rate: float, lora: Any, warns: bool, checkpoints: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = PolicySpec(path=str(checkpoints / "llama3"), lora=lora)
@@ -154,7 +154,7 @@ def test_a_high_learning_rate_is_reported_with_the_usual_one(
     assert all(text.endswith(f"checkpoints usually tolerate: {usual}") for text in found)
 
 
-def test_a_thinking_switch_that_does_not_exist_is_refused(checkpoints: Path) -> None:
+def test_thinking_is_rejected_for_templates_without_it(checkpoints: Path) -> None:
     for policy in (
         PolicySpec(path=str(checkpoints / "llama3"), thinking=True),
         PolicySpec(shape=SHAPE, thinking=False),

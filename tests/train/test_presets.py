@@ -1,5 +1,5 @@
-"""Presets: what they set in a run, and the same loss and gradients as the other trainers, over
-random batches in fp64. ``benchmarks/presets.py`` has the other trainers' formulas."""
+"""Presets: the options they set, and the same loss and gradients as the other trainers on random
+batches in fp64. ``benchmarks/presets.py`` has the other trainers' formulas."""
 
 from __future__ import annotations
 
@@ -34,20 +34,22 @@ def peers() -> ModuleType:
         sys.path.pop(0)
 
 
-def under(preset: str, *overrides: str) -> train.RlSpec:
+def rl_with_preset(preset: str, *overrides: str) -> train.RlSpec:
     rl = override(with_preset(BASE, preset), overrides, choices(preset)).rl
     assert rl is not None
     return rl
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_same_loss_and_gradients_as_the_other_trainer(name: str, peers: ModuleType) -> None:
+def test_preset_matches_loss_and_gradients_of_the_other_trainer(
+    name: str, peers: ModuleType
+) -> None:
     for seed in BATCHES:
         batch = peers.random_batch(seed)
         assert peers.apart(peers.ours(name, batch), peers.theirs(name, batch)) <= 1e-6
 
 
-def test_the_batches_tell_the_presets_apart(peers: ModuleType) -> None:
+def test_random_batches_distinguish_the_presets(peers: ModuleType) -> None:
     batch = peers.random_batch(0)
     results = {name: peers.ours(name, batch) for name in PRESETS}
     for name, result in results.items():
@@ -69,7 +71,7 @@ def test_the_batches_tell_the_presets_apart(peers: ModuleType) -> None:
     ],
     ids=lambda each: "+".join(each) if isinstance(each, tuple) else "",
 )
-def test_the_same_as_the_installed_trl(
+def test_trl_preset_matches_the_installed_trl(
     overrides: tuple[str, ...], changes: dict[str, Any], peers: ModuleType
 ) -> None:
     for seed in BATCHES:
@@ -80,11 +82,11 @@ def test_the_same_as_the_installed_trl(
 
 @WITH_TRL
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # its configuration
-def test_the_optimizer_of_the_installed_trl() -> None:
+def test_trl_preset_has_the_installed_trl_optimizer_defaults() -> None:
     from trl import GRPOConfig
 
     args = GRPOConfig(output_dir="unused", use_cpu=True, bf16=False, report_to=[])
-    rl = under("trl")
+    rl = rl_with_preset("trl")
     assert (rl.optim.lr, rl.optim.betas) == (
         args.learning_rate,
         (args.adam_beta1, args.adam_beta2),
@@ -97,7 +99,7 @@ def test_the_optimizer_of_the_installed_trl() -> None:
     assert (rl.rollout.group, rl.rollout.temperature) == (args.num_generations, args.temperature)
 
 
-def test_a_preset_keeps_the_recipes_task_and_size() -> None:
+def test_preset_keeps_the_recipes_task_policy_and_steps() -> None:
     recipe = msgspec.structs.replace(
         BASE,
         rl=msgspec.structs.replace(
@@ -117,7 +119,7 @@ def test_a_preset_keeps_the_recipes_task_and_size() -> None:
     )
 
 
-def test_a_hybrid_keeps_its_signals() -> None:
+def test_preset_keeps_signals_of_a_hybrid_algorithm() -> None:
     terms = (train.HybridTerm(signal="tools"),)
     hybrid = train.Hybrid(outcome=train.RLOO(), terms=terms)
     signals = {"tools": train.ToolUseSignal()}
@@ -125,22 +127,22 @@ def test_a_hybrid_keeps_its_signals() -> None:
     run = with_preset(msgspec.structs.replace(BASE, rl=rl), "skyrl")
     assert run.rl is not None
     assert run.rl.algorithm.terms == terms
-    assert run.rl.algorithm.outcome == under("skyrl").algorithm
+    assert run.rl.algorithm.outcome == rl_with_preset("skyrl").algorithm
 
 
-def test_names_have_the_other_trainers_options() -> None:
-    assert under("skyrl", "rl.loss.policy=cispo").loss.policy == train.Cispo(
+def test_named_choices_get_the_other_trainers_options() -> None:
+    assert rl_with_preset("skyrl", "rl.loss.policy=cispo").loss.policy == train.Cispo(
         clip_low=1.0, clip_high=4.0
     )
-    assert under("verl", "rl.algorithm=grpo").algorithm == train.GRPO(
+    assert rl_with_preset("verl", "rl.algorithm=grpo").algorithm == train.GRPO(
         credit="root", reduction="token", drop_zero_variance=False
     )
-    assert under("verl", "rl.algorithm=gdpo", "rl.algorithm.over=rollouts").algorithm == train.GDPO(
-        credit="root", reduction="token", drop_zero_variance=False
-    )
+    assert rl_with_preset(
+        "verl", "rl.algorithm=gdpo", "rl.algorithm.over=rollouts"
+    ).algorithm == train.GDPO(credit="root", reduction="token", drop_zero_variance=False)
 
 
-def test_unknown_presets_and_runs_without_rollouts() -> None:
+def test_unknown_preset_and_run_without_rl_are_rejected() -> None:
     with pytest.raises(ConfigError, match="unknown preset 'slyrl': did you mean 'skyrl'"):
         with_preset(BASE, "slyrl")
     without = Run(policy=train.PolicySpec(path="tiny"), sft=train.SftSpec(demos="ledger"))
@@ -150,7 +152,7 @@ def test_unknown_presets_and_runs_without_rollouts() -> None:
         train_command([], resume="runs/x", preset="trl")
 
 
-def test_the_page_is_current() -> None:
+def test_algorithms_page_is_up_to_date() -> None:
     page = script("algorithms_page")
     text = page.PRESETS_PAGE.read_text(encoding="utf-8")
     assert page.written(text, page.PRESET_TABLES) == text, "run: scripts/algorithms_page.py"

@@ -1,5 +1,5 @@
-"""The analogue at small scale: two steps of demonstrations and of each kind of rollouts, from
-scratch, through the one loop.
+"""The programs study at small scale: SFT and two RL steps with each kind of signal, from scratch,
+through the training loop.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def benchmark() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The result of two steps of outcome reward, from scratch."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two RL steps on outcome reward, from scratch."""
     out = tmp_path_factory.mktemp("programs") / "out"
     train(load_recipe(ROOT / "recipes/programs.py", SHORT), out)
     return out
 
 
-def test_from_nothing_by_outcome(begun: Path) -> None:
-    rows = list(read_metrics(begun))
+def test_programs_recipe_trains_from_scratch_on_outcome_reward(trained: Path) -> None:
+    rows = list(read_metrics(trained))
     assert {row.stage for row in rows} - {"best"} == {"sft", "first", "rl", "last"}
     assert sum(row.values.get("failed_rollouts", 0) for row in rows) == 0
     last = rows[-1].values
@@ -69,11 +69,11 @@ def test_from_nothing_by_outcome(begun: Path) -> None:
 
 
 @pytest.mark.parametrize("arm", ["narrow", "process", "v3", "shuffled", "ema"])
-def test_arms_differ_by_overrides_alone(
-    arm: str, begun: Path, tmp_path: Path, benchmark: ModuleType
+def test_each_arm_of_the_study_runs_with_its_overrides(
+    arm: str, trained: Path, tmp_path: Path, benchmark: ModuleType
 ) -> None:
     short = [each for each in SHORT if not each.startswith(("sft", "policy"))]
-    given = ["sft=null", f"policy.path={begun}/policy", *benchmark.ARMS[arm].overrides, *short]
+    given = ["sft=null", f"policy.path={trained}/policy", *benchmark.ARMS[arm].overrides, *short]
     train(load_recipe(ROOT / benchmark.ARMS[arm].recipe, given), tmp_path)
     steps = [
         row.values
@@ -85,16 +85,16 @@ def test_arms_differ_by_overrides_alone(
 
 
 @pytest.mark.filterwarnings("ignore:a live teacher:UserWarning")
-def test_every_arm_of_the_study_is_a_recipe(benchmark: ModuleType) -> None:
+def test_every_arm_of_the_study_loads_as_a_recipe(benchmark: ModuleType) -> None:
     for arm in benchmark.ARMS.values():
         run = load_recipe(ROOT / arm.recipe, ["sft=null", "policy.path=x", *arm.overrides])
         assert run.rl is not None
         assert (run.rl.steps, run.rl.sample.items, run.rl.rollout.group) == (benchmark.STEPS, 8, 8)
 
 
-def test_the_interval_of_a_difference(benchmark: ModuleType) -> None:
-    """Over two seeds and four problems: a gain that all share is certain, one that rests on one
-    seed is not."""
+def test_paired_difference_has_a_confidence_interval(benchmark: ModuleType) -> None:
+    """Two seeds and four problems: a gain shared by all is certain, one that depends on the seed is
+    not."""
 
     def ran(arm: str, seed: int, gain: float) -> object:
         rewards = {f"i{n}": [0.25 + gain, 0.25 + gain] for n in range(4)}
@@ -115,7 +115,7 @@ def test_the_interval_of_a_difference(benchmark: ModuleType) -> None:
     assert benchmark.paired(base, "hybrid", "outcome") is None
 
 
-def test_a_page_is_filled_where_it_says(benchmark: ModuleType, tmp_path: Path) -> None:
+def test_fill_replaces_marked_sections_of_a_page(benchmark: ModuleType, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("a\n<!-- begin x -->\nold\n<!-- end x -->\nb\n")
     benchmark.fill(page, {"x": "new\n"})

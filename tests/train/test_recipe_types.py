@@ -1,4 +1,4 @@
-"""A recipe is Python: what its constructors do not check is checked before a run begins."""
+"""Recipes are Python: types that constructors do not check are checked before a run starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ramify.train.rollouts.rollouter import RolloutOptions
 from tests.train.small import small
 
 WRONG: Any = GRPO
-"""A class where an instance belongs."""
+"""A class instead of an instance."""
 BAD_NAME: Any = "adam"
 
 
@@ -45,25 +45,25 @@ BAD_NAME: Any = "adam"
         ({"seed": None}, "seed=None: Expected `int`, got `null`"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_named_before_the_run(
+def test_value_of_wrong_type_is_named_before_the_run(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         train(small(**changes), tmp_path / "run")
 
 
-def test_right_types_pass() -> None:
+def test_correct_types_pass_the_check() -> None:
     check_types(small())
     check_types(small(evaluate=EvaluateSpec(final=["test"])))  # type: ignore[arg-type]
 
 
-def test_an_algorithm_may_be_named_as_a_loss_may() -> None:
+def test_algorithms_can_be_given_by_name() -> None:
     assert RlSpec(algorithm="grpo", loss=LossSpec(policy="gspo")).algorithm == GRPO()
     with pytest.raises(ConfigError, match=r"unknown algorithm 'grpoo': did you mean 'grpo'\?"):
         RlSpec(algorithm="grpoo")
 
 
-def test_an_error_in_a_recipe_names_its_line(tmp_path: Path) -> None:
+def test_error_in_a_recipe_names_its_line(tmp_path: Path) -> None:
     path = tmp_path / "recipe.py"
     path.write_text("from ramify import train\n\ndef run():\n    return train.RlSpec(steps='3')\n")
     with pytest.raises(ConfigError, match=r"recipe.py cannot be executed in line 4: TypeError"):
@@ -79,6 +79,6 @@ def test_an_error_in_a_recipe_names_its_line(tmp_path: Path) -> None:
         (lambda: PolicySpec(path="x", slots=-3), "policy.slots=-3 must be above 0"),
     ],
 )
-def test_numbers_out_of_range_are_refused(make: Any, message: str) -> None:
+def test_numbers_out_of_range_are_rejected(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()

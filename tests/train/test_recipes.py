@@ -1,4 +1,4 @@
-"""The recipes, cut down to seconds, with real jailed sessions and children."""
+"""The recipes, shortened to seconds, with real jailed sessions and child calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHORT = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny", "tiny_recursive"])
-def test_from_nothing_to_a_policy(name: str, tmp_path: Path) -> None:
+def test_recipe_trains_a_policy_from_scratch(name: str, tmp_path: Path) -> None:
     run = load_recipe(ROOT / f"recipes/{name}.py", SHORT)
     state = train(run, tmp_path)
     rows = list(read_metrics(tmp_path))
@@ -47,7 +47,7 @@ def test_from_nothing_to_a_policy(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_loop_in_one_file(tmp_path: Path) -> None:
+def test_standalone_rl_loop_script_trains_a_policy(tmp_path: Path) -> None:
     made = assemble(small())
     save_policy(made.policy, tmp_path / "policy")
     command = [sys.executable, "recipes/rl_loop.py", str(tmp_path / "policy"), "1", "2"]

@@ -1,4 +1,4 @@
-"""Custom estimators, losses and credits of a recipe, by a decorator or a dotted path."""
+"""Custom estimators, losses and credits in a recipe, by decorator or dotted path."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def mine(tmp_path: Path) -> Iterator[Path]:
         table.forget()
 
 
-def test_a_recipe_adds_its_own_by_decorator(mine: Path, tmp_path: Path) -> None:
+def test_recipe_registers_its_own_classes_by_decorator(mine: Path, tmp_path: Path) -> None:
     words = [
         "rl.algorithm=twice",
         "rl.algorithm.times=3",
@@ -95,7 +95,7 @@ class Own(LossFormula, frozen=True, kw_only=True, tag=f"{__name__}:Own"):
         return tokens.now > 0
 
 
-def test_a_dotted_path_needs_no_registration() -> None:
+def test_dotted_path_needs_no_registration() -> None:
     assert CREDITS.of(DrGRPO(credit=f"{__name__}:flat").credit) is flat
     loss = msgspec.convert({"policy": f"{__name__}:Own"}, LossSpec)
     assert loss.policy == Own()
@@ -111,12 +111,12 @@ def test_a_dotted_path_needs_no_registration() -> None:
         (CREDITS, "no.such", r"credit 'no\.such' cannot be loaded: No module named 'no'"),
     ],
 )
-def test_an_unknown_name_gets_the_nearest(table: Registry, name: str, message: str) -> None:
+def test_unknown_name_gives_the_nearest_known_one(table: Registry, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         table.of(name)
 
 
-def test_in_a_run_as_well() -> None:
+def test_overrides_of_a_run_suggest_the_nearest_name() -> None:
     from ramify.train.config import CHOICES
     from ramify.train.override import override
 
@@ -139,7 +139,7 @@ def test_in_a_run_as_well() -> None:
     ]
 
 
-def test_what_cannot_be_stored_is_not_registered() -> None:
+def test_unusable_classes_and_taken_names_are_not_registered() -> None:
     with pytest.raises(
         ConfigError,
         match=r"'grpo' is taken by ramify\.train\.advantages\.group_estimators:GRPO: choose another name",
@@ -158,6 +158,6 @@ def test_what_cannot_be_stored_is_not_registered() -> None:
 
 
 @pytest.mark.parametrize("name", [":", "mine.py", "module:", "."])
-def test_a_reference_without_an_object(name: str) -> None:
+def test_reference_without_an_object_name_is_rejected(name: str) -> None:
     with pytest.raises(ConfigError, match=r"names no object: write module:name or file\.py:name$"):
         ALGORITHMS.of(name)

@@ -1,5 +1,5 @@
-"""The recipes of the math agent: their settings, and one step of each on a tiny checkpoint with a
-template of Qwen's."""
+"""The recipes of the math agent: their settings, and one step of each on a tiny checkpoint with
+Qwen's chat template."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SOLVED = (
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A checkpoint of a few thousand parameters and files in the forms of the public sets."""
+    """A checkpoint of a few thousand parameters and files in the formats of public datasets."""
     folder = tmp_path_factory.mktemp("retool")
     tokenizer = tokenizer_of("qwen3")
     config = Qwen3Config(
@@ -113,7 +113,7 @@ def leaves(data: Any, at: str = "") -> Iterator[tuple[str, Any]]:
         yield at, data
 
 
-def test_settings_are_those_of_the_study() -> None:
+def test_retool_recipes_have_the_settings_of_the_study() -> None:
     sft, grpo = (
         dict(leaves(plain(load_recipe(RECIPES / f"{name}.py"))))
         for name in ("retool_sft", "retool_grpo")
@@ -150,7 +150,7 @@ def test_settings_are_those_of_the_study() -> None:
     assert hybrid.rl.signals["process"].judge.model == "vllm:q@http://h/v1"
 
 
-def test_demonstrations_are_learnt_without_what_came_back(
+def test_demonstrations_are_trained_on_without_tool_output(
     files: dict[str, str], tmp_path: Path
 ) -> None:
     run = short("retool_sft", files)
@@ -173,9 +173,11 @@ def test_demonstrations_are_learnt_without_what_came_back(
 
 
 @pytest.mark.parametrize("name", ["retool_grpo", "retool_hybrid"])
-def test_one_step_of_rollouts_in_the_jail(name: str, files: dict[str, str], tmp_path: Path) -> None:
-    said: list[str] = []
-    train(short(name, files), tmp_path, say=said.append)
+def test_retool_recipe_runs_one_rl_step_in_the_jail(
+    name: str, files: dict[str, str], tmp_path: Path
+) -> None:
+    reported: list[str] = []
+    train(short(name, files), tmp_path, say=reported.append)
     rows = list(read_metrics(tmp_path))
     step = next(row for row in rows if row.stage == "rl" and "reward" in row.values)
     assert step.values["failed_rollouts"] == 0
@@ -185,7 +187,7 @@ def test_one_step_of_rollouts_in_the_jail(name: str, files: dict[str, str], tmp_
         assert "teacher/hint_rate" in step.values
 
 
-def test_files_that_are_not_there_are_named(files: dict[str, str]) -> None:
+def test_missing_files_are_named(files: dict[str, str]) -> None:
     with pytest.raises(SourceError, match=r"file data/.* does not exist"):
         assemble(load_recipe(RECIPES / "retool_sft.py", [f"policy.path={files['policy']}"]))
     given = [f"task.options.{split}={files[split]}" for split in ("train", "validation", "test")]

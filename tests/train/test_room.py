@@ -1,4 +1,4 @@
-"""The number of concurrent rollouts follows the engine's cache pressure."""
+"""ConcurrencyController: the number of concurrent rollouts follows the engine's cache pressure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Engine:
         return self.now
 
 
-def test_a_quarter_fewer_when_sequences_are_thrown_out_and_one_more_each_time_after() -> None:
+def test_evictions_lower_the_limit_by_a_quarter_once() -> None:
     async def run() -> list[int]:
         engine, limits = Engine(), []
         room = ConcurrencyController(16, engine, least=3)
@@ -34,11 +34,11 @@ def test_a_quarter_fewer_when_sequences_are_thrown_out_and_one_more_each_time_af
             await asyncio.sleep(0)
             assert room.used == 16
             for pressure in (
-                CachePressure(0.2, 0, 5),  # what was thrown out before counts for nothing
+                CachePressure(0.2, 0, 5),  # earlier evictions do not count
                 CachePressure(0.99, 0, 5),  # full, but no sequence waits
-                CachePressure(0.5, 9, 5),  # they wait for something else than memory
+                CachePressure(0.5, 9, 5),  # sequences wait, but not for memory
                 CachePressure(0.5, 0, 6),
-                CachePressure(0.5, 0, 7),  # sixteen are still inside: the decrease has yet to show
+                CachePressure(0.5, 0, 7),  # sixteen are still running: no second decrease yet
             ):
                 engine.now = pressure
                 await room.look()
@@ -50,7 +50,7 @@ def test_a_quarter_fewer_when_sequences_are_thrown_out_and_one_more_each_time_af
     assert asyncio.run(run()) == [16, 16, 16, 12, 12]
 
 
-def test_between_the_least_and_the_most() -> None:
+def test_limit_stays_between_least_and_most() -> None:
     async def run() -> list[int]:
         engine = Engine()
         room, limits, leave = ConcurrencyController(6, engine, least=3), [], asyncio.Event()
@@ -73,7 +73,7 @@ def test_between_the_least_and_the_most() -> None:
                     limits.append(room.limit)
                 engine.now = CachePressure(0.96, 2, 3)
                 await room.look()
-                engine.now = None  # it does not say
+                engine.now = None  # the engine reports no pressure
                 await room.look()
                 limits.append(room.limit)
                 leave.set()
@@ -82,7 +82,7 @@ def test_between_the_least_and_the_most() -> None:
     assert asyncio.run(run()) == [6, 4, 3, 3, 4, 5, 6, 6, 4]
 
 
-def test_in_order_of_arrival_and_a_place_that_is_given_up_goes_to_the_next() -> None:
+def test_slots_are_granted_in_order_and_cancelled_waiters_are_skipped() -> None:
     async def run() -> list[str]:
         room, order, leave = ConcurrencyController(1), [], asyncio.Event()
 
@@ -108,7 +108,7 @@ def test_in_order_of_arrival_and_a_place_that_is_given_up_goes_to_the_next() -> 
     assert asyncio.run(run()) == ["a", "c", "d"]
 
 
-def test_it_looks_when_a_rollout_ends() -> None:
+def test_pressure_is_read_when_a_rollout_ends() -> None:
     async def run() -> int:
         engine = Engine()
         room = ConcurrencyController(8, engine, every_s=0)

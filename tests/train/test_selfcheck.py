@@ -1,4 +1,4 @@
-"""The checks of a run find what they are for."""
+"""A run's self-checks detect the faults they are meant for."""
 
 from __future__ import annotations
 
@@ -53,13 +53,15 @@ def check(made: RunParts, client: Any, model: Any = None) -> SelfCheck:
     return SelfCheck(AuditedClient(client), (model or made.policy.model).named_parameters, prompt)
 
 
-def test_one_policy_on_both_sides_passes(made: RunParts, engine: LocalClient) -> None:
+def test_canary_passes_if_engine_and_trainer_have_the_same_weights(
+    made: RunParts, engine: LocalClient
+) -> None:
     checked = check(made, engine)
     asyncio.run(checked.engine(SingleBackend(made.policy), at_once))
     assert 0 < checked.worst < 1e-5
 
 
-def test_other_weights_in_the_engine(made: RunParts) -> None:
+def test_different_weights_in_the_engine_are_detected(made: RunParts) -> None:
     other = from_config(made.policy.config, made.policy.tokenizer, seed=5)
     client = LocalClient(other, name="local:other")
     try:
@@ -69,8 +71,8 @@ def test_other_weights_in_the_engine(made: RunParts) -> None:
         asyncio.run(client.close())
 
 
-def test_a_cache_of_older_weights(made: RunParts) -> None:
-    """The engine shares the trainer's weights, but was not told that they changed: the fingerprints
+def test_stale_engine_cache_is_detected(made: RunParts) -> None:
+    """The engine shares the trainer's weights but was not notified of a change: the fingerprints
     agree, the canary does not."""
     policy = from_config(made.policy.config, made.policy.tokenizer, seed=6)
     client = LocalClient(policy, name="local:stale")
@@ -95,9 +97,9 @@ def test_a_cache_of_older_weights(made: RunParts) -> None:
         asyncio.run(client.close())
 
 
-class OldMatrix:
-    """An engine that cannot say its fingerprint, samples right and scores by an output matrix of
-    before: what is sampled is near certain, and hides it."""
+class OldMatrixEngine:
+    """An engine without a fingerprint that samples correctly but scores with an old output matrix;
+    its samples are almost certain and hide the fault."""
 
     name, window, price, version = "old", 512, None, 3
 
@@ -112,13 +114,13 @@ class OldMatrix:
         return await self._old.logprobs(ids)
 
 
-def test_an_old_output_matrix_is_found_where_samples_hide_it(
+def test_old_output_matrix_is_detected_even_if_samples_hide_it(
     made: RunParts, engine: LocalClient
 ) -> None:
     old = LocalClient(
         from_config(made.policy.config, made.policy.tokenizer, seed=5), name="local:old"
     )
-    checked = check(made, OldMatrix(engine, engine))  # type: ignore[arg-type]
+    checked = check(made, OldMatrixEngine(engine, engine))  # type: ignore[arg-type]
 
     async def run() -> None:
         await checked.engine(SingleBackend(made.policy), at_once)
@@ -136,9 +138,8 @@ def test_an_old_output_matrix_is_found_where_samples_hide_it(
         asyncio.run(old.close())
 
 
-class Unmoved(LocalClient):
-    """An engine that takes all weights, says that it did, and answers with those that it began
-    with."""
+class UnchangedEngine(LocalClient):
+    """An engine that accepts new weights but keeps answering with its first ones."""
 
     async def take(self, pieces: Any, version: int | None = None) -> None:
         for _ in pieces():
@@ -153,12 +154,12 @@ def changed(policy: Policy, by: float, seed: int) -> None:
             parameter += by * torch.randn(parameter.shape, generator=drawn)
 
 
-@pytest.mark.parametrize("kind", [LocalClient, Unmoved])
-def test_a_sync_that_did_nothing_is_found_where_the_canary_is_too_coarse(
+@pytest.mark.parametrize("kind", [LocalClient, UnchangedEngine])
+def test_ineffective_weight_sync_is_detected_even_if_canary_is_too_coarse(
     made: RunParts, kind: type[LocalClient]
 ) -> None:
-    """vLLM's protocol, which says no fingerprint, in bf16, where 0.3 is allowed. Steps that bf16
-    may round away are none."""
+    """vLLM's protocol has no fingerprint, and in bf16 the canary allows 0.3. Steps so small that
+    bf16 rounds them away do not count."""
     trained, served = (
         from_config(made.policy.config, made.policy.tokenizer, seed=6) for _ in range(2)
     )
@@ -196,11 +197,11 @@ def test_a_sync_that_did_nothing_is_found_where_the_canary_is_too_coarse(
                     for _ in range(3):
                         await step(2e-4)
                 else:
-                    told = (
+                    expected = (
                         r"as at version 0, bit for bit, although \d+\.\d% .* version 4; "
                         "the last good version is 0"
                     )
-                    with pytest.raises(TrainError, match=told):
+                    with pytest.raises(TrainError, match=expected):
                         await step(2e-4)
                 assert checked.worst < 0.1
             finally:
@@ -210,8 +211,8 @@ def test_a_sync_that_did_nothing_is_found_where_the_canary_is_too_coarse(
     asyncio.run(run())
 
 
-def test_where_the_only_engine_is_gone_nobody_waits_for_it(made: RunParts) -> None:
-    """It rejoins after it was given weights, while this check runs; then it is checked."""
+def test_canary_does_not_wait_for_a_lost_engine(made: RunParts) -> None:
+    """A lost engine is checked after it rejoins with new weights, so this check is skipped."""
 
     async def run() -> None:
         local = LocalClient(made.policy, slots=2)
@@ -237,7 +238,7 @@ def test_where_the_only_engine_is_gone_nobody_waits_for_it(made: RunParts) -> No
     asyncio.run(run())
 
 
-def rolled(made: RunParts, seen: AuditedClient) -> list[Group]:
+def roll_out(made: RunParts, seen: AuditedClient) -> list[Group]:
     async def run() -> list[Group]:
         run = made.run
         async with RLM(seen, limits=run.limits, scaffold=made.scaffold, sandbox=run.sandbox) as rlm:
@@ -247,16 +248,18 @@ def rolled(made: RunParts, seen: AuditedClient) -> list[Group]:
     return asyncio.run(run())
 
 
-def test_ids_of_a_tree_are_those_that_the_engine_saw(made: RunParts, engine: LocalClient) -> None:
+def test_trajectory_ids_must_match_those_the_engine_saw(
+    made: RunParts, engine: LocalClient
+) -> None:
     checked = check(made, engine)
-    groups = rolled(made, checked._seen)
+    groups = roll_out(made, checked._seen)
     checked.ids(groups)
     with pytest.raises(
         TrainError,
         match=r"step=0/group=0/rollout=0/call=0/turn=0: the trajectory has \d+ ids that the engine",
     ):
-        checked.ids(groups)  # what was seen is forgotten with each step
-    groups = rolled(made, checked._seen)
+        checked.ids(groups)  # the ids of earlier steps are forgotten
+    groups = roll_out(made, checked._seen)
     turns = groups[0].trajectories[1].root.turns
     reply = turns[0].reply
     assert reply.prompt_ids is not None
@@ -268,7 +271,7 @@ def test_ids_of_a_tree_are_those_that_the_engine_saw(made: RunParts, engine: Loc
         checked.ids(groups)
 
 
-def test_weight_that_is_lost_or_doubled(made: RunParts, engine: LocalClient) -> None:
+def test_lost_or_doubled_loss_weight_is_detected(made: RunParts, engine: LocalClient) -> None:
     rows = made.rows[:6]
     batches = pack(rows)
     check(made, engine).weights(rows, batches)
@@ -278,7 +281,7 @@ def test_weight_that_is_lost_or_doubled(made: RunParts, engine: LocalClient) -> 
         check(made, engine).weights([*rows, rows[0]], batches)
 
 
-def test_a_client_without_ids_is_not_counted(made: RunParts) -> None:
+def test_replies_without_ids_are_not_audited(made: RunParts) -> None:
     class Plain:
         name, window, price, version = "plain", 100, None, 0
 

@@ -1,4 +1,4 @@
-"""What each step of a stage learns from."""
+"""Training data of each step of a stage."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ from tests.train.trees import call, tree
 ITEMS = [Item("?", id=f"{index}") for index in range(7)]
 
 
-class Canned(Rollouter):
-    """Rollouts that are made already: item n's attempts have the rewards that ``rewards`` gives
-    n."""
+class PreparedRollouts(Rollouter):
+    """Prepared rollouts: the attempts at item n have the rewards ``rewards[n]``."""
 
     def __init__(self, rewards: dict[int, tuple[float | None, ...]]) -> None:
         self.rewards = rewards
@@ -55,8 +54,8 @@ class Canned(Rollouter):
         )
 
 
-def work(canned: Canned, *, next_item: int = 0, **sample: Any) -> tuple[StepData, int]:
-    """The first step, and the first item that was not begun."""
+def work(canned: PreparedRollouts, *, next_item: int = 0, **sample: Any) -> tuple[StepData, int]:
+    """Return the data of the first step and the first item that was not started."""
     task = SimpleTask("t", {"train": ITEMS}, lambda answer, item: 0.0)
     spec = RlSpec(steps=4, sample=StepSampleSpec(**sample))
     stage = RlStage(spec, DrGRPO(), task, canned)
@@ -70,7 +69,7 @@ def work(canned: Canned, *, next_item: int = 0, **sample: Any) -> tuple[StepData
 
 
 def test_minibatches_share_rollouts_and_denominator() -> None:
-    found, next_item = work(Canned({0: (1, 0, 0), 1: (1, 0)}), items=2, minibatches=2)
+    found, next_item = work(PreparedRollouts({0: (1, 0, 0), 1: (1, 0)}), items=2, minibatches=2)
     assert [
         [round(float(row.advantages.max() + row.advantages.min()), 3) for row in part.rows]
         for part in found.parts
@@ -83,18 +82,18 @@ def test_minibatches_share_rollouts_and_denominator() -> None:
     assert (next_item, found.no_signal) == (2, "")
 
 
-def test_fewer_rollouts_than_minibatches() -> None:
-    found, _ = work(Canned({0: (1, 0)}), items=1, minibatches=5)
+def test_fewer_rollouts_than_minibatches_give_fewer_minibatches() -> None:
+    found, _ = work(PreparedRollouts({0: (1, 0)}), items=1, minibatches=5)
     assert [len(part.rows) for part in found.parts] == [1, 1]
-    zero_variance, _ = work(Canned({}), items=2, minibatches=5)
+    zero_variance, _ = work(PreparedRollouts({}), items=2, minibatches=5)
     assert (zero_variance.parts, zero_variance.no_signal) == (
         [],
         "in each of 2 groups all rollouts did equally well",
     )
 
 
-def test_dynamic_sampling_tries_other_items() -> None:
-    canned = Canned({3: (1, 0), 5: (0, 1)})
+def test_dynamic_sampling_replaces_groups_without_signal() -> None:
+    canned = PreparedRollouts({3: (1, 0), 5: (0, 1)})
     found, next_item = work(canned, items=2, max_items=6)
     assert canned.asked == [f"step=0/group={index} {index}" for index in range(6)]
     assert (
@@ -113,18 +112,18 @@ def test_dynamic_sampling_tries_other_items() -> None:
     ]
 
 
-def test_dynamic_sampling_gives_up_and_goes_round() -> None:
-    canned = Canned({6: (1, 0)})
+def test_dynamic_sampling_stops_at_max_items_and_wraps_around() -> None:
+    canned = PreparedRollouts({6: (1, 0)})
     found, next_item = work(canned, items=2, max_items=4, next_item=5)
     assert [each.split()[1] for each in canned.asked] == ["5", "6", "0", "1"]
     assert [each.task for each in found.groups] == ["6", "5"]
     assert next_item == 9
 
 
-def test_dynamic_sampling_tries_as_many_at_once_as_should_be_enough() -> None:
-    """Half of the first four have a signal: four more for the two that are missing, of which one is
-    not needed."""
-    canned = Canned(dict.fromkeys((0, 3, 4, 5, 6), (1, 0)))
+def test_dynamic_sampling_starts_as_many_items_as_should_suffice() -> None:
+    """Half of the first four have a signal, so four more are started for the two missing ones; one
+    of them is not needed."""
+    canned = PreparedRollouts(dict.fromkeys((0, 3, 4, 5, 6), (1, 0)))
     found, next_item = work(canned, items=4, max_items=12)
     assert (len(canned.asked), next_item) == (8, 8)
     assert [(each.number, each.outcome) for each in found.accounts] == [
@@ -136,14 +135,14 @@ def test_dynamic_sampling_tries_as_many_at_once_as_should_be_enough() -> None:
     ]
 
 
-def test_a_step_whose_rollouts_all_failed() -> None:
+def test_step_with_only_failed_rollouts_raises() -> None:
     with pytest.raises(
         TrainError, match="all 2 rollouts of step 0 failed, the first with: no error was recorded"
     ):
-        work(Canned({0: (None, None)}), items=1)
+        work(PreparedRollouts({0: (None, None)}), items=1)
 
 
-def test_schedules_take_the_length_of_their_stage() -> None:
+def test_schedules_use_the_length_of_their_stage() -> None:
     warm = WarmUpStage(9, OptimizerSpec(schedule="linear"), range(4, 20), 100, seed=0)
     assert warm.optim.num_steps == 9
     with pytest.raises(
@@ -162,6 +161,6 @@ def test_schedules_take_the_length_of_their_stage() -> None:
     "options",
     [{"items": 0}, {"minibatches": 0}, {"max_staleness": -1}, {"items": 4, "max_items": 3}],
 )
-def test_sizes_that_allow_nothing(options: dict[str, int]) -> None:
+def test_invalid_sample_sizes_are_rejected(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"rl\.sample: items="):
         StepSampleSpec(**options)

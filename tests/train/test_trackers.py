@@ -1,5 +1,5 @@
-"""Trackers: what reaches each service, that a resumed run continues there, and that no tracker can
-break a run.
+"""Trackers: data that reaches each service, continuation of a resumed run there, and runs that
+survive a failing tracker.
 
 ``tensorboardX`` is always installed; the others are heavy, so their tests run only if they are
 installed.
@@ -30,51 +30,54 @@ CONFIG = {
 }
 
 
-class Noting:
-    """A custom tracker; its calls are recorded in ``Noting.told``."""
+class RecordingTracker:
+    """A custom tracker that records its calls."""
 
     modules: ClassVar[tuple[str, ...]] = ()
     extra: ClassVar[str] = ""
-    told: ClassVar[list[Any]] = []
+    tracker_calls: ClassVar[list[Any]] = []
 
     def __init__(self, about: RunInfo, label: str = "") -> None:
         self.id = about.id or f"there-{label}"
-        self.told.append(("opened", about.id, about.step, about.config.get("name")))
+        self.tracker_calls.append(("opened", about.id, about.step, about.config.get("name")))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.told.append((step, dict(values)))
+        self.tracker_calls.append((step, dict(values)))
 
     def close(self, failed: bool) -> None:
-        self.told.append(("closed", failed))
+        self.tracker_calls.append(("closed", failed))
 
 
-class Failing(Noting):
+class FailingTracker(RecordingTracker):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         raise OSError("the line is down")
 
 
-class Missing(Noting):
+class TrackerWithoutPackage(RecordingTracker):
     modules: ClassVar[tuple[str, ...]] = ("no_such_package_at_all",)
 
 
-class Shut(Noting):
+class UnopenableTracker(RecordingTracker):
     def __init__(self, about: RunInfo) -> None:
         raise PermissionError("log in first")
 
 
-NOTING, FAILING, MISSING, SHUT = (
-    f"tests.train.test_trackers:{name}" for name in ("Noting", "Failing", "Missing", "Shut")
+RECORDING, FAILING, MISSING, UNOPENABLE = (
+    f"tests.train.test_trackers:{name}"
+    for name in ("RecordingTracker", "FailingTracker", "TrackerWithoutPackage", "UnopenableTracker")
 )
 
 
 @pytest.fixture(autouse=True)
-def told() -> list[Any]:
-    Noting.told.clear()
-    return Noting.told
+def tracker_calls() -> list[Any]:
+    RecordingTracker.tracker_calls.clear()
+    return RecordingTracker.tracker_calls
 
 
-def send(trackers: RunTrackers, folder: Path, steps: range, resumed_at: int | None = None) -> None:
-    """A run of ``steps`` whose reward is a hundredth of the step, and higher after a resume."""
+def log_steps(
+    trackers: RunTrackers, folder: Path, steps: range, resumed_at: int | None = None
+) -> None:
+    """Log ``steps`` with a reward of a hundredth of the step, and slightly more after a resume."""
     more = 0.001 if resumed_at is not None else 0.0
     with trackers.opened("mini", folder, CONFIG, resumed_at):
         for step in steps:
@@ -83,44 +86,47 @@ def send(trackers: RunTrackers, folder: Path, steps: range, resumed_at: int | No
             )
 
 
-def twice(name: str, folder: Path, options: dict[str, Any] | None = None) -> dict[str, str]:
-    """Steps 1 to 3, then resumed from step 2: 3 to 5; the ids over there."""
-    said: list[str] = []
+def log_and_resume(
+    name: str, folder: Path, options: dict[str, Any] | None = None
+) -> dict[str, str]:
+    """Log steps 1 to 3, then resume from step 2 and log 3 to 5; return the ids at the service."""
+    messages: list[str] = []
     given = {name: options or {}}
-    with heard(said.append):
-        send(RunTrackers((name,), given), folder, range(1, 4))
+    with heard(messages.append):
+        log_steps(RunTrackers((name,), given), folder, range(1, 4))
     ids: dict[str, str] = msgspec.json.decode((folder / FILE).read_bytes())
-    with heard(said.append):
-        send(RunTrackers((name,), given), folder, range(3, 6), resumed_at=2)
-    assert said == []
+    with heard(messages.append):
+        log_steps(RunTrackers((name,), given), folder, range(3, 6), resumed_at=2)
+    assert messages == []
     assert msgspec.json.decode((folder / FILE).read_bytes()) == ids
     return ids
 
 
-# --- what holds for all
-# ------------------------------------------------------------------------------------------
+# --- all trackers
 
 
-def test_a_run_and_its_resumption_are_one_run_over_there(tmp_path: Path, told: list[Any]) -> None:
+def test_resumed_run_continues_the_same_tracker_run(
+    tmp_path: Path, tracker_calls: list[Any]
+) -> None:
     run = small(
         sft=None,
         rl=None,
-        trackers=(NOTING,),
-        tracker_options={NOTING: {"label": "x"}},
+        trackers=(RECORDING,),
+        tracker_options={RECORDING: {"label": "x"}},
         policy=policy_of(tmp_path),
     )
     train(run, tmp_path / "out")
-    assert told[0] == ("opened", "", 0, "small")
-    assert told[-1] == ("closed", False)
-    sent = [each for each in told[1:-1] if each[0] != "opened"]
+    assert tracker_calls[0] == ("opened", "", 0, "small")
+    assert tracker_calls[-1] == ("closed", False)
+    sent = [each for each in tracker_calls[1:-1] if each[0] != "opened"]
     rows = list(read_metrics(tmp_path / "out"))
     assert sent == [
         (row.step, {f"{row.stage}/{name}": value for name, value in row.values.items()})
         for row in rows
     ]
-    told.clear()
+    tracker_calls.clear()
     train(run, tmp_path / "out", resume=tmp_path / "out")
-    assert told[0] == ("opened", "there-x", 2, "small")
+    assert tracker_calls[0] == ("opened", "there-x", 2, "small")
 
 
 def policy_of(folder: Path) -> Any:
@@ -130,24 +136,24 @@ def policy_of(folder: Path) -> Any:
     return msgspec.structs.replace(small().policy, tokenizer=str(TINY))
 
 
-def test_one_that_fails_is_told_of_once_and_the_others_go_on(
-    tmp_path: Path, told: list[Any]
+def test_failing_tracker_is_reported_once_and_others_continue(
+    tmp_path: Path, tracker_calls: list[Any]
 ) -> None:
-    said: list[str] = []
-    with heard(said.append):
-        send(RunTrackers((FAILING, NOTING), {}), tmp_path, range(1, 4))
-    assert said == [
+    messages: list[str] = []
+    with heard(messages.append):
+        log_steps(RunTrackers((FAILING, RECORDING), {}), tmp_path, range(1, 4))
+    assert messages == [
         f"tracker '{FAILING}' failed and is no longer used; the run continues: OSError: the line is "
         "down",
     ]
-    assert [each[0] for each in told] == ["opened", "opened", "closed", 1, 2, 3, "closed"]
+    assert [each[0] for each in tracker_calls] == ["opened", "opened", "closed", 1, 2, 3, "closed"]
 
 
-def test_a_run_that_fails_is_told_so(tmp_path: Path, told: list[Any]) -> None:
-    trackers = RunTrackers((NOTING,), {})
+def test_failed_run_is_closed_as_failed(tmp_path: Path, tracker_calls: list[Any]) -> None:
+    trackers = RunTrackers((RECORDING,), {})
     with pytest.raises(KeyboardInterrupt), trackers.opened("mini", tmp_path, {}):
         raise KeyboardInterrupt
-    assert told[-1] == ("closed", True)
+    assert tracker_calls[-1] == ("closed", True)
 
 
 @pytest.mark.parametrize(
@@ -160,10 +166,10 @@ def test_a_run_that_fails_is_told_so(tmp_path: Path, told: list[Any]) -> None:
             "needs a package that is not installed: pip install no_such_package_at_all",
         ),
         (("math:pi",), {}, "^tracker 'math:pi' is a float, not a class$"),
-        ((NOTING,), {NOTING: {"lable": 1}}, "has no option 'lable': did you mean 'label'"),
+        ((RECORDING,), {RECORDING: {"lable": 1}}, "has no option 'lable': did you mean 'label'"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_trained(
+def test_invalid_trackers_are_rejected_before_training(
     names: tuple[str, ...], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -171,16 +177,18 @@ def test_what_is_wrong_is_said_before_anything_is_trained(
     assert not (tmp_path / "out").exists()
 
 
-def test_one_that_cannot_be_opened_closes_the_others(tmp_path: Path, told: list[Any]) -> None:
+def test_tracker_that_cannot_be_opened_closes_the_others(
+    tmp_path: Path, tracker_calls: list[Any]
+) -> None:
     with (
         pytest.raises(
             ConfigError,
             match="cannot be opened: PermissionError: log in first; remove it from the recipe",
         ),
-        RunTrackers((NOTING, SHUT), {}).opened("mini", tmp_path, {}),
+        RunTrackers((RECORDING, UNOPENABLE), {}).opened("mini", tmp_path, {}),
     ):
         pass
-    assert told[-1] == ("closed", True)
+    assert tracker_calls[-1] == ("closed", True)
 
 
 def test_secrets_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,16 +213,15 @@ def test_secrets_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-# --- the services
-# ------------------------------------------------------------------------------------------------
+# --- services
 
 
-OF_OTHERS = pytest.mark.filterwarnings("default")
-"""What these packages warn of among themselves is not ours to end a test for."""
+ALLOW_WARNINGS = pytest.mark.filterwarnings("default")
+"""Warnings inside these packages should not fail a test."""
 
 
 def tensorboard_events(folder: Path) -> Iterator[Any]:
-    """All events of the files in ``folder``, in order; see TensorFlow's record format."""
+    """Yield all events of the files in ``folder``, in order (TensorFlow's record format)."""
     from tensorboardX.proto.event_pb2 import Event
 
     for path in sorted(folder.glob("events.*")):
@@ -225,9 +232,9 @@ def tensorboard_events(folder: Path) -> Iterator[Any]:
             data = data[12 + size + 4 :]
 
 
-def test_tensorboard(tmp_path: Path) -> None:
+def test_tensorboard_files_contain_both_parts_of_a_resumed_run(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
-    ids = twice("tensorboard", tmp_path)
+    ids = log_and_resume("tensorboard", tmp_path)
     assert ids == {"tensorboard": str(tmp_path / "tensorboard")}
     found = list(tensorboard_events(tmp_path / "tensorboard"))
     rewards = [
@@ -242,7 +249,7 @@ def test_tensorboard(tmp_path: Path) -> None:
         for event in found
         if event.HasField("session_log") and event.session_log.status == 1
     ]
-    # Readers drop events at step 3 and later that were written before this.
+    # Readers drop earlier events at step 3 and later because of this one.
     assert started == [3]
     (text,) = [
         v.tensor.string_val[0] for e in found for v in e.summary.value if v.tag.startswith("run/")
@@ -250,12 +257,12 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert b'"rl.optim.lr": 0.001' in text
 
 
-def test_tensorboard_reads_it_so(tmp_path: Path) -> None:
+def test_tensorboard_itself_shows_only_the_resumed_values(tmp_path: Path) -> None:
     accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator",
         reason="80 MB: TensorBoard itself, which shows the files",
     )
-    twice("tensorboard", tmp_path)
+    log_and_resume("tensorboard", tmp_path)
     read_back = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     read_back.Reload()
     assert [(each.step, round(each.value, 3)) for each in read_back.Scalars("rl/reward")] == [
@@ -267,13 +274,13 @@ def test_tensorboard_reads_it_so(tmp_path: Path) -> None:
     ]
 
 
-@OF_OTHERS
-def test_mlflow(tmp_path: Path) -> None:
+@ALLOW_WARNINGS
+def test_mlflow_gets_params_and_metrics(tmp_path: Path) -> None:
     pytest.importorskip("mlflow", reason="65 MB")
     from mlflow.tracking import MlflowClient
 
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    ids = twice("mlflow", tmp_path, {"uri": uri, "experiment": "mine"})
+    ids = log_and_resume("mlflow", tmp_path, {"uri": uri, "experiment": "mine"})
     found = MlflowClient(uri).get_run(ids["mlflow"])
     assert (found.info.status, found.info.run_name) == ("FINISHED", "mini")
     assert found.data.params == {
@@ -290,13 +297,13 @@ def test_mlflow(tmp_path: Path) -> None:
     assert rewards == [(1, 0.01), (2, 0.02), (3, 0.03), (3, 0.031), (4, 0.041), (5, 0.051)]
 
 
-@OF_OTHERS
-def test_trackio(
+@ALLOW_WARNINGS
+def test_trackio_gets_metrics_of_one_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     trackio = pytest.importorskip("trackio", reason="35 MB")
-    ids = twice("trackio", tmp_path)
+    ids = log_and_resume("trackio", tmp_path)
     import sqlite3
 
     (place,) = Path(trackio.utils.TRACKIO_DIR).glob("*.db")
@@ -316,13 +323,13 @@ def test_trackio(
     assert capfd.readouterr().out == ""
 
 
-@OF_OTHERS
-def test_wandb(
+@ALLOW_WARNINGS
+def test_wandb_gets_metrics_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("wandb", reason="65 MB")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    ids = twice("wandb", tmp_path)
+    ids = log_and_resume("wandb", tmp_path)
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert [path.stem for path in files] == [f"run-{ids['wandb']}"] * 2
     first, second = (path.read_bytes() for path in files)

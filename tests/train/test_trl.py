@@ -1,9 +1,8 @@
-"""The losses that TRL has, too, over the same logits and the same batch: the same loss and
-gradient, to 1e-6.
+"""Losses that TRL also has: same loss and gradient to 1e-6 for the same logits and batch.
 
-What TRL's own ``GRPOTrainer._compute_loss`` gives is in ``tests/data/trl_grpo.json``, which
-``tests/data/trl_grpo.py`` wrote (TRL 1.16.0, torch 2.13.0). Ours goes through packing, the head and
-``loss.compute``. What TRL calls a loss type is a formula and a reduction here.
+``tests/data/trl_grpo.json`` holds the results of TRL's ``GRPOTrainer._compute_loss``, written by
+``tests/data/trl_grpo.py`` (TRL 1.16.0, torch 2.13.0). Ours goes through packing, the head and
+``loss.compute``. A loss type of TRL is a formula and a reduction here.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def packed(reduction: Reduction) -> Batch:
 
 
 @pytest.mark.parametrize("name", GOLDEN["cases"])
-def test_the_same_loss_and_gradient(name: str) -> None:
+def test_loss_and_gradient_match_trl(name: str) -> None:
     loss, reduction = CASES[name]
     batch = packed(reduction)
     logits = torch.tensor(GIVEN["logits"], requires_grad=True)
@@ -92,18 +91,18 @@ def test_the_same_loss_and_gradient(name: str) -> None:
     np.testing.assert_allclose(logits.grad.flatten(), wanted["gradient"], atol=1e-6)
 
 
-def test_the_batch_tells_formulas_apart() -> None:
-    """No two of its cases agree but those that TRL only reduces alike: else the test above would
-    prove little."""
+def test_batch_distinguishes_the_loss_formulas() -> None:
+    """No two cases have the same loss except for two that TRL reduces in the same way; otherwise
+    the test above would prove little."""
     losses = {name: round(each["loss"], 6) for name, each in GOLDEN["cases"].items()}
     assert losses.pop("bnpo") == losses["dapo"]
     assert len(set(losses.values())) == len(losses)
     assert GOLDEN["trl"] == "1.16.0"
 
 
-def test_sequences_are_masked_by_the_sampler_and_not_by_the_old_policy() -> None:
-    """What makes the case of ``opsm`` tell: at its bound the sampler's log-probabilities mask the
-    last sequence, and the old ones none."""
+def test_opsm_case_masks_by_the_sampler_but_not_by_the_old_policy() -> None:
+    """This makes the ``opsm`` case conclusive: at its bound the sampler's log-probabilities mask
+    the last sequence, the old ones none."""
     logprobs, ids = (
         torch.tensor(GIVEN["logits"]).log_softmax(-1),
         torch.tensor(GIVEN["ids"])[:, PROMPT:],

@@ -1,4 +1,4 @@
-"""Two policies trained at once: each from its own calls, with its own weights, optimizer, engine
+"""Two policies trained together: each on its own calls, with its own weights, optimizer, engine
 and checkpoint."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.train.test_loop import Killed, kill_at, same
 
 
 def _letters(item: Item, trajectory: Trajectory) -> float:
-    """The share of even letters of the answer."""
+    """1 for the gold answer, otherwise 0.9 times the share of even letters of the answer."""
     text = str(trajectory.answer or "")
     if text == str(item.gold):
         return 1.0
@@ -51,14 +51,14 @@ letters = SimpleTask("letters", generated("letters", _make), WholeTrajectoryRewa
 
 
 def begin(out: Path) -> Path:
-    """Save a random policy to begin with."""
+    """Save a random initial policy."""
     assemble(small(warmup=None, rl=None)).save_policy(out / "policy")
     return out / "policy"
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy to begin with."""
+    """The initial policy."""
     out = tmp_path_factory.mktemp("trained")
     return begin(out)
 
@@ -67,7 +67,7 @@ SHORT = msgspec.structs.replace(POLICY, max_reply_tokens=8)
 
 
 def run_of(policy: Path, children: DepthSpec, **changes: Any) -> Run:
-    """A scripted root, which asks ``policy`` and ``children`` by name."""
+    """Return a run with a scripted root that calls ``policy`` and ``children`` by name."""
     fields: dict[str, Any] = {
         "policy": PolicySpec(path=str(policy), slots=16),
         "task": TaskSpec(name="tests.train.test_two_policies:letters"),
@@ -98,7 +98,7 @@ def run_of(policy: Path, children: DepthSpec, **changes: Any) -> Run:
 def trained_over(run: Run, out: Path, children: str, **options: Any) -> Any:
     """Train; the root's code calls the second policy ``children``."""
 
-    # Most replies are cut at their limit of tokens, and a call that was cut raises.
+    # Most replies are cut off at their token limit, which raises.
     code = f"""
 def asked(model):
     try:
@@ -130,8 +130,8 @@ def weights(out: Path, name: str = "policy") -> dict[str, Any]:
 
 
 def differing(first: Path, second: Path) -> list[str]:
-    """Names of the metrics in which the steps of two runs differ, other than times and counts of
-    tokens, which a frozen model does not report."""
+    """Return the names of training metrics that differ between two runs, not counting times and
+    token counts, which a frozen model does not report."""
     rows = [
         [row.values for row in read_metrics(folder) if "learn_s" in row.values]
         for folder in (first, second)
@@ -147,14 +147,14 @@ def differing(first: Path, second: Path) -> list[str]:
 
 
 def one_stays(policy: Path, out: Path) -> list[Path]:
-    """The folders of two runs: with a second policy of learning rate 0, and over it frozen."""
+    """Return the folders of two runs: second policy with learning rate 0, and frozen instead."""
     model, runs = f"local:{policy}", [out / "both", out / "frozen"]
     trained_over(both(policy, 0.0), runs[0], "small.children")
     trained_over(run_of(policy, DepthSpec(model=model)), runs[1], model)
     return runs
 
 
-def test_with_learning_rate_0_the_other_learns_as_over_a_frozen_policy(
+def test_second_policy_with_learning_rate_0_equals_a_frozen_model(
     trained: Path, tmp_path: Path
 ) -> None:
     ours, theirs = one_stays(trained, tmp_path)
@@ -165,7 +165,9 @@ def test_with_learning_rate_0_the_other_learns_as_over_a_frozen_policy(
     assert not same(trained.parent, ours)
 
 
-def test_each_learns_from_its_own_calls_and_resumes(trained: Path, tmp_path: Path) -> None:
+def test_each_policy_trains_on_its_own_calls_and_resumes_identically(
+    trained: Path, tmp_path: Path
+) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     run = both(trained, 5e-3)
     state = trained_over(run, whole, "small.children")

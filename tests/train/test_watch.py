@@ -1,5 +1,5 @@
-"""Waits that end: what was waited for comes, or an error says where it stood, and the file has all
-stacks."""
+"""The run watchdog: a wait ends with its result or with an error that names where it is stuck, and
+a file with all stacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.train.small import Unpublished, not_evaluated, small
 from tests.train.trainers import trainer_over
 
 
-def test_work_that_gets_on_is_waited_for(tmp_path: Path) -> None:
+def test_watchdog_waits_for_work_that_makes_progress(tmp_path: Path) -> None:
     async def test() -> None:
         watch, thread = RunWatchdog(tmp_path, 2.0), SerialThread("work")
         assert await watch.bounded("adding", thread.run(lambda a, b: a + b, 1, 2)) == 3
@@ -42,8 +42,8 @@ def test_work_that_gets_on_is_waited_for(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
-def test_a_thread_that_stands_still(tmp_path: Path) -> None:
-    told: list[str] = []
+def test_stalled_thread_raises_and_writes_all_stacks(tmp_path: Path) -> None:
+    stalls: list[str] = []
     release = threading.Event()
 
     def stand_here() -> None:
@@ -51,7 +51,7 @@ def test_a_thread_that_stands_still(tmp_path: Path) -> None:
 
     async def test() -> None:
         watch = RunWatchdog(
-            tmp_path, 0.3, others=lambda: "rank 1 is somewhere else", on_stall=told.append
+            tmp_path, 0.3, others=lambda: "rank 1 is somewhere else", on_stall=stalls.append
         )
         thread = SerialThread("ramify-train")
         with pytest.raises(
@@ -69,10 +69,10 @@ def test_a_thread_that_stands_still(tmp_path: Path) -> None:
         part in text
         for part in ("in stand_here", "thread MainThread", "task Task-", "rank 1 is somewhere else")
     )
-    assert f"`ramify train --resume {tmp_path}`" in told[0]
+    assert f"`ramify train --resume {tmp_path}`" in stalls[0]
 
 
-def test_an_event_loop_that_stands_still(tmp_path: Path) -> None:
+def test_blocked_event_loop_raises(tmp_path: Path) -> None:
     async def busy() -> None:
         while True:
             time.sleep(0.01)  # noqa: ASYNC251 (blocking is the point of this test)
@@ -88,7 +88,7 @@ def test_an_event_loop_that_stands_still(tmp_path: Path) -> None:
         asyncio.run(test())
 
 
-def test_a_watch_goes_on_after_a_wait_that_stood(tmp_path: Path) -> None:
+def test_watchdog_keeps_working_after_a_stall(tmp_path: Path) -> None:
     async def test() -> None:
         watch = RunWatchdog(tmp_path, 0.3)
         for what in ("one", "another"):
@@ -99,9 +99,9 @@ def test_a_watch_goes_on_after_a_wait_that_stood(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
-def test_what_gets_on_while_it_is_asked_where_it_stands_goes_on(tmp_path: Path) -> None:
-    """The stall is not reported, neither to the process's owner nor in OUT/stalled.txt."""
-    told: list[str] = []
+def test_progress_during_stall_report_cancels_the_stall(tmp_path: Path) -> None:
+    """The stall is reported neither to ``on_stall`` nor in OUT/stalled.txt."""
+    stalls: list[str] = []
     may_end = threading.Event()
 
     async def test() -> None:
@@ -111,7 +111,7 @@ def test_what_gets_on_while_it_is_asked_where_it_stands_goes_on(tmp_path: Path) 
             return ""
 
         watch, thread = (
-            RunWatchdog(tmp_path, 0.3, others=others, on_stall=told.append),
+            RunWatchdog(tmp_path, 0.3, others=others, on_stall=stalls.append),
             SerialThread("work"),
         )
         assert await watch.bounded("learning", thread.run(may_end.wait))
@@ -119,7 +119,7 @@ def test_what_gets_on_while_it_is_asked_where_it_stands_goes_on(tmp_path: Path) 
         watch.close()
 
     asyncio.run(test())
-    assert told == []
+    assert stalls == []
     assert not (tmp_path / FILE).exists()
 
 
@@ -134,8 +134,8 @@ class Batches(FixedDataStage):
         raise TrainError("that was all")
 
 
-def test_each_batch_of_a_step_is_a_sign_of_life(tmp_path: Path) -> None:
-    """However long the whole step may take."""
+def test_each_batch_counts_as_progress(tmp_path: Path) -> None:
+    """A long step is not a stall as long as its batches progress."""
 
     class Counting(RunWatchdog):
         num = 0
@@ -163,7 +163,7 @@ def test_each_batch_of_a_step_is_a_sign_of_life(tmp_path: Path) -> None:
     assert counts[1] - counts[0] == 5
 
 
-def test_what_fails_elsewhere_ends_every_wait(tmp_path: Path) -> None:
+def test_failure_elsewhere_ends_every_wait(tmp_path: Path) -> None:
     async def test() -> None:
         watch = RunWatchdog(tmp_path, 60.0)
         waits = asyncio.ensure_future(watch.bounded("one", asyncio.Event().wait()))
@@ -178,7 +178,7 @@ def test_what_fails_elsewhere_ends_every_wait(tmp_path: Path) -> None:
 
 
 class Endless(FixedDataStage):
-    """A stage whose work never comes."""
+    """A stage whose data never arrives."""
 
     name, num_steps, optim = "rl", 3, OptimizerSpec()
 
@@ -187,7 +187,7 @@ class Endless(FixedDataStage):
         raise AssertionError
 
 
-def test_a_run_whose_rollouts_never_end_stops_with_all_stacks(tmp_path: Path) -> None:
+def test_run_whose_rollouts_never_end_stops_with_all_stacks(tmp_path: Path) -> None:
     loop = trainer_over(
         tmp_path,
         [Endless()],
@@ -201,6 +201,6 @@ def test_a_run_whose_rollouts_never_end_stops_with_all_stacks(tmp_path: Path) ->
     assert "in work\n  File" in (tmp_path / FILE).read_text()
 
 
-def test_how_long_a_run_may_stand_still_is_positive() -> None:
+def test_stall_s_must_be_positive() -> None:
     with pytest.raises(ConfigError, match=r"stall_s=0\.0 must be above 0"):
         small(stall_s=0.0)

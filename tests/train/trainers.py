@@ -1,4 +1,4 @@
-"""A trainer over parts that a test gives."""
+"""A trainer built from the parts of a test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def trainer_over(
     listener: Callable[[StepMetrics], None] | None = None,
     watch: RunWatchdog | None = None,
 ) -> Trainer:
-    """The trainer of ``stages`` in the folder ``out``, without checks of the engine."""
+    """Return a trainer for ``stages`` in the folder ``out``, without engine checks."""
     record = RunRecord(out, schedule, config=config, listener=listener)
     thread = WatchedThread(watch or RunWatchdog(out, STALL_S))
     publisher = Publisher(policy, record, thread)

@@ -1,4 +1,4 @@
-"""Small trajectories with token ids, made by hand."""
+"""Small hand-made trajectories with token ids."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ramify.types.trajectory import Call, Group, Parent, Stop, Trajectory, Turn
 def call(
     id: str, *sampled: int, reward: float | None = None, kind: Any = "rlm", **options: Any
 ) -> tuple[Call, float | None]:
-    """A call with one turn for each number in ``sampled``: so many sampled tokens after two given
-    ones."""
+    """Return a call with one turn per number in ``sampled``: that many sampled tokens after two
+    prompt tokens."""
     turns = []
     before = 0
     for index, num in enumerate(sampled):
@@ -48,7 +48,7 @@ def call(
 
 
 def tree(*calls: tuple[Call, float | None], reward: float | None = None) -> Trajectory:
-    """A rollout with ``reward`` for the whole of it and those of its calls; None: it failed."""
+    """Return a rollout with a total ``reward`` (None: it failed) and the rewards of its calls."""
     own = {each.id: {"own": value} for each, value in calls if value is not None}
     rewards = {} if reward is None else {"correct": reward}
     return Trajectory(

@@ -1,4 +1,4 @@
-"""The golden run: its bytes, its fold, and what its views show."""
+"""The golden run: its bytes, its fold and its views."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def golden() -> Trajectory:
     return msgspec.json.decode(TRAJECTORY.read_bytes(), type=Trajectory)
 
 
-def test_the_files_are_what_their_builder_makes():
+def test_golden_files_match_their_builder():
     assert journal_bytes() == JOURNAL.read_bytes()
     assert trajectory_bytes() == TRAJECTORY.read_bytes()
 
@@ -46,15 +46,15 @@ def test_trajectory_round_trips_byte_for_byte(golden: Trajectory):
     )
 
 
-def test_the_fold_of_the_journal_is_the_trajectory(golden: Trajectory):
+def test_folded_journal_equals_trajectory(golden: Trajectory):
     fold = TrajectoryFold()
     for event in read_events(JOURNAL):
         fold.apply(event)
     assert fold.trajectory == golden
 
 
-def test_a_journal_of_the_first_schema_is_read(golden: Trajectory):
-    """What wrote it knew no scores; all else is the same."""
+def test_schema_1_journal_is_read(golden: Trajectory):
+    """Schema 1 has no scores; everything else is the same."""
     fold = TrajectoryFold()
     for line in (
         JOURNAL.read_bytes().replace(b'"schema_version":2', b'"schema_version":1').splitlines()
@@ -66,7 +66,7 @@ def test_a_journal_of_the_first_schema_is_read(golden: Trajectory):
     assert (fold.trajectory.rewards, fold.trajectory.marks) == ({}, [])
 
 
-def test_scores_are_on_the_trajectory_and_make_the_same_again(golden: Trajectory):
+def test_scores_are_folded_and_round_trip_through_events(golden: Trajectory):
     assert golden.rewards == {"correct": 1.0}
     assert golden.call_rewards == {"0.2": {"correct": 0.0}}
     assert golden.metrics == {"f1": 0.75}
@@ -102,7 +102,7 @@ def test_every_prefix_of_the_journal_folds_to_a_valid_trajectory():
         assert (cut.stop is not None) == ended, f"after event {length}"
 
 
-def test_tree_views(golden: Trajectory):
+def test_tree_navigation(golden: Trajectory):
     assert [call.id for call in golden.calls] == ["0", "0.0", "0.1", "0.2", "1"]
     assert [call.id for call in golden.walk()] == ["0", "0.0", "0.1", "0.2", "1"]
     assert [call.id for call in golden.children(golden.root)] == ["0.0", "0.1", "0.2"]
@@ -113,7 +113,7 @@ def test_tree_views(golden: Trajectory):
         golden.call("0.9")
 
 
-def test_bills(golden: Trajectory):
+def test_usage_and_cost_of_calls_and_run(golden: Trajectory):
     assert golden.call("0.1").usage == Usage(34, 73, reasoning_tokens=4, calls=2, unknown_calls=1)
     assert golden.call("0.1").cost == pytest.approx(0.0006)
     assert golden.call("0.0").cost is None
@@ -123,7 +123,7 @@ def test_bills(golden: Trajectory):
     assert golden.cost == pytest.approx(0.0046)
 
 
-def test_errors_and_ends(golden: Trajectory):
+def test_errors_and_stop_reasons(golden: Trajectory):
     assert golden.errors == [
         "call 0.1, turn 0: connection closed",
         "call 0.2, turn 0: HTTP 400: prompt too long",
@@ -140,7 +140,7 @@ def test_errors_and_ends(golden: Trajectory):
     assert [len(turn.cells) for turn in golden.root.turns] == [1, 2, 1, 0]
 
 
-def test_conversation_grows_by_what_each_turn_adds(golden: Trajectory):
+def test_conversation_grows_by_messages_of_each_turn(golden: Trajectory):
     first = golden.conversation(golden.root, 1)
     assert [message.role for message in first] == [
         "system",
@@ -151,7 +151,7 @@ def test_conversation_grows_by_what_each_turn_adds(golden: Trajectory):
     ]
 
 
-def test_compaction_keeps_only_what_is_reused(golden: Trajectory):
+def test_compacted_conversation_keeps_only_reused_messages(golden: Trajectory):
     contents = [message.content for message in golden.conversation(golden.root)]
     assert contents == [
         "You have `context`.",
@@ -162,7 +162,7 @@ def test_compaction_keeps_only_what_is_reused(golden: Trajectory):
     ]
 
 
-def test_a_fork_begins_with_what_it_continues(golden: Trajectory):
+def test_branch_conversation_starts_with_its_origin(golden: Trajectory):
     messages = golden.conversation(golden.call("1"))
     kept = golden.conversation(golden.root)[:4]
     assert messages == [*kept, Message("user", "And last?"), Message("assistant", "FINAL(host-2)")]

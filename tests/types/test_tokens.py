@@ -1,5 +1,5 @@
-"""Paths of token ids: what the tree stores once, put together again. Ids below 10 are given, the
-others sampled."""
+"""Token paths, reassembled from what the tree stores once. Ids below 10 are prompt tokens, the
+others are sampled."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ROOT = [
 ]
 
 
-def test_a_path_holds_what_was_given_and_what_was_sampled() -> None:
+def test_path_contains_prompt_and_sampled_tokens() -> None:
     trajectory = tree(("0", None, ROOT))
     path = trajectory.path(trajectory.root)
     assert path == TokenPath(
@@ -63,7 +63,7 @@ def test_a_path_holds_what_was_given_and_what_was_sampled() -> None:
     assert trajectory.paths(trajectory.root) == [path]
 
 
-def test_a_fork_shares_the_path_of_what_it_continues() -> None:
+def test_branch_shares_path_of_its_origin() -> None:
     trajectory = tree(
         ("0", None, ROOT),
         ("0:1", Fork("0", 0), [turn(4, (3,), (13, 14)), turn(7, (4,), (15,))]),
@@ -89,7 +89,7 @@ def test_a_fork_shares_the_path_of_what_it_continues() -> None:
     assert trajectory.paths(trajectory.call("1")) == [], "it sampled nothing of its own"
 
 
-def test_a_turn_that_does_not_extend_the_path_begins_a_row_of_its_own() -> None:
+def test_turn_that_does_not_extend_path_starts_new_row() -> None:
     cut_inside_a_reply = turn(3, (9,), (20,))
     trajectory = tree(("0", None, [*ROOT, cut_inside_a_reply, turn(5, (8,), (21, 22))]))
     rows = trajectory.paths(trajectory.root)
@@ -122,7 +122,7 @@ def test_turns_without_ids_have_no_path() -> None:
     assert trajectory.paths(mixed)[1].spans == (TokenSpan("2", 2, 7, 8),)
 
 
-def test_what_a_server_leaves_out_is_none() -> None:
+def test_fields_that_server_omits_are_none() -> None:
     bare = tree(("0", None, [ROOT[0], turn(4, (3,), (12,), logprobs=None)]))
     path = bare.path(bare.root)
     assert path is not None
@@ -135,16 +135,16 @@ def test_what_a_server_leaves_out_is_none() -> None:
         Reply(Message("assistant", ""), token_ids=(1, 2), kept=((1,),))
 
 
-def test_the_fold_counts_turns_that_do_not_extend() -> None:
+def test_fold_counts_turns_that_do_not_extend_path() -> None:
     first, again = ROOT
     events: list[AnyEvent] = [
         RunStarted(id="r", question="?", started_at=0.0),
         CallStarted(id="0", kind="rlm", model="m", depth=0, question="?"),
-        *_said("0", 0, 0, first),
-        *_said("0", 1, 2, again),
-        *_said("0", 2, 1, turn(2, (9,), (20,))),  # summarised: the messages part, too
+        *_turn_events("0", 0, 0, first),
+        *_turn_events("0", 1, 2, again),
+        *_turn_events("0", 2, 1, turn(2, (9,), (20,))),  # summarised: the messages diverge, too
         CallStarted(id="0:1", kind="rlm", model="m", depth=0, question="?", fork=Fork("0", 0)),
-        *_said("0:1", 0, 2, turn(3, (9,), (20,))),
+        *_turn_events("0:1", 0, 2, turn(3, (9,), (20,))),
     ]
     fold = TrajectoryFold()
     for event in events:
@@ -160,7 +160,7 @@ def test_the_fold_counts_turns_that_do_not_extend() -> None:
     ]
 
 
-def _said(call: str, index: int, reused: int, step: Turn) -> list[AnyEvent]:
+def _turn_events(call: str, index: int, reused: int, step: Turn) -> list[AnyEvent]:
     prompt = (Message("user", "x"),)
     return [
         RequestStarted(call=call, turn=index, reused=reused, prompt=prompt, prompt_hash="h"),

@@ -1,4 +1,4 @@
-"""What the types refuse, and how they add."""
+"""Validation and addition of the value types."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_reply_has_one_logprob_per_token():
         Reply(Message("assistant", "x"), token_ids=(1, 2), logprobs=(-1.0,))
 
 
-def test_stop_says_whether_it_was_a_limit():
+def test_stop_reasons_of_limits_count_as_truncated():
     truncated = {
         Stop.MAX_TURNS,
         Stop.MAX_TOKENS,
@@ -43,7 +43,7 @@ def test_stop_says_whether_it_was_a_limit():
     assert {stop for stop in Stop if stop.is_truncated()} == truncated
 
 
-def test_the_schema_version_is_written_although_it_is_the_default():
+def test_schema_version_is_written_even_if_default():
     for value in (RunStarted(id="r", question="q", started_at=0.0), Trajectory("r", "q")):
         assert msgspec.json.decode(msgspec.json.encode(value))["schema_version"] == SCHEMA_VERSION
 

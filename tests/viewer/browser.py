@@ -104,7 +104,7 @@ def served(
 
 
 class Tab:
-    """One page at one width, and all that it complained about."""
+    """One page at one width, and the errors and warnings of its console."""
 
     def __init__(self, page: Any) -> None:
         self.page = page
@@ -124,8 +124,8 @@ class Tab:
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Any]:
-    """One browser for many tests. While it is open this thread has an event loop, so no test beside
-    it may start one."""
+    """One browser for many tests. While it is open this thread has an event loop, so no test may
+    start another one in it."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as play:
@@ -138,7 +138,7 @@ def chromium() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def tab(browser: Any, size: Sequence[int] = WIDE, **options: Any) -> Iterator[Tab]:
-    """A tab of a browser that knows nothing yet; it must not have complained by the end."""
+    """A tab with fresh storage; its console must show no errors or warnings by the end."""
     context = browser.new_context(viewport={"width": size[0], "height": size[1]}, **options)
     context.set_default_timeout(100_000)
     made = Tab(context.new_page())

@@ -1,4 +1,4 @@
-"""Runs that many tests look at, made once; and one browser for a file of tests."""
+"""Runs that many tests share, made once, and one browser per test file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.viewer.browser import chromium, why_not
 
 
 class World(NamedTuple):
-    """What there is to look at. Tests read it and do not change it."""
+    """Runs to view. Tests read them and do not change them."""
 
     folder: Path
     store: Path

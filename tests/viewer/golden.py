@@ -1,9 +1,9 @@
-"""Runs for the page to show: real ones, by a scripted model in real sessions, with everything that
-a page must draw.
+"""Runs for the viewer's tests, made by a scripted model in real sessions, with everything that a
+page must draw.
 
 ``tree`` asks about a log: sub-calls in a batch, two of which fail; an error at a line; a child that
-also has children. ``hostile`` says HTML, scripts and addresses wherever a model or a document
-can say something.
+also has children. ``hostile`` puts HTML, scripts and addresses wherever a model or a document
+supplies text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ramify.types.trajectory import Trajectory
 ALWAYS = Scaffold(
     name="test", system="You drive a session with `context`. {{tools}}", direct_chars=0
 )
-"""A session also where the context would fit into one request."""
+"""Opens a session even if the context would fit into one request."""
 SPEC = SandboxSpec(provider="process", allow_weaker=True)
 LOG = "\n".join(
     f"2026-03-01T12:{n // 60:02}:{n % 60:02} web-{n % 7} "
@@ -129,13 +129,13 @@ def rlm(
 
 
 def tree(store: Store, question: str = QUESTION) -> str:
-    """The id of a finished run."""
+    """Make a finished run; returns its id."""
     with rlm(model(), store) as made:
         return made.completion(LOG, question).run_id or ""
 
 
 async def held_tree(store: Store, wait: Wait) -> str:
-    """As ``tree``, but each reply waits for ``wait``; how it stopped."""
+    """As ``tree``, but each reply awaits ``wait``; returns the stop reason."""
     async with rlm(model(wait), store) as made:
         return str((await made.acompletion(LOG, QUESTION)).stop)
 
@@ -147,7 +147,7 @@ def plain(store: Store, question: str, answer: str) -> str:
 
 
 def other_way(store: Store) -> str:
-    """A run that parts from ``tree`` at its second turn."""
+    """A run that diverges from ``tree`` at its second turn."""
     lines = [
         ROOT[0],
         "```repl\nhits = [line for line in lines if 'ERROR' in "
@@ -158,7 +158,7 @@ def other_way(store: Store) -> str:
 
 
 def hostile(store: Store) -> str:
-    """A run in which everything that can be said says HTML."""
+    """A run in which every text that a model supplies contains HTML."""
     evil = repr(EVIL)
 
     def tell(messages: tuple[Message, ...]) -> Any:

@@ -28,7 +28,7 @@ def table(*runs: list[CallNode]) -> list[Any]:
     ]
 
 
-def test_calls_are_matched_by_question_and_not_by_place() -> None:
+def test_calls_are_matched_by_question_not_position() -> None:
     first = run(
         ("0", "sum", "5"), ("0.0", "May", "2"), ("0.0.0", "week", "1"), ("0.1", "June", "3")
     )
@@ -43,7 +43,7 @@ def test_calls_are_matched_by_question_and_not_by_place() -> None:
     ]
 
 
-def test_runs_with_other_questions_are_compared_and_lacking_calls_are_named() -> None:
+def test_runs_with_different_questions_show_missing_calls_as_gaps() -> None:
     first = run(("0", "first host", "a"), ("0.0", "read part 1 of 2", "x"))
     second = run(("0", "last host", "b"), ("0.0", "read part 1 of 3", "x"), ("0.1", "sum up", "y"))
     third = run(("0", "first host", "a"), ("0.0", "sum up", "y"))
@@ -54,7 +54,7 @@ def test_runs_with_other_questions_are_compared_and_lacking_calls_are_named() ->
     ]
 
 
-def test_equal_questions_are_matched_in_their_order() -> None:
+def test_equal_questions_are_matched_in_order() -> None:
     first = run(("0", "q", "a"), *((f"0.{n}", "the same", str(n)) for n in range(3)))
     assert table(first, first[:3]) == [
         (0, ["0", "0"], True),

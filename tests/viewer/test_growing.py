@@ -1,5 +1,5 @@
-"""Runs and trainings that are looked at while they are written, damaged, cut or replaced: the page
-never stays behind."""
+"""Runs and training folders that are viewed while they are written, damaged, cut or replaced: the
+page always catches up."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def append(path: Path, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("piece", [1, 97, 4096])
-def test_a_run_that_comes_in_pieces_is_shown_whole(live: Journal, piece: int) -> None:
+def test_run_written_in_pieces_is_shown_completely(live: Journal, piece: int) -> None:
     run, data = watched(live.path), b"".join(LINES)
     data = data[: 20 * piece] if piece == 1 else data
     for at in range(0, len(data), piece):
@@ -102,7 +102,7 @@ def test_no_reader_reports_damage_at_any_byte_of_a_growing_journal(
     live.close()
 
 
-def test_a_run_is_shown_whole_whenever_it_is_looked_at(live: Journal) -> None:
+def test_run_read_during_writes_is_never_damaged(live: Journal) -> None:
     data = b"".join(LINES)
 
     def write() -> None:
@@ -119,7 +119,7 @@ def test_a_run_is_shown_whole_whenever_it_is_looked_at(live: Journal) -> None:
     live.close()
 
 
-def test_a_damaged_line_of_a_live_run_is_left_out_and_said(live: Journal) -> None:
+def test_damaged_line_of_live_run_is_skipped_and_reported(live: Journal) -> None:
     run = watched(live.path)
     append(live.path, b"".join(LINES[:9]) + b'{"type":"Replied","oops\n')
     run.refresh()
@@ -139,7 +139,7 @@ def test_a_damaged_line_of_a_live_run_is_left_out_and_said(live: Journal) -> Non
     assert run.whole("0").call.stop == "final"  # lines after the damage have the right offsets
 
 
-def test_damage_that_its_writer_repairs_is_not_said(live: Journal) -> None:
+def test_damage_repaired_by_writer_is_not_reported(live: Journal) -> None:
     run = watched(live.path)
     append(live.path, b"".join(LINES[:9]))
     size = live.path.stat().st_size
@@ -152,7 +152,7 @@ def test_damage_that_its_writer_repairs_is_not_said(live: Journal) -> None:
     live.close()
 
 
-def test_lines_that_lack_one_before_them_are_counted(tmp_path: Path) -> None:
+def test_lines_that_depend_on_missing_line_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     path.write_bytes(b"".join([LINES[0], *LINES[2:]]))
     run = watched(path)
@@ -163,7 +163,7 @@ def test_lines_that_lack_one_before_them_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["cut", "replaced"])
-def test_a_file_that_is_another_is_read_from_its_beginning(tmp_path: Path, how: str) -> None:
+def test_cut_or_replaced_file_is_read_from_the_start(tmp_path: Path, how: str) -> None:
     path = tmp_path / "r.jsonl"
     path.write_bytes(b"".join(LINES))
     run = watched(path)
@@ -181,7 +181,7 @@ def test_a_file_that_is_another_is_read_from_its_beginning(tmp_path: Path, how: 
     assert again | {"head": again["head"] | {"generation": 0}} == shown(fresh)  # type: ignore[operator]
 
 
-def test_a_file_that_cannot_be_read_for_a_moment_is_read_after_it(tmp_path: Path) -> None:
+def test_temporarily_missing_file_is_read_when_it_returns(tmp_path: Path) -> None:
     path, aside = tmp_path / "r.jsonl", tmp_path / "aside"
     path.write_bytes(b"".join(LINES[:5]))
     run = watched(path)
@@ -196,7 +196,7 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_read_after_it(tmp_path: Path
     assert shown(run) == whole()
 
 
-def test_a_file_that_was_empty_becomes_a_run(tmp_path: Path) -> None:
+def test_empty_file_becomes_run_once_written(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     path.touch()
     run = watched(path)
@@ -209,7 +209,7 @@ def test_a_file_that_was_empty_becomes_a_run(tmp_path: Path) -> None:
     assert shown(run) == whole()
 
 
-def test_a_page_that_follows_hears_of_damage_of_what_comes_after_it_and_of_the_end(
+def test_follower_receives_damage_later_lines_and_end(
     tmp_path: Path,
 ) -> None:
     store = Store(tmp_path)
@@ -233,7 +233,7 @@ def test_a_page_that_follows_hears_of_damage_of_what_comes_after_it_and_of_the_e
                     heads.append(message["head"])
                     if not heads[-1]["alive"]:
                         return heads
-                    then.pop(heads[-1]["version"], lambda: None)()  # the same may be said twice
+                    then.pop(heads[-1]["version"], lambda: None)()  # the same head may arrive twice
         return []
 
     num = len(LINES) + 1
@@ -257,11 +257,11 @@ def test_a_page_that_follows_hears_of_damage_of_what_comes_after_it_and_of_the_e
 STEP = StepMetrics(1, "rl", 1.0, {"reward": 0.5})
 
 
-def test_curves_wait_for_the_rest_of_a_line_and_come_back_after_an_error(tmp_path: Path) -> None:
+def test_curves_wait_for_whole_lines_and_recover_from_errors(tmp_path: Path) -> None:
     curves, path = TrainingCurves(tmp_path), tmp_path / "metrics.jsonl"
     assert curves.refresh() is True
     assert curves.data()["problems"] == [f"cannot read {path}: No such file or directory"]
-    assert curves.refresh() is False  # said once
+    assert curves.refresh() is False  # reported once
     line = msgspec.json.encode(STEP) + b"\n"
     for at in range(len(line)):
         append(path, line[at : at + 1])
@@ -273,7 +273,7 @@ def test_curves_wait_for_the_rest_of_a_line_and_come_back_after_an_error(tmp_pat
     assert f"{path}, line 2 is damaged and was skipped" in data["problems"][0]
 
 
-def test_what_a_kill_cut_off_in_a_training_folder_is_skipped_and_swallows_nothing(
+def test_torn_lines_in_training_folder_are_skipped_without_data_loss(
     tmp_path: Path,
 ) -> None:
     account = GroupRecord(number=1, item="é", version=None, outcome="lost", rollouts=[])

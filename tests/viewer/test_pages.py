@@ -38,7 +38,7 @@ def text(page: Any, selector: str) -> str:
 
 
 @SIZES
-def test_a_run(browser: Any, world: World, tmp_path: Path, size: tuple[int, int]) -> None:
+def test_run_page(browser: Any, world: World, tmp_path: Path, size: tuple[int, int]) -> None:
     with served(world.store) as server, tab(browser, size) as shown:
         page = shown.open(f"{server.url}#/run/{world.tree}")
         page.locator("canvas[data-drawn='32']").wait_for()
@@ -73,7 +73,7 @@ def test_a_run(browser: Any, world: World, tmp_path: Path, size: tuple[int, int]
         assert page.url.endswith("/call/0/turn/3")
 
 
-def test_the_list_of_calls_opens_filters_and_follows_keys(browser: Any, world: World) -> None:
+def test_call_list_expands_filters_and_follows_keys(browser: Any, world: World) -> None:
     with served(world.store) as server, tab(browser) as shown:
         page = shown.open(f"{server.url}#/run/{world.tree}")
         rows = page.locator(".call-row:visible")
@@ -99,7 +99,7 @@ def test_the_list_of_calls_opens_filters_and_follows_keys(browser: Any, world: W
         page.locator(".tally", has_text=re.compile("^32$")).wait_for()
 
 
-def test_the_picture_is_clicked_zoomed_and_recoloured(
+def test_run_picture_can_be_clicked_zoomed_and_recoloured(
     browser: Any, world: World, tmp_path: Path
 ) -> None:
     with served(world.store) as server, tab(browser, color_scheme="light") as shown:
@@ -136,7 +136,7 @@ $$\sum_{i=1}^{n} r_i$$
 """
 
 
-def test_answers_are_formatted_here_and_in_a_file(
+def test_answers_are_formatted_on_page_and_in_export(
     browser: Any, tmp_path: Path, world: World
 ) -> None:
     store = Store(tmp_path / "store")
@@ -163,7 +163,7 @@ def test_answers_are_formatted_here_and_in_a_file(
 
 
 @SIZES
-def test_a_report_has_a_page_for_each_session(
+def test_report_has_one_page_per_session(
     browser: Any, world: World, tmp_path: Path, size: tuple[int, int]
 ) -> None:
     file = tmp_path / "run.html"
@@ -184,7 +184,7 @@ def test_a_report_has_a_page_for_each_session(
                 assert pages >= 1 + len(sessions)
 
 
-def test_search_links_copy_tokens_and_the_journal(
+def test_search_links_copy_tokens_and_journal_download(
     browser: Any, world: World, tmp_path: Path
 ) -> None:
     with (
@@ -229,7 +229,7 @@ def test_search_links_copy_tokens_and_the_journal(
         )
 
 
-def test_one_key_walks_from_the_answer_to_the_call_it_came_from(browser: Any, world: World) -> None:
+def test_b_key_walks_from_answer_to_source_call(browser: Any, world: World) -> None:
     with served(world.store) as server, tab(browser) as shown:
         page = shown.open(f"{server.url}#/run/{world.tree}")
         answer = page.locator("section.answer a.from")
@@ -248,7 +248,7 @@ def test_one_key_walks_from_the_answer_to_the_call_it_came_from(browser: Any, wo
         page.locator("section.answer a.walked", has_text="disk full").wait_for()
 
 
-def test_keys_are_told(browser: Any, world: World) -> None:
+def test_help_lists_keyboard_shortcuts(browser: Any, world: World) -> None:
     with served(world.store) as server, tab(browser) as shown:
         page = shown.open(f"{server.url}#/run/{world.tree}")
         page.locator(".turn").first.wait_for()
@@ -270,7 +270,7 @@ def test_keys_are_told(browser: Any, world: World) -> None:
 
 
 class Gate:
-    """Holds the model's replies to what begins with one of these words, until it is opened."""
+    """Holds back replies to prompts whose first line has one of these words, until it is opened."""
 
     def __init__(self, *words: str) -> None:
         self._words, self._open = words, threading.Event()
@@ -287,9 +287,11 @@ class Gate:
 
 
 @SIZES
-def test_a_live_run(browser: Any, tmp_path: Path, size: tuple[int, int]) -> None:
-    """It is opened before it makes children, and watched to its end; nothing that is looked at
-    moves meanwhile."""
+def test_live_run_updates_without_layout_shift(
+    browser: Any, tmp_path: Path, size: tuple[int, int]
+) -> None:
+    """The run is opened before it makes children and watched to its end; the page layout must not
+    shift meanwhile."""
     store, gate, loop = Store(tmp_path / "store"), Gate("Why did it fail"), Loop()
     try:
         running = asyncio.run_coroutine_threadsafe(golden.held_tree(store, gate), loop.loop)
@@ -322,7 +324,7 @@ def test_a_live_run(browser: Any, tmp_path: Path, size: tuple[int, int]) -> None
         loop.close()
 
 
-def test_following_stays_with_the_session_that_works(browser: Any, tmp_path: Path) -> None:
+def test_follow_mode_stays_with_active_session(browser: Any, tmp_path: Path) -> None:
     store, gate, loop = Store(tmp_path / "store"), Gate("Say it in"), Loop()
     try:
         running = asyncio.run_coroutine_threadsafe(golden.held_tree(store, gate), loop.loop)
@@ -344,9 +346,7 @@ def test_following_stays_with_the_session_that_works(browser: Any, tmp_path: Pat
         loop.close()
 
 
-def test_a_run_that_was_killed_is_shown_as_far_as_it_got(
-    browser: Any, world: World, tmp_path: Path
-) -> None:
+def test_killed_run_is_shown_as_interrupted(browser: Any, world: World, tmp_path: Path) -> None:
     whole = (world.store / "runs" / f"{world.tree}.jsonl").read_bytes()
     (tmp_path / "killed.jsonl").write_bytes(whole[: len(whole) * 2 // 3])
     with served(tmp_path) as server, tab(browser) as shown:
@@ -363,7 +363,9 @@ def test_a_run_that_was_killed_is_shown_as_far_as_it_got(
 
 
 @SIZES
-def test_runs(browser: Any, world: World, tmp_path: Path, size: tuple[int, int]) -> None:
+def test_run_list_is_filtered_sorted_and_opened(
+    browser: Any, world: World, tmp_path: Path, size: tuple[int, int]
+) -> None:
     with served(world.store, world.trainings) as server, tab(browser, size) as shown:
         page = shown.open(server.url)
         rows = page.locator(".run-row:visible")
@@ -389,7 +391,7 @@ def test_runs(browser: Any, world: World, tmp_path: Path, size: tuple[int, int])
         page.locator(".answer").wait_for()
 
 
-def test_thousands_of_runs_are_a_few_elements(browser: Any, world: World, tmp_path: Path) -> None:
+def test_long_run_list_renders_few_elements(browser: Any, world: World, tmp_path: Path) -> None:
     line = (world.trainings / "second/rollouts/step-000020.jsonl").read_bytes()
     (tmp_path / "many.jsonl").write_bytes(line * 300)
     with served(tmp_path) as server, tab(browser) as shown:
@@ -402,7 +404,7 @@ def test_thousands_of_runs_are_a_few_elements(browser: Any, world: World, tmp_pa
 
 
 @SIZES
-def test_training(browser: Any, world: World, tmp_path: Path, size: tuple[int, int]) -> None:
+def test_training_page(browser: Any, world: World, tmp_path: Path, size: tuple[int, int]) -> None:
     with served(world.trainings) as server, tab(browser, size) as shown:
         page = shown.open(f"{server.url}#/training")
         page.locator(".chart[data-name='reward'] canvas").wait_for()
@@ -433,10 +435,10 @@ def test_training(browser: Any, world: World, tmp_path: Path, size: tuple[int, i
 
 
 @SIZES
-def test_an_evaluation_and_what_was_scored(
+def test_evaluation_page_and_scored_run(
     browser: Any, world: World, tmp_path: Path, size: tuple[int, int]
 ) -> None:
-    """From the list of records to a run of one: tools, rewards, and what a judge said of its
+    """From the list of evaluations to one of its runs: tools, rewards, and a judge's scores of its
     turns."""
     with served(world.evaluated) as server, tab(browser, size) as shown:
         page = shown.open(f"{server.url}#/evaluation")
@@ -472,7 +474,7 @@ def test_an_evaluation_and_what_was_scored(
         page.locator(".hit .where", has_text="score by hindsight").wait_for()
 
 
-def test_a_score_reaches_a_page_after_the_end(browser: Any, tmp_path: Path) -> None:
+def test_score_added_after_end_reaches_open_page(browser: Any, tmp_path: Path) -> None:
     """A run is scored while its page is open, long after its writer has gone."""
     store, gate, loop = Store(tmp_path / "store"), Gate("Why did it fail"), Loop()
     try:
@@ -508,7 +510,7 @@ def test_a_score_reaches_a_page_after_the_end(browser: Any, tmp_path: Path) -> N
         loop.close()
 
 
-def test_training_as_it_goes_on(browser: Any, tmp_path: Path) -> None:
+def test_training_page_updates_live(browser: Any, tmp_path: Path) -> None:
     from ramify.train.metrics import MetricsFile
 
     folder = golden.training(tmp_path / "mine", [], steps=20)
@@ -523,7 +525,9 @@ def test_training_as_it_goes_on(browser: Any, tmp_path: Path) -> None:
 
 
 @SIZES
-def test_compare(browser: Any, world: World, tmp_path: Path, size: tuple[int, int]) -> None:
+def test_compare_page_shows_first_difference(
+    browser: Any, world: World, tmp_path: Path, size: tuple[int, int]
+) -> None:
     with served(world.store) as server, tab(browser, size) as shown:
         page = shown.open(f"{server.url}#/run/{world.tree}")
         page.get_by_role("link", name="compare", exact=True).click()
@@ -569,7 +573,7 @@ def test_three_runs_of_direct_calls_are_compared_word_by_word(browser: Any, tmp_
 
 @pytest.mark.skipif(not AXE.exists(), reason="axe-core is not installed: scripts/setup, with npm")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_page_has_a_barrier(browser: Any, world: World, scheme: str) -> None:
+def test_pages_have_no_accessibility_violations(browser: Any, world: World, scheme: str) -> None:
     pages = {
         "#/": ".run-row",
         f"#/run/{world.tree}": "a.from",
@@ -590,9 +594,7 @@ def test_no_page_has_a_barrier(browser: Any, world: World, scheme: str) -> None:
             assert violations(page) == [], route
 
 
-def test_a_filter_is_in_the_address_and_says_what_is_wrong_with_it(
-    browser: Any, world: World
-) -> None:
+def test_filter_is_kept_in_url_and_suggests_corrections(browser: Any, world: World) -> None:
     with served(world.store) as server, tab(browser) as shown:
         page = shown.open(f"{server.url}#/runs/stop%3Afinal%20calls%3E3")
         page.locator(".runs-head .quiet", has_text="1 of 4").wait_for()
@@ -609,7 +611,7 @@ def test_a_filter_is_in_the_address_and_says_what_is_wrong_with_it(
         page.locator(".pair-row.active").wait_for()
 
 
-def test_a_review_is_kept_and_shown_filtered_and_grouped(browser: Any, tmp_path: Path) -> None:
+def test_review_is_saved_shown_filtered_and_grouped(browser: Any, tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     runs = [golden.plain(store, f"question {n}", str(n)) for n in range(3)]
     store.append(runs[0], [ScoreAdded(at_s=1.0, by="task", rewards={"correct": 0.0})])
@@ -646,7 +648,7 @@ def test_a_review_is_kept_and_shown_filtered_and_grouped(browser: Any, tmp_path:
         page.locator(".runs-head .quiet", has_text="2 of 3").wait_for()
 
 
-def test_a_page_whose_server_is_gone_says_so(browser: Any, world: World) -> None:
+def test_page_reports_lost_server(browser: Any, world: World) -> None:
     with tab(browser) as shown:
         with served(world.store) as server:
             page = shown.open(f"{server.url}#/")
@@ -656,7 +658,7 @@ def test_a_page_whose_server_is_gone_says_so(browser: Any, world: World) -> None
         shown.complaints.clear()  # the browser logs each refused connection
 
 
-def test_a_server_that_hangs_is_named_until_it_answers(browser: Any, world: World) -> None:
+def test_page_reports_hanging_server_until_it_answers(browser: Any, world: World) -> None:
     gate, hang = threading.Event(), Queue[threading.Event]()
     with served(world.store, hang=hang) as server, tab(browser) as shown:
         shown.page.clock.install()
@@ -673,7 +675,7 @@ def test_a_server_that_hangs_is_named_until_it_answers(browser: Any, world: Worl
         assert page.locator("#connection").count() == 0
 
 
-def test_bad_files_are_named_on_the_page(browser: Any, tmp_path: Path) -> None:
+def test_page_reports_bad_files(browser: Any, tmp_path: Path) -> None:
     from tests.viewer.test_server import bad_files
 
     expected = bad_files(tmp_path / "bad" if (tmp_path / "bad").mkdir() is None else tmp_path)
@@ -705,7 +707,7 @@ def test_bad_files_are_named_on_the_page(browser: Any, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------
 
 
-def test_what_a_model_says_is_never_html(browser: Any, world: World, tmp_path: Path) -> None:
+def test_model_text_is_never_rendered_as_html(browser: Any, world: World, tmp_path: Path) -> None:
     """HTML in the question, context, prose, code, output, value, error, reasoning, model's name,
     sub-calls and answer."""
     with served(world.store, world.trainings) as server, tab(browser) as shown:
@@ -734,7 +736,7 @@ def test_what_a_model_says_is_never_html(browser: Any, world: World, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["tree", "hostile"])
-def test_a_file_that_works_offline(browser: Any, world: World, tmp_path: Path, name: str) -> None:
+def test_exported_file_works_offline(browser: Any, world: World, tmp_path: Path, name: str) -> None:
     run = getattr(world, name)
     file = tmp_path / "run.html"
     file.write_bytes(exported(RunLibrary([world.store]).find(run)))

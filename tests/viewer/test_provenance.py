@@ -16,7 +16,7 @@ from ramify.viewer.watched_run import WatchedRun
 from tests.viewer.conftest import World
 
 
-def shown(run: Recorded, folder: Path) -> list[tuple[str, str, list[str], bool]]:
+def describe_links(run: Recorded, folder: Path) -> list[tuple[str, str, list[str], bool]]:
     """(part, text, sources, whether it is certain) of the links on outputs and the answer."""
     found = []
     for link in links_of(run, folder):
@@ -31,7 +31,7 @@ def shown(run: Recorded, folder: Path) -> list[tuple[str, str, list[str], bool]]
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.__name__)
-def test_each_source_is_found_and_no_other(tmp_path: Path, template: Any) -> None:
+def test_exactly_the_expected_sources_are_linked(tmp_path: Path, template: Any) -> None:
     run = Recorded(1)
     template(run)
     found, false, _, remarks = compared(run, links_of(run, tmp_path))
@@ -43,15 +43,15 @@ def test_a_value_that_more_than_three_calls_returned_is_not_linked(tmp_path: Pat
     replies = iter(["same words"] * 4 + ["other words"])
     run.reply = lambda _: next(replies)
     run.cell("r = llm_query_batched(list(context))\nprint(r)\nFINAL('done')")
-    assert shown(run, tmp_path) == [("stdout", "other words", ["0.4"], True)]
+    assert describe_links(run, tmp_path) == [("stdout", "other words", ["0.4"], True)]
 
 
-def test_a_copied_value_is_no_certain_link(tmp_path: Path) -> None:
+def test_copied_value_is_an_uncertain_link(tmp_path: Path) -> None:
     run = Recorded(1)
     run.reply = lambda _: "48213"
     run.cell("r = llm_query('Which order?')\nprint(r)")
     run.cell("FINAL('48213')")
-    assert shown(run, tmp_path) == [
+    assert describe_links(run, tmp_path) == [
         ("stdout", "48213", ["0.0"], True),
         ("answer", "48213", ["0.0"], False),
     ]
@@ -67,7 +67,7 @@ def test_a_copied_value_is_no_certain_link(tmp_path: Path) -> None:
         ("0.4567", "about 45.67 euros", None),
     ],
 )
-def test_a_number_typed_in_another_form_is_the_same_value(
+def test_reformatted_number_is_linked(
     tmp_path: Path, reply: str, typed: str, linked: str | None
 ) -> None:
     run = Recorded(1)
@@ -75,22 +75,22 @@ def test_a_number_typed_in_another_form_is_the_same_value(
     run.cell("r = llm_query('How much?')\nprint(r)")
     run.cell(f"FINAL({typed!r})")
     links = [] if linked is None else [("answer", linked, ["0.0"], False)]
-    assert shown(run, tmp_path)[1:] == links
+    assert describe_links(run, tmp_path)[1:] == links
 
 
-def test_code_that_cannot_be_parsed_still_gives_matches_of_texts(tmp_path: Path) -> None:
+def test_unparsable_code_still_links_matching_text(tmp_path: Path) -> None:
     run = Recorded(1)
     run.reply = lambda _: "web-77 fails"
     run.cell("r = llm_query('Which host?')\nprint(r)\nFINAL(r)")
     cell = type(run.root.turns[0].cells[0])("%%time\n(", run.root.turns[0].cells[0].stdout)
     run.root.turns[0] = type(run.root.turns[0])(0, (), run.root.turns[0].reply, (cell,))
-    assert shown(run, tmp_path) == [
+    assert describe_links(run, tmp_path) == [
         ("stdout", "web-77 fails", ["0.0"], False),
         ("answer", "web-77 fails", ["0.0"], False),
     ]
 
 
-def test_a_recorded_run_leads_from_its_answer_through_a_child_to_the_output(world: World) -> None:
+def test_links_lead_from_answer_through_child_to_output(world: World) -> None:
     library = RunLibrary([world.store])
     run = WatchedRun(library.find(world.tree))
     run.refresh()

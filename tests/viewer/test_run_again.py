@@ -1,5 +1,5 @@
-"""Runs that a page starts from a turn of a stored one: what they cost, who may start them, and what
-is refused before anything is sent."""
+"""Runs that a page starts from a turn of a stored run: cost estimate, access control, and edits
+that are refused before any request is sent."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def origin(tmp_path: Path) -> Origin:
     return Origin(store, run, model, rebuild)
 
 
-def asked(
+def with_server(
     origin: Origin, ask: Callable[[Post, Post], Awaitable[None]], token: str | None = "t"
 ) -> None:
-    """``ask(get, post)`` of a server of ``origin``'s store; both give (status, JSON)."""
+    """Run ``ask(get, post)`` with a server of ``origin``'s store; both return (status, JSON)."""
 
     async def main() -> None:
         async with (
@@ -84,13 +84,13 @@ def asked(
     asyncio.run(main())
 
 
-async def ended(store: Store, run: str) -> Any:
+async def wait_for_end(store: Store, run: str) -> Any:
     async for _ in store.follow(run):
         pass
     return store.load(run)
 
 
-def test_a_page_learns_the_cost_and_starts_a_run_with_an_edited_prompt(origin: Origin) -> None:
+def test_page_gets_cost_estimate_and_starts_run_with_edited_prompt(origin: Origin) -> None:
     async def ask(get: Post, post: Post) -> None:
         status, place = await get("/api/again", key=origin.run, id="0.1", turn=0)
         assert (status, [it["text"] for it in place["messages"]]) == (200, ["sheet 2"])
@@ -105,7 +105,7 @@ def test_a_page_learns_the_cost_and_starts_a_run_with_an_edited_prompt(origin: O
         assert before == 1, "asking for the cost starts nothing"
         status, started = await post("/api/again", {**edit, "max_cost": 0.2})
         assert status == 200
-        run = await ended(origin.store, started["key"])
+        run = await wait_for_end(origin.store, started["key"])
         assert (run.answer, run.metadata["forked"]["run"]) == (101, origin.run)
         assert run.metadata["limits"]["max_cost"] == 0.2
         status, page = await get("/api/run", key=started["key"])
@@ -117,22 +117,22 @@ def test_a_page_learns_the_cost_and_starts_a_run_with_an_edited_prompt(origin: O
             "edited": "prompt",
         }
 
-    asked(origin, ask)
+    with_server(origin, ask)
 
 
-def test_a_page_starts_a_run_with_edited_code(origin: Origin) -> None:
+def test_page_starts_run_with_edited_code(origin: Origin) -> None:
     async def ask(get: Post, post: Post) -> None:
         status, place = await get("/api/again", key=origin.run, id="0", turn=1)
         assert (status, place["code"]) == (200, "FINAL(sum(map(int, sums)))")
         edit = {"key": origin.run, "call": "0", "turn": 1, "code": "FINAL(max(sums))"}
         status, started = await post("/api/again", edit)
         assert status == 200
-        assert (await ended(origin.store, started["key"])).answer == "2"
+        assert (await wait_for_end(origin.store, started["key"])).answer == "2"
 
-    asked(origin, ask)
+    with_server(origin, ask)
 
 
-def test_what_is_refused_is_refused_before_it_is_sent(origin: Origin) -> None:
+def test_invalid_edits_are_refused_before_any_model_request(origin: Origin) -> None:
     place = {"key": origin.run, "call": "0.1", "turn": 0}
 
     async def ask(get: Post, post: Post) -> None:
@@ -160,10 +160,10 @@ def test_what_is_refused_is_refused_before_it_is_sent(origin: Origin) -> None:
         )
         assert (len(origin.model.requests), len(origin.store.runs())) == (num, 1)
 
-    asked(origin, ask)
+    with_server(origin, ask)
 
 
-def test_a_page_without_a_token_says_why_it_cannot_start_runs(origin: Origin) -> None:
+def test_starting_run_without_token_is_refused_with_reason(origin: Origin) -> None:
     async def ask(get: Post, post: Post) -> None:
         for got in (
             await get("/api/again", key=origin.run, id="0", turn=0),
@@ -173,7 +173,7 @@ def test_a_page_without_a_token_says_why_it_cannot_start_runs(origin: Origin) ->
             assert "needs the page's token: start the viewer with ramify view" in got[1]["error"]
         assert (await post("/api/runs", {}))[0] == 405
 
-    asked(origin, ask, token=None)
+    with_server(origin, ask, token=None)
     journal = origin._replace(store=Store(origin.store.root))
 
     async def of_a_file(get: Post, post: Post) -> None:
@@ -182,10 +182,12 @@ def test_a_page_without_a_token_says_why_it_cannot_start_runs(origin: Origin) ->
         status, answer = await get("/api/again", key="p0/alone.jsonl", id="0", turn=0)
         assert (status, "only stored runs can run again" in answer["error"]) == (404, True)
 
-    asked(journal, of_a_file)
+    with_server(journal, of_a_file)
 
 
-def test_a_turn_is_edited_on_its_page(browser: Any, origin: Origin, tmp_path: Path) -> None:
+def test_turn_is_edited_and_run_again_in_browser(
+    browser: Any, origin: Origin, tmp_path: Path
+) -> None:
     with (
         served(origin.store.root, token="t", rebuild=origin.rebuild) as server,
         tab(browser, (1440, 900)) as shown,
@@ -214,7 +216,7 @@ def test_a_turn_is_edited_on_its_page(browser: Any, origin: Origin, tmp_path: Pa
         shown.complaints.clear()  # the refused edit is a failed request
 
 
-def test_a_page_says_why_it_cannot_run_again(browser: Any, origin: Origin) -> None:
+def test_page_without_token_shows_why_it_cannot_run_again(browser: Any, origin: Origin) -> None:
     with (
         served(origin.store.root, rebuild=origin.rebuild) as server,
         tab(browser) as shown,

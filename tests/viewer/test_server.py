@@ -1,5 +1,4 @@
-"""What the server knows of files good and bad, who may ask it, and what it tells while a run
-grows."""
+"""The view server: good and bad files, access control, and updates while a run grows."""
 
 from __future__ import annotations
 
@@ -45,11 +44,11 @@ GOLDEN_ID = "20260301-142501-5gk0x7m-which-host"
 Get = Callable[..., Awaitable[Any]]
 
 
-def asked(
+def with_server(
     paths: list[Path], ask: Callable[[Get, ViewServer], Awaitable[Any]], **options: Any
 ) -> Any:
-    """What ``ask(get, server)`` gives, of a server of ``paths``; ``get(path, **query)`` is the
-    answer's JSON."""
+    """Return the result of ``ask(get, server)`` for a server of ``paths``; ``get(path, **query)``
+    returns JSON."""
 
     async def main() -> Any:
         async with (
@@ -68,16 +67,16 @@ def asked(
     return asyncio.run(main())
 
 
-def seen(paths: list[Path], path: str, **query: Any) -> Any:
-    return asked(paths, lambda get, _: get(path, **query))
+def get_json(paths: list[Path], path: str, **query: Any) -> Any:
+    return with_server(paths, lambda get, _: get(path, **query))
 
 
 # --- good runs
 # ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_list_has_runs_of_stores_files_and_trainings(world: World) -> None:
-    found = seen([world.store, world.trainings], "/api/runs")
+def test_run_list_covers_stores_files_and_training_folders(world: World) -> None:
+    found = get_json([world.store, world.trainings], "/api/runs")
     keys = [run["key"] for run in found["runs"]]
     assert {world.tree, world.plain, world.other, world.hostile} < set(keys)
     assert found["problems"] == []
@@ -96,37 +95,37 @@ def test_the_list_has_runs_of_stores_files_and_trainings(world: World) -> None:
     )
 
 
-def calls_of(told: dict[str, Any]) -> list[dict[str, Any]]:
-    """The calls of a picture, or of changes, as the page makes them of columns; one value stands
-    for a column of it."""
-    num = told.get("num", len(told.get("indices", ())))
+def calls_of(payload: dict[str, Any]) -> list[dict[str, Any]]:
+    """The calls of a picture, or of changes, built from columns as the page does; a single value
+    stands for a whole column."""
+    num = payload.get("num", len(payload.get("indices", ())))
     whole = {
         name: each if isinstance(each, list) else [each] * num
-        for name, each in told["columns"].items()
+        for name, each in payload["columns"].items()
     }
     assert {len(column) for column in whole.values()} <= {num}
     return [{name: column[at] for name, column in whole.items()} for at in range(num)]
 
 
-def test_a_run_is_columns_that_the_page_knows(world: World) -> None:
-    found = seen([world.store], "/api/run", key=world.tree)
+def test_run_columns_match_those_that_page_reads(world: World) -> None:
+    found = get_json([world.store], "/api/run", key=world.tree)
     assert set(found["columns"]) == {*COLUMNS, "parent", "reward"}
     made = re.search(
         r"function callAt\(of, at\) \{(.*?)\n\}", (STATIC / "run.js").read_text(), re.DOTALL
     )
     assert made is not None
     assert set(re.findall(r"(\w+): of\.\1\[at\]", made[1])) == set(found["columns"])
-    assert found["columns"]["fork"] is None  # all the same: told once
+    assert found["columns"]["fork"] is None  # all equal: sent once
     calls = calls_of(found)
     assert [call["id"] for call in calls if call["parent"] == 0][:3] == ["0.0", "0.1", "0.2"]
     assert [call["stop"] for call in calls].count("error") == 2
-    assert len(calls[0]["spans"]) == 8  # four turns, each asked and answered
+    assert len(calls[0]["spans"]) == 8  # four turns, each with a request and a reply
     assert calls[0]["spans"] == sorted(calls[0]["spans"])
     assert found["head"]["limits"]["max_cost"] == 0.5
 
 
-def test_a_glance_names_what_the_event_has() -> None:
-    """What the first look skips is known to be there: tags and fields are those of the whole
+def test_glance_fields_are_subsets_of_event_fields() -> None:
+    """The quick decoding skips only known fields: its tags and fields are those of the full
     events."""
     whole = {msgspec.inspect.type_info(kind).tag: kind for kind in get_args(AnyEvent)}
     short = {msgspec.inspect.type_info(kind).tag: kind for kind in get_args(AnyGlance)}
@@ -136,8 +135,8 @@ def test_a_glance_names_what_the_event_has() -> None:
     assert set(UsageGlance.__struct_fields__) <= set(Reply.__struct_fields__)
 
 
-def test_a_call_is_told_turn_by_turn(world: World) -> None:
-    call = seen([world.store], "/api/call", key=world.tree, id="0")
+def test_call_endpoint_lists_every_turn(world: World) -> None:
+    call = get_json([world.store], "/api/call", key=world.tree, id="0")
     assert [turn["reused"] for turn in call["turns"]] == [0, 3, 5, 7]
     assert [bool(turn["cells"][0]["error"]) for turn in call["turns"]] == [
         False,
@@ -146,12 +145,12 @@ def test_a_call_is_told_turn_by_turn(world: World) -> None:
         False,
     ]
     assert call["answer"] == '{"host":"web-5","at":"2026-03-01T12:00:05","why":"disk full"}'
-    later = seen([world.store], "/api/call", **{"key": world.tree, "id": "0", "from": 2})
+    later = get_json([world.store], "/api/call", **{"key": world.tree, "id": "0", "from": 2})
     assert [turn["index"] for turn in later["turns"]] == [2, 3]
 
 
-def test_the_exact_request_of_a_turn_has_every_message(world: World) -> None:
-    found = seen([world.store], "/api/request", key=world.tree, id="0", turn=2)
+def test_request_endpoint_returns_every_message(world: World) -> None:
+    found = get_json([world.store], "/api/request", key=world.tree, id="0", turn=2)
     messages = (
         Store(world.store)
         .load(world.tree)
@@ -164,7 +163,7 @@ def test_the_exact_request_of_a_turn_has_every_message(world: World) -> None:
     assert found["key_variable"] == "SCRIPTED_API_KEY"
 
 
-def test_long_texts_are_cut_until_they_are_asked_for_whole(tmp_path: Path) -> None:
+def test_long_texts_are_cut_unless_full_text_is_requested(tmp_path: Path) -> None:
     store = Store(tmp_path)
     run = golden.plain(store, "What is " + "a" * 30_000, "b" * 30_000)
 
@@ -174,10 +173,10 @@ def test_long_texts_are_cut_until_they_are_asked_for_whole(tmp_path: Path) -> No
         whole = await get("/api/call", key=run, id="0", full=1)
         assert whole["answer"] == "b" * 30_000
 
-    asked([tmp_path], ask)
+    with_server([tmp_path], ask)
 
 
-def test_the_golden_journal_with_everything_that_there_is() -> None:
+def test_golden_journal_through_every_endpoint() -> None:
     async def ask(get: Get, _: ViewServer) -> None:
         run = await get("/api/run", key="p0/")
         assert run["columns"]["id"] == ["0", "0.0", "0.1", "0.2", "1"]
@@ -212,10 +211,10 @@ def test_the_golden_journal_with_everything_that_there_is() -> None:
         (hit, *_) = (await get("/api/search", key="p0/", q="HOST-7 AT"))["found"]
         assert (hit["call"], hit["where"]) == ("0", "user")
 
-    asked([JOURNAL], ask)
+    with_server([JOURNAL], ask)
 
 
-def test_tokens_have_advantages_where_training_noted_them(world: World) -> None:
+def test_tokens_show_advantages_recorded_by_training(world: World) -> None:
     async def ask(get: Get, _: ViewServer) -> None:
         key = "p0/base/rollouts/step-000020.jsonl:1"
         first = await get("/api/tokens", key=key, id="0", turn=0)
@@ -224,7 +223,7 @@ def test_tokens_have_advantages_where_training_noted_them(world: World) -> None:
         assert second["advantages"][:3] == [0.1, -0.2, 0.0]
         assert set(second["versions"]) == {3}
 
-    asked([world.trainings], ask)
+    with_server([world.trainings], ask)
 
 
 def test_training_has_curves_and_samples(world: World) -> None:
@@ -244,7 +243,7 @@ def test_training_has_curves_and_samples(world: World) -> None:
             "sets how often they are saved"
         )
 
-    asked([world.trainings], ask)
+    with_server([world.trainings], ask)
 
 
 # --- bad files
@@ -252,7 +251,7 @@ def test_training_has_curves_and_samples(world: World) -> None:
 
 
 def bad_files(folder: Path) -> dict[str, str]:
-    """File -> a piece of what is said of it."""
+    """File -> part of the problem that is reported for it."""
     whole = JOURNAL.read_bytes()
     lines = whole.splitlines(keepends=True)
     (folder / "torn.jsonl").write_bytes(whole[:-40])
@@ -277,7 +276,7 @@ def bad_files(folder: Path) -> dict[str, str]:
     }
 
 
-def test_each_bad_file_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
+def test_each_bad_file_is_reported_and_the_rest_is_shown(tmp_path: Path) -> None:
     expected = bad_files(tmp_path)
     (tmp_path / "good.jsonl").write_bytes(JOURNAL.read_bytes())
 
@@ -297,10 +296,10 @@ def test_each_bad_file_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
         assert (await get("/api/run", key="p0/damaged.jsonl"))["num"] == 5
         assert (await get("/api/run", key="p0/torn.jsonl"))["num"] == 5
 
-    asked([tmp_path], ask)
+    with_server([tmp_path], ask)
 
 
-def test_texts_of_most_calls_can_come_later(tmp_path: Path) -> None:
+def test_call_texts_can_be_loaded_later(tmp_path: Path) -> None:
     golden.journal_of(300, tmp_path / "run.jsonl")
 
     async def ask(get: Get, _: ViewServer) -> None:
@@ -322,15 +321,15 @@ def test_texts_of_most_calls_can_come_later(tmp_path: Path) -> None:
             "is not a number" in (await get("/api/run", key="p0/run.jsonl", texts="all"))["error"]
         )
 
-    asked([tmp_path], ask)
+    with_server([tmp_path], ask)
 
 
 @pytest.mark.parametrize(
     ("broken", "words"), [(b"", "is damaged"), (b'{"type":"Noted","call":"0.9"', "is damaged")]
 )
 def test_one_bad_line_of_thousands_is_named(tmp_path: Path, broken: bytes, words: str) -> None:
-    """Many lines are decoded at once; which of them it was is found all the same, and the others
-    are shown."""
+    """Many lines are decoded at once; the bad one is still identified, and the others are
+    shown."""
     path = golden.journal_of(500, tmp_path / "run.jsonl")
     lines = path.read_bytes().split(b"\n")
     num_lines = len(lines) - 1
@@ -338,14 +337,14 @@ def test_one_bad_line_of_thousands_is_named(tmp_path: Path, broken: bytes, words
     path.write_bytes(b"\n".join(lines))
 
     async def ask(get: Get, _: ViewServer) -> None:
-        told = await get("/api/run", key="p0/run.jsonl")
-        assert f"line 1800 {words}" in told["head"]["problems"][0]
-        assert told["head"]["version"] == num_lines
+        payload = await get("/api/run", key="p0/run.jsonl")
+        assert f"line 1800 {words}" in payload["head"]["problems"][0]
+        assert payload["head"]["version"] == num_lines
 
-    asked([tmp_path], ask)
+    with_server([tmp_path], ask)
 
 
-def test_what_would_hang_or_never_end_is_refused(tmp_path: Path) -> None:
+def test_pipes_cycles_and_huge_lines_do_not_hang(tmp_path: Path) -> None:
     """A pipe; a call that continues itself, and one that is its own parent; endless brackets; a
     huge line."""
     lines = JOURNAL.read_bytes().splitlines(keepends=True)
@@ -390,10 +389,10 @@ def test_what_would_hang_or_never_end_is_refused(tmp_path: Path) -> None:
         )
         assert (await get("/api/call", key="p0/role.jsonl", id="0.0"))["answer"] == "no failure"
 
-    asked([tmp_path], ask)
+    with_server([tmp_path], ask)
 
 
-def test_an_evaluation_is_shown_as_far_as_it_can_be_read(world: World, tmp_path: Path) -> None:
+def test_damaged_evaluation_is_shown_as_far_as_readable(world: World, tmp_path: Path) -> None:
     record = (world.evaluated / "evaluations" / f"{world.evaluation}.jsonl").read_bytes()
     lines = record.splitlines(keepends=True)
     (tmp_path / "damaged.jsonl").write_bytes(
@@ -413,8 +412,8 @@ def test_an_evaluation_is_shown_as_far_as_it_can_be_read(world: World, tmp_path:
         compared = await get("/api/evaluation", key="p0/damaged.jsonl", other="p0/begun.jsonl")
         assert "no scored item in common" in compared["compared"]["problem"]
 
-    asked([tmp_path], ask)
-    found = seen(
+    with_server([tmp_path], ask)
+    found = get_json(
         [world.evaluated], "/api/evaluation", key=f"p0/evaluations/{world.evaluation}.jsonl"
     )
     assert world.scored in {each["run"] for each in found["attempts"]}
@@ -429,11 +428,11 @@ def test_an_evaluation_is_shown_as_far_as_it_can_be_read(world: World, tmp_path:
     ]
 
 
-def test_what_is_not_there(tmp_path: Path, world: World) -> None:
+def test_missing_paths_runs_calls_and_parameters_are_errors(tmp_path: Path, world: World) -> None:
     with pytest.raises(ConfigError, match="is neither a file nor a folder"):
         RunLibrary([tmp_path / "nothing"])
     (tmp_path / "texts").mkdir()
-    (problem,) = seen([tmp_path / "texts"], "/api/runs")["problems"]
+    (problem,) = get_json([tmp_path / "texts"], "/api/runs")["problems"]
     assert "contains no runs" in problem["text"]
 
     async def ask(get: Get, _: ViewServer) -> None:
@@ -445,17 +444,17 @@ def test_what_is_not_there(tmp_path: Path, world: World) -> None:
             in (await get("/api/tokens", key=world.tree, id="0", turn="x"))["error"]
         )
 
-    asked([world.store], ask)
+    with_server([world.store], ask)
 
 
-def test_a_line_of_a_file_of_trajectories_may_be_bad(world: World, tmp_path: Path) -> None:
+def test_bad_line_of_trajectory_file_does_not_affect_others(world: World, tmp_path: Path) -> None:
     good = (
         (world.trainings / "base/rollouts/step-000020.jsonl")
         .read_bytes()
         .splitlines(keepends=True)[0]
     )
     (tmp_path / "mixed.jsonl").write_bytes(good + b'{"id": "x", "calls": 3}\n' + good)
-    rows = seen([tmp_path], "/api/runs")["runs"]
+    rows = get_json([tmp_path], "/api/runs")["runs"]
     assert [bool(row.get("problem")) for row in sorted(rows, key=lambda row: str(row["key"]))] == [
         False,
         True,
@@ -463,33 +462,35 @@ def test_a_line_of_a_file_of_trajectories_may_be_bad(world: World, tmp_path: Pat
     ]
 
 
-def test_damaged_metrics_are_told_and_the_rest_is_shown(world: World, tmp_path: Path) -> None:
+def test_damaged_metrics_line_is_reported_and_the_rest_is_shown(
+    world: World, tmp_path: Path
+) -> None:
     lines = (world.trainings / "base/metrics.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_bytes(b"".join([*lines[:5], b"{oops}\n", *lines[5:]]))
-    found = seen([tmp_path], "/api/training", key="p0/")
+    found = get_json([tmp_path], "/api/training", key="p0/")
     assert "metrics.jsonl, line 6 is damaged" in found["problems"][0]
     assert found["step"] == 40
 
 
-def test_kinds(tmp_path: Path) -> None:
+def test_kind_of_file_is_detected(tmp_path: Path) -> None:
     record = tmp_path / "eval.jsonl"
     record.write_text('{"type":"plan","model":"m"}\n')
     assert kind_of(record) == "evaluation"
     assert kind_of(JOURNAL) == "journal"
 
 
-# --- who may ask
+# --- access control
 # -------------------------------------------------------------------------------------------------------
 
 
-def test_another_address_needs_a_token() -> None:
+def test_host_reachable_from_other_machines_needs_token() -> None:
     with pytest.raises(
         ConfigError, match=r"0\.0\.0\.0 is reachable from other machines: give a token"
     ):
         ViewServer(RunLibrary([JOURNAL]), host="0.0.0.0")
 
 
-def test_without_a_token_only_names_of_this_machine_are_answered() -> None:
+def test_without_token_only_loopback_host_headers_are_served() -> None:
     async def main() -> None:
         async with (
             ViewServer(RunLibrary([JOURNAL]), port=0) as server,
@@ -508,7 +509,7 @@ def test_without_a_token_only_names_of_this_machine_are_answered() -> None:
     asyncio.run(main())
 
 
-def test_the_token_moves_from_the_address_to_a_cookie() -> None:
+def test_token_in_url_is_exchanged_for_cookie() -> None:
     async def main() -> None:
         async with ViewServer(
             RunLibrary([JOURNAL]), host="0.0.0.0", port=0, token="s3cret/+"
@@ -537,7 +538,7 @@ def test_the_token_moves_from_the_address_to_a_cookie() -> None:
     asyncio.run(main())
 
 
-def test_nothing_beside_the_named_places_is_read(world: World, tmp_path: Path) -> None:
+def test_paths_outside_served_folders_are_refused(world: World, tmp_path: Path) -> None:
     (tmp_path / "secret.jsonl").write_bytes(JOURNAL.read_bytes())
     (tmp_path / "shown").mkdir()
     (tmp_path / "shown" / "run.jsonl").write_bytes(JOURNAL.read_bytes())
@@ -566,10 +567,10 @@ def test_nothing_beside_the_named_places_is_read(world: World, tmp_path: Path) -
                 async with http.get(f"http://127.0.0.1:{server.port}{path}") as response:
                     assert response.status in (403, 404)
 
-    asked([tmp_path / "shown"], ask)
+    with_server([tmp_path / "shown"], ask)
 
 
-def test_what_is_no_run_is_not_given_out(tmp_path: Path) -> None:
+def test_files_that_are_not_runs_are_not_served(tmp_path: Path) -> None:
     files = {
         ".env": "OPENAI_API_KEY=sk-secret\n",
         "config.json": '{"key": "sk-secret"}\n',
@@ -589,10 +590,10 @@ def test_what_is_no_run_is_not_given_out(tmp_path: Path) -> None:
                         assert "sk-secret" not in await response.text()
                         assert path != "journal" or response.status == 404
 
-    asked([tmp_path], ask)
+    with_server([tmp_path], ask)
 
 
-def test_every_answer_has_the_policy(world: World) -> None:
+def test_every_response_has_content_security_policy(world: World) -> None:
     async def ask(_: Get, server: ViewServer) -> None:
         async with aiohttp.ClientSession() as http:
             for path in ("/", "/static/app.js", "/api/runs", "/nothing"):
@@ -608,10 +609,10 @@ def test_every_answer_has_the_policy(world: World) -> None:
                 )
                 assert response.headers["Content-Disposition"].startswith("attachment")
 
-    asked([world.store], ask)
+    with_server([world.store], ask)
 
 
-def test_a_review_needs_a_token_and_the_servers_own_page(world: World, tmp_path: Path) -> None:
+def test_review_needs_token_and_same_origin(world: World, tmp_path: Path) -> None:
     shutil.copytree(world.store, tmp_path / "store")
     body = {"key": world.tree, "labels": ["odd"], "rewards": {"correct": 1.0}}
 
@@ -639,7 +640,7 @@ def test_a_review_needs_a_token_and_the_servers_own_page(world: World, tmp_path:
     assert Store(tmp_path / "store").review(world.tree).labels == ("odd",)
 
 
-def test_no_module_makes_html_of_a_string() -> None:
+def test_no_script_builds_html_from_strings() -> None:
     ours = list(STATIC.glob("*.js"))
     assert len(ours) > 10
     sinks = re.compile(
@@ -648,14 +649,14 @@ def test_no_module_makes_html_of_a_string() -> None:
     assert {path.name: found for path in ours if (found := sinks.findall(path.read_text()))} == {}
 
 
-def test_what_is_vendored_has_its_licence() -> None:
+def test_vendored_scripts_have_licences() -> None:
     vendored = STATIC / "vendor"
     assert {path.stem.split("-")[0] for path in vendored.glob("*.js")} == {
         path.stem for path in vendored.glob("*.LICENSE")
     }
 
 
-# --- what changes
+# --- live updates
 # ------------------------------------------------------------------------------------------------------
 
 
@@ -668,9 +669,9 @@ async def messages(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, 
             yield json.loads(line[6:])
 
 
-def test_what_is_written_is_told_to_every_page_and_scores_after_the_end_too(tmp_path: Path) -> None:
-    """A run is written event by event; two pages follow, the second from the middle on, and both
-    know it all."""
+def test_every_follower_receives_all_events_and_later_scores(tmp_path: Path) -> None:
+    """A run is written event by event; two pages follow it, the second from the middle, and both
+    receive all of it."""
     lines = JOURNAL.read_bytes().splitlines(keepends=True)
     store = Store(tmp_path)
 
@@ -729,7 +730,7 @@ def test_what_is_written_is_told_to_every_page_and_scores_after_the_end_too(tmp_
     asyncio.run(main())
 
 
-def test_a_resumed_training_is_read_anew(world: World, tmp_path: Path) -> None:
+def test_resumed_training_is_reread(world: World, tmp_path: Path) -> None:
     from ramify.train.metrics import METRICS
     from ramify.viewer.training import TrainingCurves
 
@@ -743,15 +744,15 @@ def test_a_resumed_training_is_read_anew(world: World, tmp_path: Path) -> None:
     assert curves.data()["names"]["loss"][0] == list(range(1, 21))
 
 
-def test_a_resumed_call_forgets_its_last_word(tmp_path: Path) -> None:
+def test_resumed_call_drops_its_last_word(tmp_path: Path) -> None:
     """A limit ended the call; the run was resumed with a higher one."""
     store = Store(tmp_path / "store")
     journal = store.create("20260301-000000-again")
 
     def turn(number: int, text: str) -> None:
-        asked = RequestStarted(call="0", turn=number, reused=0, prompt=(), prompt_hash="")
+        request = RequestStarted(call="0", turn=number, reused=0, prompt=(), prompt_hash="")
         reply = Reply(Message("assistant", text), Usage(1, 1, calls=1))
-        for event in (asked, ReplyReceived(call="0", turn=number, reply=reply)):
+        for event in (request, ReplyReceived(call="0", turn=number, reply=reply)):
             journal.append(event)
 
     journal.append(RunStarted(id=journal.id, question="q?", started_at=1.0))
@@ -765,8 +766,8 @@ def test_a_resumed_call_forgets_its_last_word(tmp_path: Path) -> None:
     journal.append(CallEnded(id="0", stop=Stop.FINAL, answer="whole"))
     journal.append(RunEnded(stop=Stop.FINAL, answer="whole"))
     journal.close()
-    head = seen([store.root], "/api/run", key=journal.id)["head"]
-    call = seen([store.root], "/api/call", key=journal.id, id="0")
+    head = get_json([store.root], "/api/run", key=journal.id)["head"]
+    call = get_json([store.root], "/api/call", key=journal.id, id="0")
     assert (head["ending"], head["answer"]) == ("final, after 2 turns", "whole")
     assert head["problems"] == []
     assert [each["reply"]["content"] for each in call["turns"]] == ["first", "again"]

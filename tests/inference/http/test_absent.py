@@ -1,8 +1,7 @@
-"""An engine that goes away and comes back: who waits for it, what it is given, and when it is given
-up.
+"""An engine that is lost and returns: waiting requests, the weights that it gets, and when it is
+given up.
 
-The servers are real, in this process, on loopback; one that comes back has the weights that it
-began with.
+The servers are real, in this process, on loopback; one that returns has its initial weights.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from tests.shown import heard
 
 
 @asynccontextmanager
-async def served_again(made: World, which: int) -> AsyncIterator[LocalClient]:
-    """A new server at the address of one that is gone."""
+async def restarted_server(made: World, which: int) -> AsyncIterator[LocalClient]:
+    """Start a new server at the address of one that has stopped."""
     port = int(made.servers[which].url.rpartition(":")[2].removesuffix("/v1"))
     local = LocalClient(policy(), slots=8)
     async with PolicyServer(local, name="mine", port=port, weight_transfer=True):
@@ -42,11 +41,11 @@ async def stop(made: World, which: int) -> None:
     await made.servers[which].__aexit__(None, None, None)
 
 
-def test_requests_wait_for_the_only_engine_and_are_answered_by_the_newest_weights() -> None:
+def test_requests_wait_for_the_only_engine_and_use_the_newest_weights() -> None:
     async def test() -> None:
         async with world(1, restarts=1, return_s=60.0) as made:
             await made.train(1)
-            made.engines.membership.on_return = lambda: _welcome(made, 1)
+            made.engines.membership.on_return = lambda: _rejoin(made, 1)
             asked = request(3, 40)
             expected = await made.engines.complete(asked)
             made.locals[0].pause()
@@ -55,7 +54,7 @@ def test_requests_wait_for_the_only_engine_and_are_answered_by_the_newest_weight
                 await asyncio.sleep(0.001)
             await stop(made, 0)
             late = asyncio.ensure_future(made.engines.complete(asked))
-            async with served_again(made, 0) as local:
+            async with restarted_server(made, 0) as local:
                 replies = [await flying, await late]
                 assert fingerprint(local.policy.model) == fingerprint(made.trained.model)
                 assert [reply.token_ids for reply in replies] == [expected.token_ids] * 2
@@ -72,29 +71,29 @@ def test_requests_wait_for_the_only_engine_and_are_answered_by_the_newest_weight
     run(test)
 
 
-async def _welcome(made: World, version: int) -> None:
+async def _rejoin(made: World, version: int) -> None:
     assert await made.engines.rejoin(made.sources(), version)
 
 
 @pytest.mark.parametrize("weight_sync", ["shared", "gloo"])
-def test_an_update_takes_those_that_are_back_along(weight_sync: str) -> None:
+def test_weight_update_includes_returned_engines(weight_sync: str) -> None:
     async def test() -> None:
         never = (
             {"timeout_s": 3000.0} if weight_sync == "gloo" else {}
-        )  # no wait for what its group lost
+        )  # no wait for the lost member of its group
         async with world(
             2, weight_sync=weight_sync, weight_sync_options=never, restarts=2, return_s=60.0
         ) as made:
             await stop(made, 1)
-            async with served_again(made, 1) as local:
-                await made.train(1)  # it is back already, and does not know what it is given
+            async with restarted_server(made, 1) as local:
+                await made.train(1)  # it is back already, but lacks the base of the update
                 assert made.said[0].endswith("was this engine restarted?: sending all weights")
                 await stop(made, 0)
                 asked = [made.engines.complete(request(seed, 4)) for seed in range(4)]
                 assert {reply.versions for reply in await asyncio.gather(*asked)} == {
                     (VersionSpan(0, 4, 1),)
                 }
-                async with served_again(made, 0) as other:
+                async with restarted_server(made, 0) as other:
                     while not made.engines.membership.ready:
                         await asyncio.sleep(0.01)
                     await made.train(2)
@@ -106,14 +105,14 @@ def test_an_update_takes_those_that_are_back_along(weight_sync: str) -> None:
     run(test)
 
 
-def test_one_that_was_started_anew_unnoticed_is_not_sampled_from() -> None:
+def test_unnoticed_engine_restart_is_detected_before_sampling() -> None:
     async def test() -> None:
         async with world(1, restarts=1, return_s=60.0) as made:
             await made.train(1)
-            made.engines.membership.on_return = lambda: _welcome(made, 1)
+            made.engines.membership.on_return = lambda: _rejoin(made, 1)
             expected = await made.engines.complete(request(3, 40))
             await stop(made, 0)
-            async with served_again(made, 0):
+            async with restarted_server(made, 0):
                 assert (await made.engines.complete(request(3, 40))).token_ids == expected.token_ids
                 assert (
                     "answers with version 0 of the weights, but was given version 1" in made.said[0]
@@ -124,8 +123,8 @@ def test_one_that_was_started_anew_unnoticed_is_not_sampled_from() -> None:
 
 
 class EnginesInThisLoop:
-    """A launcher of engines that run in this test's loop. A slot that is renewed is on another
-    address, like one whose machine is gone, and what is started there waits for ``may_come``."""
+    """A launcher of engines that run in this test's event loop. A renewed slot has another address,
+    as after the loss of a machine, and an engine started there waits for ``may_come``."""
 
     address = "127.0.0.1"
     where = "engine 0"
@@ -171,11 +170,11 @@ class EnginesInThisLoop:
     def close(self) -> None: ...
 
 
-def test_who_only_asks_is_told_where_a_moved_engine_is_once_it_has_the_newest_weights(
+def test_sampling_client_finds_a_moved_engine_once_it_has_the_newest_weights(
     tmp_path: Path,
 ) -> None:
-    """A client that only samples finds the engine gone; the one that updates the weights brings
-    it back elsewhere."""
+    """A client that only samples loses the engine; the client that updates the weights restarts it
+    at another address."""
     said: list[str] = []
 
     async def test() -> None:
@@ -185,14 +184,14 @@ def test_who_only_asks_is_told_where_a_moved_engine_is_once_it_has_the_newest_we
         world = World(trained, [], [], said)
         world.engines = ours
         await ours.start(tmp_path, lambda _: None, launcher)
-        ours.membership.on_return = lambda: _welcome(world, 1)
+        ours.membership.on_return = lambda: _rejoin(world, 1)
         await world.train(1)
 
         async def tell(url: str) -> None:
             await ours.look_after(url, "them")
             launcher.may_come.set()
             while not ours.answering:
-                await asyncio.sleep(0)  # sees it as soon as it may be asked
+                await asyncio.sleep(0)  # wait until it can be used
             theirs.listed(ours.answering)
 
         theirs = HttpEngines(
@@ -228,7 +227,7 @@ def test_who_only_asks_is_told_where_a_moved_engine_is_once_it_has_the_newest_we
         run(test)
 
 
-def test_one_that_does_not_come_back_is_given_up() -> None:
+def test_engine_that_does_not_return_is_given_up() -> None:
     async def test() -> None:
         async with world(1, restarts=2, return_s=0.3) as made:
             await stop(made, 0)

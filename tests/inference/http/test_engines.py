@@ -1,5 +1,4 @@
-"""Several engines behind HTTP as one client: who answers, what an update does to what runs, and
-what happens when one goes.
+"""Several HTTP engines as one client: routing, weight updates during sampling, and lost engines.
 
 The servers are real, in this process, on loopback; all start from the same weights.
 """
@@ -99,7 +98,7 @@ def request(seed: int | None = 7, max_tokens: int = 12, *messages: Message, **mo
     )
 
 
-def test_the_same_reply_as_from_the_engine_in_this_process() -> None:
+def test_http_engine_gives_the_same_reply_as_the_embedded_engine() -> None:
     async def test() -> None:
         async with world() as made:
             local = LocalClient(made.trained)
@@ -130,7 +129,7 @@ def test_the_same_reply_as_from_the_engine_in_this_process() -> None:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_the_protocols_of_others_over_our_own_server(engine: str) -> None:
+def test_our_server_speaks_the_vllm_and_sglang_protocols(engine: str) -> None:
     async def test() -> None:
         async with world(engine=engine) as made:
             local = LocalClient(made.trained)
@@ -154,9 +153,7 @@ def test_the_protocols_of_others_over_our_own_server(engine: str) -> None:
     run(test)
 
 
-def test_adapters_are_added_up_by_the_engines_to_the_bit_also_by_one_that_was_started_anew() -> (
-    None
-):
+def test_engines_merge_adapters_bit_exactly_even_after_a_restart() -> None:
     async def test() -> None:
         async with world(weight_sync="delta") as made:
             attach(made.trained.model, rank=2, alpha=4.0)
@@ -179,7 +176,7 @@ def test_adapters_are_added_up_by_the_engines_to_the_bit_also_by_one_that_was_st
                 made.locals[0].policy.model.get_parameter(
                     "model.layers.0.mlp.up_proj.weight"
                 ).zero_()
-            await update(3)  # a sum is written whole
+            await update(3)  # a merged weight is written in full
             async with aiohttp.ClientSession() as asking:
                 url = made.servers[1].url.removesuffix("/v1")
                 async with asking.post(f"{url}/shutdown_weight_transfer_engine", json={}) as answer:
@@ -190,7 +187,7 @@ def test_adapters_are_added_up_by_the_engines_to_the_bit_also_by_one_that_was_st
     run(test)
 
 
-def test_what_servers_say_of_their_caches() -> None:
+def test_cache_pressure_is_read_from_server_metrics() -> None:
     said = """# TYPE vllm:kv_cache_usage_perc gauge
 vllm:kv_cache_usage_perc{engine="0",model_name="a b"} 0.25
 vllm:kv_cache_usage_perc{engine="1",model_name="a b"} 8.75e-01
@@ -211,7 +208,7 @@ vllm:num_preemptions_total{engine="1"} 12.0
     assert combined_pressure([None]) is None
 
 
-def test_a_tree_stays_at_its_server_and_trees_are_spread() -> None:
+def test_tree_stays_at_its_server_and_trees_are_distributed() -> None:
     async def test() -> None:
         async with world(3) as made:
             asked = [
@@ -253,8 +250,8 @@ def test_every_engine_has_the_trainers_weights_after_a_sync(weight_sync: str) ->
 
 
 @pytest.mark.parametrize("engine", ["ramify", "vllm", "sglang"])
-def test_a_reply_in_the_middle_goes_on_under_the_new_weights(engine: str) -> None:
-    """Each part has the log-probabilities that its own weights give it, from the ids before it."""
+def test_reply_in_progress_continues_with_the_new_weights(engine: str) -> None:
+    """Each part has the log-probabilities under its own weights, given the ids before it."""
 
     async def test() -> None:
         async with world(1, engine) as made:
@@ -285,11 +282,11 @@ def test_a_reply_in_the_middle_goes_on_under_the_new_weights(engine: str) -> Non
     run(test)
 
 
-def test_a_server_that_goes_is_dropped_aloud_and_its_trees_move() -> None:
+def test_lost_server_is_reported_and_its_trees_move() -> None:
     async def test() -> None:
         async with world(2) as made:
             await asyncio.gather(*(made.engines.complete(request(seed, 4)) for seed in range(4)))
-            made.locals[0].pause()  # so that it goes in the middle of replies
+            made.locals[0].pause()  # so that it is lost in the middle of replies
             asked = [
                 asyncio.ensure_future(made.engines.complete(request(seed, 100)))
                 for seed in range(4)
@@ -325,11 +322,11 @@ def test_a_server_that_goes_is_dropped_aloud_and_its_trees_move() -> None:
 
 
 @pytest.mark.parametrize("weight_sync", ["gloo", "shared"])
-def test_a_server_that_goes_before_an_update(weight_sync: str) -> None:
+def test_update_continues_without_a_lost_server(weight_sync: str) -> None:
     async def test() -> None:
         never = (
             {"timeout_s": 3000.0} if weight_sync == "gloo" else {}
-        )  # the others do not wait for the one that is gone
+        )  # the others do not wait for the lost one
         async with world(weight_sync=weight_sync, weight_sync_options=never) as made:
             await made.train(1)
             await made.servers[1].__aexit__(None, None, None)
@@ -341,9 +338,9 @@ def test_a_server_that_goes_before_an_update(weight_sync: str) -> None:
     run(test)
 
 
-def test_engines_compute_with_the_weights_where_the_trainer_put_them() -> None:
-    """What is written for the next version is not seen before it is whole; what one engine takes
-    otherwise, not by others."""
+def test_engines_compute_with_the_shared_weights_of_the_trainer() -> None:
+    """The next version is invisible until it is complete; weights that one engine takes in another
+    way do not reach the others."""
 
     async def test() -> None:
         async with world() as made:
@@ -373,7 +370,7 @@ def test_engines_compute_with_the_weights_where_the_trainer_put_them() -> None:
     run(test)
 
 
-def test_an_engine_that_was_started_anew_gets_everything() -> None:
+def test_restarted_engine_gets_all_weights() -> None:
     async def test() -> None:
         async with world(weight_sync="delta") as made:
             await made.train(1)
@@ -394,7 +391,7 @@ def test_an_engine_that_was_started_anew_gets_everything() -> None:
     run(test)
 
 
-def test_a_torn_file_stops_with_the_last_good_version(tmp_path: Path) -> None:
+def test_torn_weight_file_stops_at_the_last_good_version(tmp_path: Path) -> None:
     """The server then answers requests with the error that its weights are incomplete."""
     from ramify.inference.weight_sync.file_sync import FileSync
 
@@ -424,7 +421,7 @@ def test_a_torn_file_stops_with_the_last_good_version(tmp_path: Path) -> None:
                     503,
                     True,
                 )
-            await made.train(3)  # a whole one mends it
+            await made.train(3)  # a complete version repairs it
             assert await made.engines.fingerprint() == fingerprint(made.trained.model)
 
     run(test)
@@ -475,7 +472,7 @@ async def other_server(answers: dict[str, Any]) -> tuple[web.AppRunner, str]:
         ),
     ],
 )
-def test_servers_of_another_protocol(engine: str, version: dict[str, Any], says: str) -> None:
+def test_incompatible_server_is_refused(engine: str, version: dict[str, Any], says: str) -> None:
     async def test() -> None:
         runner, url = await other_server(
             {
@@ -505,7 +502,7 @@ def test_servers_of_another_protocol(engine: str, version: dict[str, Any], says:
         ),
     ],
 )
-def test_engines_that_are_not_the_policys(engine: str, change: Any, says: str) -> None:
+def test_engine_with_another_model_is_refused(engine: str, change: Any, says: str) -> None:
     async def test() -> None:
         if isinstance(change, dict):
             config = msgspec.json.decode(json.dumps(policy().config.to_dict()))
@@ -524,7 +521,7 @@ def test_engines_that_are_not_the_policys(engine: str, change: Any, says: str) -
     run(test)
 
 
-def test_nobody_there_and_a_port_in_use() -> None:
+def test_unreachable_engine_and_port_in_use_are_reported() -> None:
     async def test() -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
@@ -543,7 +540,7 @@ def test_nobody_there_and_a_port_in_use() -> None:
     run(test)
 
 
-def test_a_process_that_does_not_come_up(tmp_path: Path) -> None:
+def test_engine_process_that_fails_to_start_is_reported(tmp_path: Path) -> None:
     async def test(*command: str) -> None:
         engines = HttpEngines(policy(), InferenceSpec(command=command), name="x")
         await engines.start(tmp_path, lambda folder: folder.mkdir(exist_ok=True))
@@ -575,19 +572,19 @@ def test_a_process_that_does_not_come_up(tmp_path: Path) -> None:
         ({"request_s": 0}, "must be positive"),
     ],
 )
-def test_specs_that_mean_nothing(fields: dict[str, Any], says: str) -> None:
+def test_invalid_inference_spec_is_refused(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         InferenceSpec(**fields)
 
 
-def test_versions() -> None:
+def test_supported_engine_versions_are_accepted() -> None:
     for engine, good in (("vllm", "0.32.0"), ("vllm", "0.32.1+cpu"), ("sglang", "0.5.23")):
         check_version(engine, "x", good)
     with pytest.raises(ConfigError, match="of no version"):
         check_version("vllm", "x", "")
 
 
-def test_two_engines_that_differ_are_told_apart() -> None:
+def test_engines_with_different_weights_are_an_error() -> None:
     async def test() -> None:
         async with world() as made:
             with torch.no_grad():

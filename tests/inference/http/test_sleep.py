@@ -1,8 +1,7 @@
-"""Engines that give their memory back while the trainer learns: what they are asked in which order,
-what they hold meanwhile, who waits, and how they are found and left.
+"""Engines that release their memory while the trainer learns: the order of requests, the memory
+that they hold, waiting requests, and their state before and after a run.
 
-The servers are real, on loopback, and speak all three protocols; what is asked of them goes through
-a recorder.
+The servers are real, on loopback, and speak all three protocols; a proxy records the requests.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ UPDATE = {
     ],
     "sglang": ["/pause_generation", "/update_weights_from_disk", "/flush_cache"],
 }
-"""What an update asks between waking weights and waking keys and values."""
+"""Requests of an update between waking the weights and waking the KV cache."""
 ROUTES = (
     "/pause",
     "/resume",
@@ -59,9 +58,9 @@ AFTER = {"ramify": [], "vllm": ["/resume"], "sglang": ["/continue_generation"]}
 
 
 @asynccontextmanager
-async def recorded(url: str, seen: list[str]) -> AsyncIterator[str]:
-    """An address that passes everything on to ``url``; ``seen`` gets what is posted, with the tags
-    of a body."""
+async def recording_proxy(url: str, seen: list[str]) -> AsyncIterator[str]:
+    """Yield the address of a proxy for ``url``; ``seen`` collects the POST requests, with the tags
+    of their bodies."""
 
     async def pass_on(http: web.Request) -> web.Response:
         body = await http.read()
@@ -86,26 +85,26 @@ async def recorded(url: str, seen: list[str]) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-class Sleepers(World):
-    """``World`` of one engine, whose requests are in ``seen``."""
+class SleepWorld(World):
+    """``World`` of one engine; ``seen`` has the requests to it."""
 
     seen: list[str]
     url: str
 
 
 @asynccontextmanager
-async def sleepers(
+async def sleep_world(
     engine: str = "ramify", wait_s: float = 60.0, **options: Any
-) -> AsyncIterator[Sleepers]:
+) -> AsyncIterator[SleepWorld]:
     async with AsyncExitStack() as stack:
         local = LocalClient(policy(), slots=8)
         stack.push_async_callback(local.close)
         server = PolicyServer(local, name="mine", port=0, weight_transfer=True, wait_s=wait_s)
         await stack.enter_async_context(server)
-        made = Sleepers(policy(), [server], [local], [])
+        made = SleepWorld(policy(), [server], [local], [])
         made.seen = []
         made.url = await stack.enter_async_context(
-            recorded(server.url.removesuffix("/v1"), made.seen)
+            recording_proxy(server.url.removesuffix("/v1"), made.seen)
         )
         fields = {
             "engine": engine,
@@ -122,7 +121,7 @@ async def sleepers(
         yield made
 
 
-async def got(url: str, body: Any = None) -> tuple[int, Any]:
+async def fetch_json(url: str, body: Any = None) -> tuple[int, Any]:
     async with aiohttp.ClientSession() as session:
         asked = session.get(url) if body is None else session.post(url, json=body)
         async with asked as answer:
@@ -155,25 +154,25 @@ async def got(url: str, body: Any = None) -> tuple[int, Any]:
         ),
     ],
 )
-def test_an_update_wakes_weights_first_and_keys_and_values_last(
+def test_update_wakes_weights_first_and_kv_cache_last(
     engine: str, level: int, asleep: list[str], weights: str, cache: str
 ) -> None:
     async def test() -> None:
-        async with sleepers(engine, sleep_level=level) as made:
+        async with sleep_world(engine, sleep_level=level) as made:
             local = made.locals[0]
             await made.train(1)
             expected = await made.engines.complete(request(3, 8))
             awake = local.held()
             made.seen.clear()
             assert await made.engines.sleep()
-            assert await made.engines.sleep()  # who sleeps is left alone
+            assert await made.engines.sleep()  # a sleeping engine is left alone
             assert made.seen == asleep
             held = local.held()
             assert held["weights"] == (0 if level == 2 else awake["weights"])
             assert held["kv_cache"] < awake["kv_cache"] / 4
-            status, told = await got(f"{made.url}/health")
-            assert (status, told["asleep"]) == (200, ["kv_cache", "scheduling", "weights"])
-            assert told["held_bytes"] == held
+            status, content = await fetch_json(f"{made.url}/health")
+            assert (status, content["asleep"]) == (200, ["kv_cache", "scheduling", "weights"])
+            assert content["held_bytes"] == held
             made.seen.clear()
             await made.engines.update(made.sources(), 2)
             assert made.seen == [weights, *UPDATE[engine], cache, *AFTER[engine]]
@@ -188,17 +187,17 @@ def test_an_update_wakes_weights_first_and_keys_and_values_last(
     run(test)
 
 
-def test_who_asks_a_sleeping_engine_waits_for_the_next_weights() -> None:
+def test_request_to_sleeping_engine_waits_for_next_weights() -> None:
     async def test() -> None:
-        async with sleepers(sleep_level=2) as made:
+        async with sleep_world(sleep_level=2) as made:
             made.locals[0].pause()
             flying = asyncio.ensure_future(made.engines.complete(request(3, 8)))
             while made.locals[0].engine.is_idle:
                 await asyncio.sleep(0.001)
-            await made.engines.sleep()  # ends it as far as it is
+            await made.engines.sleep()  # ends it where it is
             later = asyncio.ensure_future(made.engines.complete(request(3, 8)))
             elsewhere = asyncio.ensure_future(
-                got(f"{made.url}/v1/completions", {"prompt": [5, 6], "max_tokens": 2})
+                fetch_json(f"{made.url}/v1/completions", {"prompt": [5, 6], "max_tokens": 2})
             )
             while "/v1/completions" not in made.seen[-1]:
                 await asyncio.sleep(0.001)
@@ -211,40 +210,43 @@ def test_who_asks_a_sleeping_engine_waits_for_the_next_weights() -> None:
     run(test)
 
 
-def test_one_whose_weights_were_dropped_answers_nobody_without_new_ones() -> None:
+def test_engine_with_dropped_weights_answers_only_after_new_ones() -> None:
     async def test() -> None:
-        async with sleepers(wait_s=0.05, sleep_level=2) as made:
+        async with sleep_world(wait_s=0.05, sleep_level=2) as made:
             asked = f"{made.url}/v1/completions", {"prompt": [5, 6], "max_tokens": 2}
             await made.engines.sleep()
-            status, told = await got(*asked)
-            assert (status, told["error"]["message"]) == (
+            status, content = await fetch_json(*asked)
+            assert (status, content["error"]["message"]) == (
                 503,
                 "the engine was not ready for 0.05 s: the server sleeps (kv_cache, scheduling, "
                 "weights): POST /wake_up",
             )
-            status, told = await got(f"{made.url}/start_weight_update", {})
+            status, content = await fetch_json(f"{made.url}/start_weight_update", {})
             assert (
                 status,
-                "the weights are asleep: wake them first" in told["error"]["message"],
+                "the weights are asleep: wake them first" in content["error"]["message"],
             ) == (
                 400,
                 True,
             )
-            await got(f"{made.url}/wake_up", {})
+            await fetch_json(f"{made.url}/wake_up", {})
             says = "the server dropped its weights while it slept, and 24 tensors have not been sent since (model.embed"
-            for status, told in (await got(*asked), await got(f"{made.url}/fingerprint")):
+            for status, content in (
+                await fetch_json(*asked),
+                await fetch_json(f"{made.url}/fingerprint"),
+            ):
                 assert status in (400, 503)
-                assert says in told["error"]["message"]
+                assert says in content["error"]["message"]
             await made.train(1)
-            assert (await got(*asked))[0] == 200
+            assert (await fetch_json(*asked))[0] == 200
 
     run(test)
 
 
 @pytest.mark.parametrize(("level", "share"), [(1, 0.0), (2, 1.0)])
-def test_a_difference_is_enough_where_weights_were_kept(level: int, share: float) -> None:
+def test_delta_is_enough_if_sleep_kept_the_weights(level: int, share: float) -> None:
     async def test() -> None:
-        async with sleepers(sleep_level=level, weight_sync="delta") as made:
+        async with sleep_world(sleep_level=level, weight_sync="delta") as made:
             await made.train(1)
             await made.engines.sleep()
             await made.engines.update(made.sources(), 2)
@@ -256,17 +258,17 @@ def test_a_difference_is_enough_where_weights_were_kept(level: int, share: float
     run(test)
 
 
-def test_a_difference_to_dropped_weights_is_refused_and_everything_sent() -> None:
+def test_delta_to_dropped_weights_is_replaced_by_all_weights() -> None:
     async def test() -> None:
-        async with sleepers(weight_sync="delta") as made:
+        async with sleep_world(weight_sync="delta") as made:
             await made.train(1)
             for version, says in (
                 (2, "dropped its weights while it slept"),
                 (3, "and only a part of it was sent"),
             ):
-                await got(f"{made.url}/sleep?level=2", {})  # by another client
-                await got(f"{made.url}/wake_up", {})
-                with torch.no_grad():  # nothing at first, then one value
+                await fetch_json(f"{made.url}/sleep?level=2", {})  # by another client
+                await fetch_json(f"{made.url}/wake_up", {})
+                with torch.no_grad():  # no change at first, then one value
                     next(made.trained.model.parameters())[0, 0] += version - 2
                 await made.engines.update(made.sources(), version)
                 assert says in made.said[-1]
@@ -276,19 +278,19 @@ def test_a_difference_to_dropped_weights_is_refused_and_everything_sent() -> Non
     run(test)
 
 
-def test_one_that_outlives_the_run_is_left_awake_and_found_asleep_it_is_woken() -> None:
+def test_external_engine_is_left_awake_and_woken_if_found_asleep() -> None:
     async def test() -> None:
-        async with sleepers() as made:
+        async with sleep_world() as made:
             asked = (
                 f"{made.url}/v1/completions",
                 {"prompt": [5, 6], "max_tokens": 2, "temperature": 0},
             )
             assert made.engines._fleet.spec.level == 1  # so that it has weights in any case
-            before = await got(*asked)
+            before = await fetch_json(*asked)
             await made.engines.sleep()
             await made.engines.close()  # as after an error in the middle of learning
-            assert (await got(*asked))[1]["choices"] == before[1]["choices"]
-            await got(f"{made.url}/sleep?level=1", {})  # the trainer is killed now
+            assert (await fetch_json(*asked))[1]["choices"] == before[1]["choices"]
+            await fetch_json(f"{made.url}/sleep?level=1", {})  # the trainer is killed now
             spec = InferenceSpec(urls=(made.url,), probe_s=60.0)
             asks = HttpEngines(
                 made.trained, msgspec.structs.replace(spec, sleep="never"), name="asks"
@@ -300,16 +302,16 @@ def test_one_that_outlives_the_run_is_left_awake_and_found_asleep_it_is_woken() 
             await asks.close()
             made.engines = HttpEngines(made.trained, spec, name="next")
             await made.engines.start(Path("unused"), lambda _: None)
-            assert (await got(f"{made.url}/is_sleeping"))[1] == {"is_sleeping": False}
-            assert (await got(*asked))[1]["choices"] == before[1]["choices"]
+            assert (await fetch_json(f"{made.url}/is_sleeping"))[1] == {"is_sleeping": False}
+            assert (await fetch_json(*asked))[1]["choices"] == before[1]["choices"]
             await made.engines.close()
 
     run(test)
 
 
-def test_no_engine_is_left_to_sleep() -> None:
+def test_sleep_without_any_engine_left_is_an_error() -> None:
     async def test() -> None:
-        async with sleepers() as made:
+        async with sleep_world() as made:
             await made.servers[0].__aexit__(None, None, None)
             with pytest.raises(
                 ServerFailed, match=r"no engine is left: .* the failed request: POST .*/sleep"
@@ -323,9 +325,9 @@ def test_no_engine_is_left_to_sleep() -> None:
     run(test)
 
 
-def test_requests_that_mean_nothing() -> None:
+def test_invalid_sleep_requests_are_refused() -> None:
     async def test() -> None:
-        async with sleepers() as made:
+        async with sleep_world() as made:
             for path, body, says in (
                 ("/sleep?level=3", {}, "level=3: give 0, 1 or 2"),
                 ("/sleep?mode=now", {}, "mode='now': give abort, wait, keep"),
@@ -336,13 +338,13 @@ def test_requests_that_mean_nothing() -> None:
                     "give some of weights, kv_cache",
                 ),
             ):
-                status, told = await got(f"{made.url}{path}", body)
-                assert (status, says in told["error"]["message"]) == (400, True), told
-            assert (await got(f"{made.url}/is_sleeping"))[1] == {"is_sleeping": False}
+                status, content = await fetch_json(f"{made.url}{path}", body)
+                assert (status, says in content["error"]["message"]) == (400, True), content
+            assert (await fetch_json(f"{made.url}/is_sleeping"))[1] == {"is_sleeping": False}
             assert (await made.engines.complete(request())).token_ids
-            await got(f"{made.url}/sleep?level=0", {})  # requests wait, and everything stays
-            assert (await got(f"{made.url}/health"))[1]["asleep"] == ["scheduling"]
-            await got(f"{made.url}/wake_up", {})
+            await fetch_json(f"{made.url}/sleep?level=0", {})  # only requests wait
+            assert (await fetch_json(f"{made.url}/health"))[1]["asleep"] == ["scheduling"]
+            await fetch_json(f"{made.url}/wake_up", {})
             assert (await made.engines.complete(request())).token_ids
 
     run(test)
@@ -382,7 +384,7 @@ def test_requests_that_mean_nothing() -> None:
         ),
     ],
 )
-def test_servers_that_cannot_sleep_as_they_were_started(
+def test_server_started_without_sleep_support_is_refused(
     engine: Any, level: Any, answers: dict[str, Any], says: str
 ) -> None:
     async def test() -> None:
@@ -404,7 +406,7 @@ def test_servers_that_cannot_sleep_as_they_were_started(
         ("ramify", {}, []),
     ],
 )
-def test_those_that_are_started_can_sleep(
+def test_started_engines_get_sleep_options(
     engine: Any, fields: dict[str, Any], options: list[str]
 ) -> None:
     def of(sleep: Any) -> list[str]:
@@ -415,7 +417,7 @@ def test_those_that_are_started_can_sleep(
     assert of("auto") == of("never")  # not decided yet
 
 
-def test_levels_that_follow() -> None:
+def test_sleep_level_follows_from_the_spec() -> None:
     assert InferenceSpec(sleep="learn").level == 2  # it ends with the run
     assert InferenceSpec(sleep="learn", urls=("http://n1:1",)).level == 1
     assert InferenceSpec(sleep="learn", weight_sync="delta").level == 1
@@ -424,8 +426,8 @@ def test_levels_that_follow() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read in /proc")
-def test_what_sleeps_is_given_back_to_the_machine() -> None:
-    """Three matrices of 35 MB: what an engine says that it holds is what the kernel says, too."""
+def test_sleep_returns_memory_to_the_operating_system() -> None:
+    """Three matrices of 35 MB: the memory that an engine reports matches the kernel's figure."""
     layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
     local = LocalClient(
         policy(
@@ -441,17 +443,14 @@ def test_what_sleeps_is_given_back_to_the_machine() -> None:
         before, awake = local.held()["weights"], resident()
         await local.sleep(("kv_cache", "weights"), keep=False)
         assert (before > num_bytes, local.held()["weights"]) == (True, 0)
-        assert (
-            awake - resident() > num_bytes * 0.5
-        )  # what else this process is at takes and gives some, too
+        assert awake - resident() > num_bytes * 0.5  # other work of this process changes it, too
         await local.close()
 
     run(test)
 
 
-def test_weights_are_kept_elsewhere_or_not_at_all() -> None:
-    """On the meta device nothing is kept, as on a GPU nothing would be: only what is asked for is
-    compared here."""
+def test_sleeping_weights_are_kept_or_dropped() -> None:
+    """Dropped weights are on the meta device, where they use no memory."""
     from ramify.inference.local.sleeping_weights import SleepingWeights
 
     model = policy().model

@@ -32,7 +32,7 @@ MEASURED = (
 
 
 def short(**changes: Any) -> Run:
-    """Two steps, of which an update of the weights follows the first."""
+    """Return a run of two steps, with a weight update after the first."""
     run = small(warmup=None, evaluate=EvaluateSpec(num=1, final=("test",)), **changes)
     assert run.rl is not None
     assert run.sft is not None
@@ -47,7 +47,7 @@ def measured(out: Path) -> list[dict[str, float]]:
     ]
 
 
-def test_a_run_is_the_same_over_http(tmp_path: Path) -> None:
+def test_run_over_http_equals_run_with_embedded_engine(tmp_path: Path) -> None:
     said: list[str] = []
     train(short(), tmp_path / "embedded", say=said.append)
     log, refused = tmp_path / "http/inference/server-0.log", set[int]()
@@ -84,8 +84,8 @@ def test_a_run_is_the_same_over_http(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_adapters_is_the_same_where_only_these_are_sent(tmp_path: Path) -> None:
-    """Each sync is held against the fingerprint of the sums."""
+def test_run_that_syncs_only_adapters_equals_run_with_embedded_engine(tmp_path: Path) -> None:
+    """Each sync is checked against the fingerprint of the merged weights."""
     base = short()
     run = msgspec.structs.replace(
         base, policy=msgspec.structs.replace(base.policy, lora=LoraSpec(rank=2, alpha=4.0))
@@ -100,7 +100,7 @@ def test_a_run_with_adapters_is_the_same_where_only_these_are_sent(tmp_path: Pat
     assert ours == [pytest.approx(row, abs=1e-4) for row in theirs]
 
 
-def test_what_cannot_be_trained_on_is_said_before_anything_starts(tmp_path: Path) -> None:
+def test_unsupported_sampling_options_are_refused_before_anything_starts(tmp_path: Path) -> None:
     run = short(inference=InferenceSpec(engine="vllm"))
     assert run.rl is not None
     cut = msgspec.structs.replace(
@@ -115,7 +115,7 @@ def test_what_cannot_be_trained_on_is_said_before_anything_starts(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("spec", "told"),
+    ("spec", "message"),
     [
         (
             InferenceSpec(engine="vllm"),
@@ -132,11 +132,11 @@ def test_what_cannot_be_trained_on_is_said_before_anything_starts(tmp_path: Path
         ),
     ],
 )
-def test_a_program_that_is_not_there_is_said_before_a_model_is_loaded(
-    spec: InferenceSpec, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_missing_engine_program_is_reported_before_a_model_is_loaded(
+    spec: InferenceSpec, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         train(
             short(inference=spec, policy=PolicySpec(path="/no/model/is/looked/for")),
             tmp_path / "out",

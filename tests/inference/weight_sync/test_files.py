@@ -1,4 +1,4 @@
-"""Files of weights: whole or refused, the pointer last, old versions dropped."""
+"""Weight files: complete or refused; the pointer comes last; old versions are removed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def written(folder: Path, version: int = 1) -> tuple[FileReceiver, dict[str, obj
     return weight_sync.receiver(info), chunk.info
 
 
-def test_the_last_two_versions_stay_and_any_engine_can_load_them(tmp_path: Path) -> None:
+def test_last_two_versions_are_kept_and_loadable(tmp_path: Path) -> None:
     from ramify.models.weights import read_weights
 
     weight_sync = FileSync(folder=str(tmp_path), file_bytes=1000)
     weight_sync.open(1)
-    (tmp_path / "v000009").mkdir()  # of an earlier run
+    (tmp_path / "v000009").mkdir()  # left by an earlier run
     for version in (1, 2, 3):
         list(weight_sync.chunks(sources(WEIGHTS.items(), torch.float32), version, whole=False))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -55,7 +55,7 @@ def test_the_last_two_versions_stay_and_any_engine_can_load_them(tmp_path: Path)
         (lambda data: b"", "it has 0 bytes instead of"),
     ],
 )
-def test_a_torn_file_is_refused_by_name(tear: object, says: str, tmp_path: Path) -> None:
+def test_torn_file_is_refused_and_named(tear: object, says: str, tmp_path: Path) -> None:
     receiver, info = written(tmp_path)
     path = tmp_path / "v000001/model-00001.safetensors"
     path.write_bytes(tear(path.read_bytes()))  # type: ignore[operator]
@@ -63,8 +63,8 @@ def test_a_torn_file_is_refused_by_name(tear: object, says: str, tmp_path: Path)
         list(receiver.take(info))
 
 
-def test_tensors_of_odd_lengths_are_read_as_they_were_written(tmp_path: Path) -> None:
-    """Their sum does not depend on the pieces in which they were written, nor how they lie in
+def test_tensors_of_odd_lengths_round_trip(tmp_path: Path) -> None:
+    """The checksum does not depend on the pieces in which tensors arrive or on their alignment to
     64-bit words."""
     from safetensors.torch import load_file
 
@@ -92,8 +92,8 @@ def test_tensors_of_odd_lengths_are_read_as_they_were_written(tmp_path: Path) ->
         )
 
 
-@pytest.mark.skipif(not MEMORY.is_dir(), reason="files in memory are Linux's")
-def test_in_memory_a_version_is_written_over_where_nobody_has_it_open() -> None:
+@pytest.mark.skipif(not MEMORY.is_dir(), reason="in-memory files need Linux")
+def test_version_in_memory_is_overwritten_unless_it_is_open() -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as below:
         folder = Path(below)
         weight_sync = FileSync(folder=below, file_bytes=1000)
@@ -110,7 +110,7 @@ def test_in_memory_a_version_is_written_over_where_nobody_has_it_open() -> None:
 
         first = (write(1, WEIGHTS) / "model-00001.safetensors").stat().st_ino
         write(2, WEIGHTS)
-        third = write(3, {"a": WEIGHTS["a"] + 1})  # shorter, and one file less
+        third = write(3, {"a": WEIGHTS["a"] + 1})  # shorter, and one file fewer
         assert (third / "model-00001.safetensors").stat().st_ino == first
         assert sorted(path.name for path in third.iterdir()) == [
             "model-00001.safetensors",
@@ -125,7 +125,7 @@ def test_in_memory_a_version_is_written_over_where_nobody_has_it_open() -> None:
         mapped.close()
 
 
-def test_a_kill_while_writing_leaves_what_was_there_before(tmp_path: Path) -> None:
+def test_kill_while_writing_leaves_the_previous_version(tmp_path: Path) -> None:
     class Killed(BaseException):
         pass
 
@@ -142,7 +142,7 @@ def test_a_kill_while_writing_leaves_what_was_there_before(tmp_path: Path) -> No
     assert [piece.name for piece in receiver.take(info)] == ["a", "b"]
 
 
-def test_what_the_pointer_can_get_wrong(tmp_path: Path) -> None:
+def test_wrong_pointer_is_refused(tmp_path: Path) -> None:
     receiver, info = written(tmp_path)
     with pytest.raises(ValueError, match="points to version 1, but version 2 was requested"):
         list(receiver.take({**info, "version": 2}))
@@ -159,13 +159,13 @@ def test_what_the_pointer_can_get_wrong(tmp_path: Path) -> None:
         list(receiver.take(info))
 
 
-def test_a_folder_that_cannot_be_had(tmp_path: Path) -> None:
+def test_unwritable_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="weights cannot be written to"):
         FileSync(folder=str(tmp_path / "file/weights")).open(1)
 
 
-def test_a_folder_of_its_own_goes_away() -> None:
+def test_temporary_folder_is_removed_on_close() -> None:
     weight_sync = FileSync()
     folder = Path(weight_sync.open(1)[0]["folder"])
     list(weight_sync.chunks(sources(WEIGHTS.items(), torch.float32), 1, whole=False))
@@ -173,7 +173,7 @@ def test_a_folder_of_its_own_goes_away() -> None:
     assert not folder.exists()
 
 
-def test_folders_of_a_dead_trainer_are_removed_and_those_of_a_living_one_stay(
+def test_folders_of_dead_trainers_are_removed_and_of_live_ones_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -184,7 +184,7 @@ def test_folders_of_a_dead_trainer_are_removed_and_those_of_a_living_one_stay(
     (dead / "model-00001.safetensors").write_bytes(b"0" * 64)
     (tmp_path / "ramify-weights-held-dead-0").write_bytes(
         b"0" * 64
-    )  # of shared memory, which lay here for want of any
+    )  # a buffer of shared memory, here for lack of /dev/shm
     (tmp_path / "another").mkdir()
     next_one = FileSync()
     fresh = Path(next_one.open(1)[0]["folder"])
@@ -195,7 +195,7 @@ def test_folders_of_a_dead_trainer_are_removed_and_those_of_a_living_one_stay(
     assert [path.name for path in tmp_path.iterdir()] == ["another"]
 
 
-def test_folders_of_the_users_stay_whatever_they_are_called(tmp_path: Path) -> None:
+def test_unrelated_user_folders_are_kept_whatever_their_names(tmp_path: Path) -> None:
     for mine in (
         "venv/kept.py",
         "viewer/kept.js",
@@ -213,7 +213,7 @@ def test_folders_of_the_users_stay_whatever_they_are_called(tmp_path: Path) -> N
     assert before <= {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
 
 
-def test_a_folder_in_the_place_of_a_version_is_not_written_over(tmp_path: Path) -> None:
+def test_foreign_version_folder_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "v000001").mkdir()
     (tmp_path / "v000001/kept").write_text("mine")
     with pytest.raises(
@@ -223,7 +223,7 @@ def test_a_folder_in_the_place_of_a_version_is_not_written_over(tmp_path: Path) 
     assert (tmp_path / "v000001/kept").read_text() == "mine"
 
 
-def test_a_file_in_the_place_of_the_pointer_is_not_written_over(tmp_path: Path) -> None:
+def test_foreign_pointer_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "current.json").write_text('{"theme": "dark"}')
     with pytest.raises(
         ConfigError, match=r"current\.json is not a pointer to weights.*give a separate folder"

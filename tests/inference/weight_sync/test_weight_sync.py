@@ -1,5 +1,5 @@
-"""Every weight sync delivers what was sent: the same suite for all that run on this machine, both
-halves in one process, with a thread each if they have to meet."""
+"""Every weight sync delivers what was sent: one suite for all that run on this machine, with sender
+and receivers in one process, in threads if they must connect."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ramify.inference.weight_sync.base import (
 )
 from ramify.models.weights import read_weights
 
-RUN_HERE: dict[str, dict[str, Any]] = {
+LOCAL_SYNCS: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("shared", "file", "gloo", "delta")},
     "shared in place": {"in_place": True},
     "delta by gloo": {"by": "gloo"},
@@ -39,8 +39,7 @@ Weights = dict[str, Tensor]
 
 
 def weights(seed: int = 0) -> Weights:
-    """Shapes that do not fill their places: odd lengths, a number, two precisions, one longer than
-    a chunk."""
+    """Return awkward tensors: odd lengths, a scalar, two precisions, one longer than a chunk."""
     make = torch.Generator().manual_seed(seed)
     shapes = {"a": (3, 5), "b": (), "c.weight": (7,), "long": (50, 41), "d": (1, 1)}
     found = {name: torch.randn(shape, generator=make) for name, shape in shapes.items()}
@@ -48,7 +47,7 @@ def weights(seed: int = 0) -> Weights:
 
 
 @contextmanager
-def carrying(
+def opened_sync(
     name: str, num_engines: int = 1, **options: Any
 ) -> Iterator[tuple[WeightSync, list[WeightReceiver]]]:
     weight_sync: WeightSync = WEIGHT_SYNCS.of(name.split()[0])(
@@ -85,8 +84,8 @@ def sync(
     version: int,
     whole: bool = False,
 ) -> int:
-    """Carry ``trained`` as it is into each of ``have``; how many chunks that took. A chunk is read
-    while the next is written, as the client does it."""
+    """Copy ``trained`` into each of ``have`` and return the number of chunks. A chunk is read while
+    the next is written, as in the client."""
     ahead = None
     num = 0
 
@@ -126,9 +125,9 @@ def same(one: Weights, other: Weights) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", RUN_HERE)
-def test_what_was_sent_arrives_at_every_engine(name: str) -> None:
-    with carrying(name, 2, **RUN_HERE[name]) as (weight_sync, receivers):
+@pytest.mark.parametrize("name", LOCAL_SYNCS)
+def test_every_engine_receives_the_weights_that_were_sent(name: str) -> None:
+    with opened_sync(name, 2, **LOCAL_SYNCS[name]) as (weight_sync, receivers):
         have: list[Weights] = [{}, {}]
         trained = weights()
         for version in (1, 2, 3):
@@ -139,8 +138,8 @@ def test_what_was_sent_arrives_at_every_engine(name: str) -> None:
                 tensor += 0.25
 
 
-def test_a_precision_of_the_engines_own() -> None:
-    with carrying("shared") as (weight_sync, receivers):
+def test_weights_are_sent_in_the_engines_precision() -> None:
+    with opened_sync("shared") as (weight_sync, receivers):
         have: Weights = {}
         for chunk in weight_sync.chunks(sources(weights().items(), torch.bfloat16), 1, whole=False):
             have |= {piece.name: piece.tensor.clone() for piece in receivers[0].take(chunk.info)}
@@ -148,24 +147,23 @@ def test_a_precision_of_the_engines_own() -> None:
         assert torch.equal(have["long"], weights()["long"].to(torch.bfloat16))
 
 
-def test_a_delta_is_what_changed() -> None:
-    with carrying("delta") as (weight_sync, receivers):
+def test_delta_sends_only_changes() -> None:
+    with opened_sync("delta") as (weight_sync, receivers):
         trained, have = weights(), [{}]
         sync(weight_sync, receivers, trained, have, 1)
         assert weight_sync.num_bytes == sum(4 * tensor.numel() for tensor in trained.values())
         sync(weight_sync, receivers, trained, have, 2)
         assert weight_sync.num_bytes == 0
-        trained["a"] += 1  # all of it: whole
+        trained["a"] += 1  # all of it: sent whole
         trained["long"][3, 4] += 1  # a place (4 bytes) and a value (4 bytes)
-        trained["d"].copy_(trained["d"].clone())  # written, and the same
+        trained["d"].copy_(trained["d"].clone())  # rewritten with the same values
         sync(weight_sync, receivers, trained, have, 3)
         assert weight_sync.num_bytes == 15 * 4 + 8
         assert same(trained, have[0])
 
 
-def test_small_tensors_of_a_delta_come_as_one_and_are_taken_apart() -> None:
-    """Whichever of them are trained: those that are held still are not looked at, and may be
-    trained again."""
+def test_small_tensors_of_a_delta_are_bundled() -> None:
+    """Frozen tensors are not compared, and may be trained again later."""
     shapes: dict[str, tuple[int, ...]] = {
         "a": (4,),
         "b": (2, 3),
@@ -175,7 +173,7 @@ def test_small_tensors_of_a_delta_come_as_one_and_are_taken_apart() -> None:
         "large": (513,),
     }
     trained = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
-    with carrying("delta", chunk_bytes=1 << 20) as (weight_sync, receivers), torch.no_grad():
+    with opened_sync("delta", chunk_bytes=1 << 20) as (weight_sync, receivers), torch.no_grad():
         have: list[Weights] = [{}]
         sync(weight_sync, receivers, trained, have, 1)
         for changes, still, expected in (
@@ -192,7 +190,7 @@ def test_small_tensors_of_a_delta_come_as_one_and_are_taken_apart() -> None:
             assert same(trained, have[0])
             assert (
                 weight_sync.num_bytes == 4 * expected
-            )  # 'c' was held still and is not: it is sent, whatever it is
+            )  # 'c' is no longer frozen: it is sent in any case
         trained["a"] += 1
         chunk = next(weight_sync.chunks(sources(trained.items(), torch.float32), 3, whole=False))
         assert chunk.info["names"] == ["::together-0"]
@@ -211,9 +209,9 @@ def test_small_tensors_of_a_delta_come_as_one_and_are_taken_apart() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("by", ["shared", "gloo"])
-def test_of_a_matrix_with_an_adapter_only_that_is_carried(by: str, dtype: torch.dtype) -> None:
-    """Bit for bit what the trainer adds up; whole again once it has none, or where adapters are not
-    to be sent."""
+def test_only_the_adapter_of_an_adapted_matrix_is_sent(by: str, dtype: torch.dtype) -> None:
+    """The result equals the trainer's merged matrix bit for bit. The whole matrix is sent again
+    once the adapter is gone, or if adapters are not to be sent."""
     make = torch.Generator().manual_seed(1)
     base = torch.randn(60, 50, generator=make).to(torch.bfloat16).float()  # of a checkpoint in bf16
     pair = [torch.randn(4, 50, generator=make), torch.randn(60, 4, generator=make)]
@@ -244,7 +242,7 @@ def test_of_a_matrix_with_an_adapter_only_that_is_carried(by: str, dtype: torch.
         return found
 
     first, size = (3000 + 30) * dtype.itemsize, (4 * 50 + 60 * 4) * 4
-    with carrying("delta", by=by) as (weight_sync, receivers):
+    with opened_sync("delta", by=by) as (weight_sync, receivers):
         found = carried(weight_sync, receivers[0], adapted, 1)
         assert weight_sync.num_bytes == first + size
         assert same(found, {"held": held.to(dtype), "w": adapted().to(dtype)})
@@ -258,15 +256,15 @@ def test_of_a_matrix_with_an_adapter_only_that_is_carried(by: str, dtype: torch.
         assert same(carried(weight_sync, receivers[0], adapted, 4), {"w": adapted().to(dtype)})
         assert weight_sync.num_bytes == size
         assert same(carried(weight_sync, receivers[0], lambda: base, 5), {"w": base.to(dtype)})
-    with carrying("delta", by=by, adapters=False) as (weight_sync, receivers):
+    with opened_sync("delta", by=by, adapters=False) as (weight_sync, receivers):
         carried(weight_sync, receivers[0], adapted, 1)
         pair[1] = pair[1] + 0.25
         assert same(carried(weight_sync, receivers[0], adapted, 2), {"w": adapted().to(dtype)})
         assert weight_sync.num_bytes == 3000 * dtype.itemsize
 
 
-def test_of_a_layer_all_is_carried_where_engines_fuse() -> None:
-    with carrying("delta", layers=True, places=False) as (weight_sync, receivers):
+def test_whole_layer_is_sent_to_engines_that_fuse_weights() -> None:
+    with opened_sync("delta", layers=True, places=False) as (weight_sync, receivers):
         make = torch.Generator().manual_seed(0)
         shapes = {
             "embed.weight": (40, 20), "layers.0.attn.q.weight": (30, 20), "layers.0.attn.k.weight": (10, 20),
@@ -292,8 +290,8 @@ def test_of_a_layer_all_is_carried_where_engines_fuse() -> None:
         assert not have[0]
 
 
-def test_not_a_number_and_the_sign_of_zero_are_changes() -> None:
-    with carrying("delta") as (weight_sync, receivers):
+def test_nan_and_the_sign_of_zero_count_as_changes() -> None:
+    with opened_sync("delta") as (weight_sync, receivers):
         trained, have = {"x": torch.zeros(1000)}, [{}]
         sync(weight_sync, receivers, trained, have, 1)
         trained["x"][7], trained["x"][8] = float("nan"), -0.0
@@ -304,8 +302,8 @@ def test_not_a_number_and_the_sign_of_zero_are_changes() -> None:
         assert weight_sync.num_bytes == 0
 
 
-def test_an_engine_with_another_base_gets_everything() -> None:
-    with carrying("delta") as (weight_sync, receivers):
+def test_engine_with_another_base_gets_all_weights() -> None:
+    with opened_sync("delta") as (weight_sync, receivers):
         trained, have = weights(), [{}]
         sync(weight_sync, receivers, trained, have, 1)
         fresh = WEIGHT_SYNCS.of("delta").receiver(weight_sync.open(1)[0])
@@ -315,13 +313,13 @@ def test_an_engine_with_another_base_gets_everything() -> None:
             StaleWeights, match=r"builds on the weights '\w+', but this engine has 'none of them'"
         ):
             list(fresh.take(chunk.info))
-        anew: list[Weights] = [{}]
-        sync(weight_sync, [fresh], trained, anew, 2, whole=True)
-        assert same(trained, anew[0])
+        received: list[Weights] = [{}]
+        sync(weight_sync, [fresh], trained, received, 2, whole=True)
+        assert same(trained, received[0])
 
 
-def test_a_sync_that_broke_off_is_no_base() -> None:
-    with carrying("delta") as (weight_sync, receivers):
+def test_aborted_sync_is_not_used_as_base() -> None:
+    with opened_sync("delta") as (weight_sync, receivers):
         trained, have = weights(), [{}]
         sync(weight_sync, receivers, trained, have, 1)
         for tensor in trained.values():
@@ -334,7 +332,7 @@ def test_a_sync_that_broke_off_is_no_base() -> None:
         assert weight_sync.num_bytes == sum(4 * tensor.numel() for tensor in trained.values())
 
 
-def test_chunks_are_made_when_they_are_asked_for() -> None:
+def test_chunks_are_produced_on_demand() -> None:
     """Resharding streams: no more tensors are made than two chunks hold."""
     made: list[str] = []
 
@@ -347,7 +345,7 @@ def test_chunks_are_made_when_they_are_asked_for() -> None:
 
     each = sources(((f"p{index}", torch.ones(100)) for index in range(6)), torch.float32)
     tracking = [source._replace(full=tracked(source.name, source.full())) for source in each]
-    with carrying("shared") as (weight_sync, _):
+    with opened_sync("shared") as (weight_sync, _):
         chunks = weight_sync.chunks(tracking, 1, whole=False)
         next(chunks)
         assert made == ["p0"]
@@ -355,8 +353,8 @@ def test_chunks_are_made_when_they_are_asked_for() -> None:
         assert made == ["p0", "p1"]
 
 
-def test_engines_that_cannot_reach_the_bytes_say_so() -> None:
-    with carrying("shared") as (weight_sync, receivers):
+def test_receiver_reports_unreachable_or_inconsistent_chunks() -> None:
+    with opened_sync("shared") as (weight_sync, receivers):
         chunk = next(weight_sync.chunks(sources(weights().items(), torch.float32), 1, whole=False))
         with pytest.raises(
             ValueError, match="shared memory is for engines on the trainer's machine"
@@ -382,7 +380,7 @@ def test_engines_that_cannot_reach_the_bytes_say_so() -> None:
         WEIGHT_SYNCS.of("shared").receiver({"folder": "/etc", "name": "../passwd"})
 
 
-def test_a_group_that_nobody_joins_is_not_waited_for_for_ever() -> None:
+def test_joining_an_incomplete_group_times_out() -> None:
     weight_sync = WEIGHT_SYNCS.of("gloo")(timeout_s=0.3)
     info = weight_sync.open(1)[0]
     with pytest.raises(RuntimeError):
@@ -394,7 +392,7 @@ def test_a_group_that_nobody_joins_is_not_waited_for_for_ever() -> None:
         WEIGHT_SYNCS.of("gloo").receiver(info)
 
 
-def test_names_of_carriers() -> None:
+def test_weight_syncs_are_found_by_name() -> None:
     assert all(WEIGHT_SYNCS.of(name).__doc__ for name in WEIGHT_SYNCS)
     assert WEIGHT_SYNCS.of(
         "ramify.inference.weight_sync.shared_memory:SharedMemorySync"
@@ -407,15 +405,15 @@ def test_names_of_carriers() -> None:
         WEIGHT_SYNCS.of("delta")(by="file")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what is missed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize("name", ["nccl", "cuda_ipc"])
-def test_carriers_of_gpus_say_what_they_need(name: str) -> None:
+def test_gpu_weight_sync_names_its_requirement(name: str) -> None:
     with pytest.raises(ConfigError, match=f"the weight sync '{name}' needs a"):
         WEIGHT_SYNCS.of(name)().open(1)
 
 
 @pytest.mark.parametrize("options", [{}, {"allocate": None}])
-def test_room_is_had_before_it_is_written_on_systems_with_and_without_a_call_for_it(
+def test_file_space_is_reserved_with_and_without_the_system_call(
     options: dict[str, None], tmp_path: Path
 ) -> None:
     with (tmp_path / "buffer").open("w+b") as file:
@@ -426,7 +424,7 @@ def test_room_is_had_before_it_is_written_on_systems_with_and_without_a_call_for
             reserve(file.fileno(), 1 << 60, **options)
 
 
-def test_an_engine_that_loads_checkpoints_gets_one_tensor_per_expert(tmp_path: Path) -> None:
+def test_checkpoint_format_has_one_tensor_per_expert(tmp_path: Path) -> None:
     """Names, shapes and bits are those on disk; each stacked tensor is read once."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 

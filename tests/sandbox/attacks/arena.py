@@ -1,5 +1,5 @@
-"""Where attacks run: one sandbox with a sibling session, surrounded by everything that an attacker
-wants to reach.
+"""Where attacks run: one sandbox with a sibling session, surrounded by everything an attacker might
+want to reach.
 
 Decides how an attack is judged. A bystander process holds a secret and must survive. A key file, an
 environment variable and listeners of every kind wait for a visitor. The sibling counts its own
@@ -191,7 +191,7 @@ class Arena:
         await self.sibling.run("state = 0\nlist_of_mine = ['mine'] * 1000", answer=answer)
 
     def facts(self) -> dict[str, Any]:
-        """What the attacker knows about its surroundings."""
+        """Facts about its surroundings that the attacker is given."""
         return {
             "key_file": self.key_file,
             "folder": self._folder.name,
@@ -335,7 +335,7 @@ class Arena:
     def left_over(self) -> list[str]:
         """Processes and descriptors that exist at the end but did not exist at the beginning."""
         processes, fds = self.before
-        watch.bury_orphans(processes)
+        watch.reap_orphans(processes)
         faults = [
             f"process {pid} is left"
             for pid in watch.descendants(os.getpid()) - processes - {self.victim.pid}

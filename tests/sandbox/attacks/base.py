@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from attacks.arena import Arena
 
 Act = Callable[["Arena", Session], Awaitable[str]]
-"""An attack that needs the host's hand: it runs cells itself and returns their output."""
+"""Attack that needs code in the host: it runs cells itself and returns their output."""
 
 
 class Attack(msgspec.Struct, frozen=True):
@@ -31,9 +31,9 @@ class Attack(msgspec.Struct, frozen=True):
     ``died``."""
     timeout_s: float = 30.0
     host_mb: int = 64
-    """Most memory that the host may grow by meanwhile."""
+    """Maximum growth of the host's memory (MB) during the attack."""
     tries: int = 1
-    """Fewest attempts that must have been made: an attack that did not happen was not contained."""
+    """Minimum number of attempts: an attack that did not happen was not contained."""
     without_walls: str = "reached"
     """In a provider that does not isolate: ``reached``, ``contained`` there too, ``either`` by
     kernel, ``needs root`` to be reached, or ``unsafe`` to try."""
@@ -52,13 +52,13 @@ class Verdict(msgspec.Struct):
     reached: list[str] = []
     refused: list[str] = []
     faults: list[str] = []
-    """What else is wrong: the host, a sibling or a bystander was hurt, something was left over, it
-    did not happen."""
+    """Other failures: the host, a sibling or a bystander was harmed, something was left over, or
+    the attack did not happen."""
     detail: str = ""
-    """The end of what it printed, its error, why its session died."""
+    """The end of its output, its error, or why its session died."""
     seconds: float = 0.0
     skipped: str = ""
-    """Why it was not tried."""
+    """Reason why it was not tried."""
 
     @property
     def contained(self) -> bool:

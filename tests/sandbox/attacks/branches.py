@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from attacks.base import attack
-from attacks.sharing import cell, told
+from attacks.sharing import cell, verdict_line
 from ramify.errors import RamifyError
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ async def fork(arena: Arena, session: Any) -> Any:
     return branch
 
 
-async def two_worlds(arena: Arena, session: Any) -> str:
+async def branch_writes_to_parent(arena: Arena, session: Any) -> str:
     await cell(session, "x = [1]")
     branch = await fork(arena, session)
     if isinstance(branch, str):
-        return told("a fork of an idle session failed", True, branch)
+        return verdict_line("a fork of an idle session failed", True, branch)
     await cell(branch, "x.append(2)\nprint('of the branch')")
     seen = await cell(session, "x")
     theirs = await cell(
@@ -41,19 +41,19 @@ async def two_worlds(arena: Arena, session: Any) -> str:
         "x, attempt('kill the parent', lambda: __import__('os').kill(__import__('os').getppid() or "
         "1, 0))",
     )
-    return told("the parent's names", seen != "[1]", seen) + theirs
+    return verdict_line("the parent's names", seen != "[1]", seen) + theirs
 
 
 attack(
     "a branch writes on its parent",
     "branches",
-    act=two_worlds,
+    act=branch_writes_to_parent,
     needs_fork=True,
     without_walls="contained",
 )
 
 
-async def grant_taken(arena: Arena, session: Any) -> str:
+async def thread_races_for_fork(arena: Arena, session: Any) -> str:
     """A thread constantly tries to create processes, so that one attempt coincides with the
     grant."""
     code = (
@@ -77,10 +77,10 @@ threading.Thread(target=race, daemon=True).start()
     for _ in range(5):
         branch = await fork(arena, session)
         results.append(branch if isinstance(branch, str) else "forked")
-    return await strays(session, results, "len(won)")
+    return await report_extra_processes(session, results, "len(won)")
 
 
-async def strays(session: Any, results: list[str], won: str) -> str:
+async def report_extra_processes(session: Any, results: list[str], won: str) -> str:
     """Processes of the attacker other than the session and its branches. One that used a grant may
     live for a moment."""
     from attacks.arena import marked_processes
@@ -92,7 +92,7 @@ async def strays(session: Any, results: list[str], won: str) -> str:
             break
         await asyncio.sleep(0.02)
     said = f"{found} processes, {allowed} allowed, won {await cell(session, won)}: {results}"
-    return told("processes won in the race", found > allowed, said) + "\n".join(
+    return verdict_line("processes won in the race", found > allowed, said) + "\n".join(
         r for r in results if "!" in r
     )
 
@@ -100,7 +100,7 @@ async def strays(session: Any, results: list[str], won: str) -> str:
 attack(
     "a thread races for the granted fork",
     "branches",
-    act=grant_taken,
+    act=thread_races_for_fork,
     needs_fork=True,
     without_walls="unsafe",
     timeout_s=20,
@@ -108,7 +108,7 @@ attack(
 
 
 async def hidden_thread(arena: Arena, session: Any) -> str:
-    """The same from a thread that is missing from Python's own list of threads."""
+    """The same race from a thread that Python does not list."""
     code = (
         MARK
         + """
@@ -133,7 +133,7 @@ libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, kept, None)
     for _ in range(5):
         branch = await fork(arena, session)
         results.append(branch if isinstance(branch, str) else "forked")
-    return await strays(session, results, "len(won)")
+    return await report_extra_processes(session, results, "len(won)")
 
 
 attack(
@@ -169,7 +169,9 @@ signal.setitimer(signal.ITIMER_REAL, .001, .001)
     for _ in range(5):
         branch = await fork(arena, session)
         results.append(branch if isinstance(branch, str) else "forked")
-    return await strays(session, results, "signal.setitimer(signal.ITIMER_REAL, 0)\nlen(won)")
+    return await report_extra_processes(
+        session, results, "signal.setitimer(signal.ITIMER_REAL, 0)\nlen(won)"
+    )
 
 
 attack(
@@ -194,7 +196,7 @@ async def hooks(arena: Arena, session: Any) -> str:
             f"{turn}\nos.register_at_fork({when}=hang)",
         )
         branch = await fork(arena, other)
-        return told(f"a hook {when}", isinstance(branch, str) and "!" in branch, branch)
+        return verdict_line(f"a hook {when}", isinstance(branch, str) and "!" in branch, branch)
 
     return "".join(await asyncio.gather(*map(one, ("before", "after_in_parent", "after_in_child"))))
 
@@ -223,7 +225,7 @@ async def lying_fork(arena: Arena, session: Any) -> str:
         await cell(other, f"import os\n{code}")
         branch = await fork(arena, other)
         said = branch if isinstance(branch, str) else await cell(branch, "1 + 1")
-        text += told(code, False, said) + (said if "!" in said else "")
+        text += verdict_line(code, False, said) + (said if "!" in said else "")
     return text
 
 
@@ -237,10 +239,10 @@ attack(
 )
 
 
-async def asked_twice(arena: Arena, session: Any) -> str:
+async def second_fork(arena: Arena, session: Any) -> str:
     """After a granted fork, no second one may succeed: neither in the parent nor in the branch."""
     branch = await fork(arena, session)
-    text = told("no branch", isinstance(branch, str), branch)
+    text = verdict_line("no branch", isinstance(branch, str), branch)
     tries = "import os\nfor _ in range(5):\n    attempt('fork', lambda: os.fork() or os._exit(0))\n    attempt('libc', lambda: (lambda p: libc._exit(0) if p == 0 else p if p > 0 else (_ for _ in ()).throw(Gone()))(libc.fork()))"
     for each in (session, branch):
         text += "" if isinstance(each, str) else await cell(each, tries)
@@ -250,20 +252,20 @@ async def asked_twice(arena: Arena, session: Any) -> str:
 attack(
     "a second fork after the granted one",
     "branches",
-    act=asked_twice,
+    act=second_fork,
     needs_fork=True,
     without_walls="unsafe",
 )
 
 
-async def tree_ends(arena: Arena, session: Any) -> str:
+async def branches_outlive_root(arena: Arena, session: Any) -> str:
     """Branches of branches that do not end: closing the root ends them all."""
     tree = [session]
     await cell(session, MARK + "x = 1")
     for _ in range(3):
         branch = await fork(arena, tree[-1])
         if isinstance(branch, str):
-            return told("no branch", True, branch)
+            return verdict_line("no branch", True, branch)
         tree.append(branch)
     spinning = [
         asyncio.create_task(
@@ -276,13 +278,13 @@ async def tree_ends(arena: Arena, session: Any) -> str:
     _, late = await asyncio.wait(spinning, timeout=30)
     for task in late:
         task.cancel()
-    return told("branches that outlive their root", late, f"{len(late)} of {len(spinning)}")
+    return verdict_line("branches that outlive their root", late, f"{len(late)} of {len(spinning)}")
 
 
 attack(
     "branches that outlive their root",
     "branches",
-    act=tree_ends,
+    act=branches_outlive_root,
     needs_fork=True,
     without_walls="contained",
     timeout_s=20,
@@ -293,14 +295,14 @@ async def branch_reads_output(arena: Arena, session: Any) -> str:
     """A session's output from before and after the fork is private."""
     branch = await fork(arena, session)
     if isinstance(branch, str):
-        return told("no branch", True, branch)
+        return verdict_line("no branch", True, branch)
     await cell(session, "print('only of the root ' * 10)")
     seen = await cell(
         branch,
         "import os\nsize = os.fstat(1).st_size\nb'of the root' in os.pread(1, 1 << 20, 0) if size "
         "else False",
     )
-    return told("the output of the root", "True" in seen, seen)
+    return verdict_line("the output of the root", "True" in seen, seen)
 
 
 attack(
@@ -312,7 +314,7 @@ attack(
 )
 
 
-async def branch_forks_wide(arena: Arena, session: Any) -> str:
+async def ten_branches_are_ten_processes(arena: Arena, session: Any) -> str:
     """Many branches are one process each, and no more."""
     await cell(session, MARK)
     branches = [await fork(arena, session) for _ in range(10)]
@@ -320,7 +322,7 @@ async def branch_forks_wide(arena: Arena, session: Any) -> str:
     from attacks.arena import marked_processes
 
     marked = len(marked_processes(patience_s=0))
-    return told("more processes than branches", marked > 11, marked) + told(
+    return verdict_line("more processes than branches", marked > 11, marked) + verdict_line(
         "refused branches", bad, bad
     )
 
@@ -328,7 +330,7 @@ async def branch_forks_wide(arena: Arena, session: Any) -> str:
 attack(
     "ten branches are ten processes",
     "branches",
-    act=branch_forks_wide,
+    act=ten_branches_are_ten_processes,
     needs_fork=True,
     without_walls="contained",
 )
@@ -350,7 +352,7 @@ async def fork_in_a_call(arena: Arena, session: Any) -> str:
     held.set_result("answered")
     ran = await asyncio.wait_for(running, 60)
     later = branch if isinstance(branch, str) else "forked"
-    return told(
+    return verdict_line(
         "a call answered wrongly",
         ran.cell.value != "'answered'",
         (ran.cell.value, ran.cell.error, later),

@@ -1,5 +1,5 @@
-"""Attacks on what the kernel shares between sessions without being asked: locks, flags of
-descriptors, exit codes, process numbers, the process at the other end of a socket."""
+"""Attacks on what the kernel shares between sessions implicitly: locks, flags of descriptors, exit
+codes, process numbers, the process at the other end of a socket."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attacks.base import attack
 from attacks.branches import fork
-from attacks.sharing import cell, told
+from attacks.sharing import cell, verdict_line
 
 if TYPE_CHECKING:
     from attacks.arena import Arena
@@ -23,7 +23,7 @@ def channel(name: str, send: str, receive: str, quiet: str, *, branch: bool = Fa
     async def act(arena: Arena, session: Any) -> str:
         other = await (fork(arena, session) if branch else arena.session())
         if isinstance(other, str):
-            return told(name, True, other)
+            return verdict_line(name, True, other)
         pairs = ((session, other), (other, session))
         text = ""
         for number, (sender, receiver) in enumerate(pairs):
@@ -31,7 +31,7 @@ def channel(name: str, send: str, receive: str, quiet: str, *, branch: bool = Fa
             said = await cell(sender, send)
             after = await cell(receiver, receive)
             is_seen = after != quiet if quiet else after != before
-            text += told(f"{name} {number}", is_seen, (before, after, said[-100:]))
+            text += verdict_line(f"{name} {number}", is_seen, (before, after, said[-100:]))
         return text
 
     attack(
@@ -113,7 +113,7 @@ ENDS = {
 }
 
 
-async def ends_seen(arena: Arena, session: Any) -> str:
+async def branch_end_seen_by_origin(arena: Arena, session: Any) -> str:
     """A branch that ends with a status, and what its origin can learn of that."""
     text = ""
     before = (
@@ -125,34 +125,38 @@ async def ends_seen(arena: Arena, session: Any) -> str:
         await cell(origin, before)
         branch = await fork(arena, origin)
         if isinstance(branch, str):
-            text += told(name, True, branch)
+            text += verdict_line(name, True, branch)
             continue
         await cell(branch, "import os\nsum(range(10 ** 6))\nos._exit(77)")
         await asyncio.sleep(0.05)
         seen = await cell(origin, TRY + f"got = {ask}\ngot")
-        text += told(name, seen not in ("", "ChildProcessError", "'ChildProcessError'"), seen)
+        text += verdict_line(
+            name, seen not in ("", "ChildProcessError", "'ChildProcessError'"), seen
+        )
     return text
 
 
-attack("how a branch ends", "branches", act=ends_seen, needs_fork=True, tries=6, **PAIR)  # type: ignore[arg-type]
+attack(
+    "how a branch ends", "branches", act=branch_end_seen_by_origin, needs_fork=True, tries=6, **PAIR
+)  # type: ignore[arg-type]
 
 
-async def origin_ends(arena: Arena, session: Any) -> str:
+async def origin_end_seen_by_branch(arena: Arena, session: Any) -> str:
     """A branch must not learn that its origin has ended."""
     branch = await fork(arena, session)
     if isinstance(branch, str):
-        return told("its parent", True, branch)
+        return verdict_line("its parent", True, branch)
     ask = TRY + "import os\nos.getppid(), tried(lambda: os.getpgid(os.getppid()))"
     before = await cell(branch, ask)
     await cell(session, "import os\nos._exit(3)")
     await asyncio.sleep(0.1)
     after = await cell(branch, ask)
-    return told("its parent", before != after, (before, after))
+    return verdict_line("its parent", before != after, (before, after))
 
 
-attack("how an origin ends", "branches", act=origin_ends, needs_fork=True, **PAIR)  # type: ignore[arg-type]
+attack("how an origin ends", "branches", act=origin_end_seen_by_branch, needs_fork=True, **PAIR)  # type: ignore[arg-type]
 
-# The runtime rewritten: the guest's own functions keep what the host has not given to it.
+# A patched runtime: the guest's own functions keep what the host has not given to it.
 REWRITE = r"""
 import ctypes, os, socket, sys
 kept = []
@@ -197,7 +201,7 @@ PATCHES = {
 ALL_OPEN = "sum(libc.fcntl(fd, 1) >= 0 for fd in range(3, 264)) if 'kept' in vars() else -1"
 
 
-async def rewritten(arena: Arena, session: Any, patch: str, open_it: str) -> str:
+async def patched_runtime(arena: Arena, session: Any, patch: str, open_it: str) -> str:
     other = await arena.session()
     bypass = "type(guest)._cannot_fork = lambda self, fds: None\n"
     await cell(
@@ -209,7 +213,7 @@ async def rewritten(arena: Arena, session: Any, patch: str, open_it: str) -> str
     )
     branch = await fork(arena, other)
     if isinstance(branch, str):
-        return told(patch, "!" in branch, branch)
+        return verdict_line(patch, "!" in branch, branch)
     stop = "import signal\nsignal.setitimer(signal.ITIMER_REAL, 0)\n" if "signal" in patch else ""
     write = stop + (
         "for fd in kept[1:]:\n    try: os.write(fd, b'of a relative')\n    except OSError: pass\n"
@@ -225,7 +229,7 @@ async def rewritten(arena: Arena, session: Any, patch: str, open_it: str) -> str
     for writer, reader in ((branch, other), (other, branch)):
         await cell(writer, write)
         seen.append(await cell(reader, read))
-    return told(patch, any("relative" in each for each in seen), seen)
+    return verdict_line(patch, any("relative" in each for each in seen), seen)
 
 
 for patch in PATCHES:
@@ -234,7 +238,7 @@ for patch in PATCHES:
         async def act(
             arena: Arena, session: Any, patch: str = patch, open_it: str = open_it
         ) -> str:
-            return await rewritten(arena, session, patch, open_it)
+            return await patched_runtime(arena, session, patch, open_it)
 
         attack(
             f"a runtime that keeps {what} across a fork: {patch}",
@@ -253,7 +257,7 @@ ODD = {
 }
 
 
-async def odd_wires(arena: Arena, session: Any) -> str:
+async def odd_wire_numbers(arena: Arena, session: Any) -> str:
     """A runtime asks for its wire under numbers that the host does not expect. Only its own session
     may suffer."""
     loop, raised, text = asyncio.get_running_loop(), list[str](), ""
@@ -272,7 +276,7 @@ async def odd_wires(arena: Arena, session: Any) -> str:
             await cell(other, REWRITE + asks)
             said = str(await fork(arena, other))[:80]
             alive = await cell(session, "1 + 1")
-            text += told(what, alive != "2" or bool(raised), (said, alive, raised))
+            text += verdict_line(what, alive != "2" or bool(raised), (said, alive, raised))
     finally:
         loop.set_exception_handler(before)
     return text
@@ -281,7 +285,7 @@ async def odd_wires(arena: Arena, session: Any) -> str:
 attack(
     "a runtime that asks for its wire under odd numbers",
     "branches",
-    act=odd_wires,
+    act=odd_wire_numbers,
     needs_fork=True,
     timeout_s=60,
     **PAIR,  # type: ignore[arg-type]
@@ -357,7 +361,7 @@ for name, flags, where in (
 )
 
 
-async def in_flight(arena: Arena, session: Any) -> str:
+async def descriptors_in_flight(arena: Arena, session: Any) -> str:
     """One session keeps as many descriptors in flight as it can; another one must still open."""
     code = """
 import array, os, socket
@@ -377,13 +381,15 @@ sent
     said = await cell(session, code)
     seen = await cell(await arena.session(), "6 * 7")
     branch = await fork(arena, session)
-    return told("others kept from opening", seen != "42" or "!" in str(branch), (seen, said))
+    return verdict_line(
+        "others kept from opening", seen != "42" or "!" in str(branch), (seen, said)
+    )
 
 
-attack("descriptors in flight", "descriptors", act=in_flight, **PAIR)  # type: ignore[arg-type]
+attack("descriptors in flight", "descriptors", act=descriptors_in_flight, **PAIR)  # type: ignore[arg-type]
 
 
-async def lowered(arena: Arena, session: Any) -> str:
+async def lowered_file_limit(arena: Arena, session: Any) -> str:
     """A limit of open files below a descriptor that is kept across the fork."""
     await cell(
         session,
@@ -395,16 +401,22 @@ async def lowered(arena: Arena, session: Any) -> str:
     )
     branch = await fork(arena, session)
     if isinstance(branch, str):
-        return told("a pipe above the limit", "!" in branch, branch)
+        return verdict_line("a pipe above the limit", "!" in branch, branch)
     await cell(branch, "os.write(kept[1], b'of a relative')")
     seen = await cell(session, "os.set_blocking(kept[0], False)\nos.read(kept[0], 100)")
-    return told("a pipe above the limit", "of a relative" in seen, seen)
+    return verdict_line("a pipe above the limit", "of a relative" in seen, seen)
 
 
-attack("a limit of files below an open one", "branches", act=lowered, needs_fork=True, **PAIR)  # type: ignore[arg-type]
+attack(
+    "a limit of files below an open one",
+    "branches",
+    act=lowered_file_limit,
+    needs_fork=True,
+    **PAIR,
+)  # type: ignore[arg-type]
 
 
-async def replaced(arena: Arena, session: Any) -> str:
+async def process_replaces_branch(arena: Arena, session: Any) -> str:
     """A process in the place of a branch, which never asks for a wire: it must not survive."""
     from attacks.arena import marked_processes
 
@@ -423,13 +435,13 @@ async def replaced(arena: Arena, session: Any) -> str:
     branch = await fork(arena, session)
     await session.close()
     left = marked_processes(patience_s=3.0)
-    return told("a process in a branch's place", left, (left, str(branch)[:80]))
+    return verdict_line("a process in a branch's place", left, (left, str(branch)[:80]))
 
 
 attack(
     "a process in the place of a branch",
     "branches",
-    act=replaced,
+    act=process_replaces_branch,
     needs_fork=True,
     timeout_s=60,
     **PAIR,  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ class _Filter(ctypes.Structure):
 
 
 def impoverish(tier: str) -> None:
-    """Remove what machines of ``tier`` lack. Raises OSError if that is not possible."""
+    """Restrict this process to the features of ``tier``. Raises OSError if that is not possible."""
     if tier == "A":
         return
     libc = ctypes.CDLL(None, use_errno=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attacks.base import attack
 from attacks.branches import fork
-from attacks.sharing import cell, told
+from attacks.sharing import cell, verdict_line
 from ramify.errors import RamifyError
 
 if TYPE_CHECKING:
@@ -60,12 +60,12 @@ async def shared_memory(arena: Arena, session: Any) -> str:
         said = await cell(other, CALLS + code)
         branch = await fork(arena, other)
         if isinstance(branch, str):
-            return told(name, "mapped" not in branch and "close" not in branch, branch)
+            return verdict_line(name, "mapped" not in branch and "close" not in branch, branch)
         seen = []
         for writer, reader in ((branch, other), (other, branch)):
             await cell(writer, WRITE)
             seen.append(await cell(reader, READ))
-        return told(name, seen != ["False", "False"], (seen, said[-80:]))
+        return verdict_line(name, seen != ["False", "False"], (seen, said[-80:]))
 
     return "".join([await one(name, code) for name, code in WAYS.items()])
 
@@ -80,7 +80,7 @@ attack(
 )
 
 
-async def output_seen(arena: Arena, session: Any) -> str:
+async def views_of_output(arena: Arena, session: Any) -> str:
     """Views of the session's files that its branch still has."""
     await cell(
         session,
@@ -89,7 +89,7 @@ async def output_seen(arena: Arena, session: Any) -> str:
     )
     branch = await fork(arena, session)
     if isinstance(branch, str):
-        return told("views of the session's files", False, branch)
+        return verdict_line("views of the session's files", False, branch)
     await cell(
         session,
         "print('a word of the origin ' * 10)\nos.write(1, b'a word of the "
@@ -99,13 +99,13 @@ async def output_seen(arena: Arena, session: Any) -> str:
         branch,
         "sum(ctypes.string_at(each, 4096).count(b'word of the ' + b'origin') for each in views)",
     )
-    return told("views of the session's files", seen != "0", seen)
+    return verdict_line("views of the session's files", seen != "0", seen)
 
 
 attack(
     "views of a relative's output",
     "branches",
-    act=output_seen,
+    act=views_of_output,
     needs_fork=True,
     without_walls="unsafe",
 )
@@ -147,11 +147,11 @@ async def hooks_that_keep(arena: Arena, session: Any) -> str:
         said = await cell(other, code)
         branch = await fork(arena, other)
         if isinstance(branch, str):
-            text += told(f"hooks {name}", True, (branch, said))
+            text += verdict_line(f"hooks {name}", True, (branch, said))
             continue
         seen = [await cell(each, OPEN) for each in (other, branch)]
         kept = [await cell(each, "len(kept)") for each in (other, branch)]
-        text += told(
+        text += verdict_line(
             f"hooks {name}",
             seen != ["[3, 1]"] * 2 or kept != ["0", "0"] or "Error" in said,
             (seen, kept, said),
@@ -207,7 +207,7 @@ async def forged(arena: Arena, session: Any) -> str:
         except RamifyError as error:
             value = f"{type(error).__name__}: {error}"
         said = (heard, value, str(branch)[:60])
-        return told(
+        return verdict_line(
             f"frames of a branch, then {last}", heard != ["wait"] or value != "'true'", said
         )
 
@@ -224,7 +224,7 @@ attack(
 )
 
 
-async def forks_at_once(arena: Arena, session: Any) -> str:
+async def concurrent_forks(arena: Arena, session: Any) -> str:
     """Many concurrent forks are one process each, and none takes another's place."""
     from attacks.arena import marked_processes
 
@@ -236,8 +236,8 @@ async def forks_at_once(arena: Arena, session: Any) -> str:
     tries = "attempt('one more', lambda: os.fork() or os._exit(0))"
     more = [await cell(each, f"import os\n{tries}") for each in [session, *others, *found[:4]]]
     return (
-        told("forks refused", bad, bad)
-        + told("processes", marked > 4 + len(found), marked)
+        verdict_line("forks refused", bad, bad)
+        + verdict_line("processes", marked > 4 + len(found), marked)
         + "\n".join(more)
     )
 
@@ -245,21 +245,21 @@ async def forks_at_once(arena: Arena, session: Any) -> str:
 attack(
     "forks of a whole tree at once",
     "branches",
-    act=forks_at_once,
+    act=concurrent_forks,
     needs_fork=True,
     without_walls="unsafe",
     timeout_s=60,
 )
 
 
-async def taken_wires(arena: Arena, session: Any) -> str:
+async def sockets_taken_by_code(arena: Arena, session: Any) -> str:
     """Code makes the system call that hands over sockets: before, during and after a fork."""
     ask = "libc.syscall.restype = ctypes.c_long\ndef ask():\n    got = libc.syscall(ctypes.c_long(187 if os.uname().machine == 'x86_64' else 213), ctypes.c_long(256))\n    if got < 0: raise OSError(ctypes.get_errno(), 'refused')\n    return got\n"
     text = await cell(session, f"import ctypes, os\n{ask}attempt('before', ask)")
     branch = await fork(arena, session)
     for each in (session, branch):
         text += (
-            told("no branch", True, branch)
+            verdict_line("no branch", True, branch)
             if isinstance(each, str)
             else await cell(each, "attempt('after', ask)")
         )
@@ -270,13 +270,13 @@ async def taken_wires(arena: Arena, session: Any) -> str:
     said = [
         await cell(each, "1 + 1") if not isinstance(each, str) else each for each in (other, branch)
     ]
-    return text + told("the session after it", said[0] != "2", said)
+    return text + verdict_line("the session after it", said[0] != "2", said)
 
 
 attack(
     "wires taken by code",
     "branches",
-    act=taken_wires,
+    act=sockets_taken_by_code,
     needs_fork=True,
     without_walls="unsafe",
     timeout_s=60,

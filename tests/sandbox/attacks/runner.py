@@ -44,19 +44,19 @@ class Opening(msgspec.Struct, tag="opening"):
 
 
 class Closing(msgspec.Struct, tag="closing"):
-    """What exists at the end but did not exist at the beginning."""
+    """Leftovers: what exists at the end but did not at the beginning."""
 
     faults: list[str]
 
 
-class Told(msgspec.Struct, tag="verdict"):
+class VerdictLine(msgspec.Struct, tag="verdict"):
     verdict: Verdict
 
 
-Line = Opening | Told | Closing
+Line = Opening | VerdictLine | Closing
 
 
-def tell(line: Line) -> None:
+def write_line(line: Line) -> None:
     sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
     sys.stdout.flush()
 
@@ -66,13 +66,13 @@ async def run(plan: Plan) -> None:
     try:
         await arena.__aenter__()
     except RamifyError as error:
-        tell(Opening({}, refusal=str(error)))
+        write_line(Opening({}, refusal=str(error)))
         return
     try:
         reached = getattr(arena.sandbox, "reached", None)
-        tell(Opening(msgspec.to_builtins(arena.sandbox.caps), getattr(reached, "tier", "")))
+        write_line(Opening(msgspec.to_builtins(arena.sandbox.caps), getattr(reached, "tier", "")))
         for name in plan.names or cases.ATTACKS:
-            tell(Told(await arena.verdict(cases.ATTACKS[name])))
+            write_line(VerdictLine(await arena.verdict(cases.ATTACKS[name])))
     finally:
         await arena.__aexit__()
     for _ in range(400):  # processes that are ending need a moment
@@ -80,7 +80,7 @@ async def run(plan: Plan) -> None:
         if not faults:
             break
         await asyncio.sleep(0.05)
-    tell(Closing(faults))
+    write_line(Closing(faults))
 
 
 if __name__ == "__main__":

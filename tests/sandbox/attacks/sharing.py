@@ -25,7 +25,7 @@ async def cell(session: Session, code: str, timeout_s: float = 30.0) -> str:
     return "\n".join(filter(None, (ran.cell.stdout, ran.cell.value, ran.cell.error)))
 
 
-def told(name: str, is_reached: object, what: Any) -> str:
+def verdict_line(name: str, is_reached: object, what: Any) -> str:
     return f"\n!{'reached' if is_reached else 'refused'} {name}: {str(what)[:200]!r}\n"
 
 
@@ -52,7 +52,7 @@ context[:10]
         all(h == "('a line', True)" for h in hurt)
         and context.digest == SharedContext("a line of the context\n" * 200_000).digest
     )
-    return said + told("the context of siblings", not right, hurt)
+    return said + verdict_line("the context of siblings", not right, hurt)
 
 
 attack(
@@ -84,7 +84,9 @@ wrote
 """
     said = await cell(attacker, code)
     hurt = await cell(sibling, "context.count('a line')")
-    return told("the memory file of the context", hurt != "200000" or said != "[]", (said, hurt))
+    return verdict_line(
+        "the memory file of the context", hurt != "200000" or said != "[]", (said, hurt)
+    )
 
 
 attack(
@@ -107,7 +109,7 @@ async def leave_files(arena: Arena, session: Session) -> str:
             other, f"try: print(open({path!r}).read())\nexcept OSError as error: print('no', error)"
         )
         await cell(session, f"import os\ntry: os.unlink({path!r})\nexcept OSError: pass")
-        text += told(path, seen.startswith("here"), seen)
+        text += verdict_line(path, seen.startswith("here"), seen)
     return text
 
 
@@ -127,7 +129,7 @@ async def meet_by_socket(arena: Arena, session: Session) -> str:
         f"import socket\ntry:\n    t = socket.socket(socket.AF_UNIX); t.connect('{name}'); "
         "print('met')\nexcept OSError as e: print('no', e)",
     )
-    return told("a meeting", seen.startswith("met"), seen)
+    return verdict_line("a meeting", seen.startswith("met"), seen)
 
 
 attack("a socket between siblings", "siblings", act=meet_by_socket)
@@ -149,7 +151,7 @@ async def meet_by_locks(arena: Arena, session: Session) -> str:
     other = await arena.session()
     take = "import fcntl, os, json\ntry:\n    f = open(json.__file__)\n    fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)\n    print('locked')\nexcept OSError as e: print('no', e)"
     first, second = await cell(session, take), await cell(other, take)
-    return told(
+    return verdict_line(
         "a lock seen", first.startswith("locked") and second.startswith("no"), (first, second)
     )
 
@@ -167,7 +169,7 @@ async def crash_many(arena: Arena, session: Session) -> str:
     for code in deaths * 2:
         await cell(await arena.session(), code)
     fresh = await cell(await arena.session(), "6 * 7")
-    return told("the process that makes sessions", fresh != "42", fresh)
+    return verdict_line("the process that makes sessions", fresh != "42", fresh)
 
 
 attack("many sessions crash", "siblings", act=crash_many, without_walls="contained")
@@ -180,17 +182,22 @@ async def starve(arena: Arena, session: Session) -> str:
     await asyncio.sleep(0.2)
     quick = await cell(session, "sum(range(1000))")
     await asyncio.gather(*burning)
-    return told("a sibling's time", quick != "499500", quick)
+    return verdict_line("a sibling's time", quick != "499500", quick)
 
 
 attack("every core burnt", "siblings", act=starve, without_walls="contained", timeout_s=20)
 
 
-async def same_random(arena: Arena, session: Session) -> str:
+async def same_random_secrets(arena: Arena, session: Session) -> str:
     """A random secret of one session must not be drawn by another session too."""
     draw = "import os, secrets, uuid\nsecrets.token_hex(8), uuid.uuid4().hex, os.urandom(4).hex()"
     drawn = [await cell(s, draw) for s in (session, await arena.session())]
-    return told("the same secret twice", drawn[0] == drawn[1], drawn)
+    return verdict_line("the same secret twice", drawn[0] == drawn[1], drawn)
 
 
-attack("secrets that a sibling draws too", "siblings", act=same_random, without_walls="contained")
+attack(
+    "secrets that a sibling draws too",
+    "siblings",
+    act=same_random_secrets,
+    without_walls="contained",
+)

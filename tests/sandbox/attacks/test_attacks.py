@@ -26,7 +26,7 @@ from other_user import AS_NOBODY, VERSION, own_path, readable
 
 from attacks.base import ATTACKS, Attack, Verdict
 from attacks.cases import ATTACKS as ALL_ATTACKS
-from attacks.runner import Closing, Line, Opening, Told
+from attacks.runner import Closing, Line, Opening, VerdictLine
 from attacks.watch import start_time
 from ramify.sandbox.base import SANDBOXES
 
@@ -43,7 +43,7 @@ class Findings(NamedTuple):
     complaint: str
 
 
-class Place(NamedTuple):
+class ChildSetup(NamedTuple):
     """The user and the Python of a child of these tests."""
 
     python: str
@@ -51,16 +51,16 @@ class Place(NamedTuple):
     whoami: dict[str, Any]
 
 
-def place(as_root: bool, home: str) -> Place:
+def child_setup(as_root: bool, home: str) -> ChildSetup:
     """For an ordinary user: a Python that they can run, and a package that they can read
     (``other_user.py``)."""
     os.chmod(home, 0o777)
     if as_root or not IS_ROOT:
-        return Place(sys.executable, env_of(own_path(), home), {})
+        return ChildSetup(sys.executable, env_of(own_path(), home), {})
     found = readable()
     if found is None:
         pytest.skip(f"an ordinary user can run no {VERSION} here")
-    return Place(found.python, env_of(found.path, home), AS_NOBODY)
+    return ChildSetup(found.python, env_of(found.path, home), AS_NOBODY)
 
 
 def env_of(path: tuple[str, ...], home: str) -> dict[str, str]:
@@ -87,7 +87,7 @@ def findings(
 ) -> Findings:
     """Run all attacks once. If something stops the whole runner, that is its complaint."""
     with tempfile.TemporaryDirectory(prefix="attacks-") as home:
-        python, env, whoami = place(as_root, home)
+        python, env, whoami = child_setup(as_root, home)
         done = subprocess.run(
             [python, "-m", "attacks.runner", plan_of(provider, tier, names, landlock)],
             capture_output=True,
@@ -101,7 +101,7 @@ def findings(
         )
         left = sorted(path.name for path in Path(home).iterdir())
     lines = [msgspec.json.decode(line, type=Line) for line in done.stdout.splitlines()]
-    verdicts = {line.verdict.name: line.verdict for line in lines if isinstance(line, Told)}
+    verdicts = {line.verdict.name: line.verdict for line in lines if isinstance(line, VerdictLine)}
     opening = next((line for line in lines if isinstance(line, Opening)), None)
     closing = next((line for line in lines if isinstance(line, Closing)), None)
     complaint = (
@@ -132,7 +132,7 @@ def started(request: pytest.FixtureRequest) -> Started:
     }
 
 
-def of_jail(started: Started, tier: str, as_root: bool) -> Findings:
+def jail_findings(started: Started, tier: str, as_root: bool) -> Findings:
     """The jail's findings, or a skip with the reason."""
     if "jail" not in SANDBOXES or sys.platform != "linux":
         pytest.skip("there is no jail on this platform")
@@ -149,7 +149,7 @@ def of_jail(started: Started, tier: str, as_root: bool) -> Findings:
 
 
 slow = pytest.mark.slow  # locally, tier A runs as the current user; CI runs the rest
-WHO = pytest.mark.parametrize(
+AS_ROOT_AND_USER = pytest.mark.parametrize(
     "as_root",
     [
         pytest.param(True, id="root"),
@@ -162,9 +162,9 @@ TIERS = ["A", pytest.param("B", marks=slow), pytest.param("C", marks=slow)]
 
 @pytest.mark.parametrize("name", ATTACKS)
 @pytest.mark.parametrize("tier", TIERS)
-@WHO
-def test_contained(started: Started, tier: str, as_root: bool, name: str) -> None:
-    found = of_jail(started, tier, as_root)
+@AS_ROOT_AND_USER
+def test_attack_is_contained(started: Started, tier: str, as_root: bool, name: str) -> None:
+    found = jail_findings(started, tier, as_root)
     if name not in found.verdicts:
         pytest.fail(f"the runner did not come to it: {found.complaint}")
     verdict, attack = found.verdicts[name], ATTACKS[name]
@@ -184,8 +184,10 @@ ON_FILES = tuple(name for name, attack in ATTACKS.items() if attack.kind == "fil
 
 @pytest.mark.parametrize("name", ON_FILES)
 @pytest.mark.parametrize("landlock", [1, pytest.param(2, marks=slow), pytest.param(4, marks=slow)])
-@WHO
-def test_contained_by_an_older_landlock(landlock: int, as_root: bool, name: str) -> None:
+@AS_ROOT_AND_USER
+def test_file_attack_is_contained_by_older_landlock(
+    landlock: int, as_root: bool, name: str
+) -> None:
     """Tier B of Linux 5.13, 5.19 and 6.7: the first two do not have the right to truncate a
     file."""
     if sys.platform != "linux" or (as_root and not IS_ROOT):
@@ -203,20 +205,22 @@ def test_contained_by_an_older_landlock(landlock: int, as_root: bool, name: str)
 
 
 @pytest.mark.parametrize("tier", TIERS)
-@WHO
-def test_nothing_is_left(started: Started, tier: str, as_root: bool) -> None:
-    found = of_jail(started, tier, as_root)
+@AS_ROOT_AND_USER
+def test_attacks_leave_nothing_behind(started: Started, tier: str, as_root: bool) -> None:
+    found = jail_findings(started, tier, as_root)
     assert found.closing is not None, found.complaint
     assert (found.closing.faults, found.complaint) == ([], "")
 
 
 @pytest.mark.parametrize("tier", TIERS)
-@WHO
-def test_the_host_is_killed(started: Started, tier: str, as_root: bool) -> None:
+@AS_ROOT_AND_USER
+def test_killed_host_leaves_no_processes_or_folders(
+    started: Started, tier: str, as_root: bool
+) -> None:
     """Without any cleanup by the host, every process below it ends, and its folders are deleted."""
-    of_jail(started, tier, as_root)
+    jail_findings(started, tier, as_root)
     with tempfile.TemporaryDirectory(prefix="attacks-") as home:
-        python, env, whoami = place(as_root, home)
+        python, env, whoami = child_setup(as_root, home)
         command = [python, "-m", "attacks.host", plan_of("jail", tier)]
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env=env, cwd="/", **whoami
@@ -236,7 +240,7 @@ def test_the_host_is_killed(started: Started, tier: str, as_root: bool) -> None:
             time.sleep(0.02)
 
 
-# --- the attacks themselves: without walls they reach what they aim at
+# --- the attacks themselves: without isolation they reach their goals
 
 
 def is_tried(attack: Attack) -> bool:
@@ -247,7 +251,7 @@ TRIED = tuple(name for name, attack in ATTACKS.items() if is_tried(attack))
 
 
 @pytest.mark.parametrize("name", TRIED)
-def test_is_an_attack(name: str) -> None:
+def test_attack_reaches_goal_without_isolation(name: str) -> None:
     """Against a provider that does not isolate, each attack reaches its goal, or is one that every
     provider contains."""
     found = findings("process", "A", IS_ROOT, TRIED)
@@ -259,6 +263,6 @@ def test_is_an_attack(name: str) -> None:
         assert verdict.reached, verdict
 
 
-def test_there_are_many() -> None:
+def test_attack_suite_is_large() -> None:
     assert len(ATTACKS) >= 60
     assert sum(attack.without_walls == "reached" for attack in ATTACKS.values()) >= 30

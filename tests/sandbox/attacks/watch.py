@@ -1,5 +1,4 @@
-"""What the arena watches while an attack runs: processes, descriptors and memory, as reported by
-the kernel."""
+"""Processes, descriptors and memory during an attack, as reported by the kernel."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def parents() -> dict[int, int]:
 
 
 def descendants(root: int) -> set[int]:
-    """The living processes below ``root``."""
+    """Living descendants of ``root``."""
     tree = parents()
     found = {root}
     while more := {pid for pid, parent in tree.items() if parent in found} - found:
@@ -41,7 +40,7 @@ def descendants(root: int) -> set[int]:
     return found - {root}
 
 
-def bury_orphans(ours: set[int]) -> None:
+def reap_orphans(ours: set[int]) -> None:
     """Reap dead orphans, except the children in ``ours``, for which other code waits."""
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) not in ours:

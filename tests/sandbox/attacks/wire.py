@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from attacks.base import attack
-from attacks.sharing import cell, told
+from attacks.sharing import cell, verdict_line
 from ramify.sandbox.base import Session
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ async def flood_then_interrupt(arena: Arena, session: Session) -> str:
         "for id in range(1, 100_000): say({'op': 'call', 'id': id, 'name': 'sleep', 'value': [[9], "
         "{}]})",
     )
-    return told("time past the deadline", time.monotonic() - started > 20, said)
+    return verdict_line("time past the deadline", time.monotonic() - started > 20, said)
 
 
 attack("a flood of calls that sleep", act=flood_then_interrupt, **LIE)

@@ -1,8 +1,8 @@
-"""An algorithm for each task of a mixture: whole steps by hand, and beside that algorithm alone.
+"""One algorithm per task of a mixture: whole steps by hand, and compared with each one alone.
 
 item    rollout   reward   tokens
 sums:0  s0 s1     1, 0     2, 4
-sums:1  s2 s3     1, 1     3, 3      nothing to compare
+sums:1  s2 s3     1, 1     3, 3      (zero variance)
 texts:0 t0 t1     3, 1     5, 1
 texts:1 t2 t3     0, 4     2, 2
 """
@@ -43,11 +43,11 @@ ITEMS: dict[str, tuple[tuple[float, ...], tuple[int, ...]]] = {
     "sums:1": ((1, 1), (3, 3)),
     "texts:1": ((0, 4), (2, 2)),
 }
-"""Id of an item -> (rewards of its rollouts, their tokens)"""
+"""Item id -> (rewards of its rollouts, numbers of their tokens)"""
 
 
 def groups(*parts: str) -> list[Group]:
-    """The groups of ``parts``, or all."""
+    """Return the groups of the given tasks, or of all tasks if none is given."""
     found, number = [], dict.fromkeys(("sums", "texts"), 0)
     for item, (rewards, sizes) in ITEMS.items():
         part, rollouts = item.partition(":")[0], []
@@ -61,8 +61,8 @@ def groups(*parts: str) -> list[Group]:
     return found
 
 
-def shares(assigned: AssignedStep) -> dict[str, list[float]]:
-    """Rollout -> part of the step's loss that each of its tokens has, per log-probability."""
+def loss_shares(assigned: AssignedStep) -> dict[str, list[float]]:
+    """Rollout -> weight of each of its tokens' log-probabilities in the step's loss."""
     found: dict[str, list[float]] = {}
     for rollout in assigned.rollouts:
         for credit in rollout.credits.values():
@@ -76,13 +76,13 @@ def shares(assigned: AssignedStep) -> dict[str, list[float]]:
     return found
 
 
-def test_the_whole_step_by_hand() -> None:
-    """sums, mean of its group, by rollout: 1 of 3 groups with a signal, divided by 2 rollouts.
-    texts, mean of the others, by token: 2 of 3 groups, divided by 10 tokens."""
+def test_step_of_two_tasks_matches_hand_computation() -> None:
+    """sums: group mean, per rollout; 1 of 3 groups with a signal, divided by 2 rollouts.
+    texts: leave-one-out mean, per token; 2 of 3 groups, divided by 10 tokens."""
     sums, texts = DrGRPO(reduction="rollout"), RLOO(reduction="token")
     step = ByTask(tasks={"sums": sums, "texts": texts}).assign_advantages(groups(), {})
     third = 1 / 3
-    assert shares(step) == {
+    assert loss_shares(step) == {
         "s0": pytest.approx([third / 2 * 0.5 / 2] * 2),
         "s1": pytest.approx([third / 2 * -0.5 / 4] * 4),
         "t0": pytest.approx([2 * third / 10 * 2] * 5),
@@ -90,7 +90,7 @@ def test_the_whole_step_by_hand() -> None:
         "t2": pytest.approx([2 * third / 10 * -4] * 2),
         "t3": pytest.approx([2 * third / 10 * 4] * 2),
     }
-    assert list(shares(step)) == ["s0", "s1", "t0", "t1", "t2", "t3"]
+    assert list(loss_shares(step)) == ["s0", "s1", "t0", "t1", "t2", "t3"]
     assert step.metrics == {
         "reward": pytest.approx(11 / 8),
         "groups_with_signal": 3.0,
@@ -118,33 +118,35 @@ def test_the_whole_step_by_hand() -> None:
     [GRPO(reduction="group"), DrGRPO(drop_zero_variance=False), ReinforcePP(), RAE(), SFT()],
     ids=lambda each: type(each).__name__,
 )
-def test_rows_of_a_task_have_the_loss_of_its_algorithm_alone(sums: Any) -> None:
-    """Up to the task's share of the step: here 2 of 4 groups, or 1 of 3 if one was dropped."""
+def test_each_task_has_the_loss_of_its_algorithm_used_alone(sums: Any) -> None:
+    """Scaled by the task's share of the step: 2 of 4 groups, or 1 of 3 if one was dropped."""
     both = ByTask(tasks={"sums": sums}, other=RLOO()).assign_advantages(groups(), {})
     num = 1 if isinstance(sums, GRPO) else 2
     for part, algorithm, share in (("sums", sums, num), ("texts", RLOO(), 2)):
         alone = algorithm.assign_advantages(groups(part), {})
-        assert {id: values for id, values in shares(both).items() if id[0] == part[0]} == {
+        assert {id: values for id, values in loss_shares(both).items() if id[0] == part[0]} == {
             id: pytest.approx([value * share / (num + 2) for value in values], abs=1e-12)
-            for id, values in shares(alone).items()
+            for id, values in loss_shares(alone).items()
         }
 
 
 @pytest.mark.parametrize("name", ["dr_grpo", "grpo", "rloo", "maxrl", "opo", "pass_at_k"])
 @pytest.mark.parametrize("reduction", ["constant", "rollout", "group", "prompt"])
-def test_one_algorithm_for_every_task_is_that_algorithm(name: str, reduction: str) -> None:
+def test_same_algorithm_for_every_task_equals_that_algorithm_used_alone(
+    name: str, reduction: str
+) -> None:
     algorithm = ALGORITHMS.build({"name": name, "reduction": reduction})
     alone = algorithm.assign_advantages(groups(), {})
     by_task = ByTask(other=algorithm).assign_advantages(groups(), {})
-    assert shares(by_task) == {
-        id: pytest.approx(values, abs=1e-12) for id, values in shares(alone).items()
+    assert loss_shares(by_task) == {
+        id: pytest.approx(values, abs=1e-12) for id, values in loss_shares(alone).items()
     }
     for metric in alone.metrics:
         assert by_task.metrics[metric] == pytest.approx(alone.metrics[metric])
 
 
-def test_advantages_that_are_finished_later_are_those_of_each_task() -> None:
-    """Critics with another λ; REINFORCE++ with a KL in the reward beside an algorithm without."""
+def test_finish_computes_advantages_separately_per_task() -> None:
+    """Critics that differ in λ; REINFORCE++ with a KL in the reward next to RLOO without one."""
 
     def finished(algorithm: Any, *parts: str) -> dict[str, list[float]]:
         rows = token_sequences(algorithm.assign_advantages(groups(*parts), {}).rollouts)
@@ -153,24 +155,26 @@ def test_advantages_that_are_finished_later_are_those_of_each_task() -> None:
             row.streams |= {"values": numbers / 8, "old_logprobs": -numbers}
             row.streams["ref_logprobs"] = -numbers / 2
         metrics = finish(algorithm, rows)
-        assert len(parts) == 1 or set(metrics) >= {f"task.{part}/{name}" for part, name in seen}
-        return {_id(row): row.advantages.tolist() for row in rows}
+        assert len(parts) == 1 or set(metrics) >= {
+            f"task.{part}/{name}" for part, name in metric_names
+        }
+        return {rollout_id(row): row.advantages.tolist() for row in rows}
 
-    seen = [("sums", "explained_variance"), ("texts", "explained_variance")]
+    metric_names = [("sums", "explained_variance"), ("texts", "explained_variance")]
     sums, texts = PPO(lam=0.5), PPO(lam=0.9, normalise=False)
     both = finished(ByTask(tasks={"sums": sums, "texts": texts}, other=PPO()))
     assert both == finished(sums, "sums") | finished(texts, "texts")
-    seen = [("sums", "reward_kl")]
+    metric_names = [("sums", "reward_kl")]
     charged = ReinforcePP(kl_reward=0.1)
     both = finished(ByTask(tasks={"sums": charged}, other=RLOO()))
     assert both == finished(charged, "sums") | finished(RLOO(), "texts")
 
 
-def _id(row: TokenSequence) -> str:
+def rollout_id(row: TokenSequence) -> str:
     return row.name.partition("/")[0]
 
 
-def test_streams_of_one_task_change_nothing_for_another() -> None:
+def test_kl_reduction_of_one_task_does_not_affect_another() -> None:
     charged = RLOO(reduction="token", kl_reduction="rollout")
     step = ByTask(tasks={"sums": charged}).assign_advantages(groups(), {})
     kl = {r.trajectory.id: c.streams["kl_share"] for r in step.rollouts for c in r.credits.values()}
@@ -195,14 +199,14 @@ def test_each_task_has_its_own_memory() -> None:
     assert again.memory["sums/rlm@0"] == first.memory["sums/rlm@0"]
 
 
-def test_why_a_step_has_no_signal_is_said_by_task() -> None:
+def test_no_signal_message_names_the_tasks() -> None:
     equal = [group for group in groups() if group.task == "sums:1"]
     step = ByTask().assign_advantages(equal, {})
     assert step.no_signal == "sums: in each of 1 groups all rollouts did equally well"
     assert ByTask().assign_advantages([], {}).no_signal == "the step has no group"
 
 
-# --- in a run
+# --- training runs
 
 PARTS = {
     "a": {"task": "tests.train.small:even"},
@@ -211,7 +215,7 @@ PARTS = {
 }
 
 
-def mixed(algorithm: Any, **rl: Any) -> Run:
+def mixture_run(algorithm: Any, **rl: Any) -> Run:
     given = small(task=TaskSpec(name="mixture", options={"parts": PARTS}))
     assert given.rl is not None
     spec = msgspec.structs.replace(given.rl, algorithm=algorithm, steps=2, **rl)
@@ -233,15 +237,15 @@ def mixed(algorithm: Any, **rl: Any) -> Run:
         (ByTask(tasks={"a": PPO()}), r"'a' has a critic and that of 'b' has none"),
     ],
 )
-def test_algorithms_that_do_not_fit_are_refused(
+def test_algorithms_that_do_not_fit_the_mixture_are_rejected(
     algorithm: Any, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        train(mixed(algorithm), tmp_path)
+        train(mixture_run(algorithm), tmp_path)
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
-def test_one_task_or_wrapped_algorithms_are_refused(tmp_path: Path) -> None:
+def test_single_task_and_nested_algorithms_are_rejected(tmp_path: Path) -> None:
     one = small(policy=PolicySpec(path="tiny"), sft=None, warmup=None)
     with pytest.raises(ConfigError, match="is one task: set task"):
         train(override(one, ["rl.algorithm=by_task"], CHOICES), tmp_path)
@@ -258,8 +262,8 @@ def test_one_task_or_wrapped_algorithms_are_refused(tmp_path: Path) -> None:
             wrong()
 
 
-def test_a_preset_sets_the_algorithm_of_tasks_that_are_not_listed() -> None:
-    run = with_preset(mixed(ByTask(tasks={"a": SFT()})), "trl")
+def test_preset_sets_algorithm_of_unlisted_tasks() -> None:
+    run = with_preset(mixture_run(ByTask(tasks={"a": SFT()})), "trl")
     assert run.rl is not None
     algorithm = run.rl.algorithm
     assert (algorithm.tasks, type(algorithm.other)) == ({"a": SFT()}, GRPO)

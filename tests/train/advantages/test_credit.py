@@ -1,5 +1,5 @@
-"""Credit on trees, by hand. Every number here was worked out on paper; all are integers under the
-mean baseline.
+"""Credit on call trees. Every expected number was worked out by hand; all are integers under
+the mean baseline.
 
 Group of two rollouts of one task:
 
@@ -38,19 +38,19 @@ SECOND = {
 GROUP = [FIRST, SECOND]
 
 
-def test_returns() -> None:
+def test_returns_add_discounted_rewards_of_descendants() -> None:
     assert returns_of(FIRST, 1) == {"0": 4, "0.0": 5, "0.1": 7, "0.1.0": 9}
     assert returns_of(FIRST, 0) == {"0": 4, "0.0": 1, "0.1": 3, "0.1.0": 2}
     assert returns_of(FIRST, 0.5) == {"0": 4, "0.0": 3, "0.1": 5, "0.1.0": 4.5}
 
 
-def test_root_is_broadcast() -> None:
+def test_root_credit_gives_every_call_the_advantage_of_its_root() -> None:
     assert root(GROUP, mean, 1) == [dict.fromkeys(FIRST, 2), dict.fromkeys(SECOND, -2)]
 
 
-def test_per_role() -> None:
+def test_per_role_compares_calls_at_the_same_depth_across_trees() -> None:
     # γ = 1: roots 4, 0; children 5, 7 (mean 6) | 1, 5 (mean 3). Only the first tree has a
-    # grandchild, which gets its parent's number and its own reward.
+    # grandchild; it gets its parent's advantage plus its own reward.
     assert per_role(GROUP, RLOO().compare, 1) == [
         {"0": 4, "0.0": 2, "0.1": 4, "0.1.0": 6},
         {"0": -4, "0.0": -5, "0.1": -1},
@@ -66,8 +66,10 @@ def test_per_role() -> None:
 @pytest.mark.parametrize(
     ("baseline", "number"), [(RLOO().compare, 1), (mean, 0.5), (GRPO().compare, 1 / 2**0.5)]
 )
-def test_a_tree_counts_once_however_many_children_it_has(baseline: Baseline, number: float) -> None:
-    """Reward 1 and nine children against reward 0 and one child: as for their roots."""
+def test_per_role_counts_a_tree_once_however_many_children_it_has(
+    baseline: Baseline, number: float
+) -> None:
+    """Reward 1 with nine children against reward 0 with one child: the roots' advantages."""
     nine = {"0": CreditNode(None, 0, 1), **{f"0.{i}": CreditNode("0", 1) for i in range(9)}}
     one = {"0": CreditNode(None, 0, 0), "0.0": CreditNode("0", 1)}
     first, second = per_role([nine, one], baseline, 1)
@@ -75,8 +77,8 @@ def test_a_tree_counts_once_however_many_children_it_has(baseline: Baseline, num
     assert second == pytest.approx(dict.fromkeys(one, -number), rel=1e-5)
 
 
-def test_a_number_does_not_depend_on_siblings() -> None:
-    """The other tree's children and one's own alone decide; siblings do not."""
+def test_per_role_advantage_does_not_depend_on_siblings() -> None:
+    """Only the call's own return and the other tree's children count."""
     other = {"0": CreditNode(None, 0, 0), "0.0": CreditNode("0", 1, 2)}
     for num in (1, 8):
         tree = {
@@ -87,7 +89,7 @@ def test_a_number_does_not_depend_on_siblings() -> None:
         assert per_role([tree, other], RLOO().compare, 1)[0]["0.0"] == 6 - 2
 
 
-def test_roles_are_not_compared_with_each_other() -> None:
+def test_per_role_does_not_compare_lm_calls_with_rlm_calls() -> None:
     trees = [
         {"0": CreditNode(None, 0, 2), "0.0": CreditNode("0", 1, 8, "lm")},
         {"0": CreditNode(None, 0, 0), "0.0": CreditNode("0", 1, 1)},
@@ -96,7 +98,7 @@ def test_roles_are_not_compared_with_each_other() -> None:
     assert per_role(trees, mean, 1) == [{"0": 1, "0.0": 9}, {"0": -1, "0.0": 0}]
 
 
-def test_hierarchical() -> None:
+def test_hierarchical_compares_calls_with_the_same_subtask() -> None:
     # γ = 1: north 5 | 1; south 7 | 5; the grandchild as in per_role
     assert hierarchical(GROUP, RLOO().compare, 1) == [
         {"0": 4, "0.0": 4, "0.1": 2, "0.1.0": 4},
@@ -104,7 +106,7 @@ def test_hierarchical() -> None:
     ]
 
 
-def test_attempts_under_one_parent_are_compared() -> None:
+def test_hierarchical_compares_repeated_subtasks_of_one_parent() -> None:
     tree = {
         "0": CreditNode(None, 0, 1),
         **{f"0.{i}": CreditNode("0", 1, r, subtask="same") for i, r in enumerate((6, 0, 3))},
@@ -112,7 +114,7 @@ def test_attempts_under_one_parent_are_compared() -> None:
     assert hierarchical([tree], mean, 1) == [{"0": 0, "0.0": 3, "0.1": -3, "0.2": 0}]
 
 
-def test_leave_one_child_out() -> None:
+def test_leave_one_child_out_compares_each_child_with_its_siblings() -> None:
     # first: 2 + (1-3), 2 + (3-1); the grandchild has neither siblings nor peers: 4 + 2
     assert leave_one_child_out(GROUP, mean, 1) == [
         {"0": 2, "0.0": 0, "0.1": 4, "0.1.0": 6},
@@ -125,20 +127,20 @@ def test_leave_one_child_out() -> None:
 
 
 @pytest.mark.parametrize("name", CREDITS)
-def test_a_group_of_one_without_siblings_has_no_advantage(name: str) -> None:
+def test_single_tree_without_siblings_has_zero_advantage(name: str) -> None:
     alone = {"0": CreditNode(None, 0, 4), "0.0": CreditNode("0", 1, 1)}
     assert CREDITS[name]([alone], mean, 1) == [{"0": 0, "0.0": 0}]
 
 
 @pytest.mark.parametrize("name", CREDITS)
-def test_every_call_gets_a_number(name: str) -> None:
+def test_every_call_gets_an_advantage(name: str) -> None:
     assert [list(numbers) for numbers in CREDITS[name](GROUP, mean, 1)] == [
         list(FIRST),
         list(SECOND),
     ]
 
 
-def test_baselines() -> None:
+def test_mean_grpo_and_rloo_baselines() -> None:
     assert mean([3, 1, 1, 3]) == [1, -1, -1, 1]
     assert GRPO().compare([3, 1, 1, 3]) == pytest.approx(
         [0.8660246, -0.8660246, -0.8660246, 0.8660246]

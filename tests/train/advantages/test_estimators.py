@@ -1,4 +1,4 @@
-"""Every estimator over one small batch, every number by hand.
+"""Every advantage estimator on one small batch, with all numbers worked out by hand.
 
 item  rollout  reward             call 0           call 0.0 (own reward 0)
 a     first    correct 1          turns of 2, 1    3 tokens
@@ -40,26 +40,26 @@ from ramify.types.trajectory import Group, Stop, Trajectory
 from tests.train.trees import call, group, tree
 
 
-def named(id: str, trajectory: Trajectory) -> Trajectory:
+def with_id(id: str, trajectory: Trajectory) -> Trajectory:
     return msgspec.structs.replace(trajectory, id=id)
 
 
 def batch() -> list[Group]:
     a = group(
-        named("a0", tree(call("0", 2, 1), call("0.0", 3, reward=0), reward=1)),
-        named("a1", tree(call("0", 4), reward=0)),
+        with_id("a0", tree(call("0", 2, 1), call("0.0", 3, reward=0), reward=1)),
+        with_id("a1", tree(call("0", 4), reward=0)),
     )
-    b = group(*(named(f"b{index}", tree(call("0", 5), reward=1)) for index in range(2)))
+    b = group(*(with_id(f"b{index}", tree(call("0", 5), reward=1)) for index in range(2)))
     b.task = "b"
     return [a, b]
 
 
 def roots(*rewards: float) -> list[Group]:
-    """One group of single calls, of one token each."""
+    """Return one group of single calls of one token each."""
     return [
         group(
             *(
-                named(f"{index}", tree(call("0", 1), reward=reward))
+                with_id(f"{index}", tree(call("0", 1), reward=reward))
                 for index, reward in enumerate(rewards)
             )
         )
@@ -67,7 +67,7 @@ def roots(*rewards: float) -> list[Group]:
 
 
 def advantages(assigned: AssignedStep) -> dict[str, list[float]]:
-    """Rollout/call -> its tokens' advantages."""
+    """Rollout/call -> advantages of its tokens."""
     found: dict[str, list[float]] = {}
     for rollout in assigned.rollouts:
         for (id, _), credit in rollout.credits.items():
@@ -81,12 +81,12 @@ def whitened(*values: float) -> list[float]:
     return [(value - centre) / std for value in values]
 
 
-HALF_STD = 0.5 / (math.sqrt(0.5) + 1e-6)  # of returns 1, 0
+HALF_STD = 0.5 / (math.sqrt(0.5) + 1e-6)  # normalised advantage for returns 1, 0
 
 
-def test_grpo_over_the_four_rewards_of_a_worked_example() -> None:
-    """A right answer, and wrong ones with 0, 4 and 12 tool calls: rewards 1, -1.1, -0.9, -0.6 of
-    mean -0.4."""
+def test_grpo_and_dr_grpo_on_a_worked_example() -> None:
+    """A right answer, and wrong ones with 0, 4 and 12 tool calls: rewards 1, -1.1, -0.9, -0.6
+    with mean -0.4."""
     rewards = [1, -1.1, -0.9, -0.6]
     assert GRPO().compare(rewards) == pytest.approx(
         [1.464917, -0.732458, -0.523185, -0.209274], abs=2e-6
@@ -114,7 +114,7 @@ def test_grpo_over_the_four_rewards_of_a_worked_example() -> None:
     ],
     ids=lambda each: type(each).__name__,
 )
-def test_one_success_of_four(algorithm: Any, wanted: list[float]) -> None:
+def test_advantages_of_one_success_in_four(algorithm: Any, wanted: list[float]) -> None:
     found = [
         values[0]
         for values in advantages(
@@ -124,7 +124,7 @@ def test_one_success_of_four(algorithm: Any, wanted: list[float]) -> None:
     assert found == pytest.approx(wanted, abs=1e-6)
 
 
-WHOLE = [1] * 6 + [0] * 4 + [1] * 10  # every call's return: the child's own 0, and its parent's 1
+WHOLE = [1] * 6 + [0] * 4 + [1] * 10  # return per token; the child's is its own 0 + the root's 1
 
 
 @pytest.mark.parametrize(
@@ -140,12 +140,12 @@ WHOLE = [1] * 6 + [0] * 4 + [1] * 10  # every call's return: the child's own 0, 
             OPO(credit="per_role"),
             [1 - 3 / 7] * 6 + [-3 / 7] * 4,
             None,
-        ),  # roots of 3 and 4 tokens; the child gets its parent's
+        ),  # roots of 3 and 4 tokens; the child gets its parent's advantage
         (
             Hierarchical(),
             [0.5] * 6 + [-0.5] * 4,
             None,
-        ),  # only a0 asked the child, which gets its parent's
+        ),  # only a0 has a child call; it gets its parent's advantage
         (
             ReinforcePPBaseline(credit="root"),
             whitened(*[0.5] * 6 + [-0.5] * 4 + [0] * 10)[:10],
@@ -161,26 +161,28 @@ WHOLE = [1] * 6 + [0] * 4 + [1] * 10  # every call's return: the child's own 0, 
             RAE(),
             [1] * 6,
             [1] * 10,
-        ),  # nothing is remembered yet: advantages are returns, and a return of 0 teaches nothing
+        ),  # no baseline yet: advantages are returns, and a return of 0 has no gradient
         (GDPO(credit="root", normalise=False), [HALF_STD] * 6 + [-HALF_STD] * 4, None),
-        (PPO(), [0] * 10, [0] * 10),  # until its critic has spoken
+        (PPO(), [0] * 10, [0] * 10),  # 0 until the critic's values are in
     ],
     ids=lambda each: type(each).__name__,
 )
-def test_the_known_batch(algorithm: Any, a: list[float], b: list[float] | None) -> None:
+def test_advantages_of_the_known_batch(
+    algorithm: Any, a: list[float], b: list[float] | None
+) -> None:
     found = advantages(algorithm.assign_advantages(batch(), {}))
     of_a = [value for name, values in found.items() if name[0] == "a" for value in values]
     of_b = [value for name, values in found.items() if name[0] == "b" for value in values]
     if isinstance(
         algorithm, ReinforcePPBaseline
-    ):  # groups without signal stay in, about a mean of 0.05
+    ):  # zero-variance groups are kept; the mean is 0.05
         b = whitened(*[0.5] * 6 + [-0.5] * 4 + [0] * 10)[10:]
     assert of_a == pytest.approx(a, abs=1e-6)
     assert of_b == pytest.approx(b or [], abs=1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in ("sft", "remax")])
-def test_the_order_of_groups_and_rollouts_does_not_matter(name: str) -> None:
+def test_order_of_groups_and_rollouts_does_not_matter(name: str) -> None:
     algorithm = ALGORITHMS.of(name)()
     there, back = batch(), batch()[::-1]
     for each in back:
@@ -195,15 +197,15 @@ def test_the_order_of_groups_and_rollouts_does_not_matter(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["grpo", "dr_grpo", "rloo", "maxrl", "pass_at_k", "opo", "gdpo", "hierarchical"]
 )
-def test_a_group_of_one_or_of_equals_teaches_nothing(name: str) -> None:
-    """Two public stacks give the one its raw reward."""
+def test_single_rollout_or_equal_rewards_give_no_signal(name: str) -> None:
+    """Two public frameworks give a single rollout its raw reward instead."""
     for rewards in ((1.0,), (0.3, 0.3, 0.3)):
         found = ALGORITHMS.of(name)().assign_advantages(roots(*rewards), {}, every_token=True)
         assert [value for values in advantages(found).values() for value in values] == []
         assert found.no_signal
 
 
-def test_baselines() -> None:
+def test_maxrl_pass_at_k_and_opo_baselines() -> None:
     assert MaxRL().compare([3, 1, 1, 3]) == pytest.approx([0.5, -0.5, -0.5, 0.5], abs=1e-6)
     assert MaxRL().compare([-1, -3]) == [0, 0]
     assert PassAtK().compare([3, 1, 0, 0]) == pytest.approx([2 / (math.sqrt(2) + 1e-6), 0, 0, 0])
@@ -214,9 +216,9 @@ def test_baselines() -> None:
         assert (each([7]), each([]), each([0.1, 0.1])) == ([0], [], [0, 0])
 
 
-def test_gdpo_compares_each_reward_on_its_own() -> None:
-    """correct 1, 0 and short 0, 0.1 with weight 0.5: 0.7071 - 0.3536 for the first, though short is
-    ten times smaller."""
+def test_gdpo_normalises_each_reward_separately() -> None:
+    """correct 1, 0 and short 0, 0.1 with weight 0.5: 0.7071 - 0.3536 for the first rollout,
+    although short is ten times smaller."""
     groups = roots(1, 0)
     groups[0].trajectories[0].rewards["short"], groups[0].trajectories[1].rewards["short"] = (
         0.0,
@@ -232,8 +234,8 @@ def test_gdpo_compares_each_reward_on_its_own() -> None:
         GDPO(length_weight=0.1)
 
 
-def test_rae_remembers_what_roles_came_to() -> None:
-    """Over the batch, the roots have a mean return of 0.75 and the child a return of 1."""
+def test_rae_keeps_moving_average_of_returns_per_role() -> None:
+    """In this batch the roots' mean return is 0.75 and the child's return is 1."""
     first = RAE(decay=0.9).assign_advantages(batch(), {})
     tokens = {"rollout_tokens": 5.0, "rollout_tokens_steps": 1.0}
     assert first.memory == pytest.approx({"rlm@0": 0.075, "rlm@1": 0.1, **tokens})
@@ -250,7 +252,7 @@ def test_rae_remembers_what_roles_came_to() -> None:
     )
 
 
-def test_remax_is_measured_by_a_rollout_without_chance() -> None:
+def test_remax_uses_greedy_rollout_as_baseline() -> None:
     groups = roots(1, 0)
     groups[0].greedy = tree(call("0", 2), reward=0.25)
     assert advantages(ReMax().assign_advantages(groups, {})) == {"0/0": [0.75], "1/0": [-0.25]}
@@ -269,26 +271,26 @@ def rows_of(algorithm: Any, groups: list[Group], **streams: Any) -> list[TokenSe
     return rows
 
 
-def learnt(row: TokenSequence, name: str) -> list[float]:
+def trained_values(row: TokenSequence, name: str) -> list[float]:
     column = row.advantages if name == "advantages" else row.streams[name]
     values: list[float] = column[row.rl != 0].tolist()
     return values
 
 
-def test_gae_goes_from_one_sampled_token_to_the_next() -> None:
+def test_gae_skips_observation_tokens() -> None:
     """A call of turns of 2 and 1 tokens with an observation between them and return 1; V = 0.2,
     0.5, 0.6, γ = 0.9, λ = 0.5: δ = 0.9·0.5 - 0.2, 0.9·0.6 - 0.5, 1 - 0.6; Â_3 = 0.4, Â_2 = 0.04 +
     0.45·0.4, Â_1 = 0.25 + 0.45·Â_2."""
     algorithm = PPO(gamma=0.9, lam=0.5, normalise=False)
     (row,) = rows_of(algorithm, [group(tree(call("0", 2, 1), reward=1))])
-    assert learnt(row, "rewards") == [0, 0, 1]
+    assert trained_values(row, "rewards") == [0, 0, 1]
     row.streams["values"] = np.zeros(len(row), np.float32)
     row.streams["values"][row.rl != 0] = [0.2, 0.5, 0.6]
     measured = finish(algorithm, [row])
     third, second = 0.4, 0.04 + 0.45 * 0.4
     first = 0.25 + 0.45 * second
-    assert learnt(row, "advantages") == pytest.approx([first, second, third], abs=1e-6)
-    assert learnt(row, "returns") == pytest.approx(
+    assert trained_values(row, "advantages") == pytest.approx([first, second, third], abs=1e-6)
+    assert trained_values(row, "returns") == pytest.approx(
         [first + 0.2, second + 0.5, third + 0.6], abs=1e-6
     )
     assert row.advantages[row.rl == 0].tolist() == [0] * int((row.rl == 0).sum())
@@ -298,10 +300,10 @@ def test_gae_goes_from_one_sampled_token_to_the_next() -> None:
     )
 
 
-def test_ppo_normalises_over_the_whole_step_and_trains_children_by_their_own_returns() -> None:
+def test_ppo_normalises_over_the_step_and_gives_children_their_own_returns() -> None:
     algorithm = PPO()
     rows = rows_of(algorithm, batch(), values=0.0)
-    assert {row.name: learnt(row, "rewards")[-1] for row in rows} == {
+    assert {row.name: trained_values(row, "rewards")[-1] for row in rows} == {
         "a0/call=0": 1,
         "a0/call=0.0": 1,
         "a1/call=0": 0,
@@ -309,14 +311,16 @@ def test_ppo_normalises_over_the_whole_step_and_trains_children_by_their_own_ret
         "b1/call=0": 1,
     }
     finish(algorithm, rows)
-    found = [value for row in rows for value in learnt(row, "advantages")]
+    found = [value for row in rows for value in trained_values(row, "advantages")]
     assert found == pytest.approx(whitened(*WHOLE), abs=1e-6)
-    assert [value for row in rows for value in learnt(row, "returns")] == pytest.approx(WHOLE)
+    assert [value for row in rows for value in trained_values(row, "returns")] == pytest.approx(
+        WHOLE
+    )
 
 
-def test_a_call_in_two_rows_is_one_line_of_tokens() -> None:
-    """TokenSequence splitting changes nothing: the KL of the second part reaches the first, and so
-    do γ and λ."""
+def test_call_split_into_two_rows_gets_the_same_advantages() -> None:
+    """Splitting a call into two rows changes nothing: KL, γ and λ still reach from the second
+    part into the first."""
     for algorithm in (
         PPO(lam=0.5, kl_reward=0.1),
         ReinforcePP(gamma=0.9, kl_reward=0.1),
@@ -337,26 +341,32 @@ def test_a_call_in_two_rows_is_one_line_of_tokens() -> None:
                 parts.append(msgspec.structs.replace(row, **copy))
         finish(algorithm, whole)
         finish(algorithm, parts)
-        assert [value for row in parts for value in learnt(row, "advantages")] == pytest.approx(
-            [value for row in whole for value in learnt(row, "advantages")], abs=1e-6
+        assert [
+            value for row in parts for value in trained_values(row, "advantages")
+        ] == pytest.approx(
+            [value for row in whole for value in trained_values(row, "advantages")], abs=1e-6
         )
 
 
-def test_kl_in_the_reward_is_charged_to_the_token_and_those_before_it() -> None:
-    """o - ref = 0.5 at each of 3 tokens, β = 0.1: -0.15, -0.1, -0.05 beside what the rollout
-    earned."""
+def test_reward_kl_is_charged_to_each_token_and_the_tokens_before_it() -> None:
+    """old - ref = 0.5 at each of 3 tokens, β = 0.1: -0.15, -0.1, -0.05 on top of the rollout's
+    advantage."""
     algorithm = DrGRPO(kl_reward=0.1)
     assert needs_of(algorithm).streams == {"old_logprobs", "ref_logprobs"}
-    groups = [group(*(named(f"{r}", tree(call("0", 2, 1), reward=r)) for r in (1, 0)))]
+    groups = [group(*(with_id(f"{r}", tree(call("0", 2, 1), reward=r)) for r in (1, 0)))]
     rows = rows_of(algorithm, groups, old_logprobs=-1.0, ref_logprobs=-1.5)
     measured = finish(algorithm, rows)
-    assert learnt(rows[0], "advantages") == pytest.approx([0.5 - 0.15, 0.5 - 0.1, 0.5 - 0.05])
-    assert learnt(rows[1], "advantages") == pytest.approx([-0.65, -0.6, -0.55])
+    assert trained_values(rows[0], "advantages") == pytest.approx(
+        [0.5 - 0.15, 0.5 - 0.1, 0.5 - 0.05]
+    )
+    assert trained_values(rows[1], "advantages") == pytest.approx([-0.65, -0.6, -0.55])
     assert measured == {"reward_kl": pytest.approx(0.5)}
     discounted = ReinforcePP(gamma=0.5, kl_reward=0.1, normalise=False)
     (row,) = rows_of(discounted, groups[:1], old_logprobs=-1.0, ref_logprobs=-1.5)[:1]
     finish(discounted, [row])
-    assert learnt(row, "advantages") == pytest.approx([0.25 - 0.0875, 0.5 - 0.075, 1 - 0.05])
+    assert trained_values(row, "advantages") == pytest.approx(
+        [0.25 - 0.0875, 0.5 - 0.075, 1 - 0.05]
+    )
     del row.streams["ref_logprobs"]
     with pytest.raises(TrainError, match="has no stream 'ref_logprobs', which the algorithm needs"):
         finish(discounted, [row])
@@ -366,8 +376,8 @@ def test_reinforce_pp_discounts_by_sampled_tokens() -> None:
     found = ReinforcePP(gamma=0.5).assign_advantages(
         [
             group(
-                named("x", tree(call("0", 2, 1), reward=1)),
-                named("y", tree(call("0", 1), reward=0)),
+                with_id("x", tree(call("0", 2, 1), reward=1)),
+                with_id("y", tree(call("0", 1), reward=0)),
             )
         ],
         {},
@@ -377,7 +387,7 @@ def test_reinforce_pp_discounts_by_sampled_tokens() -> None:
     )
 
 
-def test_a_reward_that_is_no_number_is_named_and_its_group_goes_on() -> None:
+def test_non_finite_or_missing_reward_is_noted_and_left_out_of_its_group() -> None:
     groups = roots(1, 0, math.nan, 0)
     groups[0].trajectories[3].rewards.clear()
     groups[0].trajectories[3].errors.append("the grader is down")
@@ -389,7 +399,7 @@ def test_a_reward_that_is_no_number_is_named_and_its_group_goes_on() -> None:
     ]
     assert found.metrics["failed_rollouts"] == 2
     child = group(
-        named("x", tree(call("0", 1), call("0.0", 1, reward=math.inf), reward=1)),
+        with_id("x", tree(call("0", 1), call("0.0", 1, reward=math.inf), reward=1)),
         *roots(0, 1)[0].trajectories,
     )
     assert DrGRPO().assign_advantages([child], {}).notes == [
@@ -397,11 +407,12 @@ def test_a_reward_that_is_no_number_is_named_and_its_group_goes_on() -> None:
     ]
 
 
-def test_many_that_failed_are_counted() -> None:
+def test_notes_on_failed_rollouts_are_limited_and_the_rest_counted() -> None:
     found = DrGRPO().assign_advantages(
         [
             group(
-                *(named(f"{n}", tree(reward=None)) for n in range(9)), *roots(1, 0)[0].trajectories
+                *(with_id(f"{n}", tree(reward=None)) for n in range(9)),
+                *roots(1, 0)[0].trajectories,
             )
         ],
         {},
@@ -411,15 +422,15 @@ def test_many_that_failed_are_counted() -> None:
     assert found.notes[3:] == ["6 more rollouts are left out for such reasons"]
 
 
-def test_cut_off_rollouts_can_be_masked_by_every_estimator() -> None:
+def test_every_estimator_can_mask_cut_off_rollouts() -> None:
     groups = [
         group(
-            named("x", tree(call("0", 2, stop=Stop.MAX_TOKENS), reward=1)),
-            named("y", tree(call("0", 2), reward=0)),
+            with_id("x", tree(call("0", 2, stop=Stop.MAX_TOKENS), reward=1)),
+            with_id("y", tree(call("0", 2), reward=0)),
         )
     ]
     for name in ALGORITHMS:
-        if name in ("sft", "remax", "hybrid", "by_task"):  # the last two take those of others
+        if name in ("sft", "remax", "hybrid", "by_task"):  # the last two wrap other algorithms
             continue
         found = ALGORITHMS.of(name)(overlong="mask").assign_advantages(groups, {}, every_token=True)
         assert "x" not in {each.trajectory.id for each in found.rollouts}, name
@@ -435,17 +446,17 @@ def test_cut_off_rollouts_can_be_masked_by_every_estimator() -> None:
         ("grpo", {"rollout_tokens": 0}),
     ],
 )
-def test_options_that_mean_nothing(name: str, options: dict[str, Any]) -> None:
+def test_invalid_algorithm_options_are_rejected(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ALGORITHMS.of(name)(**options)
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
-def test_algorithms_by_name_are_stored_as_they_are(name: str) -> None:
+def test_algorithm_round_trips_through_json(name: str) -> None:
     made = ALGORITHMS.of(name)()
     stored = msgspec.json.decode(msgspec.json.encode(made))
     assert stored["name"] == name
     assert ALGORITHMS.build(stored) == made
-    if name != "hybrid":  # the composer of signals
+    if name != "hybrid":  # lives in train/signals
         home = type(made).__module__.removeprefix("ramify.train.advantages.")
         assert home in (name, "group_estimators")

@@ -1,8 +1,8 @@
-"""GRPO, Dr.GRPO and RLOO over a small known batch, every stream by hand.
+"""GRPO, Dr.GRPO and RLOO on a small known batch, with every stream worked out by hand.
 
-group A (loud)   first   reward 1   0: turns of 2 and 1 tokens      0.0: one turn of 3 tokens
-                 second  reward 0   0: one turn of 4 tokens
-group B (silent) both    reward 1
+group A (signal)        first   reward 1   0: turns of 2 and 1 tokens   0.0: one turn of 3 tokens
+                        second  reward 0   0: one turn of 4 tokens
+group B (zero variance) both    reward 1
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def known_batch() -> list[Group]:
 
 
 def streams(assigned: AssignedStep) -> list[dict[tuple[str, int], tuple[list[float], list[float]]]]:
-    """(advantages, rl) by rollout, call and turn."""
+    """Return (advantages, rl) per rollout, call and turn."""
     return [
         {key: (s.advantages, s.rl) for key, s in each.credits.items()} for each in assigned.rollouts
     ]
@@ -39,7 +39,7 @@ def streams(assigned: AssignedStep) -> list[dict[tuple[str, int], tuple[list[flo
 @pytest.mark.parametrize(
     ("algorithm", "up", "down"), [(DrGRPO, 0.5, -0.5), (RLOO, 1.0, -1.0), (GRPO, STEEP, -STEEP)]
 )
-def test_the_known_batch(algorithm: Any, up: float, down: float) -> None:
+def test_streams_and_metrics_of_the_known_batch(algorithm: Any, up: float, down: float) -> None:
     found = algorithm(credit="root", reduction="rollout").assign_advantages(known_batch(), {})
     assert streams(found) == [
         {
@@ -62,12 +62,12 @@ def test_the_known_batch(algorithm: Any, up: float, down: float) -> None:
     assert found.no_signal == ""
 
 
-def test_silent_groups_can_stay_in_the_denominator() -> None:
+def test_zero_variance_groups_can_stay_in_the_denominator() -> None:
     found = DrGRPO(drop_zero_variance=False).assign_advantages(known_batch(), {})
     assert (found.denominators, len(found.rollouts)) == ({"rl": 4}, 2)
 
 
-def test_reductions() -> None:
+def test_token_constant_and_per_call_reductions() -> None:
     batch = known_batch()
     token = DrGRPO(credit="root", reduction="token").assign_advantages(batch, {})
     assert (token.denominators, token.rollouts[0].credits["0", 0].rl) == ({"rl": 10}, [1, 1])
@@ -82,14 +82,14 @@ def test_reductions() -> None:
     )
 
 
-def test_children_left_out_carry_no_weight() -> None:
+def test_excluded_children_carry_no_weight() -> None:
     found = DrGRPO(credit="root", reduction="rollout", children=False).assign_advantages(
         known_batch(), {}
     )
     assert streams(found)[0] == {("0", 0): ([0.5] * 2, [1 / 3] * 2), ("0", 1): ([0.5], [1 / 3])}
 
 
-def test_plain_calls_are_trained_when_asked() -> None:
+def test_lm_calls_are_trained_only_with_llm_calls() -> None:
     batch = [
         group(tree(call("0", 2), call("0.0", 3, kind="lm"), reward=1), tree(call("0", 4), reward=0))
     ]
@@ -104,7 +104,7 @@ def test_plain_calls_are_trained_when_asked() -> None:
     ]
 
 
-def test_a_root_that_is_one_plain_call_is_trained() -> None:
+def test_lm_root_is_always_trained() -> None:
     batch = [
         group(tree(call("0", 2, kind="lm"), reward=1), tree(call("0", 4, kind="lm"), reward=0))
     ]
@@ -114,7 +114,7 @@ def test_a_root_that_is_one_plain_call_is_trained() -> None:
     ]
 
 
-def test_credit_reaches_the_calls_that_earned_it() -> None:
+def test_per_role_credits_the_calls_that_earned_the_reward() -> None:
     batch = [
         group(
             tree(call("0", 1), call("0.0", 1, reward=1), call("0.1", 1, reward=0), reward=0),
@@ -129,19 +129,19 @@ def test_credit_reaches_the_calls_that_earned_it() -> None:
     assert [
         {key[0]: s.advantages for key, s in each.credits.items()} for each in found.rollouts
     ] == [
-        {"0.1": [-0.5]},  # about the other tree's 1, halved: two trees
-        {"0.0": [0.25], "0.1": [0.25]},  # about the other tree's 0.5
+        {"0.1": [-0.5]},  # relative to the other tree's 1, halved: two trees
+        {"0.0": [0.25], "0.1": [0.25]},  # relative to the other tree's 0.5
     ]
 
 
-def test_rewards_are_weighed_by_name() -> None:
+def test_rewards_are_weighted_by_name() -> None:
     first, second = tree(call("0", 1), reward=0), tree(call("0", 1), reward=0)
     first.rewards["short"] = 4.0
     found = DrGRPO().assign_advantages([group(first, second)], {"short": 0.5})
     assert [each.credits["0", 0].advantages for each in found.rollouts] == [[1], [-1]]
 
 
-def test_a_failed_rollout_leaves_its_group_going() -> None:
+def test_failed_rollout_is_left_out_of_its_group() -> None:
     batch = [group(tree(call("0", 1), reward=1), tree(reward=None), tree(call("0", 1), reward=0))]
     found = DrGRPO().assign_advantages(batch, {})
     assert [each.credits["0", 0].advantages for each in found.rollouts] == [[0.5], [-0.5]]
@@ -163,13 +163,13 @@ def test_a_failed_rollout_leaves_its_group_going() -> None:
     ],
 )
 @pytest.mark.parametrize("algorithm", [DrGRPO, GRPO, RLOO])
-def test_a_step_without_signal_says_so(algorithm: Any, batch: list[Group], why: str) -> None:
+def test_step_without_signal_gives_the_reason(algorithm: Any, batch: list[Group], why: str) -> None:
     found = algorithm().assign_advantages(batch, {})
     assert found.rollouts == []
     assert found.no_signal.startswith(why)
 
 
-def test_cut_off_calls_are_masked_when_asked() -> None:
+def test_cut_off_calls_are_masked_with_overlong_mask() -> None:
     cut = call("0.0", 3, stop=Stop.MAX_TURNS)
     batch = [group(tree(call("0", 2), cut, reward=1), tree(call("0", 4), reward=0))]
     assert [
@@ -191,7 +191,7 @@ def test_cut_off_calls_are_masked_when_asked() -> None:
     assert len(DrGRPO(credit="root", overlong="mask").assign_advantages(batch, {}).rollouts) == 1
 
 
-def test_length_costs() -> None:
+def test_overlong_and_length_penalties_lower_the_reward() -> None:
     batch = [group(tree(call("0", 10), reward=1), tree(call("0", 6), reward=1))]
     soft = DrGRPO(max_rollout_tokens=10, overlong_buffer=4).assign_advantages(
         batch, {}
@@ -205,8 +205,9 @@ def test_length_costs() -> None:
     )
 
 
-def test_a_term_on_every_token_wants_every_token_that_weighs() -> None:
-    """A child whose return equals that of the other tree's child has advantage 0."""
+def test_every_token_keeps_calls_with_zero_advantage() -> None:
+    """A child whose return equals that of the other tree's child has advantage 0 but keeps its
+    weight."""
     batch = [
         group(
             tree(call("0", 1), call("0.0", 2, reward=0), reward=1),
@@ -218,9 +219,9 @@ def test_a_term_on_every_token_wants_every_token_that_weighs() -> None:
     assert ("0.0", 0) not in DrGRPO().assign_advantages(batch, {}).rollouts[0].credits
 
 
-def test_tokens_are_divided_by_the_steps_before() -> None:
-    """Steps of (6 + 4) / 2 and of 6 / 1 trained tokens per rollout that carries loss; the first is
-    divided by a thousand."""
+def test_constant_reduction_divides_by_mean_tokens_of_earlier_steps() -> None:
+    """The first step has no history and divides by 1000; later steps divide by the mean number of
+    trained tokens per rollout of the steps before."""
     first = DrGRPO(credit="root").assign_advantages(known_batch(), {})
     assert first.rollouts[0].credits["0", 0].rl == pytest.approx([0.001] * 2)
     assert first.memory == {"rollout_tokens": 5, "rollout_tokens_steps": 1}
@@ -234,8 +235,8 @@ def test_tokens_are_divided_by_the_steps_before() -> None:
     ].rl == pytest.approx([0.05] * 2)
 
 
-def test_a_slow_mean_of_tokens() -> None:
-    """100 and 300 tokens per rollout: their mean; after ten steps, a tenth of the latest."""
+def test_mean_tokens_is_a_slow_moving_average() -> None:
+    """Starts as the plain mean (of 100 and 300); later steps weigh a tenth."""
     mean = MeanTokens()
     for tokens in (100, 300):
         mean = mean.after([[{"0": tokens}, {"0": 0}]])
@@ -247,6 +248,6 @@ def test_a_slow_mean_of_tokens() -> None:
 @pytest.mark.parametrize(
     "options", [{"credit": "rout"}, {"rollout_tokens": 0}, {"gamma_tree": -1.0}]
 )
-def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_options_are_rejected(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         DrGRPO(**options)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning over a small known batch."""
+"""Supervised fine-tuning on a small known batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ramify.train.advantages.sft import SFT
 from tests.train.trees import call, group, tree
 
 
-def test_every_token_that_was_said_weighs_the_same() -> None:
+def test_every_sampled_token_has_weight_one() -> None:
     found = SFT().assign_advantages(
         [group(tree(call("0", 2, 1), call("0.0", 3)), tree(call("0", 4), reward=0))], {}
     )
@@ -16,7 +16,7 @@ def test_every_token_that_was_said_weighs_the_same() -> None:
     assert (found.denominators, found.metrics) == ({"ce": 10}, {"kept": 1})
 
 
-def test_rejection_sampling_learns_from_the_good_ones() -> None:
+def test_min_reward_keeps_only_rollouts_that_reach_it() -> None:
     batch = [group(*(tree(call("0", 2), reward=value) for value in (1, 0, None, 1)))]
     found = SFT(min_reward=1).assign_advantages(batch, {})
     assert [each.trajectory.rewards for each in found.rollouts] == [{"correct": 1}, {"correct": 1}]
@@ -27,7 +27,7 @@ def test_rejection_sampling_learns_from_the_good_ones() -> None:
     )
 
 
-def test_children_by_their_own_reward() -> None:
+def test_min_call_reward_filters_children_by_their_own_reward() -> None:
     batch = [
         group(
             tree(
@@ -48,7 +48,7 @@ def test_children_by_their_own_reward() -> None:
     ] == ["0"]
 
 
-def test_plain_calls_are_learnt_when_asked() -> None:
+def test_lm_calls_are_trained_only_with_llm_calls() -> None:
     batch = [group(tree(call("0", 1), call("0.0", 1, kind="lm")))]
     assert [key[0] for key in SFT().assign_advantages(batch, {}).rollouts[0].credits] == ["0"]
     assert [

@@ -1,4 +1,4 @@
-"""Weights and lengths, by hand."""
+"""Loss weights and length penalties, worked out by hand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ONE_GROUP = [[{"0": 4}, {"0": 4, "0.0": 4, "0.1": 4}]]
         ("token_sum", 1.0, 1.0, 1),
     ],
 )
-def test_the_table_at_the_head_of_the_file(
+def test_token_weights_and_denominator_per_reduction(
     reduction: Reduction, first: float, second: float, denominator: int
 ) -> None:
     found, divided_by = weights(ONE_GROUP, reduction, rollout_tokens=100)
@@ -42,7 +42,7 @@ def test_the_table_at_the_head_of_the_file(
 
 
 @pytest.mark.parametrize("share", ["token", "call"])
-def test_a_rollout_weighs_the_same_however_many_calls_it_made(share: Share) -> None:
+def test_rollout_weight_does_not_depend_on_number_of_calls(share: Share) -> None:
     groups = [[{"0": 3, "0.0": 5, "0.1": 0}, {"0": 40}, {"0": 0}], [{"0": 1, "0.0": 9}]]
     found, divided_by = weights(groups, "rollout", share)
     masses = [
@@ -54,25 +54,25 @@ def test_a_rollout_weighs_the_same_however_many_calls_it_made(share: Share) -> N
     assert divided_by == 3
 
 
-def test_each_prompt_counts_the_same_token_by_token() -> None:
-    """Two groups, of 4 + 12 tokens and of 2: the mean over prompts of the mean over each prompt's
+def test_prompt_mean_weighs_every_prompt_equally() -> None:
+    """Two groups, of 4 + 12 tokens and of 2: the mean over prompts of each prompt's mean over its
     tokens."""
     found, divided_by = weights([*ONE_GROUP, [{"0": 2}, {"0": 0}]], "prompt_mean")
     assert found[0] == [[{"0": 1 / 16}, dict.fromkeys(("0", "0.0", "0.1"), 1 / 16)]][0]
     assert (found[1], divided_by) == ([{"0": 1 / 2}, {"0": 0}], 2)
 
 
-def test_shares_of_calls() -> None:
+def test_share_by_call_and_by_token() -> None:
     assert weights([[{"0": 2, "0.0": 8}]], "rollout", "call")[0] == [[{"0": 0.25, "0.0": 0.0625}]]
     assert weights([[{"0": 2, "0.0": 8}]], "rollout", "token")[0] == [[{"0": 0.1, "0.0": 0.1}]]
 
 
-def test_soft_overlong() -> None:
+def test_soft_overlong_penalty_grows_linearly_in_the_buffer() -> None:
     assert [soft_overlong(n, 100, 20) for n in (0, 80, 90, 100, 150)] == [0, 0, -0.5, -1, -1]
     assert [soft_overlong(n, 100, 0) for n in (100, 101)] == [0, -1]
 
 
-def test_length_penalty() -> None:
+def test_length_penalty_scales_with_the_mean_reward() -> None:
     # mean 0.5; first: 0.5·10/100 + 0.1·50/100 + 0.1·1/10 = 0.11;  second: 0.25 + 0.1 + 0.1 = 0.45
     lengths, most = (
         [RolloutLength(10, 50, 1), RolloutLength(50, 100, 10)],
@@ -82,9 +82,9 @@ def test_length_penalty() -> None:
     assert length_penalty([0, 0], lengths, most, 0.5) == [0, 0]
 
 
-def test_length_is_never_paid_for() -> None:
-    """Rewards below 0, as `outcome` gives them: where the mean is not above 0 they stay; of mixed
-    ones with mean 0.25 the longer one loses 0.25 · 0.45."""
+def test_length_penalty_never_rewards_length() -> None:
+    """Rewards may be negative, as `outcome` gives them: if their mean is not above 0 they stay as
+    they are; with mean 0.25 the longer rollout loses 0.25 · 0.45."""
     lengths, most = (
         [RolloutLength(10, 50, 1), RolloutLength(50, 100, 10)],
         LengthLimits(100, 100, 10),
@@ -96,12 +96,12 @@ def test_length_is_never_paid_for() -> None:
     )
 
 
-def test_signal() -> None:
+def test_has_signal_needs_a_nonzero_advantage() -> None:
     assert has_signal([{"0": 0, "0.0": 0.5}])
     assert not has_signal([{"0": 0.0, "0.0": 1e-12}, {}])
     assert not has_signal([])
 
 
-def test_how_many_more_groups() -> None:
+def test_num_more_groups_to_request() -> None:
     assert [num_more(8, 8, 8, 32), num_more(8, 2, 8, 32), num_more(8, 6, 8, 32)] == [0, 24, 3]
     assert [num_more(8, 0, 8, 32), num_more(8, 1, 30, 32), num_more(8, 0, 32, 32)] == [8, 2, 0]

@@ -1,4 +1,4 @@
-"""A small policy, and sequences for it, created by seed."""
+"""A small policy and token sequences for it, created from a seed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CONFIG = Qwen3Config(
 
 
 def policy(config: Any = CONFIG, seed: int = 0) -> Policy:
-    """With random weights; without a tokenizer, which no backend looks at."""
+    """Return a policy with random weights and no tokenizer, which backends do not use."""
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(config).eval()
     if unsupported(config) is None:
@@ -55,7 +55,7 @@ def policy(config: Any = CONFIG, seed: int = 0) -> Policy:
 
 
 def as_module(config: Any) -> Policy:
-    """As transformers' own module, also where ``DenseModel`` could compute it."""
+    """Return a policy that runs transformers' own module even if ``DenseModel`` supports it."""
     torch.manual_seed(0)
     return Policy(AutoModelForCausalLM.from_config(config).eval(), None, None, config, 0, "small")  # type: ignore[arg-type]
 
@@ -63,7 +63,7 @@ def as_module(config: Any) -> Policy:
 def row(
     name: str, prompt: list[int], num_sampled: int, rng: np.random.Generator, **more: Any
 ) -> TokenSequence:
-    """``prompt``, then random tokens of which each third is given and the others carry loss."""
+    """``prompt``, then random tokens: every third is an observation, the others carry loss."""
     ids = np.concatenate([prompt, rng.integers(0, VOCAB, num_sampled)]).astype(np.int64)
     mask = (np.arange(len(ids)) >= len(prompt)) & (np.arange(len(ids)) % 3 > 0)
     zeros = np.zeros(len(ids), np.float32)

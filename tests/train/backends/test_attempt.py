@@ -1,4 +1,4 @@
-"""Ranks find the ranks of the same attempt, whatever an earlier attempt left in the store."""
+"""Rendezvous: ranks agree on one attempt, whatever an earlier attempt left in the store."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ramify.errors import TrainError
 from ramify.train.backends.launch import began, come, gather
 
 
-def meet(store: Any, *, rank_0_is_late: bool) -> set[str]:
-    """The names that three ranks have for one attempt."""
+def rendezvous(store: Any, *, rank_0_is_late: bool) -> set[str]:
+    """Return the attempt names that three ranks agree on; it should be one."""
     names: list[str] = []
 
     def arrive(rank: int) -> None:
@@ -33,17 +33,17 @@ def meet(store: Any, *, rank_0_is_late: bool) -> set[str]:
     return set(names)
 
 
-def test_each_attempt_has_one_name_and_never_that_of_another() -> None:
+def test_ranks_agree_on_a_unique_name_per_attempt() -> None:
     store = HashStore()
     assert not began(store)
-    found = [meet(store, rank_0_is_late=late) for late in (False, True, True)]
+    found = [rendezvous(store, rank_0_is_late=late) for late in (False, True, True)]
     assert [len(names) for names in found] == [1, 1, 1]
     assert len(set.union(*found)) == 3
     assert began(store)
 
 
-def test_what_a_dead_rank_left_is_no_rank() -> None:
-    """Rank 1 of the attempt before had asked for a name; the new one does not come."""
+def test_leftovers_of_a_dead_rank_do_not_count_as_a_rank() -> None:
+    """Rank 1 of the previous attempt asked for a name; rank 1 of the new attempt never starts."""
     store = HashStore()
     with pytest.raises(TrainError, match=r"rank 1 got no answer from rank 0 within 0\.05 s"):
         come(store, 1, 0.05)
@@ -51,7 +51,7 @@ def test_what_a_dead_rank_left_is_no_rank() -> None:
         gather(store, 2, 0.2)
 
 
-def test_a_rank_that_ended_is_not_waited_for() -> None:
+def test_gather_fails_at_once_if_a_rank_exited() -> None:
     def look(rank: int) -> None:
         raise TrainError(f"rank {rank} did not start: exit status 3")
 

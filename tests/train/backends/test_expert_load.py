@@ -1,5 +1,5 @@
-"""The load-balancing loss and the expert load of a mixture: those of transformers over separate
-rows, however a step is packed, and with gradients of a plain computation in fp64.
+"""Load-balancing loss and expert load of mixtures of experts: equal to those of transformers on
+separate rows, however a step is packed, with gradients checked against plain fp64.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ EXACT = ComputeSpec(precision="fp32")
 
 
 def separate() -> list[TokenSequence]:
-    """Rows of different lengths that share nothing."""
+    """Return rows of different lengths without shared prefixes."""
     rng = np.random.default_rng(3)
     return [row(f"{index}", [index, 9, 9], 6 + 5 * index, rng) for index in range(4)]
 
 
 def learn(config: Any, batches: list[Batch], **compute: Any) -> tuple[dict[str, float], Any]:
-    """(metrics, gradient by name)"""
+    """Return (metrics, gradient by parameter name)."""
     backend = SingleBackend(policy(config), compute=ComputeSpec(precision="fp32", **compute))
     measured = backend.forward_backward(batches, LOSS)
     return measured, {name: each.grad for name, each in backend._model.named_parameters()}
 
 
-def without_balance(config: Any) -> Any:
+def without_router_loss(config: Any) -> Any:
     other = type(config)(**config.to_dict())
     other.output_router_logits = False
     return other
@@ -73,8 +73,8 @@ def without_balance(config: Any) -> Any:
 
 @pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config.model_type)
 @pytest.mark.parametrize("share", [True, False], ids=["forest", "rows"])
-def test_the_loss_is_that_of_transformers_over_padded_rows(config: Any, share: bool):
-    """Value and every gradient, with several batches in the step; the reference is fp64."""
+def test_router_loss_matches_transformers_on_padded_rows(config: Any, share: bool):
+    """The value and every gradient, with several batches per step; the reference is in fp64."""
     rows = separate()
     batches = pack(rows, PackingSpec(max_tokens=40, share=share))
     assert len(batches) > 1
@@ -92,7 +92,7 @@ def test_the_loss_is_that_of_transformers_over_padded_rows(config: Any, share: b
     wanted = float(balance.detach())
     assert measured["router_loss"] == pytest.approx(wanted, rel=1e-5)
     balance.backward()
-    plain, without = learn(without_balance(config), batches)
+    plain, without = learn(without_router_loss(config), batches)
     assert "router_loss" not in plain
     assert measured["loss"] == pytest.approx(plain["loss"] + wanted, rel=1e-5)
     compared = 0
@@ -107,8 +107,8 @@ def test_the_loss_is_that_of_transformers_over_padded_rows(config: Any, share: b
     assert float((gradients[router] - without[router]).norm()) > 1e-3
 
 
-def test_a_token_counts_once_however_a_step_is_packed():
-    """Shared prefixes that are computed once, again in each row, or again after a tree was cut."""
+def test_router_loss_counts_each_token_once_however_packed():
+    """Shared prefixes are computed once, per row, or again after a tree was cut."""
     rows = tree()
     wanted, gradients = learn(QWEN, pack(rows, PackingSpec(cost=FREE)))
     ways = {
@@ -126,10 +126,10 @@ def test_a_token_counts_once_however_a_step_is_packed():
             assert apart < 1e-5, (way, name)
 
 
-def test_expert_load_counts_what_routers_choose():
-    """With a router that always chooses experts 0 and 1 in the first layer, two are idle there and
-    the busiest has twice the mean."""
-    fixed = policy(without_balance(QWEN))
+def test_expert_load_counts_the_experts_routers_choose():
+    """Routers that always choose experts 0 and 1 leave two experts idle per layer; the busiest has
+    twice the mean load."""
+    fixed = policy(without_router_loss(QWEN))
     layers = fixed.model.model.layers
     with torch.no_grad():
         layers[0].mlp.gate.weight.zero_()  # top-k of equal numbers
@@ -140,7 +140,7 @@ def test_expert_load_counts_what_routers_choose():
     assert "router_loss" not in measured
 
 
-def test_weights_of_tokens_sum_to_the_tokens_of_the_forest():
+def test_token_weights_sum_to_the_tokens_of_the_forest():
     rows = tree()
     whole = sum(len(batch) for batch in pack(rows, PackingSpec(cost=FREE)))
     for packing in (PackingSpec(share=False), PackingSpec(max_tokens=50, cost=FREE)):
@@ -150,10 +150,10 @@ def test_weights_of_tokens_sum_to_the_tokens_of_the_forest():
         assert total == pytest.approx(whole, rel=1e-6)
 
 
-def test_the_recipe_may_set_the_weight_for_a_mixture_only():
+def test_router_aux_loss_coef_is_rejected_for_dense_models():
     batches = pack(separate())
     loss = LossSpec(entropy=0.01, router_aux_loss_coef=0.3)
-    backend = SingleBackend(policy(without_balance(QWEN)), compute=EXACT)
+    backend = SingleBackend(policy(without_router_loss(QWEN)), compute=EXACT)
     found = backend.forward_backward(batches, loss)["router_loss"]
     assert found == pytest.approx(learn(QWEN, batches)[0]["router_loss"])
     with pytest.raises(ConfigError) as refused:
@@ -167,7 +167,7 @@ def test_the_recipe_may_set_the_weight_for_a_mixture_only():
 
 
 def sampled_by_engine(served: Policy, prompt: list[int], num: int) -> TokenSequence:
-    """A reply of the engine, with its routes."""
+    """Sample a reply with the engine and return it with its routes."""
     generation = Generation(prompt, max_tokens=num, seed="0")
     room = EngineLimits(slots=2, prefill_tokens=64, cache_bytes=1 << 24, window=64, reuse=True)
     engine = LocalEngine(runner_of(served.model), room)
@@ -194,7 +194,7 @@ def sampled_by_engine(served: Policy, prompt: list[int], num: int) -> TokenSeque
 
 
 def send(router: Any, given_Tk: Tensor) -> None:
-    """Make a router of Qwen send tokens to given experts, if not -1, by a separate computation."""
+    """Make a Qwen router use the given experts for tokens (-1: its own choice)."""
 
     def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = hidden.reshape(-1, 32) @ router.weight.T
@@ -207,10 +207,10 @@ def send(router: Any, given_Tk: Tensor) -> None:
 
 
 @pytest.mark.parametrize("share", [True, False], ids=["forest", "rows"])
-def test_training_replays_the_routes_that_an_engine_reports(share: bool):
-    """After the routers changed, sampled tokens still go to the experts that the engine chose, with
-    the weights and gradients of the new routers."""
-    config = without_balance(QWEN)
+def test_training_replays_expert_routes_reported_by_the_engine(share: bool):
+    """After the routers changed, sampled tokens still go to the experts that the engine chose, but
+    with the weights and gradients of the new routers."""
+    config = without_router_loss(QWEN)
     served = policy(config)
     sequence = sampled_by_engine(served, [3, 1, 4, 1, 5], 12)
     assert sequence.routes is not None

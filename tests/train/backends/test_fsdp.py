@@ -1,7 +1,7 @@
-"""Two processes over gloo compute what one process computes, to 1e-5; resuming is exact to the bit;
-a lost rank is named.
+"""FSDP over two gloo processes matches one process to 1e-5; resuming is bit-identical; errors name
+the lost rank.
 
-One launch serves all tests of this file except the last ones, in this order; these begin by killing
+All tests share one launch and run in this order, except for the last ones, which start by killing
 a rank.
 """
 
@@ -63,7 +63,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FsdpRanks]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint written by transformers, of a model that runs as its own module."""
+    """A transformers checkpoint of a model that runs as transformers' own module."""
     folder = tmp_path_factory.mktemp("gpt2")
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(GPT2).save_pretrained(folder)
@@ -80,7 +80,7 @@ def spread(ranks: FsdpRanks, compute: ComputeSpec | None = None) -> FsdpModel:
 
 
 def check_gradients(model: FsdpModel, single: SingleBackend) -> None:
-    """The full gradient to 1e-5 of its norm, and each tensor's to 1e-4 of that tensor's norm."""
+    """Compare the full gradient to 1e-5 of its norm, and each tensor to 1e-4 of its own norm."""
     ours = dict(model.gradients())
     wanted = {name: each.grad for name, each in single._model.named_parameters()}
     assert list(ours) == list(wanted)
@@ -105,8 +105,8 @@ def check_steps(
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_steps_are_those_of_one_process(ranks: FsdpRanks, kind: Any):
-    """Five batches on two ranks: one of them has an idle round."""
+def test_training_steps_match_single_process(ranks: FsdpRanks, kind: Any):
+    """Five batches on two ranks, so one rank is idle for one round."""
     batches = pack(tree(), PackingSpec(max_tokens=60))
     assert len(batches) == 5
     optim = OptimizerSpec(kind=kind, lr=1e-4, weight_decay=0.1, schedule="linear", num_steps=20)
@@ -119,8 +119,10 @@ def test_steps_are_those_of_one_process(ranks: FsdpRanks, kind: Any):
     assert fsdp.version == single.version
 
 
-def test_steps_of_a_checkpoint_of_transformers(ranks: FsdpRanks, checkpoint: Path):
-    """Each rank reads its rows of the file."""
+def test_training_steps_from_transformers_checkpoint_match_single_process(
+    ranks: FsdpRanks, checkpoint: Path
+):
+    """Each rank reads only its own rows of the file."""
     module = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     single = SingleBackend(Policy(module, None, None, GPT2, 0, "gpt2"), OptimizerSpec(), FP32)  # type: ignore[arg-type]
     model = ranks.spread(GPT2, checkpoint)
@@ -130,8 +132,8 @@ def test_steps_of_a_checkpoint_of_transformers(ranks: FsdpRanks, checkpoint: Pat
 
 
 @pytest.mark.parametrize("way", [{"gather": "step"}, {"replicas": 2}, {"recompute": True}], ids=str)
-def test_ways_to_lie_and_to_keep_change_nothing(ranks: FsdpRanks, way: Any):
-    """Weights that stay together over a step, two replicas, layers that are computed again."""
+def test_gather_replica_and_recompute_options_do_not_change_results(ranks: FsdpRanks, way: Any):
+    """Weights gathered once per step, two replicas, and recomputed activations."""
     model = spread(ranks, shard(**way))
     check_steps(
         model,
@@ -145,8 +147,8 @@ def test_ways_to_lie_and_to_keep_change_nothing(ranks: FsdpRanks, way: Any):
 @pytest.mark.parametrize(
     "formula", [Gspo(), Gmpo(), KlCov(share=0.2)], ids=lambda formula: type(formula).__name__
 )
-def test_formulas_that_look_beyond_a_token(ranks: FsdpRanks, formula: Any):
-    """Over whole sequences, and over the whole step; the idle rank has neither."""
+def test_sequence_and_step_level_losses_match_single_process(ranks: FsdpRanks, formula: Any):
+    """Losses over whole sequences and over the whole step; the idle rank has no sequence."""
     rows = [msgspec.structs.replace(each, ce=None) for each in tree()]
     batches, loss = (
         pack(rows, PackingSpec(max_tokens=60, cost=ComputeCost(share=0.0, join=0.0))),
@@ -159,9 +161,8 @@ def test_formulas_that_look_beyond_a_token(ranks: FsdpRanks, formula: Any):
 
 
 @pytest.mark.parametrize("kind", ["shared", "own"])
-def test_a_critic_is_that_of_one_process(ranks: FsdpRanks, kind: str, tmp_path: Path):
-    """On the policy's layers and as a separate model: its values, how both learn, and what a
-    checkpoint holds."""
+def test_critic_matches_single_process(ranks: FsdpRanks, kind: str, tmp_path: Path):
+    """A critic on the policy's layers and a separate one: values, training steps and checkpoint."""
     rows = tree()
     for row in rows:
         row.ce = None
@@ -200,8 +201,8 @@ def test_a_critic_is_that_of_one_process(ranks: FsdpRanks, kind: str, tmp_path: 
         spread(ranks).backend().values(batches)
 
 
-def test_in_bf16_it_is_nearly_the_same(ranks: FsdpRanks):
-    """Weights travel and are multiplied in bf16, gradients are added up in either."""
+def test_bf16_loss_is_close_to_fp32(ranks: FsdpRanks):
+    """Weights are gathered and multiplied in bf16; gradients are reduced in fp32 or bf16."""
     batches = pack(tree(), PackingSpec(max_tokens=60))
     wanted = SingleBackend(policy(), None, FP32).forward_backward(batches, LOSS)["loss"]
     for reduce in ("fp32", "bf16"):
@@ -211,9 +212,9 @@ def test_in_bf16_it_is_nearly_the_same(ranks: FsdpRanks):
         assert fsdp.optim_step()["grad_norm"] > 0
 
 
-def test_a_critic_in_bf16_says_what_it_says_in_fp32(ranks: FsdpRanks):
-    """On the policy's layers, whose products are bf16, while the value head's are not: what it says
-    after some steps is nearly what one process says in fp32, and is not rounded to bf16."""
+def test_critic_values_in_bf16_are_close_to_fp32(ranks: FsdpRanks):
+    """The policy's layers compute in bf16, the value head does not: after some steps its values are
+    close to those of one process in fp32, and are not rounded to bf16."""
     rows = tree()
     for row in rows:
         row.ce = None
@@ -239,8 +240,8 @@ def test_a_critic_in_bf16_says_what_it_says_in_fp32(ranks: FsdpRanks):
         assert not np.array_equal(ours, torch.tensor(ours).bfloat16().float().numpy())
 
 
-def test_batches_fewer_than_ranks(ranks: FsdpRanks):
-    """One batch, and none."""
+def test_fewer_batches_than_ranks(ranks: FsdpRanks):
+    """One batch on two ranks, and no batch at all."""
     model = spread(ranks)
     fsdp, single = model.backend(OptimizerSpec()), SingleBackend(policy(), OptimizerSpec(), FP32)
     check_steps(model, fsdp, single, pack(tree(), single.packing), 2)
@@ -249,8 +250,8 @@ def test_batches_fewer_than_ranks(ranks: FsdpRanks):
     assert len(pack(tree(), fsdp.packing)) % 2 == 0
 
 
-def test_logprobs_are_of_the_weights_as_they_are(ranks: FsdpRanks):
-    """Weights gathered for one pass are not used after the weights have changed."""
+def test_logprobs_use_the_current_weights(ranks: FsdpRanks):
+    """Weights gathered for one pass are not reused after they have changed."""
     model, rows = spread(ranks), tree()
     fsdp = model.backend()
     batches = pack(rows, PackingSpec(max_tokens=60))
@@ -268,7 +269,7 @@ def test_logprobs_are_of_the_weights_as_they_are(ranks: FsdpRanks):
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_resuming_is_bit_identical(ranks: FsdpRanks, kind: Any, tmp_path: Path):
-    """The checkpoint is written while the run that wrote it continues."""
+    """The checkpoint is written in the background while training continues."""
     optim = OptimizerSpec(
         kind=kind, lr=0.01, weight_decay=0.1, schedule="linear", warmup_steps=2, num_steps=6
     )
@@ -299,7 +300,9 @@ def test_resuming_is_bit_identical(ranks: FsdpRanks, kind: Any, tmp_path: Path):
     ]
 
 
-def test_a_state_that_does_not_fit_is_refused(ranks: FsdpRanks, checkpoint: Path, tmp_path: Path):
+def test_loading_mismatched_checkpoint_is_rejected(
+    ranks: FsdpRanks, checkpoint: Path, tmp_path: Path
+):
     fsdp = spread(ranks, shard(save_async=False)).backend()
     fsdp.save(tmp_path)
     wider = copy.deepcopy(CONFIG)
@@ -320,7 +323,9 @@ def test_a_state_that_does_not_fit_is_refused(ranks: FsdpRanks, checkpoint: Path
         ranks.spread(CONFIG, checkpoint)
 
 
-def test_what_is_exported_is_a_plain_checkpoint(ranks: FsdpRanks, checkpoint: Path, tmp_path: Path):
+def test_export_writes_a_plain_transformers_checkpoint(
+    ranks: FsdpRanks, checkpoint: Path, tmp_path: Path
+):
     ids = torch.arange(20)[None] % VOCAB
     for config, source in ((CONFIG, policy().model.state_dict()), (GPT2, checkpoint)):
         model = ranks.spread(config, source)
@@ -340,9 +345,9 @@ def test_what_is_exported_is_a_plain_checkpoint(ranks: FsdpRanks, checkpoint: Pa
 
 @pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing:FutureWarning"
-)  # peft asks transformers by an old name
-def test_adapters_are_those_of_one_process(ranks: FsdpRanks, tmp_path: Path):
-    """As ``train/backends/lora.py`` has them; only they are sent, and without them the model is the base."""
+)  # peft uses an old name of transformers
+def test_lora_training_matches_single_process(ranks: FsdpRanks, tmp_path: Path):
+    """Same steps as with ``train/backends/lora.py``; the base model is left unchanged."""
     lora = AdapterSpec(rank=2, alpha=6.0, targets=("q_proj", "down_proj"), seed=3)
     model = ranks.spread(CONFIG, policy().model.state_dict(), lora)
     fsdp = model.backend(OptimizerSpec(lr=0.01))
@@ -364,11 +369,11 @@ def test_adapters_are_those_of_one_process(ranks: FsdpRanks, tmp_path: Path):
     assert float(np.abs(fsdp.logprobs(batches)[0] - base[0]).max()) > 0.01
     for ours, theirs in zip(fsdp.base().logprobs(batches), base, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    _check_peft(model, tmp_path)
+    check_peft_loads_export(model, tmp_path)
 
 
-def _check_peft(model: FsdpModel, folder: Path) -> None:
-    """The adapters beside the sums are what peft takes for the base."""
+def check_peft_loads_export(model: FsdpModel, folder: Path) -> None:
+    """Check that peft can load the exported adapters onto the base model."""
     from peft import PeftModel
 
     model.export(folder)
@@ -381,8 +386,8 @@ def _check_peft(model: FsdpModel, folder: Path) -> None:
         torch.testing.assert_close(adapted(input_ids=ids).logits, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_a_resumed_adapter_is_bit_identical(ranks: FsdpRanks, tmp_path: Path):
-    """Its checkpoint holds what is trained alone."""
+def test_resumed_adapter_is_bit_identical(ranks: FsdpRanks, tmp_path: Path):
+    """The checkpoint holds only the trained adapters."""
     lora = AdapterSpec(rank=2, alpha=4.0)
     batches = pack(tree(), PackingSpec(max_tokens=60))
     first, second = (
@@ -407,7 +412,7 @@ def test_a_resumed_adapter_is_bit_identical(ranks: FsdpRanks, tmp_path: Path):
         )
 
 
-def test_a_loss_that_is_not_finite_stops_all_ranks_and_no_more(ranks: FsdpRanks):
+def test_non_finite_loss_fails_the_step_on_all_ranks_and_training_can_continue(ranks: FsdpRanks):
     rows = tree()
     rows[4].sampler_logprobs[:] = np.nan
     fsdp = spread(ranks).backend()
@@ -424,10 +429,10 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_and_no_more(ranks: FsdpRanks)
     )
 
 
-def test_a_rank_that_is_killed_is_named_and_another_number_of_ranks_goes_on(
+def test_killed_rank_is_named_and_training_resumes_with_fewer_ranks(
     ranks: FsdpRanks, tmp_path: Path
 ):
-    """The checkpoint of two ranks is read by one, and gives the steps that two would have made."""
+    """One rank loads the checkpoint of two ranks and makes the same steps as two would have."""
     optim = OptimizerSpec(lr=0.01)
     batches = pack(tree(), PackingSpec(max_tokens=60))
     fsdp = spread(ranks, shard(save_async=False)).backend(optim)
@@ -458,7 +463,7 @@ def test_a_rank_that_is_killed_is_named_and_another_number_of_ranks_goes_on(
 
 
 class Sleeper(DppoTv, frozen=True, kw_only=True, tag="sleeper"):
-    """A loss at which every rank but 0 sleeps."""
+    """A loss in which every rank but 0 sleeps."""
 
     def per_token(self, tokens: Any) -> Tensor:
         if os.environ.get("RANK"):
@@ -469,7 +474,7 @@ class Sleeper(DppoTv, frozen=True, kw_only=True, tag="sleeper"):
 
 
 @pytest.mark.slow
-def test_a_rank_that_stands_still_is_named_with_its_stack(tmp_path: Path):
+def test_stalled_rank_is_named_with_its_stack(tmp_path: Path):
     ranks = FsdpRanks(
         ComputeSpec(precision="fp32", shard=ShardSpec(ranks=2, timeout_s=10)), dumps=tmp_path
     )
@@ -488,7 +493,7 @@ def test_a_rank_that_stands_still_is_named_with_its_stack(tmp_path: Path):
         ranks.close()
 
 
-def test_what_does_not_fit_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
+def test_invalid_shard_specs_are_rejected_before_any_rank_starts(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(
         ConfigError, match=r"6 ranks do not fit a mesh of 4 replicas: 6 = 4 x 1 \+ 2"
     ):
@@ -516,6 +521,6 @@ def test_what_does_not_fit_is_said_before_anything_starts(monkeypatch: pytest.Mo
         FsdpRanks(ComputeSpec(shard=ShardSpec(ranks=2)))
 
 
-def test_fsdp2_is_fsdp():
+def test_fsdp2_is_a_deprecated_alias_of_fsdp():
     with pytest.warns(DeprecationWarning, match="fsdp2 is called fsdp here"):
         assert ComputeSpec(backend="fsdp2") == ComputeSpec(backend="fsdp")

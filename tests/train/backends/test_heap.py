@@ -1,5 +1,5 @@
-"""Freed memory is reused without new pages. Runs in a separate process, since the setting cannot be
-undone.
+"""Freed memory is reused without new page faults. Runs in a separate process because the setting
+cannot be undone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
-def test_freed_memory_stays():
+def test_freed_memory_is_reused_without_page_faults():
     def faults(how: str) -> tuple[str, int]:
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""Adapters: nothing changes at first, only they learn, and what is saved are the sums."""
+"""LoRA adapters: a no-op at first, the only trained weights, and merged when saved."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(modules: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return modules["lm_head"](modules["down"](modules["up"](x).relu()))  # type: ignore[no-any-return]
 
 
-def test_sums_by_hand() -> None:
+def test_merged_weights_are_base_plus_scaled_adapter_product() -> None:
     plain, adapted = model(), model()
     num = attach(adapted, rank=2, alpha=6, targets="all-linear")
     assert num == 2 * (6 + 10) + 2 * (10 + 6)
@@ -61,7 +61,7 @@ def test_sums_by_hand() -> None:
     torch.testing.assert_close(run(copied, x), run(adapted, x))
 
 
-def test_targets() -> None:
+def test_targets_select_linear_layers_and_unknown_ones_are_rejected() -> None:
     assert attach(model(), 1, 1, targets=("down",)) == 16
     with pytest.raises(
         ConfigError, match=r"lora.targets=\('q_proj',\): no linear .* there are down, lm_head, up"
@@ -74,10 +74,10 @@ def test_targets() -> None:
 
 
 @pytest.mark.parametrize("with_critic", [False, True])
-def test_the_reference_is_the_model_without_its_adapters(with_critic: bool, tmp_path: Path) -> None:
-    """The reference is not loaded (its folder does not exist), and after some steps it gives to the
-    bit what the policy gave before it had adapters; training the policy continues. If more than
-    adapters was trained before, the reference is a second model."""
+def test_reference_is_the_policy_without_its_adapters(with_critic: bool, tmp_path: Path) -> None:
+    """The reference is not loaded (its folder does not exist); after some steps its outputs are
+    bit-identical to the policy's before it had adapters, and the policy trains on. If more than
+    adapters was trained before, the reference must be a second model."""
     policy, plain = small_policy(), SingleBackend(small_policy(), None, FP32)
     attach(policy.model, 2, 6.0, "all-linear", 3)
     here = LocalTrainedModel(policy, FP32, tmp_path)
@@ -106,7 +106,7 @@ def test_the_reference_is_the_model_without_its_adapters(with_critic: bool, tmp_
         here.reference(tmp_path / "nowhere", is_base=False)
 
 
-def test_the_same_seed_gives_the_same_adapters() -> None:
+def test_same_seed_gives_same_adapters() -> None:
     first, again, other = model(), model(), model()
     for each, seed in ((first, 1), (again, 1), (other, 2)):
         attach(each, 2, 2, seed=seed)
@@ -117,8 +117,10 @@ def test_the_same_seed_gives_the_same_adapters() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}])
-def test_the_recipe_for_any_checkpoint(tmp_path: Path, lora: dict[str, float] | None) -> None:
-    """``recipes/hf_grpo.py`` on a small Llama with a chat template, in fp32 on this processor."""
+def test_hf_grpo_recipe_trains_a_llama_checkpoint(
+    tmp_path: Path, lora: dict[str, float] | None
+) -> None:
+    """``recipes/hf_grpo.py`` on a small Llama with a chat template, in fp32 on the CPU."""
     import msgspec
     from transformers import AutoModelForCausalLM
 
@@ -161,7 +163,7 @@ def test_the_recipe_for_any_checkpoint(tmp_path: Path, lora: dict[str, float] | 
     heads = [text.partition(":")[0] for text in shown]
     assert ("adapters of rank 2" in heads) == (lora is not None)
     before = dict(AutoModelForCausalLM.from_pretrained(checkpoint).named_parameters())
-    last = tmp_path / "out/checkpoints/step-000002/policy"  # which need not be the best
+    last = tmp_path / "out/checkpoints/step-000002/policy"  # not necessarily the best one
     after = dict(AutoModelForCausalLM.from_pretrained(last).named_parameters())
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved

@@ -1,7 +1,7 @@
-"""Every loss and correction on the real backend: the same loss and gradient however a step is cut,
+"""Every loss and correction on the real backend: same loss and gradient however a step is cut,
 packed, split or ordered.
 
-A loss over whole sequences refuses rows that were split; all others are the same over them.
+A loss over whole sequences rejects split rows; for all others, splitting changes nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ramify.types.sequence import Batch, TokenSequence
 from tests.train.backends.small import policy, tree
 
 FREE = ComputeCost(pair=0.0, share=0.0, join=0.0)
-CLOSE: dict[str, Any] = {
+TIGHT: dict[str, Any] = {
     "clip_cov": ClipCov(share=0.3, cov_low=0.01),
     "kl_cov": KlCov(share=0.3),
     "geometric_mask": GeometricMask(low=0.98, high=1.04),
@@ -49,13 +49,13 @@ CLOSE: dict[str, Any] = {
     "worst_token_mask": WorstTokenMask(low=0.65, high=1.5),
     "opsm": Opsm(delta=0.0),
 }
-"""With bounds that some of these tokens pass."""
+"""Losses and corrections with bounds tight enough that some of these tokens exceed them."""
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[TokenSequence]:
-    """With old log-probabilities near the policy's own, the sampler's near these, and all else that
-    a loss may read."""
+    """Rows with old log-probabilities near the policy's, the sampler's near these, and all other
+    streams that a loss may read."""
     found, backend, rng = tree(), SingleBackend(policy()), np.random.default_rng(1)
     batches = pack(found)
     for batch, logprobs in zip(batches, backend.logprobs(batches), strict=True):
@@ -104,8 +104,8 @@ def check_same(
 
 
 def split(rows: list[TokenSequence]) -> list[TokenSequence]:
-    """Each row as two of the same name, cut after two thirds; the first part's tokens are context
-    in the second."""
+    """Split each row after two thirds into two of the same name; the first part's tokens are
+    context in the second."""
     found = []
     for row in rows:
         end = 2 * len(row) // 3
@@ -117,18 +117,18 @@ def split(rows: list[TokenSequence]) -> list[TokenSequence]:
 
 LOSSES = [
     *(
-        (name, LossSpec(policy=CLOSE.get(name, kind()), kl_beta=0.1, entropy=0.01))
+        (name, LossSpec(policy=TIGHT.get(name, kind()), kl_beta=0.1, entropy=0.01))
         for name, kind in POLICY_LOSSES.items()
     ),
     *(
-        (name, LossSpec(policy=PpoClip(), corrections=(CLOSE.get(name, kind()),)))
+        (name, LossSpec(policy=PpoClip(), corrections=(TIGHT.get(name, kind()),)))
         for name, kind in CORRECTIONS.items()
     ),
 ]
 
 
 @pytest.mark.parametrize("loss", [loss for _, loss in LOSSES], ids=[name for name, _ in LOSSES])
-def test_loss_and_gradient_do_not_depend_on_how_a_step_is_cut(
+def test_loss_and_gradient_do_not_depend_on_packing(
     loss: LossSpec, rows: list[TokenSequence]
 ) -> None:
     critic = isinstance(loss.policy, CriticOnlyLoss)
@@ -149,20 +149,20 @@ def test_loss_and_gradient_do_not_depend_on_how_a_step_is_cut(
     check_same(learn(parts, loss, critic=critic), wanted)
 
 
-def test_corrections_and_choices_did_something(rows: list[TokenSequence]) -> None:
-    """Over these rows: else the test above would say little of them."""
+def test_every_correction_changes_the_loss(rows: list[TokenSequence]) -> None:
+    """Otherwise the test above would prove little about them."""
     batches = pack(rows)
     plain = learn(batches, LossSpec(policy=PpoClip()))[0]
     for name, kind in CORRECTIONS.items():
         corrected = learn(
-            batches, LossSpec(policy=PpoClip(), corrections=(CLOSE.get(name, kind()),))
+            batches, LossSpec(policy=PpoClip(), corrections=(TIGHT.get(name, kind()),))
         )[0]
         assert corrected != pytest.approx(plain, rel=1e-3), name
-    assert learn(batches, LossSpec(policy=CLOSE["clip_cov"]))[0] != pytest.approx(plain, rel=1e-3)
+    assert learn(batches, LossSpec(policy=TIGHT["clip_cov"]))[0] != pytest.approx(plain, rel=1e-3)
 
 
-def test_a_critic_learns_what_calls_come_to() -> None:
-    """On the policy's trunk, and as a separate model, which leaves the policy unchanged."""
+def test_critic_learns_the_returns() -> None:
+    """On the policy's trunk, and as a separate model that leaves the policy unchanged."""
     shared = SingleBackend(policy(), OptimizerSpec(lr=0.01), critic=True)
     own = SeparateCritic(
         SingleBackend(policy(), OptimizerSpec(lr=0.01)),
@@ -195,9 +195,9 @@ def test_a_critic_learns_what_calls_come_to() -> None:
 
 
 @pytest.mark.parametrize("bad", ["policy", "critic"])
-def test_where_one_gradient_is_refused_neither_moves(bad: str) -> None:
-    """If one of the two gradients is infinite, both models stay unchanged, count no step, and keep
-    no gradient."""
+def test_infinite_gradient_of_policy_or_critic_stops_both(bad: str) -> None:
+    """If either gradient is infinite, both models stay unchanged, count no step and drop their
+    gradients."""
     policies, critics = (
         SingleBackend(policy(), OptimizerSpec(lr=0.01)),
         SingleBackend(policy(), OptimizerSpec(lr=0.01), critic=True),
@@ -231,7 +231,7 @@ def test_where_one_gradient_is_refused_neither_moves(bad: str) -> None:
     assert (policies.version, critics.version) == (1, 1)
 
 
-def test_a_critic_is_saved_and_asked_for(tmp_path: Any) -> None:
+def test_critic_is_saved_and_loaded_and_missing_critic_is_rejected(tmp_path: Any) -> None:
     backend = SeparateCritic(SingleBackend(policy()), SingleBackend(policy(), critic=True))
     with torch.no_grad():
         backend._critic._value_head.weight.fill_(0.5)  # type: ignore[attr-defined]

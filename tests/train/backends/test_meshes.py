@@ -1,5 +1,5 @@
-"""Two ranks that split layers (``tensor``) or experts compute what one process computes, to 1e-5;
-sizes that do not fit are refused with their arithmetic. Larger meshes: ``benchmarks/meshes.py``.
+"""Two ranks with tensor or expert parallelism match one process to 1e-5; sizes that do not fit are
+rejected with the arithmetic. For larger meshes see ``benchmarks/meshes.py``.
 """
 
 from __future__ import annotations
@@ -70,8 +70,10 @@ def compute(**shard: Any) -> ComputeSpec:
     ],
     ids=["tensor-forest", "tensor-rows", "experts-forest", "both-rows", "mixtral-rows"],
 )
-def test_steps_are_those_of_one_process(ranks: FsdpRanks, config: Any, shard: Any, share: bool):
-    """Losses, every gradient, its norm and what clipping does with it; several batches per step."""
+def test_training_steps_match_single_process(
+    ranks: FsdpRanks, config: Any, shard: Any, share: bool
+):
+    """Losses, every gradient, gradient norm and clipping, with several batches per step."""
     model = ranks.spread(config, dict(policy(config).model.state_dict()), compute=compute(**shard))
     ours = model.backend(OPTIM)
     single = SingleBackend(policy(config), OPTIM, ComputeSpec(precision="fp32"))
@@ -89,8 +91,8 @@ def test_steps_are_those_of_one_process(ranks: FsdpRanks, config: Any, shard: An
     model.drop()
 
 
-def test_adapters_are_split_like_their_layers(ranks: FsdpRanks):
-    """A colwise layer splits B, a rowwise layer A; the steps are those of one process."""
+def test_adapters_are_sharded_like_their_layers(ranks: FsdpRanks):
+    """A colwise layer splits B, a rowwise layer splits A; the steps match one process."""
     lora = AdapterSpec(rank=2, alpha=4.0)
     weights = {name: each.clone() for name, each in policy().model.state_dict().items()}
     model = ranks.spread(CONFIG, weights, lora, compute(tensor=2))
@@ -106,9 +108,11 @@ def test_adapters_are_split_like_their_layers(ranks: FsdpRanks):
     model.drop()
 
 
-def test_a_mixture_is_read_written_and_copied_in_parts(ranks: FsdpRanks, tmp_path: Path):
-    """Each rank reads its own experts. What is gathered, exported and copied to a critic has the
-    same bits on every mesh, so an engine gets the same fingerprint."""
+def test_sharded_mixture_is_loaded_exported_and_copied_bit_identically(
+    ranks: FsdpRanks, tmp_path: Path
+):
+    """Each rank reads its own experts. Gathered, exported and copied weights are bit-identical on
+    every mesh, so an engine gets the same fingerprint."""
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(MIXTRAL)
     module.save_pretrained(tmp_path / "whole")
@@ -124,7 +128,7 @@ def test_a_mixture_is_read_written_and_copied_in_parts(ranks: FsdpRanks, tmp_pat
         )
 
 
-def test_a_checkpoint_resumes_on_another_mesh(ranks: FsdpRanks, tmp_path: Path):
+def test_checkpoint_resumes_on_another_mesh(ranks: FsdpRanks, tmp_path: Path):
     batches = pack(tree(), PackingSpec(max_tokens=60))
 
     def backend_on(**shard: Any) -> Any:
@@ -146,7 +150,7 @@ def test_a_checkpoint_resumes_on_another_mesh(ranks: FsdpRanks, tmp_path: Path):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
 
 
-def test_an_engine_that_does_not_fit_beside_the_ranks_is_refused():
+def test_embedded_engine_too_large_for_its_device_is_rejected():
     config = MixtralConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80)
     with pytest.raises(ConfigError) as refused:
         check_embedded(config, "float32", "cpu")
@@ -160,7 +164,7 @@ def test_an_engine_that_does_not_fit_beside_the_ranks_is_refused():
     check_embedded(CONFIG, "auto", "cpu")
 
 
-# --- what does not fit, before anything is started
+# --- configurations rejected before any rank starts
 
 
 @pytest.mark.parametrize(
@@ -199,14 +203,14 @@ def test_an_engine_that_does_not_fit_beside_the_ranks_is_refused():
     ],
     ids=["heads", "experts", "no experts", "no plan", "a rule that matches nothing"],
 )
-def test_a_model_that_cannot_be_split_is_refused(config: Any, shard: Any, message: str):
+def test_model_that_cannot_be_sharded_is_rejected(config: Any, shard: Any, message: str):
     spec = ComputeSpec(backend="fsdp", shard=ShardSpec(**shard))
     with pytest.raises(ConfigError) as refused:
         FsdpTrainedModel.check_model(config, spec, "cpu", None, [])
     assert str(refused.value) == message
 
 
-def test_an_adapter_on_a_layer_that_is_split_otherwise_is_refused():
+def test_adapter_on_layer_with_unsupported_split_is_rejected():
     plan = {"model.layers.*.mlp.up_proj": "packed_colwise"}
     spec = ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2, tensor=2, tensor_plan=plan))
     lora = AdapterSpec(rank=2, alpha=4.0)
@@ -222,7 +226,7 @@ def test_an_adapter_on_a_layer_that_is_split_otherwise_is_refused():
     )
 
 
-def test_muon_is_refused_if_matrices_are_split():
+def test_muon_is_rejected_with_tensor_parallelism():
     spec = ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2, tensor=2))
     with pytest.raises(ConfigError, match="muon needs the whole columns"):
         FsdpTrainedModel.check_model(CONFIG, spec, "cpu", None, [OptimizerSpec(kind="muon")])
@@ -244,13 +248,13 @@ def test_muon_is_refused_if_matrices_are_split():
         ({"tensor": 0}, "compute.shard.tensor=0 must be at least 1"),
     ],
 )
-def test_a_mesh_that_does_not_match_its_ranks_is_refused(fields: Any, message: str):
+def test_mesh_that_does_not_match_its_ranks_is_rejected(fields: Any, message: str):
     with pytest.raises(ConfigError) as refused:
         ShardSpec(**fields)
     assert str(refused.value) == message
 
 
-def test_places_in_the_mesh():
+def test_mesh_place_of_a_rank():
     sizes = MeshSizes.of(8, replicas=2, tensor=2, experts=4)
     assert (sizes.shard, sizes.expert_shard, sizes.num_batches) == (2, 1, 4)
     assert sizes.place(6) == "replicate 1, shard 1, tensor 0, experts 2"

@@ -1,4 +1,4 @@
-"""Muon against torch's own and against plain float64 algebra."""
+"""Muon compared with torch's Muon and with plain float64 algebra."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def matrices(seed: int) -> list[Tensor]:
 
 
 def naive(matrix: Tensor) -> Tensor:
-    """The five Newton–Schulz steps, one matrix at a time, in float64."""
+    """Five Newton–Schulz steps on one matrix, in float64."""
     x = matrix.double()
     x = x / x.norm()
     for _ in range(5):
@@ -26,13 +26,13 @@ def naive(matrix: Tensor) -> Tensor:
     return x
 
 
-def test_singular_values_come_near_one() -> None:
+def test_orthogonalised_singular_values_are_near_one() -> None:
     for matrix in matrices(0):
         values = torch.linalg.svdvals(orthogonal(matrix[None])[0])
         assert 0.3 < values.min() < values.max() < 1.3
 
 
-def test_as_plain_algebra() -> None:
+def test_orthogonal_matches_plain_float64_algebra() -> None:
     for matrix in matrices(1):
         expected = naive(matrix) if matrix.shape[0] <= matrix.shape[1] else naive(matrix.T).T
         torch.testing.assert_close(
@@ -41,7 +41,7 @@ def test_as_plain_algebra() -> None:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_as_torch_does_it_up_to_its_bf16(decay: float) -> None:
+def test_muon_matches_torch_up_to_bf16_rounding(decay: float) -> None:
     ours, theirs = ([torch.nn.Parameter(each.clone()) for each in matrices(2)] for _ in range(2))
     mine = Muon(ours, lr=0.01, momentum=0.9, weight_decay=decay)
     other = torch.optim.Muon(
@@ -56,7 +56,7 @@ def test_as_torch_does_it_up_to_its_bf16(decay: float) -> None:
         assert (a - b).norm() < 0.03 * (b - start).norm()
 
 
-def test_momentum_is_part_of_the_state() -> None:
+def test_momentum_is_restored_from_the_state_dict() -> None:
     first, second = ([torch.nn.Parameter(each.clone()) for each in matrices(4)] for _ in range(2))
     steady, broken = Muon(first, lr=0.01), Muon(second, lr=0.01)
     for step in range(4):
@@ -71,7 +71,7 @@ def test_momentum_is_part_of_the_state() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_what_has_no_gradient_stays() -> None:
+def test_parameters_without_gradient_stay_unchanged() -> None:
     parameters = [torch.nn.Parameter(each.clone()) for each in matrices(6)]
     parameters[1].grad = torch.ones_like(parameters[1])
     Muon(parameters, lr=0.1, weight_decay=0.5).step()

@@ -1,5 +1,5 @@
-"""Precision follows from the checkpoint and the kind of device; any of them starts and trains
-here."""
+"""Precision is derived from the checkpoint and the device type; every precision starts and trains
+on the CPU."""
 
 from __future__ import annotations
 
@@ -49,18 +49,22 @@ PROMPT = [Message("user", "count rows of 'red' in a table with more columns than
         ("bf16", torch.float32, "bf16"),
     ],
 )
-def test_auto_is_the_precision_of_the_policy(asked: Any, dtype: torch.dtype, found: str) -> None:
+def test_auto_precision_follows_the_policy_dtype(
+    asked: Any, dtype: torch.dtype, found: str
+) -> None:
     assert decided(ComputeSpec(precision=asked), dtype, "cpu").precision == found
 
 
-def both(dtype: Any, products: Any, stored: str, device: str, **more: Any) -> tuple[str, str]:
-    return tuple(precision_of(precise(products, dtype), stored, device, **more))  # type: ignore[return-value]
+def chosen_precisions(
+    dtype: Any, products: Any, stored: str, device: str, **more: Any
+) -> tuple[str, str]:
+    return tuple(precision_of(run_with_precision(products, dtype), stored, device, **more))  # type: ignore[return-value]
 
 
-def test_engine_and_trainer_are_decided_together() -> None:
+def test_engine_dtype_and_trainer_precision_are_chosen_together() -> None:
     found = {
         (dtype, products): [
-            both(dtype, products, stored, device)
+            chosen_precisions(dtype, products, stored, device)
             for stored, device in (("bfloat16", "cpu"), ("float32", "cuda"), ("float16", "cuda"))
         ]
         for dtype, products in (
@@ -79,10 +83,13 @@ def test_engine_and_trainer_are_decided_together() -> None:
         ("bfloat16", "auto"): [bf16] * 3,
         ("float32", "bf16"): [("float32", "bf16")] * 3,
     }
-    assert both("auto", "auto", "float16", "cuda", has_bf16=False) == ("float16", "fp32")
+    assert chosen_precisions("auto", "auto", "float16", "cuda", has_bf16=False) == (
+        "float16",
+        "fp32",
+    )
 
 
-def test_the_tolerance_follows_from_both() -> None:
+def test_canary_tolerance_follows_from_dtype_and_precision() -> None:
     def limits(dtype: str, products: Any, **inference: Any) -> tuple[float, float]:
         spec = InferenceSpec(**inference) if inference else None
         return RunPrecision(dtype, products).canary_limits(small(inference=spec))[:2]
@@ -94,14 +101,15 @@ def test_the_tolerance_follows_from_both() -> None:
     assert limits("bfloat16", "bf16", tolerance=0.1) == (0.1, 0.0)
 
 
-def test_precisions_that_cannot_agree() -> None:
-    mixed = msgspec.structs.replace(precise("bf16", "float32"), deterministic=True)
+def test_incompatible_precisions_are_rejected() -> None:
+    mixed = msgspec.structs.replace(run_with_precision("bf16", "float32"), deterministic=True)
     with pytest.raises(ConfigError, match=r"^deterministic=true needs one precision.*only one"):
         precision_of(mixed, "float32", "cpu")
     with pytest.raises(ConfigError, match=r"^policy\.dtype=auto and compute\.precision=bf16: this"):
-        both("auto", "bf16", "bfloat16", "cuda", has_bf16=False)
+        chosen_precisions("auto", "bf16", "bfloat16", "cuda", has_bf16=False)
     near = msgspec.structs.replace(
-        precise("bf16", "auto"), inference=InferenceSpec(urls=("http://a",), tolerance=1e-3)
+        run_with_precision("bf16", "auto"),
+        inference=InferenceSpec(urls=("http://a",), tolerance=1e-3),
     )
     with pytest.raises(
         ConfigError, match=r"^inference\.tolerance=0\.001 is less than one rounding"
@@ -112,10 +120,10 @@ def test_precisions_that_cannot_agree() -> None:
 ASKING = re.compile(
     r"\b(_is_\w+_supported|get_cpu_capability|get_capabilities|_is_mkldnn\w*|\w*avx\w*)\b"
 )
-"""Names by which a program learns from torch what a processor is fast at."""
+"""Names by which a program asks torch which CPU features are fast."""
 
 
-def test_nothing_asks_what_the_processor_is_fast_at() -> None:
+def test_no_code_queries_cpu_capabilities() -> None:
     found = [
         f"{path.relative_to(ROOT)}: {name}"
         for path in sorted(ROOT.rglob("*.py"))
@@ -141,8 +149,8 @@ print(json.dumps([torch.get_float32_matmul_precision(), losses]))
 """
 
 
-def test_a_run_is_the_same_whatever_the_processor_says_of_bf16(tmp_path: Path) -> None:
-    """Start-up and training with the answer forced to yes and to no, each in its own process."""
+def test_run_does_not_depend_on_reported_bf16_support(tmp_path: Path) -> None:
+    """Start-up and training with the answer forced to yes and to no, in separate processes."""
     found = []
     for answer in ("yes", "no"):
         done = subprocess.run(
@@ -158,25 +166,27 @@ def test_a_run_is_the_same_whatever_the_processor_says_of_bf16(tmp_path: Path) -
         found.append(json.loads(done.stdout.splitlines()[-1]))
     (precision, losses), without = found
     assert (precision, losses) == tuple(without)
-    assert precision == "highest"  # no library that a run loads has lowered it
+    assert precision == "highest"  # no imported library has lowered it
     assert len(losses) >= 8
 
 
-def precise(precision: Any, dtype: Any, **compute: Any) -> Run:
+def run_with_precision(precision: Any, dtype: Any, **compute: Any) -> Run:
     run = small(compute=ComputeSpec(precision=precision, **compute))
     return msgspec.structs.replace(run, policy=msgspec.structs.replace(run.policy, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
 @pytest.mark.parametrize("precision", ["auto", "fp32", "bf16"])
-def test_each_precision_starts_and_trains(precision: str, dtype: str, tmp_path: Path) -> None:
-    """On any CPU, with the canary's checks at the start and after each weight sync."""
-    state = train(precise(precision, dtype), tmp_path)
+def test_every_precision_starts_and_trains(precision: str, dtype: str, tmp_path: Path) -> None:
+    """On any CPU, with canary checks at the start and after each weight sync."""
+    state = train(run_with_precision(precision, dtype), tmp_path)
     assert state.step == 11
 
 
-def test_bf16_over_ranks_starts_and_trains(tmp_path: Path) -> None:
-    run = precise("bf16", "auto", backend="fsdp", shard=ShardSpec(ranks=1, timeout_s=200))
+def test_bf16_with_fsdp_starts_and_trains(tmp_path: Path) -> None:
+    run = run_with_precision(
+        "bf16", "auto", backend="fsdp", shard=ShardSpec(ranks=1, timeout_s=200)
+    )
     assert train(run, tmp_path).step == 11
 
 
@@ -184,11 +194,11 @@ def test_bf16_over_ranks_starts_and_trains(tmp_path: Path) -> None:
     ("precision", "dtype", "computed"),
     [("auto", "auto", "fp32"), ("auto", "bfloat16", "bf16"), ("fp32", "bfloat16", "fp32")],
 )
-def test_stages_and_references_compute_as_decided(
+def test_every_stage_backend_uses_the_chosen_precision(
     precision: str, dtype: str, computed: str, tmp_path: Path
 ) -> None:
-    """The second backend finds weights that the first turned into fp32."""
-    made = assemble(precise(precision, dtype))
+    """The second backend gets weights that the first converted to fp32."""
+    made = assemble(run_with_precision(precision, dtype))
     assert str(made.serving.dtype) == ("torch.bfloat16" if dtype == "bfloat16" else "torch.float32")
     trained = trained_model(made, tmp_path)
     wanted = "bf16" if computed == "bf16" else "fp32"
@@ -196,7 +206,7 @@ def test_stages_and_references_compute_as_decided(
     assert [each._compute.precision for each in backends] == [wanted, wanted]  # type: ignore[attr-defined]
 
 
-def test_a_resumed_backend_computes_as_its_run_says(tmp_path: Path) -> None:
+def test_resumed_backend_uses_its_own_precision(tmp_path: Path) -> None:
     rows = tree()
     rough = SingleBackend(small_policy(), compute=ComputeSpec(precision="bf16"))
     rough.save(tmp_path)
@@ -209,11 +219,11 @@ def test_a_resumed_backend_computes_as_its_run_says(tmp_path: Path) -> None:
         assert (one == other).all()
 
 
-# --- the canary: rounding passes, another model does not
+# --- the canary: rounding passes, a different model does not
 
 
 def sharp(made: RunParts, seed: int) -> Policy:
-    """A policy whose log-probabilities reach -50: as sure of itself as a trained one, and surer."""
+    """A policy with log-probabilities down to -50: more confident than any trained one."""
     policy = from_config(made.policy.config, made.policy.tokenizer, seed)
     with torch.no_grad():
         policy.model.model.norm.weight.mul_(60.0)  # type: ignore[union-attr,operator]
@@ -224,8 +234,8 @@ async def at_once(work: Any, *arguments: Any) -> Any:
     return work(*arguments)
 
 
-def shown(precision: Any, engine: torch.dtype, rounding: float, other: int = 6) -> float:
-    """The worst difference that the canary shows."""
+def worst_difference(precision: Any, engine: torch.dtype, rounding: float, other: int = 6) -> float:
+    """Return the worst difference that the canary measures."""
     made = assemble(small())
     served, trained = sharp(made, 6), sharp(made, other)
     served.model.to(engine)
@@ -253,15 +263,15 @@ BF16 = RunPrecision("bfloat16", "bf16").canary_limits(small()).rounding
     ("precision", "engine"),
     [("bf16", torch.float32), ("fp32", torch.bfloat16), ("bf16", torch.bfloat16)],
 )
-def test_the_canary_allows_what_bf16_rounds(precision: str, engine: torch.dtype) -> None:
-    assert shown(precision, engine, BF16) > 0.01
+def test_canary_allows_bf16_rounding(precision: str, engine: torch.dtype) -> None:
+    assert worst_difference(precision, engine, BF16) > 0.01
 
 
-def test_without_it_a_sure_policy_would_be_refused() -> None:
+def test_canary_without_rounding_allowance_rejects_confident_bf16_policy() -> None:
     with pytest.raises(TrainError, match=r"differ by .*; set compute.precision=fp32$"):
-        shown("bf16", torch.bfloat16, 0.0)
+        worst_difference("bf16", torch.bfloat16, 0.0)
 
 
-def test_another_model_is_found_in_bf16() -> None:
+def test_canary_detects_a_different_model_in_bf16() -> None:
     with pytest.raises(TrainError, match="they compute different models"):
-        shown("bf16", torch.bfloat16, BF16, other=7)
+        worst_difference("bf16", torch.bfloat16, BF16, other=7)

@@ -1,4 +1,4 @@
-"""Whole runs over two processes: the run of one process, resumed to the bit; adapters;
+"""Whole runs over two processes: equal to one process, bit-identical on resume; adapters;
 ``torchrun``."""
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from tests.train.backends.test_ranks import GATED, adapted
 
 def run():
     if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("0", "1"):
-        time.sleep(1)  # the other one is early, and finds what is left of the attempt before
+        time.sleep(1)  # the other rank arrives early and finds leftovers of the previous attempt
     return adapted(compute=ComputeSpec(precision="fp32", backend="fsdp"), task=GATED)
 """
 
 
 def tuned(**changes: Any) -> Run:
-    """Two steps of reinforcement learning of the packaged policy."""
+    """Two RL steps with the packaged policy."""
     rl = msgspec.structs.replace(small().rl, steps=2)
     policy = PolicySpec(path=str(TINY), slots=16)
     fields = {
@@ -64,7 +64,7 @@ def tuned(**changes: Any) -> Run:
 
 
 def adapted(**changes: Any) -> Run:
-    """By adapters, with a KL to the policy that rollouts began with."""
+    """Train adapters, with a KL to the policy at the start of RL."""
     rl = msgspec.structs.replace(
         tuned().rl, loss=LossSpec(kl_beta=0.1), optim=OptimizerSpec(lr=0.01)
     )
@@ -72,7 +72,7 @@ def adapted(**changes: Any) -> Run:
     return tuned(**({"rl": rl, "policy": policy} | changes))
 
 
-def steady(out: Path) -> list[tuple[int, str, dict[str, float]]]:
+def steady_metrics(out: Path) -> list[tuple[int, str, dict[str, float]]]:
     return [
         (row.step, row.stage, {name: row.values[name] for name in STEADY if name in row.values})
         for row in read_metrics(out)
@@ -80,11 +80,11 @@ def steady(out: Path) -> list[tuple[int, str, dict[str, float]]]:
 
 
 def check_measured(ours: Path, theirs: Path, *, is_whole: bool = True, **within: float) -> None:
-    """Both runs measured the same, to the tolerance of ``pytest.approx``; if ours is incomplete, as
-    far as it got."""
-    found = steady(ours)
+    """Compare the metrics of both runs with the tolerance of ``pytest.approx``; if ours is
+    incomplete, only as far as it got."""
+    found = steady_metrics(ours)
     assert sum("loss" in values for *_, values in found) == 2
-    for (*place, values), (*other, expected) in zip(found, steady(theirs), strict=is_whole):
+    for (*place, values), (*other, expected) in zip(found, steady_metrics(theirs), strict=is_whole):
         assert place == other
         assert values == pytest.approx(expected, **within)
 
@@ -97,21 +97,21 @@ def check_close(ours: Path, theirs: Path) -> None:
 
 
 GATED = TaskSpec(name="tests.train.test_faults:gated")
-"""One that a file holds still (``test_faults.py``)."""
+"""A task that pauses while a file exists (``test_faults.py``)."""
 
 
 def gated(**changes: Any) -> Run:
-    """``tuned``, over two ranks, with a task that can be held."""
+    """``tuned`` over two ranks, with a task that can be paused."""
     return tuned(**({"compute": RANKS, "task": GATED} | changes))
 
 
 @LINUX
 @pytest.mark.slow
-def test_a_run_is_that_of_one_process_and_after_a_lost_rank_the_same_to_the_bit(
+def test_two_rank_run_matches_one_process_and_restart_is_bit_identical(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 is killed in the middle of the second step; the trainer says so, ends, and is started
-    again (--restarts)."""
+    """Rank 1 is killed in the middle of the second step; the trainer reports this, exits and is
+    restarted (--restarts)."""
     one, two, killed, gate, recipe = (
         tmp_path / name for name in ("one", "two", "killed", "gate", "recipe.py")
     )
@@ -123,7 +123,7 @@ def test_a_run_is_that_of_one_process_and_after_a_lost_rank_the_same_to_the_bit(
     gate.mkdir()
     (gate / "hold-1").touch()
     monkeypatch.setenv(GATE, str(gate))
-    said: list[str] = []
+    messages: list[str] = []
 
     def kill_rank() -> None:
         while not (gate / "at-1").exists():
@@ -132,20 +132,22 @@ def test_a_run_is_that_of_one_process_and_after_a_lost_rank_the_same_to_the_bit(
         (gate / "hold-1").unlink()
 
     threading.Thread(target=kill_rank, daemon=True).start()
-    with heard(said.append):
+    with heard(messages.append):
         assert supervise([str(recipe)], ["--plain"], killed, None, 1) == 0
     checkpoint = killed / "checkpoints/step-000001"
-    assert said == [f"the trainer ended with status 1 after step 1; restarting from {checkpoint}"]
+    assert messages == [
+        f"the trainer ended with status 1 after step 1; restarting from {checkpoint}"
+    ]
     assert logged(killed, "restart") == [("killed", "")]
     assert logged(killed, "rank_ready") == [("killed", "rank 1")] * 2
-    assert steady(killed) == steady(two)
+    assert steady_metrics(killed) == steady_metrics(two)
     ours, theirs = (weights_of(out / "checkpoints/step-000002") for out in (killed, two))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs | ours)
     assert run_record.read_group_records(killed).balanced
 
 
 class Sleepy(ImportanceSampling, frozen=True, kw_only=True, tag="sleepy"):
-    """A loss that does not come back on rank 1."""
+    """A loss that never returns on rank 1."""
 
     def per_token(self, tokens: LossTokens) -> Any:
         if torch.distributed.get_rank() == 1:
@@ -154,7 +156,7 @@ class Sleepy(ImportanceSampling, frozen=True, kw_only=True, tag="sleepy"):
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_named_and_the_stacks_of_all_are_kept(tmp_path: Path) -> None:
+def test_hanging_rank_is_named_and_stacks_of_all_ranks_are_saved(tmp_path: Path) -> None:
     rl = msgspec.structs.replace(tuned().rl, loss=LossSpec(policy=f"{__name__}:Sleepy"))
     shard = msgspec.structs.replace(RANKS.shard, timeout_s=20)
     with pytest.raises(
@@ -172,9 +174,9 @@ def test_a_rank_that_hangs_is_named_and_the_stacks_of_all_are_kept(tmp_path: Pat
 
 @LINUX
 @pytest.mark.slow
-def test_torchrun_starts_the_ranks_and_again_after_one_was_killed(tmp_path: Path) -> None:
-    """Rank 0 runs the recipe; the other follows, and prints nothing. The reference of the KL is the
-    policy without its adapters, where one process loads a second model. Rank 0 is killed in the
+def test_torchrun_restarts_the_ranks_after_one_is_killed(tmp_path: Path) -> None:
+    """Rank 0 runs the recipe; the other rank follows and prints nothing. The KL reference is the
+    policy without its adapters, whereas one process loads a second model. Rank 0 is killed in the
     middle of the second step."""
     one, killed, gate, log = (tmp_path / name for name in ("one", "killed", "gate", "log"))
     train(adapted(task=GATED), one)
@@ -210,7 +212,7 @@ def test_torchrun_starts_the_ranks_and_again_after_one_was_killed(tmp_path: Path
             process.terminate()
     assert log.read_text().count("trained policy in") == 1
     check_close(killed, one)
-    assert max(values.get("ref_kl", 0.0) for _, _, values in steady(killed)) > 1e-6
+    assert max(values.get("ref_kl", 0.0) for _, _, values in steady_metrics(killed)) > 1e-6
     assert run_record.read_group_records(killed).balanced
     for out in (killed, one):
         best = CheckpointStore(out).best()
@@ -220,7 +222,7 @@ def test_torchrun_starts_the_ranks_and_again_after_one_was_killed(tmp_path: Path
 
 
 def rank_of(torchrun: int, rank: int) -> int:
-    """The process that it started as this rank."""
+    """Return the pid of the process that torchrun started as this rank."""
     for pid, _ in below(torchrun):
         if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             return pid
@@ -228,33 +230,32 @@ def rank_of(torchrun: int, rank: int) -> int:
 
 
 @LINUX
-def test_a_run_of_before_is_not_taken_for_one_that_torchrun_restarted(
+def test_is_restarted_needs_an_earlier_attempt_in_the_agent_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A restarted process whose folder already holds another run gets an error, and that run stays
-    unchanged."""
+    """Only a process whose agent store has seen an earlier attempt counts as restarted."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    told = {
+    environment = {
         "RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
     }
     for name, value in (
-        told | {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        environment | {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     ).items():
         monkeypatch.setenv(name, value)
     assert not is_restarted()
-    gather(store, 1, 10.0)  # as the attempt before does once all is checked
+    gather(store, 1, 10.0)  # as an earlier attempt does after its checks
     assert is_restarted()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # the other machine's has counted
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # another machine counted the restart
     assert is_restarted()
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     assert not is_restarted()
 
 
 @pytest.mark.parametrize(
-    ("compute", "told"),
+    ("compute", "message"),
     [
         (ComputeSpec(backend="fdsp"), r"unknown backend 'fdsp': did you mean 'fsdp'\?"),
         (
@@ -263,17 +264,17 @@ def test_a_run_of_before_is_not_taken_for_one_that_torchrun_restarted(
         ),
     ],
 )
-def test_what_does_not_fit_is_said_before_a_run_begins(
-    compute: ComputeSpec, told: str, tmp_path: Path
+def test_invalid_compute_specs_are_rejected_before_the_run_starts(
+    compute: ComputeSpec, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         train(small(compute=compute), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["shared", "own"])
-def test_a_critic_lies_over_the_ranks_too(model: Any, tmp_path: Path) -> None:
+def test_run_with_critic_over_two_ranks_matches_one_process(model: Any, tmp_path: Path) -> None:
     rl = msgspec.structs.replace(
         tuned().rl, algorithm=PPO(), critic=CriticSpec(model=model), steps=2
     )

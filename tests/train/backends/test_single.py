@@ -1,5 +1,5 @@
-"""The reference backend: same loss and gradient however a step is cut, shared or ordered; resumed
-to the bit; stopped by values that are not finite.
+"""The reference backend: same loss and gradient however a step is packed; bit-identical resume;
+non-finite values stop the step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FREE = ComputeCost(pair=0.0, share=0.0, join=0.0)
 def learn(
     batches: list[Batch], backend: SingleBackend | None = None
 ) -> tuple[float, dict[str, Tensor]]:
-    """(loss, gradient by name)"""
+    """Return (loss, gradient by parameter name)."""
     backend = backend or SingleBackend(policy())
     measured = backend.forward_backward(batches, LOSS)
     return measured["loss"], {name: each.grad for name, each in backend._model.named_parameters()}
@@ -40,7 +40,7 @@ def learn(
 def check_same(
     found: tuple[float, dict[str, Tensor]], wanted: tuple[float, dict[str, Tensor]]
 ) -> None:
-    """Losses to 1e-6, gradients to 1e-5 of their largest entry."""
+    """Compare losses to 1e-6 and gradients to 1e-5 of their largest entry."""
     assert found[0] == pytest.approx(wanted[0], rel=1e-6, abs=1e-7)
     for name, gradient in wanted[1].items():
         difference = float((found[1][name] - gradient).abs().max() / gradient.abs().max())
@@ -48,8 +48,8 @@ def check_same(
 
 
 def stepwise(rows: list[TokenSequence]) -> list[Batch]:
-    """Every third token of a row as a separate row up to that token, as in trainers without a
-    tree."""
+    """Cut each row into one row per three tokens, each with its full prefix, as in trainers without
+    a tree."""
     whole = pack(rows)
     parts = []
     for each in rows:
@@ -65,7 +65,7 @@ def stepwise(rows: list[TokenSequence]) -> list[Batch]:
     return parts
 
 
-def test_loss_and_gradient_do_not_depend_on_how_a_step_is_cut():
+def test_loss_and_gradient_do_not_depend_on_packing():
     rows = tree()
     wanted = learn(pack(rows, PackingSpec(share=False)))
     shuffled = rows[:]
@@ -102,8 +102,8 @@ CONFIGS = pytest.mark.parametrize(
 
 
 @CONFIGS
-def test_computing_again_changes_nothing(config: Any):
-    """Nor does a backend that no longer does, on the same model."""
+def test_recomputing_activations_changes_nothing(config: Any):
+    """Also if a backend on the same model then runs without recomputation."""
     wanted = learn(pack(tree()), SingleBackend(policy(config)))
     model = policy(config)
     for compute in (
@@ -116,12 +116,12 @@ def test_computing_again_changes_nothing(config: Any):
         backend._model.zero_grad()
 
 
-def test_a_module_on_a_forest_learns_as_on_rows():
+def test_transformers_module_gets_same_gradients_on_forest_and_rows():
     wanted = learn(pack(tree(), PackingSpec(share=False)), SingleBackend(policy(GPT2)))
     check_same(learn(pack(tree(), PackingSpec(cost=FREE)), SingleBackend(policy(GPT2))), wanted)
 
 
-def test_a_model_that_cannot_share_is_given_rows():
+def test_model_without_prefix_sharing_is_packed_as_rows():
     config = MistralConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -140,7 +140,7 @@ def test_a_model_that_cannot_share_is_given_rows():
     check_same(learn(pack(tree(), one_by_one.packing), one_by_one), (loss, gradient))
 
 
-def test_in_bf16_it_is_nearly_the_same():
+def test_bf16_loss_and_gradient_are_close_to_fp32():
     loss, gradient = learn(pack(tree()))
     other, rough = learn(
         pack(tree()), SingleBackend(policy(), compute=ComputeSpec(precision="bf16"))
@@ -153,7 +153,7 @@ def test_in_bf16_it_is_nearly_the_same():
 
 
 @CONFIGS
-def test_logprobs_are_those_of_a_plain_softmax(config: Any):
+def test_logprobs_match_plain_softmax(config: Any):
     rows = tree()
     backend = SingleBackend(policy(config))
     batches = pack(rows, backend.packing)
@@ -164,22 +164,22 @@ def test_logprobs_are_those_of_a_plain_softmax(config: Any):
             if isinstance(config, GPT2Config):
                 logits = backend._model(input_ids=ids[None]).logits[0]
             else:
-                logits = backend._trunk.logits(alone(backend, each))
+                logits = backend._trunk.logits(hidden_states(backend, each))
         wanted = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0] * torch.from_numpy(
             each.rl[1:] > 0
         )
         np.testing.assert_allclose(each.streams["old_logprobs"][1:], wanted, atol=1e-5)
 
 
-def alone(backend: SingleBackend, each: TokenSequence) -> Tensor:
+def hidden_states(backend: SingleBackend, each: TokenSequence) -> Tensor:
     (batch,) = pack([each])
     every = torch.arange(len(each))
     return backend._trunk.hidden(torch.from_numpy(each.token_ids), every, batch.segments, every)
 
 
-def test_temperature_and_kept_sets_are_those_of_the_sampler():
-    """The sampler drew at temperature 0.5 from a few ids: with its own log-probabilities the ratio
-    is 1 everywhere."""
+def test_logprobs_use_the_samplers_temperature_and_kept_sets():
+    """The sampler drew at temperature 0.5 from a few ids: given its own log-probabilities, every
+    ratio is 1."""
     rng = np.random.default_rng(0)
     plain = row("a", [1, 2, 3], 9, rng, ce=None)
     sets = [[*rng.choice(VOCAB, 4, replace=False).tolist(), int(id)] for id in plain.token_ids]
@@ -190,7 +190,7 @@ def test_temperature_and_kept_sets_are_those_of_the_sampler():
     )
     backend = SingleBackend(policy())
     with torch.no_grad():
-        logits = backend._trunk.logits(alone(backend, plain)) / 0.5
+        logits = backend._trunk.logits(hidden_states(backend, plain)) / 0.5
     drawn = np.flatnonzero(plain.mask)
     sampler = np.zeros(len(plain), np.float32)
     for token in drawn:
@@ -233,7 +233,7 @@ def test_resuming_is_bit_identical(kind: Any, tmp_path: Path):
         assert torch.equal(ours, theirs), name
 
 
-def test_a_state_that_does_not_fit_is_refused(tmp_path: Path):
+def test_loading_mismatched_checkpoint_is_rejected(tmp_path: Path):
     SingleBackend(policy()).save(tmp_path)
     wider = copy.deepcopy(CONFIG)
     wider.intermediate_size = 64
@@ -249,7 +249,7 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_steps_bring_the_loss_down(kind: Any):
+def test_training_steps_reduce_the_loss(kind: Any):
     backend = SingleBackend(policy(), OptimizerSpec(kind=kind, lr=0.01))
     rows = [
         row(str(index), [5, 6], 12, np.random.default_rng(index), rl=np.zeros(14, np.float32))
@@ -263,7 +263,7 @@ def test_steps_bring_the_loss_down(kind: Any):
     assert losses[-1] < 0.6 * losses[0]
 
 
-def test_the_gradient_is_clipped_to_its_norm():
+def test_gradient_is_clipped_to_max_grad_norm():
     batches = pack(tree())
     found = []
     for norm in (None, 1e-3):
@@ -279,7 +279,7 @@ def test_the_gradient_is_clipped_to_its_norm():
     assert found[1][1] < 0.1 * found[0][1]
 
 
-def test_a_loss_that_is_not_finite_stops_and_names_the_sequence(tmp_path: Path):
+def test_non_finite_loss_stops_the_step_and_names_the_sequence(tmp_path: Path):
     rows = tree()
     rows[4].sampler_logprobs[:] = np.nan
     backend = SingleBackend(policy(), dumps=tmp_path)
@@ -297,7 +297,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_sequence(tmp_path: Path):
     assert all(torch.equal(each, before[name]) for name, each in backend.weights())
 
 
-def test_a_gradient_that_is_not_finite_stops_before_the_step():
+def test_non_finite_gradient_stops_before_weights_change():
     backend = SingleBackend(policy())
     batches = pack(tree())
     backend.forward_backward(batches, LOSS)
@@ -309,7 +309,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step():
     assert torch.equal(dict(backend.weights())[name], kept)
 
 
-def test_a_path_beyond_the_window_is_refused():
+def test_path_longer_than_the_window_is_rejected():
     long = row("long", [1], 130, np.random.default_rng(0))
     with pytest.raises(
         ConfigError,
@@ -318,7 +318,7 @@ def test_a_path_beyond_the_window_is_refused():
         SingleBackend(policy()).forward_backward(pack([long]), LOSS)
 
 
-def test_learning_rates():
+def test_learning_rate_schedules():
     rates = OptimizerSpec(
         lr=1.0, schedule="linear", warmup_steps=2, num_steps=6, final_fraction=0.0
     )

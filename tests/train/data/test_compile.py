@@ -1,4 +1,4 @@
-"""Stamped rollouts become sequences: where each stamp stands, and what is refused."""
+"""Assigned rollouts become token sequences: position of each token credit, and rejected input."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rollout(credits: dict[tuple[str, int], TokenCredit], *calls: Call) -> Assign
     return AssignedRollout(Trajectory("t", "q", calls=list(calls)), credits)
 
 
-def told(found: Any) -> list[tuple[str, list[int], list[float]]]:
+def summary(found: Any) -> list[tuple[str, list[int], list[float]]]:
     return [(each.name, each.token_ids.tolist(), each.rl.tolist()) for each in found]
 
 
@@ -37,8 +37,8 @@ def rl(*weights: float) -> TokenCredit:
     return TokenCredit(advantages=[2.0] * len(weights), rl=list(weights))
 
 
-def test_calls_and_turns_become_paths():
-    """root: 1 2 3 [7 8] 4 [9]; its child: 1 2 5 [6]; an lm call without a stamp."""
+def test_each_call_becomes_one_path_of_its_turns():
+    """root: 1 2 3 [7 8] 4 [9]; its child: 1 2 5 [6]; and a call without credit."""
     root = call(
         "0", turn((1, 2, 3), (7, 8), versions=(VersionSpan(0, 2, 4),)), turn((4,), (9,), reused=5)
     )
@@ -52,7 +52,7 @@ def test_calls_and_turns_become_paths():
         ],
         0.7,
     )
-    assert told(found) == [
+    assert summary(found) == [
         ("t/call=0", [1, 2, 3, 7, 8, 4, 9], [0, 0, 0, 1, 2, 0, 3]),
         ("t/call=0.0", [1, 2, 5, 6], [0, 0, 0, 4]),
     ]
@@ -64,39 +64,39 @@ def test_calls_and_turns_become_paths():
     assert (whole.ce, whole.kd, whole.kept, whole.temperature) == (None, None, None, 0.7)
 
 
-def test_a_fork_counts_shared_tokens_once():
+def test_fork_has_weights_only_on_its_own_tokens():
     root = call("0", turn((1, 2), (7,)), turn((4,), (9,), reused=3))
     fork = call("0.f", turn((5,), (6,), reused=3), fork=Fork("0", 0))
     found = token_sequences(
         [rollout({("0", 0): rl(1), ("0", 1): rl(2), ("0.f", 0): rl(3)}, root, fork)]
     )
-    assert told(found) == [
+    assert summary(found) == [
         ("t/call=0", [1, 2, 7, 4, 9], [0, 0, 1, 0, 2]),
         ("t/call=0.f", [1, 2, 7, 5, 6], [0, 0, 0, 0, 3]),
     ]
     assert found[1].mask.tolist() == [False, False, True, False, True]
 
 
-def test_a_history_that_was_cut_becomes_two_paths():
-    """turn 1 reuses two of the four ids: 1 2 3 [7] is one path, 1 2 5 [6] the other."""
+def test_call_with_truncated_history_becomes_two_paths():
+    """Turn 1 reuses two of the four ids: 1 2 3 [7] is one path, 1 2 5 [6] the other."""
     split = call("0", turn((1, 2, 3), (7,)), turn((5,), (6,), reused=2))
     found = token_sequences([rollout({("0", 0): rl(1), ("0", 1): rl(2)}, split)])
-    assert told(found) == [
+    assert summary(found) == [
         ("t/call=0/path=0", [1, 2, 3, 7], [0, 0, 0, 1]),
         ("t/call=0/path=1", [1, 2, 5, 6], [0, 0, 0, 2]),
     ]
 
 
-def test_a_reply_that_was_cut_in_its_middle_keeps_all_its_stamps():
+def test_reply_truncated_midway_keeps_all_its_credit():
     split = call("0", turn((1,), (7, 8, 9)), turn((5,), (6,), reused=3))
     found = token_sequences([rollout({("0", 0): rl(1, 2, 3), ("0", 1): rl(4)}, split)])
-    assert told(found) == [
+    assert summary(found) == [
         ("t/call=0/path=0", [1, 7, 8, 9], [0, 1, 2, 3]),
         ("t/call=0/path=1", [1, 7, 8, 5, 6], [0, 0, 0, 0, 4]),
     ]
 
 
-def test_further_streams_and_kept_sets_stand_at_their_tokens():
+def test_streams_and_kept_sets_are_aligned_with_their_tokens():
     credit = TokenCredit(
         ce=[1.0, 0.5], streams={"ref_logprobs": [-1.0, -2.0], "teacher": [[1, 2, 3], [4, 5, 6]]}
     )
@@ -109,7 +109,7 @@ def test_further_streams_and_kept_sets_stand_at_their_tokens():
     assert (found.kept.offsets.tolist(), found.kept.ids.tolist()) == ([0, 0, 2, 3], [7, 9, 8])
 
 
-def test_what_is_refused():
+def test_inconsistent_credit_is_rejected():
     plain = call("0", turn((1,), (7, 8)))
     with pytest.raises(
         ValueError,
@@ -138,7 +138,7 @@ def test_what_is_refused():
         token_sequences([rollout({("0", 0): rl(1)}, call("0", turn((), (7,))))])
 
 
-def test_nothing_stamped_is_nothing_to_learn():
+def test_rollouts_without_credit_give_no_sequences():
     assert (
         token_sequences(
             [
@@ -150,8 +150,8 @@ def test_nothing_stamped_is_nothing_to_learn():
     )
 
 
-def test_growth_is_near_linear():
-    """Four times the calls, of three turns each: four times the time, within a factor of two."""
+def test_compile_time_is_near_linear_in_calls():
+    """Four times the calls (three turns each) take four times as long, within a factor of two."""
 
     def seconds(num: int) -> float:
         calls = [

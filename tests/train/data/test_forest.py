@@ -1,5 +1,5 @@
-"""The radix tree of sequences: small ones in full, any ones against their definition, many in
-near-linear time."""
+"""The radix tree of token sequences: small examples, properties of arbitrary ones, and near-linear
+time."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def sequence(*ids: int) -> TokenSequence:
     )
 
 
-def stretches(found: Forest, sequences: list[TokenSequence]) -> list[tuple[tuple[int, ...], int]]:
-    """(ids of the node, its parent)"""
+def nodes_of(found: Forest, sequences: list[TokenSequence]) -> list[tuple[tuple[int, ...], int]]:
+    """Return (token ids, parent) of each node."""
     return [
         (tuple(sequences[node.sequence].token_ids[node.begin : node.end].tolist()), node.parent)
         for node in found.nodes
@@ -34,7 +34,7 @@ def stretches(found: Forest, sequences: list[TokenSequence]) -> list[tuple[tuple
 
 
 def path(found: Forest, sequences: list[TokenSequence], leaf: int) -> list[int]:
-    """The ids from the root to the end of node ``leaf``."""
+    """Return the ids from the root to the end of node ``leaf``."""
     ids: list[int] = []
     while leaf >= 0:
         node = found.nodes[leaf]
@@ -43,7 +43,7 @@ def path(found: Forest, sequences: list[TokenSequence], leaf: int) -> list[int]:
     return ids
 
 
-def test_what_sequences_begin_with_stands_once():
+def test_shared_prefixes_are_stored_once():
     given_ones = [
         sequence(1, 2, 3, 7, 8, 4),
         sequence(1, 2, 3, 9),
@@ -51,17 +51,17 @@ def test_what_sequences_begin_with_stands_once():
         sequence(2, 2),
     ]
     found = forest(given_ones)
-    assert stretches(found, given_ones) == [
+    assert nodes_of(found, given_ones) == [
         ((1, 2, 3), -1), ((7, 8), 0), ((4,), 1), ((5,), 1), ((9,), 0), ((2, 2), -1),
     ]  # fmt: skip
     assert found.leaves == [2, 4, 3, 5]
     assert found.num_tokens == 10
 
 
-def test_a_prefix_and_a_twin_add_nothing():
+def test_prefix_and_duplicate_sequences_add_no_tokens():
     given_ones = [sequence(1, 2, 3), sequence(1, 2), sequence(1, 2, 3)]
     found = forest(given_ones)
-    assert stretches(found, given_ones) == [((1, 2), -1), ((3,), 0)]
+    assert nodes_of(found, given_ones) == [((1, 2), -1), ((3,), 0)]
     assert found.leaves == [1, 0, 1]
 
 
@@ -70,7 +70,9 @@ def test_a_prefix_and_a_twin_add_nothing():
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=9),
     st.randoms(),
 )
-def test_any_sequences(rows: list[list[int]], shuffled: random.Random):
+def test_forest_properties_hold_for_arbitrary_sequences(
+    rows: list[list[int]], shuffled: random.Random
+):
     sequences = [sequence(*row) for row in rows]
     found = forest(sequences)
     for row, leaf in zip(rows, found.leaves, strict=True):
@@ -83,12 +85,12 @@ def test_any_sequences(rows: list[list[int]], shuffled: random.Random):
         assert node.begin == (found.nodes[node.parent].end if node.parent >= 0 else 0) < node.end
     shuffled.shuffle(rows)
     again = [sequence(*row) for row in rows]
-    assert stretches(forest(again), again) == stretches(found, sequences)
+    assert nodes_of(forest(again), again) == nodes_of(found, sequences)
 
 
-def test_growth_is_near_linear():
-    """Four times the siblings, of 2,000 tokens each with 1,900 in common: four times the time,
-    within a factor of two."""
+def test_forest_time_is_near_linear_in_siblings():
+    """Four times the siblings (2,000 tokens each, 1,900 shared) take four times as long, within a
+    factor of two."""
 
     def seconds(num: int) -> float:
         rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""The warm-up's strings."""
+"""Induction sequences of the warm-up stage."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from ramify.train.data.sft_data import LONGEST, SHORTEST, induction
 
 
-def test_each_string_is_said_twice_and_learnt_the_second_time() -> None:
+def test_each_sequence_repeats_a_string_and_trains_only_on_the_repeat() -> None:
     for step in range(20):
         sequences = induction(step, range(4, 512), 2048, seed=3)
         length = len(sequences[0]) // 2
@@ -20,7 +20,7 @@ def test_each_string_is_said_twice_and_learnt_the_second_time() -> None:
             assert sequence.ce.tolist() == [0] * (length + 1) + [1] * (length - 1)
 
 
-def test_a_step_can_be_made_again() -> None:
+def test_induction_step_is_reproducible_from_its_seed() -> None:
     first, again, other = (induction(5, range(100), 512, seed) for seed in (1, 1, 2))
     assert all(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(first, again, strict=True))
     assert len(first) != len(other) or not np.array_equal(first[0].token_ids, other[0].token_ids)

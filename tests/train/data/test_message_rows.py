@@ -1,4 +1,5 @@
-"""Demonstrations from files of conversations: read, filtered, packed, and refused by the row."""
+"""Demonstrations from conversation files: reading, filtering, packing, and errors that name the
+row."""
 
 from __future__ import annotations
 
@@ -18,18 +19,25 @@ from ramify.train.policy_defaults import shape_for, vocabulary_for
 from ramify.types.trajectory import Trajectory
 from tests.train.small import small
 
-ASKED = {"role": "user", "content": "2 + 2?"}
+USER = {"role": "user", "content": "2 + 2?"}
 
 
-def said(text: str, **more: Any) -> dict[str, Any]:
+def reply_row(text: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **more}
 
 
 ROWS = [
-    {"messages": [ASKED, said("4")], "reward": 1.0},
-    {"messages": [ASKED, said("5")], "reward": 0.0},
+    {"messages": [USER, reply_row("4")], "reward": 1.0},
+    {"messages": [USER, reply_row("5")], "reward": 0.0},
     {
-        "messages": [ASKED, said("Hm.", weight=0), ASKED, said("4"), ASKED, said("Still 4.")],
+        "messages": [
+            USER,
+            reply_row("Hm.", weight=0),
+            USER,
+            reply_row("4"),
+            USER,
+            reply_row("Still 4."),
+        ],
         "reward": 1.0,
     },
 ]
@@ -41,7 +49,7 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def learned(shown: Trajectory) -> list[tuple[int, list[str], str]]:
-    """(messages reused, new ones, reply) of each turn."""
+    """Return (number of reused messages, new messages, reply) of each turn."""
     return [
         (turn.reused, [each.content for each in turn.prompt], turn.reply.message.content)
         for turn in shown.calls[0].turns
@@ -53,7 +61,7 @@ def parts_of(demos: str, **sft: Any) -> tuple[Run, RunParts]:
     return run, assemble(run)
 
 
-def test_rows_of_both_kinds_of_files_are_the_same_demonstrations(tmp_path: Path) -> None:
+def test_jsonl_and_parquet_give_the_same_demonstrations(tmp_path: Path) -> None:
     parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     parquet.write_table(arrow.Table.from_pylist(ROWS), tmp_path / "d.parquet")
     files = (jsonl(tmp_path / "d.jsonl", ROWS), str(tmp_path / "d.parquet"))
@@ -67,15 +75,15 @@ def test_rows_of_both_kinds_of_files_are_the_same_demonstrations(tmp_path: Path)
     assert len(list(message_demonstrations(files[0], 2))) == 2
 
 
-def test_calls_of_tools_parts_of_text_and_rewards_by_name_are_read(tmp_path: Path) -> None:
+def test_tool_calls_text_parts_and_named_rewards_are_read(tmp_path: Path) -> None:
     calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]
     row = {
         "messages": [
             {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"text": "brief."}]},
-            ASKED,
-            said("", tool_calls=calls, reasoning_content="Add."),
+            USER,
+            reply_row("", tool_calls=calls, reasoning_content="Add."),
             {"role": "tool", "content": "4", "tool_call_id": "call_0"},
-            said("4"),
+            reply_row("4"),
         ],
         "rewards": {"right": 1, "judged": None},
     }
@@ -93,20 +101,20 @@ def test_calls_of_tools_parts_of_text_and_rewards_by_name_are_read(tmp_path: Pat
     ("row", "message"),
     [
         ({"prompt": "x", "completion": "y"}, "row 0: .*`messages`; it has the columns prompt, com"),
-        ({"messages": [ASKED]}, "row 0: .*it has no reply to learn"),
+        ({"messages": [USER]}, "row 0: .*it has no reply to learn"),
         ({"messages": []}, "row 0: .*it has no reply to learn"),
-        ({"messages": [ASKED, said("4", weight=0)]}, "it has no reply to learn"),
-        ({"messages": [said("4")]}, "its first message is the assistant's"),
+        ({"messages": [USER, reply_row("4", weight=0)]}, "it has no reply to learn"),
+        ({"messages": [reply_row("4")]}, "its first message is the assistant's"),
         ({"messages": [{"role": "human", "content": "x"}]}, "row 0: .*'human'"),
-        ({"messages": [ASKED, said("4")], "reward": "high"}, r"Expected `float \| null`"),
+        ({"messages": [USER, reply_row("4")], "reward": "high"}, r"Expected `float \| null`"),
     ],
 )
-def test_a_row_in_another_form_is_named(tmp_path: Path, row: Any, message: str) -> None:
+def test_malformed_row_is_named_in_the_error(tmp_path: Path, row: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         list(message_demonstrations(jsonl(tmp_path / "d.jsonl", [row]), 9))
 
 
-def test_a_policy_follows_from_the_conversations_which_are_filtered_and_packed(
+def test_new_policy_is_sized_by_conversations_that_are_filtered_and_packed(
     tmp_path: Path,
 ) -> None:
     file = jsonl(tmp_path / "d.jsonl", ROWS)
@@ -114,7 +122,7 @@ def test_a_policy_follows_from_the_conversations_which_are_filtered_and_packed(
     config = parts.policy.config
     assert (config.vocab_size, config.hidden_size) == (len(parts.policy.tokenizer), 128)
     assert (config.num_hidden_layers, parts.policy.window) == (3, 512)
-    assert len(parts.rows) == 2  # the wrong one is not learned
+    assert len(parts.rows) == 2  # the wrong answer is not trained on
     (batch,) = pack(parts.rows, PackingSpec())
     assert len(batch.token_ids) <= sum(map(len, parts.rows))
     assert parts.fixed[0].num_steps == 1
@@ -129,14 +137,14 @@ def test_a_policy_follows_from_the_conversations_which_are_filtered_and_packed(
         ([{"messages": ROWS[0]["messages"]}], "none of 1 .* with min_reward=2: none has a reward$"),
     ],
 )
-def test_traces_that_all_fail_the_filter_are_refused(
+def test_demonstrations_that_all_fail_the_filter_are_rejected(
     tmp_path: Path, rows: list[dict[str, Any]], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"sft has nothing to learn from: {message}"):
         parts_of(jsonl(tmp_path / "d.jsonl", rows), algorithm=SFT(min_reward=2.0))
 
 
-def test_sizes_grow_with_the_demonstrations() -> None:
+def test_vocabulary_and_model_size_grow_with_the_demonstrations() -> None:
     sizes = [vocabulary_for(10**power) for power in (3, 6, 8, 12)]
     assert sizes == [512, 512, 8192, 32_768]
     shapes = [shape_for(tokens, 1000) for tokens in (10**4, 10**7, 10**8)]

@@ -1,4 +1,4 @@
-"""Sequences become batches: small ones in full, any ones by what must hold of every entry, many in
+"""Sequences become batches: small examples, properties of every entry for arbitrary ones, and
 near-linear time."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ FREE = ComputeCost(pair=0.0, share=0.0, join=0.0)
 
 
 def sequence(name: str, ids: list[int], rl: dict[int, float], **more: Any) -> TokenSequence:
-    """With weights ``rl`` by token; advantages are 10 and sampler's log-probabilities -1 times the
-    token's place."""
+    """Return a sequence with weights ``rl`` by token; its advantages are 10 times and its sampler
+    log-probabilities -1 times the token's position."""
     weights = np.zeros(len(ids), np.float32)
     weights[list(rl)] = list(rl.values())
     places = np.arange(len(ids), dtype=np.float32)
@@ -32,7 +32,7 @@ def sequence(name: str, ids: list[int], rl: dict[int, float], **more: Any) -> To
 
 
 def path(batch: Batch, token: int) -> list[int]:
-    """The ids from the root to ``token`` of the batch; its positions must count them."""
+    """Return the ids from the root to ``token`` of the batch, and check its position."""
     segment = next(
         index for index, each in enumerate(batch.segments) if each.start <= token < each.end
     )
@@ -58,7 +58,7 @@ SIBLINGS = [
 ]
 
 
-def test_siblings_share_and_keep_their_entries():
+def test_siblings_share_prefixes_and_keep_their_entries():
     (batch,) = pack(SIBLINGS, PackingSpec(cost=FREE))
     assert batch.token_ids.tolist() == [1, 2, 3, 7, 8, 4, 5, 9]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 5, 5, 3]
@@ -82,7 +82,7 @@ def test_siblings_share_and_keep_their_entries():
     }
 
 
-def test_siblings_that_sampled_alike_keep_an_entry_each():
+def test_identical_siblings_keep_one_entry_each():
     twins = [
         sequence("a", [1, 2, 7], {2: 1.0}),
         sequence("b", [1, 2, 7], {2: 1.0}, advantages=np.float32([0, 0, -5])),
@@ -93,21 +93,21 @@ def test_siblings_that_sampled_alike_keep_an_entry_each():
     assert batch.streams["advantages"].tolist() == [20, -5]
 
 
-def test_rows_share_nothing():
+def test_rows_do_not_share_prefixes():
     (batch,) = pack(SIBLINGS, PackingSpec(share=False))
     assert batch.token_ids.tolist() == [1, 2, 3, 7, 8, 4, 1, 2, 3, 7, 8, 5, 1, 2, 3, 9]
     assert spans(batch) == [(0, 6, -1), (6, 12, -1), (12, 16, -1)]
 
 
-def test_sharing_must_pay():
-    """[1 2 3] saves 3 tokens for 2 children, [7 8] another 2."""
+def test_prefixes_are_shared_only_if_that_saves_cost():
+    """Sharing [1 2 3] saves 3 tokens for 2 children, [7 8] another 2."""
     (batch,) = pack(SIBLINGS, PackingSpec(cost=ComputeCost(pair=0.0, share=2.5, join=0.0)))
     assert spans(batch) == [(0, 3, -1), (3, 6, 0), (6, 9, 0), (9, 10, 0)]
     (batch,) = pack(SIBLINGS, PackingSpec(cost=ComputeCost(pair=0.0, share=6.5, join=0.0)))
     assert spans(batch) == [(0, 6, -1), (6, 12, -1), (12, 16, -1)]
 
 
-def test_a_tree_too_large_is_cut_and_its_path_repeated():
+def test_oversized_tree_is_cut_and_its_prefix_repeated():
     batches = pack(SIBLINGS, PackingSpec(max_tokens=7, cost=FREE))
     assert [batch.token_ids.tolist() for batch in batches] == [[1, 2, 3, 7, 8, 4, 5], [1, 2, 3, 9]]
     assert [spans(batch) for batch in batches] == [[(0, 5, -1), (5, 6, 0), (6, 7, 0)], [(0, 4, -1)]]
@@ -115,8 +115,8 @@ def test_a_tree_too_large_is_cut_and_its_path_repeated():
     assert sorted(len(batch) for batch in batches) == [4, 6, 6]
 
 
-def test_a_tree_is_not_cut_to_fill_batches_evenly():
-    """Up to four tokens go together, and the tree of eight stays whole."""
+def test_fill_tokens_does_not_cut_trees():
+    """Trees are grouped up to four tokens, and the tree of eight stays whole."""
     rows = [*SIBLINGS, sequence("e", [8, 1, 2], {1: 1.0}), sequence("f", [9, 1], {1: 1.0})]
     batches = pack(rows, PackingSpec(max_tokens=8, cost=FREE, fill_tokens=4))
     assert sorted(sorted(batch.sequences.values()) for batch in batches) == [
@@ -127,7 +127,7 @@ def test_a_tree_is_not_cut_to_fill_batches_evenly():
     assert len(pack(rows, PackingSpec(max_tokens=5, cost=FREE, fill_tokens=4))) > 3
 
 
-def test_batches_are_balanced_by_cost_and_not_by_tokens():
+def test_batches_are_balanced_by_cost_rather_than_tokens():
     """Rows of 40, 20, 20 and 20 tokens: with quadratic cost the long one stays alone."""
     rows = [
         sequence(str(first), [first] * num, {1: 1.0}) for first, num in enumerate((40, 20, 20, 20))
@@ -146,7 +146,7 @@ def test_batches_are_balanced_by_cost_and_not_by_tokens():
     st.booleans(),
     st.randoms(),
 )
-def test_any_sequences(
+def test_pack_properties_hold_for_arbitrary_sequences(
     rows: list[list[int]], max_tokens: int, price: float, share: bool, shuffled: random.Random
 ):
     sequences = [
@@ -180,7 +180,7 @@ def test_any_sequences(
     ]
 
 
-def test_denominators_are_of_the_whole_step():
+def test_denominators_cover_the_whole_step():
     batches = pack(SIBLINGS, PackingSpec(max_tokens=4, cost=FREE))
     assert [batch.denominators for batch in batches] == [{"rl": 10.0}] * 3
     assert pack(SIBLINGS, denominators={"rl": 4.0, "ce": 1.0})[0].denominators == {"rl": 4.0}
@@ -188,8 +188,8 @@ def test_denominators_are_of_the_whole_step():
         pack(SIBLINGS, denominators={"ce": 1.0})
 
 
-def test_cross_entropy_of_a_tempered_token_has_an_entry_of_its_own():
-    """Sampled at temperature 0.5 within kept sets: token 1 is reinforced, 2 imitated, 3 both."""
+def test_cross_entropy_of_token_sampled_at_temperature_gets_separate_entry():
+    """Sampled at temperature 0.5 from kept sets: token 1 has RL weight, 2 CE weight, 3 both."""
     kept = SamplingSupport(np.array([0, 0, 2, 2, 3]), np.array([7, 9, 5]))
     both = sequence(
         "a", [1, 7, 6, 5], {1: 1.0, 3: 1.0}, ce=np.float32([0, 0, 2, 3]), temperature=0.5, kept=kept,
@@ -206,9 +206,9 @@ def test_cross_entropy_of_a_tempered_token_has_an_entry_of_its_own():
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_a_token_with_two_entries_gets_the_stream_of_the_one_that_was_drawn(share: bool):
-    """Tokens 1 and 2 of each are reinforced or distilled, 2 and 3 also imitated; their plain
-    entries have value 9, the others 7."""
+def test_attach_uses_the_entry_at_the_sampling_temperature(share: bool):
+    """Tokens 1 and 2 have RL or KD weight, 2 and 3 also CE weight; their plain entries have value
+    9, the others 7."""
     rows = [
         sequence("a", [1, 2, 3, 4], {1: 1.0, 2: 1.0}, ce=np.float32([0, 0, 1, 1]), temperature=0.7),
         sequence(
@@ -222,14 +222,14 @@ def test_a_token_with_two_entries_gets_the_stream_of_the_one_that_was_drawn(shar
     ]
     batches = pack(rows, PackingSpec(share=share, cost=FREE))
     assert sum(len(batch.owners) for batch in batches) == 8
-    said = [
+    computed = [
         np.where(batch.streams["temperature"] == 1, 9, 7).astype(np.float32) for batch in batches
     ]
-    attach(rows, batches, "old_logprobs", said)
+    attach(rows, batches, "old_logprobs", computed)
     assert [row.streams["old_logprobs"].tolist() for row in rows] == [[0, 7, 7, 9]] * 2
 
 
-def test_named_streams_travel_there_and_back():
+def test_named_streams_round_trip_through_batches():
     teacher = np.arange(8, dtype=np.float32).reshape(4, 2)
     rows = [
         sequence(name, [first, 2, 3, 4], {2: 1.0, 3: 1.0}, streams={"teacher": teacher})
@@ -249,14 +249,14 @@ def test_named_streams_travel_there_and_back():
         pack(rows)
 
 
-def test_nothing_to_learn_is_no_batch_and_a_first_token_is_refused():
+def test_no_weights_give_no_batch_and_weighted_first_token_is_rejected():
     assert pack([]) == pack(SIBLINGS[3:]) == []
     with pytest.raises(ValueError, match="sequence a has a weight on its first token"):
         pack([sequence("a", [1, 2], {0: 1.0})])
 
 
-def test_growth_is_near_linear():
-    """Four times the groups of siblings: four times the time, within a factor of two."""
+def test_pack_time_is_near_linear_in_groups():
+    """Four times the groups take four times as long, within a factor of two."""
 
     def seconds(groups: int) -> float:
         rng = np.random.default_rng(0)

@@ -1,5 +1,5 @@
-"""Text becomes ids once, reply by reply, and comes out as the renderer would write the whole
-conversation."""
+"""Demonstrations are tokenised reply by reply, with the same ids as the renderer gives for the
+whole conversation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOKENIZER = train_tokenizer(
 RENDERER = renderer_of(TOKENIZER)
 
 
-def test_demonstrations_become_trees() -> None:
+def test_demonstrations_become_call_trees() -> None:
     trees = [trajectory_of(demo) for demo in DEMOS]
     assert max(tree.depth for tree in trees) == 1
     for demo, tree in zip(DEMOS, trees, strict=True):
@@ -49,15 +49,15 @@ def test_demonstrations_become_trees() -> None:
     assert {tree.rewards["correct"] for tree in experts} == {1.0}
 
 
-def test_paths_are_what_the_renderer_writes() -> None:
+def test_tokenised_paths_match_the_renderer() -> None:
     tokeniser = TrajectoryTokenizer(RENDERER)
     for tree in map(trajectory_of, DEMOS):
         tokenised = tokeniser.tokenised(tree)
         for call in tokenised.calls:
             (path,) = tokenised.paths(call)
-            said = call.turns[-1].reply.token_ids or ()
+            sampled_reply = call.turns[-1].reply.token_ids or ()
             whole = RENDERER.prompt(tokenised.conversation(call))
-            assert [*path.ids, *RENDERER.extend([], after=said)] == whole
+            assert [*path.ids, *RENDERER.extend([], after=sampled_reply)] == whole
             sampled = [
                 id for id, is_sampled in zip(path.ids, path.sampled, strict=True) if is_sampled
             ]
@@ -65,7 +65,7 @@ def test_paths_are_what_the_renderer_writes() -> None:
             assert TOKENIZER.decode(sampled) == "".join(f"{reply}<|end|>" for reply in replies)
 
 
-def test_what_was_said_carries_the_loss() -> None:
+def test_only_sampled_tokens_carry_cross_entropy() -> None:
     tree = TrajectoryTokenizer(RENDERER).tokenised(trajectory_of(DEMOS[0]))
     rows = token_sequences(SFT().assign_advantages([Group("", [tree])], {}).rollouts)
     for row in rows:
@@ -73,28 +73,31 @@ def test_what_was_said_carries_the_loss() -> None:
         assert (row.ce > 0).tolist() == row.mask.tolist()
 
 
-def test_a_history_that_was_cut_is_given_anew() -> None:
-    def said(text: str) -> Reply:
+def test_truncated_history_is_tokenised_again_and_branches_are_rejected() -> None:
+    def sampled_reply(text: str) -> Reply:
         return Reply(Message("assistant", text))
 
-    def asked(text: str) -> Message:
+    def user_message(text: str) -> Message:
         return Message("user", text)
 
-    turns = [Turn(0, (asked("q"),), said("a")), Turn(1, (asked("summary"),), said("b"))]
+    turns = [
+        Turn(0, (user_message("q"),), sampled_reply("a")),
+        Turn(1, (user_message("summary"),), sampled_reply("b")),
+    ]
     tree = TrajectoryTokenizer(RENDERER).tokenised(
         Trajectory("t", "q", calls=[Call("0", "rlm", "m", 0, "q", turns=turns)])
     )
     assert [turn.reused_ids for turn in tree.root.turns] == [0, 0]
     assert list(tree.root.turns[1].reply.prompt_ids or ()) == RENDERER.prompt(
-        [asked("q"), asked("summary")]
+        [user_message("q"), user_message("summary")]
     )
-    turns = [Turn(0, (asked("q"),), said("a"))]
+    turns = [Turn(0, (user_message("q"),), sampled_reply("a"))]
     forked = Call("0:1", "rlm", "m", 0, "q", fork=Fork("0", 0), turns=turns)
     with pytest.raises(ConfigError, match="branches"):
         TrajectoryTokenizer(RENDERER).tokenised(Trajectory("t", "q", calls=[forked]))
 
 
-def test_trajectories_in_a_file(tmp_path: Path) -> None:
+def test_trajectories_round_trip_through_a_file(tmp_path: Path) -> None:
     trees = [trajectory_of(demo) for demo in DEMOS[:3]]
     path = tmp_path / "demos.jsonl"
     write(path, trees[:2])
@@ -108,7 +111,7 @@ def test_trajectories_in_a_file(tmp_path: Path) -> None:
         list(read(tmp_path / "none.jsonl"))
 
 
-def test_the_order_is_shuffled_by_epoch_and_fills_steps() -> None:
+def test_order_shuffles_each_epoch_and_fills_steps() -> None:
     rows = induction(0, range(8), 400)
     size = len(rows[0])
     steps = order(rows, 3 * size, epochs=2, seed=1)
@@ -126,9 +129,9 @@ def test_the_order_is_shuffled_by_epoch_and_fills_steps() -> None:
     assert order([], 10, 3, 0) == []
 
 
-def test_evaluated_runs_of_a_store(tmp_path: Path) -> None:
-    """Eight items are evaluated with a scripted model that is wrong three times: the right ones
-    alone are imitated."""
+def test_sft_reads_evaluated_runs_from_a_store(tmp_path: Path) -> None:
+    """A scripted model answers eight items, three of them wrongly: only the correct runs are
+    trained on."""
     from ramify import Store
     from ramify.evaluate.run import EvaluationRecords
     from tests.evaluate.helpers import evaluated, plan, unless

@@ -1,6 +1,6 @@
-"""Corrections for a sampler that is not the trainer, by hand, and what they do to a loss.
+"""Corrections for the mismatch of sampler and trainer: factors by hand, and effect on a loss.
 
-token       0      1      2    |   3      4        of two sequences
+token       0      1      2    |   3      4        in two sequences
 o - m     log 4  log 2  log 1/4 | log 1.01 0        sums log 2, log 1.01; means log 2^(1/3), log 1.01^(1/2)
 o - l       1      0     -0.4   |  0.1    0.3       means 0.2, 0.2
 m - l     -0.386 -0.693  0.986  |  0.090  0.3       means -0.031, 0.195
@@ -65,13 +65,13 @@ def tokens(weighs: Any = (1, 1, 1, 1, 1)) -> LossTokens:
     ],
     ids=lambda each: getattr(type(each), "__name__", ""),
 )
-def test_factors(correction: Any, factors: list[float]) -> None:
+def test_correction_factors(correction: Any, factors: list[float]) -> None:
     np.testing.assert_allclose(correction.factor(tokens()), factors, rtol=1e-9)
 
 
-def test_tokens_without_weight_are_no_part_of_their_sequence() -> None:
-    """Without its third token the first sequence's gap is log 8, of two tokens; the mean of m - l
-    is -0.54."""
+def test_tokens_without_weight_do_not_count_for_their_sequence() -> None:
+    """Without its third token the first sequence has two tokens, a gap of log 8 and a mean m - l of
+    -0.54."""
     weighs = (1, 1, 0, 1, 1)
     assert SequenceTis(cap=9.0).factor(tokens(weighs))[0].item() == pytest.approx(8)
     assert WorstTokenMask(low=0.3).factor(tokens(weighs))[:2].tolist() == [1, 1]
@@ -88,9 +88,9 @@ def entries(**streams: Any) -> LossEntries:
     )
 
 
-def test_corrections_multiply_the_policys_loss_alone() -> None:
-    """r A summed with weights 2 and 0, and a KL that nothing is taken from; masked tokens stay in
-    the count of 5."""
+def test_corrections_multiply_only_the_policy_loss() -> None:
+    """r A is multiplied by the factors, the KL is not; masked tokens stay in the denominator of
+    5."""
     loss = LossSpec(
         policy=PpoClip(clip_low=0.9, clip_high=9.0),
         corrections=(TokenTis(), IcePop()),
@@ -102,11 +102,11 @@ def test_corrections_multiply_the_policys_loss_alone() -> None:
     assert found.item() == pytest.approx((-r * A * factor + 0.05 * (NOW - OLD) ** 2).sum() / 5)
     assert tally.metrics()["corrected_away"] == pytest.approx(
         0.1
-    )  # of two corrections one took one token of five
+    )  # one of two corrections masked one of five tokens
     found.backward()
 
 
-def test_the_old_ones_must_be_the_trainers() -> None:
+def test_corrections_need_old_logprobs_from_the_trainer() -> None:
     loss = LossSpec(corrections=(TokenTis(),))
     with pytest.raises(
         ConfigError, match=r"no stream 'old_logprobs'; attach it, or set loss\.old=now"
@@ -135,22 +135,24 @@ def test_the_old_ones_must_be_the_trainers() -> None:
         (LossSpec(policy=ImportanceSampling(), corrections=(Opsm(),)), 4, "sampler"),
     ],
 )
-def test_a_pass_is_made_where_it_is_needed(loss: LossSpec, minibatches: int, old: str) -> None:
+def test_source_of_old_logprobs_depends_on_loss_and_minibatches(
+    loss: LossSpec, minibatches: int, old: str
+) -> None:
     assert loss.for_minibatches(minibatches).old == old
 
 
 @pytest.mark.parametrize("old", ["now", "sampler", "pass"])
-def test_what_the_policy_has_moved_away_from_is_masked_wherever_the_old_ones_are_from(
+def test_opsm_masks_the_same_tokens_for_every_source_of_old_logprobs(
     old: Any,
 ) -> None:
-    """Only the fourth token is of a sequence that has moved by more than 0.15, and has A < 0."""
+    """Only the fourth token has A < 0 and is in a sequence that moved by more than 0.15."""
     loss = LossSpec(policy=ImportanceSampling(), corrections=(Opsm(delta=0.15),), old=old)
     _, tally = compute(loss, entries(**({"old_logprobs": OLD} if old == "pass" else {})))
     assert tally.metrics()["corrected_away"] == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_by_name(name: str) -> None:
+def test_corrections_are_built_and_stored_by_name(name: str) -> None:
     made = CORRECTIONS[name]()
     for given in (name, {"name": name}, f"ramify.train.losses.corrections:{type(made).__name__}"):
         assert msgspec.convert({"corrections": [given]}, LossSpec).corrections == (made,)
@@ -169,6 +171,6 @@ def test_by_name(name: str) -> None:
         ({"kl_beta": float("nan")}, "loss.kl_beta=nan cannot be negative"),
     ],
 )
-def test_bounds_that_no_token_is_within_are_refused(options: Any, message: str) -> None:
+def test_invalid_clip_and_correction_bounds_are_rejected(options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LossSpec(**options)

@@ -1,7 +1,6 @@
-"""Each formula of a loss over a small batch, against the same formula written out in fp64 with
-numpy.
+"""Each loss formula on a small batch, compared with the same formula written out in fp64 numpy.
 
-Five tokens, chosen so that every formula meets each of its cases: a ratio that is high, low, or
+The five tokens are chosen so that every formula meets all its cases: a ratio that is high, low or
 within bounds, with an advantage of either sign.
 """
 
@@ -56,7 +55,7 @@ LAG = np.array([0, 1, 3, 0, 1])
 
 
 def of_sequence(values: np.ndarray) -> np.ndarray:
-    """The mean over the token's sequence: tokens 0 to 2 are of one, 3 and 4 of another."""
+    """Return the mean over each token's sequence: tokens 0 to 2 are one, 3 and 4 another."""
     return np.repeat([values[:3].mean(), values[3:].mean()], [3, 2])
 
 
@@ -66,7 +65,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 S = np.exp(
     of_sequence(L - OLD)
-)  # 1.0627, 2.2361: gspo's ratios, above bounds of 1.2 and 0.8 in the second alone
+)  # GSPO's ratios 1.0627 and 2.2361; only the second exceeds the bounds 0.8 and 1.2
 TAU = np.where(A > 0, 1.0, 1.05)
 MEAN_A = of_sequence(A)  # -1/6, 1
 BOUNDED = np.where(MEAN_A > 0, np.minimum(L - OLD, 0.4), np.maximum(L - OLD, -0.4))
@@ -119,7 +118,7 @@ CASES: list[tuple[Any, list[float], list[float]]] = [
         [-1.5, 0.8 * 2, -0.5, 5.0, -RHO[4] * 3],
     ),
     (
-        DppoTv(pull=0.0),  # p - q = 0.3, -0.25, 0, 0.08, -0.05: the first two have gone far enough
+        DppoTv(pull=0.0),  # p - q = 0.3, -0.25, 0, 0.08, -0.05: the first two are masked
         [0.0, 0.0, -0.5, 5.0, -RHO[4] * 3],
         [0.0, 0.0, -0.5, 5.0, -RHO[4] * 3],
     ),
@@ -130,13 +129,13 @@ CASES: list[tuple[Any, list[float], list[float]]] = [
     ),
     (ImportanceSampling(), (-RHO * A).tolist(), (-RHO * A).tolist()),
     (
-        # The third and the first are within bounds; in the second sequence only A < 0 has a slope.
+        # The first sequence is within bounds; in the second only A < 0 has a slope.
         Gspo(clip_low=0.2, clip_high=0.3),
         [-S[0] * 1, S[1] * 2, -S[2] * 0.5, S[3], -1.3 * 3],
         [-S[0] * 1, S[1] * 2, -S[2] * 0.5, S[3], 0.0],
     ),
     (
-        Gmpo(),  # a token's slope is 1/n of its whole sequence's sum, 0 if it is bounded
+        Gmpo(),  # a token's slope is 1/n of its sequence's sum, 0 if it is clipped
         (-MEAN_A * G).tolist(),
         (-MEAN_A * G * np.array([1, 0, 1, 0, 1])).tolist(),
     ),
@@ -151,8 +150,8 @@ CASES: list[tuple[Any, list[float], list[float]]] = [
         (-4 * sigmoid(TAU * (R - 1)) * (1 - sigmoid(TAU * (R - 1))) * A * R).tolist(),
     ),
     (
-        # q log(q/p) + (1-q) log((1-q)/(1-p)) = .311, .135, 0, .051, .005; p > q but in the second
-        # and last
+        # q log(q/p) + (1-q) log((1-q)/(1-p)) = .311, .135, 0, .051, .005; p > q except in the
+        # second and the last
         DppoKl(),
         [0.0, 0.0, -0.5, 5.0, -RHO[4] * 3],
         [0.0, 0.0, -0.5, 5.0, -RHO[4] * 3],
@@ -173,7 +172,7 @@ CASES: list[tuple[Any, list[float], list[float]]] = [
         (W_OLD * PPO_SLOPES).tolist(),
     ),
     (
-        ProxApprox(),  # r = 1.5, .74, 1, 5, .94: held near the sampler if no token is stale
+        ProxApprox(),  # r = 1.5, .74, 1, 5, .94: clipped around the sampler if nothing is stale
         (W_NEAR * -np.minimum(R_NEAR * A, R_NEAR.clip(0.8, 1.28) * A)).tolist(),
         (W_NEAR * [0.0, 0.0, -R_NEAR[2] * 0.5, 5.0, -R_NEAR[4] * 3]).tolist(),
     ),
@@ -184,7 +183,7 @@ CASES: list[tuple[Any, list[float], list[float]]] = [
 @pytest.mark.parametrize(
     ("loss", "values", "slopes"), CASES, ids=lambda each: getattr(type(each), "__name__", "")
 )
-def test_policy_losses(loss: Any, values: list[float], slopes: list[float]):
+def test_policy_loss_values_and_slopes(loss: Any, values: list[float], slopes: list[float]):
     given = tokens()
     found = loss.per_token(given)
     np.testing.assert_allclose(found.detach(), values, rtol=1e-12, atol=1e-12)
@@ -211,11 +210,11 @@ def test_policy_losses(loss: Any, values: list[float], slopes: list[float]):
         (ProxApprox(), [1, 1, 0, 0, 0]),
     ],
 )
-def test_which_tokens_are_clipped(loss: Any, clipped: list[int]):
+def test_clipped_tokens_per_policy_loss(loss: Any, clipped: list[int]):
     assert loss.clipped(tokens()).int().tolist() == clipped
 
 
-def test_a_ratio_that_ran_away_stays_finite():
+def test_extreme_ratios_give_finite_losses_and_gradients():
     far = tokens(np.array([50.0, -50.0, 300.0, -300.0, 0.0]) + L)
     for name, kind in POLICY_LOSSES.items():
         found = kind().per_token(far)
@@ -225,14 +224,14 @@ def test_a_ratio_that_ran_away_stays_finite():
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_policy_losses_by_name(name: str):
+def test_policy_losses_are_built_and_stored_by_name(name: str):
     assert msgspec.convert({"policy": {"name": name}}, LossSpec).policy == POLICY_LOSSES[name]()
     assert msgspec.to_builtins(LossSpec(policy=POLICY_LOSSES[name]()))["policy"]["name"] == name
     with pytest.raises(ConfigError, match=f"policy loss '{name}': .* unknown field `nonsense`"):
         msgspec.convert({"policy": {"name": name, "nonsense": 1}}, LossSpec)
 
 
-def test_kl_estimates():
+def test_kl_estimators_and_their_gradients():
     now, ref = (
         torch.tensor(each, dtype=torch.float64, requires_grad=True) for each in (L, np.log(P_OLD))
     )
@@ -265,7 +264,7 @@ def entries(**changed: Any) -> LossEntries:
     return LossEntries(**(fields | changed))
 
 
-def test_components_are_weighed_sums_over_their_own_counts():
+def test_each_loss_component_is_divided_by_its_own_denominator():
     """rl: importance sampling with weights .5 .5 1 0 .25 over 10; ce: weights 0 0 2 1 0 over 4."""
     given = entries(streams={"ce": [0, 0, 2.0, 1.0, 0]}, denominators={"rl": 10.0, "ce": 4.0})
     loss = LossSpec(policy=ImportanceSampling())
@@ -280,7 +279,7 @@ def test_components_are_weighed_sums_over_their_own_counts():
     assert per_entry(loss, given).sum().item() == pytest.approx(rl + ce, rel=1e-12)
 
 
-def test_kl_and_entropy_go_with_the_policy_gradient():
+def test_kl_and_entropy_use_the_policy_gradient_weights():
     entropy = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
     given = entries(streams={"ref_logprobs": np.log(P_OLD)}, entropy=entropy)
     found, tally = compute(
@@ -297,8 +296,8 @@ def test_kl_and_entropy_go_with_the_policy_gradient():
         compute(LossSpec(kl_beta=0.1), entries())
 
 
-def test_what_is_measured():
-    """Over the four tokens that weigh: all but the one before the last."""
+def test_loss_metrics_cover_tokens_with_weight():
+    """Metrics cover the four tokens with weight: all but the fourth."""
     _, tally = compute(LossSpec(policy=PpoClip()), entries())
     _, twice = compute(LossSpec(policy=PpoClip()), entries())
     twice.merge(tally)
@@ -316,10 +315,10 @@ def test_what_is_measured():
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_numbers_that_are_none_are_told_as_such(plain: bool):
-    """The sampler's log-probability of one token that weighs is NaN: the loss against the old ones
-    is finite, and both figures of how far sampler and trainer are apart are NaN, whichever batch
-    comes first; those of a token without weight say nothing."""
+def test_nan_sampler_logprob_makes_mismatch_metrics_nan(plain: bool):
+    """If the sampler's log-probability of a weighted token is NaN, the loss against the old ones
+    stays finite and both mismatch metrics are NaN, whichever batch comes first; a NaN at a token
+    without weight has no effect."""
 
     def tally(bad: int | None) -> LossTally:
         given = entries()
@@ -342,8 +341,8 @@ def test_numbers_that_are_none_are_told_as_such(plain: bool):
     assert tally(3).metrics() == tally(None).metrics()
 
 
-def test_measuring_waits_for_no_batch():
-    """Tensors without values: reading one fails."""
+def test_tallying_metrics_does_not_read_device_tensors():
+    """Meta tensors have no values, so reading one would fail."""
     found = LossTally()
     for _ in range(2):
         now, old, sampler, advantages = torch.zeros(4, 5, device="meta").unbind()
@@ -351,7 +350,7 @@ def test_measuring_waits_for_no_batch():
         found.policy(LossTokens(now, old, sampler, advantages), clipped, ~clipped)
 
 
-def test_without_an_old_pass_the_sampler_is_the_anchor():
+def test_sampler_is_the_anchor_without_old_logprobs():
     given = entries()
     streams = {name: each for name, each in given.streams.items() if name != "old_logprobs"}
     found, tally = compute(LossSpec(policy=PpoClip()), given._replace(streams=streams))
@@ -360,8 +359,8 @@ def test_without_an_old_pass_the_sampler_is_the_anchor():
     assert tally.metrics()["mismatch"] == pytest.approx(abs(L - M)[[0, 1, 2, 4]].mean())
 
 
-def test_distillation():
-    """Two tokens with the teacher's two likeliest ids: sum over them of p_T (log p_T - log p)."""
+def test_distillation_by_teacher_top_ids_and_by_sampled_token():
+    """Two tokens with the teacher's top two ids: the sum over them of p_T (log p_T - log p)."""
     teacher, ours = np.array([[0.7, 0.2], [0.5, 0.5]]), np.array([[0.6, 0.3], [0.9, 0.1]])
     given = LossEntries(
         logprobs=torch.tensor(L[:2], requires_grad=True),
@@ -387,7 +386,7 @@ def test_distillation():
         compute(LossSpec(), given._replace(streams=no_teacher))
 
 
-def test_an_entry_without_weight_adds_nothing_even_where_it_is_not_finite():
+def test_non_finite_entry_without_weight_is_ignored():
     broken = L.copy()
     broken[3] = -math.inf
     given = entries(logprobs=torch.tensor(broken, requires_grad=True))
@@ -395,7 +394,7 @@ def test_an_entry_without_weight_adds_nothing_even_where_it_is_not_finite():
     assert math.isfinite(found.item())
 
 
-def test_wrong_options_are_refused():
+def test_invalid_loss_options_are_rejected():
     with pytest.raises(ConfigError, match=r"kl_beta=-1 cannot be negative"):
         LossSpec(kl_beta=-1.0)
     with pytest.raises(ConfigError, match="'then' is neither 'old' nor 'sampler'"):

@@ -1,7 +1,7 @@
-"""What is known of a step before it is learnt from: which tokens clip_cov and kl_cov choose, which
-calls are whole.
+"""Loss inputs computed over a whole step: the tokens that clip_cov and kl_cov choose, and the check
+that calls are whole.
 
-Ten tokens with A = ±1 and l = -0.1 or -3, but the last, whose advantage is 8:
+Ten tokens with A = ±1 and l = -0.1 or -3, except for the last, whose advantage is 8:
 
     mean A 0.9, mean l -1.26    cov of the last (8 - 0.9)(-0.1 + 1.26) = 8.236; of A = 1: 0.1 · 1.16 or 0.1 · -1.74; of A = -1:
     -1.9 · 1.16 = -2.204 or -1.9 · -1.74 = 3.306
@@ -31,11 +31,11 @@ def step(keys: list[int], old: np.ndarray = NOW) -> LossStep:
     return LossStep(NOW, old, ADVANTAGES, np.array(keys, np.uint64))
 
 
-def test_covariance() -> None:
+def test_covariance_of_advantage_and_logprob() -> None:
     np.testing.assert_allclose(covariance(step([0] * 10)), COV, atol=1e-9)
 
 
-def test_clip_cov_draws_by_key_among_those_within() -> None:
+def test_clip_cov_draws_by_key_among_tokens_within_its_bounds() -> None:
     low, high = [9, 9, 9, 9, 1, 9, 9, 2, 9, 0], [9, 9, 9, 9, 2, 9, 9, 1, 9, 0]
     assert np.flatnonzero(ClipCov(share=0.1).choose(step(low))).tolist() == [4]
     assert np.flatnonzero(ClipCov(share=0.1).choose(step(high))).tolist() == [7]
@@ -44,14 +44,14 @@ def test_clip_cov_draws_by_key_among_those_within() -> None:
     assert not ClipCov(cov_low=4, cov_high=5).choose(step(high)).any()
 
 
-def test_clip_cov_leaves_out_what_the_clip_holds_already() -> None:
-    """Token 4 has A < 0 and r = exp(-1): it has no gradient to be taken away."""
+def test_clip_cov_skips_tokens_that_are_already_clipped() -> None:
+    """Token 4 has A < 0 and r = exp(-1), so it has no gradient anyway."""
     old = NOW.copy()
     old[4] += 1
     assert np.flatnonzero(ClipCov(share=0.5).choose(step([0] * 10, old))).tolist() == [7]
 
 
-def test_kl_cov_takes_the_largest() -> None:
+def test_kl_cov_chooses_the_largest_covariances() -> None:
     assert np.flatnonzero(KlCov(share=0.1).choose(step([0] * 10))).tolist() == [9]
     assert np.flatnonzero(
         KlCov(share=0.2).choose(step([9, 9, 9, 9, 2, 9, 9, 1, 9, 9]))
@@ -60,9 +60,8 @@ def test_kl_cov_takes_the_largest() -> None:
         KlCov(share=0.0)
 
 
-def test_a_weight_folded_into_the_advantage_would_choose_nothing() -> None:
-    """The fault that this order of things rules out: with A / 10^4 no covariance reaches the
-    bound."""
+def test_clip_cov_would_choose_nothing_if_advantages_were_prescaled() -> None:
+    """Weights must be applied after the choice: with A / 10^4 no covariance reaches the bound."""
     folded = step([0] * 10)._replace(advantages=ADVANTAGES / 1e4)
     assert not ClipCov().choose(folded).any()
     assert ClipCov().choose(step([0] * 10)).any()
@@ -80,7 +79,7 @@ def chosen_places(rows: list[TokenSequence], packing: PackingSpec) -> set[tuple[
     }
 
 
-def test_the_choice_does_not_depend_on_how_a_step_is_cut_or_ordered() -> None:
+def test_chosen_tokens_do_not_depend_on_packing_or_order() -> None:
     rows = tree()
     wanted = chosen_places(rows, PackingSpec())
     assert 3 < len(wanted) < 20
@@ -88,7 +87,7 @@ def test_the_choice_does_not_depend_on_how_a_step_is_cut_or_ordered() -> None:
     assert chosen_places(rows, PackingSpec(share=False, max_tokens=1)) == wanted
 
 
-def test_the_paths_of_a_call_are_one_sequence_in_one_batch() -> None:
+def test_paths_of_a_call_stay_together_in_one_batch() -> None:
     rows = tree()
     rows[2].name, rows[8].name = "t/call=0/path=0", "t/call=0/path=1"  # in two trees
     cut = PackingSpec(max_tokens=50)
@@ -101,5 +100,5 @@ def test_the_paths_of_a_call_are_one_sequence_in_one_batch() -> None:
     calls, num = losses.calls_of(both)
     assert num == len(both.sequences) - 1
     assert len(set(calls[np.isin(both.owners[:, 0], [2, 8])].tolist())) == 1
-    rows[8].rl[:] = 0  # imitated alone: no business of the policy's loss
+    rows[8].rl[:] = 0  # CE only, so the policy loss does not read it
     losses.check_whole(pack(rows, cut))

@@ -1,9 +1,9 @@
-"""A Ray cluster of several nodes, which are raylets on one machine with different loopback
+"""Runs on a Ray cluster of several nodes: raylets on one machine with different loopback
 addresses.
 
 A run whose engine and rollout worker are on another node equals the run in one process. Processes
 of a lost node are restarted on another one. These nodes share CPUs, files and memory, so the tests
-show nothing about slow or split networks, file systems that not all nodes see, or GPUs.
+do not cover slow or partitioned networks, separate file systems, or GPUs.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ on_nodes(sys.argv[1])
 NODE: dict[str, Any] = {"object_store_memory": 80 << 20, "include_dashboard": False}
 
 
-def spread(address: str = "") -> Run:
-    """The run on one node, its engine and a runner on another."""
+def spread_run(address: str = "") -> Run:
+    """The trainer on one node, its engine and a rollout worker on another."""
     spec = PlacementSpec(
         pools={"own": NodePool(cpus=0.8), "far": NodePool(cpus=1.6)},
         trainer=RoleSpec(pool="own", cpus=0.4),
@@ -63,19 +63,19 @@ def spread(address: str = "") -> Run:
 
 
 def on_nodes(folder: str) -> None:
-    """All that needs a cluster of several nodes, on one."""
+    """Run everything that needs a cluster of several nodes on one cluster."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **NODE})
     second = cluster.add_node(num_cpus=2, node_ip_address="127.0.0.2", **NODE)
-    train(by(spread(cluster.address), "ray"), Path(folder) / "ray")
-    moved(cluster, second, folder)
+    train(by(spread_run(cluster.address), "ray"), Path(folder) / "ray")
+    run_service_on_lost_nodes(cluster, second, folder)
     cluster.shutdown()
 
 
-def moved(cluster: Any, second: Any, folder: str) -> None:
-    """A service stands on the second of two nodes, that node goes and a third one comes; at last
-    that one goes, too."""
+def run_service_on_lost_nodes(cluster: Any, second: Any, folder: str) -> None:
+    """A service runs on the second of two nodes; that node is removed and a third is added; finally
+    the third is removed, too."""
     from ramify.actors.ray_launcher import RayLauncher
 
     judge = ServiceSpec(
@@ -96,44 +96,44 @@ def moved(cluster: Any, second: Any, folder: str) -> None:
         placement_slots(spec, {"trainer": 1, "inference": 0, "rollouts": 0, "judge": 1}),
         address=spec.address,
     )
-    who = SlotMember("judge", 0)
-    said: list[str] = []
+    member = SlotMember("judge", 0)
+    messages: list[str] = []
 
     async def go() -> None:
         services = RunServices(hosts, {"judge": judge}, Path(folder), restarts=1)
         await services.start()
         url = os.environ["RAMIFY_TEST_JUDGE"]
         before = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=60).read())
-        print(hosts.address_of(who), hosts.address in url)
-        cluster.remove_node(second, False)  # Ray wants to be in the main thread
+        print(hosts.address_of(member), hosts.address in url)
+        cluster.remove_node(second, False)  # Ray must be called from the main thread
         third = cluster.add_node(num_cpus=2, node_ip_address="127.0.0.3", **NODE)
-        while len(said) < 2:
+        while len(messages) < 2:
             await asyncio.sleep(0.1)
         after = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=60).read())
-        print(hosts.address_of(who), before != after)
+        print(hosts.address_of(member), before != after)
         await services.close()
         cluster.remove_node(third, False)
 
-    with heard(said.append, said.append):
+    with heard(messages.append, messages.append):
         asyncio.run(go())
     hosts.start_s = 5.0
     try:
         until = time.monotonic() + 300
-        while time.monotonic() < until:  # the cluster knows after a while that the node is gone
-            hosts.renew(who)
+        while time.monotonic() < until:  # the cluster notices the lost node after a while
+            hosts.renew(member)
             time.sleep(0.2)
     except ConfigError as error:
         print(error)
-    print(*said, sep="\n")
+    print(*messages, sep="\n")
     hosts.close()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_over_nodes_and_what_becomes_of_those_that_go(
+def test_run_over_two_nodes_and_recovery_from_lost_nodes(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    # Sockets lie in there, whose paths are short; another test looks for what Ray leaves in /tmp/ray*.
+    # A short path for Ray's sockets; not /tmp/ray*, which another test checks for leftovers.
     ray = Path("/tmp") / f"n-{os.getpid()}"
     request.addfinalizer(lambda: shutil.rmtree(ray, ignore_errors=True))
     (ray / "ray").mkdir(parents=True)
@@ -159,6 +159,6 @@ def test_a_run_over_nodes_and_what_becomes_of_those_that_go(
     assert [line.rpartition("; ")[2] for line in lines[3:5]] == ["it is restarted", lines[4]]
     assert lines[4].endswith("is back")
 
-    alone = msgspec.structs.replace(spread(), inference=None, placement=None)
+    alone = msgspec.structs.replace(spread_run(), inference=None, placement=None)
     train(alone, tmp_path / "alone")
     check_measured(tmp_path / "ray", tmp_path / "alone", abs=1e-5)

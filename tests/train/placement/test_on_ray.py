@@ -1,5 +1,5 @@
-"""One cluster of Ray for all that needs one: a run on it is the run without it; what dies on it is
-named; it ends whole."""
+"""Runs on a Ray cluster: same results as without Ray, a killed rank is named, and nothing is left
+behind."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ SMALL = RoleSpec(cpus=0.4)
 
 
 def placed() -> Run:
-    """Two ranks and an engine, each on a separate slot."""
+    """Two ranks and one engine, each in a separate placement slot."""
     spec = PlacementSpec(pools={"main": NodePool(cpus=2)}, trainer=SMALL, inference=SMALL)
     return tuned(compute=RANKS, inference=InferenceSpec(), placement=spec)
 
 
 def on_a_cluster(folder: str) -> None:
-    """All that needs a cluster, in one process and one run, since one takes seconds to come up:
-    while it is up another process that believes it to be of another version wants to join; after
-    the second step rank 1 is killed."""
+    """Run everything that needs a cluster in one process and one run, since starting one takes
+    seconds: before training, a process that sees another Ray version tries to join; after the
+    second step rank 1 is killed."""
     num_steps = 0
 
     def look(measured: StepMetrics) -> None:
         nonlocal num_steps
         if not num_steps and "loss" not in measured.values:
-            refused(gcs_address())
+            join_with_other_version(gcs_address())
         num_steps += "loss" in measured.values
         if "loss" in measured.values and num_steps == 2:
             os.kill(pid_of("ramify.train.backends.launch"), signal.SIGKILL)
@@ -70,8 +70,8 @@ def on_a_cluster(folder: str) -> None:
         print(error)
 
 
-def refused(address: str) -> None:
-    """Change the version in the cluster's records while a run tries to join."""
+def join_with_other_version(address: str) -> None:
+    """Change the version in the cluster's records while another process tries to join."""
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
     key, where = b"CLUSTER_METADATA", b"cluster"
@@ -93,8 +93,7 @@ def gcs_address() -> str:
 
 
 def pid_of(name: str) -> int:
-    """Id of the one process that descends from this process's cluster and runs the module ``name``
-    with its environment."""
+    """Return the pid of the process of this test's cluster that runs the module ``name``."""
     mine = f"/{Path(os.environ['HOME']).name}"
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -107,7 +106,7 @@ def pid_of(name: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_on_ray(tmp_path: Path) -> None:
+def test_run_on_ray_matches_local_run_and_names_killed_rank(tmp_path: Path) -> None:
     before = set(Path("/tmp").glob("ray*"))
     done = subprocess.run(
         [sys.executable, "-c", CLUSTER, str(tmp_path / "ray")],
@@ -126,7 +125,7 @@ def test_a_run_on_ray(tmp_path: Path) -> None:
         lost,
     )
     assert not [
-        path for path in Path("/proc").glob("[0-9]*/environ") if _holds(path, str(tmp_path))
+        path for path in Path("/proc").glob("[0-9]*/environ") if file_contains(path, str(tmp_path))
     ]
     assert set(Path("/tmp").glob("ray*")) <= before
     assert not list(tmp_path.glob(".ray*"))
@@ -138,7 +137,7 @@ def test_a_run_on_ray(tmp_path: Path) -> None:
     check_measured(tmp_path / "ray", tmp_path / "alone", is_whole=False, abs=1e-5)
 
 
-def _holds(path: Path, text: str) -> bool:
+def file_contains(path: Path, text: str) -> bool:
     with contextlib.suppress(OSError):
         return text.encode() in path.read_bytes()
     return False

@@ -1,4 +1,4 @@
-"""Rollouts in separate processes: the run equals that in one process; a rollout worker that dies is
+"""Rollouts in separate processes: the run equals the run in one process; a dead rollout worker is
 reported, and its rollouts are still sampled."""
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from ramify.types.trajectory import Trajectory
 from tests.shown import heard, logged, train
 from tests.train.backends.test_ranks import tuned
 
-RUNNERS = PlacementSpec(rollouts=RoleSpec(count=1))
+ONE_WORKER = PlacementSpec(rollouts=RoleSpec(count=1))
 
 
 def short(**changes: Any) -> Run:
-    """Two steps that keep their rollouts, with an update of the weights between them."""
+    """Two steps that save their rollouts, with a weight update between them."""
     run = tuned(**changes)
     return msgspec.structs.replace(
         run,
@@ -48,12 +48,12 @@ def short(**changes: Any) -> Run:
 
 
 def sampled(out: Path) -> list[tuple[Any, ...]]:
-    """All of a rollout except its times."""
+    """Return everything about the saved rollouts except their times."""
     files = sorted((out / "rollouts").iterdir())
-    return [_what(tree) for file in files for tree in trajectories(file)]
+    return [without_times(tree) for file in files for tree in trajectories(file)]
 
 
-def _what(tree: Trajectory) -> tuple[Any, ...]:
+def without_times(tree: Trajectory) -> tuple[Any, ...]:
     replies = [turn.reply for call in tree.calls for turn in call.turns]
     ids = [(reply.prompt_ids, reply.token_ids, reply.versions) for reply in replies]
     return (
@@ -68,46 +68,46 @@ def _what(tree: Trajectory) -> tuple[Any, ...]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_groups_are_those_of_one_process_also_where_the_only_runner_is_lost(tmp_path: Path) -> None:
+def test_run_with_rollout_worker_matches_one_process_even_if_worker_is_lost(tmp_path: Path) -> None:
     depths = (DepthSpec(temperature=0.8, max_turns=1),)
     train(short(depths=depths), tmp_path / "one")
     killed: list[str] = []
 
     def kill(measured: StepMetrics) -> None:
         if "loss" in measured.values and not killed:
-            pid = next(_pids("RAMIFY_CONNECT_NAME=0", str(tmp_path)))
-            os.kill(pid, signal.SIGSTOP)  # what it is given next it does not do
+            pid = next(pids_with_environment("RAMIFY_CONNECT_NAME=0", str(tmp_path)))
+            os.kill(pid, signal.SIGSTOP)  # so that it does not finish its next rollout
             threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
             killed.append(
                 f"rollout worker 0 (process {pid} on {os.uname().nodename}) is lost: it was killed "
                 "by signal 9; its log ends: "
             )
 
-    said: list[str] = []
-    run = short(inference=InferenceSpec(), placement=RUNNERS, depths=depths)
+    messages: list[str] = []
+    run = short(inference=InferenceSpec(), placement=ONE_WORKER, depths=depths)
     os.environ["RAMIFY_TEST_PLACE"] = str(tmp_path)
     try:
-        train(run, tmp_path / "two", listener=kill, say=said.append, inform=said.append)
+        train(run, tmp_path / "two", listener=kill, say=messages.append, inform=messages.append)
     finally:
         del os.environ["RAMIFY_TEST_PLACE"]
     ours, theirs = sampled(tmp_path / "two"), sampled(tmp_path / "one")
     assert len(ours) == len(theirs) == 12
-    for (*what, logprobs), (*other, expected) in zip(ours, theirs, strict=True):
-        assert what == other
+    for (*fields, logprobs), (*other, expected) in zip(ours, theirs, strict=True):
+        assert fields == other
         assert logprobs == pytest.approx(expected, abs=1e-5)
     losses = [
         [row.values["loss"] for row in read_metrics(tmp_path / name) if "loss" in row.values]
         for name in ("one", "two")
     ]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
-    lost = next(number for number, text in enumerate(said) if text.startswith(killed[0]))
-    assert said[lost].endswith("0 other workers remain; it is restarted")
-    assert re.match(r"rollout worker 0 is back \(process \d+ on ", said[lost + 1])
+    lost = next(number for number, text in enumerate(messages) if text.startswith(killed[0]))
+    assert messages[lost].endswith("0 other workers remain; it is restarted")
+    assert re.match(r"rollout worker 0 is back \(process \d+ on ", messages[lost + 1])
     assert logged(tmp_path / "two", "restart") == [("two", "")]
-    assert not list(_pids("RAMIFY_CONNECT_NAME=", str(tmp_path)))
+    assert not list(pids_with_environment("RAMIFY_CONNECT_NAME=", str(tmp_path)))
 
 
-def _pids(*texts: str) -> Any:
+def pids_with_environment(*texts: str) -> Any:
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             found = path.read_bytes()
@@ -126,7 +126,7 @@ class NoEngines:
     async def look_after(self, url: str, who: str) -> None: ...
 
 
-def test_a_runner_that_cannot_begin_says_why(tmp_path: Path) -> None:
+def test_rollout_worker_that_cannot_start_reports_the_reason(tmp_path: Path) -> None:
     run = short()
     spec = RolloutWorkerSpec(
         name="x",
@@ -150,26 +150,26 @@ def test_a_runner_that_cannot_begin_says_why(tmp_path: Path) -> None:
         asyncio.run(begin())
 
 
-def test_runners_need_engines_that_others_can_ask() -> None:
+def test_rollout_workers_need_engines_over_http() -> None:
     with pytest.raises(ConfigError, match="rollout workers call engines over HTTP: set inference"):
-        settled(tuned(placement=RUNNERS))
+        settled(tuned(placement=ONE_WORKER))
     rl = tuned().rl
     assert rl is not None
     stale = msgspec.structs.replace(rl, sample=msgspec.structs.replace(rl.sample, max_staleness=1))
     with pytest.raises(ConfigError, match=r"needs inference\.engine=ramify"):
-        settled(tuned(rl=stale, inference=InferenceSpec(engine="vllm"), placement=RUNNERS))
+        settled(tuned(rl=stale, inference=InferenceSpec(engine="vllm"), placement=ONE_WORKER))
 
 
-def test_what_a_runner_says_is_decoded_and_never_unpickled() -> None:
+def test_worker_messages_are_decoded_and_never_unpickled() -> None:
     class Pickled:
         def __reduce__(self) -> Any:
             return pytest.fail, ("code of the other side was run",)
 
     ours, theirs = Pipe()
     assert isinstance(ours, Connection)
-    told = WorkerMessage("done", 3, b"{}", (-(2**62), 7))
-    theirs.send_bytes(msgspec.msgpack.encode(told))
-    assert receive(ours) == told
+    message = WorkerMessage("done", 3, b"{}", (-(2**62), 7))
+    theirs.send_bytes(msgspec.msgpack.encode(message))
+    assert receive(ours) == message
     theirs.send_bytes(pickle.dumps(Pickled()))
     with pytest.raises(msgspec.MsgspecError):
         receive(ours)
@@ -189,8 +189,8 @@ time.sleep(1000)
 ENDS = SILENT.replace("time.sleep(1000)", "sys.exit(5)")
 
 
-class InPlaceOf(LocalLauncher):
-    """Starts another program as each worker."""
+class ReplacementLauncher(LocalLauncher):
+    """Starts another program instead of each worker."""
 
     def __init__(self, program: str) -> None:
         super().__init__()
@@ -210,10 +210,10 @@ class InPlaceOf(LocalLauncher):
         ),
     ],
 )
-def test_a_worker_that_is_lost_again_and_again_is_given_up(
+def test_worker_lost_more_often_than_restarts_is_given_up(
     program: str, reason: str, tmp_path: Path
 ) -> None:
-    run, said = short(), []
+    run, messages = short(), []
     spec = RolloutWorkerSpec(
         name="x",
         task="nonesuch",
@@ -229,7 +229,7 @@ def test_a_worker_that_is_lost_again_and_again_is_given_up(
 
     async def ask() -> None:
         workers = RolloutWorkers(
-            InPlaceOf(program),
+            ReplacementLauncher(program),
             1,
             spec,
             tmp_path,
@@ -245,8 +245,8 @@ def test_a_worker_that_is_lost_again_and_again_is_given_up(
             await workers.close()
 
     with (
-        heard(said.append),
+        heard(messages.append),
         pytest.raises(TrainError, match=f"no rollout worker is left: {reason}"),
     ):
         asyncio.run(ask())
-    assert [each.rpartition("; ")[2] for each in said] == ["it is restarted", "it is given up"]
+    assert [each.rpartition("; ")[2] for each in messages] == ["it is restarted", "it is given up"]

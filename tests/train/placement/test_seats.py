@@ -1,5 +1,5 @@
-"""Who sits where, and what is said where roles do not fit: by arithmetic, before anything is
-started."""
+"""Placement slots: members and resources of each slot, and errors with the arithmetic if roles do
+not fit, before anything is started."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def placed(placement: PlacementSpec, ranks: int = 0, engines: int = 0, **changes
     return small(compute=compute, inference=inference, placement=placement, **changes)
 
 
-def test_colocated_roles_share_seats_and_others_stand_apart() -> None:
+def test_colocated_roles_share_slots_and_others_get_separate_slots() -> None:
     together = PlacementSpec(
         pools={"main": NodePool(nodes=2, gpus=2, cpus=8)},
         trainer=GPU,
@@ -77,23 +77,23 @@ def test_colocated_roles_share_seats_and_others_stand_apart() -> None:
         ((0.5, 0.25), (1, 2), ["t0 i0 i1 | 0.5"]),
     ],
 )
-def test_roles_of_other_counts_share_seats(
+def test_colocated_roles_with_different_counts_share_slots(
     roles: tuple[float, float], num: tuple[int, int], expected: list[str]
 ) -> None:
-    """Who sits on each seat, and its GPUs."""
+    """Members and GPUs of each slot."""
     trainer, inference = (RoleSpec(gpus=gpus) for gpus in roles)
     spec = PlacementSpec(trainer=trainer, inference=inference, colocate=(("trainer", "inference"),))
     found = placement_slots(spec, NO | dict(zip(("trainer", "inference"), num, strict=True)))
-    told = [
+    described = [
         f"{' '.join(f'{m.role[0]}{m.number}' for m in placement_slot.members)} | "
         f"{placement_slot.needs.gpus:g}"
         for placement_slot in found
     ]
-    assert told == expected
+    assert described == expected
     assert sum(placement_slot.needs.cpus for placement_slot in found) == sum(num)
 
 
-def test_each_process_of_a_shared_seat_has_its_own_part_of_the_gpus() -> None:
+def test_gpus_of_a_shared_slot_are_divided_among_its_processes() -> None:
     spec = PlacementSpec(
         trainer=GPU,
         inference=RoleSpec(gpus=2),
@@ -116,7 +116,7 @@ def test_each_process_of_a_shared_seat_has_its_own_part_of_the_gpus() -> None:
     assert half.share(SlotMember("trainer", 0), 0.5, ["3"]) == ["3"]
 
 
-def test_spread_takes_the_emptiest_node_and_pack_the_first() -> None:
+def test_spread_picks_the_emptiest_node_and_pack_the_first() -> None:
     for order, nodes in (("pack", [0, 0, 0]), ("spread", [0, 1, 2])):
         spec = PlacementSpec(
             pools={"main": NodePool(nodes=3, cpus=4, order=order)}, trainer=RoleSpec(cpus=1)
@@ -126,7 +126,7 @@ def test_spread_takes_the_emptiest_node_and_pack_the_first() -> None:
         ] == nodes
 
 
-def test_a_large_seat_is_placed_before_small_ones_take_its_node() -> None:
+def test_large_slots_are_placed_before_small_ones() -> None:
     spec = PlacementSpec(
         pools={"main": NodePool(nodes=2, gpus=4, cpus=8)},
         trainer=RoleSpec(gpus=1),
@@ -137,7 +137,7 @@ def test_a_large_seat_is_placed_before_small_ones_take_its_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "num", "said"),
+    ("spec", "num", "message"),
     [
         (
             PlacementSpec(
@@ -197,16 +197,16 @@ def test_a_large_seat_is_placed_before_small_ones_take_its_node() -> None:
     ],
     ids=["sums", "node by node", "memory", "remainder", "shared sums", "no pool"],
 )
-def test_what_does_not_fit_is_said_with_the_sums(
-    spec: PlacementSpec, num: dict[str, int], said: str
+def test_roles_that_do_not_fit_are_rejected_with_the_arithmetic(
+    spec: PlacementSpec, num: dict[str, int], message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
         placement_slots(spec, NO | num)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (
             lambda: PlacementSpec(trainer=RoleSpec(pool="gpu"), pools={"gpus": NodePool()}),
@@ -227,13 +227,13 @@ def test_what_does_not_fit_is_said_with_the_sums(
     ],
     ids=["pool", "role", "twice", "nodes", "negative", "field", "kind"],
 )
-def test_what_cannot_be_meant(make: Any, said: str) -> None:
+def test_invalid_placement_specs_are_rejected(make: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         make()
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
-def test_counts_come_from_the_run_or_from_the_placement() -> None:
+def test_process_counts_come_from_the_run_or_the_placement() -> None:
     assert counted(placed(PlacementSpec(), ranks=4, engines=2), PlacementSpec()) == {
         "trainer": 4,
         "inference": 2,
@@ -257,7 +257,7 @@ def test_counts_come_from_the_run_or_from_the_placement() -> None:
         settled(by(small(compute=ComputeSpec(backend="fsdp")), "ray"))
 
 
-def test_a_run_that_does_not_fit_is_refused_wherever_it_runs(tmp_path: Any) -> None:
+def test_run_that_does_not_fit_is_rejected_locally_and_on_ray(tmp_path: Any) -> None:
     from ramify.train.execute import train
 
     spec = PlacementSpec(pools={"main": NodePool(cpus=3)}, trainer=RoleSpec(cpus=2))
@@ -267,13 +267,13 @@ def test_a_run_that_does_not_fit_is_refused_wherever_it_runs(tmp_path: Any) -> N
     assert not (tmp_path / "out").exists()
 
 
-def test_one_process_needs_no_placement() -> None:
+def test_single_process_run_needs_no_placement() -> None:
     run = small()
     assert settled(run) == (run, [])
     assert by(run, "local") is run
 
 
-def test_what_is_asked_of_a_cluster_is_held_against_its_nodes() -> None:
+def test_requested_bundles_are_checked_against_cluster_nodes() -> None:
     found = [
         PlacementSlot("a", 0, SlotResources(1, 2), (SlotMember("trainer", 0),)), PlacementSlot("a", 0, SlotResources(1, 2), (SlotMember("trainer", 1),)),
         PlacementSlot("a", 1, SlotResources(1, 2), (SlotMember("trainer", 2),)), PlacementSlot("", 0, SlotResources(0, 1), (SlotMember("rollouts", 0),)),
@@ -295,7 +295,7 @@ def test_what_is_asked_of_a_cluster_is_held_against_its_nodes() -> None:
         check_bundles(asked, [SlotResources(1, 8, 9)] * 3, "the cluster")
 
 
-def test_a_placement_is_plain_data() -> None:
+def test_placement_spec_round_trips_through_json() -> None:
     spec = PlacementSpec(
         pools={"main": NodePool(nodes=2, gpus=4)}, trainer=GPU, colocate=(("trainer", "inference"),)
     )

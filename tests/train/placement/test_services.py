@@ -1,5 +1,5 @@
-"""Processes on their seats: started, asked how they are, ended with all that they started; engines
-that are out of reach."""
+"""Engines and services in placement slots: start, health checks, restarts, and engines that weight
+sync cannot reach."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from tests.shown import heard
 from tests.train.small import small
 
 
-class Apart(LocalLauncher):
+class TwoMachines(LocalLauncher):
     """Two machines: every member except the first is on the other one."""
 
     def address_of(self, member: SlotMember) -> str:
         return "10.0.0.2" if member.number else self.address
 
 
-def test_an_engine_listens_where_others_reach_it(tmp_path: Path) -> None:
+def test_engine_listens_on_the_address_of_its_machine(tmp_path: Path) -> None:
     spec = InferenceSpec(
         num=2, command=("sh", "-c", 'echo "$@"; exit 3', "engine"), ports=(7001, 7002)
     )
-    hosts = Apart()
+    hosts = TwoMachines()
     engines = [
         EngineProcess(hosts, spec, i, tmp_path, "float32", 64, tmp_path / f"{i}.log")
         for i in (0, 1)
@@ -53,8 +53,8 @@ def test_an_engine_listens_where_others_reach_it(tmp_path: Path) -> None:
     hosts.close()
 
 
-def test_a_service_is_asked_where_it_was_placed(tmp_path: Path) -> None:
-    """Python's own server of files as a judge; another that ends at once."""
+def test_service_is_reached_at_its_address_and_counts_as_a_slot(tmp_path: Path) -> None:
+    """Python's file server stands in for a judge; a second service exits at once."""
     judge = ServiceSpec(
         command=(sys.executable, "-m", "http.server", "--bind", "{host}", "{port}"),
         variable="RAMIFY_TEST_JUDGE",
@@ -103,7 +103,7 @@ def test_a_service_is_asked_where_it_was_placed(tmp_path: Path) -> None:
 SERVES = """
 import http.server, os, sys
 
-class Says(http.server.BaseHTTPRequestHandler):
+class PidHandler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path == "/die":
             os._exit(5)
@@ -111,13 +111,13 @@ class Says(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(str(os.getpid()).encode())
 
-http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), Says).serve_forever()
+http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), PidHandler).serve_forever()
 """
 
 
-class Moving(LocalLauncher):
-    """Two machines: what is renewed is on the other one from then on, which has room for so
-    many."""
+class MovingLauncher(LocalLauncher):
+    """Two machines: a renewed member moves to the other one, which has room for ``room``
+    members."""
 
     room = 1
     moved: frozenset[SlotMember] = frozenset()
@@ -131,18 +131,17 @@ class Moving(LocalLauncher):
         self.moved |= {member}
 
 
-@pytest.mark.parametrize("hosts", [LocalLauncher, Moving])
-def test_a_service_that_ends_is_started_again_and_keeps_its_address(
+@pytest.mark.parametrize("hosts", [LocalLauncher, MovingLauncher])
+def test_service_that_exits_is_restarted_and_keeps_its_address(
     hosts: type[LocalLauncher], tmp_path: Path
 ) -> None:
-    """On this machine, or first on a second machine and then on a third. In the end it is given
-    up."""
+    """On this machine, or first on a second machine and then on a third; finally it is given up."""
     service = ServiceSpec(
         command=(sys.executable, "-c", SERVES, "{host}", "{port}"),
         variable="RAMIFY_TEST_JUDGE",
         path="/",
     )
-    said: list[str] = []
+    reported: list[str] = []
 
     def fetched(path: str = "") -> str:
         try:
@@ -160,18 +159,18 @@ def test_a_service_that_ends_is_started_again_and_keeps_its_address(
         try:
             first = await asyncio.to_thread(fetched)
             assert first
-            for num in (2, 3):  # told that it ended, that it is back; that it ended again
+            for num in (2, 3):  # messages so far: ended, back; then ended again
                 assert await asyncio.to_thread(fetched, "die") == ""
-                while len(said) < num:
+                while len(reported) < num:
                     await asyncio.sleep(0.01)
                 assert (await asyncio.to_thread(fetched) not in ("", first)) == (num == 2)
         finally:
             await services.close()
 
-    with heard(said.append, said.append):
+    with heard(reported.append, reported.append):
         asyncio.run(ask())
     assert [
-        re.sub(r" \(process \d+ on .*?\)|; its log ends: .*(?=;)", "", each) for each in said
+        re.sub(r" \(process \d+ on .*?\)|; its log ends: .*(?=;)", "", each) for each in reported
     ] == [
         "service 'judge' ended with status 5; it is restarted",
         "service 'judge' is back",
@@ -180,7 +179,7 @@ def test_a_service_that_ends_is_started_again_and_keeps_its_address(
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "reported"),
     [
         (
             {},
@@ -199,9 +198,9 @@ def test_a_service_that_ends_is_started_again_and_keeps_its_address(
         ),
     ],
 )
-def test_weights_must_reach_engines(fields: Any, said: str) -> None:
+def test_weight_sync_that_cannot_reach_engines_is_rejected(fields: Any, reported: str) -> None:
     with pytest.raises(ConfigError) as error:
-        check_reach(small(inference=InferenceSpec(num=2, **fields)), Apart(), 2)
-    assert said in str(error.value)
+        check_reach(small(inference=InferenceSpec(num=2, **fields)), TwoMachines(), 2)
+    assert reported in str(error.value)
     check_reach(small(inference=InferenceSpec(num=2, **fields)), LocalLauncher(), 2)
-    check_reach(small(inference=InferenceSpec(num=2, weight_sync="file")), Apart(), 2)
+    check_reach(small(inference=InferenceSpec(num=2, weight_sync="file")), TwoMachines(), 2)

@@ -1,4 +1,4 @@
-"""Who shares GPUs with the trainer, whether engines sleep, and what that lets fit."""
+"""Engines that share GPUs with the trainer: detection, sleep mode, and memory planning."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def ray(trainer: float, inference: float, *colocate: str) -> PlacementSpec:
         ({"placement": ray(0.5, 0.75)}, None, ""),
     ],
 )
-def test_who_shares_a_gpu(
+def test_engines_that_share_a_gpu_with_the_trainer_sleep(
     fields: dict[str, Any], visible: str | None, why: str, monkeypatch: Any
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -81,25 +81,25 @@ def test_who_shares_a_gpu(
     assert (found.sleep if found is not None else "never") == ("learn" if why else "never")
 
 
-def ahead(**fields: Any) -> Run:
+def run_ahead(**fields: Any) -> Run:
     run = small(inference=InferenceSpec(**fields))
     assert run.rl is not None
     rl = msgspec.structs.replace(run.rl, sample=StepSampleSpec(items=2, max_staleness=1))
     return msgspec.structs.replace(run, rl=rl)
 
 
-def test_engines_cannot_sleep_and_answer() -> None:
-    says = r"{}, so engines sleep while the trainer learns, but with rl.sample.max_staleness=1 they also sample meanwhile"
+def test_engines_cannot_sleep_while_rollouts_run_ahead() -> None:
+    pattern = r"{}, so engines sleep while the trainer learns, but with rl.sample.max_staleness=1 they also sample meanwhile"
     with pytest.raises(
-        ConfigError, match=says.format(r"trainer and engines share the GPU 0 \(inference.gpus\)")
+        ConfigError, match=pattern.format(r"trainer and engines share the GPU 0 \(inference.gpus\)")
     ):
-        sleeping(ahead(gpus=("0",)), "cuda")
-    with pytest.raises(ConfigError, match=says.format("inference.sleep=learn")):
-        sleeping(ahead(sleep="learn"), "cpu")
-    assert sleeping(ahead(sleep="never", gpus=("0",)), "cuda") == InferenceSpec(
+        sleeping(run_ahead(gpus=("0",)), "cuda")
+    with pytest.raises(ConfigError, match=pattern.format("inference.sleep=learn")):
+        sleeping(run_ahead(sleep="learn"), "cpu")
+    assert sleeping(run_ahead(sleep="never", gpus=("0",)), "cuda") == InferenceSpec(
         sleep="never", gpus=("0",)
     )
-    found = sleeping(ahead(), "cpu")
+    found = sleeping(run_ahead(), "cpu")
     assert found is not None
     assert found.sleep == "never"
 
@@ -112,7 +112,7 @@ def placed(**fields: Any) -> Run:
     )
 
 
-def test_a_shared_seat_holds_the_most_of_two_phases_or_both() -> None:
+def test_shared_gpu_holds_the_larger_phase_with_sleep_and_both_without() -> None:
     planned = plan(placed())
     rank, engine = (planned.parts[index].memory for index in (0, 2))
     kept = sum(rank.parts[name] for name in ("weights", "optimizer", "the engine's weights"))
@@ -127,8 +127,8 @@ def test_a_shared_seat_holds_the_most_of_two_phases_or_both() -> None:
     assert "  trainer and inference on one device: 3" in text
 
 
-def test_what_vllm_takes_fits_where_it_sleeps() -> None:
-    """By default 0.9 of 80 GB, beside what a trainer of 28 GB keeps meanwhile: 4 GB."""
+def test_vllm_default_memory_fits_only_if_it_sleeps() -> None:
+    """vLLM takes 0.9 of 80 GB by default, next to 4 GB that a sleeping trainer of 28 GB keeps."""
     assert plan(placed(engine="vllm")).too_large == []
     assert plan(placed(engine="vllm", sleep="never")).too_large == [
         "trainer and inference share a device of 80 GB and hold 100 GB together while both run: "
@@ -141,7 +141,7 @@ def test_what_vllm_takes_fits_where_it_sleeps() -> None:
     assert planned.too_large == []
 
 
-def test_a_plan_is_refused_where_engines_cannot_sleep() -> None:
+def test_plan_is_rejected_if_engines_cannot_sleep() -> None:
     run = placed()
     assert run.rl is not None
     apart = msgspec.structs.replace(

@@ -1,5 +1,5 @@
-"""Groups that steps do not wait for: real rollouts, of a model whose replies come when the test
-lets them."""
+"""The group queue (asynchronous rollouts): real rollouts of a model whose replies the test
+releases one by one."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ ITEMS = [Item(f"item {number}", gold=1, id=f"t/{number}") for number in range(20
 
 
 class Gates:
-    """A model that answers about an item once its gate is open; a rollout for each attempt at it,
-    in order."""
+    """A model that answers questions about an item only after the item's gate was opened."""
 
     def __init__(self, *open: int) -> None:
         self.asked: list[int] = []
         self.held: dict[tuple[int, int], asyncio.Event] = {}
-        """(item, attempt) -> an event that it waits for in addition to its gate."""
+        """(item, attempt) -> an event that this attempt also waits for."""
         self._gates: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
         self.open(*open)
 
@@ -53,7 +52,7 @@ def scored(item: Item, trajectory: Trajectory) -> float:
     return 1.0
 
 
-def ran(
+def run_queue_test(
     gates: Gates,
     test: Callable[[GroupQueue], Coroutine[Any, Any, None]],
     num_steps: int = 9,
@@ -89,12 +88,12 @@ def ran(
     asyncio.run(run())
 
 
-async def soon(condition: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.001)
 
 
-async def stays(taking: asyncio.Task[StepGroups]) -> None:
+async def check_blocked(taking: asyncio.Task[StepGroups]) -> None:
     for _ in range(30):
         await asyncio.sleep(0.001)
     assert not taking.done()
@@ -104,7 +103,7 @@ def numbers(taken: StepGroups) -> list[int]:
     return [number for number, _ in taken.groups]
 
 
-def test_a_step_takes_what_is_whole_and_the_next_waits_for_what_would_be_too_old() -> None:
+def test_step_takes_complete_groups_and_next_step_waits_for_those_too_stale() -> None:
     gates = Gates(2, 3)
 
     async def test(queue: GroupQueue) -> None:
@@ -114,42 +113,42 @@ def test_a_step_takes_what_is_whole_and_the_next_waits_for_what_would_be_too_old
         assert queue.state() == (6, [0, 1, 4, 5])
         gates.open(4, 5)
         taking = asyncio.create_task(queue.take(1))
-        await stays(taking)
+        await check_blocked(taking)
         gates.open(0, 1)
         assert numbers(await taking) == [0, 1]
-        queue.newer(2)  # the last step: nothing is begun that no step would take
+        queue.newer(2)  # the last step: no group is started that no step would take
         assert queue.state() == (6, [4, 5])
         assert numbers(await queue.take(2)) == [4, 5]
         assert queue.state() == (6, [])
 
-    ran(gates, test, 3, items=2, max_staleness=1, grace_steps=0)
+    run_queue_test(gates, test, 3, items=2, max_staleness=1, grace_steps=0)
 
 
-def test_a_slow_group_may_be_late_and_no_later_than_that() -> None:
+def test_slow_group_may_be_late_by_at_most_grace_steps() -> None:
     gates = Gates(*range(1, 20))
 
     async def test(queue: GroupQueue) -> None:
         assert [numbers(await queue.take(step)) for step in range(3)] == [[1], [2], [3]]
         queue.newer(3)
         taking = asyncio.create_task(queue.take(3))
-        await stays(taking)
+        await check_blocked(taking)
         gates.open(0)
         assert numbers(await taking) == [0]
 
-    ran(gates, test, items=1, max_staleness=1, grace_steps=2)
+    run_queue_test(gates, test, items=1, max_staleness=1, grace_steps=2)
 
 
-def test_a_step_leaves_no_more_to_later_ones_than_they_can_take() -> None:
-    """With two steps of staleness and one group a step: 0 and 1 are both due at step 2, so one of
-    them must go at step 1."""
+def test_step_leaves_later_steps_no_more_groups_than_they_can_take() -> None:
+    """With a maximum staleness of two and one group per step, 0 and 1 are both due at step 2, so
+    step 1 must take one of them."""
     gates = Gates(2, 3)
 
     async def test(queue: GroupQueue) -> None:
         assert numbers(await queue.take(0)) == [2]
         queue.newer(1)
         taking = asyncio.create_task(queue.take(1))
-        await soon(lambda: 3 in gates.asked)
-        await stays(taking)
+        await wait_until(lambda: 3 in gates.asked)
+        await check_blocked(taking)
         gates.open(1)
         assert numbers(await taking) == [1]
         queue.newer(2)
@@ -157,10 +156,10 @@ def test_a_step_leaves_no_more_to_later_ones_than_they_can_take() -> None:
         assert numbers(await queue.take(2)) == [0]
         assert numbers(await queue.take(3)) == [3]
 
-    ran(gates, test, 4, items=1, max_staleness=2, grace_steps=0)
+    run_queue_test(gates, test, 4, items=1, max_staleness=2, grace_steps=0)
 
 
-def test_without_staleness_nothing_begins_before_its_step() -> None:
+def test_without_staleness_groups_start_only_at_their_step() -> None:
     gates = Gates(*range(9))
 
     async def test(queue: GroupQueue) -> None:
@@ -175,10 +174,10 @@ def test_without_staleness_nothing_begins_before_its_step() -> None:
                 for number in range(2)
             ]
 
-    ran(gates, test, 3, items=2, group=2)
+    run_queue_test(gates, test, 3, items=2, group=2)
 
 
-def test_no_name_and_no_seed_depends_on_when_a_group_began() -> None:
+def test_rollout_names_do_not_depend_on_when_a_group_started() -> None:
     found: list[dict[str, Any]] = []
     for first in ([0, 1], [3, 2]):
         gates = Gates(*first)
@@ -196,13 +195,13 @@ def test_no_name_and_no_seed_depends_on_when_a_group_began() -> None:
                 }
             )
 
-        ran(gates, test, 2, items=2, max_staleness=1)
+        run_queue_test(gates, test, 2, items=2, max_staleness=1)
     assert (
         found[0] == found[1] == {f"item={number}/rollout=0": f"t/{number}" for number in range(4)}
     )
 
 
-def test_what_a_resumed_run_had_begun_comes_first() -> None:
+def test_resumed_queue_starts_with_pending_groups() -> None:
     gates = Gates(3, 5)
 
     async def test(queue: GroupQueue) -> None:
@@ -212,12 +211,14 @@ def test_what_a_resumed_run_had_begun_comes_first() -> None:
         assert queue.state() == (9, [7, 8])
         assert numbers(await queue.take(1)) == [7, 8]
 
-    ran(gates, test, 2, items=2, max_staleness=1, queue={"next_item": 7, "pending": [3, 5]})
+    run_queue_test(
+        gates, test, 2, items=2, max_staleness=1, queue={"next_item": 7, "pending": [3, 5]}
+    )
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_groups_without_a_signal_are_given_up_for_others(max_staleness: int) -> None:
-    """Odd items have a signal; a step of two may try five."""
+def test_groups_without_signal_are_replaced_by_others(max_staleness: int) -> None:
+    """Odd items have a signal; a step of two groups may try five items."""
     gates = Gates(*range(20))
 
     def has_no_signal(group: Group) -> bool:
@@ -227,7 +228,7 @@ def test_groups_without_a_signal_are_given_up_for_others(max_staleness: int) -> 
         first = await queue.take(0)
         assert numbers(first) == [1, 3]
         second = await queue.take(1)
-        assert numbers(second)[0] == 5  # and one that is silent, since no more may be tried
+        assert numbers(second)[0] == 5  # and one without signal, since no more may be tried
         assert all(each.outcome == "no_signal" for each in first.given_up + second.given_up)
         assert second.metrics["items"] <= 5
         tried = [
@@ -238,7 +239,7 @@ def test_groups_without_a_signal_are_given_up_for_others(max_staleness: int) -> 
         next_item, pending = queue.state()
         assert sorted([*tried, *pending]) == list(range(next_item))
 
-    ran(
+    run_queue_test(
         gates,
         test,
         2,
@@ -250,7 +251,7 @@ def test_groups_without_a_signal_are_given_up_for_others(max_staleness: int) -> 
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_a_rollout_that_alone_holds_the_step_up_is_given_up_and_its_group_goes_on(
+def test_straggler_is_given_up_and_its_group_is_used_without_it(
     max_staleness: int,
 ) -> None:
     gates = Gates(*range(20))
@@ -273,7 +274,7 @@ def test_a_rollout_that_alone_holds_the_step_up_is_given_up_and_its_group_goes_o
         assert account(1, group, known, [lost]).failed == [lost]
         assert sum(each.metrics["stragglers"] for each in taken) == 1
 
-    ran(
+    run_queue_test(
         gates,
         test,
         2,
@@ -285,9 +286,9 @@ def test_a_rollout_that_alone_holds_the_step_up_is_given_up_and_its_group_goes_o
     )
 
 
-def test_a_step_is_never_further_than_it_has_to_go() -> None:
-    """Four groups are open, with two of three rollouts complete in each: the step needs two groups,
-    and has four of six rollouts."""
+def test_step_progress_counts_only_rollouts_the_step_needs() -> None:
+    """Four groups are open, each with two of three rollouts complete: the step needs two groups, so
+    it has four of six rollouts."""
     gates = Gates(*range(4))
     last = [asyncio.Event() for _ in range(4)]
     gates.held = {(number, 3): last[number] for number in range(4)}
@@ -296,7 +297,9 @@ def test_a_step_is_never_further_than_it_has_to_go() -> None:
     async def test(queue: GroupQueue) -> None:
         with subscribe(seen.append):
             taking = asyncio.create_task(queue.take(0))
-            await soon(lambda: [each.rolling.num_over for each in queue._open] == [2, 2, 2, 2])
+            await wait_until(
+                lambda: [each.rolling.num_over for each in queue._open] == [2, 2, 2, 2]
+            )
             assert max((each.done, each.total) for each in seen if each.what == "rollouts") == (
                 4,
                 6,
@@ -306,40 +309,40 @@ def test_a_step_is_never_further_than_it_has_to_go() -> None:
             assert numbers(await taking) == [0, 1]
         assert max((each.done, each.total) for each in seen if each.what == "rollouts") == (6, 6)
 
-    ran(gates, test, 2, items=2, group=3, max_staleness=1, grace_steps=0)
+    run_queue_test(gates, test, 2, items=2, group=3, max_staleness=1, grace_steps=0)
 
 
-def test_a_slow_rollout_that_the_step_need_not_wait_for_is_left_alone() -> None:
+def test_slow_rollout_not_needed_by_the_step_keeps_running() -> None:
     gates = Gates(1, 2, 3, 4, 5)
 
     async def test(queue: GroupQueue) -> None:
         taken = await queue.take(0)
         assert (0 in numbers(taken), taken.notes) == (False, [])
         gates.open(0)
-        await soon(lambda: all(each.task.done() for each in queue._open))
+        await wait_until(lambda: all(each.task.done() for each in queue._open))
         taken = await queue.take(1)
         assert (0 in numbers(taken), taken.notes) == (True, [])
 
-    ran(gates, test, 2, items=2, max_staleness=1, grace_steps=0, straggler_factor=25.0)
+    run_queue_test(gates, test, 2, items=2, max_staleness=1, grace_steps=0, straggler_factor=25.0)
 
 
-def test_while_it_is_paused_nothing_begins_and_what_has_begun_goes_on() -> None:
+def test_paused_queue_starts_nothing_and_open_groups_continue() -> None:
     gates = Gates()
 
     async def test(queue: GroupQueue) -> None:
         taking = asyncio.create_task(queue.take(0))
-        await soon(lambda: sorted(gates.asked) == [0, 1])  # two at once
+        await wait_until(lambda: sorted(gates.asked) == [0, 1])  # two at once
         with queue.paused():
             gates.open(0, 1)
             assert numbers(await taking) == [0, 1]
             await asyncio.sleep(0.02)
             assert sorted(gates.asked) == [0, 1]
-        await soon(lambda: 2 in gates.asked)
+        await wait_until(lambda: 2 in gates.asked)
 
-    ran(gates, test, 2, items=2, max_staleness=1, concurrency=2, pause=True)
+    run_queue_test(gates, test, 2, items=2, max_staleness=1, concurrency=2, pause=True)
 
 
-def test_what_is_a_bug_is_raised_by_the_next_step() -> None:
+def test_unexpected_exception_is_raised_by_the_next_take() -> None:
     async def read(group: Group) -> None:
         raise ZeroDivisionError(group.task)
 
@@ -347,10 +350,10 @@ def test_what_is_a_bug_is_raised_by_the_next_step() -> None:
         with pytest.raises(ZeroDivisionError, match="t/1"):
             await queue.take(0)
 
-    ran(Gates(1), test, items=2, max_staleness=1, queue={"read": read})
+    run_queue_test(Gates(1), test, items=2, max_staleness=1, queue={"read": read})
 
 
-def test_a_group_goes_on_without_a_rollout_that_failed_and_one_that_lost_all_is_known() -> None:
+def test_group_without_failed_rollouts_is_learnt_and_group_without_any_is_lost() -> None:
     def reward(item: Item, trajectory: Trajectory) -> float:
         if trajectory.id == "item=0/rollout=1" or item.id == "t/1":
             raise OSError("the grader is down")
@@ -364,9 +367,9 @@ def test_a_group_goes_on_without_a_rollout_that_failed_and_one_that_lost_all_is_
             ("lost", 0, [f"item=1/rollout={number}" for number in range(3)]),
         ]
 
-    ran(Gates(*range(9)), test, 1, items=2, group=3, max_staleness=1, reward=reward)
+    run_queue_test(Gates(*range(9)), test, 1, items=2, group=3, max_staleness=1, reward=reward)
 
 
-def test_a_bound_that_would_give_up_half_of_all() -> None:
+def test_straggler_factor_below_one_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"straggler_factor=0\.5 is a multiple of the median"):
         StepSampleSpec(straggler_factor=0.5)

@@ -1,4 +1,4 @@
-"""Groups of rollouts through the real engine and real sessions, with a scripted model that gives
+"""Groups of rollouts through the real engine and real sessions, with a scripted model that returns
 token ids."""
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ ITEMS = [
 ]
 
 
-def say(*lines: Any) -> Callable[..., Any]:
-    """The same lines in every call."""
+def repeat_lines(*lines: Any) -> Callable[..., Any]:
+    """Return a script that says the same lines in every call."""
     return lambda messages: lines[min(sum(m.role == "assistant" for m in messages), len(lines) - 1)]
 
 
@@ -36,7 +36,7 @@ def task(
     return SimpleTask("len", {"train": ITEMS}, reward, **options)
 
 
-def rolled(
+def run_groups(
     script: Any,
     *,
     group: int = 2,
@@ -59,8 +59,8 @@ def rolled(
     return asyncio.run(run())
 
 
-def test_groups_come_scored_and_in_order() -> None:
-    groups = rolled(say("x=len(context)", "FINAL(x)"))
+def test_groups_are_scored_and_in_order() -> None:
+    groups = run_groups(repeat_lines("x=len(context)", "FINAL(x)"))
     assert [group.task for group in groups] == ["len/train/0", "len/train/1"]
     assert [[t.id for t in group.trajectories] for group in groups] == [
         ["step=4/group=0/rollout=0", "step=4/group=0/rollout=1"],
@@ -81,11 +81,11 @@ def test_groups_come_scored_and_in_order() -> None:
             } == {3}
 
 
-def test_each_rollout_has_a_seed_of_its_own_that_a_second_run_repeats() -> None:
+def test_each_rollout_has_its_own_reproducible_seed() -> None:
     seeds = []
     for _ in range(2):
-        client = ScriptedClient(say("FINAL(1)"), ids=ByteTokenIds())
-        rolled(None, client=client, temperature=0.5)
+        client = ScriptedClient(repeat_lines("FINAL(1)"), ids=ByteTokenIds())
+        run_groups(None, client=client, temperature=0.5)
         assert {(r.sampling.temperature, r.sampling.logprobs) for r in client.requests} == {
             (0.5, True)
         }
@@ -94,21 +94,21 @@ def test_each_rollout_has_a_seed_of_its_own_that_a_second_run_repeats() -> None:
     assert seeds[0] == seeds[1]
 
 
-def test_no_more_at_once_than_asked() -> None:
+def test_concurrency_limits_requests_in_flight() -> None:
     client = ScriptedClient(at_once(3, lambda _: "FINAL(1)"), ids=ByteTokenIds(), latency_s=0.002)
-    rolled(None, client=client, group=4, concurrency=3)
+    run_groups(None, client=client, group=4, concurrency=3)
     assert (client.most_in_flight, len(client.requests)) == (3, 8)
 
 
-def test_a_failed_rollout_is_recorded_and_its_group_goes_on() -> None:
+def test_failed_rollout_is_recorded_and_its_group_continues() -> None:
     turns = iter([refused(401, "no key"), "FINAL(2)", "FINAL(2)", "FINAL(2)"])
-    groups = rolled(lambda messages: next(turns), concurrency=1)
+    groups = run_groups(lambda messages: next(turns), concurrency=1)
     first, second = groups[0].trajectories
     assert (first.rewards, first.stop, second.rewards) == ({}, Stop.ERROR, {"correct": 1})
     assert "no key" in first.errors[0]
 
 
-def test_what_a_policy_did_to_itself_is_scored() -> None:
+def test_prompt_too_long_for_the_window_is_scored_as_failure() -> None:
     class Small(ScriptedClient):
         async def complete(self, request: Any) -> Any:
             if len(request.messages) > 1:
@@ -118,12 +118,13 @@ def test_what_a_policy_did_to_itself_is_scored() -> None:
             return await super().complete(request)
 
     (first, _), _ = (
-        group.trajectories for group in rolled(None, client=Small(say("1"), ids=ByteTokenIds()))
+        group.trajectories
+        for group in run_groups(None, client=Small(repeat_lines("1"), ids=ByteTokenIds()))
     )
     assert (first.stop, first.rewards) == (Stop.MAX_TOKENS, {"correct": 0})
 
 
-def test_a_task_that_fails_leaves_a_record() -> None:
+def test_failing_task_is_recorded_in_the_trajectory() -> None:
     async def begin(item: Item) -> TaskStart:
         raise OSError("no such file")
 
@@ -132,14 +133,14 @@ def test_a_task_that_fails_leaves_a_record() -> None:
         (task(lambda answer, item: 1 / 0), "its score raised ZeroDivisionError"),
         (task(lambda answer, item: {}), "its score has no reward"),
     ):
-        groups = rolled(say("FINAL(1)"), given=given)
+        groups = run_groups(repeat_lines("FINAL(1)"), given=given)
         errors = [error for group in groups for t in group.trajectories for error in t.errors]
         assert len(errors) == 4
         assert all(words in error for error in errors)
         assert not any(t.rewards for group in groups for t in group.trajectories)
 
 
-def test_state_of_a_rollout_is_its_own_and_reaches_the_score() -> None:
+def test_each_rollout_has_its_own_state_and_passes_it_to_the_score() -> None:
     async def begin(item: Item) -> TaskStart:
         counted: list[int] = []
 
@@ -156,51 +157,55 @@ def test_state_of_a_rollout_is_its_own_and_reaches_the_score() -> None:
     def reward(item: Item, trajectory: Trajectory) -> Score:
         return Score({"count": trajectory.metadata["count"]})
 
-    groups = rolled(
-        say("count()", "count()\nFINAL(1)"), given=task(WholeTrajectoryReward(reward), begin=begin)
+    groups = run_groups(
+        repeat_lines("count()", "count()\nFINAL(1)"),
+        given=task(WholeTrajectoryReward(reward), begin=begin),
     )
     assert [t.rewards["count"] for group in groups for t in group.trajectories] == [2, 2, 2, 2]
 
 
-def test_a_rollout_that_was_cancelled_from_inside_has_failed_and_the_run_has_not() -> None:
+def test_rollout_cancelled_from_inside_fails_without_failing_the_run() -> None:
     def reward(answer: Any, item: Item) -> float:
         if item is ITEMS[0]:
             raise asyncio.CancelledError
         return 1.0
 
-    first, second = rolled(say("FINAL(1)"), given=task(reward))
+    first, second = run_groups(repeat_lines("FINAL(1)"), given=task(reward))
     assert [rollout.rewards for rollout in second.trajectories] == [{"correct": 1.0}] * 2
     assert [rollout.stop for rollout in first.trajectories] == [Stop.CANCELLED] * 2
     assert all("was cancelled from inside, at" in each.errors[0] for each in first.trajectories)
 
 
-def test_a_stalled_rollout_is_given_up_and_leaves_its_stacks() -> None:
-    told: list[str] = []
+def test_stalled_rollout_is_cancelled_and_its_stacks_are_logged() -> None:
+    logged: list[str] = []
 
     async def never(messages: tuple[Message, ...]) -> str:
-        while True:  # swallows the run's own attempts to end it
+        while True:  # ignore the run's attempts to cancel
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
-                if told:
+                if logged:
                     raise
 
-    with heard(told.append):
-        groups = rolled(never, group=1, limits={"max_seconds": 0.05}, grace_s=0.1)
+    with heard(logged.append):
+        groups = run_groups(never, group=1, limits={"max_seconds": 0.05}, grace_s=0.1)
     for trajectory in (t for group in groups for t in group.trajectories):
         assert trajectory.errors[-1] == "it did not end within 0.05 s and was cancelled"
         assert trajectory.rewards == {}
-    assert "item len/train/0" in told[0] + told[1]
-    assert f"{__file__}:" in told[0]
-    assert " never" in told[0]
+    assert "item len/train/0" in logged[0] + logged[1]
+    assert f"{__file__}:" in logged[0]
+    assert " never" in logged[0]
 
 
-def test_a_slow_score_is_given_up() -> None:
+def test_slow_score_is_given_up_after_grace_period() -> None:
     import threading
 
     gate = threading.Event()
-    groups = rolled(
-        say("FINAL(1)"), given=task(lambda answer, item: gate.wait(30)), group=1, grace_s=0.1
+    groups = run_groups(
+        repeat_lines("FINAL(1)"),
+        given=task(lambda answer, item: gate.wait(30)),
+        group=1,
+        grace_s=0.1,
     )
     gate.set()
     assert "its score took more than 0.1 s" in groups[0].trajectories[0].errors[0]
@@ -218,7 +223,7 @@ def test_children_are_scored_by_call() -> None:
         }
         return Score({"correct": float(trajectory.answer == 2)}, calls)
 
-    trajectory = rolled(model, given=task(WholeTrajectoryReward(reward)))[0].trajectories[0]
+    trajectory = run_groups(model, given=task(WholeTrajectoryReward(reward)))[0].trajectories[0]
     assert (trajectory.rewards, trajectory.call_rewards) == (
         {"correct": 1},
         {"0.0": {"own": 1}, "0.1": {"own": 1}},
@@ -228,13 +233,13 @@ def test_children_are_scored_by_call() -> None:
 @pytest.mark.parametrize(
     "options", [{"group": 0}, {"concurrency": 0}, {"temperature": 0}, {"grace_s": 0}]
 )
-def test_options_that_allow_nothing(options: dict[str, Any]) -> None:
+def test_rollout_options_must_be_positive(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="must be at least 1"):
         RolloutOptions(**options)
 
 
-def test_a_group_is_looked_at_while_others_go_on() -> None:
-    """The second item's model answers only once the first group has been looked at."""
+def test_after_callback_runs_while_other_groups_continue() -> None:
+    """The second item is answered only after ``after`` was called with the first group."""
     looked = asyncio.Event()
     seen: list[str] = []
 
@@ -259,16 +264,16 @@ def test_a_group_is_looked_at_while_others_go_on() -> None:
     assert [group.task for group in asyncio.run(run())] == seen == ["len/train/0", "len/train/1"]
 
 
-def test_a_rollout_that_was_cut_at_its_deadline_has_no_reward() -> None:
-    """Whether it was depends on how busy the machine is, so nothing may be learnt from it, not even
-    that it failed."""
+def test_rollout_cut_at_its_deadline_has_no_reward() -> None:
+    """Whether the deadline is reached depends on machine load, so the rollout must not be trained
+    on, not even as a failure."""
 
     async def never(messages: tuple[Message, ...]) -> str:
         await asyncio.Event().wait()
         raise AssertionError
 
     for number, group in enumerate(
-        rolled(never, group=1, limits={"max_seconds": 0.5}, concurrency=1)
+        run_groups(never, group=1, limits={"max_seconds": 0.5}, concurrency=1)
     ):
         (cut,) = group.trajectories
         assert (cut.stop, cut.rewards, cut.call_rewards) == (Stop.DEADLINE, {}, {})

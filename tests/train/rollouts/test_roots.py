@@ -1,5 +1,5 @@
-"""Roots of tasks: rollouts and evaluations give each a session, and a run reports how many will be
-recursive."""
+"""Roots of rollouts and evaluations: recursive call or direct answer, and the run's report on how
+many are recursive."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def rlm(**options: Any) -> RLM:
 
 
 def kinds(direct: bool | None) -> tuple[list[str], RootCount]:
-    """The kind of each item's root as it was rolled out, and what was counted before."""
+    """Return the kind of each item's root as rolled out, and the counts predicted before."""
 
     async def roll() -> tuple[list[str], RootCount]:
         async with rlm() as engine:
@@ -64,14 +64,14 @@ def kinds(direct: bool | None) -> tuple[list[str], RootCount]:
         (True, ["lm", "lm", "rlm"], RootCount(3, 2, 1)),
     ],
 )
-def test_rollouts_begin_as_they_were_counted(
+def test_root_kinds_of_rollouts_match_the_predicted_counts(
     direct: bool | None, found: list[str], counted: RootCount
 ) -> None:
     assert kinds(direct) == (found, counted)
 
 
 @pytest.mark.parametrize(("direct", "found"), [(False, ["rlm"] * 3), (True, ["lm", "lm", "rlm"])])
-def test_attempts_of_an_evaluation_have_a_session(direct: bool, found: list[str]) -> None:
+def test_evaluation_roots_are_recursive_unless_direct(direct: bool, found: list[str]) -> None:
     kinds: dict[str, str] = {}
     evaluating = evaluate(
         rlm(),
@@ -84,7 +84,7 @@ def test_attempts_of_an_evaluation_have_a_session(direct: bool, found: list[str]
     assert [kinds[item.id] for item in ITEMS] == found
 
 
-def test_a_run_without_the_shortcut_is_replayed_without_it(tmp_path: Path) -> None:
+def test_replay_keeps_the_direct_option_of_the_run(tmp_path: Path) -> None:
     store = Store(tmp_path)
 
     async def asked() -> list[str]:
@@ -96,7 +96,7 @@ def test_a_run_without_the_shortcut_is_replayed_without_it(tmp_path: Path) -> No
     assert asyncio.run(asked()) == ["rlm", "rlm"]
 
 
-def test_the_first_roots_of_the_recipe_for_checkpoints_are_recursive() -> None:
+def test_first_roots_of_the_hf_grpo_recipe_are_recursive() -> None:
     run = load_recipe(ROOT / "recipes/hf_grpo.py")
     assert run.rl is not None
     task = task_of(run.task.name, **run.task.options)
@@ -134,22 +134,22 @@ def test_the_first_roots_of_the_recipe_for_checkpoints_are_recursive() -> None:
         ),
     ],
 )
-def test_what_a_run_reports(count: RootCount, sentence: str) -> None:
+def test_root_count_sentence(count: RootCount, sentence: str) -> None:
     assert count.sentence() == sentence
 
 
-def test_a_run_reports_its_roots_before_its_first_step(tmp_path: Path) -> None:
-    told: list[Any] = []
+def test_run_reports_its_root_kinds_before_the_first_step(tmp_path: Path) -> None:
+    events: list[Any] = []
     run = small(warmup=None)
     train(
         run,
         tmp_path,
-        inform=told.append,
-        listener=lambda row: told.append(row.stage),
+        inform=events.append,
+        listener=lambda row: events.append(row.stage),
         say=pytest.fail,
     )
     sentence = "rl: 20 of the first 20 items begin with a recursive root (a session, with children down to depth 1)"
-    assert sentence in told
-    assert told.index(sentence) < told.index("rl")
+    assert sentence in events
+    assert events.index(sentence) < events.index("rl")
     (first,) = read_rows(tmp_path, "first")
     assert (first.values["recursive_roots"], first.values["direct_roots"]) == (20, 0)

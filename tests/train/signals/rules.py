@@ -6,14 +6,14 @@ from ramify.train.signals.base import JudgeVerdict, JudgeView
 
 
 class Steps:
-    """Every other turn was right."""
+    """Approves turns whose reply has odd length."""
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:
         return JudgeVerdict(votes=(1 if len(view.step.reply) % 2 else -1,))
 
 
 class Hints:
-    """A hint for what scored least: who sampled more odd ids than even ones."""
+    """Gives a hint to trajectories that sampled more odd than even ids."""
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:
         ids = [id for turn in view.trajectory.root.turns for id in turn.reply.token_ids or ()]

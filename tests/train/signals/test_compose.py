@@ -1,5 +1,5 @@
-r"""Signals weighed into advantages: the worked examples E1 to E4, and what must hold whatever
-signals say."""
+"""Signals combined into advantages: the worked examples E1 to E4, and properties that hold for
+any signals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from ramify.types.trajectory import Annotation, Call, Cell, Group, Parent, Stop,
 
 
 def rollout(id: str, *sampled: int, reward: float | None = 0.0, given: int = 2) -> Trajectory:
-    """A root with a turn for each number: so many sampled tokens after ``given`` given ones."""
+    """Return a root with one turn per number in ``sampled``: that many sampled tokens after
+    ``given`` prompt tokens."""
     turns, before = [], 0
     for num in sampled:
         ids = tuple(range(10, 10 + num))
@@ -57,7 +58,7 @@ def group(*rewards: float | None, sampled: tuple[int, ...] = (2, 1)) -> Group:
 
 
 def advantages(assigned: AssignedStep) -> dict[str, list[float]]:
-    """Trajectory id -> the advantages of all its tokens, in order."""
+    """Return trajectory id -> advantages of all its tokens, in order."""
     return {
         each.trajectory.id: [
             value for place in sorted(each.credits) for value in each.credits[place].advantages
@@ -189,7 +190,7 @@ def test_e3_teacher_hybrid_surrogate_and_kl() -> None:
     ) == pytest.approx(0.456521, abs=1e-6)
 
 
-def test_e4_whole_distributions() -> None:
+def test_e4_kl_over_whole_distributions() -> None:
     s, t = (torch.tensor(np.log([p])) for p in ([0.6, 0.3, 0.1], [0.2, 0.7, 0.1]))
     assert float(reverse_kl(t, s)) == pytest.approx(0.404978, abs=1e-6)
     assert float(forward_kl(t, s)) == pytest.approx(0.373386, abs=1e-6)
@@ -210,7 +211,7 @@ def test_reverse_kl_has_the_gradient_of_the_whole_vocabulary() -> None:
     assert torch.allclose(z.grad, expected.detach(), atol=1e-7)
 
 
-def test_the_surrogate_is_clipped_on_both_sides_and_only_now_has_a_gradient() -> None:
+def test_surrogate_is_clipped_on_both_sides_and_only_now_has_a_gradient() -> None:
     old = torch.log(torch.tensor([[0.5, 0.5]], dtype=torch.float64)).requires_grad_()
     now = torch.log(torch.tensor([[0.9, 0.2]], dtype=torch.float64)).requires_grad_()
     t = torch.log(torch.tensor([[0.9, 0.001]], dtype=torch.float64))
@@ -222,13 +223,12 @@ def test_the_surrogate_is_clipped_on_both_sides_and_only_now_has_a_gradient() ->
     assert now.grad is not None and float(now.grad.abs().sum()) == 0  # noqa: PT018
 
 
-# --- what must hold
-# --------------------------------------------------------------------------------------------------
+# --- properties for any signals
 
-TEACHES = Hybrid(terms=(HybridTerm(signal="teacher", clip=2.0),))
+WITH_TEACHER = Hybrid(terms=(HybridTerm(signal="teacher", clip=2.0),))
 
 
-def gap(*values: float, turn: int = 0, note: str = "a hint") -> SignalScore:
+def teacher_score(*values: float, turn: int = 0, note: str = "a hint") -> SignalScore:
     return SignalScore(
         tokens={("0", turn): list(values)}, notes={("0", turn): note} if note else {}
     )
@@ -236,42 +236,42 @@ def gap(*values: float, turn: int = 0, note: str = "a hint") -> SignalScore:
 
 def test_permuting_a_group_permutes_its_advantages() -> None:
     one = group(1, 0, 0, 0.5)
-    readings = {"teacher": {"r1": gap(0.5, -3.0), "r3": gap(1.0, turn=1)}}
-    before = advantages(TEACHES.with_readings(readings, 0).assign_advantages([one], {}))
+    readings = {"teacher": {"r1": teacher_score(0.5, -3.0), "r3": teacher_score(1.0, turn=1)}}
+    before = advantages(WITH_TEACHER.with_readings(readings, 0).assign_advantages([one], {}))
     random.Random(1).shuffle(one.trajectories)
-    after = advantages(TEACHES.with_readings(readings, 0).assign_advantages([one], {}))
+    after = advantages(WITH_TEACHER.with_readings(readings, 0).assign_advantages([one], {}))
     assert before == after
     assert before["r1"] == pytest.approx([-0.375 + 0.5, -0.375 - 2, -0.375])
 
 
-def test_given_tokens_get_exactly_nothing_and_unread_rollouts_their_outcome() -> None:
-    readings = {"teacher": {"r0": gap(0.5, -3.0)}}
-    assigned = TEACHES.with_readings(readings, 0).assign_advantages([group(1, 0)], {})
+def test_prompt_tokens_get_zero_and_unscored_rollouts_get_their_outcome() -> None:
+    readings = {"teacher": {"r0": teacher_score(0.5, -3.0)}}
+    assigned = WITH_TEACHER.with_readings(readings, 0).assign_advantages([group(1, 0)], {})
     rows = token_sequences(assigned.rollouts)
     assert [row.advantages[~row.mask].tolist() for row in rows] == [[0.0] * 4] * 2
     assert advantages(assigned)["r1"] == [-0.5] * 3
     alone = advantages(DrGRPO().assign_advantages([group(1, 0)], {}))
     assert (
         advantages(Hybrid().assign_advantages([group(1, 0)], {})) == alone
-    )  # no term: the wrapped algorithm, exactly
+    )  # without terms: exactly the wrapped algorithm
 
 
-def test_a_group_that_only_a_signal_tells_apart_is_kept() -> None:
+def test_zero_variance_group_with_a_signal_is_kept() -> None:
     groups = [group(1, 1), Group("t/1", [rollout("s0", 2, reward=1), rollout("s1", 2, reward=0)])]
     alone = DrGRPO().assign_advantages(groups, {})
-    with_signal = TEACHES.with_readings({"teacher": {"r0": gap(1.0, 0.0)}}, 0).assign_advantages(
-        groups, {}
-    )
+    with_signal = WITH_TEACHER.with_readings(
+        {"teacher": {"r0": teacher_score(1.0, 0.0)}}, 0
+    ).assign_advantages(groups, {})
     assert (len(alone.rollouts), alone.denominators) == (2, {"rl": 2.0})
     assert (len(with_signal.rollouts), with_signal.denominators) == (3, {"rl": 4.0})
     assert advantages(with_signal)["r0"] == [1.0, 0.0]
     weights = {each.trajectory.id: each.credits["0", 0].rl for each in with_signal.rollouts}
     assert (
         weights["r0"] == [1 / 1000] * 2
-    )  # what the outcome's algorithm gives each token, turn of one token included
+    )  # the same weight as the outcome's algorithm gives each token
 
 
-def test_weights_follow_their_schedule_and_at_zero_the_signal_is_not_wanted() -> None:
+def test_weights_follow_their_schedule_and_signals_with_zero_weight_are_skipped() -> None:
     anneal = AnnealSchedule(1.0, 0.0, steps=4)
     assert [anneal.at(step) for step in (0, 1, 4, 9)] == [1.0, 0.75, 0.0, 0.0]
     assert [
@@ -284,7 +284,7 @@ def test_weights_follow_their_schedule_and_at_zero_the_signal_is_not_wanted() ->
         1,
     ]
     hybrid = Hybrid(terms=(HybridTerm(signal="teacher", weight=anneal),))
-    readings = {"teacher": {"r0": gap(1.0, 1.0)}}
+    readings = {"teacher": {"r0": teacher_score(1.0, 1.0)}}
     found = [
         advantages(hybrid.with_readings(readings, step).assign_advantages([group(1, 0)], {}))["r0"][
             0
@@ -293,35 +293,41 @@ def test_weights_follow_their_schedule_and_at_zero_the_signal_is_not_wanted() ->
     ]
     assert found == [1.5, 1.0, 0.5]
     assert [hybrid.wants("teacher", step) for step in (3, 4)] == [True, False]
-    assert hybrid.wants("format", 9)  # one without a term is read for its metrics
+    assert hybrid.wants("format", 9)  # a signal without a term is read for its metrics
 
 
 @pytest.mark.parametrize(
     ("route", "acted"),
     [("all", ["r0", "r1", "r2"]), ("failed", ["r1", "r2"]), ("hinted", ["r0", "r1"])],
 )
-def test_routes(route: Any, acted: list[str]) -> None:
-    readings = {"teacher": {"r0": gap(1.0, 1.0), "r1": gap(1.0, 1.0), "r2": gap(1.0, 1.0, note="")}}
+def test_route_selects_rollouts_that_a_term_acts_on(route: Any, acted: list[str]) -> None:
+    readings = {
+        "teacher": {
+            "r0": teacher_score(1.0, 1.0),
+            "r1": teacher_score(1.0, 1.0),
+            "r2": teacher_score(1.0, 1.0, note=""),
+        }
+    }
     hybrid = Hybrid(w_rl=0.0, terms=(HybridTerm(signal="teacher", route=route),))
     found = hybrid.with_readings(readings, 0).assign_advantages([group(1, 0, 0)], {})
     assert sorted(advantages(found)) == acted
     assert found.metrics["teacher/acts_on"] == pytest.approx(len(acted) / 3)
 
 
-def test_early_tokens_are_trusted_more() -> None:
+def test_early_tokens_weigh_more() -> None:
     assert early_first([1, 1, 2], 0.5) == [1.5, 1.375, 1.25 * 2]
     assert early_first([0, 0], 0.5) == [0, 0]
     hybrid = Hybrid(w_rl=0.0, terms=(HybridTerm(signal="teacher", early=0.5),))
-    found = hybrid.with_readings({"teacher": {"r0": gap(1.0, -1.0)}}, 0).assign_advantages(
-        [group(1, 1)], {}
-    )
+    found = hybrid.with_readings(
+        {"teacher": {"r0": teacher_score(1.0, -1.0)}}, 0
+    ).assign_advantages([group(1, 1)], {})
     assert advantages(found)["r0"] == [1.5, -1.25]
 
 
-def test_a_number_that_is_none_is_left_out_and_its_rollout_named() -> None:
+def test_non_finite_signal_is_left_out_and_its_rollout_named() -> None:
     one = group(1, 0, 0)
     readings = {
-        "teacher": {"r0": gap(math.nan, 1.0), "r1": gap(1.0, 1.0)},
+        "teacher": {"r0": teacher_score(math.nan, 1.0), "r1": teacher_score(1.0, 1.0)},
         "process": {"r2": SignalScore(turns={("0", 1): math.inf})},
     }
     hybrid = Hybrid(
@@ -336,19 +342,19 @@ def test_a_number_that_is_none_is_left_out_and_its_rollout_named() -> None:
     assert advantages(found)["r1"] == pytest.approx([2 / 3, 2 / 3, -1 / 3])
 
 
-def test_missing_and_impossible_rewards_are_left_out_of_their_group() -> None:
+def test_missing_and_nan_rewards_are_left_out_of_their_group() -> None:
     one = group(1, None, math.nan, 0)
     found = advantages(DrGRPO().assign_advantages([one], {}))
     assert found == {"r0": [0.5] * 3, "r3": [-0.5] * 3}
 
 
-def test_a_stream_of_the_wrong_length_is_refused_with_both() -> None:
+def test_stream_of_wrong_length_is_rejected_with_both_lengths() -> None:
     with pytest.raises(
         TrainError, match="signal 'teacher', trajectory r0, call 0, turn 0: 3 numbers for 2 sampled"
     ):
-        TEACHES.with_readings({"teacher": {"r0": gap(1.0, 1.0, 1.0)}}, 0).assign_advantages(
-            [group(1, 0)], {}
-        )
+        WITH_TEACHER.with_readings(
+            {"teacher": {"r0": teacher_score(1.0, 1.0, 1.0)}}, 0
+        ).assign_advantages([group(1, 0)], {})
     with pytest.raises(
         ValueError,
         match="trajectory r0, call 0, turn 1: a credit stream of 4 numbers for 1 sampled tokens",
@@ -362,14 +368,14 @@ def test_a_stream_of_the_wrong_length_is_refused_with_both() -> None:
         )
 
 
-def test_a_teacher_that_is_silently_off_is_said() -> None:
+def test_teacher_whose_term_is_zero_everywhere_raises() -> None:
     with pytest.raises(TrainError, match="scored 2 hinted tokens and its term is 0 on all"):
-        TEACHES.with_readings({"teacher": {"r0": gap(0.0, 0.0)}}, 0).assign_advantages(
-            [group(1, 0)], {}
-        )
+        WITH_TEACHER.with_readings(
+            {"teacher": {"r0": teacher_score(0.0, 0.0)}}, 0
+        ).assign_advantages([group(1, 0)], {})
 
 
-def test_process_reward_that_does_not_go_with_the_outcome_shows() -> None:
+def test_metrics_show_process_reward_that_contradicts_the_outcome() -> None:
     readings = {
         "process": {
             f"r{i}": SignalScore(turns={("0", 0): p}) for i, p in enumerate((-1.0, 1.0, 1.0))
@@ -384,8 +390,8 @@ def test_process_reward_that_does_not_go_with_the_outcome_shows() -> None:
     assert found.metrics["process/mean_abs"] == 1
 
 
-def test_a_reading_into_the_loss() -> None:
-    """Candidates become streams, with zeros for those that have none; weights are those of the
+def test_teacher_scores_become_loss_streams_with_into_loss() -> None:
+    """Candidates become streams, with zeros for rollouts without any; the weights are those of the
     policy gradient."""
     top = TopKCandidates(
         [[5, 6], [6, 7]], [[-0.1, -3.0], [-0.2, -2.0]], [[-0.3, -2.0], [-0.4, -1.0]]
@@ -410,7 +416,7 @@ def test_a_reading_into_the_loss() -> None:
     assert row.streams["teacher_logprobs"].tolist() == pytest.approx([0, 0, -0.1, -0.2, 0, 0, 0])
 
 
-def test_observed_tokens_are_imitated_and_the_question_is_not() -> None:
+def test_observe_trains_on_observed_tokens_but_not_on_the_question() -> None:
     assigned = Hybrid(observe=0.1).assign_advantages([group(1, 0)], {})
     assert assigned.denominators == {"rl": 2.0, "ce": 4.0}
     row = token_sequences(assigned.rollouts)[0]  # given 2, sampled 2, given 2, sampled 1
@@ -418,7 +424,7 @@ def test_observed_tokens_are_imitated_and_the_question_is_not() -> None:
     assert row.ce.tolist() == pytest.approx([0, 0, 0, 0, 0.1, 0.1, 0])
 
 
-def test_terms_and_wrapped_algorithms_that_there_are_not() -> None:
+def test_unknown_terms_and_algorithms_are_rejected() -> None:
     with pytest.raises(
         ConfigError, match="unknown signal 'proces' in a term: did you mean 'process'"
     ):
@@ -431,8 +437,8 @@ def test_terms_and_wrapped_algorithms_that_there_are_not() -> None:
     assert isinstance(Hybrid().with_readings({}, 0), HybridAlgorithm)
 
 
-def test_what_a_signal_computed_of_the_reference_is_not_asked_for_again() -> None:
-    """The rows of one rollout have the stream, those of the other are left to the trainer."""
+def test_reference_logprobs_from_a_signal_become_the_ref_stream() -> None:
+    """Rows of one rollout have the stream; the trainer computes it for the other."""
     one = group(1, 0, sampled=(2, 1))
     known = {("0", 0): [-0.25, -0.5], ("0", 1): [-1.0]}
     found = (
@@ -453,7 +459,7 @@ def test_what_a_signal_computed_of_the_reference_is_not_asked_for_again() -> Non
         ).assign_advantages([one], {})
 
 
-def test_judges_calls_are_never_learnt_from() -> None:
+def test_judge_calls_are_never_trained_on() -> None:
     from ramify.train.advantages.sft import SFT
     from ramify.train.signals.judge_calls import put_on_tree
 
@@ -478,9 +484,9 @@ def test_judges_calls_are_never_learnt_from() -> None:
     } == {("0", 0)}
 
 
-def test_what_signals_found_stands_beside_what_it_is_about() -> None:
-    """A teacher's gaps on the tokens, its hint where it belongs, a reward on the root; what is no
-    number is in no file."""
+def test_signal_scores_are_annotated_on_the_calls_and_turns_they_concern() -> None:
+    """A teacher's gaps are put on the tokens, its hint on the turn, a reward on the root;
+    non-finite numbers are dropped."""
     from ramify.train.signals.judge_calls import put_on_tree
 
     one = rollout("r0", 2, 2, reward=1)
@@ -510,7 +516,7 @@ def test_what_signals_found_stands_beside_what_it_is_about() -> None:
     assert msgspec.json.decode(msgspec.json.encode(one), type=Trajectory).marks[1:] == one.marks[1:]
 
 
-def test_tool_use_and_format() -> None:
+def test_tool_use_and_format_signals_score_turns() -> None:
     from ramify.train.signals.outcome import FormatSignal, ToolUseSignal
 
     one = rollout("r0", 1, 1, 1)

@@ -1,5 +1,5 @@
-"""The whole way, through the real loop: rollouts, judges beside them, a teacher, and a policy that
-learns from all."""
+"""Hybrid runs end to end through the real loop: rollouts, judges, a teacher, and a policy that is
+trained on all of them."""
 
 from __future__ import annotations
 
@@ -97,10 +97,8 @@ def hybrid(tmp_path: Path, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 8}])
-def test_a_teacher_is_refused_where_rollouts_are_drawn_from_a_part(
-    cut: Any, tmp_path: Path
-) -> None:
-    """Its log-probabilities are over the whole vocabulary. Signals without a teacher may be had."""
+def test_teacher_is_rejected_with_truncated_sampling(cut: Any, tmp_path: Path) -> None:
+    """The teacher scores over the whole vocabulary; other signals are allowed."""
     run = hybrid(tmp_path, rollout=RolloutOptions(group=3, **cut))
     with pytest.raises(
         ConfigError,
@@ -133,7 +131,7 @@ def test_a_judge_whose_replies_are_all_useless_is_reported(tmp_path: Path) -> No
     )
 
 
-def test_two_steps_with_every_signal(tmp_path: Path) -> None:
+def test_run_with_every_signal(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run = hybrid(tmp_path)
     train(run, out)
@@ -154,7 +152,7 @@ def test_two_steps_with_every_signal(tmp_path: Path) -> None:
         assert row["judge_calls"] <= row["process/votes"] * 2
     assert (
         rows[0]["ref_kl"] < 1e-6 < rows[1]["ref_kl"]
-    )  # at first the policy is the reference, whichever model scored it
+    )  # at the first step the policy equals the reference
     assert rows[1]["teacher/weight"] == pytest.approx(0.98)
     kept = list(trajectories(out / "rollouts"))
     assert len(kept) == 12
@@ -165,18 +163,18 @@ def test_two_steps_with_every_signal(tmp_path: Path) -> None:
     assert {call.parent.call for call in asked if call.parent} == {"0"}
     assert asked[0].answer == r"fine \boxed{1}"
     assert len({call.id for call in one.calls}) == len(one.calls)
-    shown_beside_the_turns(out)
+    check_viewer_shows_scores(out)
     assert (out / "reference/model.safetensors").is_file()
-    learn_from_what_was_kept(out, tmp_path)
+    check_rejection_sampling(out, tmp_path)
     again = stored(out)
     assert again.rl is not None
     assert again.rl.algorithm == run.rl.algorithm
     assert again.rl.signals == run.rl.signals
 
 
-def shown_beside_the_turns(out: Path) -> None:
-    """What the viewer reads of a run's kept rollouts: judges' votes on the turns, hints, and the
-    teacher's number per token."""
+def check_viewer_shows_scores(out: Path) -> None:
+    """Check what the viewer reads from saved rollouts: votes on the turns, hints, and the teacher's
+    score per token."""
     library = RunLibrary([out])
     step, path = max(kept(out).items())
     keys = [row["key"] for row in samples(out, step, f"p0/rollouts/{path.name}")["rows"]]
@@ -190,17 +188,19 @@ def shown_beside_the_turns(out: Path) -> None:
         assert marks["process"]["values"] == {"process": 1.0}
         assert marks["rule"]["values"]
         hints += [mark["text"] for turn in turns for mark in turn["marks"] if mark["text"]]
-        told = tokens(run, "0", 0)
-        assert len(told["scores"].get("teacher", told["sampled"])) == len(told["sampled"])
-        assert ("teacher" in told["scores"]) == ("teacher" in marks)
+        token_view = tokens(run, "0", 0)
+        assert len(token_view["scores"].get("teacher", token_view["sampled"])) == len(
+            token_view["sampled"]
+        )
+        assert ("teacher" in token_view["scores"]) == ("teacher" in marks)
         assert transcript(run, "0.0")["kind"] == "judge"
     assert 0 < len(hints) < 6
     assert {*hints} == {"say even things, and few of them"}
 
 
-def learn_from_what_was_kept(out: Path, tmp_path: Path) -> None:
-    """Rejection sampling from the rollouts of a run: the better ones alone, no judge's word among
-    them."""
+def check_rejection_sampling(out: Path, tmp_path: Path) -> None:
+    """Rejection sampling from a run's rollouts trains on the better ones only, and on no judge
+    call."""
     rewards = sorted(each.rewards["correct"] for each in trajectories(out / "rollouts"))
     spec = SftSpec(
         trajectories=str(out / "rollouts"),
@@ -230,10 +230,10 @@ def learn_from_what_was_kept(out: Path, tmp_path: Path) -> None:
         (None, "teacher", LossSpec()),
     ],
 )
-def test_distillation_into_the_loss(
+def test_on_policy_distillation_into_the_loss(
     tmp_path: Path, top: int | None, support: Any, loss: LossSpec
 ) -> None:
-    """On-policy, from a checkpoint: no hints are needed, and the outcome may have weight 0."""
+    """On-policy distillation from a checkpoint needs no hints; the outcome may have weight 0."""
     run = hybrid(
         tmp_path,
         steps=1,
@@ -251,8 +251,8 @@ def test_distillation_into_the_loss(
     assert row["rl_loss"] == pytest.approx(0, abs=1e-9)
 
 
-def followed(tmp_path: Path) -> Any:
-    """A run whose teacher is the average of its policy, and which has a KL to where it began."""
+def run_with_ema_teacher(tmp_path: Path) -> Any:
+    """A run with an averaged (EMA) policy as its teacher and a KL to the initial policy."""
     run = hybrid(
         tmp_path,
         steps=3,
@@ -269,10 +269,10 @@ def followed(tmp_path: Path) -> Any:
     )
 
 
-def test_a_run_taught_by_its_average_resumes_to_the_bit_in_another_folder_too(
+def test_run_with_ema_teacher_resumes_bit_identically_in_another_folder(
     tmp_path: Path,
 ) -> None:
-    run = followed(tmp_path)
+    run = run_with_ema_teacher(tmp_path)
     whole, other = tmp_path / "whole", tmp_path / "other"
     step = train(run, whole).step
     ended = weights_of(whole / f"checkpoints/step-{step:06d}")
@@ -287,10 +287,11 @@ def test_a_run_taught_by_its_average_resumes_to_the_bit_in_another_folder_too(
         train(run, tmp_path / "third", resume=whole / f"checkpoints/step-{step - 1:06d}")
 
 
-def test_teachers_have_the_weights_of_ranks_that_engines_elsewhere_sample_from(
+def test_teachers_use_weights_of_the_ranks_with_remote_engines(
     tmp_path: Path,
 ) -> None:
-    """They are never loaded into this process's policy, which neither samples nor is trained."""
+    """Teachers follow the weights on the ranks, not this process's policy, which is neither sampled
+    from nor trained."""
     run = hybrid(
         tmp_path,
         algorithm=Hybrid(outcome=DrGRPO(), observe=0.1),
@@ -318,8 +319,8 @@ def test_teachers_have_the_weights_of_ranks_that_engines_elsewhere_sample_from(
         names = ("live", "ema", "reference")
 
         def moved(step: int) -> list[dict[str, list[float]]]:
-            """Scores of the teachers, and of the weights as they are on the ranks, after these were
-            changed."""
+            """Change the weights on the ranks; return the teachers' scores and those of the new
+            weights."""
             noise = torch.Generator().manual_seed(step)
             changed = {
                 name: each + 0.05 * torch.randn(each.shape, generator=noise)
@@ -351,7 +352,7 @@ def test_teachers_have_the_weights_of_ranks_that_engines_elsewhere_sample_from(
         asyncio.run(client.close())
 
 
-def test_what_is_wrong_with_signals_is_said_at_the_start(tmp_path: Path) -> None:
+def test_invalid_signals_are_rejected_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown signal 'teachr': did you mean 'teacher'"):
         hybrid(tmp_path, signals={"t": "teachr"})
     with pytest.raises(ConfigError, match="unknown signal 'process' in a term"):

@@ -1,5 +1,4 @@
-r"""What judges are asked and how they are read; which hints are taken; that all of it goes through
-one pool, onto the tree."""
+"""Judges: their prompts, parsing of votes and hints, hint filters, and their calls on the tree."""
 
 from __future__ import annotations
 
@@ -46,14 +45,14 @@ ITEM = Item("What is w3 of 5?", gold="1742", id="t/0")
 def rollout(
     id: str = "r0", *turns: tuple[str, str], reward: float = 0.0, stop: Stop = Stop.FINAL
 ) -> Trajectory:
-    """A root that said the first of each pair and was then shown the second."""
+    """Return a root with one turn per (reply, observation) pair."""
     found, shown = [], "What is w3 of 5?"
-    for index, (said, observed) in enumerate(
+    for index, (reply, observed) in enumerate(
         turns or (("f1(5)", "TypeError: w3 is not f1"), ("f7(5)", ""))
     ):
-        cells = (Cell(said, error=observed),) if "Error" in observed else ()
+        cells = (Cell(reply, error=observed),) if "Error" in observed else ()
         found.append(
-            Turn(2 * index, (Message("user", shown),), Reply(Message("assistant", said)), cells)
+            Turn(2 * index, (Message("user", shown),), Reply(Message("assistant", reply)), cells)
         )
         shown = observed
     call = Call("0", "rlm", "test:m", 0, "What is w3 of 5?", turns=found, stop=stop)
@@ -63,10 +62,10 @@ def rollout(
 def reading(
     signal: Any, *trajectories: Trajectory, script: Any = (), judges: JudgeCallers | None = None
 ) -> list[SignalScore]:
-    """What ``signal`` reads, with a judge that says ``script``."""
+    """Return the scores of ``signal`` with a scripted judge."""
 
     async def read() -> list[SignalScore]:
-        pool = ClientPool(rng=None, sleep=_at_once)
+        pool = ClientPool(rng=None, sleep=no_sleep)
         pool.adopt(ScriptedClient(script, name="scripted:judge"))
         context = SignalContext(step=0, items={"t/0": ITEM}, asking=judges or JudgeCallers(pool))
         try:
@@ -78,12 +77,11 @@ def reading(
     return asyncio.run(read())
 
 
-async def _at_once(_: float) -> None:
+async def no_sleep(_: float) -> None:
     pass
 
 
 # --- parsing
-# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -105,7 +103,7 @@ async def _at_once(_: float) -> None:
         (r"\boxed{-1} \boxed{good}", None),
     ],
 )
-def test_votes_are_read_strictly(text: str, vote: int | None) -> None:
+def test_votes_are_parsed_strictly(text: str, vote: int | None) -> None:
     assert read_vote(text) == vote
 
 
@@ -113,7 +111,7 @@ def test_votes_are_read_strictly(text: str, vote: int | None) -> None:
     ("text", "found"),
     [
         (r"<hint>use f7 for w3</hint> \boxed{1}", HintVote(1, "use f7 for w3")),
-        (r"\boxed{1} <hint>a</hint> <hint> b </hint>", None),  # which of the two would be a guess
+        (r"\boxed{1} <hint>a</hint> <hint> b </hint>", None),  # ambiguous
         (r"\boxed{1} <hint> b </hint>", HintVote(1, "b")),
         (r"\boxed{-1}", HintVote(-1, "")),
         (r"<hint>use f7</hint> \boxed{-1}", HintVote(-1, "")),
@@ -124,7 +122,7 @@ def test_votes_are_read_strictly(text: str, vote: int | None) -> None:
         (r"<hint>use f7 for w3</hint> \boxed{0.5}", None),
     ],
 )
-def test_hints_are_read_strictly(text: str, found: HintVote | None) -> None:
+def test_hints_are_parsed_strictly(text: str, found: HintVote | None) -> None:
     assert read_hint(text) == found
 
 
@@ -138,15 +136,14 @@ def test_hints_are_read_strictly(text: str, found: HintVote | None) -> None:
         ((1, 1, -1, -1, 1), 0.2, 1),
     ],
 )
-def test_votes_come_to_one_number(
+def test_votes_are_merged_by_mean_or_majority(
     votes: tuple[int, ...], mean: float | None, majority: float | None
 ) -> None:
     assert merged(votes, "mean") == (mean if mean is None else pytest.approx(mean))
     assert merged(votes, "majority") == majority
 
 
-# --- which hints are taken
-# -------------------------------------------------------------------------------------------
+# --- filtering of hints
 
 
 @pytest.mark.parametrize(
@@ -163,11 +160,11 @@ def test_votes_come_to_one_number(
         ("what is w3 of 5", "question"),
     ],
 )
-def test_filters(hint: str, reason: str) -> None:
+def test_hint_filter_gives_the_reason_for_rejection(hint: str, reason: str) -> None:
     assert HintFilter().rejects(hint, ITEM, ITEM.question) == reason
 
 
-def test_short_golds_leak_as_words_of_their_own_only() -> None:
+def test_short_gold_answers_leak_only_as_whole_words() -> None:
     seven = Item("?", gold=["7", "seven"], id="t")
     assert [
         leaks(text, seven)
@@ -181,8 +178,8 @@ def test_short_golds_leak_as_words_of_their_own_only() -> None:
     ]
 
 
-class Told:
-    """A judge that gives one verdict, whatever it is shown."""
+class FixedJudge:
+    """A judge with a fixed verdict, or a function of the view."""
 
     def __init__(self, verdict: JudgeVerdict | Callable[[JudgeView], JudgeVerdict]) -> None:
         self.verdict, self.shown = verdict, []  # type: ignore[var-annotated]
@@ -192,30 +189,30 @@ class Told:
         return self.verdict(view) if callable(self.verdict) else self.verdict
 
 
-def test_hindsight_takes_one_hint_and_counts_what_it_rejects() -> None:
+def test_hindsight_picks_one_hint_and_counts_rejected_ones() -> None:
     hints = (
         "the answer is 1742, say so",
         "call f7 where w3 stands",
         "Call f7, where w3 stands!",
         "w3 is f7 and not f1",
     )
-    judge = Told(JudgeVerdict(accept=True, hint=hints[1], hints=hints, votes=(1,)))
+    judge = FixedJudge(JudgeVerdict(accept=True, hint=hints[1], hints=hints, votes=(1,)))
     found = reading(Hindsight(judge=judge), rollout())[0]
     assert found.notes == {
         ("0", 1): "w3 is f7 and not f1"
-    }  # the shortest; shown with the turn that it was asked about
+    }  # the shortest, noted on the turn that was judged
     assert found.counts == {"votes": 1, "rejected/leak": 1, "rejected/duplicate": 1}
     assert judge.shown[0].steps[0].observed == "TypeError: w3 is not f1"
     longest = reading(Hindsight(judge=judge, choose="longest"), rollout())[0]
     assert longest.notes[("0", 1)] in hints[1:3]
-    only_leak = reading(Hindsight(judge=Told(JudgeVerdict(accept=True, hint=hints[0]))), rollout())[
-        0
-    ]
+    only_leak = reading(
+        Hindsight(judge=FixedJudge(JudgeVerdict(accept=True, hint=hints[0]))), rollout()
+    )[0]
     assert (only_leak.notes, only_leak.abstained) == ({}, "rejected/leak")
 
 
-def test_hindsight_passes_over_what_tells_nothing() -> None:
-    judge = Told(JudgeVerdict(accept=True, hint="call f7 where w3 stands"))
+def test_hindsight_skips_solved_cut_off_and_unscored_rollouts() -> None:
+    judge = FixedJudge(JudgeVerdict(accept=True, hint="call f7 where w3 stands"))
     signal = Hindsight(judge=judge, only="failed")
     cut = rollout("c", stop=Stop.MAX_TOKENS)
     unscored = rollout("u")
@@ -227,7 +224,7 @@ def test_hindsight_passes_over_what_tells_nothing() -> None:
     assert sorted(per_turn.notes) == [("0", 0), ("0", 1)]
 
 
-def test_demonstrations_and_feedback_stand_in_for_hints() -> None:
+def test_demonstrations_and_error_feedback_can_replace_hints() -> None:
     solved, failed = rollout("s", ("f7(5)", "12"), reward=1.0), rollout("f")
 
     async def found(source: Any) -> list[Any]:
@@ -243,12 +240,11 @@ def test_demonstrations_and_feedback_stand_in_for_hints() -> None:
     assert "TypeError: w3 is not f1" in feedback[1].reading.notes[("0", 0)]
 
 
-# --- judges that are models
-# ------------------------------------------------------------------------------------------
+# --- model judges
 
 
-def test_every_turn_is_judged_and_bad_output_is_counted() -> None:
-    """Turn 0: 1 and -1. Turn 1: nothing in the form asked for, twice: no number."""
+def test_every_turn_is_judged_and_malformed_votes_are_counted() -> None:
+    """Turn 0 gets votes 1 and -1; both replies on turn 1 are malformed, so it gets no score."""
 
     def say(messages: Any) -> str:
         step = messages[-1].content.rpartition("Judge step ")[2]
@@ -277,7 +273,7 @@ def test_every_turn_is_judged_and_bad_output_is_counted() -> None:
     assert one.marks == [Annotation("process", "0", 0, {"process": 0.0})]
 
 
-def test_a_hint_may_be_given_once_in_a_group() -> None:
+def test_once_rejects_a_hint_repeated_within_a_group() -> None:
     def say(messages: Any) -> str:
         return r"<hint>call f7 where w3 stands</hint> \boxed{1}"
 
@@ -291,7 +287,7 @@ def test_a_hint_may_be_given_once_in_a_group() -> None:
     assert (second.notes, second.abstained) == ({}, "rejected/repeated")
 
 
-def test_a_judge_never_sees_the_gold_and_is_told_what_is_quoted() -> None:
+def test_judge_prompt_has_no_gold_answer_and_marks_quoted_text() -> None:
     seen: list[str] = []
 
     def say(messages: Any) -> str:
@@ -306,7 +302,7 @@ def test_a_judge_never_sees_the_gold_and_is_told_what_is_quoted() -> None:
     assert seen[1].startswith("=====")
 
 
-def test_a_judge_that_is_rate_limited_or_refuses_is_an_abstention() -> None:
+def test_rate_limited_judge_is_retried_and_refusal_counts_as_unanswered() -> None:
     script = [rate_limited(0.0), r"\boxed{1}", refused(400)]
     found = reading(
         ProcessRewardSignal(judge=StepJudge(model="scripted:judge")), rollout(), script=script
@@ -334,7 +330,7 @@ def test_a_judge_that_cannot_be_asked_ends_the_run(monkeypatch: pytest.MonkeyPat
         reading(ProcessRewardSignal(judge=StepJudge(model="openai:gpt-5-mini")), rollout())
 
 
-def test_budget_and_cache(tmp_path: Any) -> None:
+def test_judge_calls_respect_budget_and_cache(tmp_path: Any) -> None:
     async def read() -> None:
         pool = ClientPool()
         client = pool.adopt(ScriptedClient(lambda _: r"\boxed{1}", name="scripted:judge"))
@@ -358,7 +354,7 @@ def test_budget_and_cache(tmp_path: Any) -> None:
     asyncio.run(read())
 
 
-def test_a_rubric_gives_the_outcome() -> None:
+def test_rubric_or_verifier_gives_the_outcome() -> None:
     from ramify.tasks.scoring.rubric import Rubric
 
     signal = OutcomeSignal(rubric=Rubric(("is right",)), model="scripted:judge")
@@ -375,7 +371,7 @@ def test_a_rubric_gives_the_outcome() -> None:
     assert worth[0].outcome == 1.0
 
 
-def test_judges_that_there_are_not() -> None:
+def test_unknown_or_incomplete_judges_are_rejected() -> None:
     with pytest.raises(ConfigError, match="unknown judge 'step_jugde': did you mean 'step_judge'"):
         judge_of("step_jugde")
     with pytest.raises(ConfigError, match="is not a judge"):

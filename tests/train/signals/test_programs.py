@@ -1,4 +1,4 @@
-"""Judges of programs that are rules: hints from what a rollout was shown, marks for its turns, the
+"""Rule-based judges of programs: hints from errors that a rollout saw, votes per turn, and the
 shuffled control."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RIGHT = dict(enumerate(library().right))
 
 
 def trajectory(item: Item, *rounds: tuple[str, str, bool]) -> Trajectory:
-    """A trajectory of (reply, observation, whether it raised) rounds and a final reply."""
+    """Return a trajectory of (reply, observation, raised) rounds and a final reply."""
     turns, prompt = [], item.question
     for reply, shown, raised in [*rounds, ("FINAL(1)", "", False)]:
         cell = Cell(reply, error=shown) if raised else Cell(reply, value=shown)
@@ -54,7 +54,7 @@ def judged(judge: Any, found: Trajectory, item: Item, turn: int | None = None) -
 
 
 def checked_problem(index: int = 0) -> tuple[Item, str, int]:
-    """An item, a program for it that takes one checked word for another's, and that word."""
+    """Return an item, a program with the wrong function for one checked word, and that word."""
     for item in task_of("programs").splits["train"][index : index + 100]:
         problem = ProgramProblem.read(item.question)
         assert problem is not None
@@ -67,7 +67,7 @@ def checked_problem(index: int = 0) -> tuple[Item, str, int]:
     raise AssertionError
 
 
-def test_a_hint_is_what_the_error_named() -> None:
+def test_rule_judge_hints_at_the_function_named_in_the_error() -> None:
     item, code, word = checked_problem()
     error = f"TypeError: not @w{word}@f0 but @w{word}@f{RIGHT[word]}"
     failed = trajectory(item, (code, error, True))
@@ -77,16 +77,16 @@ def test_a_hint_is_what_the_error_named() -> None:
     assert judged(OracleJudge(), failed, item).hint == verdict.hint
     assert not judged(
         RuleJudge(), trajectory(item, (code, "17", False)), item
-    ).accept  # nothing was said
+    ).accept  # no error was shown
 
 
-def test_only_the_oracle_sees_what_went_wrong_in_silence() -> None:
+def test_oracle_judge_finds_mistakes_that_raised_no_error() -> None:
     item, code, word = checked_problem()
     without_error = trajectory(item, (code, "17", False))
     assert judged(OracleJudge(), without_error, item).hint == f"use @w{word}@f{RIGHT[word]}"
 
 
-def test_marks_for_turns() -> None:
+def test_step_rules_vote_on_each_turn() -> None:
     item, code, _ = checked_problem()
     found = trajectory(item, (code, "TypeError: not …", True), (code, "17", False))
     assert [judged(StepRules(), found, item, turn).votes for turn in range(3)] == [
@@ -95,10 +95,10 @@ def test_marks_for_turns() -> None:
         (1,),
     ]
     alone = trajectory(item)
-    assert judged(StepRules(), alone, item, 0).votes == (-1,)  # an answer that rests on nothing
+    assert judged(StepRules(), alone, item, 0).votes == (-1,)  # an answer without any evidence
 
 
-def test_shuffled_hints_are_of_another_problem() -> None:
+def test_shuffled_hints_come_from_another_problem() -> None:
     (item, code, word), (other, _, _) = checked_problem(), checked_problem(200)
     error = f"TypeError: not @w{word}@f0 but @w{word}@f{RIGHT[word]}"
     group = Group(
@@ -111,7 +111,7 @@ def test_shuffled_hints_are_of_another_problem() -> None:
     assert hint.startswith("use @w")
     about = int(hint.removeprefix("use @w").partition("@")[0])
     assert about in {w for w, _ in ProgramProblem.read(other.question).steps}  # type: ignore[union-attr]
-    assert first.reading.notes == {("0", 0): hint}  # beside the turn that raised
+    assert first.reading.notes == {("0", 0): hint}  # on the turn that raised
     assert not second.at
     again, _ = asyncio.run(ShuffledHints(source).hints(group, context))
     assert again.at == first.at

@@ -1,4 +1,4 @@
-"""Signals that read groups which a later step takes."""
+"""Signals on groups that only a later step takes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ramify.train.signals.weighted_term import AnnealSchedule, HybridTerm
 from tests.train.small import small
 
 
-def test_each_group_is_read_once_and_by_every_signal_that_its_step_weighs(tmp_path: Path) -> None:
-    """``grace_steps`` weighs nothing in the first two steps: groups that were whole by then are
-    read when the third takes them."""
+def test_each_group_is_scored_once_by_every_signal_its_step_uses(tmp_path: Path) -> None:
+    """The signal ``late`` has weight 0 in the first two steps; groups completed by then are scored
+    when the third step takes them."""
     late = AnnealSchedule(0.0, 0.5, steps=1, after=1)
     rl = msgspec.structs.replace(
         small().rl,

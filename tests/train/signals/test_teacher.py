@@ -1,5 +1,5 @@
-"""A teacher over the small policy: rows made of ids, scores from the right position, nothing in
-place of what is missing."""
+"""A teacher on the small policy: rows built from ids, scores from the right position, and no score
+instead of zeros if one is missing."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def policy() -> Policy:
 
 @pytest.fixture(scope="module")
 def group(policy: Policy) -> Group:
-    """Three sampled conversations of two turns."""
+    """Three sampled conversations of two turns each."""
     return asyncio.run(sampled(policy, 3))
 
 
@@ -131,9 +131,8 @@ def read(
     return asyncio.run(found())
 
 
-class Says:
-    """A judge that gives these hints, to one rollout alone or to all, about a turn or the last
-    one."""
+class HintingJudge:
+    """A judge that gives fixed hints to one rollout or to all, about a given turn or the last."""
 
     def __init__(self, *hints: str, only: str = "", about: int | None = None) -> None:
         self.hints, self.only, self.about = hints, only, about
@@ -146,8 +145,8 @@ class Says:
         )
 
 
-class Counting:
-    """A scorer, and what it was asked."""
+class RecordingScorer:
+    """A scorer that records its requests."""
 
     def __init__(self, policy: Policy) -> None:
         backend = SingleBackend(policy, None, ComputeSpec(precision="fp32"))
@@ -161,17 +160,15 @@ class Counting:
         return await self.inner.score(rows, top=top)
 
 
-def hinted(*hints: str, **options: Any) -> TeacherSignal:
-    return TeacherSignal(hints=Hindsight(judge=Says(*hints)), **options)
+def teacher_with_hints(*hints: str, **options: Any) -> TeacherSignal:
+    return TeacherSignal(hints=Hindsight(judge=HintingJudge(*hints)), **options)
 
 
 HINT, OTHER = "call f7 where w3 stands", "it raised an error in w3 of 5"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_policy_as_its_own_teacher_teaches_exactly_nothing(
-    policy: Policy, temperature: float
-) -> None:
+def test_policy_as_its_own_teacher_gives_zero_gaps(policy: Policy, temperature: float) -> None:
     one = asyncio.run(sampled(policy, 2, temperature))
     exact = read(
         TeacherSignal(source="live", student="recomputed"), one, policy, temperature=temperature
@@ -187,11 +184,9 @@ def test_the_policy_as_its_own_teacher_teaches_exactly_nothing(
     )
 
 
-def test_scores_are_those_of_the_hinted_path_from_its_first_token_on(
-    policy: Policy, group: Group
-) -> None:
-    """Against the engine, which computes every position of one path, without packing."""
-    teacher = hinted(HINT)
+def test_scores_match_the_engine_on_the_hinted_path(policy: Policy, group: Group) -> None:
+    """Compared with the engine, which computes one path without packing."""
+    teacher = teacher_with_hints(HINT)
     found = read(teacher, group, policy)
 
     async def expected(trajectory: Trajectory) -> dict[tuple[str, int], list[float]]:
@@ -213,15 +208,15 @@ def test_scores_are_those_of_the_hinted_path_from_its_first_token_on(
         assert reading.logprobs.keys() == theirs.keys() == reading.tokens.keys()
         for place, values in theirs.items():
             assert reading.logprobs[place] == pytest.approx(values, abs=1e-5)
-            said = trajectory.root.turns[place[1]].reply.logprobs or ()
-            gaps = [a - b for a, b in zip(values, said, strict=True)]
+            sampler_logprobs = trajectory.root.turns[place[1]].reply.logprobs or ()
+            gaps = [a - b for a, b in zip(values, sampler_logprobs, strict=True)]
             assert reading.tokens[place] == pytest.approx(gaps, abs=1e-5)
             assert any(abs(value) > 1e-3 for value in reading.tokens[place])
         assert reading.notes == {("0", 1): HINT}
 
 
-def test_a_hint_for_each_turn_stands_right_before_it(policy: Policy, group: Group) -> None:
-    teacher = TeacherSignal(hints=Hindsight(judge=Says(HINT), per_turn=True))
+def test_per_turn_hint_is_placed_directly_before_its_turn(policy: Policy, group: Group) -> None:
+    teacher = TeacherSignal(hints=Hindsight(judge=HintingJudge(HINT), per_turn=True))
     seen: list[ScoringRow] = []
 
     class Watching:
@@ -244,17 +239,19 @@ def test_a_hint_for_each_turn_stands_right_before_it(policy: Policy, group: Grou
         ]
 
 
-def test_candidates_of_either_side(policy: Policy, group: Group) -> None:
+def test_top_k_candidates_of_teacher_and_student(policy: Policy, group: Group) -> None:
     size = policy.config.vocab_size
-    whole = read(hinted(HINT, top=ALL), group, policy)[0].top[("0", 0)]
+    whole = read(teacher_with_hints(HINT, top=ALL), group, policy)[0].top[("0", 0)]
     assert len(whole.ids[0]) == size
     assert [sum(map(math.exp, row)) for row in whole.teacher] == pytest.approx(
         [1.0] * len(whole.teacher), abs=1e-5
     )
-    teachers = read(hinted(HINT, top=5), group, policy)[0]
+    teachers = read(teacher_with_hints(HINT, top=5), group, policy)[0]
     assert teachers.top[("0", 0)].ids == [row[:5] for row in whole.ids]
     assert teachers.top[("0", 0)].student == []
-    students = read(hinted(HINT, top=5, support="student"), group, policy)[0].top[("0", 0)]
+    students = read(teacher_with_hints(HINT, top=5, support="student"), group, policy)[0].top[
+        ("0", 0)
+    ]
     plain = read(TeacherSignal(source="live", top=5), group, policy)[0].top[("0", 0)]
     assert (students.ids, students.student) == (plain.ids, plain.teacher)
     for ids, row, all_ids, all_row in zip(
@@ -264,42 +261,43 @@ def test_candidates_of_either_side(policy: Policy, group: Group) -> None:
         assert row == pytest.approx([lookup[id] for id in ids], abs=1e-5)
 
 
-def test_the_hint_whose_teacher_agrees_most_with_the_policy_is_chosen(
+def test_overlap_chooses_the_hint_whose_teacher_agrees_most_with_the_policy(
     policy: Policy, group: Group
 ) -> None:
     num = 8
     plain = read(TeacherSignal(source="live", top=num), group, policy)
 
     def shared(hint: str, index: int) -> int:
-        theirs = read(hinted(hint, top=num), group, policy)[index].top
+        theirs = read(teacher_with_hints(hint, top=num), group, policy)[index].top
         return sum(
             len({*a} & {*b})
             for place, top in theirs.items()
             for a, b in zip(top.ids, plain[index].top[place].ids, strict=True)
         )
 
-    chosen = read(hinted(HINT, OTHER, choose="overlap", overlap=num), group, policy)
+    chosen = read(teacher_with_hints(HINT, OTHER, choose="overlap", overlap=num), group, policy)
     for index, reading in enumerate(chosen):
         counts = {hint: shared(hint, index) for hint in (HINT, OTHER)}
         assert counts[reading.notes[("0", 1)]] == max(counts.values())
 
 
-def test_the_chosen_hints_candidates_take_one_pass_of_each_model(
+def test_candidates_of_the_chosen_hint_take_one_pass_per_model(
     policy: Policy, group: Group
 ) -> None:
-    """The policy's four likeliest tokens under the hint that agrees with it most: both models see
-    each row once."""
+    """The policy's top four tokens under the chosen hint: both models score each row once."""
     options: dict[str, Any] = {"top": 4, "support": "student"}
-    theirs, ours = Counting(policy), Counting(policy)
-    teacher = hinted(HINT, OTHER, choose="overlap", **options)
+    theirs, ours = RecordingScorer(policy), RecordingScorer(policy)
+    teacher = teacher_with_hints(HINT, OTHER, choose="overlap", **options)
     found = read(teacher, group, policy, reference=theirs, live=ours)
     assert [len(rows) for rows in theirs.asked] == [len(rows) for rows in ours.asked] == [6]
-    first = Counting(policy)
-    read(hinted(HINT, OTHER), group, policy, reference=first)
+    first = RecordingScorer(policy)
+    read(teacher_with_hints(HINT, OTHER), group, policy, reference=first)
     assert [len(rows) for rows in first.asked] == [
         3
     ]  # without a comparison only the first hint is scored
-    alone = {hint: read(hinted(hint, **options), group, policy) for hint in (HINT, OTHER)}
+    alone = {
+        hint: read(teacher_with_hints(hint, **options), group, policy) for hint in (HINT, OTHER)
+    }
     for index, reading in enumerate(found):
         expected = alone[reading.notes[("0", 1)]][index].top
         for place, top in reading.top.items():
@@ -308,11 +306,11 @@ def test_the_chosen_hints_candidates_take_one_pass_of_each_model(
             assert np.allclose(top.student, expected[place].student, atol=1e-5)
 
 
-def test_what_training_compares_with_is_scored_on_the_way(policy: Policy, group: Group) -> None:
-    """One of three is hinted: all three get the reference's log-probabilities, and the teacher adds
-    the hint and one reply."""
-    scorer = Counting(policy)
-    teacher = TeacherSignal(hints=Hindsight(judge=Says(HINT, only="r1")))
+def test_reference_logprobs_are_computed_in_the_teachers_pass(policy: Policy, group: Group) -> None:
+    """One of three rollouts has a hint; all three get the reference's log-probabilities, and the
+    teacher adds only the hint and one reply."""
+    scorer = RecordingScorer(policy)
+    teacher = TeacherSignal(hints=Hindsight(judge=HintingJudge(HINT, only="r1")))
     found = read(teacher, group, policy, wants_reference=True, reference=scorer)
     assert [bool(each.tokens) for each in found] == [False, True, False]
     plain = read(TeacherSignal(source="live"), group, policy)
@@ -325,42 +323,42 @@ def test_what_training_compares_with_is_scored_on_the_way(policy: Policy, group:
     assert scorer.inner.plain_tokens <= sum(whole)
     assert scorer.inner.packed_tokens <= max(len(row.ids) for row in rows if not row.is_plain)
     # no trajectory has a hint; the teacher is not the policy of the KL
-    for judge in (Says(), Says(HINT)):
+    for judge in (HintingJudge(), HintingJudge(HINT)):
         source = "reference" if not judge.hints else "ema"
         quiet = TeacherSignal(hints=Hindsight(judge=judge), source=source)
         assert not any(
             each.reference
-            for each in read(quiet, group, policy, wants_reference=True, ema=Counting(policy))
+            for each in read(
+                quiet, group, policy, wants_reference=True, ema=RecordingScorer(policy)
+            )
         )
 
 
-def test_turns_after_the_one_that_a_hint_is_about_may_be_left_out(
+def test_turns_named_scores_only_the_turn_that_the_hint_is_about(
     policy: Policy, group: Group
 ) -> None:
-    told = Says(HINT, about=0)
-    whole = read(TeacherSignal(hints=Hindsight(judge=told)), group, policy)[0]
-    named = read(TeacherSignal(hints=Hindsight(judge=told), turns="named"), group, policy)[0]
+    hinting = HintingJudge(HINT, about=0)
+    whole = read(TeacherSignal(hints=Hindsight(judge=hinting)), group, policy)[0]
+    named = read(TeacherSignal(hints=Hindsight(judge=hinting), turns="named"), group, policy)[0]
     assert (sorted(whole.tokens), sorted(named.tokens)) == ([("0", 0), ("0", 1)], [("0", 0)])
     assert named.tokens[("0", 0)] == pytest.approx(whole.tokens[("0", 0)], abs=1e-5)
     assert named.notes == {("0", 0): HINT}
-    nameless = read(hinted(HINT, turns="named"), group, policy)[0]
+    nameless = read(teacher_with_hints(HINT, turns="named"), group, policy)[0]
     assert sorted(nameless.tokens) == [("0", 0), ("0", 1)]
 
 
-def test_only_tokens_that_the_hint_moves_count_where_evidence_is_asked_for(
-    policy: Policy, group: Group
-) -> None:
-    found = read(hinted(HINT), group, policy)[0].tokens
+def test_evidence_keeps_only_tokens_that_the_hint_moves(policy: Policy, group: Group) -> None:
+    found = read(teacher_with_hints(HINT), group, policy)[0].tokens
     most = max(abs(value) for row in found.values() for value in row)
-    some = read(hinted(HINT, evidence=most / 2), group, policy)[0].tokens
-    none = read(hinted(HINT, evidence=99.0), group, policy)[0].tokens
+    some = read(teacher_with_hints(HINT, evidence=most / 2), group, policy)[0].tokens
+    none = read(teacher_with_hints(HINT, evidence=99.0), group, policy)[0].tokens
     flat = [value for row in some.values() for value in row]
     assert 0 < sum(value != 0 for value in flat) < len(flat)
     assert not any(value for row in none.values() for value in row)
 
 
-class Broken:
-    """An engine whose prompt log-probabilities are not what they should be."""
+class BrokenEngine:
+    """An engine that returns wrong prompt log-probabilities."""
 
     name = "broken:engine"
 
@@ -374,37 +372,39 @@ class Broken:
 @pytest.mark.parametrize(
     ("broken", "is_scored"),
     [
-        (Broken(), True),
-        (Broken(drop=1), False),
-        (Broken(value=None), True),
-        (Broken(value=math.nan), True),
+        (BrokenEngine(), True),
+        (BrokenEngine(drop=1), False),
+        (BrokenEngine(value=None), True),
+        (BrokenEngine(value=math.nan), True),
     ],
 )
-def test_what_cannot_be_scored_has_no_reading_and_never_zeros(
-    policy: Policy, group: Group, broken: Broken, is_scored: bool
+def test_unscorable_rollouts_get_no_scores_instead_of_zeros(
+    policy: Policy, group: Group, broken: BrokenEngine, is_scored: bool
 ) -> None:
-    """What an engine says of the first token, which nothing predicts, is not looked at."""
-    found = read(hinted(HINT), group, policy, reference=ClientScorer(broken))
+    """The value for the first token, which nothing predicts, is ignored."""
+    found = read(teacher_with_hints(HINT), group, policy, reference=ClientScorer(broken))
     assert [bool(each.tokens) for each in found] == [is_scored] * 3
     if not is_scored:
         assert {each.abstained for each in found} == {"RamifyError"}
 
 
-def test_an_engine_that_leaves_a_token_out_is_refused(policy: Policy) -> None:
+def test_engine_with_missing_or_invalid_logprobs_is_rejected(policy: Policy) -> None:
     row = ScoringRow([1, 2, 3], [(1, 3)])
-    for broken in (Broken(value=None), Broken(value=0.5)):
+    for broken in (BrokenEngine(value=None), BrokenEngine(value=0.5)):
         with pytest.raises(RamifyError, match="returned an invalid log-probability"):
             asyncio.run(ClientScorer(broken).score([row]))
     with pytest.raises(RamifyError, match="of the given tokens only"):
-        asyncio.run(ClientScorer(Broken()).score([row], top=3))
+        asyncio.run(ClientScorer(BrokenEngine()).score([row], top=3))
     with pytest.raises(ConfigError, match="returns no log-probabilities of prompts"):
         ClientScorer(type("Client", (), {"name": "openai:x"})())
 
 
-def test_rows_that_do_not_fit_and_prompts_that_cannot_be_written(
+def test_rows_too_long_and_unreproducible_prompts_are_not_scored(
     policy: Policy, group: Group
 ) -> None:
-    long = TeacherSignal(hints=Hindsight(judge=Says(HINT)), template="{hint}" + " call f7" * 600)
+    long = TeacherSignal(
+        hints=Hindsight(judge=HintingJudge(HINT)), template="{hint}" + " call f7" * 600
+    )
     assert {each.abstained for each in read(long, group, policy)} == {"RamifyError"}
     other = Trajectory(
         "x",
@@ -416,12 +416,12 @@ def test_rows_that_do_not_fit_and_prompts_that_cannot_be_written(
     turn = other.calls[0].turns[0]
     strange = msgspec.structs.replace(turn.reply, prompt_ids=(7, 7, 7))
     other.calls[0].turns = [msgspec.structs.replace(turn, reply=strange)]
-    found = read(hinted(HINT), Group("t/0", [other]), policy)[0]
+    found = read(teacher_with_hints(HINT), Group("t/0", [other]), policy)[0]
     assert (found.abstained, found.tokens) == ("the prompt cannot be written again", {})
     assert found.counts["unscored/the prompt cannot be written again"] == 1
 
 
-def test_rows_of_a_group_share_what_they_begin_with(policy: Policy) -> None:
+def test_rows_of_a_group_share_their_prefix(policy: Policy) -> None:
     async def ratio() -> float:
         async with scorer_of(policy) as scorer:
             prompt = list(range(20, 220))
@@ -432,11 +432,10 @@ def test_rows_of_a_group_share_what_they_begin_with(policy: Policy) -> None:
                 assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
             return (scorer.row_tokens - 8 * 230) / (scorer.packed_tokens - 8 * 230)
 
-    assert asyncio.run(ratio()) > 3  # eight rows of 230 tokens, 200 of them alike
+    assert asyncio.run(ratio()) > 3  # eight rows of 230 tokens, 200 of them shared
 
 
-# --- who the teacher is
-# ----------------------------------------------------------------------------------------------
+# --- teacher sources
 
 
 @pytest.fixture
@@ -461,9 +460,9 @@ def teachers(policy: Policy, out: Path, *names: str, decay: float = 0.25) -> Run
     )
 
 
-def test_frozen_averaged_live_and_other_teachers(policy: Policy, folder: Path) -> None:
-    """The policy's weights change between two steps: one teacher stays, one follows slowly, one is
-    the policy."""
+def test_frozen_averaged_live_and_checkpoint_teachers(policy: Policy, folder: Path) -> None:
+    """The policy's weights change between two steps: one teacher stays fixed, one is a moving
+    average, one is the policy itself."""
     names = ("reference", "ema", "live", "random", str(folder / "checkpoint"))
     found = teachers(policy, folder / "out", *names)
     row = ScoringRow([5, 6, 7, 8], [(1, 4)])
@@ -502,7 +501,7 @@ def test_frozen_averaged_live_and_other_teachers(policy: Policy, folder: Path) -
         again = teachers(policy, folder / "out", "reference", "ema")
         again.load(
             folder / "kept"
-        )  # a resumed run: neither restarts, and the next step is averaged in
+        )  # a resumed run: both are restored, and the next step is averaged in
         resumed = asyncio.run(again.at(2))
         assert asyncio.run(resumed["reference"].score([row]))[0].logprobs == second["reference"]
         wanted = averaged.lerp(weight, 0.25)
@@ -524,7 +523,7 @@ def test_frozen_averaged_live_and_other_teachers(policy: Policy, folder: Path) -
             weight.copy_(before)
 
 
-def test_a_teacher_with_another_vocabulary_is_refused_at_the_start(
+def test_teacher_with_different_vocabulary_is_rejected_at_the_start(
     policy: Policy, folder: Path
 ) -> None:
     from transformers import AutoConfig
@@ -550,10 +549,10 @@ def test_a_teacher_with_another_vocabulary_is_refused_at_the_start(
         teachers(policy, folder, "nowhere")
 
 
-def test_options_that_mean_nothing() -> None:
+def test_invalid_teacher_options_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"does not contain \{hint\}"):
         TeacherSignal(template="x")
     with pytest.raises(ConfigError, match="evidence=-1 must be above 0"):
         TeacherSignal(evidence=-1)
     with pytest.warns(UserWarning, match="a live teacher .* eroded or collapsed"):
-        hinted(HINT, source="live")
+        teacher_with_hints(HINT, source="live")
