@@ -1,12 +1,14 @@
 """Rules for all tests: their order, and a visible skip of the folders that need the default sandbox on
-machines without one."""
+machines without one. Also the records of our loggers, as a fixture."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,18 @@ def pytest_terminal_summary(
     if browser is not None and browser.why_not():
         terminalreporter.write_sep("=", "NOT TESTED HERE", red=True)
         terminalreporter.write_line(f"the pages of ramify view need a browser: {browser.why_not()}")
+
+
+@pytest.fixture
+def records() -> Iterator[list[logging.LogRecord]]:
+    """All records of the tree, as an application's own handler sees them."""
+    found: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = found.append  # type: ignore[method-assign]
+    logger = logging.getLogger("ramify")
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield found
+    logger.setLevel(level)
+    logger.removeHandler(handler)

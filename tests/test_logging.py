@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import inspect
 import json
 import logging
@@ -14,10 +13,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import pytest
 
@@ -31,48 +29,12 @@ from ramify.engine.limits import Ledger, ResourceAmount
 from ramify.log_outputs import RUN_LOG, LogFile, levels_of
 from ramify.logging import RoomLogger, attached, in_run
 from ramify.progress import report_progress
-from ramify.serve.keys import ApiKey, ApiKeys
 from ramify.train.execute import train
 from ramify.types.event import NoteAdded
 from ramify.types.message import Usage
-from tests.clients.helpers import Books, Says, request
+from tests.clients.helpers import Books, request
+from tests.log_records import KEY, SANDBOX, of, run_rlm
 from tests.train.small import small
-
-SANDBOX = SandboxSpec(provider="inprocess", allow_weaker=True)
-KEY = "abcdef-0123456789-of-a-test"
-
-
-@pytest.fixture
-def records() -> Iterator[list[logging.LogRecord]]:
-    """All records of the tree, as an application's own handler sees them."""
-    found: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = found.append  # type: ignore[method-assign]
-    logger = logging.getLogger("ramify")
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    yield found
-    logger.setLevel(level)
-    logger.removeHandler(handler)
-
-
-def of(found: list[logging.LogRecord], event: str) -> list[tuple[str, str]]:
-    """(logger, run) of each record of ``event``."""
-    return [
-        (record.name, getattr(record, "run", ""))
-        for record in found
-        if record.event == event  # type: ignore[attr-defined]
-    ]
-
-
-def run_rlm(model: Any, **options: Any) -> Any:
-    async def main() -> Any:
-        async with RLM(model, sandbox=SANDBOX, **options) as rlm:
-            return await rlm.acompletion("x" * 100_000, "?")
-
-    return asyncio.run(main())
-
 
 # --- one record for each event
 
@@ -262,101 +224,7 @@ def test_the_warnings_of_a_run_are_in_its_journal(tmp_path: Path) -> None:
 # --- secrets
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        f"https://me:{KEY}@host/v1",
-        f"https://host/v1?api_key={KEY}&x=1",
-        f"{{'Authorization': 'Bearer {KEY}'}}",
-        f"x-api-key: {KEY}",
-        f'{{"error": "Incorrect API key provided: {KEY}"}}',
-        f"OPENAI_API_KEY={KEY}",
-        f"password='{KEY}'",
-        f"sk-{KEY}",
-    ],
-)
-def test_secrets_are_redacted_in_every_output(
-    text: str, tmp_path: Path, records: list[logging.LogRecord]
-) -> None:
-    log, file = RoomLogger("engine"), LogFile(tmp_path / "log")
-
-    def fail() -> None:
-        try:
-            raise ValueError(text)
-        except ValueError as error:
-            raise OSError(f"while asking: {text}") from error
-
-    with attached(file):
-        log.warning("retry", text, url=text, api_key=KEY, given={"a": [text]})
-        logging.getLogger("ramify.plugin").warning("a plug-in says %s", text)
-        try:
-            fail()
-        except OSError as error:
-            log.error("failed", "it failed", error=error)
-    written = (tmp_path / "log").read_text()
-    assert len(written.splitlines()) == 3
-    assert KEY not in written
-    ours = [record for record in records if record.name == "ramify.engine"]
-    seen = [f"{logging.Formatter().format(record)} {vars(record)}" for record in ours]
-    assert not [each for each in seen if KEY in each]
-
-
-def test_secret_from_environment_is_redacted(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("MY_OWN_TOKEN", "a plain passphrase")
-    with attached(LogFile(tmp_path / "log")):
-        RoomLogger("engine").info("x", "it said: a plain passphrase")
-    assert "it said: «redacted MY_OWN_TOKEN»" in (tmp_path / "log").read_text()
-
-
-ODD_KEY = '7-4/+%q"=zk' + "-0123456789" * 4
 """No pattern finds it, and URLs, JSON and ``repr`` write it in other ways."""
-
-
-def key_forms(key: str) -> list[str]:
-    return [key, quote(key, safe=""), json.dumps(key)[1:-1], key[:16], key[-16:]]
-
-
-def test_key_passed_in_code_is_redacted_in_every_form(
-    tmp_path: Path, records: list[logging.LogRecord]
-) -> None:
-    """A server echoes the key wherever it can; no output may contain it."""
-    store = Store(tmp_path)
-    echo = f"{'x' * 270} {ODD_KEY} https://host/{quote(ODD_KEY, safe='')}?a={ODD_KEY} {ODD_KEY!r}"
-    body = json.dumps({"error": {"message": echo}}).encode()
-
-    async def main() -> BaseException:
-        with attached(LogFile(tmp_path / RUN_LOG)):
-            replies = [(500, body, {"x-key": ODD_KEY}), (400, body, {})]
-            async with Says(lambda _: replies.pop(0)) as server:
-                pool = {"keys": {"openai": ODD_KEY}, "base_urls": {"openai": server.root}}
-                client = ClientPool(**pool).client("openai:m")
-                async with RLM(client, sandbox=SANDBOX, store=store) as rlm:
-                    with pytest.raises(ramify.ModelError) as caught:
-                        await rlm.acompletion(f"say {ODD_KEY}", "?")
-                try:
-                    raise OSError(f"{ODD_KEY!r}") from caught.value
-                except OSError as error:
-                    RoomLogger("engine").error("failed", f"no {ODD_KEY}", error=error)
-                await client.close()
-            return caught.value
-
-    failure = asyncio.run(main())
-    journal = next(tmp_path.rglob("*.jsonl")).read_text()
-    texts = [(tmp_path / RUN_LOG).read_text(), journal, str(failure)]
-    texts += [f"{logging.Formatter().format(record)} {vars(record)}" for record in records]
-    assert "500" in texts[0]
-    assert [form for form in key_forms(ODD_KEY) if any(form in text for text in texts)] == []
-
-
-def test_server_keys_are_redacted(tmp_path: Path) -> None:
-    digest = hashlib.sha256(b"an-odd-one").hexdigest()
-    keys = ApiKeys({"a": ApiKey(key="anotherodd"), "b": ApiKey(sha256=digest)})
-    keys.caller("an-odd-one")
-    with attached(LogFile(tmp_path / "log")):
-        RoomLogger("serve").info("x", "keys: anotherodd, an-odd-one")
-    assert "keys: «redacted key of a», «redacted key of b»" in (tmp_path / "log").read_text()
 
 
 # --- files, levels and settings

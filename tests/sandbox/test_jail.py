@@ -1,7 +1,6 @@
 """Jail only: its tiers, its system call filter, what it exposes of the host, and its cleanup."""
 
 import asyncio
-import contextlib
 import ctypes
 import ctypes.util
 import json
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,53 +23,21 @@ from ramify.sandbox.jail import provider
 from ramify.sandbox.jail.provider import JailSandbox, probe
 from ramify.sandbox.process import ProcessSandbox
 from ramify.sandbox.process_transport import pid_of
+from tests.sandbox.jail_helpers import (
+    answer,
+    descendants,
+    error,
+    is_running,
+    value,
+    with_jail,
+)
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="THE JAIL IS NOT TESTED HERE: it needs Linux"
 )
 
 
-SPIN = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\nwhile True: pass"
 """Code that cannot be interrupted."""
-
-
-async def answer(name: str, args: Any, kwargs: Any) -> Any:
-    return args
-
-
-def with_jail(test: Callable[[JailSandbox], Awaitable[None]], tier: str = "A", **spec: Any) -> None:
-    async def main() -> None:
-        sandbox = tiers.open_jail(SandboxSpec(provider="jail", tier=tier, **spec))
-        try:
-            await test(sandbox)
-        finally:
-            await sandbox.close()
-
-    asyncio.run(main())
-
-
-async def value(session: Any, code: str) -> Any:
-    cell = (await session.run(code, answer=answer)).cell
-    assert cell.error is None, cell.error
-    return cell.value
-
-
-async def error(session: Any, code: str) -> str:
-    cell = (await session.run(code, answer=answer)).cell
-    assert cell.error is not None, cell.value
-    return str(cell.error.splitlines()[-1])
-
-
-def descendants(pid: int) -> set[int]:
-    """Living descendants of ``pid``."""
-    found: set[int] = set()
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in map(int, task.read_text().split()):
-                with contextlib.suppress(OSError):
-                    if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                        found |= {child} | descendants(child)
-    return found
 
 
 # ------------------------------------------------------------------------------------------------
@@ -312,94 +278,6 @@ def test_unrequested_host_package_is_not_importable() -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# limits
-
-
-def test_abort_is_reported_and_kills_only_its_session() -> None:
-    """A session may not send signals. If it calls abort(), the host signals that session and no
-    other process."""
-
-    async def test(sandbox: JailSandbox) -> None:
-        other = await sandbox.open()
-        pid = await value(other, "import os\nos.getpid()")
-        for code in (
-            "import os\nos.abort()",
-            f"import ctypes\nctypes.CDLL(None).tgkill({pid}, {pid}, 6)",
-        ):
-            session = await sandbox.open()
-            with pytest.raises(SessionDied, match=r"killed by signal 6 \(SIGABRT\)"):
-                await session.run(code, answer=answer)
-        session = await sandbox.open()
-        assert (
-            await value(session, f"import ctypes\nctypes.CDLL(None).tgkill({pid}, {pid}, 9)")
-            == "-1"
-        )
-        assert (
-            await error(session, "import os\nos.kill(os.getpid(), 6)")
-            == "PermissionError: [Errno 1] Operation not permitted"
-        )
-        assert await value(other, "1 + 1") == "2"
-        for each in (session, other):
-            await each.close()
-
-    with_jail(test)
-
-
-def test_cpu_time_limit_ends_session() -> None:
-    async def test(jail: JailSandbox) -> None:
-        session = await jail.open()
-        with pytest.raises(SessionDied, match=r"SIG(XCPU|KILL)"):
-            await session.run(SPIN, answer=answer)
-
-    with_jail(test, cpu_s=1, pool=0)
-
-
-def test_threads_are_limited() -> None:
-    async def test(jail: JailSandbox) -> None:
-        code = """
-import threading
-stop, started = threading.Event(), []
-try:
-    for _ in range(5000):
-        t = threading.Thread(target=stop.wait); t.start(); started.append(t)
-except (RuntimeError, MemoryError): pass
-stop.set()
-for t in started: t.join()
-0 < len(started) < 600
-"""
-        assert await value(await jail.open(), code) == "True"
-
-    with_jail(test)
-
-
-def test_largest_session_is_ended_when_total_memory_is_exceeded() -> None:
-    async def test(jail: JailSandbox) -> None:
-        small, large = await jail.open(), await jail.open()
-        await value(small, "b = bytearray(40 << 20)")
-        with pytest.raises(
-            SessionDied, match=r"all sessions together used .* of 100 MB, this one most of it"
-        ):
-            await large.run("b = bytearray(90 << 20)\nimport time; time.sleep(20)", answer=answer)
-        assert await value(small, "len(b) >> 20") == "40"
-
-    with_jail(test, all_memory_bytes=100 << 20)
-
-
-def test_rollback_restores_session_after_killed_cell() -> None:
-    async def test(jail: JailSandbox) -> None:
-        session = await jail.open()
-        await value(session, "x = 1")
-        ran = await session.run("x = 2\nprint('so far')\nimport os\nos._exit(3)", answer=answer)
-        assert (ran.cell.stdout, ran.interrupted) == ("so far\n", "killed")
-        assert "exited with status 3\nThe session is as it was" in (ran.cell.error or "")
-        assert await value(session, "x") == "1"
-        await session.run(f"x = 4\n{SPIN}", answer=answer, timeout_s=0.2)
-        assert await value(session, "x") == "1"
-
-    with_jail(test, rollback=True, grace_s=0.3)
-
-
-# ------------------------------------------------------------------------------------------------
 # branches
 
 
@@ -524,13 +402,6 @@ def test_killed_host_takes_all_sessions_with_it(tier: str, tmp_path: Path) -> No
     while time.monotonic() < end and any(is_running(pid) for pid in started):
         time.sleep(0.02)
     assert [pid for pid in started if is_running(pid)] == []
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def test_prelaunched_zygote_is_used_and_ends() -> None:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import re
-import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-import aiohttp
 import msgspec
 import pytest
 
@@ -19,18 +14,8 @@ from ramify import Store
 from ramify.errors import ConfigError
 from ramify.types.event import (
     AnyEvent,
-    CallEnded,
-    CallStarted,
-    ReplyReceived,
-    RequestStarted,
-    RunEnded,
-    RunResumed,
-    RunStarted,
-    ScoreAdded,
 )
-from ramify.types.message import Message, Reply, Usage
-from ramify.types.trajectory import Stop
-from ramify.viewer.guard import POLICY
+from ramify.types.message import Reply
 from ramify.viewer.picture import COLUMNS
 from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.run_locations import kind_of
@@ -39,37 +24,7 @@ from ramify.viewer.view_server import STATIC, ViewServer
 from tests.data.golden import JOURNAL
 from tests.viewer import golden
 from tests.viewer.conftest import World
-
-GOLDEN_ID = "20260301-142501-5gk0x7m-which-host"
-Get = Callable[..., Awaitable[Any]]
-
-
-def with_server(
-    paths: list[Path], ask: Callable[[Get, ViewServer], Awaitable[Any]], **options: Any
-) -> Any:
-    """Return the result of ``ask(get, server)`` for a server of ``paths``; ``get(path, **query)``
-    returns JSON."""
-
-    async def main() -> Any:
-        async with (
-            ViewServer(RunLibrary(paths), port=0, **options) as server,
-            aiohttp.ClientSession() as http,
-        ):
-
-            async def get(path: str, **query: Any) -> Any:
-                async with http.get(
-                    f"http://127.0.0.1:{server.port}{path}", params=query
-                ) as response:
-                    return await response.json()
-
-            return await ask(get, server)
-
-    return asyncio.run(main())
-
-
-def get_json(paths: list[Path], path: str, **query: Any) -> Any:
-    return with_server(paths, lambda get, _: get(path, **query))
-
+from tests.viewer.requests import Get, calls_of, get_json, with_server
 
 # --- good runs
 # ---------------------------------------------------------------------------------------------------------
@@ -93,18 +48,6 @@ def test_run_list_covers_stores_files_and_training_folders(world: World) -> None
         32,
         "final",
     )
-
-
-def calls_of(payload: dict[str, Any]) -> list[dict[str, Any]]:
-    """The calls of a picture, or of changes, built from columns as the page does; a single value
-    stands for a whole column."""
-    num = payload.get("num", len(payload.get("indices", ())))
-    whole = {
-        name: each if isinstance(each, list) else [each] * num
-        for name, each in payload["columns"].items()
-    }
-    assert {len(column) for column in whole.values()} <= {num}
-    return [{name: column[at] for name, column in whole.items()} for at in range(num)]
 
 
 def test_run_columns_match_those_that_page_reads(world: World) -> None:
@@ -477,298 +420,3 @@ def test_kind_of_file_is_detected(tmp_path: Path) -> None:
     record.write_text('{"type":"plan","model":"m"}\n')
     assert kind_of(record) == "evaluation"
     assert kind_of(JOURNAL) == "journal"
-
-
-# --- access control
-# -------------------------------------------------------------------------------------------------------
-
-
-def test_host_reachable_from_other_machines_needs_token() -> None:
-    with pytest.raises(
-        ConfigError, match=r"0\.0\.0\.0 is reachable from other machines: give a token"
-    ):
-        ViewServer(RunLibrary([JOURNAL]), host="0.0.0.0")
-
-
-def test_without_token_only_loopback_host_headers_are_served() -> None:
-    async def main() -> None:
-        async with (
-            ViewServer(RunLibrary([JOURNAL]), port=0) as server,
-            aiohttp.ClientSession() as http,
-        ):
-            url = f"http://127.0.0.1:{server.port}/api/runs"
-            for host, status in {
-                "evil.example": 403,
-                "localhost": 200,
-                "127.0.0.1": 200,
-                "[::1]": 200,
-            }.items():
-                async with http.get(url, headers={"Host": f"{host}:{server.port}"}) as response:
-                    assert response.status == status
-
-    asyncio.run(main())
-
-
-def test_token_in_url_is_exchanged_for_cookie() -> None:
-    async def main() -> None:
-        async with ViewServer(
-            RunLibrary([JOURNAL]), host="0.0.0.0", port=0, token="s3cret/+"
-        ) as server:
-            base = f"http://127.0.0.1:{server.port}"
-            async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as http:
-                for path in ("/", "/api/runs", "/static/main.js", "/?token=wrong"):
-                    async with http.get(base + path) as response:
-                        assert response.status == 401
-                        assert "s3cret" not in await response.text()
-                async with http.get(
-                    server.url.replace("0.0.0.0", "127.0.0.1"), allow_redirects=False
-                ) as response:
-                    assert (response.status, response.headers["Location"]) == (303, "/")
-                    assert "HttpOnly" in response.headers["Set-Cookie"]
-                    assert "SameSite=Strict" in response.headers["Set-Cookie"]
-                async with http.get(f"{base}/api/runs") as response:
-                    assert response.status == 200
-            bearer = {"Authorization": "Bearer s3cret/+"}
-            async with (
-                aiohttp.ClientSession() as http,
-                http.get(f"{base}/api/runs", headers=bearer) as response,
-            ):
-                assert response.status == 200
-
-    asyncio.run(main())
-
-
-def test_paths_outside_served_folders_are_refused(world: World, tmp_path: Path) -> None:
-    (tmp_path / "secret.jsonl").write_bytes(JOURNAL.read_bytes())
-    (tmp_path / "shown").mkdir()
-    (tmp_path / "shown" / "run.jsonl").write_bytes(JOURNAL.read_bytes())
-    (tmp_path / "shown" / "link.jsonl").symlink_to(tmp_path / "secret.jsonl")
-
-    async def ask(get: Get, server: ViewServer) -> None:
-        for key in (
-            "p0/../secret.jsonl",
-            f"p0/{tmp_path}/secret.jsonl",
-            "p0/link.jsonl",
-            "p9/run.jsonl",
-            "../secret",
-        ):
-            for path in ("/api/run", "/api/journal", "/api/events"):
-                error = (await get(path, key=key))["error"]
-                name = key.partition("/")[2] if key.startswith("p0/") else key
-                unknown = f"unknown run '{key}': choose one from the list"
-                assert error == unknown if key.startswith("p9/") else error.endswith(f"'{name}'")
-                assert key.startswith("p9/") or "/shown has no " in error
-        async with aiohttp.ClientSession() as http:
-            for path in (
-                "/static/../server.py",
-                "/static/%2e%2e/server.py",
-                "/static/..%2fserver.py",
-            ):
-                async with http.get(f"http://127.0.0.1:{server.port}{path}") as response:
-                    assert response.status in (403, 404)
-
-    with_server([tmp_path / "shown"], ask)
-
-
-def test_files_that_are_not_runs_are_not_served(tmp_path: Path) -> None:
-    files = {
-        ".env": "OPENAI_API_KEY=sk-secret\n",
-        "config.json": '{"key": "sk-secret"}\n',
-        "notes.jsonl": '["sk-secret"]\n',
-    }
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-
-    async def ask(_: Get, server: ViewServer) -> None:
-        async with aiohttp.ClientSession() as http:
-            for key in [f"p0/{name}{line}" for name in files for line in ("", ":1")] + ["p0/"]:
-                for path in ("run", "journal", "texts", "call", "search", "evaluation", "training"):
-                    query = {"key": key, "id": "0", "q": "sk-"}
-                    async with http.get(
-                        f"http://127.0.0.1:{server.port}/api/{path}", params=query
-                    ) as response:
-                        assert "sk-secret" not in await response.text()
-                        assert path != "journal" or response.status == 404
-
-    with_server([tmp_path], ask)
-
-
-def test_every_response_has_content_security_policy(world: World) -> None:
-    async def ask(_: Get, server: ViewServer) -> None:
-        async with aiohttp.ClientSession() as http:
-            for path in ("/", "/static/app.js", "/api/runs", "/nothing"):
-                async with http.get(f"http://127.0.0.1:{server.port}{path}") as response:
-                    assert response.headers["Content-Security-Policy"] == POLICY
-                    assert response.headers["X-Content-Type-Options"] == "nosniff"
-            async with http.get(
-                f"http://127.0.0.1:{server.port}/api/journal", params={"key": world.tree}
-            ) as response:
-                assert (
-                    await response.read()
-                    == (world.store / "runs" / f"{world.tree}.jsonl").read_bytes()
-                )
-                assert response.headers["Content-Disposition"].startswith("attachment")
-
-    with_server([world.store], ask)
-
-
-def test_review_needs_token_and_same_origin(world: World, tmp_path: Path) -> None:
-    shutil.copytree(world.store, tmp_path / "store")
-    body = {"key": world.tree, "labels": ["odd"], "rewards": {"correct": 1.0}}
-
-    async def post(token: str | None, wanted: Any, **headers: str) -> tuple[int, Any]:
-        async with (
-            ViewServer(RunLibrary([tmp_path / "store"]), port=0, token=token) as server,
-            aiohttp.ClientSession() as session,
-        ):
-            shown = {"Authorization": f"Bearer {token}"} if token else {}
-            async with session.post(
-                f"http://127.0.0.1:{server.port}/api/review", json=wanted, headers=shown | headers
-            ) as response:
-                return response.status, await response.json()
-
-    def status(*given: Any, **headers: str) -> int:
-        return asyncio.run(post(*given, **headers))[0]
-
-    assert status(None, body) == 403
-    assert status("t", body, Origin="http://evil.example") == 400
-    assert status("t", body | {"labels": ["x" * 61]}) == 400
-    assert status("t", body | {"key": "p7/none"}) == 404
-    assert status("t", {"labels": []}) == 400
-    assert Store(tmp_path / "store").review(world.tree).labels == ()
-    assert asyncio.run(post("t", body))[1]["rewards"] == {"correct": 1.0}
-    assert Store(tmp_path / "store").review(world.tree).labels == ("odd",)
-
-
-def test_no_script_builds_html_from_strings() -> None:
-    ours = list(STATIC.glob("*.js"))
-    assert len(ours) > 10
-    sinks = re.compile(
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\(|new Function|srcdoc|ContextualFragment"
-    )
-    assert {path.name: found for path in ours if (found := sinks.findall(path.read_text()))} == {}
-
-
-def test_vendored_scripts_have_licences() -> None:
-    vendored = STATIC / "vendor"
-    assert {path.stem.split("-")[0] for path in vendored.glob("*.js")} == {
-        path.stem for path in vendored.glob("*.LICENSE")
-    }
-
-
-# --- live updates
-# ------------------------------------------------------------------------------------------------------
-
-
-async def messages(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The data of each event; ends with the one named ``end``."""
-    async for line in response.content:
-        if line.startswith(b"event: end"):
-            return
-        if line.startswith(b"data: "):
-            yield json.loads(line[6:])
-
-
-def test_every_follower_receives_all_events_and_later_scores(tmp_path: Path) -> None:
-    """A run is written event by event; two pages follow it, the second from the middle, and both
-    receive all of it."""
-    lines = JOURNAL.read_bytes().splitlines(keepends=True)
-    store = Store(tmp_path)
-
-    async def main() -> None:
-        from ramify.store.journal import decode_line
-
-        events = [decode_line(line[:-1], JOURNAL, 1) for line in lines]
-        journal = store.create(GOLDEN_ID)
-        for event in events[:10]:
-            journal.append(event)
-        async with (
-            ViewServer(RunLibrary([tmp_path]), port=0) as server,
-            aiohttp.ClientSession() as http,
-        ):
-            url = f"http://127.0.0.1:{server.port}/api/"
-            async with http.get(f"{url}run", params={"key": GOLDEN_ID}) as response:
-                picture = await response.json()
-            assert picture["head"]["alive"] is True
-
-            async def follow(version: int) -> list[dict[str, Any]]:
-                rows = calls_of(picture) if version else []
-                async with http.get(
-                    f"{url}events", params={"key": GOLDEN_ID, "version": version}
-                ) as response:
-                    async for message in messages(response):
-                        for index, row in zip(message["indices"], calls_of(message), strict=True):
-                            rows[index : index + 1] = [row]
-                        heads.append(message["head"])
-                        if (
-                            not message["head"]["alive"]
-                            and message["head"]["version"] == len(events) + 1
-                        ):
-                            return rows
-                return []
-
-            heads: list[dict[str, Any]] = []
-            pages = [
-                asyncio.create_task(follow(version)) for version in (picture["head"]["version"], 0)
-            ]
-            for event in events[10:]:
-                await asyncio.sleep(0.005)
-                journal.append(event)
-            journal.close()
-            store.append(
-                GOLDEN_ID,
-                [ScoreAdded(at_s=99.0, by="judge", call="0", turn=0, values={"clear": 1.0})],
-            )
-            both = await asyncio.wait_for(asyncio.gather(*pages), 100)
-            async with http.get(f"{url}run", params={"key": GOLDEN_ID}) as response:
-                whole = await response.json()
-            assert both == [calls_of(whole)] * 2
-            assert whole["columns"]["scores"][0] == [[1, "process", 0.5], [0, "clear", 1.0]]
-            assert heads[-1]["alive"] is False
-            assert heads[-1]["version"] == whole["head"]["version"] == len(events) + 1
-
-    asyncio.run(main())
-
-
-def test_resumed_training_is_reread(world: World, tmp_path: Path) -> None:
-    from ramify.train.metrics import METRICS
-    from ramify.viewer.training import TrainingCurves
-
-    folder = golden.training(tmp_path / "mine", [])
-    curves = TrainingCurves(folder)
-    curves.refresh()
-    assert curves.data()["step"] == 40
-    METRICS.cut(folder, 20)
-    assert curves.size_changed()
-    curves.refresh()
-    assert curves.data()["names"]["loss"][0] == list(range(1, 21))
-
-
-def test_resumed_call_drops_its_last_word(tmp_path: Path) -> None:
-    """A limit ended the call; the run was resumed with a higher one."""
-    store = Store(tmp_path / "store")
-    journal = store.create("20260301-000000-again")
-
-    def turn(number: int, text: str) -> None:
-        request = RequestStarted(call="0", turn=number, reused=0, prompt=(), prompt_hash="")
-        reply = Reply(Message("assistant", text), Usage(1, 1, calls=1))
-        for event in (request, ReplyReceived(call="0", turn=number, reply=reply)):
-            journal.append(event)
-
-    journal.append(RunStarted(id=journal.id, question="q?", started_at=1.0))
-    journal.append(CallStarted(id="0", kind="rlm", model="m", depth=0, question="q?"))
-    turn(0, "first")
-    turn(1, "last word")
-    journal.append(CallEnded(id="0", stop=Stop.MAX_TURNS, answer="partial", reason="1 of 1"))
-    journal.append(RunEnded(stop=Stop.MAX_TURNS, answer="partial", reason="1 of 1"))
-    journal.append(RunResumed(limits={"max_turns": 9}, forgets={"0": 1}))
-    turn(1, "again")
-    journal.append(CallEnded(id="0", stop=Stop.FINAL, answer="whole"))
-    journal.append(RunEnded(stop=Stop.FINAL, answer="whole"))
-    journal.close()
-    head = get_json([store.root], "/api/run", key=journal.id)["head"]
-    call = get_json([store.root], "/api/call", key=journal.id, id="0")
-    assert (head["ending"], head["answer"]) == ("final, after 2 turns", "whole")
-    assert head["problems"] == []
-    assert [each["reply"]["content"] for each in call["turns"]] == ["first", "again"]
-    assert call["answer"] == "whole"

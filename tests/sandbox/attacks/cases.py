@@ -1,6 +1,17 @@
 """All attacks, from one file per kind."""
 
-from attacks import bombs, branches, calls, leaks, reach, relatives, runaway, sharing, wire
+from attacks import (
+    bombs,
+    branches,
+    calls,
+    leaks,
+    processes,
+    reach,
+    relatives,
+    runaway,
+    sharing,
+    wire,
+)
 from attacks.base import ATTACKS
 
 __all__ = [
@@ -9,6 +20,7 @@ __all__ = [
     "branches",
     "calls",
     "leaks",
+    "processes",
     "reach",
     "relatives",
     "runaway",

@@ -34,10 +34,9 @@ from ramify.train.data.pack import ComputeCost, PackingSpec, pack
 from ramify.train.data.pack import attach as attach_stream
 from ramify.train.losses import DppoTv, Gmpo, Gspo, KlCov
 from ramify.train.losses.loss import LossSpec
+from tests.train.backends.fsdp_checks import FP32, LOSS, check_gradients, check_steps, shard, spread
 from tests.train.backends.small import CONFIG, VOCAB, policy, tree
 
-LOSS = LossSpec(policy=DppoTv(pull=0.1), entropy=0.01)
-FP32 = ComputeSpec(precision="fp32")
 GPT2 = GPT2Config(
     vocab_size=VOCAB,
     n_embd=32,
@@ -68,40 +67,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(GPT2).save_pretrained(folder)
     return folder
-
-
-def shard(**fields: Any) -> ComputeSpec:
-    own = {name: fields.pop(name) for name in ("recompute",) if name in fields}
-    return ComputeSpec(precision="fp32", shard=ShardSpec(ranks=2, **fields), **own)
-
-
-def spread(ranks: FsdpRanks, compute: ComputeSpec | None = None) -> FsdpModel:
-    return ranks.spread(CONFIG, policy().model.state_dict(), compute=compute)
-
-
-def check_gradients(model: FsdpModel, single: SingleBackend) -> None:
-    """Compare the full gradient to 1e-5 of its norm, and each tensor to 1e-4 of its own norm."""
-    ours = dict(model.gradients())
-    wanted = {name: each.grad for name, each in single._model.named_parameters()}
-    assert list(ours) == list(wanted)
-    apart = {name: float((gradient - wanted[name]).norm()) for name, gradient in ours.items()}
-    norms = {name: float(each.norm()) for name, each in wanted.items()}
-    assert np.linalg.norm(list(apart.values())) <= 1e-5 * np.linalg.norm(list(norms.values()))
-    for name, norm in norms.items():
-        assert apart[name] <= 1e-4 * norm, name
-
-
-def check_steps(
-    model: FsdpModel, fsdp: FsdpBackend, single: SingleBackend, batches: Any, num: int
-) -> None:
-    for step in range(num):
-        ours, theirs = (each.forward_backward(batches, LOSS) for each in (fsdp, single))
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
-        if step in (0, num - 1):
-            check_gradients(model, single)
-        ours, theirs = fsdp.optim_step(), single.optim_step()
-        assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

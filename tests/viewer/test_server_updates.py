@@ -1,0 +1,134 @@
+"""What the viewer's server sends while runs and trainings are in progress."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from ramify import Store
+from ramify.types.event import (
+    CallEnded,
+    CallStarted,
+    ReplyReceived,
+    RequestStarted,
+    RunEnded,
+    RunResumed,
+    RunStarted,
+    ScoreAdded,
+)
+from ramify.types.message import Message, Reply, Usage
+from ramify.types.trajectory import Stop
+from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.view_server import ViewServer
+from tests.data.golden import JOURNAL
+from tests.viewer import golden
+from tests.viewer.conftest import World
+from tests.viewer.requests import GOLDEN_ID, calls_of, get_json, messages
+
+
+def test_every_follower_receives_all_events_and_later_scores(tmp_path: Path) -> None:
+    """A run is written event by event; two pages follow it, the second from the middle, and both
+    receive all of it."""
+    lines = JOURNAL.read_bytes().splitlines(keepends=True)
+    store = Store(tmp_path)
+
+    async def main() -> None:
+        from ramify.store.journal import decode_line
+
+        events = [decode_line(line[:-1], JOURNAL, 1) for line in lines]
+        journal = store.create(GOLDEN_ID)
+        for event in events[:10]:
+            journal.append(event)
+        async with (
+            ViewServer(RunLibrary([tmp_path]), port=0) as server,
+            aiohttp.ClientSession() as http,
+        ):
+            url = f"http://127.0.0.1:{server.port}/api/"
+            async with http.get(f"{url}run", params={"key": GOLDEN_ID}) as response:
+                picture = await response.json()
+            assert picture["head"]["alive"] is True
+
+            async def follow(version: int) -> list[dict[str, Any]]:
+                rows = calls_of(picture) if version else []
+                async with http.get(
+                    f"{url}events", params={"key": GOLDEN_ID, "version": version}
+                ) as response:
+                    async for message in messages(response):
+                        for index, row in zip(message["indices"], calls_of(message), strict=True):
+                            rows[index : index + 1] = [row]
+                        heads.append(message["head"])
+                        if (
+                            not message["head"]["alive"]
+                            and message["head"]["version"] == len(events) + 1
+                        ):
+                            return rows
+                return []
+
+            heads: list[dict[str, Any]] = []
+            pages = [
+                asyncio.create_task(follow(version)) for version in (picture["head"]["version"], 0)
+            ]
+            for event in events[10:]:
+                await asyncio.sleep(0.005)
+                journal.append(event)
+            journal.close()
+            store.append(
+                GOLDEN_ID,
+                [ScoreAdded(at_s=99.0, by="judge", call="0", turn=0, values={"clear": 1.0})],
+            )
+            both = await asyncio.wait_for(asyncio.gather(*pages), 100)
+            async with http.get(f"{url}run", params={"key": GOLDEN_ID}) as response:
+                whole = await response.json()
+            assert both == [calls_of(whole)] * 2
+            assert whole["columns"]["scores"][0] == [[1, "process", 0.5], [0, "clear", 1.0]]
+            assert heads[-1]["alive"] is False
+            assert heads[-1]["version"] == whole["head"]["version"] == len(events) + 1
+
+    asyncio.run(main())
+
+
+def test_resumed_training_is_reread(world: World, tmp_path: Path) -> None:
+    from ramify.train.metrics import METRICS
+    from ramify.viewer.training import TrainingCurves
+
+    folder = golden.training(tmp_path / "mine", [])
+    curves = TrainingCurves(folder)
+    curves.refresh()
+    assert curves.data()["step"] == 40
+    METRICS.cut(folder, 20)
+    assert curves.size_changed()
+    curves.refresh()
+    assert curves.data()["names"]["loss"][0] == list(range(1, 21))
+
+
+def test_resumed_call_drops_its_last_word(tmp_path: Path) -> None:
+    """A limit ended the call; the run was resumed with a higher one."""
+    store = Store(tmp_path / "store")
+    journal = store.create("20260301-000000-again")
+
+    def turn(number: int, text: str) -> None:
+        request = RequestStarted(call="0", turn=number, reused=0, prompt=(), prompt_hash="")
+        reply = Reply(Message("assistant", text), Usage(1, 1, calls=1))
+        for event in (request, ReplyReceived(call="0", turn=number, reply=reply)):
+            journal.append(event)
+
+    journal.append(RunStarted(id=journal.id, question="q?", started_at=1.0))
+    journal.append(CallStarted(id="0", kind="rlm", model="m", depth=0, question="q?"))
+    turn(0, "first")
+    turn(1, "last word")
+    journal.append(CallEnded(id="0", stop=Stop.MAX_TURNS, answer="partial", reason="1 of 1"))
+    journal.append(RunEnded(stop=Stop.MAX_TURNS, answer="partial", reason="1 of 1"))
+    journal.append(RunResumed(limits={"max_turns": 9}, forgets={"0": 1}))
+    turn(1, "again")
+    journal.append(CallEnded(id="0", stop=Stop.FINAL, answer="whole"))
+    journal.append(RunEnded(stop=Stop.FINAL, answer="whole"))
+    journal.close()
+    head = get_json([store.root], "/api/run", key=journal.id)["head"]
+    call = get_json([store.root], "/api/call", key=journal.id, id="0")
+    assert (head["ending"], head["answer"]) == ("final, after 2 turns", "whole")
+    assert head["problems"] == []
+    assert [each["reply"]["content"] for each in call["turns"]] == ["first", "again"]
+    assert call["answer"] == "whole"
