@@ -28,7 +28,7 @@ from ramify.viewer.watched_run import WatchedRun
 from tests.data.golden import JOURNAL
 from tests.engine.helpers import code, rlm
 from tests.viewer import golden
-from tests.viewer.test_server import messages
+from tests.viewer.requests import messages
 
 LINES = JOURNAL.read_bytes().splitlines(keepends=True)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from aiohttp import web
 
 from ramify.clients.base import Request, Sampling
 from ramify.inference.http.http_engines import HttpEngines
@@ -82,3 +83,17 @@ def request(seed: int | None = 7, max_tokens: int = 12, *messages: Message, **mo
         affinity="0",
         **more,
     )
+
+
+async def other_server(answers: dict[str, Any]) -> tuple[web.AppRunner, str]:
+    async def answer(http: web.Request) -> web.Response:
+        return web.json_response(answers[http.path])
+
+    app = web.Application()
+    for path in answers:
+        app.router.add_get(path, answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"

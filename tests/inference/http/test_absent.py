@@ -23,7 +23,7 @@ from ramify.models.weights import fingerprint
 from ramify.serve.policy import PolicyServer
 from ramify.types.message import VersionSpan
 from tests.inference.helpers import policy
-from tests.inference.http.test_engines import World, request, run, world
+from tests.inference.http.engine_world import World, request, run, world
 from tests.shown import heard
 
 

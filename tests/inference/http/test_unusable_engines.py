@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from aiohttp import web
 
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.http_engines import HttpEngines
@@ -22,21 +21,7 @@ from ramify.models.load import from_config
 from ramify.models.weights import fingerprint
 from ramify.serve.policy import PolicyServer
 from tests.inference.helpers import policy
-from tests.inference.http.engine_world import run, world
-
-
-async def other_server(answers: dict[str, Any]) -> tuple[web.AppRunner, str]:
-    async def answer(http: web.Request) -> web.Response:
-        return web.json_response(answers[http.path])
-
-    app = web.Application()
-    for path in answers:
-        app.router.add_get(path, answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
+from tests.inference.http.engine_world import other_server, run, world
 
 
 @pytest.mark.parametrize(
