@@ -28,7 +28,7 @@ import msgspec
 from ramify.clients.base import ASSUMED_WINDOW, Client, Request, RequestBudget, believed, dollars
 from ramify.clients.http1 import HttpConnectionPool
 from ramify.clients.providers import CLIENTS, PriceTable, ProviderSpec, resolve, split_name
-from ramify.errors import ConfigError, ModelError, RateLimited, ReplyLost
+from ramify.errors import ConfigError, ModelError, RateLimited, ReplyLost, Unreachable
 from ramify.logging import RoomLogger
 from ramify.secrets import remember
 from ramify.types.message import Reply
@@ -178,6 +178,7 @@ class ClientPool:
         try:
             if on_send is not None:
                 on_send()
+            retries.sent_s = _now_s()
             async with asyncio.timeout(self.timeout_s):
                 reply = await client.complete(request)
         except TimeoutError:
@@ -263,6 +264,8 @@ class RequestRetries:
     ) -> None:
         self.failed = 0
         """Number of failed attempts."""
+        self.sent_s = 0.0
+        """Event-loop time at which the last attempt was sent."""
         self._pool = pool
         self._client = client
         self._patience_s = patience_s
@@ -284,7 +287,9 @@ class RequestRetries:
             self._began_s, self._waited_s = math.inf, 0.0
         else:
             self.failed += 1
-        self._began_s = min(self._began_s, _now_s())
+        # What cannot be reached was failing all the while that a connection was tried.
+        since_s = self.sent_s if isinstance(error, Unreachable) else _now_s()
+        self._began_s = min(self._began_s, since_s)
         if not error.transient or self._is_used_up() or not self.are_worth(error):
             error.waited_s = self._out_s()
             raise error

@@ -149,6 +149,22 @@ def test_request_survives_outage_shorter_than_patience(failure, patience_s, surv
         assert (outcome, waited_s) == (pytest.approx(patience_s), pytest.approx(patience_s))
 
 
+def test_time_spent_connecting_counts_as_patience():
+    """A server that accepts a connection and says nothing fails after the connect timeout."""
+
+    async def main():
+        async def slow(messages):
+            await asyncio.sleep(0.3)
+            return unreachable()
+
+        client, books = ScriptedClient(slow), Books()
+        with pytest.raises(Unreachable) as failed:
+            await pool().ask(client, request(), books, None, 0.2)
+        return len(client.requests), failed.value.waited_s >= 0.2, books.open
+
+    assert run(main()) == (1, True, 0)
+
+
 def test_retry_delay_beyond_remaining_patience_raises_at_once():
     async def main():
         clock, client = RecordedSleep(), ScriptedClient([rate_limited(601.0), "hello"])
