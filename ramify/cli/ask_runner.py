@@ -334,10 +334,8 @@ def _print(
         is_written = False
     if code is ExitCode.SUSPENDED:
         took = seconds(result.trajectory.seconds)
-        error_line(
-            f"suspended after {took}: {result.error}; continue with: ramify ask --resume "
-            f"{_shortest_name(result.run_id)}"
-        )
+        how = f"; continue with: ramify ask --resume {run_id}" if run_id else ""
+        error_line(f"suspended after {took}: {result.error}{how}")
     elif result.answer is None or code is ExitCode.ERROR:
         error_line(_why(result))
     elif isinstance(result.failure, ReplyCut):
@@ -352,13 +350,6 @@ def _print(
     if result.stop is not Stop.FINAL and reason not in (printed or ""):
         notes.say(f"ended: {ending(result.stop, reason, 0)}")
     return code if is_written else max(code, ExitCode.ERROR)
-
-
-def _shortest_name(run_id: str) -> str:
-    """``last``, or the id of a run that is not the last one."""
-    from ramify.store.store import Store
-
-    return "last" if Store().path("last").stem == run_id else run_id
 
 
 def _why(result: Result) -> str:

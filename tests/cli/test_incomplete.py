@@ -103,7 +103,7 @@ def test_run_suspended_by_connection_failure_can_be_resumed(shell: Shell) -> Non
     suspended, total = failed.err.splitlines()
     assert re.fullmatch(
         r"ramify: suspended after [\d.]+ s: openai:m@.*: cannot reach .* \(connection refused\); "
-        r"continue with: ramify ask --resume last",
+        r"continue with: ramify ask --resume \S+-how",
         suspended,
     )
     assert total.startswith("suspended · ")
