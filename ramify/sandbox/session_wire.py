@@ -187,7 +187,7 @@ def shared_blobs(
     """Read the blobs of ``message`` from the shared buffers. Raises ProtocolError."""
     note_read(message, shared_buffers)
     if shared_buffers is None:
-        raise ProtocolError("a frame with blobs in shared memory, but there is no shared memory")
+        raise ProtocolError("a frame with blobs in shared memory, but none is shared")
     if shared_buffers.owed is not None:
         raise ProtocolError("blobs in a shared buffer whose last ones were not read yet")
     shared_buffers.owed = getattr(message, "id", 0)

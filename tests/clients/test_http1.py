@@ -217,7 +217,7 @@ def test_compression_that_was_not_asked_for_is_unpacked(way, body, encoding):
 @pytest.mark.parametrize(
     ("body", "encoding", "says", "again"),
     [
-        (b"hello", b"br", "the reply is compressed (br), which was not responses_from for", False),
+        (b"hello", b"br", "the reply is compressed (br), which was not asked for", False),
         (
             gzip.compress(b"0" * 10**7, mtime=0),
             b"gzip",

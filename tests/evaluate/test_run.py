@@ -53,7 +53,7 @@ def test_cancelled_attempt_does_not_affect_the_others() -> None:
 
 
 def test_report_matches_hand_calculation() -> None:
-    """Of items 0 to 7, 1, 2 and 5 are wrong: half of the odd ones, a quarter of the even ones."""
+    """Items 1, 2 and 5 of 0 to 7 are wrong: half of the odd ones, a quarter of the even ones."""
     found = report(evaluated(unless(lambda n: n in (1, 2, 5))))
     assert [(row.kind, row.items, row.average and row.average.value) for row in found.rows] == [
         ("all", 8, 5 / 8),

@@ -98,21 +98,23 @@ def test_paired_difference_has_a_confidence_interval(benchmark: ModuleType) -> N
 
     def ran(arm: str, seed: int, gain: float) -> object:
         rewards = {f"i{n}": [0.25 + gain, 0.25 + gain] for n in range(4)}
-        return benchmark.Trained(arm, seed, rewards, 0.25, 30, [], [], 0.0, 0.0, 0.0, 0.0, 0.0, {})
+        return benchmark.ArmResult(
+            arm, seed, rewards, 0.25, 30, [], [], 0.0, 0.0, 0.0, 0.0, 0.0, {}
+        )
 
     base = [ran("outcome", seed, 0.0) for seed in (0, 1)]
-    assert benchmark.paired(
+    assert benchmark.paired_difference(
         [*base, ran("hybrid", 0, 0.5), ran("hybrid", 1, 0.5)], "hybrid", "outcome"
     ) == (
         0.5,
         0.5,
         0.5,
     )
-    mean, low, high = benchmark.paired(
+    mean, low, high = benchmark.paired_difference(
         [*base, ran("hybrid", 0, 0.5), ran("hybrid", 1, -0.5)], "hybrid", "outcome"
     )
     assert (mean, low, high) == (0.0, -0.5, 0.5)
-    assert benchmark.paired(base, "hybrid", "outcome") is None
+    assert benchmark.paired_difference(base, "hybrid", "outcome") is None
 
 
 def test_fill_replaces_marked_sections_of_a_page(benchmark: ModuleType, tmp_path: Path) -> None:

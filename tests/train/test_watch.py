@@ -1,5 +1,5 @@
-"""The run watchdog: a wait ends with its result or with an error that names where it is stuck, and
-a file with all stacks."""
+"""The run watchdog: a wait ends with its result or with an error that names the blocked place, and a
+file with all stacks."""
 
 from __future__ import annotations
 

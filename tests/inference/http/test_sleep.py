@@ -194,7 +194,7 @@ def test_request_to_sleeping_engine_waits_for_next_weights() -> None:
             flying = asyncio.ensure_future(made.engines.complete(request(3, 8)))
             while made.locals[0].engine.is_idle:
                 await asyncio.sleep(0.001)
-            await made.engines.sleep()  # ends it where it is
+            await made.engines.sleep()  # ends it in the middle
             later = asyncio.ensure_future(made.engines.complete(request(3, 8)))
             elsewhere = asyncio.ensure_future(
                 fetch_json(f"{made.url}/v1/completions", {"prompt": [5, 6], "max_tokens": 2})

@@ -30,7 +30,7 @@ def spread(ranks: FsdpRanks, compute: ComputeSpec | None = None) -> FsdpModel:
 
 
 def check_gradients(model: FsdpModel, single: SingleBackend) -> None:
-    """Compare the full gradient to 1e-5 of its norm, and each tensor to 1e-4 of its own norm."""
+    """Compare the full gradient to 1e-5 of its norm, and each tensor to 1e-4 of its norm."""
     ours = dict(model.gradients())
     wanted = {name: each.grad for name, each in single._model.named_parameters()}
     assert list(ours) == list(wanted)

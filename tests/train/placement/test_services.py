@@ -54,7 +54,7 @@ def test_engine_listens_on_the_address_of_its_machine(tmp_path: Path) -> None:
 
 
 def test_service_is_reached_at_its_address_and_counts_as_a_slot(tmp_path: Path) -> None:
-    """Python's file server stands in for a judge; a second service exits at once."""
+    """Python's file server takes the place of a judge; a second service exits at once."""
     judge = ServiceSpec(
         command=(sys.executable, "-m", "http.server", "--bind", "{host}", "{port}"),
         variable="RAMIFY_TEST_JUDGE",
