@@ -28,9 +28,7 @@ enough for a busy machine."""
 async def endless_loop(probe: SandboxProbe) -> None:
     session = await probe.open()
     started = time.perf_counter()
-    ran = await session.run(
-        "x = 41\nprint('so far')\nwhile True:\n    pass", answer=echo, timeout_s=0.3
-    )
+    ran = await session.run("x = 41\nprint('so far')\nwhile True: pass", answer=echo, timeout_s=0.3)
     true(time.perf_counter() - started < SOON_S, "it took too long")
     same((ran.interrupted, ran.cell.stdout), ("time", "so far\n"))
     true(
