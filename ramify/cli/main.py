@@ -158,6 +158,13 @@ def split(arguments: list[str]) -> tuple[str, list[str]]:
     )
 
 
+_EXTRAS = {
+    **dict.fromkeys(("torch", "transformers", "tokenizers", "safetensors", "numpy"), "train"),
+    "simpy": "cluster",
+}
+"""Module -> extra that installs it, where a command as a whole needs it."""
+
+
 def _unexpected(error: Exception) -> str:
     """One line for an exception that no command caught.
 
@@ -169,6 +176,8 @@ def _unexpected(error: Exception) -> str:
             return f"cannot write to stdout: {error.strerror}"
         problem = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         return f"{problem}; set RAMIFY_DEBUG=1 to see the traceback"
+    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
+        return f"this needs {error.name}: pip install 'ramify[{_EXTRAS[error.name]}]'"
     return (
         f"{_place_in_plugin(error) or 'internal error'}: {type(error).__name__}: {error}; set "
         "RAMIFY_DEBUG=1 to see the traceback"

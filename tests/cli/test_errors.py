@@ -246,6 +246,22 @@ def test_internal_error_is_one_line_with_traceback_on_request(shell: Shell) -> N
     assert "Traceback" in shell.run("ask", "q", **env, RAMIFY_DEBUG="1").err
 
 
+@pytest.mark.parametrize(
+    ("package", "command"), [("torch", "train --out run"), ("transformers", "cluster plan")]
+)
+def test_missing_extra_is_named_with_the_command_that_installs_it(
+    shell: Shell, package: str, command: str
+) -> None:
+    missing = shell.folder / "without" / f"{package}.py"
+    missing.parent.mkdir()
+    missing.write_text(f"raise ModuleNotFoundError('not here', name='{package}')")
+    recipe = Path(__file__).parents[2] / "recipes" / "tiny.py"
+    env = {"PYTHONPATH": f"{missing.parent}:{shell.env['PYTHONPATH']}"}
+    done = shell.run(*command.split(), str(recipe), **env)
+    assert done.code == 1
+    assert done.err.splitlines()[-1] == f"ramify: this needs {package}: pip install 'ramify[train]'"
+
+
 def test_full_disk_is_not_reported_as_internal_error(shell: Shell) -> None:
     with Path("/dev/full").open("wb") as full:
         process = shell.start("doctor", stdout=full)
