@@ -59,8 +59,9 @@ def test_token_is_part_of_address_and_required(shell: Shell, stored: str) -> Non
     with viewing(shell, "--token", "abc") as address:
         base, _, token = address.partition("?token=")
         assert token == "abc"
-        with pytest.raises(urllib.error.HTTPError, match="401"):
+        with pytest.raises(urllib.error.HTTPError, match="401") as refused:
             read(base, "api/runs")
+        refused.value.close()
 
 
 def test_wrong_arguments_are_refused(shell: Shell, stored: str) -> None:
