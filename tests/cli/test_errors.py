@@ -284,7 +284,7 @@ def test_an_answer_that_cannot_be_written_is_in_the_store(shell: Shell) -> None:
     assert "seven" in shell.run(*error.removeprefix(f"{start}ramify ").split()).out
 
 
-def test_a_path_in_the_place_of_the_question_is_refused(shell: Shell) -> None:
+def test_path_in_place_of_the_question_is_refused(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     for words in (("log.txt",), ("log.txt", "how many?"), (".",)):
         done = shell.ask(["never asked"], *words)
@@ -293,7 +293,7 @@ def test_a_path_in_the_place_of_the_question_is_refused(shell: Shell) -> None:
     assert shell.ask(["three"], "log.txt", "log.txt").out == "three\n"
 
 
-def test_a_question_in_another_encoding_is_read(shell: Shell) -> None:
+def test_question_in_another_encoding_is_decoded(shell: Shell) -> None:
     def asked(question: bytes, **env: str) -> str:
         script = shell.model(
             [{"match": "café|漢", "reply": "read"}, {"match": "", "reply": "lost"}]
@@ -314,14 +314,14 @@ def test_a_question_in_another_encoding_is_read(shell: Shell) -> None:
     assert asked("漢?".encode(), **ascii_only) == "read\n"
 
 
-def test_an_empty_pipe_is_said(shell: Shell) -> None:
+def test_empty_pipe_is_reported(shell: Shell) -> None:
     done = shell.ask(["31"], "how many days has May?", stdin="")
     assert (done.code, done.out) == (0, "31\n")
     assert done.err.startswith("standard input is empty, so the question has no context\n")
     assert "standard input" not in shell.ask(["31"], "how many days has May?").err
 
 
-def test_help_of_a_command(shell: Shell) -> None:
+def test_help_shows_the_help_of_a_command(shell: Shell) -> None:
     assert shell.run("help", "runs", "rm").out == shell.run("runs", "rm", "--help").out
     assert shell.run("help", "nope").code == 2
 

@@ -166,7 +166,7 @@ def test_interrupted_evaluation_can_be_resumed(shell: Shell) -> None:
     }
 
 
-def test_the_command_that_continues_it_is_one_line_of_a_terminal(shell: Shell) -> None:
+def test_resume_command_is_not_wrapped_on_a_terminal(shell: Shell) -> None:
     """A narrow terminal breaks the line only as it is shown, so that it can be copied."""
     slowly = "lambda answer, item: (time.sleep(0.1), numeric(answer, item))[1]"
     words = [

@@ -70,7 +70,7 @@ def test_truncated_answer_does_not_satisfy_a_schema(shell: Shell) -> None:
         ),
     ],
 )
-def test_why_there_is_no_answer_is_said_once(shell: Shell, reply: Reply, why: str) -> None:
+def test_reason_for_missing_answer_is_printed_once(shell: Shell, reply: Reply, why: str) -> None:
     shell.write("log.txt", "abc")
     done = ask(shell, [reply] * 9, "how long?", "log.txt", "--no-direct")
     _, error, summary = done.err.splitlines()

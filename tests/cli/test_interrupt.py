@@ -44,7 +44,7 @@ def test_first_ctrl_c_works_while_model_is_stalled(shell: Shell) -> None:
     assert (process.returncode, out) == (3, b"nothing yet\n")
 
 
-def test_once_while_the_model_is_down_waits_for_seconds_only(shell: Shell) -> None:
+def test_one_interrupt_during_an_outage_ends_within_seconds(shell: Shell) -> None:
     """The last word is asked for, too, but not for the ten minutes of --patience."""
     process = started(shell, [{"fail": "server_error"}] * 999, b"trying again")
     began = time.monotonic()

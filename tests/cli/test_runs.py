@@ -218,7 +218,7 @@ def test_run_without_store_is_not_listed(shell: Shell) -> None:
     assert shell.run("runs").out.splitlines() == ["\t".join(COLUMNS)]
 
 
-def test_a_store_on_a_read_only_disk_is_listed_and_shown(shell: Shell) -> None:
+def test_read_only_store_is_listed_and_shown(shell: Shell) -> None:
     shell.ask(["seven"], "how many?")
     (shell.folder / "store" / "index.sqlite").unlink(missing_ok=True)
     protect = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'

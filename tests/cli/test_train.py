@@ -85,7 +85,7 @@ def test_wrong_arguments_get_one_line_error(
     assert done.err.count("\n") == 1
 
 
-def test_an_error_in_ones_own_code_names_its_line(shell: Shell) -> None:
+def test_error_in_user_code_names_its_line(shell: Shell) -> None:
     shell.write("small.py", RECIPE)
     shell.write(
         "mine.py",
@@ -144,7 +144,7 @@ def test_terminal_curves_show_history_and_best_values() -> None:
     assert all(len(row) <= 30 for row in curves.rows(30))
 
 
-def test_a_step_in_a_line_and_not_its_counts_of_work() -> None:
+def test_step_line_has_rewards_and_no_engine_counts() -> None:
     values = {
         "reward": 0.51239,
         "depth1.rlm/reward": 0.25,
@@ -159,7 +159,7 @@ def test_a_step_in_a_line_and_not_its_counts_of_work() -> None:
     )
 
 
-def test_an_evaluation_in_a_line() -> None:
+def test_evaluation_is_one_line() -> None:
     values = {"validation/reward": 0.75, "validation/count": 0.5, "evaluate_s": 2.0}
     assert line(StepMetrics(5, "rl", 61.25, values)) == (
         "    61.2 s  rl 5  validation/reward 0.75  validation/count 0.5"

@@ -208,7 +208,7 @@ def packed(body, encoding):
         (b"hello", b"Identity"),
     ],
 )
-def test_compression_that_was_not_asked_for_is_unpacked(way, body, encoding):
+def test_unrequested_compression_is_unpacked(way, body, encoding):
     got, server = responses_from(way, packed(body, encoding), packed(body, encoding), times=2)
     assert [answer.body for answer in got] == [b"hello", b"hello"]
     assert server.connections == 1
@@ -228,7 +228,7 @@ def test_compression_that_was_not_asked_for_is_unpacked(way, body, encoding):
         (b"hello", b"gzip", "the reply is not valid gzip", True),
     ],
 )
-def test_compression_that_cannot_be_unpacked_is_said(body, encoding, says, again):
+def test_unknown_or_damaged_compression_is_an_error(body, encoding, says, again):
     """What would be the same the next time is not paid for twice."""
     with pytest.raises(BadReply) as caught:
         responses_from(lambda: Way(Http1Client), packed(body, encoding))

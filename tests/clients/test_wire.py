@@ -75,7 +75,7 @@ def test_unsupported_proxy_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize("proxy", ["http://[::1", "http://user:pass@p:port", "p:99999", "http://"])
-def test_a_proxy_that_is_no_url_is_named_without_its_password(proxy, monkeypatch):
+def test_invalid_proxy_url_is_named_without_its_password(proxy, monkeypatch):
     monkeypatch.setenv("http_proxy", proxy)
     with pytest.raises(
         ConfigError, match="not a URL: write it as http://host:port in HTTP_PROXY"
@@ -84,7 +84,7 @@ def test_a_proxy_that_is_no_url_is_named_without_its_password(proxy, monkeypatch
     assert "pass@" not in str(caught.value)
 
 
-def test_tls_to_a_server_without_it_is_said():
+def test_tls_to_a_plain_http_server_is_reported():
     async def refuse(reader, writer):
         await reader.read(100)
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")

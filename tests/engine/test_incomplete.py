@@ -71,7 +71,7 @@ def in_session(*root: Any, other: Any = "whole", **options: Any) -> Result:
         ("FINAL_VAR(nothing)", "stop", "2 replies in a row had neither code nor FINAL(…), and the"),
     ],
 )
-def test_why_there_is_no_answer_is_said(text: str, finish: Any, reason: str) -> None:
+def test_reason_for_missing_answer_is_given(text: str, finish: Any, reason: str) -> None:
     """A name of no variable is not an answer, and a cut reply is named as the cause."""
     result = in_session(*[reply(text, finish)] * 9)
     assert (result.stop, result.answer, result.error) == (Stop.NO_CODE, None, None)
@@ -79,7 +79,7 @@ def test_why_there_is_no_answer_is_said(text: str, finish: Any, reason: str) -> 
     assert "taken as the answer" not in result.trajectory.reason
 
 
-def test_words_before_a_name_of_no_variable_are_an_answer() -> None:
+def test_text_before_unknown_final_var_is_the_answer() -> None:
     result = in_session(*["It is seven.\n\nFINAL_VAR(nothing)"] * 2)
     assert (result.stop, result.answer) == (Stop.NO_CODE, "It is seven.")
 
@@ -87,7 +87,7 @@ def test_words_before_a_name_of_no_variable_are_an_answer() -> None:
 @pytest.mark.parametrize(
     ("kind", "text", "answer"), [(int, "42", 42), (str, "42", "42"), (list[int], "[4, 2]", [4, 2])]
 )
-def test_words_that_fit_the_type_are_an_answer(kind: Any, text: str, answer: Any) -> None:
+def test_text_that_fits_the_type_is_the_answer(kind: Any, text: str, answer: Any) -> None:
     result = in_session(text, text, answer_type=kind)
     assert (result.stop, result.answer) == (Stop.NO_CODE, answer)
     assert in_session("odd", "odd", answer_type=int).answer is None
@@ -108,7 +108,7 @@ def test_words_that_fit_the_type_are_an_answer(kind: Any, text: str, answer: Any
         (int, "42", 42),
     ],
 )
-def test_a_direct_answer_may_be_bare_text_of_its_type(kind: Any, text: str, answer: Any) -> None:
+def test_direct_answer_may_be_bare_text_of_its_type(kind: Any, text: str, answer: Any) -> None:
     result = result_of([text], answer_type=kind)
     assert (result.stop, result.answer, result.usage.calls) == (Stop.FINAL, answer, 1)
 

@@ -68,7 +68,7 @@ def test_unknown_option_suggests_the_nearest_name(method: str) -> None:
     )
 
 
-def test_a_field_of_an_option_is_answered_with_its_place() -> None:
+def test_limit_given_as_an_option_is_refused_with_its_place() -> None:
     for name, place in {
         "max_turns": "limits=ramify.Limits(max_turns=…)",
         "temperature": "sampling=ramify.Sampling(temperature=…)",
@@ -78,7 +78,7 @@ def test_a_field_of_an_option_is_answered_with_its_place() -> None:
         assert str(caught.value) == f"unknown option '{name}': give {place}"
 
 
-def test_a_listener_that_turns_out_to_be_async_is_dropped_at_once() -> None:
+def test_async_listener_in_a_lambda_is_dropped_at_first_event() -> None:
     """Otherwise each event would leave a coroutine that is never awaited, and a warning."""
 
     async def listen(event: Any) -> None:
@@ -88,7 +88,7 @@ def test_a_listener_that_turns_out_to_be_async_is_dropped_at_once() -> None:
         assert asking.completion("Who?", on_event=lambda event: listen(event)).response == "one"
 
 
-def test_a_path_is_not_a_context() -> None:
+def test_path_as_context_is_refused_with_remedy() -> None:
     with rlm([]) as asking, pytest.raises(ConfigError, match=r"give ramify\.load\(path\)"):
         asking.completion(Path("log.txt"), "Who?")
 

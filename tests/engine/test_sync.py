@@ -31,7 +31,7 @@ def test_unclosed_rlm_can_be_collected_on_the_event_loop() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_can_ask() -> None:
+def test_forked_process_can_ask() -> None:
     """``multiprocessing`` forks by default, and the loop's thread stays with the parent."""
     with rlm(["one", code("FINAL(len(context))"), "two"]) as r:
         assert r.completion("A question?").response == "one"

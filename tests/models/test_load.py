@@ -280,13 +280,13 @@ def test_missing_folder_is_refused(name: str) -> None:
         load_policy(name)
 
 
-def test_adapters_without_their_model_are_named(tmp_path: Path) -> None:
+def test_folder_of_adapters_alone_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match="holds adapters without their model: merge them"):
         load_policy(tmp_path)
 
 
-def test_saving_draws_no_progress_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_saving_shows_no_progress_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     save_policy(made(GPT2), tmp_path)
     load_policy(tmp_path)
     assert "%|" not in capfd.readouterr().err

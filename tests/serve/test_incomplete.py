@@ -48,7 +48,7 @@ def test_cut_or_filtered_reply_is_reported_as_incomplete(
 
 
 @pytest.mark.parametrize("finish", ["length", "stop"])
-def test_a_run_without_an_answer_is_an_error(finish: Any) -> None:
+def test_run_without_an_answer_is_an_http_error(finish: Any) -> None:
     """Not an empty answer that looks whole: an agent would continue with it."""
 
     async def main() -> None:

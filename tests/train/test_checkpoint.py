@@ -36,7 +36,7 @@ def test_last_and_best_checkpoints_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in checkpoints.folder.iterdir()) == names(checkpoints)
 
 
-def test_a_disk_that_is_full_for_torch_is_named(tmp_path: Path) -> None:
+def test_full_disk_during_torch_save_is_named(tmp_path: Path) -> None:
     """torch.save reports it as an internal failure of its archive."""
     checkpoints = CheckpointStore(tmp_path)
     save(checkpoints, 1)

@@ -92,14 +92,14 @@ def rl(**changes: Any) -> RlSpec:
         ("NotFinite", r"NotFinite.compare\(\) gave \[nan, nan, nan\] for the returns"),
     ],
 )
-def test_advantages_that_are_not_numbers(
+def test_non_finite_or_missing_advantages_are_refused(
     name: str, message: str, plugin: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         train(small(warmup=None, rl=rl(algorithm=f"{plugin}:{name}")), tmp_path / "run")
 
 
-def test_a_credit_that_leaves_calls_out(plugin: str, tmp_path: Path) -> None:
+def test_credit_that_leaves_out_calls_is_refused(plugin: str, tmp_path: Path) -> None:
     algorithm = msgspec.structs.replace(
         RlSpec().algorithm, credit=f"{plugin}:no_numbers", drop_zero_variance=False
     )
@@ -114,7 +114,7 @@ def test_a_credit_that_leaves_calls_out(plugin: str, tmp_path: Path) -> None:
         ("Detached", r"Detached.per_token\(\) has no gradient: it must depend on tokens.now"),
     ],
 )
-def test_losses_that_would_train_something_else(
+def test_loss_without_gradient_or_per_token_shape_is_refused(
     name: str, message: str, plugin: str, tmp_path: Path
 ) -> None:
     run = small(
@@ -125,7 +125,7 @@ def test_losses_that_would_train_something_else(
         train(run, tmp_path / "run")
 
 
-def test_what_cannot_work_is_refused_when_it_is_named(plugin: str) -> None:
+def test_part_without_required_methods_is_refused_at_the_start(plugin: str) -> None:
     with pytest.raises(ConfigError, match=r"rl.loss.policy: NoClipped has no clipped\(\)"):
         LossSpec(policy=f"{plugin}:NoClipped")
     with pytest.raises(ConfigError, match=r"rl.algorithm: Nothing has no assign_advantages\(\)"):
@@ -135,7 +135,7 @@ def test_what_cannot_work_is_refused_when_it_is_named(plugin: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Group", "Untagged"])
-def test_a_run_with_ones_own_parts_is_resumed_without_its_recipe(
+def test_run_with_user_parts_resumes_without_its_recipe(
     name: str, plugin: str, tmp_path: Path
 ) -> None:
     spec = rl(algorithm=f"{plugin}:{name}", loss=LossSpec(policy=f"{plugin}:Loss"))

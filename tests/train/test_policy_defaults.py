@@ -163,7 +163,7 @@ def test_thinking_is_rejected_for_templates_without_it(checkpoints: Path) -> Non
             with_policy_defaults(run_of(policy))
 
 
-def test_a_missing_chat_template_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_chat_template_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """The policy is trained in a format that its folder does not describe."""
     policy = from_config(Qwen3Config(**SHAPE, vocab_size=320), tokenizer_of("tiny"), 0)
     with caplog.at_level(logging.WARNING, "ramify.train"):

@@ -115,7 +115,7 @@ def test_teacher_is_rejected_with_truncated_sampling(cut: Any, tmp_path: Path) -
     check_signals(hybrid(tmp_path, rollout=RolloutOptions(group=3, top_p=1.0)))
 
 
-def test_a_judge_whose_replies_are_all_useless_is_reported(tmp_path: Path) -> None:
+def test_judge_without_any_valid_verdict_is_reported(tmp_path: Path) -> None:
     (tmp_path / "mute.json").write_text(json.dumps([{"match": "Judge", "reply": "11 of 10!"}]))
     judge = StepJudge(model=f"scripted:{tmp_path / 'mute.json'}")
     run = hybrid(

@@ -313,7 +313,7 @@ def test_rate_limited_judge_is_retried_and_refusal_counts_as_unanswered() -> Non
     assert "400" in (found.calls[1].error or "")
 
 
-def test_a_judge_that_never_answers_is_not_called_malformed() -> None:
+def test_unanswered_judge_request_is_not_counted_as_malformed() -> None:
     found = reading(
         ProcessRewardSignal(judge=StepJudge(model="scripted:judge")),
         rollout(),
@@ -323,7 +323,7 @@ def test_a_judge_that_never_answers_is_not_called_malformed() -> None:
     assert "401" in (found.calls[0].error or "")
 
 
-def test_a_judge_that_cannot_be_asked_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_without_a_key_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing key is a mistake in the configuration, not an abstention for every turn."""
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(ConfigError, match="OPENAI_API_KEY"):
