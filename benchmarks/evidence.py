@@ -65,8 +65,8 @@ from ramify.train.rollouts.rollouter import RolloutOptions  # noqa: E402
 from ramify.types.message import Message  # noqa: E402
 from ramify.types.trajectory import Trajectory  # noqa: E402
 from tests.train.small import SHAPE, small  # noqa: E402
+from tests.train.test_continued_training import is_stopped, learned, run_of  # noqa: E402
 from tests.train.test_depth_models import served  # noqa: E402
-from tests.train.test_extend import is_stopped, learned, run_of  # noqa: E402
 from tests.train.test_loop import same  # noqa: E402
 from tests.train.test_two_policies import begin, differing, one_stays  # noqa: E402
 

@@ -33,7 +33,7 @@ from ramify.train.metrics import read_metrics
 from tests.processes import below, kill
 from tests.shown import heard, logged
 from tests.train.small import small, weights_of
-from tests.train.test_faults import GATE, LINUX
+from tests.train.test_killed_processes import GATE, LINUX
 
 STEADY = ("loss", "reward", "grad_norm", "lr", "validation/reward", "test/reward", "ref_kl")
 RANKS = ComputeSpec(precision="fp32", backend="fsdp", shard=ShardSpec(ranks=2, timeout_s=200))
@@ -96,8 +96,8 @@ def check_close(ours: Path, theirs: Path) -> None:
         torch.testing.assert_close(mine[name], wanted[name], rtol=1e-4, atol=1e-5)
 
 
-GATED = TaskSpec(name="tests.train.test_faults:gated")
-"""A task that pauses while a file exists (``test_faults.py``)."""
+GATED = TaskSpec(name="tests.train.test_killed_processes:gated")
+"""A task that pauses while a file exists (``test_killed_processes.py``)."""
 
 
 def gated(**changes: Any) -> Run:

@@ -73,14 +73,14 @@ def test_task_limits_and_batch_sizes_can_change_on_resume(tmp_path: Path) -> Non
     longer = msgspec.structs.replace(
         run,
         rl=rl,
-        task=TaskSpec(name="tests.train.test_extend:other"),
+        task=TaskSpec(name="tests.train.test_continued_training:other"),
         limits=Limits(max_turns=1, max_reply_tokens=6, max_seconds=300),
     )
     state = train(longer, tmp_path, resume=tmp_path)
     assert (state.step, state.scored_since) == (half.step + 2, half.step)
     (entry,) = LINEAGE.read(tmp_path)
     assert {change.field: change.now for change in entry.changes} == {
-        "task.name": "tests.train.test_extend:other",
+        "task.name": "tests.train.test_continued_training:other",
         "rl.steps": 4,
         "rl.sample.items": 3,
         "rl.sample.minibatches": 1,

@@ -33,14 +33,14 @@ from tests.train.small import _even, _make, small, weights_of
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
 GATE = "RAMIFY_TEST_GATE"
 RECIPE = """
-from tests.train.test_faults import short as run
+from tests.train.test_killed_processes import short as run
 """
 
 
 def short(**changes: Any) -> Run:
     found = small(
         warmup=None,
-        task=TaskSpec(name="tests.train.test_faults:gated"),
+        task=TaskSpec(name="tests.train.test_killed_processes:gated"),
         evaluate=EvaluateSpec(num=1, final=()),
         schedule=Schedule(evaluate_every=None, checkpoint_every=1),
         **changes,

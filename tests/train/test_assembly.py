@@ -75,7 +75,7 @@ def changed(part: str, **fields: Any) -> Run:
         ),
         (changed("policy", tokenizer="nowhere"), "nowhere has no tokenizer.json"),
         (
-            changed("sft", demos="tests.train.test_build:of_another_task"),
+            changed("sft", demos="tests.train.test_assembly:of_another_task"),
             "cannot demonstrate the task 'ledger': KeyError('colour') at ",
         ),
         (changed("sft", demos="ledgr"), "unknown demos 'ledgr': did you mean 'ledger'?"),
