@@ -5,7 +5,7 @@
     test_kl_and_entropy_limits_stop_or_warn; the clip and the schedule of 2 and 3
  2  an unbounded gap to the teacher
     test_e3_clipped_teacher_gap_through_clipped_loss_and_kl
-    train/signals/test_compose.py::test_e3_teacher_hybrid_surrogate_and_kl
+    train/signals/test_worked_examples.py::test_e3_teacher_hybrid_surrogate_and_kl
  3  a frozen teacher pulls the policy back to where it started
     train/signals/test_compose.py::test_weights_follow_their_schedule_and_signals_with_zero_weight_are_skipped,
     test_route_selects_rollouts_that_a_term_acts_on
@@ -48,7 +48,7 @@
     train/signals/test_compose.py::test_teacher_whose_term_is_zero_everywhere_raises
 14  a single rollout keeps its raw reward; an ignored weight; bias towards short rollouts
     test_14_single_rollout_and_length_give_no_advantage
-    train/signals/test_compose.py::test_e2_step_buckets
+    train/signals/test_worked_examples.py::test_e2_step_buckets
     train/advantages/test_credit.py::test_single_tree_without_siblings_has_zero_advantage
 15  "it ran" taken for "it is right"
     train/signals/test_compose.py::test_metrics_show_process_reward_that_contradicts_the_outcome
@@ -82,7 +82,7 @@ an unknown loss or estimator
     train/test_registry.py::test_unknown_name_gives_the_nearest_known_one,
     test_overrides_of_a_run_suggest_the_nearest_name
 
-Of the worked examples E1 to E4 the first two are in train/signals/test_compose.py.
+The worked examples E1 to E4 are in train/signals/test_worked_examples.py.
 """
 
 from __future__ import annotations
