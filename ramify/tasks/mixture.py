@@ -236,7 +236,7 @@ def _train_items(name: str, spec: MixturePart, task: Task) -> Sequence[Item]:
 
 def _outcomes(path: Path) -> list[tuple[str, GroupOutcome]]:
     """(id of the item, outcome) of each group of a run. Skips a line that a kill tore."""
-    records: list[tuple[str, str]] = []
+    records: list[tuple[str, GroupOutcome]] = []
     for line in path.read_bytes().splitlines():
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             record = msgspec.json.decode(line, type=_GroupLine)
