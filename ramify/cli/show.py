@@ -45,7 +45,7 @@ from ramify.errors import ConfigError, nearest
 from ramify.store.journal import writer
 from ramify.store.store import Store
 from ramify.types.call_tree import ending
-from ramify.types.trajectory import Call, Cell, Stop, Trajectory, Turn
+from ramify.types.trajectory import Call, Cell, Stop, Trajectory, Turn, as_text
 
 _OUTPUT_LINES = 12
 _PLAIN_SHOWN = 3
@@ -170,7 +170,7 @@ def _children_lines(
 ) -> Iterator[str]:
     plain = [call for call in subcalls if call.kind != "rlm"]
     for call in plain if full or len(plain) <= _PLAIN_SHOWN else []:
-        answer = one_line(call.error or _as_text(call.answer), 70)
+        answer = one_line(call.error or as_text(call.answer), 70)
         yield f"{indent}{call.id} {call.kind}: {one_line(call.question, 70)} → {answer}"
     if len(plain) > _PLAIN_SHOWN and not full:
         failed = sum(call.stop is Stop.ERROR for call in plain)
@@ -218,7 +218,7 @@ def _end(call: Call, full: bool) -> str:
         return "not ended"
     if call.stop is Stop.SUSPENDED and call.answer is None:
         return f"suspended, waiting for this to be fixed: {call.reason or call.error}"
-    answer = _as_text(call.answer)
+    answer = as_text(call.answer)
     shown = answer if full or call.parent is None else one_line(answer, 300)
     limit = "" if call.stop is Stop.FINAL else f" ({call.stop})"
     return (
@@ -241,16 +241,6 @@ def _call_of(trajectory: Trajectory, id: str) -> Call:
     if id not in known:
         raise ConfigError(f"run {trajectory.id} has no call {id}: {nearest(id, known[:20])}")
     return trajectory.call(id)
-
-
-def _as_text(answer: Any) -> str:
-    return (
-        answer
-        if isinstance(answer, str)
-        else ""
-        if answer is None
-        else msgspec.json.encode(answer).decode()
-    )
 
 
 def _write(line: bytes) -> None:
