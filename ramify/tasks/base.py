@@ -78,7 +78,7 @@ class Item(msgspec.Struct, frozen=True):
 
     question: str
     context: Any = None
-    """Value that the session receives as ``context``; None for a question without a context."""
+    """Value that the session receives as ``context``. None, or an empty text: no context."""
     gold: Any = None
     """The right answer, in the form that the score compares with."""
     kind: str = ""
@@ -94,6 +94,8 @@ class Item(msgspec.Struct, frozen=True):
     """Further values that the score or a report needs."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.context, str) and not self.context:
+            msgspec.structs.force_setattr(self, "context", None)
         for field in ("gold", "right", "wrong"):
             value = getattr(self, field)
             if hasattr(value, "tolist"):  # NumPy, PyTorch: scores compare Python's values

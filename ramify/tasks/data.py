@@ -75,7 +75,7 @@ class DatasetColumns(msgspec.Struct, frozen=True):
         context: Any = None
         if isinstance(self.context, tuple):
             context = {name: row[name] for name in self.context}
-        elif self.context is not None and row[self.context] != "":  # "": a row without a context
+        elif self.context is not None:
             context = row[self.context]
         return Item(
             question,

@@ -1,28 +1,36 @@
-"""Text environments as tasks: SkyRL-gym (``init``, ``step``, ``close``) or Gymnasium (``reset``,
-``step``).
+"""Environments as tasks: Gymnasium (``reset``, ``step``) or SkyRL-gym (``init``, ``step``,
+``close``).
 
-    env_task("sums", splits, lambda item: skyrl_gym.make("gsm8k", extras=item.metadata["extras"]))
+    env_task("lake", splits, "FrozenLake-v1", parse=parse_direction, render=draw)
 
-    session:  step("look north")  ──>  env.step  ──>  "You see a door."     (reward is recorded)
+    session:  step("left")  ──parse──>  env.step  ──render──>  "S.H\\n..G"    (reward is recorded)
     if the episode has not ended by then, the final answer is its last action
-
-A Gymnasium environment with an ``action_space`` takes values of that space instead of text. An
-action is then JSON: ``step("1")`` for ``Discrete(2)`` and ``step("[0.5]")`` for a ``Box`` of one
-number. The model sees ``str(observation)``.
 
 The model works in a session as in any other task and acts by calling the function ``step``. The
 reward ``return`` is the sum of the environment's rewards. ``validate`` tries the item's right
-answer as the only action. Not here: whether the environment's rewards are fair.
+answer as the only action.
+
+Each item has a seed: its metadata's ``seed``, or a number computed from its id. Every attempt at
+the item resets its environment with that seed, so the attempts of a group start alike.
+
+Without ``parse``, an environment with an ``action_space`` takes values of that space in JSON:
+``step("1")`` for ``Discrete(2)`` and ``step("[0.5]")`` for a ``Box`` of one number. Other
+environments get the model's text. Without ``render``, the model sees ``str(observation)``.
+
+Not here: whether the environment's rewards are fair.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import inspect
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ramify.errors import RamifyError
+from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item, Score, SimpleTask, TaskStart, WholeTrajectoryReward
 from ramify.tasks.scoring.answer_text import as_text
 from ramify.types.trajectory import Trajectory
@@ -36,26 +44,45 @@ _ABOUT = (
 )
 
 
+Parse = Callable[[str], Any]
+"""Converts the text of an action to a value for ``env.step``. It raises ValueError, whose message
+the model sees, for a text that is not an action."""
+Render = Callable[[Any, Any], str]
+"""(environment, observation) -> the text that the model sees."""
+
+
 def env_task(
     name: str,
     splits: Mapping[str, Sequence[Item]],
-    make: Callable[[Item], Any],
+    make: str | Callable[[Item], Any],
     *,
+    parse: Parse | None = None,
+    render: Render | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> SimpleTask:
     """Return a task that plays an environment.
 
-    ``make`` creates a fresh environment for an item: an object with ``init(prompt) -> (messages,
-    info)`` or ``reset() -> (observation, info)``, and with ``step(action)``, which returns a
-    mapping with ``observations``, ``reward`` and ``done``, or Gymnasium's five values. ``close``
-    and ``get_metrics`` are optional.
+    ``make`` is the id of a Gymnasium environment or a function that creates a fresh environment for
+    an item: an object with ``reset(seed=…) -> (observation, info)`` or ``init(prompt) -> (messages,
+    info)``, and with ``step(action)``, which returns Gymnasium's five values or a mapping with
+    ``observations``, ``reward`` and ``done``. ``close`` and ``get_metrics`` are optional.
+
+    Items need no gold answer, and all of them may ask the same question: their ids give them
+    different seeds. Raises ConfigError if Gymnasium is missing or does not have the id.
 
     Example:
-        tasks.env_task("lake", splits, lambda item: gymnasium.make("FrozenLake-v1"))
+        goal = lambda rng: tasks.Item("Walk from S to G.")
+        tasks.env_task("lake", tasks.generated("lake", goal), "FrozenLake-v1")
     """
+    if isinstance(make, str):
+        make = _registered(name, make)
+    create = make
+
+    def begin_episode(item: Item) -> EnvEpisode:
+        return EnvEpisode(create(item), item, parse, render)
 
     async def begin(item: Item) -> TaskStart:
-        episode = EnvEpisode(make(item), item)
+        episode = begin_episode(item)
         about = "\n".join(filter(None, [episode.opening, _ABOUT, episode.actions]))
         return TaskStart(
             context=item.context, tools={"step": episode.step}, about=about, on_end=episode.end
@@ -64,7 +91,7 @@ def env_task(
     def score(item: Item, trajectory: Trajectory) -> Score:
         record = trajectory.metadata.get(_KEY)
         if record is None:  # no action was taken: the answer is the only one
-            record = EnvEpisode(make(item), item).end(trajectory.answer)[_KEY]
+            record = begin_episode(item).end(trajectory.answer)[_KEY]
         return Score(
             {"return": sum(record["rewards"])},
             metrics={**record["metrics"], "steps": len(record["rewards"])},
@@ -73,31 +100,84 @@ def env_task(
     return SimpleTask(name, splits, WholeTrajectoryReward(score), dict(weights or {}), begin)
 
 
+def _registered(name: str, id: str) -> Callable[[Item], Any]:
+    """Return a function that makes Gymnasium's environment ``id``."""
+    try:
+        gymnasium = importlib.import_module("gymnasium")
+    except ImportError:
+        raise ConfigError(
+            f"task '{name}': the environment '{id}' needs Gymnasium: pip install gymnasium"
+        ) from None
+    try:
+        spec = gymnasium.spec(id)
+    except Exception as error:
+        raise ConfigError(f"task '{name}': Gymnasium has no environment '{id}': {error}") from error
+    return lambda item: gymnasium.make(spec)
+
+
+def seed_of(item: Item) -> int:
+    """Return the seed of ``item``'s environment, from 0 to below 2**31: its metadata's ``seed``, or
+    a hash of its id."""
+    seed = item.metadata.get("seed")
+    if seed is None:
+        return int.from_bytes(hashlib.sha256(item.id.encode()).digest()[:4], "big") >> 1
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise ConfigError(
+            f"item {item.id}: its seed is {seed!r:.60}; give a whole number from 0 up"
+        )
+    return seed
+
+
 class EnvEpisode:
     """One environment from its first observation to its end. Actions are serialized by a lock."""
 
-    def __init__(self, env: Any, item: Item) -> None:
+    def __init__(
+        self, env: Any, item: Item, parse: Parse | None = None, render: Render | None = None
+    ) -> None:
         self._env = env
+        self._parse = parse
+        self._render = render
         self._lock = threading.Lock()
         self._rewards: list[float] = []
         self._done = False
-        self.opening = _opened(env, item.question)
+        self.opening = self._opened(item)
         """First observation, without the question."""
         self.actions = (
-            "" if _space(env) is None else f"An action is a value in JSON, from {_space(env)}."
+            f"An action is a value in JSON, from {_space(env)}."
+            if parse is None and _space(env) is not None
+            else ""
         )
-        """Description of the valid actions; empty if any text is one."""
+        """Description of the valid actions; empty if any text is one or ``parse`` decides."""
+
+    def _opened(self, item: Item) -> str:
+        """Reset the environment with the item's seed and return its first observation."""
+        if hasattr(self._env, "init"):
+            prompt = [{"role": "user", "content": item.question}]
+            messages, _ = self._env.init(prompt)
+            return _contents([message for message in messages if message not in prompt])
+        parameters = inspect.signature(self._env.reset).parameters
+        takes_seed = "seed" in parameters or any(
+            each.kind is each.VAR_KEYWORD for each in parameters.values()
+        )
+        observation, _ = self._env.reset(**({"seed": seed_of(item)} if takes_seed else {}))
+        return self._shown(observation)
+
+    def _shown(self, observation: Any) -> str:
+        return str(observation) if self._render is None else self._render(self._env, observation)
+
+    def _action(self, text: str) -> Any:
+        return _action(self._env, text) if self._parse is None else self._parse(text)
 
     def step(self, action: str) -> str:
         """Do one action in the environment; returns what is seen then."""
         with self._lock:
             if self._done:
                 return ENDED
-            observation, reward, self._done = _stepped(
-                self._env.step(_action(self._env, str(action)))
-            )
+            result = self._env.step(self._action(str(action)))
+            observation, reward, self._done = _stepped(result)
             self._rewards.append(reward)
-            return "\n".join(filter(None, [observation, ENDED if self._done else ""]))
+            seen = observation if isinstance(result, Mapping) else self._shown(observation)
+            return "\n".join(filter(None, [seen, ENDED if self._done else ""]))
 
     def end(self, answer: Any) -> dict[str, Any]:
         """Close the environment and return the record of the episode. If the episode is not over,
@@ -127,16 +207,6 @@ class EnvEpisode:
             raise
         except Exception:  # noqa: BLE001 -- an environment may raise anything on a model's text
             self._rewards.append(0.0)
-
-
-def _opened(env: Any, question: str) -> str:
-    """Reset the environment and return its first observation."""
-    prompt = [{"role": "user", "content": question}]
-    if hasattr(env, "init"):
-        messages, _ = env.init(prompt)
-        return _contents([message for message in messages if message not in prompt])
-    observation, _ = env.reset()
-    return str(observation)
 
 
 def _space(env: Any) -> Any:
@@ -185,7 +255,7 @@ def _is_whole(space: Any, action: Any, value: Any) -> bool:
     return kind not in ("i", "u") or (not isinstance(value, bool) and bool((action == value).all()))
 
 
-def _stepped(result: Any) -> tuple[str, float, bool]:
+def _stepped(result: Any) -> tuple[Any, float, bool]:
     """Convert the result of ``step`` to (observation, reward, done). Raises RamifyError for an
     unknown form."""
     if isinstance(result, Mapping):
@@ -193,7 +263,7 @@ def _stepped(result: Any) -> tuple[str, float, bool]:
         return _contents(messages), float(result["reward"]), bool(result["done"])
     if isinstance(result, tuple) and len(result) == 5:
         observation, reward, terminated, truncated, _ = result
-        return str(observation), float(reward), bool(terminated or truncated)
+        return observation, float(reward), bool(terminated or truncated)
     raise RamifyError(
         f"the environment's step returned a {type(result).__name__}: it must be a mapping with "
         "observations, reward and done, or (observation, reward, terminated, truncated, info)"

@@ -1,8 +1,10 @@
-"""Validation of a task before a run: the right answer must score 1, and a wrong one must not.
+"""Validation of a task before a run: the right answer must score 1, a wrong one must not, and no
+item may be in two splits.
 
 Items without a gold answer (open questions, environments that need several actions) are not scored,
-because their score is unknown. Not here: whether a model can find the answer; the check only shows
-that the score would accept it.
+because their score is unknown. They are told apart by their ids: every episode of an environment
+may ask the same question. Not here: whether a model can find the answer; the check only shows that
+the score would accept it.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ def validate(
     Raises ConfigError that names the item if it has no question, if its right answer does not score
     1, if a wrong answer (or none) scores 1, or if the item is in two splits.
 
-    Items without a gold answer are not scored; with ``gold=False`` no item is. The returned
-    sentence says so; it is empty if all were scored.
+    Items without a gold answer are not scored. With ``gold=False`` no item is scored or compared
+    with those of other splits. The returned sentence says so; it is empty if all were scored.
 
     >>> tasks.validate(tasks.task_of("needle"), num=1)
     ''
@@ -52,7 +54,8 @@ def validate(
             item = items[index]
             without += not prove(task, item, gold=gold)
             checked += 1
-            _check_once(task, split, item, seen)
+            if gold:
+                _check_once(task, split, item, seen)
     return _skipped(task, without, checked, gold)
 
 
@@ -118,18 +121,25 @@ def _right_worth(task: Task, item: Item) -> float:
 
 
 def _check_once(task: Task, split: str, item: Item, seen: dict[bytes, str]) -> None:
-    """Raise ConfigError if ``item`` is also in another split, which no learning curve shows."""
+    """Raise ConfigError if ``item`` is also in another split, which no learning curve shows.
+
+    Two items with gold answers are the same if question, context, gold answer and metadata are
+    equal; two items without are the same if their ids are equal, too.
+    """
+    same = (item.question, item.context, item.gold, item.metadata)
     try:
-        key = hashlib.sha256(msgspec.json.encode((item.question, item.context))).digest()
+        key = msgspec.json.encode((*same, item.id if item.gold is None else ""))
     except (TypeError, ValueError):
         return  # a context without a JSON form is not compared
-    other = seen.setdefault(key, item.id)
-    # Two parts of a mixture may have the same items: a task, and a pool of it.
-    splits = (id.rpartition("/")[0].rpartition(":")[2] for id in (other, item.id))
-    same_split = next(splits) == next(splits)
-    if other != item.id and not same_split and split in SPLITS:
+    place = f"{split}: {item.id}"
+    other = seen.setdefault(hashlib.sha256(key).digest(), place)
+    if other.partition(": ")[0] != split and split in SPLITS:
         raise ConfigError(
-            f"task '{task.name}': {item.id} is the same question over the same context as {other}"
+            f"task '{task.name}': {item.id} of split '{split}' is the same item as "
+            f"{other.partition(': ')[2]} of split '{other.partition(': ')[0]}' (question, context, "
+            "gold answer and metadata are equal): keep it in one of them, put what tells them "
+            "apart into its metadata (a seed, for example), or switch this check off "
+            "(task.validate=false in a recipe, --no-validate for eval)"
         )
 
 

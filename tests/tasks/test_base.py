@@ -264,7 +264,7 @@ def test_validate_skips_and_counts_items_without_gold_answer() -> None:
                 {"train": [msgspec.structs.replace(ITEM, id="t/train/4")], "test": [ITEM]},
                 exact,
             ),
-            "t/test/0 is the same question over the same context as t/train/4",
+            "t/test/0 of split 'test' is the same item as t/train/4 of split 'train'",
         ),
     ],
 )

@@ -104,7 +104,7 @@ def test_task_may_be_in_two_parts_but_items_not_in_train_and_test(tmp_path: Path
     items = items_of(mixed, "train")[:4]
     shown = [msgspec.structs.replace(item, id=f"b:rows/test/{n}") for n, item in enumerate(items)]
     mixed = msgspec.structs.replace(mixed, splits={**mixed.splits, "test": shown})  # type: ignore[type-var]
-    with pytest.raises(ConfigError, match="is the same question over the same context as"):
+    with pytest.raises(ConfigError, match="is the same item as"):
         validate(mixed, ("train", "test"))
 
 

@@ -1,17 +1,19 @@
-"""Text environments as tasks: a small one, and those of SkyRL-gym and Gymnasium if installed."""
+"""Text environments as tasks: a small one, and those of Gymnasium."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from typing import Any
 
+import gymnasium
 import msgspec
 import pytest
 
 from ramify.engine.scaffold import TINY
 from ramify.errors import ConfigError
-from ramify.tasks.base import Item, scored
-from ramify.tasks.text_env import ENDED, EnvEpisode, env_task
+from ramify.tasks.base import GeneratedSplit, Item, scored
+from ramify.tasks.text_env import ENDED, EnvEpisode, env_task, seed_of
 from ramify.tasks.validation import answered, validate
 from tests.evaluate.helpers import evaluated, plan
 
@@ -241,13 +243,8 @@ STANDARD = {
 }
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("gymnasium") is None, reason="gymnasium is not installed"
-)
 @pytest.mark.parametrize("id", STANDARD)
 def test_standard_gymnasium_environments(id: str) -> None:
-    import gymnasium
-
     episode = EnvEpisode(gymnasium.make(id), ITEMS[0])
     with pytest.raises(ValueError, match="is not an action here"):
         episode.step("north")
@@ -256,3 +253,90 @@ def test_standard_gymnasium_environments(id: str) -> None:
     episode.step(STANDARD[id])
     record = episode.end(None)["episode"]
     assert len(record["rewards"]) == 1
+
+
+def played_by_the_library(id: str, seed: int, actions: list[Any]) -> tuple[str, list[float]]:
+    """First observation and rewards of ``actions`` without our code."""
+    env = gymnasium.make(id)
+    opening, _ = env.reset(seed=seed)
+    rewards = []
+    for action in actions:
+        _, reward, terminated, truncated, _ = env.step(action)
+        rewards.append(float(reward))
+        if terminated or truncated:
+            break
+    env.close()
+    return str(opening), rewards
+
+
+@pytest.mark.parametrize("id", ["FrozenLake-v1", "Taxi-v4", "CartPole-v1", "Blackjack-v1"])
+def test_attempts_at_an_item_start_alike_and_return_what_the_library_returns(id: str) -> None:
+    """Every item asks the same question; only the ids differ."""
+    splits = {
+        split: GeneratedSplit("env", split, lambda rng: Item("Play."))
+        for split in ("train", "test")
+    }
+    played = env_task("env", splits, id)
+    assert "16 of the 16 items checked have no gold answer" in validate(played)
+    actions = [1, 0, 1, 1, 0]
+    openings, expected = set(), []
+    for number in range(6):
+        item = splits["test"][number]
+        opening, rewards = played_by_the_library(id, seed_of(item), actions)
+        openings.add(opening)
+        expected.append(sum(rewards))
+        for _ in range(2):
+            start = asyncio.run(played.prepare(item))
+            assert start.about.startswith(f"{opening}\n`step(action)`")
+            for action in actions:
+                start.tools["step"](str(action))
+            assert start.on_end is not None
+            found = answered(item, None)
+            found.metadata = start.on_end(None)
+            assert played.score(item, found).rewards == {"return": sum(rewards)}
+    assert id == "FrozenLake-v1" or len(openings) > 1 or len(set(expected)) > 1
+
+
+def test_seed_of_the_metadata_is_used() -> None:
+    task = env_task("cart", {"test": [ITEMS[0]]}, "CartPole-v1")
+    item = Item("Play.", id="cart/test/0", metadata={"seed": 7})
+    assert asyncio.run(task.prepare(item)).about.startswith(
+        played_by_the_library("CartPole-v1", 7, [])[0]
+    )
+    with pytest.raises(ConfigError, match="item a: its seed is -1; give a whole number from 0 up"):
+        seed_of(Item("?", id="a", metadata={"seed": -1}))
+
+
+DIRECTIONS = {"left": 0, "down": 1, "right": 2, "up": 3}
+
+
+def direction(text: str) -> int:
+    if text not in DIRECTIONS:
+        raise ValueError(f"{text!r} is not one of {', '.join(DIRECTIONS)}")
+    return DIRECTIONS[text]
+
+
+def drawn(env: Any, observation: int) -> str:
+    row, column = divmod(observation, 4)
+    return f"row {row}, column {column}: {env.unwrapped.desc[row, column].decode()}"
+
+
+def test_actions_are_parsed_and_observations_rendered() -> None:
+    def make(item: Item) -> Any:
+        return gymnasium.make("FrozenLake-v1", is_slippery=False)
+
+    task = env_task("lake", {"test": ITEMS}, make, parse=direction, render=drawn)
+    start = asyncio.run(task.prepare(ITEMS[0]))
+    assert start.about.startswith("row 0, column 0: S\n`step(action)`")
+    assert "in JSON" not in start.about
+    step = start.tools["step"]
+    with pytest.raises(ValueError, match="'1' is not one of left, down, right, up"):
+        step("1")
+    way = [step(action) for action in ("down", "down", "right", "down", "right", "right")]
+    assert way[0] == "row 1, column 0: F"
+    assert way[-1] == f"row 3, column 3: G\n{ENDED}"
+
+
+def test_unknown_environment_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="task 'lake': Gymnasium has no environment 'FrozenPond'"):
+        env_task("lake", {"test": ITEMS}, "FrozenPond")
