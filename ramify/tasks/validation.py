@@ -2,7 +2,7 @@
 item may be in two splits.
 
 Items without a gold answer (open questions, environments that need several actions) are not scored,
-because their score is unknown. They are told apart by their ids: every episode of an environment
+because their score is unknown. Their ids distinguish them: every episode of an environment
 may ask the same question. Not here: whether a model can find the answer; the check only shows that
 the score would accept it.
 """

@@ -133,6 +133,9 @@ def test_python_blocks_of_page_run(page, reader):
         assert list(namespace["rl"].signals) == ["process", "teacher"]
     elif page == "tasks.md":
         assert namespace["task"].name == "dataset"
+    elif page == "environments.md":
+        start = asyncio.run(namespace["task"].prepare(namespace["splits"]["test"][3]))
+        assert start.about.startswith("row 0, column 0: S\n`step(action)` does one action")
     elif page == "plugins.md":
         assert namespace["task"].name == "colors"
     elif page == "own-algorithm.md":
