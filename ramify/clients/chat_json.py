@@ -23,7 +23,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -81,21 +81,31 @@ class ChatCompletion(msgspec.Struct):
     prompt_token_ids: tuple[int, ...] | None = None
 
 
-_decode = msgspec.json.Decoder(ChatCompletion).decode
+Decoded = TypeVar("Decoded")
 
 
-def decode(body: bytes) -> ChatCompletion:
-    """Decode a response. Raises msgspec.DecodeError. Invalid characters, which a model may sample
-    and a server pass on, are replaced, because the reply has already been billed."""
+def decode_body(decoder: msgspec.json.Decoder[Decoded], body: bytes) -> Decoded:
+    """Decode the body of a response. Raises msgspec.DecodeError. Invalid characters, which a model
+    may sample and a server pass on, are replaced, because the reply has already been billed."""
     try:
-        return _decode(body)
+        return decoder.decode(body)
+    except RecursionError:
+        raise msgspec.DecodeError("JSON is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         try:
             parsed = json.loads(body.decode("utf-8-sig", "replace"), parse_constant=_no_number)
             loose = json.dumps(parsed, ensure_ascii=False)
         except (ValueError, RecursionError):
             raise error from None
-        return _decode(loose.encode("utf-8", "replace"))
+        return decoder.decode(loose.encode("utf-8", "replace"))
+
+
+_decoder = msgspec.json.Decoder(ChatCompletion)
+
+
+def decode(body: bytes) -> ChatCompletion:
+    """Decode a response. Raises msgspec.DecodeError."""
+    return decode_body(_decoder, body)
 
 
 def _no_number(constant: str) -> None:
@@ -394,7 +404,7 @@ def message_of(body: bytes, secrets: Iterable[str] = ()) -> str:
     characters, without ``secrets``."""
     try:
         parsed = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         text = body[:20_000].decode("utf-8", "replace")
         parsed = _web_page(text) if text.lstrip()[:1] == "<" else text
     # Secrets are removed first, because half of one would not be recognized.
@@ -481,6 +491,6 @@ def seconds_of(value: str | None) -> float | None:
     for parse in (parsedate_to_datetime, datetime.fromisoformat):
         try:
             return max(0.0, parse(value).timestamp() - time.time())
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             continue
     return None

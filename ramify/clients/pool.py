@@ -6,6 +6,9 @@
          ─ settle / forfeit / release, exactly once, whatever happened
          ─ wait and retry, if the error is transient
 
+What a client raises beyond the errors of this package is a fault in reading a stranger's bytes. It
+becomes a BadReply here, with its traceback in the log, so no reply can end a tree of calls.
+
 Every model has its own limiter, so a rate-limited model does not slow the others. ``max_in_flight``
 applies to each model and to all models together. How long a failing request is retried is decided
 by ``RequestRetries``, and how many are in flight by ``Limiter``. Nothing is imported or opened
@@ -26,11 +29,20 @@ from typing import TypeVar
 import msgspec
 
 from ramify.clients.base import ASSUMED_WINDOW, Client, Request, RequestBudget, believed, dollars
+from ramify.clients.chat_json import redacted
 from ramify.clients.http1 import HttpConnectionPool
 from ramify.clients.providers import CLIENTS, PriceTable, ProviderSpec, resolve, split_name
-from ramify.errors import ConfigError, ModelError, RateLimited, ReplyLost, Unreachable
+from ramify.errors import (
+    BadReply,
+    ConfigError,
+    ModelError,
+    RamifyError,
+    RateLimited,
+    ReplyLost,
+    Unreachable,
+)
 from ramify.logging import RoomLogger
-from ramify.secrets import remember
+from ramify.secrets import remember, without_secrets
 from ramify.types.message import Reply
 
 _log = RoomLogger("clients")
@@ -180,7 +192,7 @@ class ClientPool:
                 on_send()
             retries.sent_s = _now_s()
             async with asyncio.timeout(self.timeout_s):
-                reply = await client.complete(request)
+                reply = _priced(await client.complete(request), client, request)
         except TimeoutError:
             lost = ReplyLost(f"{client.name}: no reply within {self.timeout_s:g} s")
             account.forfeit(str(lost))
@@ -193,6 +205,13 @@ class ClientPool:
         except ConfigError as error:  # such as a missing certificate bundle: nothing was sent
             account.release(str(error))
             raise
+        except Exception as error:
+            if isinstance(error, RamifyError):
+                account.forfeit(str(error))
+                raise
+            bad = _unexpected(client, error)
+            account.forfeit(str(bad))
+            raise bad from error
         except BaseException as error:
             what = "cancelled" if isinstance(error, asyncio.CancelledError) else repr(error)
             account.forfeit(f"{client.name}: no reply had arrived when the request ended ({what})")
@@ -201,7 +220,6 @@ class ClientPool:
             self._gate.release()
             gate.release()
         gate.speed_up()
-        reply = _priced(reply, client, request)
         account.settle(reply.usage, reply.cost)
         return reply
 
@@ -453,6 +471,17 @@ def _record_wait(client: Client, reason: str, wait_s: float) -> None:
     if wait_s >= _LONG_WAIT_S:
         text = f"{client.name}: waited {wait_s:.1f} s for {_WAITED_FOR[reason]}"
         _log.info("wait", text, model=client.name, reason=reason, wait_s=wait_s)
+
+
+def _unexpected(client: Client, error: Exception) -> BadReply:
+    """The error for an exception that no client should raise. Its traceback is logged."""
+    text = " ".join(redacted(without_secrets(str(error))).split())[:200]
+    bad = BadReply(
+        f"{client.name}: the reply could not be read ({type(error).__name__}: {text}); the log has "
+        "the traceback"
+    )
+    _log.error("unreadable_reply", str(bad), error=error, model=client.name)
+    return bad
 
 
 def _asked_s(error: ModelError) -> float:

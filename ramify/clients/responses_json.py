@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Request, counted
-from ramify.clients.chat_json import is_strict
+from ramify.clients.chat_json import decode_body, is_strict
 from ramify.clients.providers import Endpoint
 from ramify.errors import ServerFailed
 from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
@@ -39,7 +39,12 @@ class ResponseBody(msgspec.Struct):
         return self.output
 
 
-decode = msgspec.json.Decoder(ResponseBody).decode
+_decoder = msgspec.json.Decoder(ResponseBody)
+
+
+def decode(body: bytes) -> ResponseBody:
+    """Decode a response. Raises msgspec.DecodeError."""
+    return decode_body(_decoder, body)
 
 
 def body_fields(request: Request, endpoint: Endpoint, limit_field: str) -> dict[str, Any]:

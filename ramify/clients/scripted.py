@@ -44,7 +44,9 @@ from ramify.clients.script import (
 )
 from ramify.errors import (
     BadReply,
+    ConfigError,
     ModelError,
+    RamifyError,
     RateLimited,
     Refused,
     ReplyLost,
@@ -164,8 +166,7 @@ class ScriptedClient:
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         started = time.perf_counter()
         try:
-            step = self._script.tell(request.messages)
-            answer = await step if inspect.isawaitable(step) else step
+            answer = await self._next(request)
             outcome, usage = served(answer, request.messages, request.sampling.max_tokens)
             self._refuse_overlong(usage)
             self.served += usage
@@ -181,6 +182,19 @@ class ScriptedClient:
 
     async def close(self) -> None:
         """Do nothing: there is nothing to close."""
+
+    async def _next(self, request: Request) -> Step:
+        try:
+            step = self._script.tell(request.messages)
+            return await step if inspect.isawaitable(step) else step
+        except RamifyError:
+            raise
+        except Exception as error:
+            # The script is the caller's own code: another attempt would meet the same fault.
+            raise ConfigError(
+                f"{self.name}: its script raised {error!r:.200}: repair the function that gives "
+                "the replies"
+            ) from error
 
     def _refuse_overlong(self, usage: Usage) -> None:
         if usage.input_tokens > self.window:

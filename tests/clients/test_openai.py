@@ -375,6 +375,33 @@ def test_bad_response_raises_matching_error(body, status, error, says):
     assert "\n" not in str(got)
 
 
+@pytest.mark.parametrize("status", [200, 400, 500])
+def test_deeply_nested_body_is_a_model_error(status):
+    body = b'{"error": ' + b"[" * 100_000
+    error = answer(body, status)
+    assert isinstance(error, {200: BadReply, 400: Refused, 500: ServerFailed}[status])
+    assert "\n" not in str(error)
+    assert len(str(error)) < 600
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        "Fri, 31 Dec 3000000000 23:59:59 GMT",
+        "3000000000-12-31T23:59:59Z",
+        "9999-12-31T23:59:59-23:59",
+        "9" * 5000,
+        "1e999",
+        "nan",
+        "P1D",
+    ],
+)
+def test_impossible_retry_after_is_a_rate_limit(when):
+    error = answer({"error": {"message": "slow down"}}, 429, retry_after=when)
+    assert isinstance(error, RateLimited)
+    assert error.retry_after_s is None or error.retry_after_s >= 0
+
+
 def test_prompt_too_long_is_distinguished_from_other_refusals():
     assert (answer(LONG, 400).too_long, answer(BAD, 401).too_long) == (True, False)
 

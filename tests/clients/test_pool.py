@@ -25,6 +25,7 @@ from ramify.clients.scripted import (
 )
 from ramify.clients.scripted_server import ScriptedServer
 from ramify.errors import (
+    BadReply,
     ConfigError,
     LimitReached,
     ModelError,
@@ -35,6 +36,7 @@ from ramify.errors import (
     Unreachable,
     can_be_fixed,
 )
+from ramify.secrets import remember
 from ramify.types.message import Usage
 from tests.clients.helpers import Books, request, run
 
@@ -63,7 +65,7 @@ def ask(script, **options):
         client = ScriptedClient(script, price=Price(1.0, 2.0))
         try:
             outcome = await asking.ask(client, request(), books, notices.append)
-        except (ModelError, KeyError) as error:
+        except ModelError as error:
             outcome = error
         await asking.close()
         return outcome, books, notices
@@ -241,13 +243,77 @@ def test_request_refused_by_account_is_not_sent():
     assert run(main()) == []
 
 
-def test_programming_error_propagates_and_forfeits_reservation():
+class FaultyClient(ScriptedClient):
+    """A client that raises ``fault`` for its first ``times`` requests, as after reading a reply
+    that its author did not expect."""
+
+    def __init__(self, fault, times):
+        super().__init__(["fine"])
+        self.faults = [fault] * times
+
+    async def complete(self, request):
+        if self.faults:
+            raise self.faults.pop()
+        return await super().complete(request)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        KeyError("choices"),
+        RecursionError("maximum recursion depth exceeded"),
+        OverflowError("int too large to convert to float"),
+        ExceptionGroup("two", [TypeError("a"), ValueError("b")]),
+    ],
+)
+def test_unexpected_exception_of_a_client_is_a_bad_reply_that_is_retried(fault, caplog):
+    async def main():
+        books, notices = Books(), []
+        reply = await pool().ask(FaultyClient(fault, 1), request(), books, notices.append)
+        return reply.message.content, books.kinds, notices
+
+    content, kinds, notices = run(main())
+    assert (content, kinds) == ("fine", ["forfeit", "settle"])
+    assert f"the reply could not be read ({type(fault).__name__}: " in notices[0]
+    (record,) = [each for each in caplog.records if each.event == "unreadable_reply"]
+    assert "in complete" in record.exc_text
+    assert type(fault).__name__ in record.exc_text
+
+
+def test_unexpected_exception_that_repeats_is_a_model_error_without_the_key():
+    remember("test key", "key-0123456789-abcdef")
+    client = FaultyClient(KeyError("no field in\nkey-0123456789-abcdef"), 9)
+    with pytest.raises(BadReply, match=r"^scripted:test: the reply could not be read") as caught:
+        run(pool(max_attempts=3).ask(client, request(), Books()))
+    assert len(client.faults) == 6
+    assert "abcdef" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert can_be_fixed(caught.value)
+
+
+def test_client_that_returns_no_reply_is_a_bad_reply():
+    class Silent(ScriptedClient):
+        async def complete(self, request):
+            return None
+
+    books = Books()
+    with pytest.raises(BadReply, match=r"could not be read \(AttributeError: "):
+        run(pool(max_attempts=1).ask(Silent([]), request(), books))
+    assert (books.kinds, books.open) == (["forfeit"], 0)
+
+
+def test_fault_in_a_script_is_the_callers_error():
     def script(messages):
         raise KeyError("bug")
 
-    outcome, books, _ = ask(script)
-    assert isinstance(outcome, KeyError)
-    assert (books.kinds, books.open) == (["forfeit"], 0)
+    async def main():
+        books = Books()
+        with pytest.raises(ConfigError, match=r"its script raised KeyError\('bug'\)") as caught:
+            await pool().ask(ScriptedClient(script), request(), books)
+        assert isinstance(caught.value.__cause__, KeyError)
+        return books.kinds, books.open
+
+    assert run(main()) == (["release"], 0)
 
 
 def test_configuration_error_before_sending_releases_reservation():
