@@ -8,7 +8,9 @@ from ramify import tasks as tasks
 from ramify import testing as testing
 from ramify import train as train
 from ramify.clients.base import Client as Client
+from ramify.clients.base import Price as Price
 from ramify.clients.base import Sampling as Sampling
+from ramify.clients.model import Model as Model
 from ramify.clients.scripted import ScriptedClient as ScriptedClient
 from ramify.engine.branch import Branches as Branches
 from ramify.engine.branch import by_score as by_score

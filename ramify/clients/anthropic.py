@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ from ramify.types.message import Message, Reply, ToolCall, Usage
 
 _NEVER_SENT = ("ConnectError", "ConnectTimeout", "ProxyError", "PoolTimeout", "UnsupportedProtocol")
 _MOST_REMEMBERED = 1024
+_ADDRESS = "https://api.anthropic.com"
 _CACHE = {"type": "ephemeral"}
 
 Blocks = list[dict[str, Any]]
@@ -44,6 +46,8 @@ class AnthropicClient:
         price: Price | None = None,
         key: str | None = None,
         base_url: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        environ: Mapping[str, str] = os.environ,
     ) -> None:
         try:
             import anthropic
@@ -55,8 +59,8 @@ class AnthropicClient:
         self.window = window or ASSUMED_WINDOW
         self.price = price
         self._model, url = split_url(split_name(name)[1])
-        key = key or os.environ.get("ANTHROPIC_API_KEY") or None
-        token = None if key else os.environ.get("ANTHROPIC_AUTH_TOKEN") or None
+        key = key or environ.get("ANTHROPIC_API_KEY") or None
+        token = None if key else environ.get("ANTHROPIC_AUTH_TOKEN") or None
         if not (key or token):
             raise no_key(name, "ANTHROPIC_API_KEY")
         self._secret = key or token or ""
@@ -64,10 +68,13 @@ class AnthropicClient:
         self._sdk = anthropic.AsyncAnthropic(
             api_key=key,
             auth_token=token,
-            base_url=base_url or url or os.environ.get("ANTHROPIC_BASE_URL") or None,
+            # Without an address, the SDK would read the environment of now.
+            base_url=base_url or url or environ.get("ANTHROPIC_BASE_URL") or _ADDRESS,
+            default_headers=dict(headers or {}),
             max_retries=0,
             timeout=anthropic.Timeout(3600.0, connect=30.0),
         )
+        self._sdk.api_key, self._sdk.auth_token = key, token  # what it found elsewhere is not ours
         self._enforces_schema = True
         self._thoughts: dict[Message, Blocks] = {}
         """Signed thinking blocks of replies with tool calls, which must be sent back unchanged."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -39,6 +40,7 @@ class LiteLLMClient:
         price: Price | None = None,
         key: str | None = None,
         base_url: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
         try:
@@ -50,7 +52,13 @@ class LiteLLMClient:
         self.name = name
         model, url = split_url(split_name(name)[1])
         self._endpoint = Endpoint(
-            _PROVIDER, model, base_url or url or "", {}, key or "", "max_tokens", False
+            _PROVIDER,
+            model,
+            base_url or url or "",
+            dict(headers or {}),
+            key or "",
+            "max_tokens",
+            False,
         )
         known_price, known_window = self._model_info(model)
         self.price = price or known_price
@@ -68,6 +76,7 @@ class LiteLLMClient:
                 timeout=3600.0,
                 api_key=self._endpoint.secret or None,
                 base_url=self._endpoint.url or None,
+                **({"extra_headers": self._endpoint.headers} if self._endpoint.headers else {}),
             )
         except Exception as error:  # each provider raises its own exceptions
             raise self._failure(error) from error

@@ -19,19 +19,21 @@ before the first request, so naming a model costs nothing. Not here: the connect
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from ramify.clients.base import ASSUMED_WINDOW, Client, Request, RequestBudget, believed, dollars
 from ramify.clients.chat_json import redacted
 from ramify.clients.http1 import HttpConnectionPool
-from ramify.clients.providers import CLIENTS, PriceTable, ProviderSpec, resolve, split_name
+from ramify.clients.model import Model
+from ramify.clients.providers import CLIENTS, PriceTable, ProviderSpec, resolve
 from ramify.errors import (
     BadReply,
     ConfigError,
@@ -106,6 +108,7 @@ class ClientPool:
         self._sleep = sleep
         self._wire = HttpConnectionPool()
         self._clients: dict[str, Client] = {}
+        self._bound: list[tuple[Model, Client]] = []
         self._own: list[Client] = []
         self._gate = Limiter(max_in_flight)
         self._gates: dict[str, Limiter] = {}
@@ -114,8 +117,16 @@ class ClientPool:
         """Return the client of ``provider:model``, which connects at its first request."""
         client = self._clients.get(name)
         if client is None:
-            client = self._clients[name] = self._connect(name)
-            self._own.append(client)
+            client = self._clients[name] = self._connect(Model(name))
+        return client
+
+    def bound(self, model: Model) -> Client:
+        """Return the client of ``model``, with the key that it was made with."""
+        for known, client in self._bound:
+            if known == model:
+                return client
+        client = self._connect(model)
+        self._bound.append((model, client))
         return client
 
     def adopt(self, client: AnyClient) -> AnyClient:
@@ -162,6 +173,7 @@ class ClientPool:
         """Close the connections and every client that was connected here. Idempotent."""
         own, self._own = self._own, []
         self._clients.clear()
+        self._bound.clear()
         try:
             for client in own:
                 await client.close()
@@ -245,23 +257,34 @@ class ClientPool:
         )
         return _asked_s(error) or backoff_s
 
-    def _connect(self, name: str) -> Client:
-        provider = split_name(name)[0]
+    def _connect(self, model: Model) -> Client:
+        name, provider = model.name, model.provider
         prices = self._prices = self._prices or PriceTable.load()
-        price, window = prices.price(name), prices.window(name)
-        key, base_url = self._keys.get(provider), self._base_urls.get(provider)
+        price = model.price or prices.price(name)
+        window = model.window or prices.window(name)
+        key, headers, environ = model.secrets()
+        key = key or self._keys.get(provider)
+        base_url = model.base_url or self._base_urls.get(provider)
         connect = CLIENTS.of(provider)
         if isinstance(connect, ProviderSpec):
             from ramify.clients.openai import OpenAIClient
 
-            endpoint = resolve(name, key=key, base_url=base_url)
+            endpoint = resolve(name, key=key, base_url=base_url, headers=headers, environ=environ)
             window = window or (_LOCAL_WINDOW if connect.local else ASSUMED_WINDOW)
-            return OpenAIClient(name, endpoint, self._wire, window=window, price=price)
-        client = connect(name, window=window, price=price, key=key, base_url=base_url)
-        if not isinstance(client, Client):
-            raise ConfigError(
-                f"provider '{provider}' gives a {type(client).__name__}, not a Client"
-            )
+            client: Client = OpenAIClient(name, endpoint, self._wire, window=window, price=price)
+        else:
+            options: dict[str, Any] = {"key": key, "base_url": base_url}
+            accepted = inspect.signature(connect).parameters
+            if headers and "headers" not in accepted:
+                raise ConfigError(f"{name}: provider '{provider}' sends no headers: omit them")
+            options |= {"headers": headers} if headers else {}
+            options |= {"environ": environ} if "environ" in accepted else {}
+            client = connect(name, window=window, price=price, **options)
+            if not isinstance(client, Client):
+                raise ConfigError(
+                    f"provider '{provider}' gives a {type(client).__name__}, not a Client"
+                )
+        self._own.append(client)
         return client
 
 

@@ -213,7 +213,8 @@ CLIENTS = Registry(
     },
 )
 """Provider -> a ``ProviderSpec``, or a function ``(name, *, window, price, key, base_url) ->
-Client``. The options are None if they are unknown."""
+Client``. The options are None if they are unknown. A function that also takes ``headers`` or
+``environ`` gets the headers that were given, and the variables that were bound."""
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -297,10 +298,11 @@ def resolve(
     *,
     key: str | None = None,
     base_url: str | None = None,
+    headers: Mapping[str, str] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Endpoint:
     """Resolve ``name`` to an endpoint. ``key`` and ``base_url`` take precedence over ``@URL`` in
-    the name, which takes precedence over the environment."""
+    the name, which takes precedence over the environment. ``headers`` are sent in addition."""
     provider_name, model = split_name(name)
     provider: ProviderSpec = CLIENTS.of(provider_name)
     model, named_url = split_url(model)
@@ -329,7 +331,7 @@ def resolve(
         provider=provider,
         model=model,
         url=_azure_url(url, model, environ) if provider_name == "azure" else _chat_url(url),
-        headers=_headers(provider, secret, environ),
+        headers={**_headers(provider, secret, environ), **(headers or {})},
         secret=secret,
         limit_field=provider.limit_field if is_default_url else "max_tokens",
         cache_key=provider.cache_key and is_default_url,
@@ -343,7 +345,13 @@ def _key(
         (environ[variable] for variable in provider.key_variables if environ.get(variable)), ""
     )
     if not value and needed:
-        raise no_key(name, provider.key_variables[0])
+        variable = provider.key_variables[0]
+        if os.environ.get(variable) and environ is not os.environ:
+            raise ConfigError(
+                f"{name}: no API key: {variable} was set after the model had been named, and keys "
+                "are bound then: make the RLM or the Model again"
+            )
+        raise no_key(name, variable)
     if not value.isascii() or any(character.isspace() for character in value.strip()):
         raise ConfigError(
             f"{name}: the key in {provider.key_variables[0]} contains spaces or characters that "

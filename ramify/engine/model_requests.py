@@ -195,9 +195,12 @@ class ModelRequests:
         for_subs = setup.limits.max_sub_reply_tokens
         if for_subs is not None and call.kind == "lm" and call.parent is not None:
             limit, name = for_subs, "max_sub_reply_tokens"
-        own = setup.at(call.depth).max_reply_tokens
-        if own is not None and own < limit:
-            limit, name = own, f"max_reply_tokens of depth {call.depth}"
+        of_model = self.run.models.sampling(call.client, self.sampling).max_tokens
+        if of_model < min(limit, self.sampling.max_tokens):
+            limit, name = of_model, f"sampling.max_tokens of {call.client.name}"
+        of_depth = setup.at(call.depth).max_reply_tokens
+        if of_depth is not None and of_depth < limit:
+            limit, name = of_depth, f"max_reply_tokens of depth {call.depth}"
         return limit, name
 
     def _reasoning_tokens(self, client: Client) -> int:
@@ -210,7 +213,7 @@ class ModelRequests:
         given = self.run.setup.limits.max_reasoning_tokens
         if given is not None:
             return given
-        thinking = self.sampling.extra.get("thinking")
+        thinking = self.run.models.sampling(client, self.sampling).extra.get("thinking")
         if isinstance(thinking, dict) and isinstance(thinking.get("budget_tokens"), int):
             return int(thinking["budget_tokens"])  # Anthropic's form
         if not reasons(client.name):
@@ -325,7 +328,7 @@ class TurnRequest:
         last_word: Stop | None,
         max_tokens: int,
     ) -> None:
-        sampling = requests.sampling
+        sampling = requests.run.models.sampling(call.client, requests.sampling)
         if max_tokens != sampling.max_tokens:
             sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens)
         prompt = (*call.messages[:reused], *new)

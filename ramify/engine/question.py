@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypedDict, runtime_checkable
 import msgspec
 
 from ramify.clients.base import Client, Sampling
+from ramify.clients.model import Model
 from ramify.engine import observe
 from ramify.engine.branch import BranchSearch
 from ramify.engine.limits import Limits
@@ -25,8 +26,10 @@ from ramify.sandbox.base import Session
 from ramify.types.event import AnyEvent
 from ramify.types.message import encodable
 
-ModelSpec = str | Client
-"""A name ``provider:model``, or a client."""
+ModelSpec = str | Model | Client
+"""A name ``provider:model``, a model with its key and settings, or a client."""
+_OF_A_MODEL = ("api_key", "base_url", "alias", "window", "price", "headers", "vision")
+"""Keywords of ``Model``, which users look for elsewhere."""
 Listener = Callable[[AnyEvent], None]
 
 MAX_BARE_PROMPT_CHARS = 20_000
@@ -117,6 +120,8 @@ def _place_of(name: str) -> str:
     for option, kind in (("limits", Limits), ("sampling", Sampling)):
         if name in kind.__struct_fields__:
             return f"give {option}=ramify.{kind.__name__}({name}=…)"
+    if name in _OF_A_MODEL:
+        return f"it belongs to a model: give model=ramify.Model('provider:model', {name}=…)"
     return nearest(name, RunOptions.__struct_fields__)
 
 

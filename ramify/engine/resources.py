@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.clients.base import Client, Sampling
+from ramify.clients.base import Client, Price, Sampling
+from ramify.clients.model import Model, bare_name, check_aliases
 from ramify.clients.pool import ClientPool
 from ramify.engine.branch import BranchSearch, config_of, search_of
 from ramify.engine.limits import Limits
@@ -50,48 +51,113 @@ class RunModels:
 
     def __init__(
         self,
-        model: ModelSpec | Sequence[ModelSpec],
-        sub_model: ModelSpec | Sequence[ModelSpec] | None,
+        model: Sequence[Model | Client],
+        sub_model: Sequence[Model | Client],
         pool: ClientPool,
     ) -> None:
-        def connect(spec: ModelSpec) -> Client:
-            return pool.client(spec) if isinstance(spec, str) else pool.adopt(spec)
+        self._bound: dict[int, Model] = {}
+        """Id of a client -> the model that it was connected for."""
 
-        by_depth = [connect(spec) for spec in as_list(model)]
+        def connect(spec: Model | Client) -> Client:
+            if not isinstance(spec, Model):
+                return pool.adopt(spec)
+            client = pool.bound(spec)
+            self._bound[id(client)] = spec
+            return client
+
+        by_depth = [connect(spec) for spec in model]
         if not by_depth:
             raise ConfigError("no model: give 'provider:model', for example 'openai:gpt-5-mini'")
-        subs = [connect(spec) for spec in as_list(sub_model)] if sub_model is not None else []
+        subs = [connect(spec) for spec in sub_model]
         self.root = by_depth[0]
         self.plain = subs[0] if subs else by_depth[min(1, len(by_depth) - 1)]
         self._by_depth = by_depth if len(by_depth) > 1 or not subs else [by_depth[0], subs[0]]
         self.all: tuple[Client, ...] = tuple(
             {id(client): client for client in [*by_depth, *subs]}.values()
         )
+        self._aliases = _aliases(self.all, self._bound)
 
     def rlm(self, depth: int) -> Client:
         """The model of a session at ``depth``."""
         return self._by_depth[min(depth, len(self._by_depth) - 1)]
 
     def named(self, name: str) -> Client | None:
-        """The model that a session requested, by its full name or by the part after the
+        """The model that a session requested, by its alias, its full name, or the part after the
         provider."""
         for client in self.all:
-            if name in (client.name, client.name.partition(":")[2]):
+            if name == self._aliases[id(client)]:
+                return client
+        for client in self.all:
+            if name in (client.name, client.name.partition(":")[2], bare_name(client.name)):
                 return client
         return None
 
+    def facts(self, client: Client) -> ModelFacts:
+        """What is known about the model of ``client``."""
+        bound = self._bound.get(id(client))
+        vision = getattr(client, "vision", None) if bound is None else bound.vision
+        return ModelFacts(
+            self._aliases[id(client)], client.name, client.window, client.price, vision
+        )
 
-def as_list(spec: ModelSpec | Sequence[ModelSpec]) -> list[ModelSpec]:
-    """Return ``spec`` as a list. Raises ConfigError for anything that is not a model."""
-    specs = (
-        [spec] if isinstance(spec, str | Client) or not isinstance(spec, Sequence) else list(spec)
-    )
+    def sampling(self, client: Client, run: Sampling) -> Sampling:
+        """Sampling of the replies of ``client`` in a run with the sampling ``run``."""
+        bound = self._bound.get(id(client))
+        return run if bound is None else bound.sampled_as(run)
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """What a prompt may say about one model of a run."""
+
+    alias: str
+    """Short name by which a session chooses it; unique in the run unless clients share a name."""
+    name: str
+    """``provider:model``"""
+    window: int
+    """Maximum tokens of prompt and reply together."""
+    price: Price | None
+    """Dollars per million tokens; None if it is unknown."""
+    vision: bool | None
+    """Whether it reads images; None if that is unknown."""
+
+
+def _aliases(clients: Sequence[Client], bound: Mapping[int, Model]) -> dict[int, str]:
+    """Return the alias of each client by its id: the one that was given, or else the shortest part
+    of its name that no other one has."""
+    given = {id(c): bound[id(c)].alias for c in clients if id(c) in bound}
+    aliases: dict[int, str] = {}
+    for client in clients:
+        forms = [bare_name(client.name).rpartition("/")[2], bare_name(client.name), client.name]
+        others = [
+            form
+            for other in clients
+            if other is not client
+            for form in (given.get(id(other)), other.name, *_parts(bare_name(other.name)))
+        ]
+        free = [form for form in forms if form not in others]
+        aliases[id(client)] = given.get(id(client)) or (free or forms[-1:])[0]
+    return aliases
+
+
+def _parts(name: str) -> tuple[str, str]:
+    return name, name.rpartition("/")[2]
+
+
+def as_models(spec: ModelSpec | Sequence[ModelSpec] | None) -> tuple[Model | Client, ...]:
+    """Return ``spec`` as models, whose keys are bound now, and clients. Raises ConfigError for
+    anything else."""
+    if spec is None:
+        return ()
+    specs = [spec] if isinstance(spec, str | Client) or not isinstance(spec, Sequence) else spec
+    models: list[Model | Client] = []
     for item in specs:
-        if not isinstance(item, str | Client):
+        if not isinstance(item, str | Model | Client):
             raise ConfigError(
-                f"{item!r} is not a model: give 'provider:model', for example 'openai:gpt-5-mini'"
+                f"{item!r} is not a model: give 'provider:model', for example 'openai:gpt-5-mini', "
+                "or a ramify.Model(…)"
             )
-    return specs
+        models.append(Model(item) if isinstance(item, str) else item)
+    return tuple(models)
 
 
 class LoopResources:
@@ -187,8 +253,10 @@ _SAME = DepthOptions()
 class RlmSetup(msgspec.Struct, frozen=True):
     """Validated settings of an ``RLM``, or of one of its runs."""
 
-    model: ModelSpec | Sequence[ModelSpec]
-    sub_model: ModelSpec | Sequence[ModelSpec] | None
+    model: tuple[Model | Client, ...]
+    """By depth, the root's first; the last one also serves all deeper calls."""
+    sub_model: tuple[Model | Client, ...]
+    """The first one answers everything below the root; empty if ``model`` does."""
     limits: Limits
     scaffold: Scaffold
     sandbox: SandboxSpec
@@ -203,6 +271,9 @@ class RlmSetup(msgspec.Struct, frozen=True):
     """By depth, the root's first; the last one also serves all deeper calls."""
     config: dict[str, Any] = {}
     """The same settings as plain data, for the journal."""
+
+    def __post_init__(self) -> None:
+        check_aliases([*self.model, *self.sub_model])
 
     def connect(self, resources: LoopResources) -> RunModels:
         return RunModels(self.model, self.sub_model, resources.pool)
@@ -228,9 +299,12 @@ class RlmSetup(msgspec.Struct, frozen=True):
         """Return the settings of a run with ``options``."""
         changes: dict[str, Any] = {
             name: value
-            for name in ("model", "sub_model", "limits", "sampling")
+            for name in ("limits", "sampling")
             if (value := getattr(options, name)) is not None
         }
+        for name in ("model", "sub_model"):
+            if (spec := getattr(options, name)) is not None:
+                changes[name] = as_models(spec)
         if options.model is not None and not self.has_own_scaffold:
             changes["scaffold"] = scaffold_of(None, options.model)
         search = self.search if options.search is None else search_of(options.search)
@@ -238,6 +312,8 @@ class RlmSetup(msgspec.Struct, frozen=True):
         setup = msgspec.structs.replace(self, **changes, search=search)
         plain = setup.plain() if changes else {}
         recorded = {name: plain[name] for name in changes}
+        if not {"model", "sub_model"}.isdisjoint(changes):
+            recorded["models"] = plain.get("models", [])
         config = {**self.config, **recorded, **branching, **(options.metadata or {})}
         if not options.direct:
             config["direct"] = False  # a replayed or resumed run must make the same decision
@@ -247,8 +323,9 @@ class RlmSetup(msgspec.Struct, frozen=True):
         """Return ``config`` without what concerns one run."""
         servers, tools = self.tools.servers, self.tools.recorded()
         config = {
-            "model": _names(self.model),
-            "sub_model": _names(self.sub_model or ()),
+            "model": [model.name for model in self.model],
+            "sub_model": [model.name for model in self.sub_model],
+            **({"models": given} if (given := _given(self.model, self.sub_model)) else {}),
             "limits": self.limits,
             "scaffold": self.scaffold,
             "sandbox": self.sandbox,
@@ -262,8 +339,11 @@ class RlmSetup(msgspec.Struct, frozen=True):
         return plain
 
 
-def _names(model: ModelSpec | Sequence[ModelSpec]) -> list[str]:
-    return [spec if isinstance(spec, str) else spec.name for spec in as_list(model)]
+def _given(*models: Sequence[Model | Client]) -> list[dict[str, Any]]:
+    """Return the settings of each model that has any, as plain data without secrets."""
+    every = [model for group in models for model in group if isinstance(model, Model)]
+    distinct = [model for index, model in enumerate(every) if model not in every[:index]]
+    return [{"name": m.name, **settings} for m in distinct if (settings := m.settings())]
 
 
 def stored_in(store: Store | None, what: str) -> Store:

@@ -39,6 +39,7 @@ from ramify.engine.resources import (
     DepthOptions,
     RlmSetup,
     SharedResources,
+    as_models,
     close_journal,
     new_id,
     reply_cache,
@@ -65,7 +66,7 @@ __all__ = ["RLM", "Result", "RunHandle"]
 class RLM:
     """A recursive language model.
 
-    model          ``"provider:model"`` or a client; a list gives one model per depth
+    model          ``"provider:model"``, a ``Model`` or a client; a list gives one per depth
     scaffold       prompts and conventions: a name or a ``Scaffold``; by default the one that
                    the model was made for
     sandbox        where code runs
@@ -119,8 +120,8 @@ class RLM:
         self.store = store
         self._shared = SharedResources(limits.max_concurrency, spec)
         setup = RlmSetup(
-            model,
-            options.sub_model,
+            as_models(model),
+            as_models(options.sub_model),
             limits,
             scaffold_of(scaffold, model),
             spec,

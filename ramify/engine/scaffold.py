@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from ramify.clients.base import Tool
+from ramify.clients.model import Model
 from ramify.engine import observe, retool
 from ramify.engine.action import NATIVE_TOOLS, ParsedAction, read_action
 from ramify.engine.foreign_formats import read_any
@@ -286,6 +287,8 @@ def made_for(model: object) -> str | None:
     """
     if isinstance(model, list | tuple) and model:
         return made_for(model[0])
+    if isinstance(model, Model):
+        model = model.name
     if not isinstance(model, str):
         named = getattr(model, "scaffold", None)
         return named if isinstance(named, str) else None
