@@ -32,7 +32,7 @@ PUBLIC = {
         by_score evaluate inference load open_sandbox subscribe tasks testing train vote
     """,
     "ramify.tasks": """
-        Call Cell DatasetColumns GeneratedSplit IntervalF1Score Item MathScore NumericScore
+        BatchedReward Call Cell DatasetColumns GeneratedSplit IntervalF1Score Item MathScore NumericScore
         PROGRAM_HINT PROGRAM_WORDS Rubric RubricScore SCORERS Score SimpleTask Stop Task
         TaskStart Trajectory Turn UnitTestScore WholeTrajectoryReward boxed_math choice
         dataset env_task exact f1 from_verifiers generated interval_f1 items_of last_number

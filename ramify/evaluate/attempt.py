@@ -34,7 +34,8 @@ from ramify.errors import (
     SessionDied,
 )
 from ramify.logging import RoomLogger
-from ramify.tasks.base import Item, Task, TaskStart, scored
+from ramify.tasks.base import Item, Task, TaskStart
+from ramify.tasks.run_score import scored_in_time
 from ramify.types.event import scores_of
 from ramify.types.trajectory import Stop, Trajectory
 
@@ -105,8 +106,7 @@ async def attempt(
                 **await _in_time(end, task, item, "on_end", grace_s),
             }
         if failure is None:
-            score = functools.partial(in_thread, scored, task, item, trajectory)
-            await _in_time(score, task, item, "score", grace_s)
+            await in_thread(scored_in_time, task, item, trajectory, grace_s)
             if rlm.store is not None:
                 await asyncio.to_thread(
                     rlm.store.append,

@@ -23,6 +23,7 @@ from ramify.tasks.scoring.answer_text import last_number as last_number
 from ramify.tasks.scoring.answer_text import line_f1 as line_f1
 from ramify.tasks.scoring.answer_text import normalised as normalised
 from ramify.tasks.scoring.answer_text import numeric as numeric
+from ramify.tasks.scoring.batched import BatchedReward as BatchedReward
 from ramify.tasks.scoring.choice import choice as choice
 from ramify.tasks.scoring.math_answer import MathScore as MathScore
 from ramify.tasks.scoring.math_answer import boxed_math as boxed_math

@@ -12,8 +12,8 @@ To write a task, give a function that makes an item and one that scores an answe
 
     task = SimpleTask("teal", generated("teal", make), numeric)
 
-A reward takes the answer and the item, or the whole trajectory. It returns a number, several
-numbers by name, or a ``Score``::
+A reward takes the answer and the item, or the whole trajectory. It may be async. It returns a
+number, several numbers by name, or a ``Score``::
 
     SimpleTask("teal", splits, lambda answer, item: float(answer == item.gold))
     SimpleTask(
@@ -35,7 +35,7 @@ import inspect
 import math
 import random
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
 import msgspec
@@ -43,6 +43,7 @@ import msgspec
 from ramify.errors import ConfigError, RamifyError, nearest
 from ramify.plugins import Registry
 from ramify.sandbox.base import Session
+from ramify.tasks.reward_loop import run_coroutine
 from ramify.types.trajectory import Cell, Trajectory
 
 SPLITS = ("train", "validation", "test")
@@ -400,7 +401,7 @@ def _finite(where: str, given: Mapping[str, Any]) -> dict[str, float]:
         if inspect.iscoroutine(value):
             value.close()
             raise RamifyError(
-                f"{where}: reward '{name}' is a coroutine; a score runs in a thread, so give a "
+                f"{where}: reward '{name}' is a coroutine: await it in an async reward, or give a "
                 "function without `async`"
             )
         try:
@@ -416,9 +417,10 @@ def _finite(where: str, given: Mapping[str, Any]) -> dict[str, float]:
 
 
 Worth = float | Mapping[str, float] | Score
-"""Return type of a reward function."""
-AnswerReward = Callable[[Any, Item], Worth]
-"""Reward function: (answer, item) -> reward. The answer is None if the rollout gave none."""
+"""Result of a reward function."""
+AnswerReward = Callable[[Any, Item], Worth | Coroutine[Any, Any, Worth]]
+"""Reward function, async or not: (answer, item) -> reward. The answer is None if the rollout gave
+none."""
 
 
 class WholeTrajectoryReward(msgspec.Struct, frozen=True):
@@ -428,7 +430,7 @@ class WholeTrajectoryReward(msgspec.Struct, frozen=True):
         tasks.WholeTrajectoryReward(lambda item, run: {"brief": float(len(run.calls) < 10)})
     """
 
-    reward: Callable[[Item, Trajectory], Worth]
+    reward: Callable[[Item, Trajectory], Worth | Coroutine[Any, Any, Worth]]
 
 
 class SimpleTask(msgspec.Struct, frozen=True):
@@ -466,8 +468,11 @@ class SimpleTask(msgspec.Struct, frozen=True):
         )
 
 
-def as_score(worth: Worth) -> Score:
-    """Convert the result of a reward function. A single number becomes the reward ``correct``."""
+def as_score(worth: Worth | Coroutine[Any, Any, Worth]) -> Score:
+    """Convert the result of a reward function; that of an async one is awaited. A single number
+    becomes the reward ``correct``."""
+    if isinstance(worth, Coroutine):
+        worth = run_coroutine(worth)
     if isinstance(worth, Score):
         return worth
     return Score(dict(worth)) if isinstance(worth, Mapping) else Score({"correct": worth})

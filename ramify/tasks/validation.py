@@ -16,11 +16,14 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.tasks.base import SPLITS, Item, Task, items_of, scored, total
+from ramify.tasks.base import SPLITS, Item, Task, items_of, total
+from ramify.tasks.run_score import scored_in_time
 from ramify.types.trajectory import Call, Stop, Trajectory
 
 WRONG = "(no answer of this task looks like this: 7f3a9c)"
 """Wrong answer for an item that names none."""
+SCORE_S = 30.0
+"""Seconds that the score of one answer may take."""
 _TOLERANCE = 1e-9
 _OFF = (
     "switch this check off if one answer cannot show it (task.validate=false in a recipe, "
@@ -111,7 +114,8 @@ def answered(item: Item, answer: Any) -> Trajectory:
 
 
 def _worth(task: Task, item: Item, answer: Any) -> float:
-    return total(scored(task, item, answered(item, answer)).rewards, task.weights)
+    trajectory = scored_in_time(task, item, answered(item, answer), SCORE_S)
+    return total(trajectory.rewards, task.weights)
 
 
 def _right_worth(task: Task, item: Item) -> float:

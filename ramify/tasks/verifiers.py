@@ -14,12 +14,11 @@ that need a runtime. For the opposite direction see ``evaluate/verifiers_env.py`
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ramify.errors import ConfigError, RamifyError
@@ -31,6 +30,7 @@ from ramify.tasks.base import (
     SimpleTask,
     WholeTrajectoryReward,
 )
+from ramify.tasks.reward_loop import run_coroutine
 from ramify.tasks.scoring.answer_text import as_text
 from ramify.types.trajectory import Trajectory
 
@@ -93,7 +93,7 @@ def from_verifiers(
     rows = VerifiersItems(f"{name}/{split}", taskset, context, right)
 
     def score(item: Item, trajectory: Trajectory) -> Score:
-        return _run(_scored(vf, rows.task(item), trajectory))
+        return run_coroutine(_scored(vf, rows.task(item), trajectory))
 
     return SimpleTask(name, {split: rows}, WholeTrajectoryReward(score))
 
@@ -200,26 +200,3 @@ async def _scored(vf: Any, task: Any, trajectory: Trajectory) -> Score:
 def _needs_runtime(reward: Callable[..., Any]) -> bool:
     runtime = inspect.signature(reward).parameters.get("runtime")
     return runtime is not None and runtime.default is inspect.Parameter.empty
-
-
-def _run(work: Coroutine[Any, Any, Score]) -> Score:
-    """Run ``work`` on a new event loop, in a new thread if this thread's loop is running."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append(asyncio.run(work))
-        except BaseException as error:  # noqa: BLE001 -- raised again in the calling thread
-            outcome.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    result: Score = outcome[0]
-    return result

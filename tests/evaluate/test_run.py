@@ -186,7 +186,7 @@ def test_failing_task_is_named_in_the_outcome(change: dict[str, Any], error: str
 
 def test_item_that_cannot_be_asked_does_not_affect_the_others() -> None:
     """The engine refuses an empty context: the item is named, and the other items are asked."""
-    items = [ITEMS[0], Item("How many?", "", gold=1, id="size/test/empty"), ITEMS[1]]
+    items = [ITEMS[0], Item("How many?", [], gold=1, id="size/test/empty"), ITEMS[1]]
     done = evaluated(right, SimpleTask("size", {"test": items}, TASK.reward), of=plan(items=3))
     assert [outcome.reward for outcome in done.outcomes] == [1.0, None, 1.0]
     assert done.outcomes[1].error.startswith(

@@ -30,6 +30,7 @@ from ramify.tasks.base import (
 )
 from ramify.tasks.scoring import exact, f1, normalised, numeric
 from ramify.tasks.validation import answered, validate
+from ramify.types.trajectory import Trajectory
 
 
 def make(rng: random.Random) -> Item:
@@ -171,12 +172,37 @@ def test_invalid_reward_names_task_and_item(worth: Any, message: str) -> None:
         )
 
 
-def test_async_score_function_is_rejected() -> None:
+def test_async_reward_is_awaited_on_one_loop_for_all_answers() -> None:
+    loops = []
+
     async def late(answer: Any, item: Item) -> float:
+        await asyncio.sleep(0)
+        loops.append(asyncio.get_running_loop())
+        return float(answer == item.gold)
+
+    async def whole(item: Item, trajectory: Trajectory) -> Score:
+        return Score({"correct": 0.5}, metrics={"calls": len(trajectory.calls)})
+
+    task = SimpleTask("t", {"test": [ITEM]}, late)
+    assert validate(task) == ""
+    assert [scored(task, ITEM, answered(ITEM, answer)).rewards for answer in (7, 8)] == [
+        {"correct": 1.0},
+        {"correct": 0.0},
+    ]
+    assert len(loops) == 5
+    assert len(set(loops)) == 1
+    found = scored(
+        SimpleTask("t", {"test": [ITEM]}, WholeTrajectoryReward(whole)), ITEM, answered(ITEM, 7)
+    )
+    assert (found.rewards, found.metrics) == ({"correct": 0.5}, {"calls": 1})
+
+
+def test_coroutine_inside_a_score_is_rejected() -> None:
+    async def late() -> float:
         return 1.0
 
-    task: Any = SimpleTask("t", {"test": [ITEM]}, late)  # type: ignore[arg-type]
-    with pytest.raises(RamifyError, match=r"reward 'correct' is a coroutine; .* without `async`"):
+    task: Any = SimpleTask("t", {"test": [ITEM]}, lambda answer, item: {"late": late()})
+    with pytest.raises(RamifyError, match=r"reward 'late' is a coroutine: await it"):
         scored(task, ITEM, answered(ITEM, 7))
 
 

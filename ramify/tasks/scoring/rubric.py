@@ -10,7 +10,6 @@ its reply is read. Not here: how a training run calls the judge (see ``train/sig
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ import msgspec
 from ramify.clients.base import Client, Request, Sampling
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item
+from ramify.tasks.reward_loop import run_coroutine
 from ramify.tasks.scoring.answer_text import as_text
 from ramify.types.boxed import last_boxed
 from ramify.types.message import Message
@@ -100,7 +100,7 @@ class Rubric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RubricScore(msgspec.Struct, frozen=True):
-    """Score of a task by a rubric. Each answer gets a new event loop and a new client.
+    """Score of a task by a rubric. Each answer gets a new client.
 
     Example:
         rubric = tasks.Rubric(("names the host", "gives the time"))
@@ -114,7 +114,7 @@ class RubricScore(msgspec.Struct, frozen=True):
     def __call__(self, answer: Any, item: Item) -> float:
         """Return the judge's grade. Raises RamifyError if the judge gave none, because no reward is
         better than a wrong one."""
-        text = asyncio.run(self._ask(Request(self.rubric.messages(item, answer), self.sampling)))
+        text = run_coroutine(self._ask(Request(self.rubric.messages(item, answer), self.sampling)))
         grade = self.rubric.read(text)
         if grade is None:
             raise RamifyError(

@@ -1,0 +1,70 @@
+"""The event loop of async rewards: one daemon thread per process, started at the first of them.
+
+    reward thread ── run_coroutine(reward(answer, item)) ──> loop thread ──> result or error
+
+One loop lets an async client of the user keep its connections from one answer to the next. Not
+here: time limits (see ``run_score.py``). If a coroutine that was given up still blocks the loop,
+later ones get a new loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+_STEP_S = 0.2
+"""A waiting thread becomes active this often, because only a running thread can be stopped."""
+_ANSWER_S = 1.0
+"""A loop that does not answer for this time is blocked."""
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_process = 0
+
+
+def run_coroutine(work: Coroutine[Any, Any, _T]) -> _T:
+    """Run ``work`` on the event loop of rewards and wait for its result. Do not call it on that
+    loop."""
+    loop = _running_loop()
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+    try:
+        return _result(future)
+    except BaseException:
+        if not future.done():
+            future.cancel()
+            _forget_if_blocked(loop)
+        raise
+
+
+def _result(future: Future[_T]) -> _T:
+    while True:
+        try:
+            return future.result(_STEP_S)
+        except TimeoutError:
+            if future.done():  # the coroutine's own error
+                raise
+
+
+def _running_loop() -> asyncio.AbstractEventLoop:
+    global _loop, _process
+    with _lock:
+        if _loop is None or _process != os.getpid():
+            _loop, _process = asyncio.new_event_loop(), os.getpid()
+            threading.Thread(
+                target=_loop.run_forever, daemon=True, name="ramify async rewards"
+            ).start()
+        return _loop
+
+
+def _forget_if_blocked(loop: asyncio.AbstractEventLoop) -> None:
+    global _loop
+    answered = threading.Event()
+    loop.call_soon_threadsafe(answered.set)
+    if not answered.wait(_ANSWER_S):
+        with _lock:
+            if _loop is loop:
+                _loop = None

@@ -1,0 +1,143 @@
+"""A reward function over many answers at once, in the form of TRL's reward functions.
+
+    def shorter(completions, gold, **columns):           one list per column, all of equal length
+        return [float(len(text) <= len(right)) for text, right in zip(completions, gold)]
+
+    SimpleTask("short", splits, BatchedReward(shorter, max_batch=32, concurrency=8))
+
+Rollouts end one by one, so a batch is what waits at the moment: the first answer is scored at once,
+and those that arrive while ``concurrency`` batches are running form the next ones. A reward must
+therefore not depend on which answers are in its batch. Not here: time limits (see
+``tasks/run_score.py``).
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from ramify.errors import ConfigError, RamifyError
+from ramify.tasks.base import Item
+from ramify.tasks.reward_loop import run_coroutine
+from ramify.tasks.scoring.answer_text import as_text
+
+BatchFunction = Callable[..., Sequence[Any] | Coroutine[Any, Any, Sequence[Any]]]
+"""``function(completions, **columns)``, async or not -> one reward for each completion."""
+
+
+class BatchedReward:
+    """Reward of a task that is computed for many answers at once.
+
+    Example:
+        same = lambda completions, gold: [float(a == b) for a, b in zip(completions, gold)]
+        tasks.SimpleTask("copy", splits, tasks.BatchedReward(same))
+    """
+
+    def __init__(
+        self, function: BatchFunction, *, max_batch: int = 1024, concurrency: int = 1
+    ) -> None:
+        """``function`` gets ``completions`` (the answers as text, empty for none) and the columns
+        that it has parameters for: ``prompts`` (the questions), ``gold``, ``kind``, and the keys of
+        the items' metadata. At most ``concurrency`` batches of ``max_batch`` answers run at once.
+
+        Raises ConfigError if ``function`` has no parameter ``completions``.
+        """
+        if max_batch < 1 or concurrency < 1:
+            raise ConfigError(
+                f"BatchedReward: max_batch is {max_batch} and concurrency {concurrency}; both are "
+                "at least 1"
+            )
+        parameters = inspect.signature(function).parameters
+        self._takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        if "completions" not in parameters and not self._takes_all:
+            raise ConfigError(
+                f"BatchedReward: {_name(function)} has the parameters {', '.join(parameters)}; it "
+                "needs `completions`, a list of answers"
+            )
+        self._function = function
+        self._parameters = frozenset(parameters)
+        self._max_batch = max_batch
+        self._concurrency = concurrency
+        self._lock = threading.Lock()
+        self._running = 0
+        self._waiting: list[tuple[Any, Item, Future[float]]] = []
+
+    def __call__(self, answer: Any, item: Item) -> float:
+        """Return the reward of one answer; waits for the batch that contains it. Raises RamifyError
+        if the function failed for this batch."""
+        future: Future[float] = Future()
+        with self._lock:
+            self._waiting.append((answer, item, future))
+        self._run_batches()
+        return future.result()
+
+    def __len__(self) -> int:
+        """Number of answers that wait for their batch."""
+        with self._lock:
+            return len(self._waiting)
+
+    def _run_batches(self) -> None:
+        """Run batches in this thread while answers wait and fewer than ``concurrency`` run."""
+        while True:
+            with self._lock:
+                if not self._waiting or self._running == self._concurrency:
+                    return
+                self._running += 1
+                batch = self._waiting[: self._max_batch]
+                del self._waiting[: self._max_batch]
+            try:
+                self._score(batch)
+            finally:
+                with self._lock:
+                    self._running -= 1
+
+    def _score(self, batch: Sequence[tuple[Any, Item, Future[float]]]) -> None:
+        try:
+            rewards = self._function(**self._columns([(each[0], each[1]) for each in batch]))
+            if isinstance(rewards, Coroutine):
+                rewards = run_coroutine(rewards)
+            rewards = list(rewards)
+            if len(rewards) != len(batch):
+                raise RamifyError(
+                    f"{_name(self._function)} returned {len(rewards)} rewards for {len(batch)} "
+                    "completions"
+                )
+        except BaseException as error:  # noqa: BLE001 -- raised again by each waiting thread
+            if not isinstance(error, Exception):  # the score of one answer was stopped, or exits
+                error = RamifyError(f"{_name(self._function)} was stopped: {error!r}")
+            for _, _, future in batch:
+                future.set_exception(error)
+            return
+        for (_, item, future), reward in zip(batch, rewards, strict=True):
+            if reward is None:
+                future.set_exception(
+                    RamifyError(
+                        f"{_name(self._function)} returned None for item {item.id}: an answer "
+                        "needs a number"
+                    )
+                )
+            else:
+                future.set_result(reward)
+
+    def _columns(self, answered: Sequence[tuple[Any, Item]]) -> dict[str, list[Any]]:
+        items = [item for _, item in answered]
+        columns: dict[str, list[Any]] = {
+            name: [item.metadata.get(name) for item in items]
+            for name in sorted({name for item in items for name in item.metadata})
+        }
+        columns |= {
+            "prompts": [item.question for item in items],
+            "completions": [as_text(answer) or "" for answer, _ in answered],
+            "gold": [item.gold for item in items],
+            "kind": [item.kind for item in items],
+        }
+        if self._takes_all:
+            return columns
+        return {name: column for name, column in columns.items() if name in self._parameters}
+
+
+def _name(function: Any) -> str:
+    return f"reward function '{getattr(function, '__name__', type(function).__name__)}'"
