@@ -2,7 +2,7 @@
 
     scored_in_time(task, item, trajectory, 30) ──own thread──> scored(…) ──> rewards and metrics
 
-A score that does not end is named with the line where it is, and stopped: an exception is raised in
+A score that does not end is named with its current line, and stopped: an exception is raised in
 its thread at its next Python instruction. A thread that waits outside Python (a system call) cannot
 be stopped; it is left behind. ``os._exit`` would end the whole run without a message, so in the
 thread of a score it raises an error that says so. Not here: what a score returns (see ``base.py``).
