@@ -54,6 +54,7 @@ def test_every_block_is_run_or_states_a_reason():
         "answers.md",
         "ask.md",
         "cli.md",
+        "environments.md",
         "conversations.md",
         "evaluate.md",
         "library.md",
