@@ -15,6 +15,7 @@ most that the request can cost. No report can therefore lower the recorded spend
 
     {"prompt_tokens": 9, "completion_tokens": 2}            ->  Usage(9, 2, calls=1)
     9 prompt tokens, of which 500 were cached; -3; NaN; true  ->  Usage(): unknown
+    0 prompt tokens, or 0 tokens of a reply with text         ->  unknown
 """
 
 from __future__ import annotations
@@ -177,6 +178,12 @@ class RequestBudget(Protocol):
         """
         ...
 
+    def is_enough(self) -> bool:
+        """Called before each attempt is sent. Returns False if the usage of another reply showed
+        that this model may use more than was reserved. The reservation is then free again, and
+        ``reserve`` must be called again."""
+        ...
+
     def settle(self, usage: Usage, cost: float | None) -> None:
         """Book the actual cost of the attempt."""
         ...
@@ -220,13 +227,17 @@ def counted(
     return usage if _is_consistent(usage) else Usage()
 
 
-def believed(usage: Usage, most: Usage, window: int) -> Usage:
-    """Return ``usage`` of one request, or ``most`` if it was not reported or is impossible: neither
-    prompt nor reply can be longer than the model's ``window`` of tokens."""
+def believed(reply: Reply, most: Usage, window: int) -> Usage:
+    """Return the usage of ``reply``, or ``most`` if it was not reported or is impossible: neither
+    prompt nor reply can be longer than the model's ``window`` of tokens, no prompt has zero tokens,
+    and no reply that says something."""
+    usage, message = reply.usage, reply.message
     within = usage.input_tokens <= max(most.input_tokens, window) and usage.output_tokens <= max(
         most.output_tokens, window
     )
-    return usage if usage.calls and _is_consistent(usage) and within else most
+    says = bool(message.content or message.reasoning or message.tool_calls)
+    counted = usage.input_tokens > 0 and (usage.output_tokens > 0 or not says)
+    return usage if usage.calls and _is_consistent(usage) and within and counted else most
 
 
 def dollars(reported: Any) -> float | None:

@@ -2,6 +2,7 @@
 
     ask ── account.reserve()        may wait; holds no slot meanwhile
          ─ acquire slots            first the model's limiter, then the run's
+         ─ account.is_enough()      or else again from the start
          ─ client.complete()        the slots are held only for this
          ─ settle / forfeit / release, exactly once, whatever happened
          ─ wait and retry, if the error is transient
@@ -189,16 +190,11 @@ class ClientPool:
         retries: RequestRetries,
         on_send: Callable[[], None] | None,
     ) -> Reply:
-        began = time.perf_counter()
-        try:
-            await account.reserve()
-        finally:
-            _record_wait(client, "budget", time.perf_counter() - began)
-        try:
-            entered = await self._enter(client, gate)
-        except BaseException:
-            account.release(f"{client.name}: given up before it was sent")
-            raise
+        entered = await self._reserve(client, account, gate)
+        while not account.is_enough():
+            self._gate.release()
+            gate.release()
+            entered = await self._reserve(client, account, gate)
         try:
             if on_send is not None:
                 on_send()
@@ -234,6 +230,19 @@ class ClientPool:
         gate.speed_up()
         account.settle(reply.usage, reply.cost)
         return reply
+
+    async def _reserve(self, client: Client, account: RequestBudget, gate: Limiter) -> int:
+        """Reserve the budget of an attempt, then its slots. Returns the round of ``gate``."""
+        began = time.perf_counter()
+        try:
+            await account.reserve()
+        finally:
+            _record_wait(client, "budget", time.perf_counter() - began)
+        try:
+            return await self._enter(client, gate)
+        except BaseException:
+            account.release(f"{client.name}: given up before it was sent")
+            raise
 
     async def _enter(self, client: Client, gate: Limiter) -> int:
         began, was_slowed = time.perf_counter(), gate.is_slowed
@@ -512,7 +521,7 @@ def _asked_s(error: ModelError) -> float:
 
 
 def _priced(reply: Reply, client: Client, request: Request) -> Reply:
-    usage = believed(reply.usage, request.max_usage(), client.window)
+    usage = believed(reply, request.max_usage(), client.window)
     cost = client.price.of(usage) if client.price is not None else dollars(reply.cost)
     is_full = reply.finish == "other" and reply.usage.output_tokens >= request.sampling.max_tokens
     finish = "length" if is_full else reply.finish

@@ -12,6 +12,12 @@ is refused once they cannot be.
     limit 10 calls, 8 spent, 1 held, 1 outstanding:
         reserve -> waits;  then release -> admitted,  or settle -> LimitReached
 
+Only a provider can break this, by reporting more than was reserved. Every later request to that
+model then reserves as much more, and none is sent until those in flight are settled. So a run
+exceeds a limit by no more than what the requests in flight at that moment report.
+
+    600 tokens reserved, 60,600 reported:  later requests reserve 60,000 tokens more
+
 Not here: deadlines, which cancel work in flight (see ``run_state.py``).
 """
 
@@ -145,6 +151,38 @@ def bound(max_input_tokens: int, max_output_tokens: int, price: Price | None) ->
     return ResourceAmount(1, usage.total_tokens, highest)
 
 
+class ReportedExcess(NamedTuple):
+    """The most that the replies of one model were reported to use, of those that were reported to
+    use more than was reserved for them."""
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+    extra_input: int = 0
+    """Tokens of a prompt beyond its upper bound."""
+    extra_output: int = 0
+    """Tokens of a reply beyond the maximum that was asked for."""
+    cost: float = 0.0
+    """Dollars of one reply."""
+
+    def with_report(self, most: Usage, reported: Usage, cost: float) -> ReportedExcess:
+        """Include a reply that was expected to use at most ``most``."""
+        return ReportedExcess(
+            max(self.input_tokens, reported.input_tokens),
+            max(self.output_tokens, reported.output_tokens),
+            max(self.extra_input, reported.input_tokens - most.input_tokens),
+            max(self.extra_output, reported.output_tokens - most.output_tokens),
+            max(self.cost, cost),
+        )
+
+    def raised(self, most: Usage) -> Usage:
+        """Raise the upper bound of a request."""
+        return msgspec.structs.replace(
+            most,
+            input_tokens=max(self.input_tokens, most.input_tokens + self.extra_input),
+            output_tokens=max(self.output_tokens, most.output_tokens + self.extra_output),
+        )
+
+
 class Ledger:
     """Spending of one question's tree, over all of its calls. Lives on one event loop."""
 
@@ -164,6 +202,12 @@ class Ledger:
         """Limit -> a sentence with both numbers about the last request that it ruled out."""
         self.reported: set[tuple[Stop, str]] = set()
         """(a limit, the call that has it; empty if all calls share it), once that is in the log."""
+        self.excess: dict[str, ReportedExcess] = {}
+        """Model -> its reports of more than was reserved."""
+        self.last_excess = ""
+        """A sentence with both numbers about the last such report."""
+        self.is_draining = False
+        """True while nothing is admitted, until all outstanding requests are settled."""
         self._waiting: deque[tuple[ResourceAmount, asyncio.Future[None]]] = deque()
 
     def _first_exceeded(self, total: ResourceAmount) -> Stop | None:
@@ -202,7 +246,8 @@ class Ledger:
     async def reserve(self, amount: ResourceAmount) -> None:
         """Reserve ``amount``, first come, first served. Raises LimitReached if it can never fit."""
         total = self.outstanding.plus(amount)
-        if not self._waiting and self._first_exceeded(self._committed().plus(total)) is None:
+        is_next = not self._waiting and not self.is_draining
+        if is_next and self._first_exceeded(self._committed().plus(total)) is None:
             self.outstanding = total
             return
         exceeded = self.would_pass(amount)
@@ -219,9 +264,16 @@ class Ledger:
                 self.free(amount)
             raise
 
+    def is_excess(self, reserved: ResourceAmount, usage: Usage, cost: float | None) -> bool:
+        """Whether a reply used more than was reserved for it."""
+        is_dear = (cost or 0.0) > reserved.cost * (1 + 1e-9) and math.isfinite(self.limit.cost)
+        return is_dear or usage.total_tokens > reserved.tokens
+
     def settle(self, reserved: ResourceAmount, usage: Usage, cost: float | None) -> None:
-        """Convert a reservation into spending."""
+        """Convert a reservation into spending. If it was too small, requests that are reserved but
+        not settled may use too much, too: nothing is admitted before they are settled."""
         self.outstanding = self.outstanding.minus(reserved)
+        self.is_draining = self.is_draining or self.is_excess(reserved, usage, cost)
         self.charge(usage, cost)
 
     def charge(self, usage: Usage, cost: float | None) -> None:
@@ -240,6 +292,7 @@ class Ledger:
 
     def _admit(self) -> None:
         """Admit waiting requests that fit now, in order, and refuse those that never will."""
+        self.is_draining = self.is_draining and self.outstanding.calls > 0
         while self._waiting:
             amount, admission = self._waiting[0]
             if admission.done():
@@ -248,7 +301,7 @@ class Ledger:
             exceeded = self.would_pass(amount)
             if exceeded is not None:
                 admission.set_exception(self._reached(exceeded, amount))
-            elif (
+            elif not self.is_draining and (
                 self._first_exceeded(self._committed().plus(self.outstanding).plus(amount)) is None
             ):
                 self.outstanding = self.outstanding.plus(amount)
@@ -268,10 +321,19 @@ class Ledger:
 
     def _refusal(self, stop: Stop, amount: ResourceAmount, committed: ResourceAmount) -> str:
         limit, left = self.limit, self.limit.minus(committed)
+        if stop is Stop.MAX_COST and self.spent.cost > limit.cost:
+            return (
+                f"${self.spent.cost:.3g} of ${limit.cost:g} were spent, because {self.last_excess}"
+            )
         if stop is Stop.MAX_COST:
             return (
                 f"a reply may cost ${amount.cost:.3g} and ${max(left.cost, 0):.3g} of "
                 f"${limit.cost:g} were left: lower max_reply_tokens or raise max_cost"
+            )
+        if stop is Stop.MAX_TOKENS and self.spent.tokens > limit.tokens:
+            return (
+                f"{self.spent.tokens:,} of {limit.tokens:,} tokens were used, because "
+                f"{self.last_excess}"
             )
         if stop is Stop.MAX_TOKENS:
             return (
@@ -294,3 +356,81 @@ class Ledger:
             else []
         )
         return [*rows, *costs]
+
+
+class Reservation:
+    """What one request reserves of a ledger for each of its attempts: the most that it can use,
+    given what its model was reported to use so far."""
+
+    def __init__(self, ledger: Ledger, model: str, most: Usage, price: Price | None) -> None:
+        """``most`` is the upper bound for a model that keeps to what it is asked for."""
+        self.usage = most
+        """Usage of an attempt whose usage is unknown."""
+        self.amount = ResourceAmount()
+        self._ledger = ledger
+        self._model = model
+        self._most = most
+        self._price = price
+        self.update()
+
+    @property
+    def cost(self) -> float | None:
+        """Dollars of an attempt whose usage is unknown; None if the model has no price."""
+        return self.amount.cost if self._price is not None or self.amount.cost else None
+
+    def update(self) -> bool:
+        """Compute the amount again, before an attempt. Returns whether it has changed."""
+        before, excess = self.amount, self._ledger.excess.get(self._model, ReportedExcess())
+        self.usage = excess.raised(self._most)
+        self.amount = bound(self.usage.input_tokens, self.usage.output_tokens, self._price)
+        if excess.cost > self.amount.cost:
+            self.amount = self.amount._replace(cost=excess.cost)
+        return self.amount != before
+
+    async def reserve(self) -> None:
+        """Reserve for one attempt. Raises LimitReached if it can never fit."""
+        self.update()
+        while True:
+            reserved = self.amount
+            await self._ledger.reserve(reserved)
+            if not self.update():
+                return
+            self._ledger.free(reserved)  # a report that came meanwhile showed that it is too little
+
+    def is_enough(self) -> bool:
+        """Whether an attempt may be sent on its reservation now. If not, the reservation is free
+        again."""
+        if not self._ledger.is_draining:
+            return True
+        self.free()
+        return False
+
+    def free(self) -> None:
+        """Return the reservation of an attempt that cost nothing."""
+        self._ledger.free(self.amount)
+
+    def settle(self, usage: Usage, cost: float | None, request: str) -> str:
+        """Book the usage of an attempt; the upper bound if it is unknown. Returns a sentence about
+        ``request`` if more was reported than was reserved."""
+        if usage.unknown_calls:
+            usage, cost = self.usage, self.cost
+        reserved, is_excess = self.amount, self._ledger.is_excess(self.amount, usage, cost)
+        if is_excess:
+            self.expect(usage, cost, request)
+        self._ledger.settle(reserved, usage, cost)
+        return self._ledger.last_excess if is_excess else ""
+
+    def expect(self, usage: Usage, cost: float | None, request: str) -> None:
+        """Expect of later requests to the model that they use as much as ``request`` did."""
+        excess = self._ledger.excess.get(self._model, ReportedExcess())
+        self._ledger.excess[self._model] = excess.with_report(self._most, usage, cost or 0.0)
+        reported, reserved = (
+            f"{tokens:,} tokens" + ("" if cost is None else f" (${dollars:.3g})")
+            for tokens, dollars in (
+                (usage.total_tokens, cost or 0.0),
+                (self.amount.tokens, self.amount.cost),
+            )
+        )
+        self._ledger.last_excess = (
+            f"{self._model} reported {reported} for {request}, which had reserved {reserved}"
+        )

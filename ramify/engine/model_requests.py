@@ -21,7 +21,7 @@ import msgspec
 from ramify.clients.base import Client, Request, Tool, reasons
 from ramify.clients.pool import ClientPool
 from ramify.engine import observe, retool
-from ramify.engine.limits import Ledger, Limits, ResourceAmount, bound
+from ramify.engine.limits import Ledger, Limits, Reservation, ResourceAmount
 from ramify.errors import (
     ConfigError,
     LimitReached,
@@ -66,6 +66,8 @@ class ModelRequests:
         self.ledger = Ledger(setup.limits, priced=any(has_price))
         if not all(has_price):
             self.ledger.cost = None  # until a model with a known price has replied
+        self._last_word: Reservation | None = None
+        """What is held for the root's final request."""
         self._reasoning: dict[str, int] = {}
         """Model -> tokens of hidden reasoning that a reply may have."""
         self.under_way: set[TurnRequest] = set()
@@ -243,7 +245,14 @@ class ModelRequests:
         request = Request((*call.messages, *new), self.sampling)
         later = self.reply_tokens(call, longer) + setup.scaffold.max_output_chars + 1000
         tokens = call.max_input_tokens(request, len(call.messages)) + later
-        return self.ledger.hold(bound(tokens, self._last_word_tokens(call), call.client.price))
+        most = Usage(tokens, self._last_word_tokens(call), calls=1)
+        self._last_word = Reservation(self.ledger, call.client.name, most, call.client.price)
+        return self.ledger.hold(self._last_word.amount)
+
+    def raise_last_word(self) -> None:
+        """Hold more for the root's final request, if its model was reported to use more."""
+        if self.ledger.held.calls and self._last_word is not None and self._last_word.update():
+            self.ledger.hold(self._last_word.amount)
 
     def _found(self, turn: TurnRequest) -> tuple[Reply, int] | None:
         """Return (reply, number of reused ids) from the recorded run or from the cache, or None.
@@ -261,7 +270,7 @@ class ModelRequests:
             if reply is not None and recording.is_fork:
                 return _free(reply), recording.reused_ids(call.id, call.turn)
             if reply is not None:
-                self.ledger.charge(reply.usage, reply.cost)
+                turn.book_recorded(reply)
                 return reply, recording.reused_ids(call.id, call.turn)
             code = recording.given.get((call.id, call.turn))
             if code is not None:
@@ -343,9 +352,15 @@ class TurnRequest:
         self._requests = requests
         self._new = new
         self._reused = reused
-        max_input_tokens = call.max_input_tokens(self.request, reused)
-        self._usage = Usage(max_input_tokens, sampling.max_tokens, calls=1, unknown_calls=1)
-        self._amount = bound(max_input_tokens, sampling.max_tokens, call.client.price)
+        most = Usage(
+            call.max_input_tokens(self.request, reused),
+            sampling.max_tokens,
+            calls=1,
+            unknown_calls=1,
+        )
+        self._reservation = Reservation(requests.ledger, call.client.name, most, call.client.price)
+        self._excess = ""
+        """A sentence, if the reply used more than was reserved."""
 
     def adopt(self, recording: RecordedReplies) -> None:
         """Use the recorded prompt if this one differs from it only in the limits that it states."""
@@ -390,30 +405,47 @@ class TurnRequest:
                 reused_ids=reused_ids,
             )
         )
+        if self._excess:
+            self._requests.run.warn_of_excess(call, self._excess)
         call.advance(self._reused, self._new, reply, reused_ids)
 
     # --- the ``RequestBudget`` of each attempt ----------------------------------------------------
 
     async def reserve(self) -> None:
-        await self._requests.ledger.reserve(self._amount)
+        await self._reservation.reserve()
         if self._requests.run.suspension is not None:
-            self._requests.ledger.free(self._amount)
+            self._reservation.free()
             await self._requests.run.suspended(self._requests.run.suspension)
         self._requests.under_way.add(self)
 
+    def is_enough(self) -> bool:
+        is_enough = self._reservation.is_enough()
+        if not is_enough:
+            self._requests.over(self)
+        return is_enough
+
     def settle(self, usage: Usage, cost: float | None) -> None:
-        if usage.unknown_calls:
-            usage, cost = self.most()
-        self._requests.ledger.settle(self._amount, usage, cost)
+        self._excess = self._reservation.settle(usage, cost, self._name)
+        if self._excess:
+            self._requests.raise_last_word()
 
     def release(self, error: str) -> None:
-        self._requests.ledger.free(self._amount)
+        self._reservation.free()
         self._attempted(error, Usage(), None)
 
     def forfeit(self, error: str) -> None:
         usage, cost = self.most()
-        self._requests.ledger.settle(self._amount, usage, cost)
+        self._reservation.settle(usage, cost, self._name)
         self._attempted(error, usage, cost)
+
+    def book_recorded(self, reply: Reply) -> None:
+        """Book a reply that the run had received before it was cut off."""
+        ledger, usage = self._requests.ledger, reply.usage
+        if not usage.unknown_calls and ledger.is_excess(
+            self._reservation.amount, usage, reply.cost
+        ):
+            self._reservation.expect(usage, reply.cost, self._name)
+        ledger.charge(usage, reply.cost)
 
     def charge_in_flight(self) -> None:
         """Charge the upper bound of the recorded attempt that was in flight when the run was cut
@@ -424,7 +456,11 @@ class TurnRequest:
 
     def most(self) -> tuple[Usage, float | None]:
         """Return everything that was reserved, as an upper bound."""
-        return self._usage, self._amount.cost if self.call.client.price is not None else None
+        return self._reservation.usage, self._reservation.cost
+
+    @property
+    def _name(self) -> str:
+        return f"call {self.call.id}, turn {self.call.turn}"
 
     def _attempted(self, error: str, usage: Usage, cost: float | None) -> None:
         recorder = self._requests.run.recorder

@@ -74,6 +74,8 @@ class RunState:
         """Why the run is ending early, if it is."""
         self.suspension: RamifyError | None = None
         """Why the run is being suspended, if it is."""
+        self._has_excess = False
+        """Whether a reply used more than was reserved."""
         self._main = asyncio.current_task()
         recorder.on_trouble = self.suspend
         self._resources = resources
@@ -285,6 +287,16 @@ class RunState:
 
     def note(self, call: LiveCall, text: str) -> None:
         self.recorder.emit(NoteAdded(at_s=self.recorder.now(), call=call.id, text=text))
+
+    def warn_of_excess(self, call: LiveCall, text: str) -> None:
+        """Record that a reply used more than was reserved. Only the first one is a warning: a model
+        whose reports grow would give many."""
+        is_first, self._has_excess = not self._has_excess, True
+        prefix = "warning: " if is_first else ""
+        note = f"{prefix}{text}; later requests to it reserve as much"
+        self.recorder.emit(
+            NoteAdded(at_s=self.recorder.now(), call=call.id, text=note, is_warning=is_first)
+        )
 
     def first_message(self, call: LiveCall, about: str = "", *, is_next: bool = False) -> str:
         """Return the first message of ``call``. ``is_next`` means that it follows another question

@@ -7,8 +7,8 @@
     max-tokens = 50_000_000     # total tokens
 
 When a run begins, its maximum cost is held back; when it ends, its actual cost is booked. So a key
-never exceeds its budget, however many runs it has at a time. Held amounts are saved before the run
-begins: if the server is killed, they count as spent.
+keeps its budget as its runs keep their limits, however many it has at a time. Held amounts are
+saved before the run begins: if the server is killed, they count as spent.
 """
 
 from __future__ import annotations

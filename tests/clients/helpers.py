@@ -27,6 +27,9 @@ class Books:
     async def reserve(self) -> None:
         self.open += 1
 
+    def is_enough(self) -> bool:
+        return True
+
     def settle(self, usage: Usage, cost: float | None) -> None:
         self.usage += usage
         self.cost = cost

@@ -19,7 +19,7 @@ import msgspec
 
 from ramify.clients.base import Client, Request, Sampling
 from ramify.clients.pool import ClientPool
-from ramify.engine.limits import Ledger, Limits, ResourceAmount, bound
+from ramify.engine.limits import Ledger, Limits, Reservation
 from ramify.engine.model_requests import prompt_hash
 from ramify.errors import ConfigError, RamifyError
 from ramify.store.call_cache import CallCache
@@ -116,32 +116,43 @@ class LedgerBudget:
     """The budget of one request: reserved in each of ``ledgers`` before it is sent."""
 
     def __init__(self, client: Client, request: Request, *ledgers: Ledger) -> None:
-        self._ledgers = ledgers
-        self._client = client
-        self._most = request.max_usage()
-        self._amount: ResourceAmount = bound(
-            request.max_input_tokens(), request.sampling.max_tokens, client.price
+        most = Usage(
+            request.max_input_tokens(), request.sampling.max_tokens, calls=1, unknown_calls=1
         )
+        self._name = f"a request to {client.name}"
+        self._reservations = [
+            Reservation(ledger, client.name, most, client.price) for ledger in ledgers
+        ]
 
     async def reserve(self) -> None:
-        for index, ledger in enumerate(self._ledgers):
+        for index, reservation in enumerate(self._reservations):
             try:
-                await ledger.reserve(self._amount)
+                await reservation.reserve()
             except BaseException:
-                for earlier in self._ledgers[:index]:
-                    earlier.free(self._amount)
+                for earlier in self._reservations[:index]:
+                    earlier.free()
                 raise
 
+    def is_enough(self) -> bool:
+        enough = [each.is_enough() for each in self._reservations]
+        if all(enough):
+            return True
+        for reservation, is_reserved in zip(self._reservations, enough, strict=True):
+            if is_reserved:
+                reservation.free()
+        return False
+
     def settle(self, usage: Usage, cost: float | None) -> None:
-        for ledger in self._ledgers:
-            ledger.settle(self._amount, usage, cost)
+        for reservation in self._reservations:
+            reservation.settle(usage, cost, self._name)
 
     def forfeit(self, error: str) -> None:
-        self.settle(self._most, self._amount.cost if self._client.price is not None else None)
+        for reservation in self._reservations:
+            reservation.settle(reservation.usage, reservation.cost, self._name)
 
     def release(self, error: str) -> None:
-        for ledger in self._ledgers:
-            ledger.free(self._amount)
+        for reservation in self._reservations:
+            reservation.free()
 
 
 def put_on_tree(trajectory: Trajectory, readings: Mapping[str, SignalScore]) -> None:
