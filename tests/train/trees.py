@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Group, Parent, Stop, Trajectory, Turn
 
@@ -45,6 +47,13 @@ def call(
         stop=stop,
         **options,
     ), reward
+
+
+def cut(id: str, num: int, **options: Any) -> tuple[Call, float | None]:
+    """Return a call whose only reply was cut at its token limit."""
+    made, reward = call(id, num, **options)
+    made.turns[-1].reply = msgspec.structs.replace(made.turns[-1].reply, finish="length")
+    return made, reward
 
 
 def tree(*calls: tuple[Call, float | None], reward: float | None = None) -> Trajectory:

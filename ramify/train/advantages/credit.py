@@ -12,10 +12,11 @@ without tokens or tensors:
 is the task's), which calls attempt the same sub-task (the same question over the same context), and
 that a continuation of a call (``Call.fork``) counts as its sibling, under the same parent.
 
-``LengthLimits`` decides how long or cut-off rollouts are treated. A rollout that was cut off by a
-limit says little about the answer it would have given. ``punish`` (the default) keeps its score.
-``mask`` keeps it in the baseline but removes its tokens from the loss (DAPO's overlong filtering).
-The soft overlong penalty and the length penalty change the reward before any comparison.
+``Overlong`` decides how a call is treated whose last reply was cut at its token limit, which says
+little about the answer it would have given. ``punish`` (the default) keeps its score. ``mask``
+keeps it in the baseline but removes its tokens from the loss (DAPO's overlong filtering). A call
+that used up its turns, calls, tokens or dollars is a failure of the policy: it keeps its score with
+both. The soft overlong penalty and the length penalty change the reward before any comparison.
 
 Not here: the comparison itself (see group_estimators.py), and how much each token weighs (see
 weight.py).
@@ -356,6 +357,13 @@ def was_cut_off(call: Call) -> bool:
     """Whether a limit ended the call or its last reply."""
     by_limit = call.stop is not None and call.stop.is_truncated()
     return by_limit or (bool(call.turns) and call.turns[-1].reply.finish == "length")
+
+
+def ends_in_cut_reply(call: Call) -> bool:
+    """Whether the last reply of the call was cut at its token limit, and no limit of the run ended
+    the call."""
+    by_limit = call.stop is not None and call.stop.is_truncated()
+    return bool(call.turns) and call.turns[-1].reply.finish == "length" and not by_limit
 
 
 def length_of(trajectory: Trajectory) -> RolloutLength:

@@ -37,13 +37,13 @@ from ramify.train.advantages.credit import (
     Numbers,
     Overlong,
     RolloutLength,
+    ends_in_cut_reply,
     length_of,
     length_penalty,
     num_sampled,
     sampled,
     soft_overlong,
     tree_of,
-    was_cut_off,
     why_unscored,
 )
 from ramify.train.advantages.weight import MeanTokens, Reduction, Share, Weights, shares_of
@@ -91,7 +91,9 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Leave groups without any advantage out of the step (the zero-variance filter). ``calls``:
     also each call whose own advantage is 0."""
     overlong: Overlong = "punish"
-    """How a cut-off call is treated: ``punish`` keeps its score, ``mask`` gives it no loss."""
+    """How a call is treated whose last reply was cut at its token limit: ``punish`` keeps its
+    score, ``mask`` gives it no loss (and none to the whole tree if it is the root). A call that
+    used up its turns, calls, tokens or dollars keeps its score with both."""
     max_rollout_tokens: int | None = None
     """Sampled tokens per rollout at which the soft overlong penalty reaches -1; None: no
     penalty."""
@@ -329,8 +331,8 @@ def _for_length(
     return rewards
 
 
-def _is_trained(call: Call, options: GroupOptions, cut_off_root: bool) -> bool:
-    if options.overlong == "mask" and (cut_off_root or was_cut_off(call)):
+def _is_trained(call: Call, options: GroupOptions, is_root_cut: bool) -> bool:
+    if options.overlong == "mask" and (is_root_cut or ends_in_cut_reply(call)):
         return False
     if call.kind == "judge":
         return False
@@ -342,11 +344,11 @@ def _is_trained(call: Call, options: GroupOptions, cut_off_root: bool) -> bool:
 def _counts(rollout: _Rollout, options: GroupOptions) -> dict[str, int]:
     """Call id -> number of tokens that may carry loss."""
     trajectory = rollout.trajectory
-    cut_off = was_cut_off(trajectory.root)
+    is_root_cut = ends_in_cut_reply(trajectory.root)
     only = options.drop_zero_variance == "calls"
     return {
         call.id: num_sampled(call)
-        if _is_trained(call, options, cut_off)
+        if _is_trained(call, options, is_root_cut)
         and not (only and abs(rollout.numbers[call.id]) <= NO_ADVANTAGE)
         else 0
         for call in trajectory.calls

@@ -36,8 +36,8 @@ from ramify.train.advantages.reinforce_pp import ReinforcePP
 from ramify.train.advantages.remax import ReMax
 from ramify.train.data.compile import token_sequences
 from ramify.types.sequence import TokenSequence
-from ramify.types.trajectory import Group, Stop, Trajectory
-from tests.train.trees import call, group, tree
+from ramify.types.trajectory import Group, Trajectory
+from tests.train.trees import call, cut, group, tree
 
 
 def with_id(id: str, trajectory: Trajectory) -> Trajectory:
@@ -422,10 +422,10 @@ def test_notes_on_failed_rollouts_are_limited_and_the_rest_counted() -> None:
     assert found.notes[3:] == ["6 more rollouts are left out for such reasons"]
 
 
-def test_every_estimator_can_mask_cut_off_rollouts() -> None:
+def test_every_estimator_can_mask_cut_replies() -> None:
     groups = [
         group(
-            with_id("x", tree(call("0", 2, stop=Stop.MAX_TOKENS), reward=1)),
+            with_id("x", tree(cut("0", 2), reward=1)),
             with_id("y", tree(call("0", 2), reward=0)),
         )
     ]

@@ -15,8 +15,8 @@ from ramify.errors import ConfigError
 from ramify.train.advantages.base import AssignedStep, remembering
 from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
 from ramify.train.advantages.weight import MeanTokens
-from ramify.types.trajectory import Group, Stop
-from tests.train.trees import call, group, tree
+from ramify.types.trajectory import Group, Stop, Trajectory
+from tests.train.trees import call, cut, group, tree
 
 STEEP = 0.5 / (0.5**0.5 + 1e-6)
 
@@ -169,26 +169,36 @@ def test_step_without_signal_gives_the_reason(algorithm: Any, batch: list[Group]
     assert found.no_signal.startswith(why)
 
 
-def test_cut_off_calls_are_masked_with_overlong_mask() -> None:
-    cut = call("0.0", 3, stop=Stop.MAX_TURNS)
-    batch = [group(tree(call("0", 2), cut, reward=1), tree(call("0", 4), reward=0))]
+def masked(*rollouts: Trajectory, **options: Any) -> list[set[str]]:
+    """The calls of each rollout that carry loss with ``overlong=mask``."""
+    algorithm = DrGRPO(credit="root", overlong="mask", **options)
+    found = algorithm.assign_advantages([group(*rollouts)], {}).rollouts
+    return [{key[0] for key in each.credits} for each in found]
+
+
+def test_cut_replies_are_masked_with_overlong_mask() -> None:
+    wrong = tree(call("0", 4), reward=0)
+    batch = [group(tree(call("0", 2), cut("0.0", 3), reward=1), wrong)]
     assert [
         key[0] for key in DrGRPO(credit="root").assign_advantages(batch, {}).rollouts[0].credits
     ] == ["0", "0.0"]
-    masked = (
-        DrGRPO(credit="root", overlong="mask", reduction="rollout")
-        .assign_advantages(batch, {})
-        .rollouts[0]
-        .credits
-    )
-    assert {key[0]: s.rl for key, s in masked.items()} == {"0": [0.5, 0.5]}
-    batch = [
-        group(
-            tree(call("0", 2, stop=Stop.DEADLINE), call("0.0", 3), reward=1),
-            tree(call("0", 4), reward=0),
-        )
-    ]
-    assert len(DrGRPO(credit="root", overlong="mask").assign_advantages(batch, {}).rollouts) == 1
+    found = DrGRPO(credit="root", overlong="mask", reduction="rollout")
+    credits = found.assign_advantages(batch, {}).rollouts[0].credits
+    assert {key[0]: s.rl for key, s in credits.items()} == {"0": [0.5, 0.5]}
+    root_is_cut = tree(cut("0", 2, stop=Stop.NO_CODE), call("0.0", 3), reward=1)
+    assert masked(root_is_cut, wrong) == [{"0"}]
+
+
+@pytest.mark.parametrize(
+    "stop", [Stop.MAX_TURNS, Stop.MAX_CALLS, Stop.MAX_TOKENS, Stop.MAX_COST, Stop.DEADLINE]
+)
+def test_used_up_limits_are_not_masked(stop: Stop) -> None:
+    """One right rollout, six that a limit ended (the last reply of three was cut, too) and a wrong
+    one: all eight teach."""
+    ended = [tree(call("0", 2, stop=stop), call("0.0", 3), reward=0) for _ in range(3)]
+    ended += [tree(cut("0", 2, stop=stop), reward=0) for _ in range(3)]
+    found = masked(tree(call("0", 2), reward=1), *ended, tree(call("0", 4), reward=0))
+    assert found == [{"0"}, *[{"0", "0.0"}] * 3, *[{"0"}] * 4]
 
 
 def test_overlong_and_length_penalties_lower_the_reward() -> None:
