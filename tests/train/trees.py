@@ -52,7 +52,8 @@ def call(
 def cut(id: str, num: int, **options: Any) -> tuple[Call, float | None]:
     """Return a call whose only reply was cut at its token limit."""
     made, reward = call(id, num, **options)
-    made.turns[-1].reply = msgspec.structs.replace(made.turns[-1].reply, finish="length")
+    reply = msgspec.structs.replace(made.turns[-1].reply, finish="length")
+    made.turns[-1] = msgspec.structs.replace(made.turns[-1], reply=reply)
     return made, reward
 
 
