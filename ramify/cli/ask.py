@@ -243,8 +243,8 @@ def mcp_tools(settings: dict[str, Any]) -> contextlib.AbstractContextManager[Mcp
 def _warm_up(model: str, spec: SandboxSpec | None) -> None:
     """Start slow work in the background while this thread imports modules and reads files.
 
-    The sandbox server starts in its own process. A thread imports what the client needs for TLS,
-    which mostly reads certificates and releases Python's lock.
+    The sandbox server starts in its own process. A thread reads the certificate authorities, which
+    mostly releases Python's lock.
     """
     from ramify.clients.providers import IN_PROCESS, PROVIDERS, resolve, split_name
     from ramify.sandbox.base import launch
@@ -257,7 +257,14 @@ def _warm_up(model: str, spec: SandboxSpec | None) -> None:
         import threading
 
         # Not a daemon: OpenSSL crashes if the process ends while certificates are read.
-        threading.Thread(target=__import__, args=("ramify.clients.https",)).start()
+        threading.Thread(target=_read_authorities).start()
+
+
+def _read_authorities() -> None:
+    from ramify.clients.tls import tls_context
+
+    with contextlib.suppress(ConfigError):  # the first request reports it
+        tls_context()
 
 
 def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:

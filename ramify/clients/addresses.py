@@ -29,6 +29,13 @@ def is_http_url(url: str) -> bool:
         return False
 
 
+def proxy_variable(url: str) -> str:
+    """Return the environment variable that names the proxy for ``url``, or the one that would."""
+    scheme = urlsplit(url).scheme
+    names = (f"{scheme}_proxy", f"{scheme.upper()}_PROXY", "all_proxy", "ALL_PROXY")
+    return next((name for name in names if os.environ.get(name)), names[1])
+
+
 def proxy_for(url: str) -> str | None:
     """Return the proxy that the environment configures for ``url``, or None. Raises ConfigError."""
     if sys.platform not in ("darwin", "win32") and not any(

@@ -1,10 +1,9 @@
-"""Unpacking of compressed replies, with a limit on what they unpack to.
+"""Unpacking of compressed replies as they arrive, with a limit on what they unpack to.
 
     gzip, deflate   unpacked; damage is an error that another attempt may not have
     br, zstd, …     an error at once: the next reply would be compressed in the same way
 
-Ramify asks for no compression, but some gateways compress anyway. Not here: TLS connections, whose
-library unpacks replies itself (see ``https.py``).
+Ramify asks for no compression, but some gateways compress anyway.
 """
 
 from __future__ import annotations
@@ -14,27 +13,35 @@ import zlib
 from ramify.errors import BadReply
 
 
-def unpack(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Unpack ``body``, compressed as its header Content-Encoding says, to at most ``max_bytes``.
+class Unpacker:
+    """Unpacks one body, piece by piece."""
 
-    Raises BadReply.
-    """
-    if encoding in ("", "identity"):
-        return body
-    if encoding not in ("gzip", "x-gzip", "deflate"):
-        error = BadReply(f"the reply is compressed ({encoding[:40]}), which was not asked for")
-        error.transient = False
-        raise error
-    decoder = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)  # recognizes gzip and zlib
-    try:
-        unpacked = decoder.decompress(body, max_bytes + 1)
-    except zlib.error as failure:
-        raise BadReply(f"the reply is not valid {encoding}: {failure}") from None
-    if len(unpacked) > max_bytes:
-        raise too_long(max_bytes)
-    if not decoder.eof:
-        raise BadReply(f"the reply is not valid {encoding}: it is incomplete")
-    return unpacked
+    def __init__(self, encoding: str, max_bytes: int) -> None:
+        """``encoding`` is the value of Content-Encoding. Raises BadReply if it is not known."""
+        if encoding not in ("gzip", "x-gzip", "deflate"):
+            error = BadReply(f"the reply is compressed ({encoding[:40]}), which was not asked for")
+            error.transient = False
+            raise error
+        self._encoding = encoding
+        self._max_bytes = max_bytes
+        self._left = max_bytes
+        self._zlib = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)  # recognizes gzip and zlib
+
+    def feed(self, data: bytes) -> bytes:
+        """Return what the next bytes of the body unpack to. Raises BadReply."""
+        try:
+            unpacked = self._zlib.decompress(data, self._left + 1)
+        except zlib.error as failure:
+            raise BadReply(f"the reply is not valid {self._encoding}: {failure}") from None
+        self._left -= len(unpacked)
+        if self._left < 0:
+            raise too_long(self._max_bytes)
+        return unpacked
+
+    def end(self) -> None:
+        """Raise BadReply if the body ended too early."""
+        if not self._zlib.eof:
+            raise BadReply(f"the reply is not valid {self._encoding}: it is incomplete")
 
 
 def too_long(max_bytes: int) -> BadReply:

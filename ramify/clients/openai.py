@@ -1,7 +1,7 @@
 """Client for any server that implements OpenAI's chat completions, or its responses API.
 
 It sends each request once and turns bad answers into errors. ``chat_json.py`` translates the JSON,
-or ``responses_json.py`` if the URL ends in ``/responses``, ``http1.py`` sends the bytes, and
+or ``responses_json.py`` if the URL ends in ``/responses``, ``transport.py`` sends the bytes, and
 ``providers.py`` defines addresses and differences between providers. Not here: rate limiting,
 retries and prices (see ``pool.py``).
 """
@@ -15,8 +15,8 @@ import msgspec
 from ramify.clients import chat_json, responses_json
 from ramify.clients.base import Price, Request
 from ramify.clients.chat_json import from_status, redacted
-from ramify.clients.http1 import HttpConnectionPool, HttpResponse, route_to
 from ramify.clients.providers import RESPONSES_PATH, Endpoint
+from ramify.clients.transport import HttpConnectionPool, HttpResponse, route_to
 from ramify.errors import BadReply, ModelError, Refused
 from ramify.types.message import Reply
 
@@ -48,7 +48,8 @@ class OpenAIClient:
         fields = self._format.body_fields(request, self._endpoint, self._limit_field)
         body = chat_json.encode(fields)
         started = time.perf_counter()
-        answer = await self._wire.sender(self._route).post(self.name, self._route, body)
+        async with self._wire.send(self.name, self._route, body) as exchange:
+            answer = await exchange.read()
         seconds = time.perf_counter() - started
         if answer.status != 200:
             raise self._refusal(answer)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
+import subprocess
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from ramify.clients.base import Request, Sampling
@@ -88,3 +91,19 @@ def says(body: bytes, status: int = 200, **headers: str) -> Says:
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(main, 100))
+
+
+def self_signed(folder: Path) -> tuple[Path, Path]:
+    """Return a certificate for ``localhost`` that signs itself, and its key."""
+    pem, key = folder / "cert.pem", folder / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    command = ["openssl", "req", "-x509", *curve, *subject, "-keyout", str(key), "-out", str(pem)]
+    subprocess.run(command, check=True, capture_output=True)
+    return pem, key
+
+
+def server_tls(certificate: tuple[Path, Path]) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    return context

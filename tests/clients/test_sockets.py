@@ -1,8 +1,7 @@
 """Sockets: proxies and certificate authorities from the environment, and lazy imports."""
 
 import asyncio
-import shutil
-import ssl
+import contextlib
 import subprocess
 import sys
 
@@ -11,8 +10,8 @@ import pytest
 from ramify.clients.addresses import proxy_for
 from ramify.clients.loopback import LoopbackServer
 from ramify.clients.pool import ClientPool
-from ramify.errors import ConfigError, Unreachable
-from tests.clients.helpers import Books, Says, request, run
+from ramify.errors import ConfigError, ModelError, Unreachable
+from tests.clients.helpers import Books, Says, request, run, server_tls
 
 REPLY = b'{"choices": [{"message": {"content": "hello"}}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}'
 VARIABLES = (
@@ -128,50 +127,162 @@ def test_unreachable_proxy_is_named_without_its_password(monkeypatch):
     assert run(main()) == (True, False)
 
 
-@pytest.fixture
-def certificate(tmp_path):
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed")
-    pem, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:prime256v1",
-            "-nodes",
-            "-days",
-            "2",
-            "-subj",
-            "/CN=localhost",
-            "-addext",
-            "subjectAltName=DNS:localhost",
-            "-keyout",
-            str(key),
-            "-out",
-            str(pem),
-        ],
-        check=True,
-        capture_output=True,
+class Tunnel:
+    """A proxy that opens connections on CONNECT, or refuses with ``status``."""
+
+    def __init__(self, status=200, early=b"", tls=None):
+        self.heads, self._answer, self._tls = [], b"HTTP/1.1 %d X\r\n\r\n%s" % (status, early), tls
+        self._is_open = status == 200
+
+    async def __aenter__(self):
+        self._server = await asyncio.start_server(self._talk, "127.0.0.1", 0, ssl=self._tls)
+        self.port = self._server.sockets[0].getsockname()[1]
+        self._tasks = set()
+        return self
+
+    async def __aexit__(self, *exc):
+        self._server.close()
+        await asyncio.gather(*self._tasks)
+        await self._server.wait_closed()
+
+    async def _talk(self, reader, writer):
+        self._tasks.add(asyncio.current_task())
+        head = await reader.readuntil(b"\r\n\r\n")
+        self.heads.append(head.decode())
+        writer.write(self._answer)
+        if self._is_open:
+            place = head.split()[1].decode().rsplit(":", 1)
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", int(place[1]))
+            await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer))
+        writer.close()
+
+
+async def pump(reader, writer):
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(65536):
+            writer.write(data)
+    writer.close()
+
+
+@pytest.mark.parametrize("near", ["plain", "TLS"])
+def test_tls_goes_through_a_proxy(near, certificate, monkeypatch):
+    """The proxy sees the host and its password, and nothing of the request."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+    tls = server_tls(certificate)
+
+    async def main():
+        http = LoopbackServer(lambda exchange: exchange.send(200, REPLY), tls=tls)
+        await http.start()
+        async with Tunnel(tls=tls if near == "TLS" else None) as proxy:
+            scheme = "https" if near == "TLS" else "http"
+            monkeypatch.setenv("https_proxy", f"{scheme}://user:pass@localhost:{proxy.port}")
+            pool = ClientPool()
+            client = pool.client(f"vllm:m@https://localhost:{http.port}/v1")
+            texts = [(await pool.ask(client, request(), Books())).message.content for _ in range(2)]
+            await pool.close()
+        await http.close()
+        return texts, proxy.heads, http.port
+
+    texts, heads, port = run(main())
+    place = f"localhost:{port}"
+    assert texts == ["hello", "hello"]
+    assert heads == [
+        f"CONNECT {place} HTTP/1.1\r\nHost: {place}\r\n"
+        "Proxy-Authorization: Basic dXNlcjpwYXNz\r\n\r\n"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("status", "early", "says", "again"),
+    [
+        (407, b"", "the proxy answered 407: it wants a user and password in its URL", False),
+        (403, b"", "the proxy answered 403", False),
+        (502, b"", "the proxy answered 502", True),
+        (200, b"HTTP/1.1 200 OK\r\n\r\n", "the proxy answered 200", False),
+    ],
+)
+def test_proxy_that_opens_no_connection_is_named(status, early, says, again, monkeypatch):
+    async def main():
+        async with Tunnel(status, early) as proxy:
+            proxy._is_open = False
+            monkeypatch.setenv("HTTPS_PROXY", f"http://user:pass@127.0.0.1:{proxy.port}")
+            pool = ClientPool(max_attempts=1)
+            with pytest.raises(Unreachable) as caught:
+                await pool.ask(pool.client("vllm:m@https://model.invalid/v1"), request(), Books())
+            await pool.close()
+            return str(caught.value), caught.value.transient, proxy.port
+
+    text, transient, port = run(main())
+    assert text.endswith(
+        f"cannot reach https://model.invalid/v1/chat/completions through the proxy "
+        f"http://127.0.0.1:{port} ({says}); set HTTPS_PROXY, or name model.invalid in NO_PROXY"
     )
-    return pem, key
+    assert transient is again
+
+
+def test_dead_proxy_is_named_with_its_variable(monkeypatch):
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")
+
+    async def main():
+        pool = ClientPool(max_attempts=1)
+        with pytest.raises(Unreachable) as caught:
+            await pool.ask(pool.client("vllm:m@https://model.invalid/v1"), request(), Books())
+        await pool.close()
+        return str(caught.value)
+
+    assert run(main()).endswith(
+        "through the proxy http://127.0.0.1:1 (connection refused); set ALL_PROXY, or name "
+        "model.invalid in NO_PROXY"
+    )
+
+
+def test_certificate_of_another_host_is_refused(certificate, monkeypatch):
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+
+    async def main():
+        http = LoopbackServer(
+            lambda exchange: exchange.send(200, REPLY), tls=server_tls(certificate)
+        )
+        await http.start()
+        pool = ClientPool()
+        client = pool.client(f"vllm:m@https://127.0.0.1:{http.port}/v1")
+        with pytest.raises(Unreachable, match=r"no trusted connection to .*mismatch") as caught:
+            await pool.ask(client, request(), Books())
+        await pool.close()
+        await http.close()
+        return caught.value.transient
+
+    assert run(main()) is False
+
+
+def test_plain_request_to_a_tls_server_is_reported():
+    async def alert(reader, writer):
+        await reader.read(100)
+        writer.write(b"\x15\x03\x01\x00\x02\x02\x46")
+        writer.close()
+
+    async def main():
+        async with await asyncio.start_server(alert, "127.0.0.1", 0) as server:
+            pool = ClientPool(max_attempts=1)
+            client = pool.client(f"vllm:m@http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
+            with pytest.raises(ModelError) as caught:
+                await pool.ask(client, request(), Books())
+            await pool.close()
+            return str(caught.value)
+
+    assert "speaks TLS at this port: write https://" in run(main())
 
 
 @pytest.mark.parametrize(
     "variable", ["SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS", None]
 )
 def test_certificate_authority_is_taken_from_the_environment(variable, certificate, monkeypatch):
-    pem, key = certificate
     if variable is not None:
-        monkeypatch.setenv(variable, str(pem))
+        monkeypatch.setenv(variable, str(certificate[0]))
 
     async def main():
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(pem, key)
-        http = LoopbackServer(lambda exchange: exchange.send(200, REPLY), tls=context)
+        tls = server_tls(certificate)
+        http = LoopbackServer(lambda exchange: exchange.send(200, REPLY), tls=tls)
         await http.start()
         pool, notices = ClientPool(), []
         try:
@@ -189,7 +300,11 @@ def test_certificate_authority_is_taken_from_the_environment(variable, certifica
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("REQUESTS_CA_BUNDLE", "/no/such/bundle.pem", r"certificate bundle /no/such/bundle\.pem: "),
+        (
+            "REQUESTS_CA_BUNDLE",
+            "/no/such/bundle.pem",
+            r"REQUESTS_CA_BUNDLE names /no/such/bundle\.pem: No such file",
+        ),
         (
             "SSL_CERT_FILE",
             "/no/such/ca.pem",

@@ -1,0 +1,735 @@
+"""HTTP/1.1 requests to model servers, over plain connections, TLS and proxies.
+
+    async with pool.send(model, route, body) as response:      HttpExchange
+        await response.read()                                  the whole response, or
+        while data := await response.receive(): …              its body as it arrives
+
+    send ── idle or new connection ── head and body ── head of the response ── its body ── keep it
+                    └─ TCP ── CONNECT, through a proxy ── TLS
+
+Every client that speaks HTTP uses this module. ``httptools`` checks the grammar; this file decides
+how bodies are delimited, what is bounded, and when a connection may carry another request: only
+after a complete response, and only while nothing arrives on it. Bytes that nobody asked for close
+it. A request that is cancelled, or fails, closes its connection, so that a late response can never
+answer another request. Redirects are not followed. A body is unpacked if a gateway compressed it
+unasked. Anything else is an error, never a guess.
+
+Not here: certificate authorities (see ``tls.py``), proxies (see ``addresses.py``), what a request
+and a reply contain (see ``chat_json.py``), time-outs of replies, and retries (see ``pool.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import re
+import select
+import ssl
+from collections import deque
+from collections.abc import Mapping
+from typing import Literal
+from urllib.parse import quote, unquote, urlsplit
+
+import httptools
+import msgspec
+
+from ramify.clients.addresses import proxy_for, proxy_variable
+from ramify.clients.compression import Unpacker, too_long
+from ramify.clients.tls import tls_context, tls_failure
+from ramify.errors import BadReply, ConfigError, ModelError, ReplyLost, Unreachable
+
+_MOST_HEAD_BYTES = 1 << 16
+"""Limit for the head with the interim responses before it."""
+_MOST_HEADERS = 256
+_MOST_INTERIM = 16
+_MOST_CHUNK_OVERHEAD_BYTES = 1 << 13
+"""Limit for all chunk extensions, superfluous zeros and trailers of a body."""
+_CHUNK_FRAME_BYTES = 24
+"""Longest frame of one chunk without extensions: 16 digits, and three line ends."""
+_UNREAD_BYTES = 1 << 20
+"""Bytes of a streamed body that may wait for their reader before the sender has to wait."""
+_PIECE_BYTES = 1 << 18
+"""A body is sent in pieces of this size, so that encrypting it does not block the event loop."""
+_JSON = "application/json"
+_HEADERS = {"User-Agent": "ramify", "Accept": _JSON}
+_HEADER = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+: [\t\x20-\x7e\x80-\xff]*")
+_STARTS = b"HTTP/1."
+_TLS_ALERT = b"\x15\x03"
+
+
+class HttpResponse(msgspec.Struct, frozen=True):
+    """Complete response of a server."""
+
+    status: int
+    headers: Mapping[str, str]
+    """Headers by lower-case name."""
+    body: bytes
+
+
+class RequestRoute(msgspec.Struct, frozen=True):
+    """Destination of one client's requests, computed once so that a request needs no lookup."""
+
+    url: str
+    method: Literal["GET", "POST"]
+    origin: tuple[str, str, int, str]
+    """(scheme, host, port, proxy) of the server. Requests with the same origin share
+    connections."""
+    head: bytes
+    """Request line and headers, without Content-Length. Includes the key, so it is never
+    printed."""
+    connect: bytes = b""
+    """Request that asks the proxy for a connection to the server, if it needs one. May include the
+    proxy's password."""
+
+    def __repr__(self) -> str:
+        return f"RequestRoute({self.url!r})"
+
+
+def route_to(
+    url: str,
+    headers: Mapping[str, str],
+    method: Literal["GET", "POST"] = "POST",
+    *,
+    through_proxy: bool = True,
+) -> RequestRoute:
+    """Return the route to ``url`` under the current environment. ``through_proxy=False`` ignores
+    the environment's proxies. Raises ConfigError for a header that cannot be sent."""
+    parts = urlsplit(url)
+    host = _ascii_host(parts.hostname or "")
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    proxy = (proxy_for(url) if through_proxy else None) or ""
+    target = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~")
+    target += f"?{quote(parts.query, safe='/?%:@!$&()*+,;=~')}" if parts.query else ""
+    bracketed = f"[{host}]" if ":" in host else host
+    shown = f"{bracketed}:{parts.port}" if parts.port else bracketed
+    kind = {"Content-Type": _JSON} if method == "POST" else {}
+    fields = {"Host": shown, **_HEADERS, **kind, **headers}
+    connect, for_proxy = b"", _proxy_headers(proxy) if proxy else {}
+    if proxy and parts.scheme == "https":
+        place = f"{bracketed}:{port}"
+        connect = _head(f"CONNECT {place} HTTP/1.1", {"Host": place, **for_proxy}) + b"\r\n"
+    elif proxy:
+        target, fields = f"http://{shown}{target}", fields | for_proxy
+    head = _head(f"{method} {target} HTTP/1.1", fields)
+    return RequestRoute(url, method, (parts.scheme, host, port, proxy), head, connect)
+
+
+def _ascii_host(host: str) -> str:
+    try:
+        return host if host.isascii() else host.encode("idna").decode()
+    except UnicodeError:
+        raise ConfigError(f"'{host}' is not a host name") from None
+
+
+def _head(line: str, fields: Mapping[str, str]) -> bytes:
+    lines = [line]
+    for name, value in fields.items():
+        if not _HEADER.fullmatch(text := f"{name}: {value}"):  # its value may be a key
+            raise ConfigError(
+                f"the header {name!r:.60} contains characters that cannot be sent; copy it again"
+            )
+        lines.append(text)
+    return "".join(f"{each}\r\n" for each in lines).encode("latin-1")
+
+
+def _proxy_headers(proxy: str) -> dict[str, str]:
+    parts = urlsplit(proxy)
+    if parts.username is None:
+        return {}
+    login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+    return {"Proxy-Authorization": f"Basic {base64.b64encode(login.encode()).decode()}"}
+
+
+def _shown_proxy(proxy: str) -> str:
+    """``proxy`` without the password that it may contain."""
+    parts = urlsplit(proxy)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
+class HttpConnectionPool:
+    """Keeps connections open to any number of servers. Bound to the event loop of its first
+    request."""
+
+    def __init__(
+        self, keepalive_s: float = 4.0, connect_s: float = 30.0, max_body_bytes: int = 64 << 20
+    ) -> None:
+        """Common servers close idle connections after five seconds, so one that has been idle for
+        ``keepalive_s`` is not used again. ``connect_s`` includes TLS and the way through a
+        proxy."""
+        self._keepalive_s = keepalive_s
+        self._connect_s = connect_s
+        self._max_body_bytes = max_body_bytes
+        self._idle: dict[tuple[str, str, int, str], deque[_Connection]] = {}
+        self._open: set[_Connection] = set()
+
+    def send(self, where: str, route: RequestRoute, body: bytes = b"") -> HttpExchange:
+        """Return the exchange that sends ``body`` along ``route`` when it is entered. ``where``
+        names the model in errors."""
+        return HttpExchange(self, where, route, body, self._max_body_bytes)
+
+    async def close(self) -> None:
+        for connection in list(self._open):
+            connection.abort()
+        self._idle.clear()
+        for _ in range(5):  # lets the transports notice; TLS needs several rounds
+            await asyncio.sleep(0)
+
+    async def take(self, where: str, route: RequestRoute) -> _Connection:
+        """Return the most recently used idle connection, or a new one."""
+        idle = self._idle.get(route.origin)
+        too_old = asyncio.get_running_loop().time() - self._keepalive_s
+        while idle:
+            connection = idle.pop()
+            if connection.idle_since > too_old and connection.is_quiet():
+                return connection
+            connection.abort()
+        return await self._connect(where, route)
+
+    def put_back(self, route: RequestRoute, connection: _Connection) -> None:
+        """Keep a connection whose response is complete."""
+        connection.idle_since = asyncio.get_running_loop().time()
+        self._idle.setdefault(route.origin, deque()).append(connection)
+
+    async def _connect(self, where: str, route: RequestRoute) -> _Connection:
+        scheme, host, _, proxy = route.origin
+        through = f" through the proxy {_shown_proxy(proxy)}" if proxy else ""
+        hint = f"; set {proxy_variable(route.url)}, or name {host} in NO_PROXY" if proxy else ""
+        text = f"{where}: cannot reach {route.url}{through}"
+        try:
+            async with asyncio.timeout(self._connect_s):
+                return await self._opened(route)
+        except TimeoutError:
+            raise Unreachable(f"{text} (no answer in {self._connect_s:g} s){hint}") from None
+        except _ProxyRefused as error:
+            failure = Unreachable(f"{text} ({error}){hint}")
+            failure.transient = error.transient
+            raise failure from None
+        except ssl.SSLError as error:
+            reason, what_to_do = tls_failure(error)
+            failure = Unreachable(
+                f"{where}: no trusted connection to {route.url}{through} ({reason}); {what_to_do}"
+            )
+            failure.transient = isinstance(error, ssl.SSLEOFError)
+            raise failure from error
+        except OSError as error:
+            broke = scheme == "https" and isinstance(error, ConnectionError) and not error.errno
+            reason = "the connection closed while TLS was set up" if broke else _reason(error)
+            raise Unreachable(f"{text} ({reason}){hint}") from error
+
+    async def _opened(self, route: RequestRoute) -> _Connection:
+        """Open a connection: TCP, then CONNECT if the route needs it, then TLS."""
+        loop = asyncio.get_running_loop()
+        scheme, host, port, proxy = route.origin
+        near, near_host, near_port = scheme, host, port
+        if proxy:
+            parts = urlsplit(proxy)
+            near, near_host = parts.scheme, _ascii_host(parts.hostname or "")
+            near_port = parts.port or (443 if near == "https" else 80)
+        tls = await asyncio.to_thread(tls_context) if "https" in (scheme, near) else None
+        transport, connection = await loop.create_connection(
+            lambda: _Connection(self._open),
+            near_host,
+            near_port,
+            ssl=tls if near == "https" else None,
+            server_hostname=near_host if near == "https" else None,
+            ssl_handshake_timeout=self._connect_s if near == "https" else None,
+            happy_eyeballs_delay=0.25,
+        )
+        if not route.connect:
+            return connection
+        try:
+            await connection.tunnel(route.connect)
+            secured = _Connection(self._open)
+            connection.replaced()
+            assert tls is not None
+            upgraded = await loop.start_tls(
+                transport,
+                secured,
+                tls,
+                server_hostname=host,
+                ssl_handshake_timeout=self._connect_s,
+            )
+            if upgraded is None:
+                raise ConnectionResetError
+            secured.connection_made(upgraded)
+            return secured
+        except BaseException:
+            transport.abort()
+            raise
+
+
+def _reason(error: OSError) -> str:
+    """Return why a connection failed. An error about several addresses has no number itself."""
+    number = error.errno or next(map(int, re.findall(r"\[Errno (\d+)\]", str(error))), 0)
+    return os.strerror(number).lower() if number > 0 else error.strerror or str(error)
+
+
+class _ProxyRefused(Exception):
+    """A proxy did not open a connection to the server."""
+
+    def __init__(self, text: str, *, transient: bool) -> None:
+        super().__init__(text)
+        self.transient = transient
+
+
+class HttpExchange:
+    """One request and its response. ``async with`` sends the request and waits for the head of the
+    response; leaving it closes the connection, unless the response is complete."""
+
+    status: int
+    headers: dict[str, str]
+    """Headers by lower-case name."""
+
+    def __init__(
+        self,
+        pool: HttpConnectionPool,
+        where: str,
+        route: RequestRoute,
+        body: bytes,
+        max_body_bytes: int,
+    ) -> None:
+        self._pool = pool
+        self._where = where
+        self._route = route
+        self._body = body
+        self._max_body_bytes = max_body_bytes
+        self._unpacker: Unpacker | None = None
+        self._reader = ResponseReader(max_body_bytes)
+        self._connection: _Connection | None = None
+
+    async def __aenter__(self) -> HttpExchange:
+        connection = await self._pool.take(self._where, self._route)
+        self._connection, reader = connection, self._reader
+        try:
+            head = self._route.head
+            if self._route.method == "POST":
+                head += b"Content-Length: %d\r\n" % len(self._body)
+            await connection.ask(head + b"\r\n", self._body, reader)
+            while not reader.status:
+                await connection.more()
+            self.status, self.headers = reader.status, reader.headers
+            encoding = reader.headers.get("content-encoding", "").lower()
+            if encoding not in ("", "identity"):
+                self._unpacker = Unpacker(encoding, self._max_body_bytes)
+        except ModelError as error:
+            self._end()
+            raise self._located(error) from None
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._end()
+
+    async def read(self) -> HttpResponse:
+        """Return the response with its whole body."""
+        connection, reader = self._connection, self._reader
+        assert connection is not None
+        try:
+            while not reader.is_complete:
+                await connection.more()
+            parts = reader.take()
+            body = parts[0] if len(parts) == 1 else b"".join(parts)
+            if self._unpacker is not None:
+                body = self._unpacker.feed(body)
+                self._unpacker.end()
+        except ModelError as error:
+            raise self._located(error) from None
+        return HttpResponse(self.status, self.headers, body)
+
+    async def receive(self) -> bytes:
+        """Return more of the body as soon as it arrives, and b"" at its end. What waits to be
+        received is bounded; the whole body is not."""
+        connection, reader = self._connection, self._reader
+        assert connection is not None
+        connection.streams()
+        try:
+            while True:
+                while not (reader.parts or reader.is_complete):
+                    await connection.more()
+                is_last, data = reader.is_complete, b"".join(reader.take())
+                if self._unpacker is not None and data:
+                    data = self._unpacker.feed(data)
+                elif self._unpacker is not None:
+                    self._unpacker.end()
+                if data or is_last:
+                    return data
+        except ModelError as error:
+            raise self._located(error) from None
+
+    def _end(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        if connection.finish():
+            self._pool.put_back(self._route, connection)
+        else:
+            connection.abort()
+
+    def _located(self, error: ModelError) -> ModelError:
+        located = type(error)(f"{self._where}: {error} ({self._route.url})")
+        located.transient = error.transient
+        return located
+
+
+class _Connection(asyncio.Protocol):
+    """One connection that handles one request at a time."""
+
+    def __init__(self, all: set[_Connection]) -> None:
+        self.idle_since = 0.0
+        self._all = all
+        self._transport: asyncio.Transport | None = None
+        self._reader: ResponseReader | None = None
+        """The response that is awaited, if there is one."""
+        self._error: ModelError | None = None
+        self._wake: asyncio.Future[None] | None = None
+        self._is_sending_paused = False
+        self._is_sent = True
+        """False while a part of the request has not been written."""
+        self._is_streamed = False
+        self._is_reading_paused = False
+
+    # --- one request --------------------------------------------------------------------------
+
+    async def ask(self, head: bytes, body: bytes, reader: ResponseReader) -> None:
+        """Send a request, whose response goes to ``reader``. A response that arrives early ends the
+        sending."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            raise Unreachable("the server closed the connection before the request was sent")
+        self._reader, self._is_streamed = reader, False
+        if len(body) <= _PIECE_BYTES:
+            transport.write(head + body)
+            return
+        self._is_sent = False
+        transport.write(head)
+        view = memoryview(body)
+        for at in range(0, len(body), _PIECE_BYTES):
+            while self._is_sending_paused and not reader.status:
+                await self.more()
+            if reader.status or self._error is not None:
+                return  # the server has already answered; what is unsent will close the connection
+            transport.write(view[at : at + _PIECE_BYTES])
+            await asyncio.sleep(0)
+        self._is_sent = True
+
+    async def more(self) -> None:
+        """Wait until more of the response has arrived, or more of the request can be sent. Raises
+        the error that ended the exchange."""
+        self._check()
+        if self._is_reading_paused and self._transport is not None:
+            self._is_reading_paused = False
+            self._transport.resume_reading()
+        self._wake = asyncio.get_running_loop().create_future()
+        try:
+            await self._wake
+        finally:
+            self._wake = None
+        self._check()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def streams(self) -> None:
+        """Bound the part of the response that waits to be read, instead of the whole."""
+        self._is_streamed = True
+        if self._reader is not None:
+            self._reader.is_streamed = True
+
+    def finish(self) -> bool:
+        """End the exchange. Returns True if the connection can carry another request."""
+        reader, self._reader = self._reader, None
+        is_whole = reader is not None and reader.is_complete and reader.keeps
+        if reader is not None:
+            reader.close()
+        if self._is_reading_paused and self._transport is not None:
+            self._is_reading_paused = False
+            self._transport.resume_reading()
+        is_open = self._transport is not None and not self._transport.is_closing()
+        return is_whole and is_open and self._is_sent and self._error is None
+
+    def is_quiet(self) -> bool:
+        """True if an idle connection is open and nothing has arrived on it, not even its end."""
+        if self._transport is None or self._transport.is_closing():
+            return False
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return not poll.poll(0)
+
+    async def tunnel(self, connect: bytes) -> None:
+        """Ask the proxy for a connection to the server. Raises _ProxyRefused."""
+        reader = ResponseReader(_MOST_HEAD_BYTES)
+        try:
+            await self.ask(connect, b"", reader)
+            while not reader.status:
+                await self.more()
+        except ModelError as error:
+            raise _ProxyRefused(f"the proxy: {error}", transient=True) from None
+        status, is_early = reader.status, bool(reader.parts)
+        self._reader = None
+        reader.close()
+        if status == 407:
+            text = "the proxy answered 407: it wants a user and password in its URL"
+            raise _ProxyRefused(text, transient=False)
+        if status != 200 or is_early:
+            raise _ProxyRefused(f"the proxy answered {status}", transient=status >= 500)
+
+    def replaced(self) -> None:
+        """Leave the transport to another connection, which encrypts it."""
+        self._all.discard(self)
+        self._transport = None
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- called by the transport --------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+        self._all.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._all.discard(self)
+        reader = self._reader
+        if reader is not None and not reader.is_complete and self._error is None:
+            if exc is None and reader.ends_with_connection:
+                reader.is_complete = True
+            else:
+                reason = f": {exc}" if exc and str(exc) else ""
+                self._error = ReplyLost(f"the connection broke before the reply was whole{reason}")
+        self._wake_up()
+
+    def data_received(self, data: bytes) -> None:
+        reader = self._reader
+        if reader is None or self._error is not None:
+            self.abort()  # no request is pending, so these bytes are not a response
+            return
+        try:
+            reader.feed(data)
+        except ModelError as error:
+            self._error = error
+            self.abort()
+        if self._is_streamed and reader.num_unread > _UNREAD_BYTES and not self._is_reading_paused:
+            assert self._transport is not None
+            self._is_reading_paused = True
+            self._transport.pause_reading()
+        self._wake_up()
+
+    def pause_writing(self) -> None:
+        self._is_sending_paused = True
+
+    def resume_writing(self) -> None:
+        self._is_sending_paused = False
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+
+class ResponseReader:
+    """Reads one response from the bytes of a connection."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self.status = 0
+        """0 until the head has arrived."""
+        self.headers: dict[str, str] = {}
+        self.parts: list[bytes] = []
+        """Body that has arrived and was not taken."""
+        self.num_unread = 0
+        """Number of bytes in ``parts``."""
+        self.is_complete = False
+        self.keeps = False
+        """True if the connection can carry another request after this response."""
+        self.ends_with_connection = False
+        """True if the body ends where the connection does."""
+        self.is_streamed = False
+        """True if the body is taken as it arrives, so that its whole length has no limit."""
+        self._max_body_bytes = max_body_bytes
+        self._num_body_bytes = 0
+        self._left = -1
+        """Bytes of the body that are missing; -1 if its length is not known in advance."""
+        self._is_chunked = False
+        self._overhead = 0
+        """Bytes of chunks beyond their data and a minimal frame."""
+        self._num_head_bytes = 0
+        self._num_interim = 0
+        self._num_headers = 0
+        self._has_head = False
+        self._begin = b""
+        """First bytes of the head, as many as ``_STARTS`` has."""
+        self._tail = b""
+        """Last bytes of an incomplete head, at most three."""
+        self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
+
+    def take(self) -> list[bytes]:
+        """Return the body that has arrived since the last call."""
+        parts, self.parts, self.num_unread = self.parts, [], 0
+        return parts
+
+    def close(self) -> None:
+        """Drop the parser, which refers to this object."""
+        self._parser = None
+
+    def feed(self, data: bytes) -> None:
+        """Read more bytes. Raises BadReply."""
+        if self.is_complete:
+            self.keeps = False  # bytes that nobody asked for
+            return
+        rest = data if self.status else self._read_head(data)
+        if self.status:
+            self._read_body(rest)
+
+    def _read_body(self, data: bytes) -> None:
+        if self.is_complete:
+            self.keeps = self.keeps and not data
+        elif self._is_chunked:
+            self._read_chunks(data)
+        elif self._left >= 0:
+            self._read_counted(data)
+        else:
+            self._take(data)
+
+    def _read_head(self, data: bytes) -> bytes:
+        """Read as far as the head goes. Returns the bytes behind it."""
+        while data and not self.status:
+            if len(self._begin) < len(_STARTS):
+                self._begin = (self._begin + data)[: len(_STARTS)]
+                if not _STARTS.startswith(self._begin):
+                    is_tls = (self._begin + data)[:2] == _TLS_ALERT
+                    hint = "; it speaks TLS at this port: write https://" if is_tls else ""
+                    raise _malformed(f"it begins with {data[:40]!r}{hint}")
+            seen = self._tail + data
+            end = seen.find(b"\r\n\r\n")
+            size = len(data) if end < 0 else end + 4 - len(self._tail)
+            self._num_head_bytes += size
+            if self._num_head_bytes > _MOST_HEAD_BYTES:
+                raise _malformed(f"headers of more than {_MOST_HEAD_BYTES} bytes")
+            self._parse(data[:size])
+            self._tail = seen[-3:] if end < 0 else b""
+            data = data[size:]
+            if end >= 0:
+                self._end_head()
+        return data
+
+    def _end_head(self) -> None:
+        if not self._has_head or self._parser is None:
+            raise _malformed("its head has an empty line")
+        status = self._parser.get_status_code()
+        if status < 100:
+            raise _malformed(f"its status is {status}")
+        if status >= 200:
+            self.status = status
+            self._begin_body()
+            return
+        self._num_interim += 1
+        if self._num_interim > _MOST_INTERIM:
+            raise _malformed(f"more than {_MOST_INTERIM} interim replies")
+        self._has_head, self._begin = False, b""
+        self.headers.clear()
+
+    def _begin_body(self) -> None:
+        """Determine how the body is delimited."""
+        headers = self.headers
+        if self.status in (204, 304):
+            self.is_complete = True  # never a body, whatever the headers say
+        elif "transfer-encoding" in headers:
+            codings = [
+                item.strip(" \t") for item in headers["transfer-encoding"].lower().split(",")
+            ]
+            if [coding for coding in codings if coding] != ["chunked"]:
+                raise _malformed(f"its Transfer-Encoding is {headers['transfer-encoding'][:40]!r}")
+            self._is_chunked = True
+        elif "content-length" in headers:
+            self._left = int(headers["content-length"])
+            self._bound(self._left)
+            self.is_complete = not self._left
+        else:
+            self.ends_with_connection, self.keeps = True, False
+
+    def _read_counted(self, data: bytes) -> None:
+        if len(data) > self._left:
+            self.keeps = False
+            data = data[: self._left]
+        self._left -= len(data)
+        self.is_complete = not self._left
+        self._take(data)
+
+    def _read_chunks(self, data: bytes) -> None:
+        self._overhead += len(data)
+        try:
+            self._parse(data)
+        except BadReply:
+            if not self.is_complete:
+                raise
+            self.keeps = False  # the bytes behind the response are not another one
+        if self._overhead > _MOST_CHUNK_OVERHEAD_BYTES:
+            raise _malformed(
+                f"chunk extensions and trailers of more than {_MOST_CHUNK_OVERHEAD_BYTES} bytes"
+            )
+
+    def _parse(self, data: bytes) -> None:
+        assert self._parser is not None
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            raise _malformed("it switches to a protocol that was not asked for") from None
+        except httptools.HttpParserError as error:
+            if isinstance(error.__context__, ModelError):
+                raise error.__context__ from None
+            text = str(error).replace("\n", " ")
+            raise _malformed(f"{text[:1].lower()}{text[1:100]}") from None
+
+    def _take(self, data: bytes) -> None:
+        if data:
+            self._num_body_bytes += len(data)
+            self._bound(self._num_body_bytes)
+            self.parts.append(data)
+            self.num_unread += len(data)
+
+    def _bound(self, size: int) -> None:
+        if size > self._max_body_bytes and not self.is_streamed:
+            raise too_long(self._max_body_bytes)
+
+    # --- called by the parser -----------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self.is_complete:
+            self.keeps = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._has_head:
+            return  # a trailer
+        self._num_headers += 1
+        if self._num_headers > _MOST_HEADERS:
+            raise _malformed(f"more than {_MOST_HEADERS} headers")
+        key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip(" \t")
+        headers = self.headers
+        headers[key] = f"{headers[key]}, {text}" if key in headers else text
+
+    def on_headers_complete(self) -> None:
+        assert self._parser is not None
+        if not self._has_head:
+            self._has_head = True
+            self.keeps = self._parser.should_keep_alive()
+
+    def on_chunk_header(self) -> None:
+        self._overhead -= _CHUNK_FRAME_BYTES
+
+    def on_body(self, data: bytes) -> None:
+        if self._is_chunked:
+            self._overhead -= len(data)
+            self._take(data)
+
+    def on_message_complete(self) -> None:
+        if self._is_chunked:
+            self.is_complete = True
+
+
+def _malformed(what: str) -> BadReply:
+    return BadReply(f"the reply is not HTTP: {what}")
