@@ -9,10 +9,10 @@
 
 Every client that speaks HTTP uses this module. ``httptools`` checks the grammar; this file decides
 how bodies are delimited, what is bounded, and when a connection may carry another request: only
-after a complete response, and only while nothing arrives on it. Bytes that nobody asked for close
-it. A request that is cancelled, or fails, closes its connection, so that a late response can never
-answer another request. Redirects are not followed. A body is unpacked if a gateway compressed it
-unasked. Anything else is an error, never a guess.
+after a complete response, and only while nothing arrives on it. Unsolicited bytes close it. A
+request that is cancelled, or fails, closes its connection, so that a late response can never answer
+another request. Redirects are not followed. A body is unpacked if a gateway compressed it unasked.
+Anything else is an error, never a guess.
 
 Not here: certificate authorities (see ``tls.py``), proxies (see ``addresses.py``), what a request
 and a reply contain (see ``chat_json.py``), time-outs of replies, and retries (see ``pool.py``).
@@ -123,14 +123,14 @@ def _ascii_host(host: str) -> str:
 
 
 def _head(line: str, fields: Mapping[str, str]) -> bytes:
-    lines = [line]
+    lines = {"": line}
     for name, value in fields.items():
         if not _HEADER.fullmatch(text := f"{name}: {value}"):  # its value may be a key
             raise ConfigError(
                 f"the header {name!r:.60} contains characters that cannot be sent; copy it again"
             )
-        lines.append(text)
-    return "".join(f"{each}\r\n" for each in lines).encode("latin-1")
+        lines[name.lower()] = text  # the caller's headers come last and replace ours
+    return "".join(f"{each}\r\n" for each in lines.values()).encode("latin-1")
 
 
 def _proxy_headers(proxy: str) -> dict[str, str]:
@@ -579,7 +579,7 @@ class ResponseReader:
     def feed(self, data: bytes) -> None:
         """Read more bytes. Raises BadReply."""
         if self.is_complete:
-            self.keeps = False  # bytes that nobody asked for
+            self.keeps = False  # unsolicited bytes
             return
         rest = data if self.status else self._read_head(data)
         if self.status:

@@ -310,7 +310,7 @@ def test_large_prompt_is_sent_completely(tls):
     assert run(main()) == b"hello"
 
 
-# --- bytes that nobody asked for ------------------------------------------------------------------
+# --- unsolicited bytes ----------------------------------------------------------------------------
 
 
 async def until(condition):
@@ -455,3 +455,8 @@ def test_header_that_cannot_be_sent_is_refused_without_its_value(value):
     with pytest.raises(ConfigError, match="the header 'X-Thing' contains") as caught:
         route_to("http://host/", {"X-Thing": value})
     assert value not in str(caught.value)
+
+
+def test_header_replaces_the_default_of_the_same_name():
+    lines = route_to("http://host/", {"user-agent": "mine"}).head.decode().lower().split("\r\n")
+    assert [line for line in lines if line.startswith("user-agent")] == ["user-agent: mine"]
