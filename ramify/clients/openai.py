@@ -1,8 +1,8 @@
 """Client for any server that implements OpenAI's chat completions, or its responses API.
 
 It sends each request once and turns bad answers into errors. ``chat_json.py`` translates the JSON,
-or ``responses_json.py`` if the URL ends in ``/responses``, ``transport.py`` sends the bytes, and
-``providers.py`` defines addresses and differences between providers. Not here: rate limiting,
+or ``responses_json.py`` if the URL ends in ``/responses``. ``http_transport.py`` sends the bytes,
+and ``providers.py`` defines addresses and differences between providers. Not here: rate limiting,
 retries and prices (see ``pool.py``).
 """
 
@@ -15,8 +15,8 @@ import msgspec
 from ramify.clients import chat_json, responses_json
 from ramify.clients.base import Price, Request
 from ramify.clients.chat_json import from_status, redacted
+from ramify.clients.http_transport import HttpConnectionPool, HttpResponse, route_to
 from ramify.clients.providers import RESPONSES_PATH, Endpoint
-from ramify.clients.transport import HttpConnectionPool, HttpResponse, route_to
 from ramify.errors import BadReply, ModelError, Refused
 from ramify.types.message import Reply
 

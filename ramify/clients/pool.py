@@ -14,7 +14,7 @@ Every model has its own limiter, so a rate-limited model does not slow the other
 applies to each model and to all models together. How long a failing request is retried is decided
 by ``RequestRetries``, and how many are in flight by ``Limiter``. Nothing is imported or opened
 before the first request, so naming a model costs nothing. Not here: the connections (see
-``transport.py``).
+``http_transport.py``).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ import msgspec
 
 from ramify.clients.base import ASSUMED_WINDOW, Client, Request, RequestBudget, believed, dollars
 from ramify.clients.chat_json import redacted
+from ramify.clients.http_transport import HttpConnectionPool
 from ramify.clients.model import Model
 from ramify.clients.providers import CLIENTS, PriceTable, ProviderSpec, resolve
-from ramify.clients.transport import HttpConnectionPool
 from ramify.errors import (
     BadReply,
     ConfigError,

@@ -3,7 +3,7 @@
 They are those of the system, or of ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``. ``REQUESTS_CA_BUNDLE``,
 ``CURL_CA_BUNDLE`` and ``NODE_EXTRA_CA_CERTS`` add to them. Every server must prove its host name.
 Reading the authorities takes some hundredths of a second, so the process does it once, and not in
-the event loop. Not here: connections (see ``transport.py``).
+the event loop. Not here: connections (see ``http_transport.py``).
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from typing import Any
 
 import msgspec
 
+from ramify.clients.http_transport import HttpConnectionPool
 from ramify.clients.openai import OpenAIClient
 from ramify.clients.providers import resolve
-from ramify.clients.transport import HttpConnectionPool
 from ramify.engine import observe
 from ramify.engine.limits import Limits
 from ramify.engine.rlm import RLM

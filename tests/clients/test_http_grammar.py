@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ramify.errors import BadReply, ModelError, ReplyLost
 from tests.clients.helpers import run
-from tests.clients.test_transport import OK, Raw, Way
+from tests.clients.test_http_transport import OK, Raw, Way
 
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 LINE = b"HTTP/1.1 200 OK\r\n"
@@ -141,7 +141,7 @@ def test_negative_chunk_size_does_not_hang_the_process():
     """Runs in a separate process, because a client that spins cannot be stopped from within."""
     program = """
 import asyncio
-from tests.clients.test_transport_grammar import MALFORMED, outcome
+from tests.clients.test_http_grammar import MALFORMED, outcome
 print(type(asyncio.run(outcome(MALFORMED["far negative"]))[0]).__name__)
 """
     ended = subprocess.run(

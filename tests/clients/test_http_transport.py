@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from ramify.clients.transport import HttpConnectionPool, route_to
+from ramify.clients.http_transport import HttpConnectionPool, route_to
 from ramify.errors import BadReply, ConfigError, ReplyLost, Unreachable
 from tests.clients.helpers import run, server_tls
 
