@@ -37,6 +37,7 @@ from ramify.logging import (
     text_of,
     wants_json,
 )
+from ramify.printable import clean
 from ramify.secrets import without_secrets
 
 _FILE_VARIABLE = "RAMIFY_RUN_LOG"
@@ -231,7 +232,7 @@ def current_console() -> Console | None:
 def to_stderr(text: str) -> None:
     """Print ``text`` on stderr, if it is open."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        print(text, file=sys.stderr, flush=True)
+        print(clean(text), file=sys.stderr, flush=True)
 
 
 # --- processes of a run

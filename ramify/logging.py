@@ -42,6 +42,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from ramify.printable import escaped
 from ramify.secrets import MARK, SecretRedactor, names_a_secret, without_secrets
 
 FORMAT_VARIABLE = "RAMIFY_LOG_FORMAT"
@@ -99,7 +100,7 @@ def json_line(record: LogRecord) -> str:
         "fields": getattr(record, "fields", {}),
         **({"traceback": trace} if (trace := _trace(record)) else {}),
     }
-    return msgspec.json.encode(row, enc_hook=str).decode()
+    return escaped(msgspec.json.encode(row, enc_hook=str)).decode()
 
 
 def wants_json() -> bool:

@@ -18,7 +18,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "ramify"
 FLOORS = [
-    {"types", "errors", "plugins", "progress", "secrets", "logging", "log_outputs"},
+    {"types", "errors", "plugins", "progress", "secrets", "logging", "log_outputs", "printable"},
     {"actors", "clients", "sandbox", "models", "inference", "store", "sources", "tasks"},
     {"engine"},
     {"combinators"},
@@ -34,6 +34,8 @@ ALSO = {
     ("plugins", "errors"),
     ("logging", "secrets"),
     ("logging", "log_outputs"),
+    ("logging", "printable"),
+    ("log_outputs", "printable"),
     ("log_outputs", "logging"),
     ("log_outputs", "secrets"),
     ("progress", "logging"),

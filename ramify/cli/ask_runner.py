@@ -371,18 +371,12 @@ def _print_json(result: Result, run_id: str | None) -> None:
         "seconds": result.trajectory.seconds,
         "run": run_id,
     }
-    try:
-        print(msgspec.json.encode(fields).decode())
-    except UnicodeEncodeError:  # lone surrogates can only be written as escapes
-        import json
-
-        print(json.dumps(msgspec.to_builtins(fields)))
+    print(terminal_text.json_line(fields))
 
 
 def _print_answer(result: Result, notes: StderrNotes, has_schema: bool) -> None:
-    """Print the answer, unchanged to a pipe and without escape sequences to a terminal."""
-    is_terminal = sys.stdout.isatty()
-    print(terminal_text.clean(result.response) if is_terminal else result.response)
+    """Print the answer, unchanged to a pipe."""
+    print(result.response)
     lines = [
         f"[{number}] {citation.source}:{citation.first_line}-{citation.last_line} "
         f"{terminal_text.one_line(citation.quote, 160)!r}"

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
+from ramify.cli.terminal_text import json_line
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def plan(
     )
     cluster_plan = plan(run, options)
     if json:
-        print(msgspec.json.encode(cluster_plan).decode())
+        print(json_line(cluster_plan))
     else:
         print("\n".join(lines(cluster_plan)))
     return ExitCode.ANSWERED
@@ -383,7 +384,7 @@ def _as_json(inputs: SimulationInputs, predicted: Sequence[SimulationResult]) ->
         {**msgspec.to_builtins(result), "steps_per_hour": result.steps_per_hour}
         for result in predicted
     ]
-    return msgspec.json.encode({"measured": about, "predicted": rows}).decode()
+    return json_line({"measured": about, "predicted": rows})
 
 
 SIMULATE = CommandSpec(

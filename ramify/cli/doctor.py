@@ -19,9 +19,10 @@ from ramify import __version__
 from ramify.cli.ask import KINDS, sandbox_spec
 from ramify.cli.parser import CommandSpec, ExitCode
 from ramify.cli.settings import config_path, fill, unknown_variables
-from ramify.cli.terminal_text import clean, size
+from ramify.cli.terminal_text import size
 from ramify.clients.providers import PROVIDERS, PriceTable
 from ramify.errors import RamifyError
+from ramify.printable import clean
 from ramify.sandbox.base import open_sandbox
 
 EXTRAS = {

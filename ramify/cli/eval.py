@@ -25,7 +25,7 @@ from ramify.cli.progress_screen import ProgressScreen, form_of
 from ramify.cli.settings import fill, unknown_variables
 from ramify.cli.stop_signals import ends_if_blocked
 from ramify.cli.telemetry import exporting
-from ramify.cli.terminal_text import StderrNotes, dollars, error_line, many, write
+from ramify.cli.terminal_text import StderrNotes, dollars, error_line, json_line, many, write
 from ramify.log_outputs import run_log
 from ramify.logging import RoomLogger
 from ramify.progress import ProgressTask, report_progress
@@ -312,7 +312,7 @@ class _Command:
                 else {"evaluation": self._against, "items": against[1], "average": against[0]}
             )
             data = msgspec.to_builtins(figures)
-            print(msgspec.json.encode({"evaluation": id, **data, "against": comparison}).decode())
+            print(json_line({"evaluation": id, **data, "against": comparison}))
         else:
             print(table(figures))
             if against is not None:

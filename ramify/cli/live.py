@@ -1,8 +1,9 @@
 """Live view of a run: the tree of calls, the latest code, and the budget used so far.
 
-Text from models and documents is stripped of escape sequences and put into ``Text`` objects, which
-do not interpret markup: ``[bold]`` appears as written. Each call with a session is a row. Plain
-sub-calls are only counted on the row that made them, so that five hundred of them cost one line:
+Text from models and documents is put into ``Text`` objects, which do not interpret markup:
+``[bold]`` appears as written. Escape sequences in it are never drawn (see terminal_text.py). Each
+call with a session is a row. Plain sub-calls are only counted on the row that made them, so that
+five hundred of them cost one line:
 
     0 openai:gpt-5 · turn 3 · running code
         hits = [line for line in context.splitlines() if "ERROR" in line]
@@ -24,10 +25,11 @@ from rich.text import Text
 
 from ramify.cli.ask_runner import StepLines
 from ramify.cli.progress_screen import ProgressScreen
-from ramify.cli.terminal_text import clean, count, dollars, one_line, seconds, ticking
+from ramify.cli.terminal_text import count, dollars, one_line, seconds, ticking
 from ramify.clients.pool import RETRYING
 from ramify.engine.action import read_action
 from ramify.engine.run_handle import RunHandle
+from ramify.printable import clean
 from ramify.types.call_tree import CallNode, CallTree
 from ramify.types.event import (
     AnyEvent,
@@ -206,7 +208,7 @@ class LiveView:
         since = (elapsed_s if call.ended_s is None else call.ended_s) - call.started_s
         name = f"{call.id} " if call.depth or ":" in call.id else ""
         turn = f" · turn {row.turn}" if row.turn else ""
-        head = f"{indent}{_MARKS[state]} {name}{clean(call.model)}{turn}"
+        head = f"{indent}{_MARKS[state]} {name}{one_line(call.model)}{turn}"
         shown = str(call.stop) if is_done else state
         rows = [Text(f"{head} · {shown} · {ticking(max(since, 0))}", style)]
         if call.depth and not is_done:

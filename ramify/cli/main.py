@@ -18,7 +18,7 @@ from difflib import get_close_matches
 
 from ramify import __version__
 from ramify.cli.parser import WRONG, CommandSpec, ExitCode, UsageError, unknown_option
-from ramify.cli.terminal_text import error_line, give_up_stdout
+from ramify.cli.terminal_text import error_line, give_up_stdout, protect_terminal
 from ramify.errors import RamifyError
 
 COMMANDS = {
@@ -65,6 +65,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             # A character that the terminal cannot show must not end a run.
             stream.reconfigure(errors="backslashreplace")
+    protect_terminal()
     arguments = sys.argv[1:]
     code = run(arguments)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to interrupt

@@ -8,12 +8,11 @@ from __future__ import annotations
 import shutil
 import sys
 
-import msgspec
-
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
-from ramify.cli.terminal_text import clean, one_line
+from ramify.cli.terminal_text import json_line, one_line
 from ramify.errors import nearest
 from ramify.plugins import PluginEntry, Registry, registries
+from ramify.printable import clean_line
 
 
 def plugins(words: list[str], json: bool | None) -> int:
@@ -29,7 +28,7 @@ def plugins(words: list[str], json: bool | None) -> int:
     ]
     if json:
         for entry in entries:
-            print(msgspec.json.encode(entry._asdict()).decode())
+            print(json_line(entry._asdict()))
         return ExitCode.ANSWERED
     widths = [max(map(len, column)) for column in zip(*map(_cells, entries), strict=True)][:3]
     for entry in entries:
@@ -43,7 +42,7 @@ def _cells(entry: PluginEntry) -> list[str]:
         one_line(entry.kind),
         one_line(entry.name, 40),
         one_line(entry.origin, 40),
-        clean(about),
+        clean_line(about),
     ]
 
 

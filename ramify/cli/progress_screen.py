@@ -27,14 +27,21 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
-
 from ramify.cli.parser import ExitCode, OptionSpec, UsageError
 from ramify.cli.stop_signals import SignalWatch
-from ramify.cli.terminal_text import StderrNotes, clean, count, one_line, seconds, size, write
+from ramify.cli.terminal_text import (
+    StderrNotes,
+    cleaned,
+    console,
+    count,
+    json_line,
+    one_line,
+    seconds,
+    size,
+    write,
+)
 from ramify.errors import nearest
 from ramify.progress import ProgressState, subscribe
-from ramify.types.message import encodable
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -190,11 +197,8 @@ class ProgressScreen:
         """Write one JSON line, if that is the form."""
         if self.form == "json":
             line = {"event": event, "at_s": round(time.monotonic() - self._began, 3), **fields}
-            try:
-                data = msgspec.json.encode(line)
-            except UnicodeEncodeError:  # lone surrogates in a model's text
-                data = msgspec.json.encode({key: _encodable(value) for key, value in line.items()})
-            sys.stderr.write(f"{data.decode()}\n")  # one write, because several threads write here
+            # One write, because several threads write here.
+            sys.stderr.write(f"{json_line(line)}\n")
             sys.stderr.flush()
 
     # --- tasks
@@ -214,7 +218,7 @@ class ProgressScreen:
                 done=state.done,
                 total=state.total,
                 unit=state.unit,
-                note=clean(state.note),
+                note=state.note,
                 over=state.is_over,
             )
 
@@ -295,18 +299,17 @@ class _Drawer:
             self._draw_now.wait(patience_s)
         if self._stopped.is_set() and not self._screen.keeps:
             return
-        from rich.console import Console, Group
+        from rich.console import Group, RenderableType
         from rich.live import Live
         from rich.text import Text
 
-        console = Console(stderr=True, highlight=False)
-        screen = self._screen
+        terminal, screen = console(stderr=True), self._screen
 
-        def drawn() -> Group:
-            return Group(*screen.rows(console.width, max(console.height - 3, 4)))
+        def drawn() -> RenderableType:
+            return cleaned(Group(*screen.rows(terminal.width, max(terminal.height - 3, 4))))
 
         view = Live(
-            console=console,
+            console=terminal,
             auto_refresh=False,
             transient=True,
             redirect_stdout=False,
@@ -314,7 +317,7 @@ class _Drawer:
         )
         with view:
             with self._lock:
-                self._print = lambda text: console.print(Text(clean(text)), soft_wrap=True)
+                self._print = lambda text: terminal.print(cleaned(Text(text)), soft_wrap=True)
             while not self._stopped.is_set():
                 view.update(drawn(), refresh=True)
                 self._stopped.wait(INTERVAL_S)
@@ -365,13 +368,13 @@ def bar(task: ProgressState, since_s: float, width: int) -> str:
 
     ``evaluating   ━━━━━━━━──────── 312 of 1,000 attempts · average 0.81 · 1 min 5 s left``
     """
-    text = f"{clean(task.what):<12} {_bar_chars(task, since_s)} {_details(task, since_s, width)}"
+    text = f"{one_line(task.what):<12} {_bar_chars(task, since_s)} {_details(task, since_s, width)}"
     return text[:width]
 
 
 def described(task: ProgressState, since_s: float) -> str:
     """A task in words: ``sft: 120 of 500 steps · 12 s left``."""
-    return f"{clean(task.what)}: {_details(task, since_s, 120)}".removesuffix(": ")
+    return f"{one_line(task.what)}: {_details(task, since_s, 120)}".removesuffix(": ")
 
 
 def _details(task: ProgressState, since_s: float, width: int) -> str:
@@ -403,7 +406,3 @@ def _time(task: ProgressState, since_s: float) -> str:
         left_s = since_s * (task.total - task.done) / (task.done - task.first)
         return f"{seconds(round(left_s))} left" if left_s >= 1 else ""
     return seconds(round(since_s)) if since_s >= 1 else ""
-
-
-def _encodable(value: Any) -> Any:
-    return encodable(value) if isinstance(value, str) else value

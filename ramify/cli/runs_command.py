@@ -12,7 +12,18 @@ from typing import Literal
 import msgspec
 
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError, parse_age, parse_size
-from ramify.cli.terminal_text import clean, count, dollars, many, moment, one_line, seconds, size
+from ramify.cli.terminal_text import (
+    cleaned,
+    console,
+    count,
+    dollars,
+    json_line,
+    many,
+    moment,
+    one_line,
+    seconds,
+    size,
+)
 from ramify.store.reviews import RunReview
 from ramify.store.store import RunSummary, Store
 
@@ -31,7 +42,7 @@ def runs(words: list[str], limit: int | None, json: bool | None) -> int:
     summaries = Store().runs(limit or None)
     if json:
         for summary in summaries:
-            print(msgspec.json.encode(_as_dict(summary)).decode())
+            print(json_line(_as_dict(summary)))
     elif sys.stdout.isatty():
         _draw(summaries)
     else:
@@ -48,7 +59,7 @@ def review(
     path = store.path(words[0])
     known = store.review(path)
     if label is None and note is None and score is None:
-        print(msgspec.json.format(msgspec.json.encode(known), indent=1).decode())
+        print(msgspec.json.format(json_line(known), indent=1))
         return ExitCode.ANSWERED
     labels, rewards = list(known.labels), dict(known.rewards)
     for each in label or ():
@@ -120,7 +131,7 @@ def _cells(summary: RunSummary, width: int) -> list[str]:
         summary.id,
         moment(summary.started_at),
         one_line(summary.question, width),
-        clean(summary.model),
+        one_line(summary.model),
         str(summary.stop or state),
         f"{summary.usage.calls:,}",
         count(summary.usage.total_tokens),
@@ -130,7 +141,6 @@ def _cells(summary: RunSummary, width: int) -> list[str]:
 
 
 def _draw(summaries: list[RunSummary]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -146,14 +156,14 @@ def _draw(summaries: list[RunSummary]) -> None:
         or max([len(name), *(len(row[index]) for row in rows)])
         for index, name in enumerate(names)
     ]
-    console = Console(highlight=False)
+    terminal = console()
     for name in _DROPPED_FIRST:
-        if sum(widths) + 2 * len(widths) <= console.width:
+        if sum(widths) + 2 * len(widths) <= terminal.width:
             break
         at = names.index(name)
         del names[at], widths[at]
         rows = [[*row[:at], *row[at + 1 :]] for row in rows]
-    free = max(0, console.width - sum(widths) - 2 * len(widths))
+    free = max(0, terminal.width - sum(widths) - 2 * len(widths))
     shares = {"question": 0.6, "answer": 0.4} if "answer" in names else {"question": 1.0}
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name, least in zip(names, widths, strict=True):
@@ -164,7 +174,7 @@ def _draw(summaries: list[RunSummary]) -> None:
         table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", width=width)
     for row in rows:
         table.add_row(*map(Text, row))
-    console.print(table)
+    terminal.print(cleaned(table))
 
 
 COMMANDS = (

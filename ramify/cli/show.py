@@ -22,7 +22,6 @@ names its call, turn and cell. Not here: how the run's settings are rebuilt (see
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -30,18 +29,20 @@ import msgspec
 
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.terminal_text import (
-    Paint,
+    Line,
     StderrNotes,
-    clean,
     dollars,
+    json_line,
     many,
     moment,
     one_line,
-    print_paged,
+    paint,
     seconds,
     tree_lines,
+    write_lines,
 )
 from ramify.errors import ConfigError, nearest
+from ramify.printable import clean
 from ramify.store.journal import writer
 from ramify.store.store import Store
 from ramify.types.call_tree import ending
@@ -68,27 +69,27 @@ def show(
         raise UsageError(f"--turn {turn}: give a turn from 1, without --tree, --json or --events")
     if events:
         for event in store.events(run):
-            _write(msgspec.json.encode(event))
+            print(json_line(event))
         return ExitCode.ANSWERED
     trajectory = store.load(run)
     if json:
-        _write(msgspec.json.encode(_call_of(trajectory, call) if call else trajectory))
+        print(json_line(_call_of(trajectory, call) if call else trajectory))
         return ExitCode.ANSWERED
     is_alive = writer(store.path(run)) is not None
-    paint = Paint.of_stdout()
+    lines: Iterator[Line]
     if turn is not None:
         lines = _turn_lines(trajectory, _call_of(trajectory, call or "0"), turn)
     elif call:
         lines = _conversation(trajectory, _call_of(trajectory, call))
     else:
-        lines = _run_lines(trajectory, bool(full), is_alive, paint, only_tree=bool(tree))
-    print_paged((paint.cleaned(line) for line in lines), use_pager=pager is not False)
+        lines = _run_lines(trajectory, bool(full), is_alive, only_tree=bool(tree))
+    write_lines(lines, use_pager=pager is not False)
     return ExitCode.ANSWERED
 
 
 def _run_lines(
-    trajectory: Trajectory, full: bool, is_alive: bool, paint: Paint, *, only_tree: bool
-) -> Iterator[str]:
+    trajectory: Trajectory, full: bool, is_alive: bool, *, only_tree: bool
+) -> Iterator[Line]:
     from ramify.cli.ask_runner import summary
 
     yield f"run {trajectory.id}  {moment(trajectory.started_at)}"
@@ -97,7 +98,8 @@ def _run_lines(
         yield f"context: {trajectory.context.kind}, {trajectory.context.chars:,} characters"
     if gold := trajectory.metadata.get("gold"):
         yield f"expected: {one_line(str(gold), 200)}"
-    yield from ("", *tree_lines(trajectory, paint))
+    yield ""
+    yield from tree_lines(trajectory)
     for root in trajectory.calls:
         if root.parent is None and not only_tree:
             yield from _call_lines(trajectory, root, "", full)
@@ -243,10 +245,6 @@ def _call_of(trajectory: Trajectory, id: str) -> Call:
     return trajectory.call(id)
 
 
-def _write(line: bytes) -> None:
-    sys.stdout.buffer.write(line + b"\n")
-
-
 SHOW = CommandSpec(
     "show",
     "Show what happened in a run: its turns, code, output, sub-calls and answer.\n\n"
@@ -290,7 +288,7 @@ def replay(words: list[str], json: bool | None, allow_weaker: bool | None) -> in
     changes = list(differences(old, new))
     if json:
         report = {"run": old.id, "same": not changes, "differences": changes}
-        print(msgspec.json.encode(report).decode())
+        print(json_line(report))
     else:
         print(_verdict(old, changes))
     return ExitCode.ERROR if changes else ExitCode.ANSWERED

@@ -1,12 +1,10 @@
 r"""Text for a terminal: removes escape sequences, shortens lines, formats numbers and times, draws
 the tree of a run's calls, and writes messages to the user on stderr. Stdout is for the answer.
 
-Text from a model or a document may hold escape sequences that move the cursor, set the window title
-or fake a prompt. ``clean`` removes them from everything that is shown to a user. Output to a pipe
+Colors are spans of rich's ``Text``, never characters of a string. ``write_lines`` turns them into
+escape sequences after it has cleaned the text. ``protect_terminal`` puts a ``TerminalStream``
+before every terminal, so that everything else that is printed is cleaned, too. An answer in a pipe
 stays unchanged.
-
-    >>> clean("a\x1b[31mb\x07\r\n\tc")
-    'ab\n\tc'
 
 The tree shows question → answer → cost → time, in the colors of the page
 (viewer/static/style.css):
@@ -16,14 +14,14 @@ The tree shows question → answer → cost → time, in the colors of the page
     ├ 0.7 sheet 8  → 1414  $0.001  0.8 s  differs: 1,414 is far from the others (median 29,877)
     └ llm_query × 500: 497 done, 3 failed  $0.02  9 s
 
-Not here: turns and code (see show.py).
+Not here: turns and code (see show.py), which characters are removed (see printable.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -31,39 +29,30 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
 
 from ramify.errors import OldNameWarning
 from ramify.log_outputs import current_console
 from ramify.logging import RoomLogger
+from ramify.printable import TerminalStream, clean, clean_line, escaped
 from ramify.types.call_tree import CallNode, CallTree
 from ramify.types.trajectory import Stop, Trajectory
 
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+    from rich.text import Text
+
+Line: TypeAlias = "str | Text"
+"""A line to print. Only the spans of a ``Text`` are printed in color."""
 _log = RoomLogger("cli")
-
-_ESCAPES = re.compile(
-    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # colors and cursor movement
-    # window titles, links, the clipboard
-    r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c|$)"
-    r"|\x1b[ -/]*[0-~]?"
-)
-_CONTROLS = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)
-"""Control characters except newline and tab, marks that change the text direction, and lone
-surrogates, which cannot be printed."""
-
-
-def clean(text: str) -> str:
-    """Remove escape sequences and control characters from ``text``."""
-    if text.isascii() and text.isprintable():
-        return text
-    return _CONTROLS.sub("", _ESCAPES.sub("", text.replace("\r\n", "\n")))
 
 
 def one_line(text: str, width: int = 80) -> str:
     """Clean ``text`` and put it on one line of at most ``width`` characters."""
-    line = " ".join(clean(text[: 4 * width]).split())
+    line = clean_line(text[: 4 * width])
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
@@ -161,6 +150,14 @@ class StderrNotes:
         warnings.showwarning = lambda message, *_, **__: self.say(f"ramify: warning: {message}")
 
 
+def protect_terminal() -> None:
+    """Clean everything that this process prints on a terminal from now on, also by libraries."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream.isatty() and not isinstance(stream, TerminalStream):
+            setattr(sys, name, TerminalStream(stream))
+
+
 def write(text: str) -> None:
     """Print ``text`` to stderr without escape sequences."""
     print(clean(text), file=sys.stderr, flush=True)
@@ -168,7 +165,79 @@ def write(text: str) -> None:
 
 def error_line(text: str) -> None:
     """Print an error to stderr as one line, even if ``text`` has several."""
-    write("ramify: " + " ".join(clean(text).split()))
+    write("ramify: " + clean_line(text))
+
+
+def json_line(value: Any) -> str:
+    """Encode ``value`` as JSON that is safe to print, on one line."""
+    try:
+        return escaped(msgspec.json.encode(value)).decode()
+    except UnicodeEncodeError:  # lone surrogates can only be written as escapes
+        import json
+
+        return json.dumps(msgspec.to_builtins(value))
+
+
+def write_lines(lines: Iterable[Line], *, use_pager: bool = False) -> None:
+    """Print ``lines`` to stdout, in color on a terminal unless NO_COLOR is set. With ``use_pager``,
+    lines that do not fit on a terminal go through PAGER (default: less)."""
+    if not isinstance(sys.stdout, TerminalStream):
+        for line in lines:
+            print(clean(str(line)))
+        return
+    printed = _plain if os.environ.get("NO_COLOR") else _colored
+    if not use_pager:
+        for line in lines:
+            sys.stdout.write_colored(printed(line) + "\n")
+        return
+    text = "".join(printed(line) + "\n" for line in lines)
+    command = shlex.split(os.environ.get("PAGER", "less -R"))
+    fits = text.count("\n") <= shutil.get_terminal_size().lines
+    if fits or not command or shutil.which(command[0]) is None:
+        sys.stdout.write_colored(text)
+        return
+    subprocess.run(command, input=text.encode("utf-8", "replace"), check=False)
+
+
+def _plain(line: Line) -> str:
+    return clean(str(line))
+
+
+def _colored(line: Line) -> str:
+    if isinstance(line, str):
+        return clean(line)
+    from rich.color import ColorSystem
+
+    return "".join(
+        segment.style.render(clean(segment.text), color_system=ColorSystem.STANDARD)
+        if segment.style
+        else clean(segment.text)
+        for segment in line.render(console())
+    )
+
+
+@functools.cache
+def console(*, stderr: bool = False) -> Console:
+    """Return the console that draws on a terminal; see ``cleaned`` for what may be drawn."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    file = stream.terminal if isinstance(stream, TerminalStream) else stream
+    return Console(file=file, highlight=False, markup=False, emoji=False)
+
+
+def cleaned(content: RenderableType) -> RenderableType:
+    """Wrap ``content`` so that no text in it is drawn as an escape sequence."""
+    return _Cleaned(content)
+
+
+class _Cleaned:
+    def __init__(self, content: RenderableType) -> None:
+        self._content = content
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for segment in console.render(self._content, options):
+            yield segment._replace(text=clean(segment.text))
 
 
 def give_up_stdout() -> None:
@@ -176,36 +245,27 @@ def give_up_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-_COLORS = {"good": "32", "bad": "31", "warn": "33", "live": "36", "odd": "35", "quiet": "2"}
+_STYLES = {
+    "good": "green",
+    "bad": "red",
+    "warn": "yellow",
+    "live": "cyan",
+    "odd": "magenta",
+    "quiet": "dim",
+}
+"""Meaning of a text -> its style."""
 _TOGETHER = 8
 """Maximum plain sub-calls of one call that are listed one by one."""
-_MARK = "\ue000"
-"""Stands for an escape character in our own lines, so that ``clean`` keeps it."""
 
 
-class Paint:
-    """Colors a text by its meaning, if the output is a terminal and NO_COLOR is not set."""
+def paint(meaning: str, text: str) -> Text:
+    """Color ``text`` by its meaning."""
+    from rich.text import Text
 
-    def __init__(self, is_on: bool) -> None:
-        self.is_on = is_on
-
-    @staticmethod
-    def of_stdout() -> Paint:
-        return Paint(sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
-
-    def __call__(self, meaning: str, text: str) -> str:
-        text = clean(text).replace(_MARK, "")
-        if not self.is_on or not meaning:
-            return text
-        return f"{_MARK}[{_COLORS[meaning]}m{text}{_MARK}[0m"
-
-    def cleaned(self, line: str) -> str:
-        """``line`` without escape sequences, except those of this object."""
-        kept = clean(line)
-        return kept.replace(_MARK, "\x1b") if self.is_on else kept.replace(_MARK, "")
+    return Text(clean(text), _STYLES[meaning])
 
 
-def tree_lines(trajectory: Trajectory, paint: Paint) -> Iterator[str]:
+def tree_lines(trajectory: Trajectory) -> Iterator[Text]:
     """The tree of calls, with answers first and outliers marked."""
     tree = CallTree()
     tree.take(trajectory)
@@ -217,22 +277,20 @@ def tree_lines(trajectory: Trajectory, paint: Paint) -> Iterator[str]:
         else:
             below.setdefault(node.parent.call, []).append(node)
     for root in roots:
-        yield _row(root, paint)
-        yield from _branches(root, below, "", paint)
+        yield _row(root)
+        yield from _branches(root, below, "")
 
 
-def _branches(
-    node: CallNode, below: dict[str, list[CallNode]], indent: str, paint: Paint
-) -> Iterator[str]:
+def _branches(node: CallNode, below: dict[str, list[CallNode]], indent: str) -> Iterator[Text]:
     entries = list(_together(below.get(node.id, []), below))
     for index, entry in enumerate(entries):
         is_last = index == len(entries) - 1
         stem = indent + ("└ " if is_last else "├ ")
         if isinstance(entry, list):
-            yield paint("quiet", stem) + _group(entry, paint)
+            yield _joined(paint("quiet", stem), _group(entry))
             continue
-        yield paint("quiet", stem) + _row(entry, paint)
-        yield from _branches(entry, below, indent + ("  " if is_last else "│ "), paint)
+        yield _joined(paint("quiet", stem), _row(entry))
+        yield from _branches(entry, below, indent + ("  " if is_last else "│ "))
 
 
 def _together(nodes: Sequence[CallNode], below: dict[str, Any]) -> Iterator[Any]:
@@ -247,7 +305,7 @@ def _together(nodes: Sequence[CallNode], below: dict[str, Any]) -> Iterator[Any]
     yield from (node for node in nodes if node.id not in hidden)
 
 
-def _row(node: CallNode, paint: Paint) -> str:
+def _row(node: CallNode) -> Text:
     if node.has_failed:
         answer, tone = node.error or node.reason or str(node.stop), "bad"
     elif node.stop is None:
@@ -255,7 +313,8 @@ def _row(node: CallNode, paint: Paint) -> str:
     else:
         answer = node.answer or "(empty)"
         tone = "odd" if node.outlier else "good" if node.stop is Stop.FINAL else "warn"
-    parts = [f"{node.id} {one_line(node.question, 60)}", f"→ {paint(tone, one_line(answer, 60))}"]
+    parts: list[Line] = [f"{node.id} {one_line(node.question, 60)}"]
+    parts += [_joined("→ ", paint(tone, one_line(answer, 60)))]
     parts += [dollars(node.cost)] if node.cost is not None else []
     if node.ended_s is not None:
         parts.append(seconds(max(0.0, node.ended_s - node.started_s)))
@@ -263,33 +322,23 @@ def _row(node: CallNode, paint: Paint) -> str:
         parts.append(paint("warn", str(node.stop)))
     if node.outlier and not node.has_failed:
         parts.append(paint("odd", f"differs: {one_line(node.outlier, 80)}"))
-    return "  ".join(parts)
+    return _joined(*parts, between="  ")
 
 
-def _group(nodes: Sequence[CallNode], paint: Paint) -> str:
+def _joined(*parts: Line, between: str = "") -> Text:
+    from rich.text import Text
+
+    return Text(between).join(Text(part) if isinstance(part, str) else part for part in parts)
+
+
+def _group(nodes: Sequence[CallNode]) -> Text:
     failed = sum(node.has_failed for node in nodes)
     done = sum(node.stop is not None for node in nodes) - failed
     costs = [node.cost for node in nodes if node.cost is not None]
     ends = [node.ended_s for node in nodes if node.ended_s is not None]
     name = {"lm": "llm_query"}.get(nodes[0].kind, nodes[0].kind)
-    parts = [f"{name} × {len(nodes):,}: {done:,} done"]
-    if failed:
-        parts[0] += paint("bad", f", {failed:,} failed")
+    head = f"{name} × {len(nodes):,}: {done:,} done"
+    parts: list[Line] = [_joined(head, paint("bad", f", {failed:,} failed")) if failed else head]
     parts += [dollars(sum(costs))] if costs else []
     parts += [seconds(max(0.0, max(ends) - nodes[0].started_s))] if ends else []
-    return "  ".join(parts)
-
-
-def print_paged(lines: Iterable[str], *, use_pager: bool = True) -> None:
-    """Print ``lines``, through PAGER (default: less) if they do not fit on the terminal."""
-    if not (use_pager and sys.stdout.isatty()):
-        for line in lines:
-            print(line)
-        return
-    text = "\n".join(lines) + "\n"
-    command = shlex.split(os.environ.get("PAGER", "less -R"))
-    fits = text.count("\n") < shutil.get_terminal_size().lines
-    if fits or not command or shutil.which(command[0]) is None:
-        sys.stdout.write(text)
-        return
-    subprocess.run(command, input=text.encode("utf-8", "replace"), check=False)
+    return _joined(*parts, between="  ")

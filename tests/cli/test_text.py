@@ -7,6 +7,7 @@ import pytest
 from ramify.cli import terminal_text
 from ramify.cli.parser import parse_age, parse_size
 from ramify.errors import ConfigError
+from ramify.printable import clean
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ from ramify.errors import ConfigError
     ],
 )
 def test_clean_removes_terminal_control_sequences(given: str, shown: str) -> None:
-    assert terminal_text.clean(given) == shown
+    assert clean(given) == shown
 
 
 def test_one_line_collapses_whitespace_and_truncates() -> None:

@@ -1,0 +1,101 @@
+r"""Text that cannot control a terminal.
+
+Text from a model, a document or a server may hold escape sequences that move the cursor, set the
+window title, write to the clipboard or fake a prompt. ``clean`` removes them, in linear time.
+
+    >>> clean("a\x1b[31mb\x07\r\n\tc")
+    'ab\n\tc'
+
+``escaped`` keeps encoded JSON valid and unchanged in value: it writes such characters as escapes.
+``TerminalStream`` wraps a terminal's stream and cleans everything that is printed, also by
+libraries. Only lines that ``write_colored`` receives keep their colors.
+
+Not here: what is printed (see ``cli/terminal_text.py``).
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import TextIO
+
+_STRINGS = "\x90\x98\x9d\x9e\x9f"
+"""One-character openings of strings such as titles, links and the clipboard."""
+_ESCAPES = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # colors and cursor movement
+    # A string ends before the next opening: otherwise many openings would take quadratic time. It
+    # also ends with its line, so that one stray character does not remove the rest of a text.
+    rf"|(?:\x1b[\]PX^_]|[{_STRINGS}])[^\n\x07\x1b\x9c{_STRINGS}]*(?:\x07|\x1b\\|\x9c|\Z)"
+    r"|\x1b[ -/]*[0-~]?"
+)
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Control characters except newline and tab, marks that change the text direction, and lone
+surrogates, which cannot be printed."""
+_ENCODED_CONTROLS = re.compile(
+    rb"\x7f|\xc2[\x80-\x9f]|\xd8\x9c|\xe2\x80[\x8e\x8f\xa8-\xae]|\xe2\x81[\xa6-\xa9]"
+)
+"""The same in UTF-8, except those that JSON never holds unescaped."""
+_RETURN = re.compile(r"\r\n?")
+
+
+def clean(text: str) -> str:
+    """Remove escape sequences and control characters from ``text``."""
+    if text.isascii() and text.isprintable():
+        return text
+    return _CONTROLS.sub("", _ESCAPES.sub("", text.replace("\r\n", "\n")))
+
+
+def clean_line(text: str) -> str:
+    """Put ``text`` on one line and ``clean`` it."""
+    return " ".join(clean(text).split())
+
+
+def escaped(json: bytes) -> bytes:
+    """Write control characters in encoded JSON as ``\\u009b``. The value stays the same."""
+    return _ENCODED_CONTROLS.sub(lambda found: b"\\u%04x" % ord(found[0].decode()), json)
+
+
+class TerminalStream(io.TextIOBase):
+    """A terminal's text stream whose ``write`` cleans everything. ``write_colored`` does not."""
+
+    def __init__(self, terminal: TextIO) -> None:
+        self.terminal = terminal
+        """The stream without protection, for a program that draws, such as a live view."""
+
+    def write(self, text: str, /) -> int:
+        """A carriage return begins a new line here, so that progress bars stay readable."""
+        self.terminal.write(clean(_RETURN.sub("\n", text)))
+        return len(text)
+
+    def write_colored(self, line: str) -> None:
+        """Write a line that was cleaned and then colored."""
+        self.terminal.write(line)
+
+    def flush(self) -> None:
+        self.terminal.flush()
+
+    def isatty(self) -> bool:
+        return self.terminal.isatty()
+
+    def fileno(self) -> int:
+        return self.terminal.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.terminal.close()
+
+    @property
+    def closed(self) -> bool:
+        return self.terminal.closed
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.terminal.encoding
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        return self.terminal.errors
