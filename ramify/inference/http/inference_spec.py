@@ -4,13 +4,16 @@
     InferenceSpec(engine="vllm", num=2, gpus=("0", "1"))        start two vLLM servers
     InferenceSpec(engine="sglang", urls=("http://n1:30000",))   use one that already runs
 
-Supported protocols, with the versions that they were written for:
+Supported protocols, with the versions that they were checked with:
 
     ramify     PROTOCOL of ``inference/base.py``, the same on both sides
-    vllm       0.29 to 0.32: weight transfer in four phases (init, start, update, finish),
+    vllm       0.29 to 0.33: weight transfer in four phases (init, start, update, finish),
                RL routes, token ids in and out
     sglang     0.5.x from 0.5.23: update_weights_from_disk, pause_generation with modes,
                weight_version
+
+An older version is refused. A newer one is used with a warning: its routes are looked up before the
+first rollout, and the canary of each weight sync shows whether its replies are right.
 """
 
 from __future__ import annotations
@@ -20,10 +23,12 @@ from typing import Literal
 import msgspec
 
 from ramify.errors import ConfigError
+from ramify.logging import RoomLogger
 from ramify.plugins import Registry
 
+_log = RoomLogger("inference")
 VERSIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "vllm": ((0, 29), (0, 33)),
+    "vllm": ((0, 29), (0, 34)),
     "sglang": ((0, 5, 23), (0, 6)),
 }
 """Engine -> (first version with this protocol, first version that was not checked)."""
@@ -157,12 +162,19 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 def check_version(engine: str, where: str, version: str) -> None:
-    """Raise ConfigError for a version with another protocol."""
+    """Raise ConfigError for a version with an older protocol; warn about one that was not
+    checked."""
     first, beyond = VERSIONS[engine]
     found = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
-    if not found or found < first or found >= beyond:
-        low, high = (".".join(map(str, each)) for each in (first, beyond))
+    low, high = (".".join(map(str, each)) for each in (first, beyond))
+    if not found or found < first:
         raise ConfigError(
-            f"{where} is {engine} {version or 'of no version'}, and only versions from {low} to "
-            f"before {high} are supported: run one of those"
+            f"{where} is {engine} {version or 'of no version'}, and versions before {low} are not "
+            "supported: run a newer one"
         )
+    if found >= beyond:
+        text = (
+            f"{where} is {engine} {version}; versions from {low} to before {high} were checked. It "
+            "is used, and the canary of each weight sync decides whether its replies are right"
+        )
+        _log.warning("unchecked_engine", text, shown=True, engine=engine, version=version)

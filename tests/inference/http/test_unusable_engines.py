@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ from tests.inference.http.engine_world import other_server, run, world
         (
             "vllm",
             {"version": "0.11.0"},
-            r"is vllm 0\.11\.0, and only versions from 0\.29 to before 0\.33",
+            r"is vllm 0\.11\.0, and versions before 0\.29 are not supported: run a newer one",
         ),
         (
             "vllm",
@@ -51,7 +52,7 @@ from tests.inference.http.engine_world import other_server, run, world
         (
             "sglang",
             {"version": "0.4.1"},
-            r"is sglang 0\.4\.1, and only versions from 0\.5\.23",
+            r"is sglang 0\.4\.1, and versions before 0\.5\.23 are not",
         ),
     ],
 )
@@ -160,9 +161,16 @@ def test_invalid_inference_spec_is_refused(fields: dict[str, Any], says: str) ->
         InferenceSpec(**fields)
 
 
-def test_supported_engine_versions_are_accepted() -> None:
-    for engine, good in (("vllm", "0.32.0"), ("vllm", "0.32.1+cpu"), ("sglang", "0.5.23")):
+def test_supported_engine_versions_are_accepted(records: list[logging.LogRecord]) -> None:
+    for engine, good in (("vllm", "0.32.0"), ("vllm", "0.33.0+cpu"), ("sglang", "0.5.23")):
         check_version(engine, "x", good)
+    assert records == []
+    check_version("vllm", "http://n1", "0.34.1")
+    (record,) = records
+    assert record.getMessage() == (
+        "http://n1 is vllm 0.34.1; versions from 0.29 to before 0.34 were checked. It is used, and "
+        "the canary of each weight sync decides whether its replies are right"
+    )
     with pytest.raises(ConfigError, match="of no version"):
         check_version("vllm", "x", "")
 
