@@ -71,6 +71,7 @@ class CellHost:
         functions: dict[str, Callable[..., Awaitable[Any]]] = {
             "llm_query_batched": self._llm_query_batched,
             "rlm_query_batched": self._rlm_query_batched,
+            "budget": self._budget,
             "history": self._history,
             "tool": self._tool,
         }
@@ -187,6 +188,27 @@ class CellHost:
             raise HostCallError(
                 "TypeError", f"the name of a tool must be a str, not {type(name).__name__}"
             )
+        tools = self._run.tools_at(self._call.depth)
+        return await self._recorded(name, args, kwargs, tools.call)
+
+    async def _budget(self) -> dict[str, int | float]:
+        """What is left of the limits. It is recorded like a tool's result, because a repeated cell
+        must get the same numbers."""
+
+        async def left(*_: Any) -> dict[str, int | float]:
+            return self._run.budget(self._call)
+
+        answer: dict[str, int | float] = await self._recorded("budget", (), {}, left)
+        return answer
+
+    async def _recorded(
+        self,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        call: Callable[[str, Sequence[Any], Mapping[str, Any]], Awaitable[Any]],
+    ) -> Any:
+        """Return the result of ``call``, or the one in the record that is repeated."""
         ordinal, self._num_tool_calls = self._num_tool_calls, self._num_tool_calls + 1
         with _arguments_of(name):
             arguments = repr((name, args, sorted(kwargs.items()))).encode()
@@ -201,7 +223,7 @@ class CellHost:
                 )
         began = run.recorder.now()
         try:
-            result = await run.tools_at(self._call.depth).call(name, args, kwargs)
+            result = await call(name, args, kwargs)
             packed, error = SharedContext(result).pack(), None
         except HostCallError as failure:
             packed, error = None, f"{failure.kind}: {failure}"

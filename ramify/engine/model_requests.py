@@ -192,18 +192,27 @@ class ModelRequests:
     def text_limit(self, call: LiveCall) -> tuple[int, str]:
         """Return (maximum tokens of a reply of ``call`` without hidden reasoning, the setting that
         it comes from)."""
+        is_plain = call.kind == "lm" and call.parent is not None
+        return self._text_limit(call.client, call.depth, is_plain)
+
+    def _text_limit(self, client: Client, depth: int, is_plain: bool) -> tuple[int, str]:
         setup = self.run.setup
         limit, name = self.sampling.max_tokens, "max_reply_tokens"
         for_subs = setup.limits.max_sub_reply_tokens
-        if for_subs is not None and call.kind == "lm" and call.parent is not None:
+        if for_subs is not None and is_plain:
             limit, name = for_subs, "max_sub_reply_tokens"
-        of_model = self.run.models.sampling(call.client, self.sampling).max_tokens
+        of_model = self.run.models.sampling(client, self.sampling).max_tokens
         if of_model < min(limit, self.sampling.max_tokens):
-            limit, name = of_model, f"sampling.max_tokens of {call.client.name}"
-        of_depth = setup.at(call.depth).max_reply_tokens
+            limit, name = of_model, f"sampling.max_tokens of {client.name}"
+        of_depth = setup.at(depth).max_reply_tokens
         if of_depth is not None and of_depth < limit:
-            limit, name = of_depth, f"max_reply_tokens of depth {call.depth}"
+            limit, name = of_depth, f"max_reply_tokens of depth {depth}"
         return limit, name
+
+    def reply_limits(self, client: Client, depth: int, is_plain: bool) -> tuple[int, int]:
+        """Return (tokens of a reply of ``client``, tokens of hidden reasoning in addition).
+        ``is_plain``: in a call of a session's ``llm_query``."""
+        return self._text_limit(client, depth, is_plain)[0], self._reasoning_tokens(client)
 
     def _reasoning_tokens(self, client: Client) -> int:
         """Tokens of hidden reasoning that a reply of ``client`` may have."""
@@ -363,15 +372,21 @@ class TurnRequest:
         """A sentence, if the reply used more than was reserved."""
 
     def adopt(self, recording: RecordedReplies) -> None:
-        """Use the recorded prompt if this one differs from it only in the limits that it states."""
+        """Use the recorded prompt if this one differs from it only in limits, and in what is left
+        of them. If the limits are others now, a system message may differ: its other facts follow
+        from settings, which were compared when the run was repeated."""
         recorded = recording.request(self.call.id, self.call.turn)
-        if recorded is None or not recording.has_other_limits:
+        if recorded is None or self._reused != recorded.reused:
             return
         here, there = (
-            [observe.without_limits(message) for message in prompt]
+            [
+                observe.without_limits(message)
+                for message in prompt
+                if message.role != "system" or not recording.has_other_limits
+            ]
             for prompt in (self._new, recorded.prompt)
         )
-        if here == there and self._reused == recorded.reused:
+        if here == there:
             self._new, self.digest = recorded.prompt, recorded.prompt_hash
 
     def announce(self) -> None:

@@ -1,5 +1,4 @@
-"""Messages that the engine writes to a model: the first message, observations and the final
-request.
+"""Messages that the engine writes to a model after its first: observations and the final request.
 
 Prompts only grow, so everything that changes from turn to turn (the turn count, the remaining
 limits) is stated here.
@@ -18,9 +17,6 @@ import msgspec
 
 from ramify.types.message import Message
 from ramify.types.trajectory import Cell, Stop
-
-_PREVIEW_CHARS = 300
-_PREVIEW_ITEMS = 8
 
 LAST_WORD = (
     "{reason} No more code will be run and no more calls can be made. Answer now with what you "
@@ -192,22 +188,36 @@ def _named(error: str) -> str:
     return lines[places[-1] + 1 if places else 0]
 
 
-def running_low(
-    standing: Iterable[tuple[str, float, float]], turn: int, max_turns: int
-) -> list[str]:
-    """Return one line for each limit of which less than a fifth is left."""
-    rows = [*standing, ("turns", float(turn), float(max_turns))]
-    return [
-        f"[limit] {_amount(limit - spent)} of {_amount(limit)} {name} left; answer before they are "
-        "gone"
-        for name, spent, limit in rows
-        if limit - spent < 0.2 * limit
-    ]
+_LAST = {"turns": 1, "calls": 2}
+"""Limit -> what is left of it when the next turn is the last: one call is kept for the final
+reply."""
+
+
+def running_low(standing: Iterable[tuple[str, float, float]], told: dict[str, int]) -> list[str]:
+    """Return one line for each limit of which no more than a quarter, no more than a tenth, or only
+    the last turn is left, if that was not said before. ``told`` has the last line's level for each
+    limit, and is updated."""
+    lines = []
+    for name, spent, limit in standing:
+        left = limit - spent
+        if left <= _LAST.get(name, 0):
+            level, remedy = 3, ": answer now with FINAL(…)"
+        elif left <= 0.1 * limit:
+            level, remedy = 2, ": finish soon"
+        else:
+            level, remedy = (1, "") if left <= 0.25 * limit else (0, "")
+        if level > told.get(name, 0):
+            told[name] = level
+            if left > 0:
+                lines.append(f"[limit] {_amount(left)} of {_amount(limit)} {name} left{remedy}")
+    return lines
 
 
 _LIMITS = re.compile(
-    r"^\[limit\] \S+ of \S+ \w+ left; answer before they are gone\n"
-    r"|(?<=\[turn )\d+ of \d+(?=\]$)|(?<=You have )\d+(?= turns; each)",
+    r"^\[limit\] \S+ of \S+ \w+ left(; answer before they are gone|: finish soon|: answer now with "
+    r"FINAL\(…\))?\n"
+    r"|(?<=\[turn )\d+ of \d+(?=\]$)|(?<=You have )\d+(?= turns; each)"
+    r"|^You have [\d,]+ turns? \(each of your messages is one\)\. The run, .*",
     re.MULTILINE,
 )
 
@@ -219,39 +229,6 @@ def without_limits(message: Message) -> Message:
 
 def _amount(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
-
-
-def first_message(question: str, description: str, about: str = "") -> str:
-    """Return the question and a description of the context."""
-    parts = [f"Question: {question}", "", f"`context` is {description}"]
-    return "\n".join([*parts, *(["", about] if about else [])])
-
-
-def describe(value: Any) -> str:
-    """Describe a context in one short paragraph: type, size, beginning.
-
-    >>> describe(["ab", "cde"]) "a list of 2 items, 5 characters in all; the first: 'ab'"
-    """
-    if isinstance(value, str):
-        lines = value.count("\n") + 1
-        return f"a str of {len(value):,} characters in {lines:,} lines. It begins:\n{value[:_PREVIEW_CHARS]!r}"
-    if isinstance(value, Mapping):
-        names = [f"{key!r} ({_size(item)})" for key, item in list(value.items())[:_PREVIEW_ITEMS]]
-        more = f", … ({len(value) - _PREVIEW_ITEMS:,} more)" if len(value) > _PREVIEW_ITEMS else ""
-        return f"a dict of {len(value):,} entries, {chars_of(value):,} characters in all: {', '.join(names)}{more}"
-    if isinstance(value, list | tuple):
-        first = f"; the first: {_short(value[0])}" if value else ""
-        return f"a {type(value).__name__} of {len(value):,} items, {chars_of(value):,} characters in all{first}"
-    return f"a value of type {type(value).__name__}: {_short(value)}"
-
-
-def _size(item: Any) -> str:
-    return f"{len(item):,} characters" if isinstance(item, str) else type(item).__name__
-
-
-def _short(item: Any) -> str:
-    text = repr(item)
-    return text if len(text) <= _PREVIEW_CHARS else text[:_PREVIEW_CHARS] + "…"
 
 
 def chars_of(value: Any) -> int:

@@ -223,6 +223,7 @@ def SHOW_VARS() -> dict[str, str]:
         name: _kind(value)
         for name, value in namespace.items()
         if name not in hidden
+        and value is not budget
         and not name.startswith("__")
         and name != "_"
         and not isinstance(value, types.ModuleType)
@@ -258,6 +259,20 @@ class _History(Sequence[Any]):
 
 
 history = _History()
+
+
+def budget() -> dict[str, Any]:
+    """What is left of your limits: turns, calls, tokens, dollars (if there is such a limit), seconds, and depth (levels
+    of children)."""
+    left: dict[str, Any] = call_host("budget")
+    return left
+
+
+if globals().get("namespace_is_live", True):
+    # Not reserved: a variable of this name is common, and may replace it.
+    globals().get("namespace", {}).setdefault("budget", budget)
+else:
+    __all__ += ["budget"]
 outputs: dict[int, str] = {}
 """Cell number -> the whole output of a cell whose output was cut."""
 

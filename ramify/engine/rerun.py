@@ -92,7 +92,9 @@ def _differences(
     recorded: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]
 ) -> Iterator[str]:
     for name in names:
-        before, after = recorded.get(name), now.get(name)
+        # A run without tools records none.
+        absent: dict[str, Any] | None = {} if name == "tools" else None
+        before, after = recorded.get(name, absent), now.get(name, absent)
         if before is None or before == after:
             continue
         if isinstance(before, dict) and isinstance(after, dict):

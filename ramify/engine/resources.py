@@ -22,6 +22,7 @@ from ramify.clients.model import Model, bare_name, check_aliases
 from ramify.clients.pool import ClientPool
 from ramify.engine.branch import BranchSearch, config_of, search_of
 from ramify.engine.limits import Limits
+from ramify.engine.prompt import PromptExample
 from ramify.engine.question import ModelSpec, RunOptions
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.engine.tool_set import ToolSet
@@ -269,6 +270,9 @@ class RlmSetup(msgspec.Struct, frozen=True):
     search: BranchSearch | None = None
     depths: Sequence[DepthOptions] = ()
     """By depth, the root's first; the last one also serves all deeper calls."""
+    instructions: str = ""
+    """Instructions of the user that are added to each session's prompt."""
+    examples: tuple[PromptExample, ...] = ()
     config: dict[str, Any] = {}
     """The same settings as plain data, for the journal."""
 
@@ -333,6 +337,8 @@ class RlmSetup(msgspec.Struct, frozen=True):
             **({"mcp": servers} if servers else {}),
             **({"tools": tools} if tools else {}),
             **({"depths": self.depths} if any(each != _SAME for each in self.depths) else {}),
+            **({"instructions": self.instructions} if self.instructions else {}),
+            **({"examples": self.examples} if self.examples else {}),
         }
         # Decode what the journal will contain, so that the config is what its readers will see.
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))

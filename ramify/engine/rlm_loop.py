@@ -74,6 +74,8 @@ class RlmLoop:
         self._is_cut = False
         """True if the last reply was truncated at its token limit."""
         self._num_idle = 0
+        self._told: dict[str, int] = {}
+        """Limit -> how urgent the last line about it was."""
         self._closed_by: Stop | None = None  # at which the last cell runs, which makes no calls
         self._is_root = call.parent is None
 
@@ -131,6 +133,7 @@ class RlmLoop:
         fork._last_text = self._last_text
         fork._is_cut = self._is_cut
         fork._num_idle = self._num_idle
+        fork._told = dict(self._told)
         self.run.begin(call, Fork(origin.id, origin.turn - 1))
         return fork
 
@@ -442,7 +445,7 @@ class RlmLoop:
         """Return the messages before the question: the system prompt, or the answers that earlier
         native calls still need."""
         if not self.call.messages:
-            system = self.run.system_prompt(self.call.depth)
+            system = self.run.system_prompt(self.call)
             return [Message("system", system)] if system else []
         return [
             Message("tool", "(answered)", tool_call_id=call.id)
@@ -463,7 +466,8 @@ class RlmLoop:
             self.call.num_turns_before + self.call.turn,
             self.run.setup.max_turns(self.call.depth),
         )
-        warnings = observe.running_low(self.run.requests.ledger.state(), turn, most)
+        standing = [*self.run.standing(), ("turns", float(turn), float(most))]
+        warnings = observe.running_low(standing, self._told)
         text = observe.observation(reports, notes, turn, most, warnings)
         if not action.tool_call_ids:
             return [Message("user", text)]

@@ -17,15 +17,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
 from ramify.clients.base import Client, KnownPrefix, Request
-from ramify.engine import observe
 from ramify.engine.event_recorder import CallOutcome, EventRecorder, context_ref, jsonable
 from ramify.engine.model_requests import ModelRequests, closed
+from ramify.engine.prompt import ContextFacts, context_facts
+from ramify.engine.prompt_facts import facts_of
 from ramify.engine.question import Question
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels
 from ramify.engine.threads import waiting_at
@@ -85,7 +87,7 @@ class RunState:
         self._in_flight: set[asyncio.Task[Any]] = set()
         """Tasks that wait for a model, except those of final requests."""
         self._sessions: set[Session] = set()
-        self._descriptions: dict[str, str] = {}
+        self._contexts: dict[tuple[str, bool], ContextFacts] = {}
         loop, limits = asyncio.get_running_loop(), setup.limits
         self._deadline = loop.time() + limits.max_seconds
         self._alarm = loop.call_at(
@@ -211,6 +213,27 @@ class RunState:
         was skipped."""
         return self.recording is not None and self.recording.was_skipped(call.id, turn, cell)
 
+    def standing(self) -> list[tuple[str, float, float]]:
+        """(name, spent, limit) for each limit that all calls share."""
+        most = self.setup.limits.max_seconds
+        left = self._deadline - asyncio.get_running_loop().time()
+        return [*self.requests.ledger.state(), ("seconds", most - left, most)]
+
+    def budget(self, call: LiveCall) -> dict[str, int | float]:
+        """Return what is left for ``call``, without what is kept for the root's final reply."""
+        ledger, limits = self.requests.ledger, self.setup.limits
+        left = ledger.limit.minus(ledger.spent).minus(ledger.held)
+        seconds = self._deadline - limits.last_word_s - asyncio.get_running_loop().time()
+        num_turns = call.num_turns_before + call.turn
+        return {
+            "turns": max(0, self.setup.max_turns(call.depth) - num_turns),
+            "calls": max(0, ledger.calls_left()),
+            "tokens": max(0, left.tokens),
+            **({"dollars": max(0.0, round(left.cost, 4))} if math.isfinite(left.cost) else {}),
+            "seconds": max(0.0, round(seconds, 1)),
+            "depth": max(0, limits.max_depth - call.depth),
+        }
+
     # --- calls ------------------------------------------------------------------------------------
 
     def begin(self, call: LiveCall, fork: Fork | None = None) -> None:
@@ -305,26 +328,33 @@ class RunState:
         if is_next and not scaffold.first:
             return f"The next question: {call.question}"
         value = "" if call.context is None else call.context.value
-        description = "" if scaffold.first else self._description(call.context)
-        return scaffold.first_message(call.question, value, description, about)
+        facts = ContextFacts() if scaffold.first else self.context_facts(call)
+        return scaffold.first_message(call.question, value, facts, about)
 
-    def _description(self, context: SharedContext | None) -> str:
-        """Return the description of ``context`` for a model, computed once, because children share
+    def context_facts(self, call: LiveCall) -> ContextFacts:
+        """Return the facts about the context of ``call``, gathered once, because children share
         large contexts."""
+        context = call.context
         if context is None:
-            return observe.describe("")
-        if context.digest not in self._descriptions:
-            self._descriptions[context.digest] = observe.describe(context.value)
-        return self._descriptions[context.digest]
+            return ContextFacts()
+        tools = self.tools_at(call.depth).functions.keys()
+        key = context.digest, "sql" in tools
+        if key not in self._contexts:
+            self._contexts[key] = context_facts(context.value, context.chars, context.nbytes, tools)
+        return self._contexts[key]
 
-    def system_prompt(self, depth: int) -> str:
-        limits = self.setup.limits
-        return self.setup.scaffold_at(depth).system_prompt(
-            depth=depth,
-            children=depth < limits.max_depth,
-            tools=self.tools_at(depth).describe(),
-            limits=f"You have {self.setup.max_turns(depth)} turns; each of your messages is one.",
+    def system_prompt(self, call: LiveCall) -> str:
+        facts = facts_of(
+            self.setup,
+            self.models,
+            self.requests.ledger.limit,
+            self.requests.reply_limits,
+            self._resources.sandbox().caps,
+            self.tools_at(call.depth),
+            self.context_facts(call),
+            call.depth,
         )
+        return self.setup.scaffold_at(call.depth).system_prompt(facts)
 
     # --- sessions ---------------------------------------------------------------------------------
 

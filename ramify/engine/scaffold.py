@@ -1,13 +1,15 @@
 """Prompts and conventions between engine and model, as data that users can replace.
 
-Only markers in double braces are replaced, so a prompt may contain any other braces: ``{{tools}}``
-becomes the user's tools, ``{{limits}}`` the limits, and ``{{children}}`` how to start children, if
-that is possible. In ``first``, the markers are ``{{question}}``, ``{{chars}}`` and ``{{about}}``.
+Only the markers of ``MARKERS`` in double braces are replaced, so a prompt may contain any other
+braces: ``{{tools}}`` becomes the user's tools, ``{{limits}}`` the limits, and so on. Their texts are
+facts of the run (see ``prompt.py``). In ``first``, the markers are ``{{question}}``, ``{{chars}}``
+and ``{{about}}``.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -15,51 +17,43 @@ import msgspec
 
 from ramify.clients.base import Tool
 from ramify.clients.model import Model
-from ramify.engine import observe, retool
+from ramify.engine import observe, prompt, retool
 from ramify.engine.action import NATIVE_TOOLS, ParsedAction, read_action
 from ramify.engine.foreign_formats import read_any
+from ramify.engine.prompt import ContextFacts, PromptFacts
 from ramify.errors import ConfigError
 from ramify.plugins import Registry
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Cell
 
 _DEFAULT_SYSTEM = """\
-You answer a question about data that may be far larger than what you can read at once. The data is in the variable
-`context` of a live Python session, which you drive: write code in a fence marked repl, and you will see its output.
+{{task}}
 
-```repl
-print(type(context), len(context))
-print(context[:500])
-```
+{{example}}
 
-The session is a notebook: variables, functions and imports stay; the last expression of a cell is echoed. Long output
-is cut in the middle, so print what you need. In the session you have:
-- `context`: the data.
-- `llm_query(prompt, model=None, schema=None)`: ask a language model that sees only your prompt, so put the text into it;
-  it can read some 100,000 characters. With `schema` (a JSON schema, or a type such as list[int]) you get a checked value.
-- `llm_query_batched(prompts)`: many at once, in parallel; much faster than a loop.
-{{children}}- A sub-call that fails raises SubcallError: `.results` has the replies that did arrive (None where one failed),
-  `.failures` the reasons by index.
-- `SHOW_VARS()`, `history`, `outputs[n]` (the whole output of cell n where it was cut).
-- `FINAL(value)`: give the final answer, any Python value. `FINAL_VAR("name")`: the same by variable name.
-- `answer["content"] = …` keeps your best answer so far; `answer["ready"] = True` makes it final.
+{{notebook}}
+
+In the session you have:
+{{names}}
+{{children}}
+{{final}}
 {{tools}}
-How to work: look at the data first (size, structure, a few records). Compute with code whatever code can compute
-exactly: counting, parsing, filtering, joining. Use language models for what needs reading: cut the data into pieces that
-fit, ask about all pieces at once, combine the replies in code, and check them. Do not guess, and do not answer before you
-have seen the evidence. Then give the final answer with FINAL(…), in a cell of its own once you have seen what it rests on.
-{{limits}}"""
 
-_CHILDREN = """\
-- `rlm_query(prompt, context=None, model=None)`: start a child like you with its own session; its `context` is the one
-  you give (by default yours). For parts that need several steps themselves. Returns its answer as a Python value.
-- `rlm_query_batched(prompts, contexts=None)`: many children at once.
-"""
+{{models}}
+{{machine}}
+
+{{method}}
+
+{{limits}}
+
+{{instructions}}"""
 
 _MINIMAL_SYSTEM = """\
 Answer the question with Python. The data is in `context`. Write one code fence marked repl per message and you see its
 output. `llm_query(prompt)` asks a language model. Give the answer with FINAL(value).
-{{tools}}"""
+{{tools}}
+{{limits}}
+{{instructions}}"""
 
 _RETOOL_SYSTEM = """\
 You solve mathematical problems. Think step by step, and leave calculations and searches to Python: {how} What it printed \
@@ -72,6 +66,34 @@ _RETOOL_FIRST = "{{question}}\n\nPut the final answer into \\boxed{}."
 _DIRECT_SYSTEM = "Answer the question from the text that is given. Be exact and brief. If the text does not say, say so."
 
 
+MARKERS = {
+    "task": "what the model is asked to do, and where the data is",
+    "example": "first code to run, for this kind of context",
+    "notebook": "what a session keeps and shows",
+    "names": "`context`, `llm_query` and `llm_query_batched`",
+    "children": "`rlm_query` and `rlm_query_batched`; empty if there can be no children",
+    "final": "`SubcallError`, `budget`, `FINAL`, `answer` and the rest of the session's names",
+    "tools": "the user's tools; empty if there are none",
+    "models": "names, sizes and prices of the models",
+    "machine": "packages, files and network of the session",
+    "method": "how to work, with a worked example",
+    "limits": "turns, calls, tokens, dollars and seconds",
+    "instructions": "the user's instructions and examples; they come last if this is missing",
+}
+"""Marker of a system message -> what replaces it."""
+_MARKER = re.compile(r"(?<=\n\n)\{\{(\w+)\}\}\n\n|^\{\{(\w+)\}\}\n|\{\{(\w+)\}\}", re.MULTILINE)
+"""A marker: alone between two empty lines, alone on its line, or elsewhere."""
+
+
+def _filled(found: re.Match[str], filled: Mapping[str, str]) -> str:
+    """Return what replaces a marker. One without a text disappears with its line. What is not a
+    marker stays."""
+    name = found[1] or found[2] or found[3]
+    if name not in filled:
+        return found[0]
+    return filled[name] + found[0][len(name) + 4 :] if filled[name] else ""
+
+
 class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Prompts and conventions of a run."""
 
@@ -82,7 +104,7 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """System prompt of children; None means the same as ``system``."""
     first: str = ""
     """First message of a call. If empty, it contains the question and the size and beginning of the
-    context (``observe.first_message``). Markers: ``{{question}}``, ``{{chars}}`` (characters of the
+    context (``prompt.first_message``). Markers: ``{{question}}``, ``{{chars}}`` (characters of the
     context) and ``{{about}}`` (what the user pointed out)."""
     direct_system: str = _DIRECT_SYSTEM
     direct_chars: int = 32_000
@@ -142,23 +164,25 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "remove raw_code and terse_chars"
             )
 
-    def system_prompt(self, *, depth: int, children: bool, tools: str, limits: str) -> str:
-        text = self.system if depth == 0 or self.child_system is None else self.child_system
-        filled = {
-            "{{children}}": _CHILDREN if children else "",
-            "{{tools}}": tools,
-            "{{limits}}": limits,
-        }
-        for marker, value in filled.items():
-            text = text.replace(marker, value)
-        return text.strip()
+    def system_prompt(self, facts: PromptFacts | None = None) -> str:
+        """Return the system message of a call. Without ``facts``, it states none."""
+        text = self.child_system if facts and facts.depth and self.child_system else self.system
+        if not text:
+            return ""
+        facts = PromptFacts() if facts is None else facts
+        filled = prompt.sections(facts) if "{{" in text else {}
+        added = prompt.instructions(facts)
+        if added and "{{instructions}}" not in text:
+            text = f"{text.rstrip()}\n\n{{{{instructions}}}}"
+            filled["instructions"] = added
+        return _MARKER.sub(lambda found: _filled(found, filled), text).strip()
 
     def first_message(
-        self, question: str, context: object, description: str = "", about: str = ""
+        self, question: str, context: object, facts: ContextFacts | None = None, about: str = ""
     ) -> str:
         """Return the first message of a call. ``context`` is the value that its session gets."""
         if not self.first:
-            return observe.first_message(question, description, about)
+            return prompt.first_message(question, facts or ContextFacts(), about)
         filled = {
             "{{question}}": question,
             "{{chars}}": str(observe.chars_of(context)),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ramify.engine import observe
+from ramify.engine.prompt import PromptFacts, context_facts
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError
 from ramify.inference.http.engine_process import check_program
@@ -286,7 +287,9 @@ def note_missing_template(policy: Policy) -> None:
 
 def first_prompt(scaffold: Scaffold, run: Run, item: Item) -> list[Message]:
     """The first messages of a root call."""
-    description = "" if scaffold.first else observe.describe(item.context)
-    system = scaffold.system_prompt(depth=0, children=run.limits.max_depth > 0, tools="", limits="")
-    first = Message("user", scaffold.first_message(item.question, item.context, description))
+    chars = observe.chars_of(item.context)
+    context = context_facts(item.context, chars)
+    facts = PromptFacts(context=context, children=run.limits.max_depth > 0)
+    system = scaffold.system_prompt(facts)
+    first = Message("user", scaffold.first_message(item.question, item.context, context))
     return [Message("system", system), first] if system else [first]

@@ -101,8 +101,10 @@ def test_max_turns_warns_the_model_and_allows_a_last_word() -> None:
     with rlm(model, limits={"max_turns": 5}) as r:
         result = r.completion("text", "?")
     assert (result.stop, result.response, len(model.requests)) == (Stop.MAX_TURNS, "what I have", 6)
-    assert model.requests[-2].messages[-1].content == "=> 1\n[turn 4 of 5]"
-    assert "[limit] 0 of 5 turns left" in model.requests[-1].messages[-2].content
+    assert model.requests[-2].messages[-1].content == (
+        "=> 1\n[limit] 1 of 5 turns left: answer now with FINAL(…)\n[turn 4 of 5]"
+    )
+    assert "[limit]" not in model.requests[-1].messages[-2].content
 
 
 def test_answer_content_is_used_without_a_last_word() -> None:

@@ -183,9 +183,7 @@ def row(solution: str, asked: str = ASKED) -> dict[str, Any]:
 
 def test_demonstration_is_split_into_turns() -> None:
     system, *messages = conversation(row(SOLVED), SCAFFOLDS["retool"])
-    assert system.content == SCAFFOLDS["retool"].system_prompt(
-        depth=0, children=False, tools="", limits=""
-    )
+    assert system.content == SCAFFOLDS["retool"].system_prompt()
     assert messages == [
         Message("user", "What is 7!?\n\nPut the final answer into \\boxed{}."),
         Message(

@@ -52,7 +52,7 @@ class ToolMathScaffold(Protocol):
     @property
     def native_tools(self) -> bool: ...
 
-    def system_prompt(self, *, depth: int, children: bool, tools: str, limits: str) -> str: ...
+    def system_prompt(self) -> str: ...
 
     def first_message(self, question: str, context: object) -> str: ...
 
@@ -101,7 +101,7 @@ def conversation(row: Mapping[str, Any], rules: ToolMathScaffold) -> tuple[Messa
     question, solution = contents.get("user"), contents.get("assistant")
     if not isinstance(question, str) or not isinstance(solution, str):
         raise ValueError("it needs a message of the user and one of the assistant")
-    system = rules.system_prompt(depth=0, children=False, tools="", limits="")
+    system = rules.system_prompt()
     first = Message("user", rules.first_message(asked(question), ""))
     return (
         *([Message("system", system)] if system else []),

@@ -1,0 +1,646 @@
+"""The prompt of a session: facts about a run, and the sentences that state them to a model.
+
+    PromptFacts ──> sections() ──> {"task": …, "example": …, "models": …}  ──> Scaffold.system
+    ContextFacts ──> first_message(): the question, and the context's size, shape, head and tail
+
+A sentence appears only if it is true of this run, and every example runs in its session. This file
+decides the words, the order of facts and the sizes in the examples. Not here: how the facts are
+gathered (see ``prompt_facts.py``), which markers a system message has (see ``scaffold.py``), and
+what is said after a turn (see ``observe.py``).
+
+The texts of this file are part of the models' behavior. ``benchmarks/prompts.py`` measures them:
+scripted readers do exactly what they show and say.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from ramify.clients.base import Price
+from ramify.errors import ConfigError, nearest
+
+ContextKind = Literal[
+    "none", "text", "list", "dict", "folder", "rows", "tables", "database", "conversation", "value"
+]
+
+CHARS_PER_TOKEN = 3
+"""Characters of a token, rounded down: so many fit a window in any common language."""
+_TYPICAL_CHARS = 4
+"""Characters of a token in English text, for estimates that are called estimates."""
+_PART_CHARS = 50_000
+"""Size of a part in the worked example, if the model can read it: larger parts are read less
+carefully."""
+_HEAD_CHARS = 300
+_TAIL_CHARS = 200
+_NUM_NAMES = 8
+_NUM_CHECKED = 1_000
+"""Names that are looked at to find out whether they are those of files."""
+_NUM_KEYS = 12
+_MANY_ITEMS = 10_000
+"""Items of a longer list are not looked at one by one."""
+_FILE_NAME = re.compile(r"[^\n]*[^\s/]\.[A-Za-z]\w{0,7}|[^\n/]+(/[^\n/]+)+")
+_DATABASE = "SQLite database "
+"""Beginning of the text that ``sources/sqlite.py`` writes about a database."""
+
+
+# --- facts ----------------------------------------------------------------------------------------
+
+
+class ContextFacts(msgspec.Struct, frozen=True):
+    """What a model is told about its context."""
+
+    kind: ContextKind = "none"
+    chars: int = 0
+    """Characters of all its texts."""
+    shape: str = ""
+    """Type, size and structure, as the end of the sentence that begins "`context` is"."""
+    databases: tuple[str, ...] = ()
+    """Names by which ``sql`` knows its databases; empty for a single one."""
+    type: str = "str"
+    """Name of its Python type."""
+    bytes_per_char: float = 1.0
+    """UTF-8 bytes of a character on average: other scripts take more tokens for a character."""
+
+
+class PromptModel(msgspec.Struct, frozen=True):
+    """One model of a run."""
+
+    alias: str
+    """Short name that ``model=`` accepts."""
+    chars: int
+    """Characters of a prompt that fit its window and the budget, with room for a reply."""
+    reply_tokens: int
+    """Maximum tokens of a reply, without hidden reasoning."""
+    price: Price | None = None
+    vision: bool | None = None
+    """Whether it reads images; None if that is unknown."""
+    roles: tuple[str, ...] = ()
+    """Its parts in this call: "you", "`llm_query`", "your children"; empty for a model that is only
+    asked by name."""
+
+
+class BudgetFacts(msgspec.Struct, frozen=True):
+    """Limits of a run, as a call sees them when it starts."""
+
+    turns: int = 30
+    """Turns of this call."""
+    calls: int = 1000
+    tokens: int = 20_000_000
+    dollars: float = math.inf
+    """Infinite if no model has a price and no limit was given."""
+    seconds: float = 1800.0
+    max_depth: int = 1
+    max_children: int = 64
+    """Children of one call that run at once."""
+
+
+class PromptExample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A question with the answer that the user wants to such a question."""
+
+    question: str
+    answer: Any
+
+
+class MountFacts(msgspec.Struct, frozen=True):
+    """A file or folder of the user that the session can read."""
+
+    path: str
+    """Its path in the session."""
+    is_folder: bool
+
+
+class PromptFacts(msgspec.Struct, frozen=True):
+    """Everything that the system message of one call may state."""
+
+    depth: int = 0
+    context: ContextFacts = ContextFacts()
+    models: tuple[PromptModel, ...] = ()
+    budget: BudgetFacts | None = None
+    children: bool = False
+    """True if the call may start children."""
+    tools: str = ""
+    """One line for each tool; see ``ToolSet.describe``."""
+    tool_names: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+    mounts: tuple[MountFacts, ...] = ()
+    has_network: bool = True
+    """False only if the sandbox says that it isolates the network."""
+    full_python: bool = True
+    output_chars: int = 10_000
+    """Characters of a cell's output that the model is shown."""
+    instructions: str = ""
+    examples: tuple[PromptExample, ...] = ()
+
+    def model_of(self, role: str) -> PromptModel | None:
+        return next((model for model in self.models if role in model.roles), None)
+
+
+def examples_of(given: object) -> tuple[PromptExample, ...]:
+    """Return examples that were given as pairs, dicts or ``PromptExample`` objects. Raises
+    ConfigError for one without a question or an answer."""
+    if given is None:
+        return ()
+    if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
+        raise ConfigError(
+            f"examples is a {type(given).__name__}: give a list of (question, answer) pairs"
+        )
+    return tuple(_example(item, number) for number, item in enumerate(given, 1))
+
+
+def _example(item: object, number: int) -> PromptExample:
+    if isinstance(item, Mapping):
+        for name in item:
+            if name not in PromptExample.__struct_fields__:
+                remedy = nearest(str(name), PromptExample.__struct_fields__)
+                raise ConfigError(f"example {number}: unknown field '{name}': {remedy}")
+        item = (item.get("question"), item.get("answer"))
+    elif isinstance(item, PromptExample):
+        item = (item.question, item.answer)
+    pair = tuple(item) if isinstance(item, list | tuple) else (item,)
+    if len(pair) > 2:
+        raise ConfigError(f"example {number} has {len(pair)} parts: give a question and its answer")
+    question, answer = (*pair, None, None)[:2]
+    for name, value in (("question", question), ("answer", answer)):
+        if value is None or (isinstance(value, str) and not value.strip()):
+            raise ConfigError(f"example {number} has no {name}: give a question and its answer")
+    if not isinstance(question, str):
+        raise ConfigError(
+            f"example {number}: the question is a {type(question).__name__}: give a text"
+        )
+    return PromptExample(question, answer)
+
+
+# --- the context ----------------------------------------------------------------------------------
+
+
+def context_facts(
+    value: Any, chars: int, num_bytes: int = 0, tools: Collection[str] = ()
+) -> ContextFacts:
+    """Return the facts about a context with ``chars`` characters of text, which take ``num_bytes``.
+    ``tools`` are the names of the session's tools: a database needs ``sql``."""
+    if value is None:
+        return ContextFacts()
+    density = min(4.0, max(1.0, round(num_bytes / max(chars, 1), 1))) if chars >= 1000 else 1.0
+    kind = _kind_of(value, "sql" in tools)
+    databases: tuple[str, ...] = ()
+    if kind == "database" and isinstance(value, Mapping):
+        names = [name for name, text in value.items() if _is_database(text)]
+        databases = tuple(names) if len(names) > 1 else ()
+    shape = _shape(kind, value, chars, density)
+    return ContextFacts(kind, chars, shape, databases, type(value).__name__, density)
+
+
+def _is_database(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(_DATABASE)
+
+
+def _kind_of(value: Any, has_sql: bool) -> ContextKind:
+    if isinstance(value, str):
+        return "database" if has_sql and _is_database(value) else "text"
+    if isinstance(value, Mapping):
+        return _kind_of_dict(value, has_sql)
+    if not isinstance(value, list | tuple):
+        return "value"
+    if value and len(value) <= _MANY_ITEMS and all(isinstance(item, Mapping) for item in value):
+        if all("role" in item and "content" in item for item in value):
+            return "conversation"
+        if value[0] and all(item.keys() == value[0].keys() for item in value):
+            return "rows"
+    return "list"
+
+
+def _kind_of_dict(value: Mapping[Any, Any], has_sql: bool) -> ContextKind:
+    if not value:
+        return "dict"
+    if has_sql and any(map(_is_database, value.values())):
+        return "database"
+    if all(isinstance(item, str) for item in value.values()):
+        names = itertools.islice(value, _NUM_CHECKED)
+        are_files = all(isinstance(name, str) and _FILE_NAME.fullmatch(name) for name in names)
+        return "folder" if are_files else "dict"
+    if all(isinstance(item, list | tuple) for item in value.values()):
+        is_table = (_kind_of(rows, False) == "rows" for rows in value.values())
+        return "tables" if all(is_table) else "dict"
+    return "dict"
+
+
+def _shape(kind: ContextKind, value: Any, chars: int, density: float) -> str:
+    tokens = max(1, int(chars * density / _TYPICAL_CHARS))
+    size = f"{many(chars, 'character')} (about {many(tokens, 'token')})"
+    if isinstance(value, str):
+        return f"a str of {size}, in {many(value.count(chr(10)) + 1, 'line')}. {_ends(value)}"
+    if isinstance(value, Mapping):
+        return _shape_of_dict(kind, value, size)
+    if isinstance(value, list | tuple):
+        return _shape_of_list(kind, value, size)
+    return f"a value of type {type(value).__name__}: {_short(value)}"
+
+
+def _ends(text: str) -> str:
+    if len(text) <= _HEAD_CHARS + _TAIL_CHARS:
+        return f"All of it:\n{text!r}"
+    return f"It begins:\n{text[:_HEAD_CHARS]!r}\nIt ends:\n{text[-_TAIL_CHARS:]!r}"
+
+
+def _shape_of_dict(kind: ContextKind, value: Mapping[Any, Any], size: str) -> str:
+    what = {"folder": "file", "tables": "table"}.get(kind, "entry")
+    entries = list(value.items())[:_NUM_NAMES]
+    names = ", ".join(f"{_short(key, 120)} ({_size_of_entry(item)})" for key, item in entries)
+    more = f", … ({len(value) - _NUM_NAMES:,} more)" if len(value) > _NUM_NAMES else ""
+    keys = {
+        "folder": "from file name to text",
+        "tables": "from table name to rows, each row a dict",
+    }.get(kind)
+    head = f"a dict {keys}: " if keys else "a dict of "
+    text = f"{head}{many(len(value), what)}, {size} in all: {names}{more}"
+    first = next(iter(value.values()), None)
+    return f"{text}\nThe first begins:\n{_short(first)}" if value else text
+
+
+def _size_of_entry(item: Any) -> str:
+    if isinstance(item, str):
+        return many(len(item), "character")
+    if isinstance(item, list | tuple) and item and isinstance(item[0], Mapping):
+        return f"{many(len(item), 'row')}: {_keys(item[0])}"
+    return type(item).__name__
+
+
+def _keys(row: Mapping[Any, Any]) -> str:
+    names = [_short(key, 60) for key in list(row)[:_NUM_KEYS]]
+    return ", ".join(names) + (", …" if len(row) > _NUM_KEYS else "")
+
+
+def _shape_of_list(kind: ContextKind, value: Sequence[Any], size: str) -> str:
+    name = type(value).__name__
+    if kind == "conversation":
+        roles = [str(item["role"]) for item in value]
+        counts = ", ".join(f"{roles.count(role)} {role}" for role in dict.fromkeys(roles))
+        what = f"a {name} of {many(len(value), 'message')} ({counts}), oldest first, each a dict "
+        what += f"with 'role' and 'content', {size} in all"
+    elif kind == "rows":
+        keys = _keys(value[0])
+        what = f"a {name} of {many(len(value), 'row')}, each a dict with {keys}, {size} in all"
+    else:
+        what = f"a {name} of {many(len(value), 'item')}{_items(value)}, {size} in all"
+    if not value:
+        return what
+    last = f"\nThe last:\n{_short(value[-1], _TAIL_CHARS)}" if len(value) > 1 else ""
+    return f"{what}. The first:\n{_short(value[0])}{last}"
+
+
+def _items(value: Sequence[Any]) -> str:
+    """Types and lengths of the items, if they can be looked at quickly."""
+    if not value or len(value) > _MANY_ITEMS:
+        return ""
+    types = list(dict.fromkeys(type(item).__name__ for item in value))
+    if len(types) > 1:
+        return f" ({', '.join(types[:4])}{', …' if len(types) > 4 else ''})"
+    if types == ["str"]:
+        low, high = min(map(len, value)), max(map(len, value))
+        lengths = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+        return f", each a str of {lengths} characters"
+    return f", each of type {types[0]}"
+
+
+def _short(item: Any, most: int = _HEAD_CHARS) -> str:
+    # A long text is cut before its repr is taken, which would copy all of it.
+    text = repr(item[: most + 1] if isinstance(item, str | bytes) else item)
+    return text if len(text) <= most + 2 else text[:most] + "…"
+
+
+def many(number: int, noun: str) -> str:
+    """``many(1, "entry")`` is "1 entry", ``many(2000, "entry")`` is "2,000 entries"."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun[:-1] + 'ies' if noun.endswith('y') else noun + 's'}"
+
+
+def first_message(question: str, context: ContextFacts, about: str = "") -> str:
+    """Return the first message of a call: the question, and what the context looks like."""
+    parts = [f"Question: {question}"]
+    if context.kind != "none":
+        parts.append(f"`context` is {context.shape}")
+    return "\n\n".join([*parts, *([about] if about else [])])
+
+
+# --- the system message ---------------------------------------------------------------------------
+
+
+def sections(facts: PromptFacts) -> dict[str, str]:
+    """Return the text of each marker of a system message; empty if there is nothing to say."""
+    return {
+        "task": _task(facts),
+        "example": fenced(first_example(facts)),
+        "notebook": _notebook(facts),
+        "names": _names(facts),
+        "children": _children(facts),
+        "final": _final(facts),
+        "tools": facts.tools.rstrip("\n"),
+        "models": _models(facts),
+        "machine": _machine(facts),
+        "method": _method(facts),
+        "limits": _limits(facts),
+        "instructions": instructions(facts),
+    }
+
+
+def _task(facts: PromptFacts) -> str:
+    part = "" if facts.depth == 0 else ", which is a part of a larger task"
+    kind = facts.context.kind
+    if kind == "none":
+        return (
+            f"You answer a question{part} with the help of a live Python session, which you drive: "
+            "write code in a fence marked repl, and the next message shows its output:"
+        )
+    return (
+        f"You answer a question{part} about data that may be far larger than what you can read at "
+        "once. The data is the variable `context` of a live Python session, which you drive: write "
+        "code in a fence marked repl, and the next message shows its output:"
+    )
+
+
+def fenced(code: str) -> str:
+    return f"```repl\n{code}\n```"
+
+
+def first_example(facts: PromptFacts) -> str:
+    """Return the first code to run: a look at this kind of context."""
+    context = facts.context
+    match context.kind:
+        case "none":
+            if facts.mounts:
+                return _look_at(facts.mounts[0])
+            return "import math\nmath.comb(52, 5)"
+        case "text":
+            return "print(len(context))\nprint(context[:500])"
+        case "list":
+            return "print(len(context))\nfor item in context[:3]:\n    print(str(item)[:300])"
+        case "dict":
+            return (
+                "for key, value in list(context.items())[:10]:\n"
+                "    print(repr(key), type(value).__name__, str(value)[:100])"
+            )
+        case "folder":
+            return (
+                "for name, text in list(context.items())[:10]:\n"
+                "    print(name, len(text), repr(text[:100]))"
+            )
+        case "rows":
+            return "print(len(context), list(context[0]))\nfor row in context[:3]:\n    print(row)"
+        case "tables":
+            return (
+                "for name, rows in list(context.items())[:10]:\n"
+                "    print(name, len(rows), rows[:2])"
+            )
+        case "database":
+            db = f", db={context.databases[0]!r}" if context.databases else ""
+            shown = "context" if context.type == "str" else "str(context)"
+            return f'print({shown}[:1000])\nprint(sql("SELECT name FROM sqlite_master"{db}))'
+        case "conversation":
+            return (
+                "for message in context[-3:]:\n"
+                '    print(message["role"], str(message["content"])[:300])'
+            )
+        case "value":
+            return "print(type(context))\nprint(str(context)[:500])"
+
+
+def _look_at(mount: MountFacts) -> str:
+    if mount.is_folder:
+        return f"import os\nprint(sorted(os.listdir({mount.path!r}))[:20])"
+    return f'print(open({mount.path!r}, "rb").read(500))'
+
+
+def _notebook(facts: PromptFacts) -> str:
+    return (
+        "The session is a notebook: variables, functions and imports stay; the last expression of "
+        f"a cell is shown. You see at most {facts.output_chars:,} characters of a cell's output, "
+        "its head and tail; if it was longer, `outputs[n]` has all of what cell n printed."
+    )
+
+
+def _names(facts: PromptFacts) -> str:
+    sub = facts.model_of("`llm_query`")
+    has_choice = len(facts.models) > 1
+    most = f", at most {sub.chars:,} characters" if sub is not None else ""
+    # A model that sees images might be asked to look at one.
+    most += ", no images" if any(model.vision for model in facts.models) else ""
+    lines = [
+        f"- `llm_query(prompt{', model=None' * has_choice}, schema=None)`: ask a language model, "
+        f"which sees only `prompt`, so put the text into it{most}. Returns its text or, with a "
+        "`schema` (a type such as list[int], or a JSON schema), a checked value.",
+        "- `llm_query_batched(prompts)`: many prompts at once, in parallel, which is much faster "
+        "than a loop. Returns the replies in order.",
+    ]
+    if facts.context.kind != "none":
+        lines.insert(0, f"- `context`: the data, a {facts.context.type}.")
+    return "\n".join(lines)
+
+
+def _children(facts: PromptFacts) -> str:
+    if not facts.children:
+        return ""
+    budget = facts.budget or BudgetFacts()
+    below = budget.max_depth - facts.depth - 1
+    depth = " They can start children, too." if below > 0 else " They cannot start children."
+    has_context = facts.context.kind != "none"
+    given = (
+        "`prompt` is its question; its `context` is the value that you give, by default yours"
+        if has_context
+        else "`prompt` is its question"
+    )
+    return (
+        f"- `rlm_query(prompt{', context=None' * has_context})`: ask a child like you, with its "
+        f"own session and turns, for a part that needs several steps. {given}. Returns its answer, "
+        "a Python value.\n"
+        f"- `rlm_query_batched(prompts{', contexts=None' * has_context})`: many children, "
+        f"{budget.max_children:,} at once.{depth}"
+    )
+
+
+def _final(facts: PromptFacts) -> str:
+    left = "`budget()`: what is left of your limits. " if "budget" not in facts.tool_names else ""
+    return (
+        "- SubcallError is raised if calls fail: `.results` has the replies that did arrive (None "
+        "where one failed), `.failures` the reasons by index.\n"
+        f"- {left}`SHOW_VARS()`: your variables. `history`: the messages so far.\n"
+        '- `FINAL(value)`: give the final answer, any Python value. `FINAL_VAR("name")`: the same '
+        "by variable name.\n"
+        '- `answer["content"] = …` keeps your best answer so far; `answer["ready"] = True` makes '
+        "it final."
+    )
+
+
+def _models(facts: PromptFacts) -> str:
+    if not facts.models:
+        return ""
+    if len(facts.models) == 1:
+        (model,) = facts.models
+        return f"`llm_query` asks {model.alias}, the model that you are: it {_model_size(model)}."
+    lines = [f'- "{model.alias}" ({_role(model)}): {_model_size(model)}' for model in facts.models]
+    return "\n".join(["Models, by the names that `model=` accepts:", *lines])
+
+
+def _role(model: PromptModel) -> str:
+    return " and ".join(model.roles) if model.roles else "only by name"
+
+
+def _model_size(model: PromptModel) -> str:
+    text = f"reads {model.chars:,} characters and writes {model.reply_tokens:,} tokens at most"
+    price = model.price
+    if price is None or not (price.input or price.output):
+        return text
+    return f"{text}, ${price.input:g} in and ${price.output:g} out per million tokens"
+
+
+def _machine(facts: PromptFacts) -> str:
+    packages = f", and {', '.join(facts.packages)}" if facts.packages else ""
+    texts = [
+        f"You can import Python's standard library{packages}."
+        if facts.full_python
+        else "The interpreter knows a part of Python and few modules of its standard library."
+    ]
+    if facts.mounts:
+        paths = ", ".join(mount.path for mount in facts.mounts)
+        texts.append(f"Files of the user that you can read: {paths}.")
+    if not facts.has_network:
+        texts.append("There is no network.")
+    return " ".join(texts)
+
+
+def _method(facts: PromptFacts) -> str:
+    if facts.context.kind == "none":
+        return (
+            "How to work: compute with code whatever code can compute exactly, and check the "
+            "result in a second way. Use language models for what needs reading or judging. Then "
+            "give the final answer with FINAL(…)."
+        )
+    text = (
+        "How to work: look at the data first (size, structure, a few records). Compute with code "
+        "whatever code can compute exactly: counting, parsing, filtering, joining. Use language "
+        "models for what needs reading"
+    )
+    example = batch_example(facts)
+    text += (
+        f": cut the data into parts, ask about all parts at once, combine in code:\n\n"
+        f"{fenced(example)}\n\n"
+        if example
+        else ". "
+    )
+    return (
+        f"{text}Check before you answer: a quote must be in the data, numbers must add up, and a "
+        "second way must give the same. Do not guess. Give the final answer with FINAL(…), in a "
+        "cell of its own, once you have seen what it rests on."
+    )
+
+
+class _Parts(NamedTuple):
+    """Sizes of the worked example."""
+
+    size: int
+    """Characters of one part."""
+    most: int | None
+    """Maximum number of parts to ask about; None if all of them can be asked about."""
+
+
+def _parts(facts: PromptFacts) -> _Parts | None:
+    """Return sizes that fit the model of ``llm_query`` and the budget; None if none do."""
+    sub, budget = facts.model_of("`llm_query`"), facts.budget
+    if sub is None or budget is None or sub.chars < 2000:
+        return None
+    size = rounded(min(_PART_CHARS, sub.chars * 4 // 5))
+    num = math.ceil(facts.context.chars * 1.1 / size)
+    # A request reserves a token for each byte, and a reply.
+    tokens_each = size + sub.reply_tokens
+    price = sub.price or Price(0.0, 0.0)
+    dollars_each = (size / CHARS_PER_TOKEN * price.input + sub.reply_tokens * price.output) / 1e6
+    most = min(budget.calls // 2, 3 * budget.tokens // 4 // tokens_each, 10_000)
+    if math.isfinite(budget.dollars) and dollars_each:
+        most = min(most, int(0.75 * budget.dollars / dollars_each))
+    if most < 1:
+        return None
+    return _Parts(size, None if num <= most else min(most, 100))
+
+
+def rounded(number: int) -> int:
+    """Round down to two leading digits: ``rounded(23_456)`` is 23,000."""
+    unit: int = 10 ** max(0, len(str(number)) - 2)
+    return number // unit * unit
+
+
+_TEXTS: dict[ContextKind, str] = {
+    "text": "",
+    "list": 'text = "\\n".join(map(str, context))',
+    "rows": 'text = "\\n".join(map(str, context))',
+    "value": "text = str(context)",
+    "dict": 'text = "\\n".join(f"== {key} ==\\n{value}" for key, value in context.items())',
+    "folder": 'text = "\\n".join(f"== {name} ==\\n{text}" for name, text in context.items())',
+    "tables": 'text = "\\n".join(f"{name}: {row}" for name in context for row in context[name])',
+    "conversation": (
+        "text = \"\\n\".join(f\"{each['role']}: {each['content']}\" for each in context)"
+    ),
+}
+"""Kind -> code that makes one text of the context; empty if it is one."""
+
+
+def batch_example(facts: PromptFacts) -> str:
+    """Return the worked example of chunk, batch and combine, with sizes that fit; empty if no sizes
+    fit."""
+    parts = _parts(facts)
+    if parts is None:
+        return ""
+    context = facts.context
+    if context.kind == "database":
+        db = f", db={context.databases[0]!r}" if context.databases else ""
+        made = f'text = "\\n".join(map(str, sql("SELECT * FROM sqlite_master"{db})))'
+    else:
+        made = _TEXTS[context.kind]
+    name = "text" if made else "context"
+    lines = [
+        *([made] if made else []),
+        f"size = {parts.size}",
+        f"parts = [{name}[i:i + size] for i in range(0, len({name}), size)]",
+    ]
+    if parts.most is not None:
+        lines.append(f'parts = [part for part in parts if "a word" in part][:{parts.most}]')
+    lines += [
+        'task = "Quote what this text says about X, or reply NONE."',
+        'replies = llm_query_batched([f"{task}\\n\\n{part}" for part in parts])',
+        'found = [reply for reply in replies if reply.strip() != "NONE"]',
+        "print(len(parts), len(found), found[:5])",
+    ]
+    return "\n".join(lines)
+
+
+def _limits(facts: PromptFacts) -> str:
+    budget = facts.budget
+    if budget is None:
+        return ""
+    dollars = f", ${budget.dollars:g}" if math.isfinite(budget.dollars) else ""
+    shared = "with all its calls and children" if facts.children else "with all its calls"
+    if facts.depth:
+        shared = "of which you are a part"
+    return (
+        f"You have {many(budget.turns, 'turn')} (each of your messages is one). The run, {shared}, "
+        f"has {many(budget.calls, 'model call')}, {budget.tokens:,} tokens{dollars} and "
+        f"{budget.seconds:,.12g} seconds."
+    )
+
+
+def instructions(facts: PromptFacts) -> str:
+    """Return the user's instructions and examples, as they are added to any prompt."""
+    parts = []
+    if facts.instructions.strip():
+        parts.append(f"Instructions of the user:\n{facts.instructions.strip()}")
+    if facts.examples:
+        lines = [
+            f"Question: {example.question}\nAnswer: {example.answer}" for example in facts.examples
+        ]
+        parts.append("\n".join(["Examples of such questions and their answers:", *lines]))
+    return "\n\n".join(parts)

@@ -1,0 +1,106 @@
+"""Gathers the facts that a call's prompt states from the settings, models and limits of its run.
+
+    RlmSetup, RunModels, limits, sandbox, tools, context ──> PromptFacts ──> prompt.sections()
+
+This file decides how many characters of a prompt are promised to fit a model: those of its window
+after its longest reply, and of half the run's budget, from which the engine reserves the most that
+a request can cost. Not here: the sentences (see ``prompt.py``).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+
+from ramify.clients.base import Client
+from ramify.engine.limits import ResourceAmount, bound
+from ramify.engine.prompt import (
+    CHARS_PER_TOKEN,
+    BudgetFacts,
+    ContextFacts,
+    MountFacts,
+    PromptFacts,
+    PromptModel,
+    rounded,
+)
+from ramify.engine.resources import ModelFacts, RlmSetup, RunModels
+from ramify.engine.tool_set import ToolSet
+from ramify.sandbox.base import SandboxCapabilities, SandboxSpec
+
+ReplyLimits = Callable[[Client, int, bool], tuple[int, int]]
+"""(model, depth, whether it answers a plain call) -> (tokens of a reply, tokens of hidden reasoning
+in addition)."""
+
+
+def facts_of(
+    setup: RlmSetup,
+    models: RunModels,
+    limit: ResourceAmount,
+    reply_limits: ReplyLimits,
+    caps: SandboxCapabilities,
+    tools: ToolSet,
+    context: ContextFacts,
+    depth: int,
+) -> PromptFacts:
+    """Return the facts about a call at ``depth``. ``limit`` is the limit of the whole run."""
+    limits = setup.limits
+    has_children = depth < limits.max_depth
+    roles: dict[int, list[str]] = {}
+    roles.setdefault(id(models.rlm(depth)), []).append("you")
+    roles.setdefault(id(models.plain), []).append("`llm_query`")
+    if has_children:
+        roles.setdefault(id(models.rlm(depth + 1)), []).append("your children")
+
+    def prompt_model(client: Client) -> PromptModel:
+        own, known = roles.get(id(client), ()), models.facts(client)
+        is_plain = list(own) != ["you"]
+        text, reasoning = reply_limits(client, depth + is_plain, is_plain)
+        chars = _fitting_chars(known, text + reasoning, limit, context.bytes_per_char)
+        return PromptModel(known.alias, chars, text, known.price, known.vision, tuple(own))
+
+    spec = setup.sandbox
+    return PromptFacts(
+        depth=depth,
+        context=context,
+        models=tuple(map(prompt_model, models.all)),
+        budget=BudgetFacts(
+            setup.max_turns(depth),
+            limit.calls,
+            limit.tokens,
+            limit.cost,
+            limits.max_seconds,
+            limits.max_depth,
+            limits.max_children,
+        ),
+        children=has_children,
+        tools=tools.describe(),
+        tool_names=(*tools.functions, *tools.values),
+        packages=spec.packages,
+        mounts=_mounts(spec),
+        has_network=not caps.isolates_network,
+        full_python=caps.full_python,
+        output_chars=setup.scaffold_at(depth).max_output_chars,
+        instructions=setup.instructions,
+        examples=setup.examples,
+    )
+
+
+def _mounts(spec: SandboxSpec) -> tuple[MountFacts, ...]:
+    return tuple(MountFacts(inside, os.path.isdir(outside)) for outside, inside in spec.mounts)
+
+
+def _fitting_chars(
+    model: ModelFacts, reply_tokens: int, limit: ResourceAmount, bytes_per_char: float
+) -> int:
+    """Characters of a prompt that ``model`` reads, with room for its reply, and for which half of
+    the run's budget pays. The engine reserves a token for each byte."""
+    by_window = CHARS_PER_TOKEN * (model.window - reply_tokens)
+    by_tokens = limit.tokens // 2 - reply_tokens
+    fitting = [by_window, by_tokens]
+    if math.isfinite(limit.cost) and model.price is not None:
+        per_byte = bound(1_000_000, 0, model.price).cost / 1e6
+        left = limit.cost / 2 - bound(0, reply_tokens, model.price).cost
+        if per_byte:
+            fitting.append(int(left / per_byte))
+    return rounded(max(0, int(min(fitting) / bytes_per_char)))
