@@ -192,7 +192,7 @@ class CellHost:
         return await self._recorded(name, args, kwargs, tools.call)
 
     async def _budget(self) -> dict[str, int | float]:
-        """What is left of the limits. It is recorded like a tool's result, because a repeated cell
+        """Return the rest of the budget. It is recorded like a tool's result, because a repeated cell
         must get the same numbers."""
 
         async def left(*_: Any) -> dict[str, int | float]:

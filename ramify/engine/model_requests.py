@@ -372,8 +372,8 @@ class TurnRequest:
         """A sentence, if the reply used more than was reserved."""
 
     def adopt(self, recording: RecordedReplies) -> None:
-        """Use the recorded prompt if this one differs from it only in limits, and in what is left
-        of them. If the limits are others now, a system message may differ: its other facts follow
+        """Use the recorded prompt if this one differs from it only in limits and the rest of
+        them. If the limits are others now, a system message may differ: its other facts follow
         from settings, which were compared when the run was repeated."""
         recorded = recording.request(self.call.id, self.call.turn)
         if recorded is None or self._reused != recorded.reused:

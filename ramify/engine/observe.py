@@ -189,8 +189,7 @@ def _named(error: str) -> str:
 
 
 _LAST = {"turns": 1, "calls": 2}
-"""Limit -> what is left of it when the next turn is the last: one call is kept for the final
-reply."""
+"""Limit -> its rest when the next turn is the last: one call is kept for the final reply."""
 
 
 def running_low(standing: Iterable[tuple[str, float, float]], told: dict[str, int]) -> list[str]:

@@ -53,7 +53,7 @@ _DATABASE = "SQLite database "
 
 
 class ContextFacts(msgspec.Struct, frozen=True):
-    """What a model is told about its context."""
+    """Facts about the context of one call."""
 
     kind: ContextKind = "none"
     chars: int = 0

@@ -220,7 +220,8 @@ class RunState:
         return [*self.requests.ledger.state(), ("seconds", most - left, most)]
 
     def budget(self, call: LiveCall) -> dict[str, int | float]:
-        """Return what is left for ``call``, without what is kept for the root's final reply."""
+        """Return the rest of each limit for ``call``, without the part that is kept for the root's
+        final reply."""
         ledger, limits = self.requests.ledger, self.setup.limits
         left = ledger.limit.minus(ledger.spent).minus(ledger.held)
         seconds = self._deadline - limits.last_word_s - asyncio.get_running_loop().time()

@@ -86,8 +86,8 @@ _MARKER = re.compile(r"(?<=\n\n)\{\{(\w+)\}\}\n\n|^\{\{(\w+)\}\}\n|\{\{(\w+)\}\}
 
 
 def _filled(found: re.Match[str], filled: Mapping[str, str]) -> str:
-    """Return what replaces a marker. One without a text disappears with its line. What is not a
-    marker stays."""
+    """Return the text that replaces a marker. One without a text disappears with its line. Other
+    words in double braces stay."""
     name = found[1] or found[2] or found[3]
     if name not in filled:
         return found[0]
