@@ -192,8 +192,8 @@ class CellHost:
         return await self._recorded(name, args, kwargs, tools.call)
 
     async def _budget(self) -> dict[str, int | float]:
-        """Return the rest of the budget. It is recorded like a tool's result, because a repeated cell
-        must get the same numbers."""
+        """Return the rest of the budget. It is recorded like a tool's result, because a repeated
+        cell must get the same numbers."""
 
         async def left(*_: Any) -> dict[str, int | float]:
             return self._run.budget(self._call)
