@@ -1,10 +1,10 @@
 """Gathers the facts that a call's prompt states from the settings, models and limits of its run.
 
-    RlmSetup, RunModels, limits, sandbox, tools, context ──> PromptFacts ──> prompt.sections()
+    RlmSetup, RunModels, limits, sandbox, tools, context ──> PromptFacts ──> prompt_text.sections()
 
 This file decides how many characters of a prompt are promised to fit a model: those of its window
 after its longest reply, and of half the run's budget, from which the engine reserves the most that
-a request can cost. Not here: the sentences (see ``prompt.py``).
+a request can cost. Not here: the sentences (see ``prompt_text.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from ramify.clients.base import Client
 from ramify.engine.limits import ResourceAmount, bound
-from ramify.engine.prompt import (
+from ramify.engine.prompt_text import (
     CHARS_PER_TOKEN,
     BudgetFacts,
     ContextFacts,

@@ -22,7 +22,7 @@ from ramify.clients.model import Model, bare_name, check_aliases
 from ramify.clients.pool import ClientPool
 from ramify.engine.branch import BranchSearch, config_of, search_of
 from ramify.engine.limits import Limits
-from ramify.engine.prompt import PromptExample
+from ramify.engine.prompt_text import PromptExample
 from ramify.engine.question import ModelSpec, RunOptions
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.engine.tool_set import ToolSet

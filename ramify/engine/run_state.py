@@ -26,8 +26,8 @@ import msgspec
 from ramify.clients.base import Client, KnownPrefix, Request
 from ramify.engine.event_recorder import CallOutcome, EventRecorder, context_ref, jsonable
 from ramify.engine.model_requests import ModelRequests, closed
-from ramify.engine.prompt import ContextFacts, context_facts
 from ramify.engine.prompt_facts import facts_of
+from ramify.engine.prompt_text import ContextFacts, context_facts
 from ramify.engine.question import Question
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels
 from ramify.engine.threads import waiting_at

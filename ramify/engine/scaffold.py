@@ -2,7 +2,7 @@
 
 Only the markers of ``MARKERS`` in double braces are replaced, so a prompt may contain any other
 braces: ``{{tools}}`` becomes the user's tools, ``{{limits}}`` the limits, and so on. Their texts are
-facts of the run (see ``prompt.py``). In ``first``, the markers are ``{{question}}``, ``{{chars}}``
+facts of the run (see ``prompt_text.py``). In ``first``, the markers are ``{{question}}``, ``{{chars}}``
 and ``{{about}}``.
 """
 
@@ -17,10 +17,10 @@ import msgspec
 
 from ramify.clients.base import Tool
 from ramify.clients.model import Model
-from ramify.engine import observe, prompt, retool
+from ramify.engine import observe, prompt_text, retool
 from ramify.engine.action import NATIVE_TOOLS, ParsedAction, read_action
 from ramify.engine.foreign_formats import read_any
-from ramify.engine.prompt import ContextFacts, PromptFacts
+from ramify.engine.prompt_text import ContextFacts, PromptFacts
 from ramify.errors import ConfigError
 from ramify.plugins import Registry
 from ramify.types.message import Message, Reply
@@ -104,7 +104,7 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """System prompt of children; None means the same as ``system``."""
     first: str = ""
     """First message of a call. If empty, it contains the question and the size and beginning of the
-    context (``prompt.first_message``). Markers: ``{{question}}``, ``{{chars}}`` (characters of the
+    context (``prompt_text.first_message``). Markers: ``{{question}}``, ``{{chars}}`` (characters of the
     context) and ``{{about}}`` (what the user pointed out)."""
     direct_system: str = _DIRECT_SYSTEM
     direct_chars: int = 32_000
@@ -170,8 +170,8 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not text:
             return ""
         facts = PromptFacts() if facts is None else facts
-        filled = prompt.sections(facts) if "{{" in text else {}
-        added = prompt.instructions(facts)
+        filled = prompt_text.sections(facts) if "{{" in text else {}
+        added = prompt_text.instructions(facts)
         if added and "{{instructions}}" not in text:
             text = f"{text.rstrip()}\n\n{{{{instructions}}}}"
             filled["instructions"] = added
@@ -182,7 +182,7 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ) -> str:
         """Return the first message of a call. ``context`` is the value that its session gets."""
         if not self.first:
-            return prompt.first_message(question, facts or ContextFacts(), about)
+            return prompt_text.first_message(question, facts or ContextFacts(), about)
         filled = {
             "{{question}}": question,
             "{{chars}}": str(observe.chars_of(context)),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ramify.engine import observe
-from ramify.engine.prompt import PromptFacts, context_facts
+from ramify.engine.prompt_text import PromptFacts, context_facts
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError
 from ramify.inference.http.engine_process import check_program
