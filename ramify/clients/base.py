@@ -309,13 +309,13 @@ def is_known_finish(reason: Any) -> bool:
 
 
 def finish_of(reason: Any, where: str) -> Finish:
-    """Return the ``Finish`` for a finish reason; ``other`` if the server sent none (UNSET).
+    """Return the ``Finish`` for a finish reason.
 
     Raises ServerFailed, which names ``where``, if the server aborted the reply, and ValueError if
-    the reason is null or unknown, because the reply may then be incomplete.
+    the reason is missing (UNSET), null or unknown, because the reply may then be incomplete.
     """
     if reason is msgspec.UNSET:
-        return "other"
+        raise ValueError("ended a reply without a finish reason: is it complete?")
     word = str(reason).lower()
     if word in _BROKEN:
         failed = ServerFailed(f"{where} broke the reply off (finish reason {word!r})")

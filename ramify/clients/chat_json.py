@@ -2,7 +2,7 @@
 an HTTP error response into the matching ``ModelError``.
 
     Request(messages, Sampling(max_tokens=64))  ->  {"model": …, "messages": […], "max_tokens": 64}
-    {"choices": [{"message": {"content": "hi"}}]}  ->  Reply(Message("assistant", "hi"), …)
+    {"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}  ->  Reply(…, "stop")
 
 Differences in what servers accept are listed per provider in ``providers.py``. Where they differ in
 what they send, every known form is read: reasoning as ``reasoning``, ``reasoning_content`` or parts
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -63,6 +64,7 @@ class _Logprobs(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
+    index: Any = None
     message: _Message = msgspec.field(default_factory=_Message)
     finish_reason: str | msgspec.UnsetType | None = msgspec.UNSET
     content_filter_results: Any = None
@@ -79,6 +81,15 @@ class ChatCompletion(msgspec.Struct):
     model: str | None = None
     error: Any = None
     prompt_token_ids: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.choices and len(self.choices) > 1:  # servers may send them in any order
+            self.choices.sort(key=lambda choice: _whole_number(choice.index))
+
+
+def _whole_number(value: Any) -> float:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_number else math.inf
 
 
 Decoded = TypeVar("Decoded")
@@ -391,6 +402,25 @@ def _refused(text: str, status: int, message: str, key: str) -> Refused:
     if status in _NOT_THERE and "model" not in message.lower():
         return Refused(f"{text}; check the base URL: most end in /v1")
     return Refused(text)
+
+
+def from_body(
+    where: str,
+    headers: Mapping[str, str],
+    body: bytes,
+    error: Any,
+    *,
+    is_beside_reply: bool,
+    key_variable: str = "",
+    secrets: Iterable[str] = (),
+) -> ModelError:
+    """Return the error for a response with status 200 whose body has ``error``. Its code, if it is
+    an HTTP status, decides as that status does. An error beside a reply may have been billed."""
+    code = error.get("code") if isinstance(error, dict) else None
+    status = code if isinstance(code, int) and 400 <= code < 600 else 500
+    failure = from_status(where, status, headers, body, key_variable=key_variable, secrets=secrets)
+    failure.may_be_paid = failure.may_be_paid or is_beside_reply
+    return failure
 
 
 def _needs_key(text: str) -> Refused:

@@ -1,10 +1,11 @@
 """Client for every provider that LiteLLM supports (``pip install 'ramify[litellm]'``).
 
 Models are named ``litellm:provider/model``, such as ``litellm:bedrock/…``. LiteLLM returns OpenAI's
-format, which ``chat_json.py`` reads. Keys come from the environment variables that LiteLLM
-documents for each provider. Prices and context windows that our table lacks come from LiteLLM's
-packaged table; downloading a newer one at import is disabled. LiteLLM's retries are disabled too:
-see ``pool.py``.
+format, which ``chat_json.py`` reads. If the provider has that format, too, finish reason and usage
+are those that it sent: LiteLLM turns a missing or unknown reason into "stop" and a missing usage
+into zeros. Keys come from the environment variables that LiteLLM documents for each provider.
+Prices and context windows that our table lacks come from LiteLLM's packaged table; downloading a
+newer one at import is disabled. LiteLLM's retries are disabled too: see ``pool.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import msgspec
 
 from ramify.clients import chat_json
 from ramify.clients.base import Price, Request, dollars, is_known_finish
-from ramify.clients.chat_json import from_status, redacted
+from ramify.clients.chat_json import from_body, from_status, redacted
 from ramify.clients.providers import Endpoint, ProviderSpec, split_name, split_url
 from ramify.errors import BadReply, ConfigError, ModelError, Refused, ReplyLost, Unreachable
 from ramify.types.message import Reply
@@ -27,6 +28,27 @@ from ramify.types.message import Reply
 _TIER = re.compile(r"input_cost_per_token_above_(\d+)k_tokens$")
 _WINDOW = 128_000
 _PROVIDER = ProviderSpec(title="LiteLLM", url="", url_variable="", key_variables=("",))
+
+
+class OriginalReply:
+    """Body of a reply as the provider sent it, before LiteLLM filled in and renamed fields."""
+
+    def __init__(self) -> None:
+        self.body = ""
+
+    def note(self, details: dict[str, Any]) -> None:
+        """Keep the body. LiteLLM calls this before and after each request."""
+        body = details.get("original_response")
+        if details.get("log_event_type") == "post_api_call" and isinstance(body, str):
+            self.body = body
+
+    def completion(self) -> chat_json.ChatCompletion | None:
+        """The body as a chat completion; None if the provider has another format."""
+        try:
+            found = chat_json.decode(self.body.encode("utf-8", "replace"))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        return found if found.choices or found.error else None
 
 
 class LiteLLMClient:
@@ -48,6 +70,8 @@ class LiteLLMClient:
         except ImportError:
             raise ConfigError(f"{name} needs LiteLLM: pip install 'ramify[litellm]'") from None
         litellm.suppress_debug_info = True
+        # Its aiohttp transport gives bytes that arrive on an idle connection to the next request.
+        litellm.disable_aiohttp_transport = True
         self._litellm: Any = litellm
         self.name = name
         model, url = split_url(split_name(name)[1])
@@ -66,6 +90,7 @@ class LiteLLMClient:
 
     async def complete(self, request: Request) -> Reply:
         fields = chat_json.body_fields(request, self._endpoint, "max_tokens")
+        original = OriginalReply()
         started = time.perf_counter()
         try:
             sent = await self._litellm.acompletion(
@@ -77,10 +102,11 @@ class LiteLLMClient:
                 api_key=self._endpoint.secret or None,
                 base_url=self._endpoint.url or None,
                 **({"extra_headers": self._endpoint.headers} if self._endpoint.headers else {}),
+                logger_fn=original.note,
             )
         except Exception as error:  # each provider raises its own exceptions
-            raise self._failure(error) from error
-        return self._reply(sent, time.perf_counter() - started)
+            raise self._failure(error, original) from error
+        return self._reply(sent, original, time.perf_counter() - started)
 
     async def close(self) -> None:
         """Do nothing: LiteLLM keeps its connections for the whole process and closes them at
@@ -110,20 +136,31 @@ class LiteLLMClient:
             return None, window
         return Price(costs[0] * 1e6, costs[1] * 1e6, read, write or None), window
 
-    def _reply(self, sent: Any, seconds: float) -> Reply:
+    def _reply(self, sent: Any, original: OriginalReply, seconds: float) -> Reply:
+        found = original.completion()
+        if found is not None and found.error:
+            raise self._error_in_body(found, original)
         try:
-            completion = msgspec.convert(sent.model_dump(), chat_json.ChatCompletion)
-            for choice, given in zip(completion.choices or (), sent.choices, strict=False):
-                native = getattr(given, "provider_specific_fields", None) or {}
+            dumped = sent.model_dump()
+            for choice in dumped["choices"]:
                 # LiteLLM turns what it does not know, an aborted reply included, into "stop".
-                if is_known_finish(native.get("native_finish_reason")):
-                    choice.finish_reason = native["native_finish_reason"]
+                native = (choice.get("provider_specific_fields") or {}).get("native_finish_reason")
+                if native is not None:
+                    choice["finish_reason"] = native
+            completion = msgspec.convert(dumped, chat_json.ChatCompletion)
             if not completion.choices:
                 raise BadReply(f"{self.name}: LiteLLM returned a reply without choices")
-            if isinstance(completion.usage, dict) and not completion.usage.get("total_tokens"):
+            if found is not None and found.choices:
+                first = found.choices[0]
+                if len(found.choices) > 1:  # LiteLLM numbers them in the order in which they came
+                    completion.choices[0] = first
+                elif not is_known_finish(first.finish_reason):  # null or missing is "stop" there
+                    completion.choices[0].finish_reason = first.finish_reason
+                completion.usage = found.usage
+            elif isinstance(completion.usage, dict) and not completion.usage.get("total_tokens"):
                 completion.usage = None  # LiteLLM fills in zeros if the server reported no usage
             reply = chat_json.read(completion, completion.choices[0], self._endpoint.model, seconds)
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, LookupError) as error:
             raise BadReply(
                 f"{self.name}: LiteLLM returned something that is not a chat completion ({error})"
             ) from None
@@ -132,7 +169,22 @@ class LiteLLMClient:
             reply, cost=dollars(hidden.get("response_cost")) or reply.cost
         )
 
-    def _failure(self, error: Exception) -> ModelError:
+    def _error_in_body(
+        self, found: chat_json.ChatCompletion, original: OriginalReply
+    ) -> ModelError:
+        return from_body(
+            self.name,
+            {},
+            original.body.encode("utf-8", "replace"),
+            found.error,
+            is_beside_reply=bool(found.choices or found.usage),
+            secrets=(self._endpoint.secret,),
+        )
+
+    def _failure(self, error: Exception, original: OriginalReply) -> ModelError:
+        found = original.completion()
+        if found is not None and found.error:
+            return self._error_in_body(found, original)
         message = " ".join(redacted(str(error), (self._endpoint.secret,)).split())[:300]
         if isinstance(error, self._litellm.exceptions.ContextWindowExceededError):
             refused = Refused(

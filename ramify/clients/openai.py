@@ -14,7 +14,7 @@ import msgspec
 
 from ramify.clients import chat_json, responses_json
 from ramify.clients.base import Price, Request
-from ramify.clients.chat_json import from_status, redacted
+from ramify.clients.chat_json import from_body, from_status, redacted
 from ramify.clients.http_transport import HttpConnectionPool, HttpResponse, route_to
 from ramify.clients.providers import RESPONSES_PATH, Endpoint
 from ramify.errors import BadReply, ModelError, Refused
@@ -85,8 +85,8 @@ class OpenAIClient:
 
     def _reply(self, answer: HttpResponse, seconds: float) -> Reply:
         completion = self._completion(answer)
-        if not completion.choices:
-            raise self._no_choices(answer, completion)
+        if completion.error or not completion.choices:
+            raise self._no_reply(answer, completion)
         try:
             reply: Reply = self._format.read(
                 completion, completion.choices[0], self._endpoint.model, seconds
@@ -119,18 +119,24 @@ class OpenAIClient:
                 f"answered {kind} that is not a {self._format.KIND} ({error}): {start!r}"
             ) from None
 
-    def _no_choices(
+    def _no_reply(
         self,
         answer: HttpResponse,
         completion: chat_json.ChatCompletion | responses_json.ResponseBody,
     ) -> ModelError:
-        if completion.error is None:
+        if not completion.error:
             return self._bad(
                 f"sent a reply without choices; is it a {self._format.KIND}s endpoint?"
             )
-        code = completion.error.get("code") if isinstance(completion.error, dict) else None
-        status = code if isinstance(code, int) and 400 <= code < 600 else 500
-        return self._refusal(HttpResponse(status, answer.headers, answer.body))
+        return from_body(
+            self._where(),
+            answer.headers,
+            answer.body,
+            completion.error,
+            is_beside_reply=bool(completion.choices or completion.usage),
+            key_variable=self._endpoint.provider.key_variables[0],
+            secrets=(self._endpoint.secret,),
+        )
 
     def _where(self) -> str:
         """Model and address. A name of the form ``provider:model@URL`` already contains both."""

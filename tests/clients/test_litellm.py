@@ -2,6 +2,7 @@
 
 import sys
 
+import msgspec
 import pytest
 
 from ramify.clients.base import Price
@@ -9,7 +10,7 @@ from ramify.clients.pool import ClientPool
 from ramify.clients.scripted import dropped, no_usage, rate_limited, refused
 from ramify.clients.scripted_server import ScriptedServer
 from ramify.errors import ConfigError, ModelError
-from tests.clients.helpers import Books, request, run
+from tests.clients.helpers import Books, request, run, says
 
 
 def test_missing_extra_is_named_in_error(monkeypatch):
@@ -54,3 +55,64 @@ def test_litellm_replies_failures_price_and_window():
         Price(0.15, 0.6, 0.075),
         128_000,
     )
+
+
+def completion(*without, finish_reason="stop", **fields):
+    """A chat completion of the text "x"; its choice has none of the fields ``without``."""
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": "x"},
+        "finish_reason": finish_reason,
+    }
+    for name in without:
+        del choice[name]
+    usage = {"prompt_tokens": 9, "completion_tokens": 9, "total_tokens": 18}
+    body = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "usage": usage}
+    return msgspec.json.encode({**body, "choices": [choice], **fields})
+
+
+SECOND_FIRST = [
+    {"index": 1, "message": {"role": "assistant", "content": "second"}, "finish_reason": "length"},
+    {"index": 0, "message": {"role": "assistant", "content": "first"}, "finish_reason": "stop"},
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("body", "outcome", "booked"),
+    [
+        (completion(), "x", "settle"),
+        (completion(finish_reason=None), "BadReply", "forfeit"),
+        (completion(finish_reason=""), "BadReply", "forfeit"),
+        (completion(finish_reason=7), "BadReply", "forfeit"),
+        (completion(finish_reason="odd"), "BadReply", "forfeit"),
+        (completion("finish_reason"), "BadReply", "forfeit"),
+        (completion(finish_reason="error"), "ServerFailed", "forfeit"),
+        (completion(error={"message": "overloaded"}), "ServerFailed", "forfeit"),
+        (completion(error={"type": "odd"}), "ServerFailed", "forfeit"),
+        (completion(error={}), "x", "settle"),
+        (completion(choices=SECOND_FIRST), "first", "settle"),
+    ],
+)
+def test_litellm_replies_have_the_same_outcome_as_elsewhere(body, outcome, booked):
+    pytest.importorskip("litellm", reason="the extra 'litellm' is not installed")
+
+    async def main(name):
+        async with says(body) as server:
+            provider = name.partition(":")[0]
+            pool = ClientPool(
+                max_attempts=1,
+                keys={provider: "key-0123456789"},
+                base_urls={provider: server.root + "/v1"},
+            )
+            books = Books()
+            try:
+                reply = await pool.ask(pool.client(name), request(), books)
+                return reply.message.content, books.kinds
+            except ModelError as error:
+                return type(error).__name__, books.kinds
+            finally:
+                await pool.close()
+
+    for name in ("openai:m", "litellm:openai/m"):
+        assert run(main(name)) == (outcome, [booked])

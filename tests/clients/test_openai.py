@@ -230,7 +230,17 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "
         ),
         (choice({"content": "x"}, finish_reason="length"), Message("assistant", "x"), "length"),
         (choice({"content": "x"}, finish_reason="eos"), Message("assistant", "x"), "stop"),
-        ({"choices": [{"message": {"content": "x"}}]}, Message("assistant", "x"), "other"),
+        (
+            {
+                "choices": [
+                    {"index": 1, "message": {"content": "second"}, "finish_reason": "length"},
+                    {"index": 0, "message": {"content": "first"}, "finish_reason": "stop"},
+                ]
+            },
+            Message("assistant", "first"),
+            "stop",
+        ),
+        (choice({"content": "x"}) | {"error": {}}, Message("assistant", "x"), "stop"),
         (choice({"refusal": "I will not"}), Message("assistant", "I will not"), "content_filter"),
         (
             choice({"content": None, "tool_calls": [CALL]}, finish_reason="tool_calls"),
@@ -262,7 +272,8 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "
         "null content",
         "length",
         "another word for the end",
-        "no finish",
+        "choices out of order",
+        "an empty error",
         "refusal",
         "tool call",
         "tool call as object",
@@ -319,7 +330,16 @@ LONG = {"error": {"message": "This model's maximum context length is 8 tokens"}}
         (b"{}", 200, BadReply, "sent a reply without choices"),
         (choice({"content": "x"}, finish_reason=None), 200, BadReply, "the finish reason None"),
         (choice({"content": "x"}, finish_reason="odd"), 200, BadReply, "the finish reason 'odd'"),
+        (choice({"content": "x"}, finish_reason=""), 200, BadReply, "the finish reason ''"),
+        (choice({"content": "x"}, finish_reason=7), 200, BadReply, "that is not a chat completion"),
+        ({"choices": [{"message": {"content": "x"}}]}, 200, BadReply, "without a finish reason"),
         (b"", 200, BadReply, "that is not a chat completion"),
+        (
+            choice({"content": "x"}) | {"error": {"message": "upstream fell over"}},
+            200,
+            ServerFailed,
+            "500: upstream fell over",
+        ),
         (
             {"error": {"message": "upstream fell over", "code": 502}},
             200,
@@ -400,6 +420,20 @@ def test_impossible_retry_after_is_a_rate_limit(when):
     error = answer({"error": {"message": "slow down"}}, 429, retry_after=when)
     assert isinstance(error, RateLimited)
     assert error.retry_after_s is None or error.retry_after_s >= 0
+
+
+@pytest.mark.parametrize(
+    ("body", "is_paid"),
+    [
+        ({"error": {"message": "overloaded"}}, False),
+        ({"error": {"message": "overloaded"}, "usage": {"prompt_tokens": 9}}, True),
+        (choice({"content": "x"}) | {"error": {"message": "overloaded"}}, True),
+        (choice({"content": "x"}) | {"error": {"message": "no", "code": 400}}, True),
+        (choice({"content": "x"}, finish_reason=None), True),
+    ],
+)
+def test_unusable_reply_is_booked_if_the_model_may_have_worked(body, is_paid):
+    assert answer(body).may_be_paid is is_paid
 
 
 def test_prompt_too_long_is_distinguished_from_other_refusals():

@@ -13,7 +13,10 @@ from ramify.clients.pool import ClientPool
 from ramify.errors import ConfigError, ModelError, Unreachable
 from tests.clients.helpers import Books, Says, request, run, server_tls
 
-REPLY = b'{"choices": [{"message": {"content": "hello"}}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}'
+REPLY = (
+    b'{"choices": [{"message": {"content": "hello"}, "finish_reason": "stop"}], '
+    b'"usage": {"prompt_tokens": 1, "completion_tokens": 1}}'
+)
 VARIABLES = (
     "HTTP_PROXY",
     "HTTPS_PROXY",
