@@ -154,8 +154,7 @@ class Registry(Mapping[str, Any]):
 
         def put(entry: T) -> T:
             before = self._table.get(name)
-            # A recipe may be imported twice.
-            if before is not None and _place(before) != _place(entry):
+            if before is not None and not _is_same(before, entry):
                 raise ConfigError(
                     f"{self.kind} '{name}' is taken by {_place(before)}: choose another name"
                 )
@@ -374,6 +373,19 @@ def _place(entry: Any) -> str:
     if isinstance(entry, str):
         return entry
     return f"{getattr(entry, '__module__', '')}:{getattr(entry, '__qualname__', repr(entry))}"
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Whether two entries are one object of one file, which may be imported twice: as a module and
+    as ``file.py:name``."""
+    files = [
+        getattr(sys.modules.get(getattr(each, "__module__", "")), "__file__", None)
+        for each in (first, second)
+    ]
+    if None in files:
+        return _place(first) == _place(second)
+    names = [getattr(each, "__qualname__", repr(each)) for each in (first, second)]
+    return names[0] == names[1] and os.path.realpath(files[0]) == os.path.realpath(files[1])
 
 
 def _about(entry: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def mine(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "mine.py"
     path.write_text(RECIPE)
     yield path
+    sys.modules.pop("mine", None)
     for table in (ALGORITHMS, POLICY_LOSSES, CREDITS):
         table.forget()
 
@@ -93,6 +95,23 @@ class Own(LossFormula, frozen=True, kw_only=True, tag=f"{__name__}:Own"):
 
     def clipped(self, tokens: LossTokens) -> Any:
         return tokens.now > 0
+
+
+def test_file_that_is_imported_twice_registers_once(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recipe imports its neighbour as a module; a task names the same file as file.py:name."""
+    monkeypatch.syspath_prepend(mine.parent)
+    recipe = mine.with_name("recipe_beside.py")
+    recipe.write_text("from mine import Twice, run\n")
+    load_recipe(recipe)
+    again = ALGORITHMS.of(f"{mine}:Twice")
+    assert again.__name__ == ALGORITHMS.of("twice").__name__ == "Twice"
+    assert again.__module__ != "mine"
+    other = mine.with_name("other.py")
+    other.write_text(RECIPE)
+    with pytest.raises(ConfigError, match="algorithm 'twice' is taken by"):
+        load_recipe(other)
 
 
 def test_dotted_path_needs_no_registration() -> None:
