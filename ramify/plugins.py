@@ -378,14 +378,14 @@ def _place(entry: Any) -> str:
 def _is_same(first: Any, second: Any) -> bool:
     """Whether two entries are one object of one file, which may be imported twice: as a module and
     as ``file.py:name``."""
-    files = [
-        getattr(sys.modules.get(getattr(each, "__module__", "")), "__file__", None)
+    if _place(first) == _place(second):
+        return True
+    places = [
+        (os.path.realpath(file), getattr(each, "__qualname__", repr(each)))
         for each in (first, second)
+        if (file := getattr(sys.modules.get(getattr(each, "__module__", "")), "__file__", None))
     ]
-    if None in files:
-        return _place(first) == _place(second)
-    names = [getattr(each, "__qualname__", repr(each)) for each in (first, second)]
-    return names[0] == names[1] and os.path.realpath(files[0]) == os.path.realpath(files[1])
+    return len(places) == 2 and places[0] == places[1]
 
 
 def _about(entry: Any) -> str:

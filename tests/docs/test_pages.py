@@ -60,6 +60,7 @@ def test_every_block_is_run_or_states_a_reason():
         "library.md",
         "models.md",
         "own-algorithm.md",
+        "placement.md",
         "plugins.md",
         "prices.md",
         "quickstart.md",
@@ -137,6 +138,9 @@ def test_python_blocks_of_page_run(page, reader):
     elif page == "environments.md":
         start = asyncio.run(namespace["task"].prepare(namespace["splits"]["test"][3]))
         assert start.about.startswith("row 0, column 0: S\n`step(action)` does one action")
+    elif page == "placement.md":
+        assert namespace["placement"].rollouts.count == 8
+        assert namespace["services"]["judge"].variable == "VLLM_BASE_URL"
     elif page == "plugins.md":
         assert namespace["task"].name == "colors"
     elif page == "own-algorithm.md":

@@ -64,6 +64,25 @@ def test_gpu_recipe_plan_fits_its_devices(name: str, tmp_path: Path) -> None:
     assert sum(num.values()) == {"1gpu": 1, "8gpu_colocated": 16}.get(name, 8)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_page_has_the_memory_and_seconds_of_the_plan(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    run = load_recipe(RECIPES / f"qwen3_8b_{name}.py", [f"policy.path={tmp_path}"])
+    planned = plan(run, PlanOptions(device="h100"))
+    memory = ", ".join(
+        f"{part.role} {part.memory.total / 1e9:.0f} GB"
+        for part in planned.parts
+        if part.device != "cpu"
+    )
+    if planned.together:
+        memory = f"together {planned.together[0].most[1] / 1e9:.0f} GB"
+    assert planned.seconds is not None
+    assert run.rl is not None
+    rollouts = run.rl.sample.items * run.rl.rollout.group
+    row = f"| `{name}` | {memory} | {planned.seconds.step:.0f} for {rollouts} rollouts |"
+    assert row in (RECIPES.parent / "docs/gpu.md").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", NAMES)
