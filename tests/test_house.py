@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[1] / "ramify"
 FLOORS = [
     {"types", "errors", "plugins", "progress", "secrets", "logging", "log_outputs", "printable"},
     {"actors", "clients", "sandbox", "models", "inference", "store", "sources", "tasks"},
-    {"engine"},
+    {"engine", "http_server"},
     {"combinators"},
     {"evaluate"},
     {"train"},

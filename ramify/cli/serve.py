@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, mcp_tools, open_store, sandbox_spec
+from ramify.cli.listen_options import announce, chosen_key, listen_address, listen_options
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError, parse_size
 from ramify.cli.progress_screen import ProgressScreen, form_of
 from ramify.cli.settings import fill, unknown_variables
@@ -52,17 +53,17 @@ def begin(given: dict[str, Any], command: str) -> tuple[dict[str, Any] | None, S
     return settings, notes
 
 
-_KEY = "RAMIFY_SERVE_KEY"
+PORT = 8000
 _log = RoomLogger("serve")
 OF_A_SERVER = (
-    OptionSpec("host", str, "address to listen on (default: 127.0.0.1; others need a key)", "HOST"),
-    OptionSpec("port", int, "port to listen on; 0 picks a free one (default: 8000)"),
-    OptionSpec("api_key", str, f"key that clients must send (default: ${_KEY})", "KEY"),
+    *listen_options(PORT),
     OptionSpec(
         "keys", str, "TOML file with keys for several clients, each with its own limits", "FILE"
     ),
     OptionSpec("name", str, "model name in responses (default: that of --model)"),
-    OptionSpec("max_runs", int, "maximum concurrent runs (default: 256)"),
+    OptionSpec(
+        "max_runs", int, "maximum concurrent runs (default: what this machine can hold, up to 256)"
+    ),
     OptionSpec("max_body", str, "maximum size of a request (default: 64MB)", "SIZE"),
     OptionSpec(
         "grace", float, "seconds that current runs get after the first Ctrl-C (default: 30)"
@@ -110,17 +111,18 @@ def _server(
     settings: dict[str, Any], options: dict[str, Any], store: Store | None, tools: McpTools | None
 ) -> RunServer:
     from ramify.clients.base import Sampling
+    from ramify.http_server.capacity import raise_descriptor_limit
     from ramify.serve.run_server import RunServer
 
+    raise_descriptor_limit()
     rlm = make_rlm(settings, sandbox_spec(settings), store, tools)
     return RunServer(
         rlm,
         name=options["name"] or settings["model"],
-        host=options["host"] or "127.0.0.1",
-        port=8000 if options["port"] is None else options["port"],
+        address=listen_address(options, "serve", PORT, store.root if store is not None else None),
         keys=_keys(options, store.root if store is not None else None),
         max_body_bytes=options["max_body"],
-        max_runs=options["max_runs"] or 256,
+        max_runs=options["max_runs"],
         sampling=Sampling(temperature=settings.get("temperature")),
     )
 
@@ -133,13 +135,13 @@ def _keys(options: dict[str, Any], root: Path | None) -> ApiKeys:
         raise ConfigError(
             f'the key file {options["keys"]} has no keys: add a table [NAME] with key = "…"'
         )
-    if options["api_key"] == "":
-        raise UsageError("--api-key is empty: give a key, or remove it")
-    single = options["api_key"] or os.environ.get(_KEY)
+    if keys and options["open_to_this_machine"]:
+        raise UsageError("--open-to-this-machine needs no keys: remove it, or --keys")
+    single = chosen_key(options)
     if single:
         if "default" in keys:
             raise ConfigError(
-                "the key file has a key named 'default', which is reserved for --api-key: rename it"
+                "the key file has a key named 'default', as --key-file has: rename it"
             )
         keys = {**keys, "default": ApiKey(key=single)}
     return ApiKeys(keys, root / "served.json" if root is not None and keys else None)
@@ -156,7 +158,7 @@ async def _serve(server: RunServer, grace_s: float, notes: StderrNotes) -> None:
     async with contextlib.AsyncExitStack() as stack:
         with ProgressScreen(notes, form_of(None, notes)):  # a local policy is loaded here
             await stack.enter_async_context(server)
-        write(f"{server.name} at {server.url} (Ctrl-C to stop)")
+        announce(server.name, server.url, server.address, server.key)
         _log.info("server_ready", f"{server.name} answers at {server.url}", url=server.url)
         await first_stop.wait()
         _log.info("server_ending", f"{server.num_runs} runs may end", runs=server.num_runs)

@@ -6,14 +6,14 @@ Not here: the server itself (see ramify/serve/policy.py).
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ramify.cli.listen_options import announce, chosen_key, listen_address, listen_options
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.progress_screen import ProgressScreen, form_of
 from ramify.cli.stop_signals import on_stop
-from ramify.cli.terminal_text import StderrNotes, write
+from ramify.cli.terminal_text import StderrNotes
 from ramify.log_outputs import join_run
 from ramify.logging import RoomLogger
 from ramify.progress import report_progress
@@ -22,15 +22,12 @@ if TYPE_CHECKING:
     from ramify.inference.local.local_client import LocalClient
     from ramify.serve.policy import PolicyServer
 
-_KEY = "RAMIFY_SERVE_KEY"
+PORT = 8000
 _log = RoomLogger("serve")
 
 
 def serve_policy(
     words: list[str],
-    host: str | None = None,
-    port: int | None = None,
-    api_key: str | None = None,
     name: str | None = None,
     slots: int | None = None,
     device: str | None = None,
@@ -39,6 +36,7 @@ def serve_policy(
     weight_transfer: bool | None = None,
     weight_sync: str | None = None,
     weights_root: str | None = None,
+    **listening: Any,
 ) -> int:
     from ramify.inference.base import TINY, need_train_extra
 
@@ -47,21 +45,22 @@ def serve_policy(
         raise UsageError(f"--slots {slots}: give at least 1")
     if weights_root is not None and not Path(weights_root).is_dir():
         raise UsageError(f"--weights-root {weights_root}: no such folder")
-    if api_key == "":
-        raise UsageError("--api-key is empty: give a key, or remove it")
     if weight_sync:
         from ramify.inference.weight_sync import WEIGHT_SYNCS
 
         WEIGHT_SYNCS.of(weight_sync)
+    address = listen_address(listening, "serve-policy", PORT)
+    key = chosen_key(listening)
     folder = str(TINY) if words[0] == "tiny" else words[0].removeprefix("local:")
 
-    join_run(f"engine at port {8000 if port is None else port}")
+    join_run(f"engine at port {address.port}")
     notes = StderrNotes()
     notes.take_warnings()
     with ProgressScreen(notes, form_of(None, notes)):
         with report_progress("starting"):
             import torch
 
+            from ramify.http_server.capacity import raise_descriptor_limit
             from ramify.inference.local.local_client import LocalClient
             from ramify.models.load import load_policy
             from ramify.serve.policy import PolicyServer
@@ -70,26 +69,26 @@ def serve_policy(
         if dtype is not None and torch_dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise UsageError(f"--dtype {dtype}: give float32, bfloat16 or float16")
         policy = load_policy(folder, torch_dtype, device, thinking=thinking)
+    raise_descriptor_limit()
     client = LocalClient(policy, slots=slots)
     server = PolicyServer(
         client,
         name=name or words[0],
-        host=host or "127.0.0.1",
-        port=8000 if port is None else port,
-        key=api_key or os.environ.get(_KEY) or None,
+        address=address,
+        key=key,
         weight_transfer=bool(weight_transfer),
         weight_syncs=[weight_sync] if weight_sync else [],
         weights_root=Path(weights_root) if weights_root else None,
     )
-    asyncio.run(_serve(server, client))
+    asyncio.run(_serve(server, client, "" if key else server.key))
     return ExitCode.ANSWERED
 
 
-async def _serve(server: PolicyServer, client: LocalClient) -> None:
+async def _serve(server: PolicyServer, client: LocalClient, new_key: str) -> None:
     stopped = asyncio.Event()
     on_stop(stopped.set)
     async with server:
-        write(f"{server.name} at {server.url} (Ctrl-C to stop)")
+        announce(server.name, server.url, server.address, new_key)
         _log.info("engine_ready", f"the engine answers at {server.url}", engine=server.url)
         await stopped.wait()
     await client.close()
@@ -103,11 +102,7 @@ COMMAND = CommandSpec(
     min_words=1,
     max_words=1,
     options=(
-        OptionSpec(
-            "host", str, "address to listen on (default: 127.0.0.1; others need a key)", "HOST"
-        ),
-        OptionSpec("port", int, "port to listen on; 0 picks a free one (default: 8000)"),
-        OptionSpec("api_key", str, f"key that clients must send (default: ${_KEY})", "KEY"),
+        *listen_options(PORT),
         OptionSpec("name", str, "model name in requests (default: FOLDER)"),
         OptionSpec(
             "slots", int, "maximum concurrent replies (default: 128 on a CPU, 256 on a GPU)"

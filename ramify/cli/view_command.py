@@ -7,12 +7,12 @@ ramify/viewer/page_script.py).
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from ramify.cli.listen_options import chosen_key, listen_address, listen_options
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.stop_signals import on_stop
 from ramify.cli.terminal_text import write
@@ -31,14 +31,12 @@ _TOKEN = "RAMIFY_VIEW_TOKEN"
 
 def view(
     words: list[str],
-    host: str | None = None,
-    port: int | None = None,
-    token: str | None = None,
     export: str | None = None,
     open: bool | None = None,
+    **listening: Any,
 ) -> int:
-    if token == "":
-        raise UsageError("--token is empty: give a token, or remove it")
+    address = listen_address(listening, "view", PORT)
+    token = chosen_key(listening, _TOKEN, "token")
     from ramify.store.store import Store
     from ramify.viewer.run_library import RunLibrary
 
@@ -52,17 +50,18 @@ def view(
     if export is not None:
         return _export(library, [key for key in keys if key], export)
     from ramify.cli.resume import rebuild
+    from ramify.http_server.capacity import raise_descriptor_limit
     from ramify.viewer.view_server import ViewServer
 
     first = keys[0] if len(keys) == 1 else ""
     server = ViewServer(
         library,
-        host=host or "127.0.0.1",
-        port=PORT if port is None else port,
-        token=token or os.environ.get(_TOKEN) or None,
+        address=address,
+        token=token,
         first=first,
         rebuild=rebuild,
     )
+    raise_descriptor_limit()
     sys.setswitchinterval(_SWITCH_S)
     asyncio.run(_serve(server, f"#/run/{quote(first, safe='')}" if first else "", bool(open)))
     return ExitCode.ANSWERED
@@ -112,7 +111,9 @@ async def _serve(server: ViewServer, first: str, is_opened: bool) -> None:
     stopped = asyncio.Event()
     on_stop(stopped.set)
     async with server:
-        write(f"open {server.url}{first} (Ctrl-C to stop)")
+        socket = server.address.socket
+        how = f" through the Unix socket {socket}" if socket is not None else ""
+        write(f"open {server.url}{first}{how} (Ctrl-C to stop)")
         if is_opened:
             import webbrowser
 
@@ -132,13 +133,7 @@ and two runs side by side.""",
         OptionSpec(
             "export", str, "write one run to an HTML file that works offline, and exit", "FILE"
         ),
-        OptionSpec(
-            "host", str, "address to listen on (default: 127.0.0.1; others need a token)", "HOST"
-        ),
-        OptionSpec("port", int, f"port to listen on; 0 picks a free one (default: {PORT})"),
-        OptionSpec(
-            "token", str, f"token that a browser must present (default: ${_TOKEN})", "TOKEN"
-        ),
+        *listen_options(PORT, _TOKEN, "token"),
         OptionSpec("open", bool, "open the page in a browser", has_no=False),
     ),
     epilog="""\

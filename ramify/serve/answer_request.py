@@ -28,8 +28,8 @@ import msgspec
 from ramify.clients.base import Sampling
 from ramify.engine.limits import Limits
 from ramify.engine.run_handle import Result, RunHandle
+from ramify.http_server.rejections import RequestRejected
 from ramify.serve.caller_tools import ToolOffer
-from ramify.serve.web import RequestRejected
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,

@@ -20,7 +20,7 @@ import msgspec
 
 from ramify.engine.typed import AnswerType, TypeMismatch, answer_type, parse_json
 from ramify.errors import ConfigError
-from ramify.serve.web import RequestRejected
+from ramify.http_server.rejections import RequestRejected
 
 _MOST = 128
 """Maximum number of functions in a request, the same as OpenAI's."""

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ramify.http_server.rejections import RequestRejected
 from ramify.serve import completions
 from ramify.serve.answer_request import (
     AnswerRequest,
@@ -26,7 +27,6 @@ from ramify.serve.answer_request import (
 )
 from ramify.serve.caller_tools import OfferedFunction, offer_of
 from ramify.serve.questions import ServedAnswer
-from ramify.serve.web import RequestRejected
 
 PATH = "/v1/chat/completions"
 _CHUNK_CHARS = 8000

@@ -222,13 +222,6 @@ def ending(
     return events
 
 
-def failure(
-    text: str, kind: str, code: str | None = None, param: str | None = None, **more: Any
-) -> bytes:
-    """Body of an error. ``param`` is the wrong field; ``more`` adds fields to those of OpenAI."""
-    return encode({"error": {"message": text, "type": kind, "code": code, "param": param, **more}})
-
-
 def _limit(api_request: CompletionRequest) -> int | None:
     return (
         api_request.max_tokens

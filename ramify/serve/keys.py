@@ -13,7 +13,6 @@ saved before the run begins: if the server is killed, they count as spent.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import tomllib
@@ -25,8 +24,9 @@ import msgspec
 
 from ramify.engine.limits import DEFAULT_MAX_COST, Limits
 from ramify.errors import ConfigError, StoreError
+from ramify.http_server.access import BearerKeys, digest_of, new_key
+from ramify.http_server.rejections import RequestRejected
 from ramify.secrets import remember
-from ramify.serve.web import RequestRejected
 from ramify.types.message import Usage
 
 
@@ -44,11 +44,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="ke
 
     def digest(self) -> str:
         """SHA-256 of the key in hexadecimal."""
-        return (
-            hashlib.sha256(self.key.encode()).hexdigest()
-            if self.key
-            else (self.sha256 or "").lower()
-        )
+        return digest_of(self.key) if self.key else (self.sha256 or "").lower()
 
     def fault(self) -> str | None:
         """Problem with this entry, or None."""
@@ -96,10 +92,9 @@ class ApiCaller:
         self.spent = spent
         self.num_runs = 0
 
-    def hold(self, limits: Limits) -> BudgetHold:
-        """Hold budget for a new run. Raises RequestRejected if a limit of the key is reached."""
-        key, spent = self.key, self.spent
-        if key.max_runs is not None and self.num_runs >= key.max_runs:
+    def enter(self) -> None:
+        """Count a request, before its body is read. Raises RequestRejected at the key's maximum."""
+        if self.key.max_runs is not None and self.num_runs >= self.key.max_runs:
             raise RequestRejected(
                 f"this key already has {self.num_runs} requests in progress, its maximum: try "
                 "again later",
@@ -107,6 +102,17 @@ class ApiCaller:
                 code="rate_limit_exceeded",
                 retry_after_s=1,
             )
+        self.num_runs += 1
+
+    def leave(self) -> None:
+        """Stop counting a request."""
+        self.num_runs -= 1
+        if not self.num_runs:
+            self.spent.held_cost = 0.0  # so that rounding errors do not add up
+
+    def hold(self, limits: Limits) -> BudgetHold:
+        """Hold budget for a new run. Raises RequestRejected if the key's budget is spent."""
+        key, spent = self.key, self.spent
         cost = self._left("dollars", key.max_cost, spent.cost, spent.held_cost)
         tokens = self._left("tokens", key.max_tokens, spent.tokens, spent.held_tokens)
         requested_cost = DEFAULT_MAX_COST if limits.max_cost is None else limits.max_cost
@@ -125,14 +131,11 @@ class ApiCaller:
         )
         spent.held_cost += hold.cost
         spent.held_tokens += hold.tokens
-        self.num_runs += 1
         return hold
 
     def release(self, hold: BudgetHold) -> None:
         """Give back the budget of a run that did not start, or that has been settled."""
-        self.num_runs -= 1
-        # Without any runs the amount is reset, so that rounding errors do not add up.
-        self.spent.held_cost = self.spent.held_cost - hold.cost if self.num_runs else 0.0
+        self.spent.held_cost -= hold.cost
         self.spent.held_tokens -= hold.tokens
 
     def settle(self, hold: BudgetHold, usage: Usage, cost: float | None) -> None:
@@ -183,31 +186,22 @@ class ApiKeys:
         }
         self._others = {name: usage for name, usage in spent.items() if name not in keys}
         """Usage of keys that are no longer in the key file."""
-        self._by_digest = {caller.key.digest(): caller for caller in self.callers.values()}
-        if len(self._by_digest) < len(keys):
+        digests = {name: key.digest() for name, key in keys.items()}
+        if len(set(digests.values())) < len(keys):
             raise ConfigError("two names have the same key: give each its own")
-        self._anyone = None if keys else ApiCaller("", ApiKey(), KeyUsage())
+        self.bearer_keys = BearerKeys(digests) if keys else None
+        """The keys that requests must present; None if every client is the same caller."""
+        self._anyone = ApiCaller("", ApiKey(), KeyUsage())
 
-    @property
-    def is_open(self) -> bool:
-        """Whether requests without a key are accepted."""
-        return self._anyone is not None
+    @classmethod
+    def generated(cls) -> tuple[ApiKeys, str]:
+        """One new key without limits, for one start of a server; returns it, too."""
+        key = new_key()
+        return cls({"default": ApiKey(key=key)}), key
 
-    def caller(self, key: str) -> ApiCaller:
-        """Return the caller with this key. Raises RequestRejected if the key is unknown.
-
-        The lookup is by digest, so its duration reveals nothing about the keys.
-        """
-        caller = self._anyone or self._by_digest.get(hashlib.sha256(key.encode()).hexdigest())
-        if caller is None:
-            raise RequestRejected(
-                "wrong or missing API key: send it as Authorization: Bearer KEY",
-                status=401,
-                code="invalid_api_key",
-            )
-        if caller.key.sha256:  # the key itself is only known now
-            remember(f"key of {caller.name}", key)
-        return caller
+    def caller(self, name: str) -> ApiCaller:
+        """Return the caller of this name, or the one for servers without keys."""
+        return self.callers.get(name, self._anyone)
 
     def save(self) -> None:
         """Save the spent and held amounts. Raises StoreError."""

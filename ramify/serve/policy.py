@@ -10,16 +10,14 @@
     GET  /version, /server_info  facts that a trainer compares with its policy
 
 The server remembers the token ids of its last replies. If a conversation comes back with one more
-message, it continues from exactly those ids. A client that disconnects frees its slot. Without a
-key the server listens on loopback only. Not here: replacing the weights and giving memory back (see
-weight_routes.py).
+message, it continues from exactly those ids. A client that disconnects frees its slot. Not here:
+keys (see ramify/http_server/), replacing the weights and giving memory back (see weight_routes.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import hmac
 import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
@@ -30,13 +28,15 @@ import msgspec
 from aiohttp import web
 
 from ramify.clients.base import KnownPrefix, Request
-from ramify.errors import ModelError, RamifyError, Refused
+from ramify.errors import ConfigError, ModelError, RamifyError, Refused
+from ramify.http_server.access import BearerKeys, ListenAddress, new_key
+from ramify.http_server.rejections import RequestRejected, error_body
+from ramify.http_server.shell import HttpServer, received
 from ramify.inference.http.engine_server import pressure_text
 from ramify.inference.local.local_client import LocalClient
-from ramify.secrets import remember
 from ramify.serve import completions, token_completions
 from ramify.serve.completions import CompletionRequest
-from ramify.serve.web import METRICS_TYPE, HttpListener, bearer, failed, refuse_open
+from ramify.serve.metrics import METRICS_TYPE
 from ramify.serve.weight_routes import WAIT_S, WeightRoutes, facts
 from ramify.types.message import Message, Reply
 
@@ -55,25 +55,30 @@ class PolicyServer:
         client: LocalClient,
         *,
         name: str,
-        host: str = "127.0.0.1",
-        port: int = 8000,
+        address: ListenAddress | None = None,
         key: str | None = None,
         weight_transfer: bool = False,
         weight_syncs: Sequence[str] = (),
         weights_root: Path | None = None,
         wait_s: float = WAIT_S,
     ) -> None:
-        """``name`` is the model's name. ``port`` 0 picks a free port. ``key`` is the bearer token
-        that clients must send. With ``weight_transfer``, clients may also replace the weights; the
-        last three parameters are those of ``WeightRoutes``.
+        """``name`` is the model's name. ``key`` is the bearer key that clients must send; by
+        default the server makes one for this start, if its ``address`` needs one. With
+        ``weight_transfer``, clients may also replace the weights; the last three parameters are
+        those of ``WeightRoutes``.
 
-        Raises ConfigError for an address beyond loopback without a key.
+        Raises ConfigError for an open address with ``weight_transfer``.
         """
-        refuse_open(host, bool(key))
+        self.address = address = address or ListenAddress()
+        if address.is_open and weight_transfer:
+            raise ConfigError(
+                "a server that takes weights always needs a key, since whoever sends weights "
+                "decides what the model says: remove --open-to-this-machine"
+            )
         self.name = name
+        self.key = key or (new_key() if address.needs_key else "")
+        """The key that clients must send; empty if the address needs none."""
         self._client = client
-        self._key = key
-        remember("RAMIFY_SERVE_KEY", key or "")
         self._in_flight = 0
         self._waiting = 0
         self._paths = _KnownPaths()
@@ -86,15 +91,20 @@ class PolicyServer:
                 root=weights_root,
                 wait_s=wait_s,
             )
-        self._listener = HttpListener(host, port)
+        self._http = HttpServer(
+            address,
+            BearerKeys.of(self.key) if self.key else None,
+            public=("/health",),
+            max_body_bytes=_MAX_BODY_BYTES,
+        )
 
     @property
     def url(self) -> str:
         """Base URL of the API: ``http://127.0.0.1:PORT/v1``."""
-        return self._listener.url
+        return f"{self._http.url}/v1"
 
     async def __aenter__(self) -> PolicyServer:
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guarded])
+        app = web.Application()
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
@@ -105,29 +115,13 @@ class PolicyServer:
             app.router.add_get(path, self._facts)
         if self._weights is not None:
             self._weights.add_to(app)
-        await self._listener.start(app)
+        await self._http.start(app)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._listener.close()
+        await self._http.close()
         if self._weights is not None:
             self._weights.close()
-
-    @web.middleware
-    async def _guarded(self, request: web.Request, handler: web.Handler) -> web.StreamResponse:  # type: ignore[name-defined]
-        """Check the key, and convert HTTP errors to the API's format."""
-        key = bearer(request)
-        if (
-            self._key
-            and request.path != "/health"
-            and not hmac.compare_digest(key.encode(), self._key.encode())
-        ):
-            return failed(401, "wrong or missing API key: send it as Authorization: Bearer KEY")
-        try:
-            response: web.StreamResponse = await handler(request)
-        except web.HTTPException as error:
-            return failed(error.status, f"{request.method} {request.path}: {error.reason}")
-        return response
 
     async def _health(self, _: web.Request) -> web.Response:
         asleep = self._weights.sleep.asleep if self._weights is not None else []
@@ -154,20 +148,19 @@ class PolicyServer:
 
     async def _sample(self, http: web.Request) -> web.StreamResponse:
         async def answer() -> web.StreamResponse:
-            body = await http.read()
-            if http.path == "/generate":
-                return web.json_response(
-                    await token_completions.generate(self._client, body), dumps=_dumps
-                )
-            return web.json_response(
-                await token_completions.complete(self._client, body, self.name), dumps=_dumps
-            )
+            async with received(http) as body:
+                if http.path == "/generate":
+                    reply = await token_completions.generate(self._client, body)
+                else:
+                    reply = await token_completions.complete(self._client, body, self.name)
+            return web.json_response(reply, dumps=_dumps)
 
-        return await self._counted(http, answer)
+        return await self._counted(answer)
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         async def answer() -> web.StreamResponse:
-            api_request = completions.read(await http.read())
+            async with received(http) as body:
+                api_request = completions.read(body)
             request = self._paths.continued(
                 completions.request_of(api_request, self._client.window)
             )
@@ -177,35 +170,34 @@ class PolicyServer:
                 else self._whole(api_request, request)
             )
 
-        return await self._counted(http, answer)
+        return await self._counted(answer)
 
     async def _counted(
-        self, http: web.Request, answer: Callable[[], Awaitable[web.StreamResponse]]
+        self, answer: Callable[[], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Run ``answer`` as a counted request, and convert its errors to responses."""
-        # A web page may post other content types to any host without asking.
-        if http.content_type != "application/json":
-            return failed(415, "send the body as application/json")
+        """Run ``answer`` as a counted request, and convert its errors to rejections."""
         if self._in_flight + self._waiting >= _MAX_IN_FLIGHT:
-            busy = failed(
-                429,
+            raise RequestRejected(
                 f"{self._in_flight + self._waiting} requests are in progress: try again later",
+                status=429,
+                retry_after_s=1,
             )
-            busy.headers["retry-after"] = "1"
-            return busy
         try:
             await self._wait_until_ready()
         except ModelError as error:
-            return failed(503, str(error))
+            raise RequestRejected(str(error), status=503) from None
         if self._weights is not None and self._weights.broken:
-            return failed(503, f"{self._weights.broken}; send all of them again")
+            raise RequestRejected(f"{self._weights.broken}; send all of them again", status=503)
         self._in_flight += 1
         try:
             return await answer()
+        except Refused as error:
+            code = "context_length_exceeded" if error.too_long else None
+            raise RequestRejected(str(error), code=code) from None
         except ModelError as error:
-            return _refused(error) if isinstance(error, Refused) else failed(503, str(error))
+            raise RequestRejected(str(error), status=503) from None
         except RamifyError as error:
-            return failed(400, str(error))
+            raise RequestRejected(str(error)) from None
         finally:
             self._in_flight -= 1
 
@@ -243,9 +235,7 @@ class PolicyServer:
         except RamifyError as error:
             if not response.prepared:
                 raise
-            await response.write(
-                b"data: " + completions.failure(str(error), "server_error") + b"\n\n"
-            )
+            await response.write(b"data: " + error_body(str(error), "server_error") + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
@@ -308,10 +298,6 @@ def _key(request: Request, messages: Sequence[Message]) -> bytes:
 
 async def _send(response: web.StreamResponse, event: object) -> None:
     await response.write(b"data: " + completions.encode(event) + b"\n\n")
-
-
-def _refused(error: Refused) -> web.Response:
-    return failed(400, str(error), code="context_length_exceeded" if error.too_long else None)
 
 
 def _dumps(value: Any) -> str:

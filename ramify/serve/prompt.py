@@ -22,8 +22,8 @@ import msgspec
 
 from ramify.engine.question import MAX_BARE_PROMPT_CHARS
 from ramify.errors import SourceError
+from ramify.http_server.rejections import RequestRejected
 from ramify.serve.answer_request import AttachedFile, ChatMessage
-from ramify.serve.web import RequestRejected
 from ramify.sources.base import LoadedContext, SourceLoader, UnreadableSource
 from ramify.sources.file_kinds import SourceFile, read_file
 

@@ -1,6 +1,6 @@
 """Questions that a server is answering: admission, the key's budget, the run, and its end.
 
-    ask ──> capacity? ──> hold budget ──> run ──> answer, or cancel if the client leaves
+    capacity? ──> body ──> hold budget ──> run ──> answer, or cancel if the client leaves
                                                      └──> settle budget, count metrics
 
 Only the model can count the tokens of its final answer. So ``max_tokens`` is stated in the
@@ -12,8 +12,8 @@ and responses.py). A ``RequestRejected`` carries the status for a rejection.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Literal
 
 import msgspec
@@ -24,11 +24,12 @@ from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, why_unanswered
 from ramify.engine.typed import answer_type
 from ramify.errors import ConfigError, ModelError, RamifyError, ReplyFiltered
+from ramify.http_server.rejections import RequestRejected
 from ramify.serve.answer_request import AnswerRequest, RequestWatcher
 from ramify.serve.caller_tools import RequestedToolCall, ToolCallAnswer, new_id
 from ramify.serve.keys import ApiCaller, ApiKeys, BudgetHold
+from ramify.serve.metrics import ServerMetrics
 from ramify.serve.prompt import RunPrompt
-from ramify.serve.web import RequestRejected, ServerMetrics
 from ramify.types.message import Usage, encodable
 from ramify.types.trajectory import Stop
 
@@ -182,6 +183,7 @@ class ServedQuestions:
         self._max_runs = max_runs
         self._sampling = sampling
         self._active: set[ServedQuestion] = set()
+        self._num_admitted = 0
         self._idle = asyncio.Event()
         self.is_ending = False
         self._most_cost: float | None = None
@@ -189,8 +191,8 @@ class ServedQuestions:
 
     @property
     def num_active(self) -> int:
-        """Number of questions in progress."""
-        return len(self._active)
+        """Number of requests in progress, including those whose body is arriving."""
+        return self._num_admitted
 
     async def prepare(self) -> int:
         """Prepare the models and the sandbox; return the smallest window in tokens.
@@ -211,25 +213,44 @@ class ServedQuestions:
                 )
         return min(client.window for client in clients)
 
-    @asynccontextmanager
-    async def ask(
-        self, caller: ApiCaller, request: AnswerRequest, prompt: RunPrompt
-    ) -> AsyncIterator[ServedQuestion]:
-        """Start the run of a question; leaving the block early cancels it.
+    @contextmanager
+    def admitted(self, caller: ApiCaller) -> Iterator[None]:
+        """Count a request of ``caller``, from before its body is read until its answer.
 
-        Raises RequestRejected if the server is full or stopping, or the key's budget is spent.
+        Raises RequestRejected if the server is stopping, or if it or the key has too many.
         """
-        if self.is_ending:
+        self._refuse_if_ending()
+        if self._num_admitted >= self._max_runs:
             raise RequestRejected(
-                "the server is shutting down: try again later", status=503, retry_after_s=5
-            )
-        if self.num_active >= self._max_runs:
-            raise RequestRejected(
-                f"{self.num_active} requests are in progress: try again later",
+                f"{self._num_admitted} requests are in progress: try again later",
                 status=429,
                 code="rate_limit_exceeded",
                 retry_after_s=1,
             )
+        caller.enter()
+        self._num_admitted += 1
+        try:
+            yield
+        finally:
+            self._num_admitted -= 1
+            caller.leave()
+            self._idle.set()
+
+    def _refuse_if_ending(self) -> None:
+        if self.is_ending:
+            raise RequestRejected(
+                "the server is shutting down: try again later", status=503, retry_after_s=5
+            )
+
+    @asynccontextmanager
+    async def ask(
+        self, caller: ApiCaller, request: AnswerRequest, prompt: RunPrompt
+    ) -> AsyncIterator[ServedQuestion]:
+        """Start the run of an admitted request; leaving the block early cancels it.
+
+        Raises RequestRejected if the server is stopping, or the key's budget is spent.
+        """
+        self._refuse_if_ending()
         served = ServedQuestion(request, self._hold_budget(caller, request))
         self._active.add(served)
         try:
@@ -239,7 +260,6 @@ class ServedQuestions:
         finally:
             await served.watch.stop()
             self._active.discard(served)
-            self._idle.set()
             self._settle(served, caller)
 
     def _hold_budget(self, caller: ApiCaller, request: AnswerRequest) -> BudgetHold:
@@ -311,7 +331,7 @@ class ServedQuestions:
     async def _is_idle_within(self, seconds: float) -> bool:
         try:
             async with asyncio.timeout(seconds):
-                while self._active:
+                while self._num_admitted:
                     self._idle.clear()
                     await self._idle.wait()
         except TimeoutError:

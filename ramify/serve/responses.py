@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ramify.http_server.rejections import RequestRejected
 from ramify.serve.answer_request import (
     AnswerRequest,
     ChatMessage,
@@ -30,7 +31,6 @@ from ramify.serve.answer_request import (
 from ramify.serve.caller_tools import OfferedFunction, offer_of
 from ramify.serve.completions import encode
 from ramify.serve.questions import ServedAnswer
-from ramify.serve.web import RequestRejected
 from ramify.types.message import Usage
 
 PATH = "/v1/responses"

@@ -3,15 +3,14 @@
     GET  /v1/models, /v1/models/NAME     the only model
     POST /v1/chat/completions            when streamed: progress as reasoning, then the answer
     POST /v1/responses                   the same
-    GET  /metrics                        Prometheus metrics; needs a key if there are keys
+    GET  /metrics                        Prometheus metrics; needs a key
     GET  /healthz                        {"status": "ok", …}; 503 during shutdown
 
-    request ──> key ──> read ──> hold budget ──> run ──> answer or stream ──> settle budget
+    request ──> key ──> admit ──> read ──> hold budget ──> run ──> answer or stream ──> settle
 
 Any model name is accepted; the answer names the actual model. A client that disconnects cancels its
-run. Request sizes and waits are limited, and without keys only this machine has access. Not here:
-the format of each API (see chat_completions.py and responses.py), admission and budgets (see
-questions.py).
+run. Not here: keys, sizes and waits (see ramify/http_server/), the format of each API (see
+chat_completions.py and responses.py), admission and budgets (see questions.py).
 """
 
 from __future__ import annotations
@@ -28,33 +27,22 @@ from aiohttp import web
 from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
 from ramify.engine.spans import continued
-from ramify.errors import RamifyError
-from ramify.logging import RoomLogger
+from ramify.http_server.access import ListenAddress
+from ramify.http_server.capacity import max_runs as runs_of_this_machine
+from ramify.http_server.rejections import RequestRejected
+from ramify.http_server.shell import CALLER, HttpServer, received
 from ramify.serve import chat_completions, responses
 from ramify.serve.answer_request import AnswerRequest
 from ramify.serve.chat_completions import ChatStream
 from ramify.serve.completions import encode
 from ramify.serve.keys import ApiKeys
+from ramify.serve.metrics import METRICS_TYPE, ServerMetrics
 from ramify.serve.prompt import LONG_CHARS, RunPrompt, prompt_of
 from ramify.serve.questions import ServedAnswer, ServedQuestion, ServedQuestions
 from ramify.serve.responses import ResponseStream
-from ramify.serve.web import (
-    METRICS_TYPE,
-    HttpListener,
-    RequestRejected,
-    ServerMetrics,
-    bearer,
-    is_loopback,
-    refuse_open,
-)
 
-_log = RoomLogger("serve")
-_GONE = 499
-"""Status that the metrics use for a client that disconnected."""
 PING = b": waiting\n\n"
 """Comment in the event stream: clients ignore it, and proxies see that the connection is alive."""
-_UPLOAD_S = 300.0
-"""Maximum seconds for the body of a request to arrive."""
 _LARGE_BYTES = 1 << 18
 """Size above which a body is parsed in a thread."""
 _UNPACKED = 8
@@ -98,22 +86,25 @@ class RunServer:
         rlm: RLM,
         *,
         name: str,
-        host: str = "127.0.0.1",
-        port: int = 8000,
+        address: ListenAddress | None = None,
         keys: ApiKeys | None = None,
         max_body_bytes: int = 64 << 20,
-        max_runs: int = 256,
+        max_runs: int | None = None,
         sampling: Sampling | None = None,
         ping_s: float = 15.0,
     ) -> None:
-        """``name`` is the model's name. ``max_runs`` is the maximum of concurrent runs; further
-        requests get status 429. ``sampling`` is the default; a request may change its temperature,
-        top_p and seed. ``ping_s`` is the maximum silence of a stream in seconds.
-
-        Raises ConfigError for an address beyond loopback without a key.
+        """``name`` is the model's name. Without ``keys``, the server makes one for this start, if
+        its ``address`` needs one (``key``). ``max_runs`` is the maximum of concurrent runs, by
+        default as many as this machine can hold; further requests get status 429. ``sampling`` is
+        the default; a request may change its temperature, top_p and seed. ``ping_s`` is the maximum
+        silence of a stream in seconds.
         """
+        self.address = address = address or ListenAddress()
+        self.key = ""
+        """The key that this server has made for itself; empty if it has others, or needs none."""
         self._keys = keys or ApiKeys({})
-        refuse_open(host, not self._keys.is_open)
+        if self._keys.bearer_keys is None and address.needs_key:
+            self._keys, self.key = ApiKeys.generated()
         self.name = name
         self.metrics = ServerMetrics()
         self._rlm = rlm
@@ -121,16 +112,26 @@ class RunServer:
         self._ping_s = ping_s
         self._long_chars = LONG_CHARS
         self._questions = ServedQuestions(
-            rlm, self._keys, self.metrics, max_runs, sampling or Sampling()
+            rlm,
+            self._keys,
+            self.metrics,
+            max_runs or runs_of_this_machine(),
+            sampling or Sampling(),
         )
-        self._listener = HttpListener(host, port)
+        self._http = HttpServer(
+            address,
+            self._keys.bearer_keys,
+            public=("/healthz",),
+            max_body_bytes=max_body_bytes,
+            on_response=self.metrics.request,
+        )
         self._is_open = False
         self._created = int(time.time())
 
     @property
     def url(self) -> str:
         """Base URL of the API: ``http://127.0.0.1:PORT/v1``."""
-        return self._listener.url
+        return f"{self._http.url}/v1"
 
     @property
     def num_runs(self) -> int:
@@ -144,7 +145,7 @@ class RunServer:
         try:
             window = await self._questions.prepare()
             self._long_chars = min(LONG_CHARS, window)
-            app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._guarded])
+            app = web.Application()
             for path, get in (
                 ("/healthz", self._health),
                 ("/metrics", self._metrics),
@@ -154,7 +155,7 @@ class RunServer:
                 app.router.add_get(path, get)
             for api in APIS:
                 app.router.add_post(api.PATH, self._handler(api))
-            await self._listener.start(app)
+            await self._http.start(app)
             self._is_open = True
         except BaseException:
             await self._rlm.__aexit__(None, None, None)
@@ -169,7 +170,7 @@ class RunServer:
         if self._is_open:
             self._is_open = False
             await self._questions.close()
-            await self._listener.close()
+            await self._http.close()
             await self._rlm.__aexit__(None, None, None)
 
     async def drain(self, grace_s: float, last_s: float = 30.0) -> None:
@@ -180,54 +181,7 @@ class RunServer:
         """
         await self._questions.drain(grace_s, last_s)
 
-    # --- every request
-
-    @web.middleware
-    async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Check the key, convert errors to the API's format, and count the request."""
-        status = _GONE
-        try:
-            response = await self._handled(request, handler)
-            status = response.status
-        finally:
-            resource = request.match_info.route.resource
-            self.metrics.request(resource.canonical if resource else "other", status)
-        return response
-
-    async def _handled(self, http: web.Request, handler: Any) -> web.StreamResponse:
-        try:
-            if http.path != "/healthz":
-                self._check_host(http)
-                self._keys.caller(bearer(http))
-            response: web.StreamResponse = await handler(http)
-        except RequestRejected as error:
-            return error.response()
-        except web.HTTPException as error:
-            # The text of a 413 (body too large) has the sizes.
-            why = error.text if error.status == 413 else error.reason
-            if error.status == 404 and not http.path.startswith("/v1/"):
-                why = f"{why}; the base URL is {self.url}"
-            return RequestRejected(
-                f"{http.method} {http.path}: {why}", status=error.status
-            ).response()
-        except RamifyError as error:
-            _log.warning("request_failed", f"{http.method} {http.path}: {error}")
-            return RequestRejected(str(error), status=500).response()
-        except ConnectionResetError:  # the client disconnected in the middle of an event
-            return web.Response(status=_GONE)
-        except Exception as error:  # noqa: BLE001 -- a bug; the operator gets the full traceback
-            text = f"{http.method} {http.path} failed: {type(error).__name__}"
-            _log.error("internal_error", text, shown=True, error=error)
-            return RequestRejected(f"internal error: {type(error).__name__}", status=500).response()
-        return response
-
-    def _check_host(self, http: web.Request) -> None:
-        """Reject foreign host names if no key is needed (protection against DNS rebinding)."""
-        host = http.url.host or ""
-        if self._keys.is_open and not is_loopback(host):
-            raise RequestRejected(
-                f"the host {host!r} is not this machine: send requests to {self.url}", status=403
-            )
+    # --- routes
 
     async def _health(self, _: web.Request) -> web.Response:
         is_ending = self._questions.is_ending
@@ -260,11 +214,10 @@ class RunServer:
 
     def _handler(self, api: ApiFormat) -> Any:
         async def handle(http: web.Request) -> web.StreamResponse:
-            request, prompt = await self._read(http, api)
-            with continued(http.headers):
-                async with self._questions.ask(
-                    self._keys.caller(bearer(http)), request, prompt
-                ) as question:
+            caller = self._keys.caller(http[CALLER])
+            with self._questions.admitted(caller), continued(http.headers):
+                request, prompt = await self._read(http, api)
+                async with self._questions.ask(caller, request, prompt) as question:
                     if request.stream:
                         return await self._streamed(http, api, question)
                     answer = await question.answer()
@@ -274,24 +227,15 @@ class RunServer:
         return handle
 
     async def _read(self, http: web.Request, api: ApiFormat) -> tuple[AnswerRequest, RunPrompt]:
-        # A web page may post other content types to any host without asking.
-        if http.content_type != "application/json":
-            raise RequestRejected("send the body as application/json", status=415)
-        try:
-            async with asyncio.timeout(_UPLOAD_S):
-                body = await http.read()
-        except TimeoutError:
-            raise RequestRejected(
-                f"the body did not arrive within {_UPLOAD_S:g} s", status=408
-            ) from None
-
-        def read() -> tuple[AnswerRequest, RunPrompt]:
+        def read(body: bytes) -> tuple[AnswerRequest, RunPrompt]:
             request = api.read(body)
             return request, prompt_of(
                 request.messages, api.FIELD, _UNPACKED * self._max_body_bytes, self._long_chars
             )
 
-        return await asyncio.to_thread(read) if len(body) > _LARGE_BYTES else read()
+        async with received(http) as body:
+            is_large = len(body) > _LARGE_BYTES
+            return await asyncio.to_thread(read, body) if is_large else read(body)
 
     async def _streamed(
         self, http: web.Request, api: ApiFormat, question: ServedQuestion

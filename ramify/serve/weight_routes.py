@@ -39,6 +39,8 @@ from aiohttp import web
 
 from ramify import __version__
 from ramify.errors import ConfigError, RamifyError, ServerFailed
+from ramify.http_server.rejections import RequestRejected
+from ramify.http_server.shell import received
 from ramify.inference.base import PROTOCOL, TAGS
 from ramify.inference.local.local_client import LocalClient
 from ramify.inference.weight_sync import WEIGHT_SYNCS
@@ -48,7 +50,6 @@ from ramify.inference.weight_sync.base import (
     WeightPiece,
     WeightReceiver,
 )
-from ramify.serve.web import failed
 
 Body = dict[str, Any]
 _SCHEDULING = "scheduling"
@@ -448,20 +449,18 @@ def _answered(
     act: Callable[[web.Request, Body], Awaitable[Body]],
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     async def answer(http: web.Request) -> web.StreamResponse:
-        # A web page may post other content types to any host without asking.
-        if http.method == "POST" and http.content_type != "application/json":
-            return failed(415, "send the body as application/json")
         try:
-            body = msgspec.json.decode(await http.read() or b"{}")
+            async with received(http) as data:
+                body = msgspec.json.decode(data or b"{}")
             if not isinstance(body, dict):
                 raise ValueError("the body is not a JSON object")
             return web.json_response(await act(http, body))
         except StaleWeights as error:
-            return failed(409, str(error), code="stale_base")
+            raise RequestRejected(str(error), status=409, code="stale_base") from None
         except KeyError as error:
-            return failed(400, f"{http.path}: the body has no {error}")
+            raise RequestRejected(f"{http.path}: the body has no {error}") from None
         except (ValueError, TypeError, RuntimeError, RamifyError) as error:
-            return failed(400, f"{http.path}: {error}")
+            raise RequestRejected(f"{http.path}: {error}") from None
 
     return answer
 

@@ -2,10 +2,10 @@
 
     page ──> estimate: what it may cost, or why it is refused ──> start ──> address of the new run
 
-They spend money, so the server must have a token, and only its own page may ask (view_server.py).
-They run on another event loop than the server, so that pages stay quick, and end with it; what is
-recorded can be resumed. Not here: where a fork begins and what it repeats (see engine/fork.py), and
-how a run's settings become an ``RLM`` (given by the command).
+They spend money, so a page that every user of this machine may open cannot start them
+(view_server.py). They run on another event loop than the server, so that pages stay quick, and end
+with it; what is recorded can be resumed. Not here: where a fork begins and what it repeats (see
+engine/fork.py), and how a run's settings become an ``RLM`` (given by the command).
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
-from aiohttp import web
 
 from ramify.engine import threads
 from ramify.engine.fork import ForkOptions, ForkPoint
@@ -30,18 +28,12 @@ from ramify.errors import ConfigError, StoreError
 from ramify.store.recorded_replies import RecordedReplies
 from ramify.store.store import Store
 from ramify.types.event import AnyEvent, RunStarted
-from ramify.viewer.guard import BadRequest
 from ramify.viewer.picture import fields
 from ramify.viewer.run_locations import LocatedRun
 
 MAX_RUNNING = 4
 """Maximum number of runs in progress that pages of one server have started."""
-NO_TOKEN = (
-    "running again spends money, so it needs the page's token: start the viewer with ramify view "
-    "--token TOKEN"
-)
 T = TypeVar("T")
-B = TypeVar("B", bound=msgspec.Struct)
 Rebuild = Callable[[RunStarted, Store], RLM]
 """Builds the RLM that a stored run was made with."""
 
@@ -60,19 +52,6 @@ class AgainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Edited texts of the messages that the turn adds to the prompt."""
     max_cost: float | None = None
     """Dollars that the new run may spend; None for the limit of the stored run."""
-
-
-def decoded(request: web.Request, body: bytes, type: type[B]) -> B:
-    """The body of a request, which must come from this server's own page."""
-    origin = request.headers.get("Origin")
-    if origin is not None and urlsplit(origin).netloc != request.host:
-        raise BadRequest(f"{request.path}: a page of {origin} may not change anything here")
-    if request.content_type != "application/json":
-        raise BadRequest(f"{request.path}: the body is {request.content_type}: send JSON")
-    try:
-        return msgspec.json.decode(body, type=type)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequest(f"{request.path}: {error}") from None
 
 
 class RunAgain:

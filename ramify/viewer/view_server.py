@@ -21,36 +21,40 @@
     POST /api/again              start a new run from a turn; returns its address
     POST /api/review             save labels, a note and corrected scores of a run
 
-Only the last two change anything, and only with a token (see run_again.py and store/reviews.py).
-Static files are served from memory. Not here: access control (see guard.py) and how scripts are
-bundled (see page_script.py).
+Only the last two change anything, and not if every process of this machine may ask (see
+run_again.py and store/reviews.py). Static files are served from memory. Not here: access (see
+ramify/http_server/) and how scripts are bundled (see page_script.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import json
 import mimetypes
 import threading
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 from urllib.parse import quote
 
 import msgspec
 from aiohttp import web
 
-from ramify.errors import StoreError, cannot_listen
+from ramify.errors import RamifyError, StoreError
+from ramify.http_server.access import BearerKeys, ListenAddress, new_key
+from ramify.http_server.rejections import RequestRejected
+from ramify.http_server.shell import HttpServer, received
 from ramify.store.reviews import RunReview, write_review
 from ramify.viewer.comparison import MAX_RUNS, compared, rows_of
 from ramify.viewer.feed import FileFeed, FileFeeds
-from ramify.viewer.guard import BadRequest, NotAllowed, RequestGuard, add_headers
+from ramify.viewer.page_headers import add_headers
 from ramify.viewer.page_script import APP, STATIC, app, early, module
 from ramify.viewer.picture import fields, picture, texts
 from ramify.viewer.provenance import provenance
-from ramify.viewer.run_again import NO_TOKEN, AgainRequest, Rebuild, RunAgain, decoded
+from ramify.viewer.run_again import AgainRequest, Rebuild, RunAgain
 from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.run_locations import Kind, LocatedRun, kind_of
 from ramify.viewer.search import search
@@ -66,23 +70,28 @@ class ViewServer:
         self,
         library: RunLibrary,
         *,
-        host: str = "127.0.0.1",
-        port: int = 8765,
+        address: ListenAddress | None = None,
         token: str | None = None,
         first: str = "",
         rebuild: Rebuild | None = None,
     ) -> None:
-        """``port`` 0 picks a free port. ``first`` is the run that will be opened first; the server
-        begins to read it at its start. ``rebuild`` builds the RLM of a stored run, so that pages
-        can run it again.
-
-        Raises ConfigError for an address beyond loopback without a token.
+        """A browser must present ``token``; by default the server makes one for this start, if its
+        ``address`` needs one. ``first`` is the run that will be opened first; the server begins to
+        read it at its start. ``rebuild`` builds the RLM of a stored run, so that pages can run it
+        again.
         """
-        self._guard = RequestGuard(host, token, lambda: (self.url, self.port))
-        self.host = host
-        self.port = port
+        self.address = address = address or ListenAddress()
+        self.token = token or (new_key() if address.needs_key else "")
+        """The token of the page; empty if the address needs none."""
+        self._http = HttpServer(
+            address,
+            BearerKeys.of(self.token) if self.token else None,
+            token=self.token,
+            statuses={StoreError: 404, RamifyError: 400},
+            max_body_bytes=MAX_BODY,
+            key_help="open the address that ramify view printed",
+        )
         self._library = library
-        self._token = token
         self._first = first
         self._reading: asyncio.Task[Any] | None = None
         self._feeds = FileFeeds()
@@ -90,18 +99,19 @@ class ViewServer:
         self._assets = StaticAssets()
         self._again = RunAgain(rebuild) if rebuild is not None else None
         self._listing = threading.Lock()
-        self._runner: web.AppRunner | None = None
 
     @property
     def url(self) -> str:
         """URL of the page, including the token, so that it can be opened directly."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}/" + (
-            f"?token={quote(self._token)}" if self._token else ""
-        )
+        return f"{self._http.url}/" + (f"?token={quote(self.token)}" if self.token else "")
+
+    @property
+    def port(self) -> int:
+        """Port, once the server listens."""
+        return self._http.port
 
     async def __aenter__(self) -> ViewServer:
-        app = web.Application(middlewares=[self._guard.admit], client_max_size=MAX_BODY)
+        app = web.Application()
         app.on_response_prepare.append(add_headers)
         for path, handler in {
             "/": self._page,
@@ -128,17 +138,7 @@ class ViewServer:
         app.router.add_post("/api/again/cost", self._again_cost)
         app.router.add_post("/api/again", self._again_start)
         app.router.add_post("/api/review", self._write_review)
-        self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
-        )
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self.host, self.port)
-        try:
-            await site.start()
-        except (OSError, OverflowError) as error:
-            await self._runner.cleanup()
-            raise cannot_listen(self.host, self.port, error) from None
-        self.port = self._runner.addresses[0][1]
+        await self._http.start(app)
         if self._first:
             self._reading = asyncio.create_task(
                 self._feeds.run(self._library.find(self._first)).fresh()
@@ -151,8 +151,7 @@ class ViewServer:
         if self._again is not None:
             await self._again.close()
         await self._feeds.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._http.close()
 
     # --- data of the pages
 
@@ -201,7 +200,9 @@ class ViewServer:
     async def _compare(self, request: web.Request) -> web.Response:
         keys = request.query.getall("key", [])
         if not 2 <= len(keys) <= MAX_RUNS:
-            raise BadRequest(f"{request.path} compares 2 to {MAX_RUNS} runs, and got {len(keys)}")
+            raise RequestRejected(
+                f"{request.path} compares 2 to {MAX_RUNS} runs, and got {len(keys)}"
+            )
         runs = []
         for key in keys:
             feed = self._feeds.run(self._library.find(key))
@@ -276,26 +277,31 @@ class ViewServer:
         return data(await again.place(located, _word(request, "id"), _number(request, "turn")))
 
     async def _again_cost(self, request: web.Request) -> web.Response:
-        again, wanted = self._able(), decoded(request, await request.read(), AgainRequest)
+        again, wanted = self._able(), await _decoded(request, AgainRequest)
         return data(await again.estimate(self._library.find(wanted.key), wanted))
 
     async def _again_start(self, request: web.Request) -> web.Response:
-        again, wanted = self._able(), decoded(request, await request.read(), AgainRequest)
+        again, wanted = self._able(), await _decoded(request, AgainRequest)
         path = await again.start(self._library.find(wanted.key), wanted)
         return data({"key": self._library.key_of(path)})
 
     def _able(self) -> RunAgain:
-        if self._again is None or not self._token:
-            raise NotAllowed(NO_TOKEN if self._again else "this server cannot start runs")
+        self._refuse_if_open("running again spends money")
+        if self._again is None:
+            raise RequestRejected("this server cannot start runs", status=403)
         return self._again
 
-    async def _write_review(self, request: web.Request) -> web.Response:
-        if not self._token:
-            raise NotAllowed(
-                "a review is stored, so it needs the page's token: start the viewer with ramify "
-                "view --token TOKEN, or use ramify runs review"
+    def _refuse_if_open(self, why: str) -> None:
+        if self.address.is_open:
+            raise RequestRejected(
+                f"{why}, and this page is open to every user of this machine: start ramify view "
+                "without --open-to-this-machine",
+                status=403,
             )
-        wanted = decoded(request, await request.read(), ReviewRequest)
+
+    async def _write_review(self, request: web.Request) -> web.Response:
+        self._refuse_if_open("a review is stored")
+        wanted = await _decoded(request, ReviewRequest)
         review = RunReview(wanted.labels, wanted.note, wanted.rewards)
         feed = self._feeds.run(self._library.find(wanted.key))
         await feed.fresh()
@@ -326,20 +332,31 @@ def _check_shown(located: LocatedRun) -> None:
         raise StoreError(kind)
 
 
+async def _decoded(request: web.Request, type: type[B]) -> B:
+    """The body of a request as a struct. Raises RequestRejected."""
+    async with received(request) as body:
+        try:
+            return msgspec.json.decode(body, type=type)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RequestRejected(f"{request.path}: {error}") from None
+
+
 def _word(request: web.Request, name: str) -> str:
     word = request.query.get(name)
     if not word:
-        raise BadRequest(f"{request.path} needs ?{name}=")
+        raise RequestRejected(f"{request.path} needs ?{name}=")
     return word
 
 
 def _number(request: web.Request, name: str) -> int:
     text = request.query.get(name, "0")
-    if not text.isdecimal():
-        raise BadRequest(f"{request.path}: {name}={text!r} is not a number")
+    if not (text.isdecimal() and len(text) <= _MAX_DIGITS):
+        raise RequestRejected(f"{request.path}: {name}={text!r:.100} is not a number")
     return int(text)
 
 
+B = TypeVar("B", bound=msgspec.Struct)
+_MAX_DIGITS = 18
 MAX_BODY = 8 << 20
 """Maximum bytes of a request's body: an edited prompt."""
 
@@ -389,11 +406,18 @@ class StaticAssets:
         return file
 
 
+@functools.cache
+def _files_of_page() -> dict[str, Path]:
+    return {
+        path.relative_to(STATIC).as_posix(): path for path in STATIC.rglob("*") if path.is_file()
+    }
+
+
 def _body(name: str) -> bytes:
     if name == APP:
         return app().encode()
-    path = (STATIC / name).resolve()
-    if not path.is_relative_to(STATIC) or not path.is_file():
+    path = _files_of_page().get(name)
+    if path is None:
         raise web.HTTPNotFound
     if name == "index.html":
         return (

@@ -209,11 +209,12 @@ async def served():
     import aiohttp
     from ramify.serve.run_server import RunServer
     rlm = RLM(ScriptedClient(lambda messages: "7"))
-    async with RunServer(rlm, name="m", port=0) as server, aiohttp.ClientSession() as http:
+    async with RunServer(rlm, name="m") as server, aiohttp.ClientSession() as http:
+        key = {"Authorization": f"Bearer {server.key}"}
         headers = {"traceparent": "00-0123456789abcdef0123456789abcdef-00f067aa0ba902b7-01"}
         body = {"messages": [{"role": "user", "content": "how many?"}]}
         for more in (headers, {}):
-            async with http.post(server.url + "/chat/completions", json=body, headers=more) as reply:
+            async with http.post(server.url + "/chat/completions", json=body, headers=key | more) as reply:
                 assert reply.status == 200
 
 asyncio.run(served())

@@ -3,6 +3,7 @@ token."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
+from ramify.inference.http.inference_spec import KEY_VARIABLE
 from ramify.inference.local.engine import EngineLimits, LocalEngine
 from ramify.inference.local.generation import Generation, draw
 from ramify.inference.local.local_client import LocalClient
@@ -20,6 +22,8 @@ from ramify.models.load import Policy, from_config
 from tests.models.templates import tokenizer_of
 
 WINDOW = 256
+ENGINE_KEY = os.environ.setdefault(KEY_VARIABLE, "rk-of-the-engines-of-tests")
+"""Key of engines that a test serves: a trainer finds it in this variable."""
 
 
 def policy(seed: int = 0, *, sharpness: float = 12.0, **sizes: Any) -> Policy:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import openai
 
 from ramify import RLM, Limits, SandboxSpec, Scaffold, ScriptedClient
@@ -54,19 +55,24 @@ async def serving(
     client = model if isinstance(model, ScriptedClient) else ScriptedClient(model, price=price)
     rlm = RLM(client, scaffold=MINIMAL, sandbox=SANDBOX, limits=limits, store=store)
     given = keys if isinstance(keys, ApiKeys) else ApiKeys(keys or {})
-    async with RunServer(rlm, name="mine", port=0, keys=given, **options) as server:
+    async with RunServer(rlm, name="mine", keys=given, **options) as server:
         yield server
 
 
 @asynccontextmanager
-async def asking(server: RunServer, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
-    """OpenAI's client with only another base URL. It does not retry, so that errors are seen, and
+async def asking(server: RunServer, key: str = "") -> AsyncIterator[openai.AsyncOpenAI]:
+    """OpenAI's client with only another base URL and key (default: the server's own). It does not retry, so that errors are seen, and
     allows more than 5 s to connect, for hundreds of simultaneous connections on a slow
     machine."""
     async with openai.AsyncOpenAI(
-        base_url=server.url, api_key=key, max_retries=0, timeout=600.0
+        base_url=server.url, api_key=key or server.key or "none", max_retries=0, timeout=600.0
     ) as client:
         yield client
+
+
+def session_of(server: RunServer) -> aiohttp.ClientSession:
+    """A plain HTTP client that presents the server's key."""
+    return aiohttp.ClientSession(headers={"Authorization": f"Bearer {server.key}"})
 
 
 def user(*parts: Any) -> dict[str, Any]:

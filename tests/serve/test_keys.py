@@ -169,8 +169,9 @@ def test_key_file_is_parsed_and_validated(tmp_path: Path) -> None:
         f'[alice]\nkey = "k"\nmax-runs = 4\nmax-cost = 20.0\n\n[bob]\nsha256 = "{digest}"\n'
     )
     keys = ApiKeys(read_keys(path))
-    assert keys.caller("secret").name == "bob"
-    assert (keys.caller("k").key.max_runs, keys.caller("k").key.max_cost) == (4, 20.0)
+    assert keys.bearer_keys is not None
+    assert [keys.bearer_keys.caller(key) for key in ("secret", "k", "K")] == ["bob", "alice", None]
+    assert (keys.caller("alice").key.max_runs, keys.caller("alice").key.max_cost) == (4, 20.0)
     wrong = {
         '[a]\nkey = "k"\nmax-run = 4\n': "unknown field `max-run`",
         "[a]\nmax-runs = 4\n": "key 'a': give either key or sha256",

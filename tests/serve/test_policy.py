@@ -16,6 +16,7 @@ import pytest
 from ramify.clients.base import Request, Sampling, Tool
 from ramify.clients.pool import ClientPool
 from ramify.errors import ConfigError, Refused
+from ramify.http_server.access import ListenAddress
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config
 from ramify.serve.policy import PolicyServer
@@ -32,16 +33,21 @@ async def serving(
 ) -> AsyncIterator[tuple[PolicyServer, LocalClient]]:
     client = LocalClient(made or policy(), slots=4)
     try:
-        async with PolicyServer(client, name="mine", port=0, **options) as server:
+        async with PolicyServer(client, name="mine", **options) as server:
             yield server, client
     finally:
         await client.close()
 
 
+def session(server: PolicyServer) -> aiohttp.ClientSession:
+    """A client that presents the server's key."""
+    return aiohttp.ClientSession(headers={"Authorization": f"Bearer {server.key}"})
+
+
 async def ask(
     server: PolicyServer, *messages: Message, key: str | None = None, **sampling: Any
 ) -> Reply:
-    pool = ClientPool(keys={"vllm": key} if key else None)
+    pool = ClientPool(keys={"vllm": server.key if key is None else key})
     try:
         given = {"max_tokens": 12, "temperature": 1.0, "seed": 7, "logprobs": True, **sampling}
         client = pool.client(f"vllm:mine@{server.url}")
@@ -53,7 +59,7 @@ async def ask(
 async def post(server: PolicyServer, body: Any, **headers: str) -> tuple[int, dict[str, Any]]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     async with (
-        aiohttp.ClientSession() as http,
+        session(server) as http,
         http.post(
             f"{server.url}/chat/completions",
             data=data,
@@ -112,7 +118,7 @@ async def events(
     """Return the events of a stream; sets ``grows`` once some text has arrived."""
     found = []
     async with (
-        aiohttp.ClientSession() as http,
+        session(server) as http,
         http.post(f"{server.url}/chat/completions", json=body) as answer,
     ):
         assert (answer.status, answer.content_type) == (200, "text/event-stream")
@@ -233,11 +239,11 @@ def test_configured_key_is_required() -> None:
     async def test() -> None:
         async with serving(key="secret") as (server, _):
             assert (await ask(server, key="secret")).usage.output_tokens == 12
-            for key in (None, "wrong"):
+            for key in ("", "wrong"):
                 with pytest.raises(Refused, match="401"):
                     await ask(server, key=key)
             async with (
-                aiohttp.ClientSession() as http,
+                session(server) as http,
                 http.get(f"{server.url.removesuffix('/v1')}/health") as answer,
             ):
                 said = await answer.json()
@@ -247,14 +253,15 @@ def test_configured_key_is_required() -> None:
     run(test)
 
 
-def test_addresses_beyond_loopback_need_a_key() -> None:
+def test_server_that_takes_weights_always_needs_a_key() -> None:
     async def test() -> None:
         client = LocalClient(policy())
-        for host in ("0.0.0.0", "::", "192.168.0.5", "example.org"):
-            with pytest.raises(ConfigError, match="other machines: give a key"):
-                PolicyServer(client, name="x", host=host)
-        for host in ("127.0.0.1", "::1", "localhost"):
-            PolicyServer(client, name="x", host=host)
+        assert PolicyServer(client, name="x", address=ListenAddress(is_open=True)).key == ""
+        assert PolicyServer(client, name="x", address=ListenAddress()).key.startswith("rk-")
+        with pytest.raises(ConfigError, match="remove --open-to-this-machine"):
+            PolicyServer(
+                client, name="x", address=ListenAddress(is_open=True), weight_transfer=True
+            )
         await client.close()
 
     run(test)
@@ -262,7 +269,7 @@ def test_addresses_beyond_loopback_need_a_key() -> None:
 
 def test_models_endpoint_and_unknown_path() -> None:
     async def test() -> None:
-        async with serving() as (server, _), aiohttp.ClientSession() as http:
+        async with serving() as (server, _), session(server) as http:
             async with http.get(f"{server.url}/models") as answer:
                 assert (await answer.json())["data"][0] == {
                     "id": "mine",
@@ -355,7 +362,7 @@ def test_native_tools_are_rendered_by_chat_template() -> None:
             0,
         )
         async with serving(chat) as (server, _):
-            pool = ClientPool()
+            pool = ClientPool(keys={"vllm": server.key})
             client = pool.client(f"vllm:mine@{server.url}")
             tool = Tool("look", "Look.", {"type": "object", "properties": {}})
             request = Request((USER,), Sampling(5, 1.0, seed=1, logprobs=True), tools=(tool,))

@@ -7,14 +7,23 @@ import re
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import openai
 import pytest
 
 from ramify import Limits, ScriptedClient, Store
 from ramify.clients.scripted import refused
 from ramify.serve.answer_request import RunProgress
-from tests.serve.serving import LONG, MINIMAL, PRICE, asking, cell, serving, session, user
+from tests.serve.serving import (
+    LONG,
+    MINIMAL,
+    PRICE,
+    asking,
+    cell,
+    serving,
+    session,
+    session_of,
+    user,
+)
 
 CLIENTS = 200
 
@@ -154,7 +163,7 @@ def test_long_answer_is_split_into_short_sse_lines() -> None:
     async def test() -> None:
         async with (
             serving(session(cell("FINAL('ü' * 300_000)"))) as server,
-            aiohttp.ClientSession() as http,
+            session_of(server) as http,
         ):
             body = {"messages": [user(LONG, "n?")], "stream": True}
             async with http.post(f"{server.url}/chat/completions", json=body) as answer:
@@ -180,7 +189,7 @@ def test_idle_stream_is_kept_alive_by_comments() -> None:
             await pinged.wait()
             return refused(401, "wrong key")
 
-        async with serving(model, ping_s=0.05) as server, aiohttp.ClientSession() as http:
+        async with serving(model, ping_s=0.05) as server, session_of(server) as http:
             body = {"messages": [user(LONG, "n?")], "stream": True}
             async with http.post(f"{server.url}/chat/completions", json=body) as answer:
                 assert answer.status == 200

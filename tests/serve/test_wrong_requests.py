@@ -9,10 +9,9 @@ import gzip
 import json
 from typing import Any
 
-import aiohttp
 import pytest
 
-from tests.serve.serving import PRICE, file, serving, session, user
+from tests.serve.serving import PRICE, file, serving, session, session_of, user
 
 ASKED = [user("x")]
 NESTED: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "objekt"}}}
@@ -174,7 +173,7 @@ def test_invalid_field_is_named_in_400_error(
     path: str, wrong: list[tuple[dict[str, Any], str, str]]
 ) -> None:
     async def test() -> None:
-        async with serving(session(), price=PRICE) as server, aiohttp.ClientSession() as http:
+        async with serving(session(), price=PRICE) as server, session_of(server) as http:
             for body, param, says in wrong:
                 async with http.post(f"{server.url}{path}", json={"model": "m", **body}) as answer:
                     error = (await answer.json())["error"]
@@ -203,12 +202,12 @@ def test_invalid_bodies_get_4xx_errors() -> None:
             (b"[]", {}, 400, "Expected `object`"),
             (b'{"messages": [{"role": "user", "content": "\xff"}]}', {}, 400, "not valid JSON"),
             (b"{}", {"Content-Type": "text/plain"}, 415, "application/json"),
-            (b"x" * 5000, {}, 413, "Maximum request body size 4000 exceeded"),
+            (b"x" * 5000, {}, 413, "the body has 5000 bytes or more, and 4000 are the maximum"),
             (json.dumps(bomb).encode(), {}, 400, "over 0 MB"),
         ]
         async with (
             serving(session(), max_body_bytes=4000) as server,
-            aiohttp.ClientSession() as http,
+            session_of(server) as http,
         ):
             for body, headers, status, says in cases:
                 headers = {"Content-Type": "application/json", **headers}

@@ -29,6 +29,7 @@ from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.train.selfcheck import AuditedClient, CanaryLimits, SelfCheck
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Group
+from tests.inference.helpers import ENGINE_KEY
 from tests.train.small import small
 
 
@@ -171,7 +172,9 @@ def test_ineffective_weight_sync_is_detected_even_if_canary_is_too_coarse(
 
     async def run() -> None:
         client = kind(served, slots=2)
-        async with PolicyServer(client, name="mine", port=0, weight_transfer=True) as server:
+        async with PolicyServer(
+            client, name="mine", key=ENGINE_KEY, weight_transfer=True
+        ) as server:
             spec = InferenceSpec(engine="vllm", urls=(server.url.removesuffix("/v1"),), restarts=0)
             engines = HttpEngines(served, spec, name="vllm:test")
             await engines.start(Path("unused"), lambda _: None)
@@ -216,7 +219,7 @@ def test_canary_does_not_wait_for_a_lost_engine(made: RunParts) -> None:
 
     async def run() -> None:
         local = LocalClient(made.policy, slots=2)
-        server = PolicyServer(local, name="mine", port=0, weight_transfer=True)
+        server = PolicyServer(local, name="mine", key=ENGINE_KEY, weight_transfer=True)
         await server.__aenter__()
         engines = HttpEngines(
             made.policy, InferenceSpec(urls=(server.url.removesuffix("/v1"),)), name="http:test"

@@ -93,7 +93,7 @@ def served(
             target=lambda: loop.loop.call_soon_threadsafe(hang.get().wait), daemon=True
         ).start()
     try:
-        server = ViewServer(RunLibrary(paths), port=0, **options)
+        server = ViewServer(RunLibrary(paths), **options)
         loop.run(server.__aenter__())
         try:
             yield server

@@ -19,6 +19,11 @@ GOLDEN_ID = "20260301-142501-5gk0x7m-which-host"
 Get = Callable[..., Awaitable[Any]]
 
 
+def session(server: ViewServer) -> aiohttp.ClientSession:
+    """A client that presents the token of ``server``."""
+    return aiohttp.ClientSession(headers={"Authorization": f"Bearer {server.token}"})
+
+
 def with_server(
     paths: list[Path], ask: Callable[[Get, ViewServer], Awaitable[Any]], **options: Any
 ) -> Any:
@@ -27,8 +32,8 @@ def with_server(
 
     async def main() -> Any:
         async with (
-            ViewServer(RunLibrary(paths), port=0, **options) as server,
-            aiohttp.ClientSession() as http,
+            ViewServer(RunLibrary(paths), **options) as server,
+            session(server) as http,
         ):
 
             async def get(path: str, **query: Any) -> Any:

@@ -9,7 +9,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 
@@ -28,7 +27,7 @@ from ramify.viewer.watched_run import WatchedRun
 from tests.data.golden import JOURNAL
 from tests.engine.helpers import code, rlm
 from tests.viewer import golden
-from tests.viewer.requests import messages
+from tests.viewer.requests import messages, session
 
 LINES = JOURNAL.read_bytes().splitlines(keepends=True)
 
@@ -224,8 +223,8 @@ def test_follower_receives_damage_later_lines_and_end(
             num: live.close,
         }
         async with (
-            ViewServer(RunLibrary([tmp_path]), port=0) as server,
-            aiohttp.ClientSession() as http,
+            ViewServer(RunLibrary([tmp_path])) as server,
+            session(server) as http,
         ):
             url = f"http://127.0.0.1:{server.port}/api/events"
             async with http.get(url, params={"key": "r", "version": 0}) as response:

@@ -13,6 +13,7 @@ import pytest
 
 from ramify import RLM, Limits, ScriptedClient, Store
 from ramify.clients.base import Price
+from ramify.http_server.access import ListenAddress
 from ramify.types.event import RunStarted
 from ramify.types.message import Message
 from ramify.viewer.run_library import RunLibrary
@@ -56,18 +57,20 @@ def origin(tmp_path: Path) -> Origin:
 
 
 def with_server(
-    origin: Origin, ask: Callable[[Post, Post], Awaitable[None]], token: str | None = "t"
+    origin: Origin, ask: Callable[[Post, Post], Awaitable[None]], *, is_open: bool = False
 ) -> None:
     """Run ``ask(get, post)`` with a server of ``origin``'s store; both return (status, JSON)."""
 
     async def main() -> None:
         async with (
             ViewServer(
-                RunLibrary([origin.store.root]), port=0, token=token, rebuild=origin.rebuild
+                RunLibrary([origin.store.root]),
+                address=ListenAddress(is_open=is_open),
+                rebuild=origin.rebuild,
             ) as server,
             aiohttp.ClientSession(
                 f"http://127.0.0.1:{server.port}",
-                headers={"Authorization": f"Bearer {token}"} if token else {},
+                headers={} if is_open else {"Authorization": f"Bearer {server.token}"},
             ) as http,
         ):
 
@@ -152,35 +155,35 @@ def test_invalid_edits_are_refused_before_any_model_request(origin: Origin) -> N
             for path in ("/api/again/cost", "/api/again"):
                 got, answer = await post(path, {**place, **edit})
                 assert got == status, answer
-                assert words in answer["error"]
+                assert words in answer["error"]["message"]
         got, answer = await post("/api/again", place, Origin="http://evil.example")
-        assert (got, answer["error"]) == (
-            400,
-            "/api/again: a page of http://evil.example may not change anything here",
-        )
+        assert (got, answer["error"]["code"]) == (403, "wrong_origin")
         assert (len(origin.model.requests), len(origin.store.runs())) == (num, 1)
 
     with_server(origin, ask)
 
 
-def test_starting_run_without_token_is_refused_with_reason(origin: Origin) -> None:
+def test_page_that_is_open_to_this_machine_cannot_start_runs(origin: Origin) -> None:
     async def ask(get: Post, post: Post) -> None:
         for got in (
             await get("/api/again", key=origin.run, id="0", turn=0),
             await post("/api/again", {"key": origin.run, "call": "0", "turn": 0}),
         ):
             assert got[0] == 403
-            assert "needs the page's token: start the viewer with ramify view" in got[1]["error"]
+            assert "start ramify view without --open-to-this-machine" in got[1]["error"]["message"]
         assert (await post("/api/runs", {}))[0] == 405
 
-    with_server(origin, ask, token=None)
+    with_server(origin, ask, is_open=True)
     journal = origin._replace(store=Store(origin.store.root))
 
     async def of_a_file(get: Post, post: Post) -> None:
         path = origin.store.root / "alone.jsonl"
         path.write_bytes(JOURNAL.read_bytes())
         status, answer = await get("/api/again", key="p0/alone.jsonl", id="0", turn=0)
-        assert (status, "only stored runs can run again" in answer["error"]) == (404, True)
+        assert (status, "only stored runs can run again" in answer["error"]["message"]) == (
+            404,
+            True,
+        )
 
     with_server(journal, of_a_file)
 
@@ -189,7 +192,7 @@ def test_turn_is_edited_and_run_again_in_browser(
     browser: Any, origin: Origin, tmp_path: Path
 ) -> None:
     with (
-        served(origin.store.root, token="t", rebuild=origin.rebuild) as server,
+        served(origin.store.root, rebuild=origin.rebuild) as server,
         tab(browser, (1440, 900)) as shown,
     ):
         shown.open(server.url)
@@ -216,12 +219,14 @@ def test_turn_is_edited_and_run_again_in_browser(
         shown.complaints.clear()  # the refused edit is a failed request
 
 
-def test_page_without_token_shows_why_it_cannot_run_again(browser: Any, origin: Origin) -> None:
+def test_open_page_shows_why_it_cannot_run_again(browser: Any, origin: Origin) -> None:
     with (
-        served(origin.store.root, rebuild=origin.rebuild) as server,
+        served(
+            origin.store.root, address=ListenAddress(is_open=True), rebuild=origin.rebuild
+        ) as server,
         tab(browser) as shown,
     ):
         page = shown.open(f"{server.url}#/run/{origin.run}/call/0.1")
         page.get_by_role("button", name="run again").click()
-        page.locator(".problem", has_text="needs the page's token: start the viewer").wait_for()
+        page.locator(".problem", has_text="without --open-to-this-machine").wait_for()
         shown.complaints.clear()

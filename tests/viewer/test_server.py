@@ -182,7 +182,7 @@ def test_training_has_curves_and_samples(world: World) -> None:
         assert run["head"]["rewards"] == {"correct": 1.0}
         depths = {(each["depth"], each["kind"]): each["calls"] for each in samples["depths"]}
         assert depths[0, "rlm"] == 3
-        assert (await get("/api/samples", key="p0/base", step=7))["error"].endswith(
+        assert (await get("/api/samples", key="p0/base", step=7))["error"]["message"].endswith(
             "sets how often they are saved"
         )
 
@@ -261,7 +261,8 @@ def test_call_texts_can_be_loaded_later(tmp_path: Path) -> None:
             "answer": "",
         }
         assert (
-            "is not a number" in (await get("/api/run", key="p0/run.jsonl", texts="all"))["error"]
+            "is not a number"
+            in (await get("/api/run", key="p0/run.jsonl", texts="all"))["error"]["message"]
         )
 
     with_server([tmp_path], ask)
@@ -312,10 +313,13 @@ def test_pipes_cycles_and_huge_lines_do_not_hang(tmp_path: Path) -> None:
 
     async def ask(get: Get, _: ViewServer) -> None:
         assert "is not a regular file" in (await get("/api/runs"))["problems"][0]["text"]
-        assert "is not a regular file" in (await get("/api/run", key="p0/pipe.jsonl"))["error"]
+        assert (
+            "is not a regular file"
+            in (await get("/api/run", key="p0/pipe.jsonl"))["error"]["message"]
+        )
         assert (
             "which does not precede it"
-            in (await get("/api/call", key="p0/fork.jsonl", id="0"))["error"]
+            in (await get("/api/call", key="p0/fork.jsonl", id="0"))["error"]["message"]
         )
         assert (await get("/api/run", key="p0/own.jsonl"))["columns"]["parent"] == -1
         assert (
@@ -328,7 +332,7 @@ def test_pipes_cycles_and_huge_lines_do_not_hang(tmp_path: Path) -> None:
         assert (await get("/api/run", key="p0/role.jsonl"))["num"] == 5
         assert (
             "line 4 is damaged: Invalid enum"
-            in (await get("/api/call", key="p0/role.jsonl", id="0"))["error"]
+            in (await get("/api/call", key="p0/role.jsonl", id="0"))["error"]["message"]
         )
         assert (await get("/api/call", key="p0/role.jsonl", id="0.0"))["answer"] == "no failure"
 
@@ -379,12 +383,15 @@ def test_missing_paths_runs_calls_and_parameters_are_errors(tmp_path: Path, worl
     assert "contains no runs" in problem["text"]
 
     async def ask(get: Get, _: ViewServer) -> None:
-        assert "found no run 'nope'" in (await get("/api/run", key="nope"))["error"]
-        assert "has no call '7.7'" in (await get("/api/call", key=world.tree, id="7.7"))["error"]
-        assert (await get("/api/run"))["error"] == "/api/run needs ?key="
+        assert "found no run 'nope'" in (await get("/api/run", key="nope"))["error"]["message"]
+        assert (
+            "has no call '7.7'"
+            in (await get("/api/call", key=world.tree, id="7.7"))["error"]["message"]
+        )
+        assert (await get("/api/run"))["error"]["message"] == "/api/run needs ?key="
         assert (
             "is not a number"
-            in (await get("/api/tokens", key=world.tree, id="0", turn="x"))["error"]
+            in (await get("/api/tokens", key=world.tree, id="0", turn="x"))["error"]["message"]
         )
 
     with_server([world.store], ask)

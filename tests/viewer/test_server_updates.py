@@ -6,8 +6,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from ramify import Store
 from ramify.types.event import (
     CallEnded,
@@ -26,7 +24,7 @@ from ramify.viewer.view_server import ViewServer
 from tests.data.golden import JOURNAL
 from tests.viewer import golden
 from tests.viewer.conftest import World
-from tests.viewer.requests import GOLDEN_ID, calls_of, get_json, messages
+from tests.viewer.requests import GOLDEN_ID, calls_of, get_json, messages, session
 
 
 def test_every_follower_receives_all_events_and_later_scores(tmp_path: Path) -> None:
@@ -43,8 +41,8 @@ def test_every_follower_receives_all_events_and_later_scores(tmp_path: Path) -> 
         for event in events[:10]:
             journal.append(event)
         async with (
-            ViewServer(RunLibrary([tmp_path]), port=0) as server,
-            aiohttp.ClientSession() as http,
+            ViewServer(RunLibrary([tmp_path])) as server,
+            session(server) as http,
         ):
             url = f"http://127.0.0.1:{server.port}/api/"
             async with http.get(f"{url}run", params={"key": GOLDEN_ID}) as response:

@@ -35,7 +35,7 @@ async function answered(request) {
   let response, data;
   try {
     response = await request;
-    data = await response.json().catch(() => ({ error: `HTTP ${response.status}` }));
+    data = await response.json().catch(() => ({}));
   } catch {
     setConnected(false);
     throw new Error("the viewer does not answer: was ramify view stopped?");
@@ -43,7 +43,7 @@ async function answered(request) {
     clearTimeout(late);
   }
   setConnected(true);
-  if (!response.ok) throw new Error(data.error || `HTTP ${response.status}`);
+  if (!response.ok) throw new Error(data.error?.message || `HTTP ${response.status}`);
   return data;
 }
 

@@ -19,7 +19,7 @@ from ramify.inference.weight_sync.base import WeightSource, sources
 from ramify.models.load import Policy
 from ramify.serve.policy import PolicyServer
 from ramify.types.message import Message
-from tests.inference.helpers import policy
+from tests.inference.helpers import ENGINE_KEY, policy
 from tests.shown import heard
 
 USER = Message("user", "count rows of 'red'\nlen 812")
@@ -58,7 +58,9 @@ async def world(num: int = 2, engine: str = "ramify", **options: Any) -> AsyncIt
         for _ in range(num):
             locals.append(LocalClient(policy(), slots=8))
             stack.push_async_callback(locals[-1].close)
-            servers.append(PolicyServer(locals[-1], name="mine", port=0, weight_transfer=True))
+            servers.append(
+                PolicyServer(locals[-1], name="mine", key=ENGINE_KEY, weight_transfer=True)
+            )
             await stack.enter_async_context(servers[-1])
         urls = tuple(each.url.removesuffix("/v1") for each in servers)
         made = World(policy(), servers, locals, [])

@@ -16,13 +16,14 @@ import pytest
 from ramify.actors.child_process import Process
 from ramify.actors.launcher import SlotMember, free_port
 from ramify.errors import ServerFailed, TrainError
+from ramify.http_server.access import ListenAddress
 from ramify.inference.http.http_engines import HttpEngines
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.weights import fingerprint
 from ramify.serve.policy import PolicyServer
 from ramify.types.message import VersionSpan
-from tests.inference.helpers import policy
+from tests.inference.helpers import ENGINE_KEY, policy
 from tests.inference.http.engine_world import World, request, run, world
 from tests.shown import heard
 
@@ -32,7 +33,13 @@ async def restarted_server(made: World, which: int) -> AsyncIterator[LocalClient
     """Start a new server at the address of one that has stopped."""
     port = int(made.servers[which].url.rpartition(":")[2].removesuffix("/v1"))
     local = LocalClient(policy(), slots=8)
-    async with PolicyServer(local, name="mine", port=port, weight_transfer=True):
+    async with PolicyServer(
+        local,
+        name="mine",
+        address=ListenAddress(port=port),
+        key=ENGINE_KEY,
+        weight_transfer=True,
+    ):
         yield local
     await local.close()
 
@@ -155,7 +162,13 @@ class EnginesInThisLoop:
         if self.servers:
             await self.may_come.wait()
         local = LocalClient(policy(), slots=8)
-        server = PolicyServer(local, name="mine", host=host, port=port, weight_transfer=True)
+        server = PolicyServer(
+            local,
+            name="mine",
+            address=ListenAddress(host, port),
+            key=ENGINE_KEY,
+            weight_transfer=True,
+        )
         await server.__aenter__()
         self.servers.append(server)
 

@@ -28,7 +28,7 @@ from ramify.inference.local.local_client import LocalClient
 from ramify.models.weights import fingerprint
 from ramify.serve.policy import PolicyServer
 from ramify.types.message import VersionSpan
-from tests.inference.helpers import policy
+from tests.inference.helpers import ENGINE_KEY, policy
 from tests.inference.http.engine_world import World, other_server, request, run
 from tests.shown import heard
 
@@ -99,7 +99,9 @@ async def sleep_world(
     async with AsyncExitStack() as stack:
         local = LocalClient(policy(), slots=8)
         stack.push_async_callback(local.close)
-        server = PolicyServer(local, name="mine", port=0, weight_transfer=True, wait_s=wait_s)
+        server = PolicyServer(
+            local, name="mine", key=ENGINE_KEY, weight_transfer=True, wait_s=wait_s
+        )
         await stack.enter_async_context(server)
         made = SleepWorld(policy(), [server], [local], [])
         made.seen = []

@@ -21,7 +21,7 @@ from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import from_config
 from ramify.models.weights import fingerprint
 from ramify.serve.policy import PolicyServer
-from tests.inference.helpers import policy
+from tests.inference.helpers import ENGINE_KEY, policy
 from tests.inference.http.engine_world import other_server, run, world
 
 
@@ -96,7 +96,7 @@ def test_engine_with_another_model_is_refused(engine: str, change: Any, says: st
             other = policy()
             other.model.to(getattr(torch, change))
         local = LocalClient(policy())
-        async with PolicyServer(local, name="mine", port=0, weight_transfer=True) as server:
+        async with PolicyServer(local, name="mine", key=ENGINE_KEY, weight_transfer=True) as server:
             engines = HttpEngines(other, InferenceSpec(engine=engine, urls=(server.url,)), name="x")  # type: ignore[arg-type]
             with pytest.raises(ConfigError, match=says):
                 await engines.start(Path("unused"), lambda _: None)

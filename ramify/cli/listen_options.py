@@ -1,0 +1,105 @@
+"""Options of every command that serves over HTTP: its address, and what proves who a client is.
+
+    key    $RAMIFY_SERVE_KEY, or --key-file; otherwise a new one, which the command prints
+    none   --unix-socket (only this user's processes can connect), or --open-to-this-machine
+
+There is no option that takes a key itself: every user of a machine can read the arguments of all
+processes. Not here: the checks (see ramify/http_server/access.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ramify.cli.parser import OptionSpec, UsageError
+from ramify.cli.terminal_text import write
+from ramify.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ramify.http_server.access import ListenAddress
+
+SERVE_KEY = "RAMIFY_SERVE_KEY"
+
+
+def listen_options(
+    port: int, variable: str = SERVE_KEY, key: str = "key"
+) -> tuple[OptionSpec, ...]:
+    """Options of a command whose default port is ``port``. ``key`` is the user's word for it."""
+    return (
+        OptionSpec("host", str, "address to listen on (default: 127.0.0.1)", "HOST"),
+        OptionSpec("port", int, f"port to listen on; 0 picks a free one (default: {port})"),
+        OptionSpec(
+            f"{key}_file",
+            str,
+            f"file with the {key} that clients must present (default: ${variable}, otherwise a new "
+            f"{key} at each start)",
+            "FILE",
+        ),
+        OptionSpec(
+            "unix_socket",
+            bool,
+            "listen on a Unix socket in the store, for your own processes alone, instead of a port",
+            has_no=False,
+        ),
+        OptionSpec(
+            "open_to_this_machine",
+            bool,
+            f"answer every user and process of this machine without a {key}",
+            has_no=False,
+        ),
+    )
+
+
+def listen_address(
+    options: Mapping[str, Any], command: str, port: int, root: Path | None = None
+) -> ListenAddress:
+    """Address that the options of ``command`` name. ``root`` is the folder of the store; None for
+    the default one. Raises UsageError and ConfigError."""
+    from ramify.http_server.access import ListenAddress
+
+    if not options["unix_socket"]:
+        return ListenAddress(
+            options["host"] or "127.0.0.1",
+            port if options["port"] is None else options["port"],
+            is_open=bool(options["open_to_this_machine"]),
+        )
+    for name in ("host", "port", "open_to_this_machine"):
+        if options[name] is not None:
+            raise UsageError(f"--unix-socket replaces a port: remove --{name.replace('_', '-')}")
+    if root is None:
+        from ramify.store.store import Store
+
+        root = Store().root
+    return ListenAddress(socket=root / "sockets" / f"{command}.sock")
+
+
+def chosen_key(
+    options: Mapping[str, Any], variable: str = SERVE_KEY, key: str = "key"
+) -> str | None:
+    """The key that the user has chosen; None if there is none, or if none is needed. Raises
+    UsageError and ConfigError."""
+    path, needs_none = options[f"{key}_file"], options["open_to_this_machine"]
+    if path is None:
+        return None if needs_none else os.environ.get(variable) or None
+    if needs_none:
+        raise UsageError(f"--open-to-this-machine needs no {key}: remove it, or --{key}-file")
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not a text"
+        raise ConfigError(f"--{key}-file {path} cannot be read: {reason}") from None
+    if not text or any(char.isspace() for char in text):
+        raise ConfigError(f"--{key}-file {path} must hold one {key} on one line")
+    return text
+
+
+def announce(name: str, url: str, address: ListenAddress, new_key: str) -> None:
+    """Print where a server answers, and the key that it has made for this start, if any."""
+    where = f" on the Unix socket {address.socket}" if address.socket is not None else ""
+    stop = "open to every user of this machine; Ctrl-C" if address.is_open else "Ctrl-C"
+    write(f"{name} at {url}{where} ({stop} to stop)")
+    if new_key:
+        write(f"key: {new_key} (send it as a bearer; {SERVE_KEY} sets another)")

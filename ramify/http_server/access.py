@@ -1,0 +1,146 @@
+"""Who may ask a server: its address, its keys, and the checks of ``Host`` and ``Origin``.
+
+    127.0.0.1:PORT      every process of this machine can connect, so a key or a token is needed,
+                        unless the user opens the server to this machine
+    a Unix socket       in a folder that only its owner can enter; the kernel names the peer's user
+    any other address   a key is needed, whatever the user says
+
+A page of another site can make a browser send requests to this machine, under a name that it points
+here (DNS rebinding) or across origins. So an address of this machine answers only under this
+machine's names, and a request from a page of another origin is rejected, with or without a key.
+Not here: budgets of keys (see serve/keys.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+from aiohttp import web
+
+from ramify.errors import ConfigError
+from ramify.http_server.rejections import RequestRejected
+from ramify.secrets import remember
+
+
+class ListenAddress(msgspec.Struct, frozen=True):
+    """Address of a server, and whether it answers without a key."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 picks a free port."""
+    socket: Path | None = None
+    """Unix socket to listen on instead of a port."""
+    is_open: bool = False
+    """True if every process of this machine may ask without a key."""
+
+    def __post_init__(self) -> None:
+        if self.is_open and (self.socket is not None or not is_loopback(self.host)):
+            where = self.socket or f"{self.host} is reachable from other machines, and"
+            raise ConfigError(
+                f"{where} cannot be open to this machine alone: remove --open-to-this-machine, or "
+                "listen on 127.0.0.1"
+            )
+
+    @property
+    def needs_key(self) -> bool:
+        """True if requests must present a key."""
+        return not self.is_open and self.socket is None
+
+    @property
+    def is_local(self) -> bool:
+        """True if no other machine can connect."""
+        return self.socket is not None or is_loopback(self.host)
+
+
+class BearerKeys:
+    """Keys that a server accepts. Only their digests are kept."""
+
+    def __init__(self, digests: Mapping[str, str]) -> None:
+        """``digests`` maps the name of each caller to the SHA-256 of its key, in hexadecimal."""
+        self._digests = dict(digests)
+
+    @classmethod
+    def of(cls, key: str) -> BearerKeys:
+        """The only key of a server. Logs leave ``key`` out from now on."""
+        remember("key of this server", key)
+        return cls({"default": digest_of(key)})
+
+    def caller(self, presented: str) -> str | None:
+        """Name of the caller with this key; None if no caller has it.
+
+        Every key is compared, in constant time, so the duration says nothing about the keys.
+        """
+        found, digest = None, digest_of(presented)
+        for name, expected in self._digests.items():
+            if hmac.compare_digest(digest, expected):
+                found = name
+                remember(f"key of {name}", presented)  # a key file may hold only its digest
+        return found
+
+
+def new_key() -> str:
+    """A key for one start of a server."""
+    return f"rk-{secrets.token_urlsafe(24)}"
+
+
+def digest_of(key: str) -> str:
+    """SHA-256 of a key in hexadecimal. A header that is not UTF-8 holds surrogate escapes."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def bearer(http: web.Request) -> str:
+    """Bearer key of a request; empty if it has none."""
+    scheme, _, key = http.headers.get("Authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def host_of(netloc: str) -> str:
+    """
+    >>> host_of("[::1]:8765")
+    '::1'
+    """
+    return netloc[1:].partition("]")[0] if netloc.startswith("[") else netloc.partition(":")[0]
+
+
+def check_host(http: web.Request, url: str) -> None:
+    """Reject a request under a name that is not this machine's. ``url`` is the right address."""
+    if not is_loopback(host_of(http.host)):
+        raise RequestRejected(
+            f"the host {http.host!r:.100} is not this machine: send requests to {url}, and let a "
+            "proxy send that name as Host",
+            status=403,
+            code="wrong_host",
+        )
+
+
+def check_origin(http: web.Request) -> None:
+    """Reject a request that a page of another origin has made."""
+    origin = http.headers.get("Origin")
+    if origin is not None and _netloc(origin) != http.host:
+        raise RequestRejected(
+            f"a page of {origin!r:.100} may not ask this server: send requests from a program, or "
+            "from a page of this server",
+            status=403,
+            code="wrong_origin",
+        )
+
+
+def _netloc(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""

@@ -1,0 +1,103 @@
+"""How much of this machine a server may use: descriptors, memory and processes.
+
+    raise_descriptor_limit()     at the start of a command that serves
+    max_connections()            so that runs keep descriptors for their journals and sessions
+    max_runs()                   default of --max-runs
+
+A server that takes more than its machine has fails with status 500 in the middle of a run. One that
+knows its bounds answers 429 before it begins, and the client tries again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from pathlib import Path
+
+MOST_DESCRIPTORS = 1 << 16
+"""Limit of open files that is enough; some programs loop over all possible descriptors."""
+MOST_CONNECTIONS = 4096
+MOST_RUNS = 256
+DESCRIPTORS_OF_A_RUN = 8
+"""Measured with the jail: journal, pipes and memory files of the sessions of one run."""
+_RESERVE = 48
+"""Descriptors that the process itself uses: libraries, logs, the fork server."""
+MEMORY_OF_A_RUN = 64 << 20
+"""Bytes of a run with one session, in this process and in its sandbox."""
+PROCESSES_OF_A_RUN = 3
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the soft limit of open files as far as the hard limit allows; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return descriptor_limit()
+
+
+def descriptor_limit() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, MOST_DESCRIPTORS)
+
+
+def max_connections() -> int:
+    """Connections of one server: a third of the descriptors that the process may open."""
+    return max(16, min(MOST_CONNECTIONS, (descriptor_limit() - _RESERVE) // 3))
+
+
+def max_runs() -> int:
+    """Runs that this machine can hold at a time, at most ``MOST_RUNS``."""
+    descriptors = descriptor_limit() - _RESERVE - max_connections()
+    bounds = [MOST_RUNS, descriptors // DESCRIPTORS_OF_A_RUN]
+    if memory := free_memory():
+        bounds.append(memory // MEMORY_OF_A_RUN)
+    if processes := free_processes():
+        bounds.append(processes // PROCESSES_OF_A_RUN)
+    return max(1, min(bounds))
+
+
+def free_memory() -> int | None:
+    """Bytes of memory that this process may still take; None if the system does not say."""
+    found = [_available_memory(), _left(Path("/sys/fs/cgroup"), "memory.max", "memory.current")]
+    known = [each for each in found if each is not None]
+    return min(known) if known else None
+
+
+def free_processes() -> int | None:
+    """Processes that this user may still start; None if there is no limit."""
+    found = [_left(Path("/sys/fs/cgroup"), "pids.max", "pids.current")]
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if soft != resource.RLIM_INFINITY:
+        found.append(max(0, soft - _num_own_processes()))
+    known = [each for each in found if each is not None]
+    return min(known) if known else None
+
+
+def _available_memory() -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return None
+
+
+def _left(folder: Path, most: str, current: str) -> int | None:
+    """What a control group may still take; None without a limit."""
+    with contextlib.suppress(OSError, ValueError):
+        return max(0, int((folder / most).read_text()) - int((folder / current).read_text()))
+    return None
+
+
+def _num_own_processes() -> int:
+    """Threads of this user: they count as processes. 0 if the system does not say."""
+    num = 0
+    with contextlib.suppress(OSError):
+        for entry in os.scandir("/proc"):
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    if entry.stat().st_uid == os.getuid():
+                        num += len(os.listdir(f"/proc/{entry.name}/task"))
+    return num

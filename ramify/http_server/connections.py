@@ -1,0 +1,215 @@
+"""Connections of one server: how many there are, and how long each may take to send a head.
+
+    accept ──▶ waiting (no byte, or part of a head) ──▶ request in progress ──▶ waiting …
+                  │ past its time, or too large: closed
+
+At the maximum, the connections that have waited longest for a request are closed; if none has
+waited for a second, the next one is accepted when another ends. Until then it waits in the kernel's
+queue, where it costs no descriptor. So clients that open connections and send nothing delay
+nobody. Not here: bodies (see uploads.py) and what a request may do (see shell.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+import time
+
+from aiohttp import web
+
+from ramify.http_server.rejections import RequestRejected
+from ramify.logging import RoomLogger
+
+_log = RoomLogger("serve")
+HEAD_S = 15.0
+"""Maximum seconds from the first byte of a head to its end."""
+IDLE_S = 75.0
+"""Maximum seconds without a request on an open connection; proxies keep theirs for 60 s."""
+MAX_HEAD_BYTES = 64 << 10
+_LINGERING_S = 5.0
+"""Seconds for which the rest of a rejected body is read, so that the client sees its answer."""
+_EVICT_S = 1.0
+_SWEEP_S = 0.25
+_BATCH = 32
+"""Maximum number of connections that are accepted in one iteration of the event loop."""
+_HEAD_END = b"\r\n\r\n"
+
+
+class ConnectionTable:
+    """All connections of one server, at most ``most`` at a time."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.all: set[HttpConnection] = set()
+        self.waiting: dict[HttpConnection, None] = {}
+        """Connections without a request in progress, in the order in which they began to wait."""
+
+    @property
+    def is_crowded(self) -> bool:
+        """True if connections should be closed after their response."""
+        return len(self.all) > self.most * 3 // 4
+
+    async def accept(self, listener: socket.socket, web_server: web.Server) -> None:
+        """Accept connections until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            while len(self.all) >= self.most:
+                if not self._evict():
+                    await asyncio.sleep(_SWEEP_S / 10)
+            try:
+                accepted = [(await loop.sock_accept(listener))[0]]
+            except OSError:  # no descriptor is free, or the client has left
+                await asyncio.sleep(_SWEEP_S / 10)
+                continue
+            with contextlib.suppress(OSError):  # nobody else waits
+                while len(accepted) < min(_BATCH, self.most - len(self.all)):
+                    accepted.append(listener.accept()[0])
+            await asyncio.gather(*(self._connect(each, web_server) for each in accepted))
+
+    async def _connect(self, accepted: socket.socket, web_server: web.Server) -> None:
+        loop = asyncio.get_running_loop()
+        if accepted.family == socket.AF_UNIX and not _is_own_user(accepted):
+            accepted.close()
+            return
+        accepted.setblocking(False)
+        with contextlib.suppress(OSError):
+            await loop.connect_accepted_socket(
+                lambda: HttpConnection(self, web_server, loop), accepted
+            )
+
+    async def sweep(self) -> None:
+        """Close connections that wait too long, until cancelled."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            now = time.monotonic()
+            for connection in list(self.waiting):
+                if now > connection.deadline:
+                    connection.force_close()
+
+    def _evict(self) -> bool:
+        """Close the connection that has waited longest. Returns False if none has waited long."""
+        oldest = next(iter(self.waiting), None)
+        if oldest is None or time.monotonic() - oldest.waits_since < _EVICT_S:
+            return False
+        self.waiting.pop(oldest)
+        self.all.discard(oldest)
+        oldest.force_close()
+        return True
+
+
+class HttpConnection(web.RequestHandler):
+    """One connection: aiohttp's protocol with limits on the time and the size of a head."""
+
+    def __init__(
+        self, table: ConnectionTable, web_server: web.Server, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        super().__init__(
+            web_server,
+            loop=loop,
+            access_log=None,  # type: ignore[arg-type]
+            lingering_time=_LINGERING_S,
+            auto_decompress=False,
+        )
+        self._table = table
+        self._num_head_bytes = 0
+        self._tail = b""
+        self._is_head_read = False
+        """True from the end of a head until its request is answered, or while a body is drained."""
+        self._wait()
+
+    def _wait(self) -> None:
+        self.waits_since = time.monotonic()
+        self.deadline = self.waits_since + IDLE_S
+        """Time (monotonic seconds) at which a waiting connection is closed."""
+        self._num_head_bytes, self._tail, self._is_head_read = 0, b"", False
+
+    def request_begins(self) -> None:
+        """A request has been read: its connection waits no longer."""
+        self._is_head_read = True
+        self._table.waiting.pop(self, None)
+
+    # --- aiohttp's interface
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._table.all.add(self)
+        self._table.waiting[self] = None
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._table.all.discard(self)
+        self._table.waiting.pop(self, None)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_head_read and not self._counts(data):
+            self._refuse_head()
+            return
+        super().data_received(data)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        try:
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            self._wait()
+            self._is_head_read = not request.content.is_eof()
+            if self in self._table.all:
+                self._table.waiting[self] = None
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer a request that is not HTTP, in the format of all errors and without a record."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("the response has begun: it cannot become an error")
+        if status >= 500:
+            text = f"the response failed: {type(exc).__name__}"
+            _log.error("internal_error", text, shown=True, error=exc)
+            response = RequestRejected(f"internal error: {type(exc).__name__}", status=status)
+        else:
+            reason = " ".join((message or "").split())
+            response = RequestRejected(f"this is not valid HTTP: {reason:.100}", status=status)
+        answer = response.response()
+        answer.force_close()
+        return answer
+
+    def _counts(self, data: bytes) -> bool:
+        """Count bytes of a head. Returns False if it is too large."""
+        if not self._num_head_bytes:
+            data = data.lstrip(b"\r\n")  # blank lines before a request
+            self.deadline = min(self.deadline, time.monotonic() + HEAD_S)
+        end = (self._tail + data).find(_HEAD_END)
+        self._is_head_read = end >= 0
+        self._num_head_bytes += len(data) if end < 0 else max(0, end - len(self._tail))
+        self._tail = data[-3:] if len(data) >= 3 else (self._tail + data)[-3:]
+        return self._num_head_bytes <= MAX_HEAD_BYTES
+
+    def _refuse_head(self) -> None:
+        if self.transport is not None:
+            body = RequestRejected(
+                f"the head of the request is larger than {MAX_HEAD_BYTES} bytes: send less",
+                status=431,
+            ).body()
+            self.transport.write(
+                b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: application/json"
+                b"\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+            )
+        self.force_close()
+
+
+def _is_own_user(peer: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket belongs to this user, or to root."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True  # the folder of the socket is private
+    _, user, _ = struct.unpack(
+        "3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
+    return user in (0, os.getuid())

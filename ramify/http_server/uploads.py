@@ -1,0 +1,119 @@
+"""Bodies of requests: how much may arrive at a time, and how long each may take.
+
+    async with uploads.received(http, caller) as body:      reads, or raises RequestRejected
+        request = decode(body)
+                                                            the body no longer counts
+
+A body is held in memory while it arrives. So its announced length is reserved before anything is
+read, for its caller and for the server; what does not fit gets status 429. A small body needs no
+reservation: connections bound their number. Not here: heads (see connections.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from ramify.http_server.rejections import RequestRejected
+
+UPLOAD_S = 300.0
+"""Maximum seconds for a body to arrive."""
+STALL_S = 15.0
+"""Maximum seconds without a byte of a body."""
+SMALL_BYTES = 64 << 10
+"""Largest body that needs no reservation."""
+
+
+class Uploads:
+    """Bodies that are arriving at one server."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        """A caller's bodies may have ``max_body_bytes`` at a time, and all bodies half as much
+        again."""
+        self.max_body_bytes = max_body_bytes
+        self._max_bytes = max_body_bytes + max_body_bytes // 2
+        self._reserved: Counter[str] = Counter()
+        """Caller -> bytes that are reserved."""
+
+    @asynccontextmanager
+    async def received(self, http: web.Request, caller: str) -> AsyncIterator[bytes]:
+        """Read the body of a request of ``caller``. Raises RequestRejected."""
+        if http.headers.get("Content-Encoding", "identity") != "identity":
+            raise RequestRejected("send the body without Content-Encoding", status=415)
+        length = http.content_length or 0
+        upload = _Upload(self, caller)
+        try:
+            upload.reserve(length)
+            yield await upload.read(http)
+        finally:
+            upload.release()
+
+    def _reserve(self, caller: str, num_bytes: int) -> None:
+        if self._reserved[caller] + num_bytes > self.max_body_bytes:
+            whose, most = "this key's", self.max_body_bytes
+        elif self._reserved.total() + num_bytes > self._max_bytes:
+            whose, most = "the", self._max_bytes
+        else:
+            self._reserved[caller] += num_bytes
+            return
+        raise RequestRejected(
+            f"{whose} requests that are arriving have {most} bytes, the maximum: try again later",
+            status=429,
+            code="rate_limit_exceeded",
+            retry_after_s=1,
+        )
+
+    def _release(self, caller: str, num_bytes: int) -> None:
+        self._reserved[caller] -= num_bytes
+        if not self._reserved[caller]:
+            del self._reserved[caller]
+
+
+class _Upload:
+    """One body that is arriving."""
+
+    def __init__(self, uploads: Uploads, caller: str) -> None:
+        self._uploads = uploads
+        self._caller = caller
+        self._reserved = 0
+
+    def reserve(self, num_bytes: int) -> None:
+        """Reserve memory for ``num_bytes`` in all."""
+        most = self._uploads.max_body_bytes
+        if num_bytes > most:
+            raise RequestRejected(
+                f"the body has {num_bytes} bytes or more, and {most} are the maximum: send less",
+                status=413,
+            )
+        if num_bytes > max(SMALL_BYTES, self._reserved):
+            self._uploads._reserve(self._caller, num_bytes - self._reserved)
+            self._reserved = num_bytes
+
+    def release(self) -> None:
+        if self._reserved:
+            self._uploads._release(self._caller, self._reserved)
+
+    async def read(self, http: web.Request) -> bytes:
+        begun, parts, num_bytes = time.monotonic(), list[bytes](), 0
+        try:
+            while not http.content.at_eof():
+                left = begun + UPLOAD_S - time.monotonic()
+                async with asyncio.timeout(min(STALL_S, left)):
+                    part = await http.content.readany()
+                num_bytes += len(part)
+                self.reserve(num_bytes)  # a chunked body announces no length
+                parts.append(part)
+        except TimeoutError:
+            raise RequestRejected(
+                f"{num_bytes} bytes of the body arrived, and no more for {STALL_S:g} s (or not all "
+                f"within {UPLOAD_S:g} s): send it again",
+                status=408,
+            ) from None
+        except (web.RequestPayloadError, ConnectionError) as error:
+            raise RequestRejected(f"the body is not complete: {error}") from None
+        return b"".join(parts)

@@ -1,0 +1,83 @@
+"""Metrics of a server of runs, in the format of Prometheus.
+
+Names of keys and models are not labels of metrics: a label should have few values, and the names of
+callers are private.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from ramify.types.message import Usage
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+"""Upper bounds (seconds) of the histogram of run durations."""
+_ABOUT = {
+    "ramify_requests_total": "Requests by path and HTTP status; 499: the client disconnected.",
+    "ramify_runs_total": "Ended runs by stop reason.",
+    "ramify_tokens_total": "Tokens used by ended runs, including sub-calls, by kind.",
+    "ramify_model_calls_total": "Model requests of ended runs.",
+    "ramify_cost_dollars_total": "Cost of ended runs in dollars, if prices are known.",
+    "ramify_events_sent_total": "Events sent in streaming responses.",
+}
+_IN_FLIGHT = "ramify_runs_in_flight"
+_DURATION = "ramify_run_seconds"
+
+
+class ServerMetrics:
+    """Counters of one server since its start."""
+
+    def __init__(self) -> None:
+        self._counts: defaultdict[str, defaultdict[str, float]] = defaultdict(
+            lambda: defaultdict(int)
+        )
+        self._buckets = [0] * (len(_SECONDS) + 1)
+        self._seconds = 0.0
+        self.in_flight = 0
+        """Number of runs in progress."""
+
+    def request(self, path: str, status: int) -> None:
+        self._counts["ramify_requests_total"][f'path="{path}",status="{status}"'] += 1
+
+    def events(self, count: int = 1) -> None:
+        self._counts["ramify_events_sent_total"][""] += count
+
+    def run(self, stop: str, usage: Usage, cost: float | None, seconds: float) -> None:
+        """Count a run that has ended."""
+        self._counts["ramify_runs_total"][f'stop="{stop}"'] += 1
+        tokens = self._counts["ramify_tokens_total"]
+        tokens['kind="input"'] += usage.input_tokens
+        tokens['kind="output"'] += usage.output_tokens
+        self._counts["ramify_model_calls_total"][""] += usage.calls
+        self._counts["ramify_cost_dollars_total"][""] += cost or 0.0
+        self._buckets[sum(seconds > bound for bound in _SECONDS)] += 1
+        self._seconds += seconds
+
+    def text(self) -> str:
+        """All metrics in the Prometheus text format."""
+        lines = []
+        for name, about in _ABOUT.items():
+            lines += [f"# HELP {name} {about}", f"# TYPE {name} counter"]
+            values = self._counts[name]
+            lines += [
+                f"{name}{{{labels}}} {value}" if labels else f"{name} {value}"
+                for labels, value in values.items()
+            ]
+        lines += [
+            f"# HELP {_IN_FLIGHT} Runs in progress.",
+            f"# TYPE {_IN_FLIGHT} gauge",
+            f"{_IN_FLIGHT} {self.in_flight}",
+        ]
+        return "\n".join([*lines, *self._histogram()]) + "\n"
+
+    def _histogram(self) -> list[str]:
+        lines = [
+            f"# HELP {_DURATION} Seconds from question to answer.",
+            f"# TYPE {_DURATION} histogram",
+        ]
+        total = 0
+        for bound, count in zip((*map(str, _SECONDS), "+Inf"), self._buckets, strict=True):
+            total += count
+            lines.append(f'{_DURATION}_bucket{{le="{bound}"}} {total}')
+        return [*lines, f"{_DURATION}_sum {self._seconds:.6f}", f"{_DURATION}_count {total}"]
