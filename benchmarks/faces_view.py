@@ -325,6 +325,7 @@ def _exchange(id: str, at_s: float) -> list[Any]:
 def _viewer(path: Path) -> Iterator[tuple[str, int]]:
     """Yield the address of a viewer in a separate process, and the id of that process."""
     command = [sys.executable, "-m", "ramify", "view", str(path), "--port", "0"]
+    command += ["--open-to-this-machine"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
     try:

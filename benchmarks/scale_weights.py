@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -216,7 +217,9 @@ def _policy(millions: int) -> Any:
 
 @contextmanager
 def _server(folder: Path) -> Iterator[str]:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # The trainer of this process finds the engine's key there.
+    key = os.environ.setdefault("RAMIFY_ENGINE_KEY", secrets.token_urlsafe(24))
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "RAMIFY_SERVE_KEY": key}
     command = [
         sys.executable,
         "-m",

@@ -19,9 +19,10 @@ from kit import Kit, Skipped
 
 from ramify.clients.base import Sampling
 from ramify.errors import RamifyError
+from ramify.http_server.access import new_key
 from ramify.inference.base import TAGS
 from ramify.inference.http.http_engines import HttpEngines
-from ramify.inference.http.inference_spec import InferenceSpec
+from ramify.inference.http.inference_spec import KEY_VARIABLE, InferenceSpec
 from ramify.inference.local.local_client import LocalClient
 from ramify.inference.weight_sync.base import sources
 from ramify.models.load import Policy, save_policy
@@ -72,8 +73,14 @@ def _copy(kit: Kit, policy: Policy) -> float:
 def _server(kit: Kit, folder: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "ramify", "serve-policy", "model", "--port", "0"]
     command += ["--weight-transfer", "--slots", "4", "--device", kit.device.type]
+    # The trainer of this process finds the engine's key there.
+    key = os.environ.setdefault(KEY_VARIABLE, new_key())
     process = subprocess.Popen(
-        command, cwd=folder, env=dict(os.environ), stderr=subprocess.PIPE, text=True
+        command,
+        cwd=folder,
+        env={**os.environ, "RAMIFY_SERVE_KEY": key},
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stderr is not None
     try:

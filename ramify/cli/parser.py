@@ -200,7 +200,11 @@ class _Format(argparse.RawDescriptionHelpFormatter):
 
 
 def unknown_option(given: str, known: Iterable[str]) -> str:
-    close = get_close_matches(given.partition("=")[0], known, n=1)
+    name = given.partition("=")[0]
+    known = sorted(known)
+    # An option that was split, such as --token into --token-file, is nearer than a similar word.
+    longer = [option for option in known if option.startswith(f"{name}-")]
+    close = longer or get_close_matches(name, known, n=1)
     return f"unknown option {given}" + (f": did you mean {close[0]}?" if close else "")
 
 

@@ -20,14 +20,12 @@ import time
 
 from aiohttp import web
 
+from ramify.http_server.capacity import max_connections
+from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.rejections import RequestRejected
 from ramify.logging import RoomLogger
 
 _log = RoomLogger("serve")
-HEAD_S = 15.0
-"""Maximum seconds from the first byte of a head to its end."""
-IDLE_S = 75.0
-"""Maximum seconds without a request on an open connection; proxies keep theirs for 60 s."""
 MAX_HEAD_BYTES = 64 << 10
 _LINGERING_S = 5.0
 """Seconds for which the rest of a rejected body is read, so that the client sees its answer."""
@@ -39,10 +37,11 @@ _HEAD_END = b"\r\n\r\n"
 
 
 class ConnectionTable:
-    """All connections of one server, at most ``most`` at a time."""
+    """All connections of one server."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, limits: HttpLimits) -> None:
+        self.limits = limits
+        self.most = limits.max_connections or max_connections()
         self.all: set[HttpConnection] = set()
         self.waiting: dict[HttpConnection, None] = {}
         """Connections without a request in progress, in the order in which they began to wait."""
@@ -122,7 +121,7 @@ class HttpConnection(web.RequestHandler):
 
     def _wait(self) -> None:
         self.waits_since = time.monotonic()
-        self.deadline = self.waits_since + IDLE_S
+        self.deadline = self.waits_since + self._table.limits.idle_s
         """Time (monotonic seconds) at which a waiting connection is closed."""
         self._num_head_bytes, self._tail, self._is_head_read = 0, b"", False
 
@@ -185,7 +184,7 @@ class HttpConnection(web.RequestHandler):
         """Count bytes of a head. Returns False if it is too large."""
         if not self._num_head_bytes:
             data = data.lstrip(b"\r\n")  # blank lines before a request
-            self.deadline = min(self.deadline, time.monotonic() + HEAD_S)
+            self.deadline = min(self.deadline, time.monotonic() + self._table.limits.head_s)
         end = (self._tail + data).find(_HEAD_END)
         self._is_head_read = end >= 0
         self._num_head_bytes += len(data) if end < 0 else max(0, end - len(self._tail))

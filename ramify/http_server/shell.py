@@ -33,8 +33,8 @@ from ramify.http_server.access import (
     check_host,
     check_origin,
 )
-from ramify.http_server.capacity import max_connections
 from ramify.http_server.connections import ConnectionTable, HttpConnection
+from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.rejections import RequestRejected
 from ramify.http_server.uploads import Uploads
 from ramify.logging import RoomLogger
@@ -47,6 +47,7 @@ CALLER = web.RequestKey("caller", str)
 """Name of the caller whose key a request has; empty if the server needs no key."""
 _UPLOADS = web.AppKey("uploads", Uploads)
 _BACKLOG = 1024
+_LIMITS = HttpLimits()
 _log = RoomLogger("serve")
 
 
@@ -69,7 +70,7 @@ class HttpServer:
         token: str = "",
         public: Collection[str] = (),
         statuses: Mapping[type[RamifyError], int] | None = None,
-        max_body_bytes: int = 64 << 20,
+        limits: HttpLimits = _LIMITS,
         key_help: str = "send the server's key as Authorization: Bearer KEY",
         on_response: Callable[[str, int], None] = lambda path, status: None,
     ) -> None:
@@ -93,10 +94,10 @@ class HttpServer:
         self._token = token
         self._public = frozenset(public)
         self._statuses = dict(statuses or {})
-        self._uploads = Uploads(max_body_bytes)
+        self._uploads = Uploads(limits)
         self._key_help = key_help
         self._on_response = on_response
-        self._connections = ConnectionTable(max_connections())
+        self._connections = ConnectionTable(limits)
         self._listeners: list[socket.socket] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._runner: web.AppRunner | None = None
@@ -142,7 +143,7 @@ class HttpServer:
             await self._runner.cleanup()
         if self.num_rejected:
             counts = ", ".join(f"{num} {code}" for code, num in sorted(self.num_rejected.items()))
-            _log.info("requests_rejected", f"requests rejected at {self.url}: {counts}")
+            _log.info("requests_rejected", f"requests rejected: {counts}", url=self.url)
             self.num_rejected.clear()
 
     # --- every request

@@ -19,12 +19,9 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.rejections import RequestRejected
 
-UPLOAD_S = 300.0
-"""Maximum seconds for a body to arrive."""
-STALL_S = 15.0
-"""Maximum seconds without a byte of a body."""
 SMALL_BYTES = 64 << 10
 """Largest body that needs no reservation."""
 
@@ -32,11 +29,8 @@ SMALL_BYTES = 64 << 10
 class Uploads:
     """Bodies that are arriving at one server."""
 
-    def __init__(self, max_body_bytes: int) -> None:
-        """A caller's bodies may have ``max_body_bytes`` at a time, and all bodies half as much
-        again."""
-        self.max_body_bytes = max_body_bytes
-        self._max_bytes = max_body_bytes + max_body_bytes // 2
+    def __init__(self, limits: HttpLimits) -> None:
+        self.limits = limits
         self._reserved: Counter[str] = Counter()
         """Caller -> bytes that are reserved."""
 
@@ -54,10 +48,11 @@ class Uploads:
             upload.release()
 
     def _reserve(self, caller: str, num_bytes: int) -> None:
-        if self._reserved[caller] + num_bytes > self.max_body_bytes:
-            whose, most = "this key's", self.max_body_bytes
-        elif self._reserved.total() + num_bytes > self._max_bytes:
-            whose, most = "the", self._max_bytes
+        limits = self.limits
+        if self._reserved[caller] + num_bytes > limits.max_body_bytes:
+            whose, most = "this key's", limits.max_body_bytes
+        elif self._reserved.total() + num_bytes > limits.max_arriving_bytes:
+            whose, most = "the", limits.max_arriving_bytes
         else:
             self._reserved[caller] += num_bytes
             return
@@ -84,7 +79,7 @@ class _Upload:
 
     def reserve(self, num_bytes: int) -> None:
         """Reserve memory for ``num_bytes`` in all."""
-        most = self._uploads.max_body_bytes
+        most = self._uploads.limits.max_body_bytes
         if num_bytes > most:
             raise RequestRejected(
                 f"the body has {num_bytes} bytes or more, and {most} are the maximum: send less",
@@ -99,19 +94,20 @@ class _Upload:
             self._uploads._release(self._caller, self._reserved)
 
     async def read(self, http: web.Request) -> bytes:
+        limits = self._uploads.limits
         begun, parts, num_bytes = time.monotonic(), list[bytes](), 0
         try:
             while not http.content.at_eof():
-                left = begun + UPLOAD_S - time.monotonic()
-                async with asyncio.timeout(min(STALL_S, left)):
+                left = begun + limits.body_s - time.monotonic()
+                async with asyncio.timeout(min(limits.stall_s, left)):
                     part = await http.content.readany()
                 num_bytes += len(part)
                 self.reserve(num_bytes)  # a chunked body announces no length
                 parts.append(part)
         except TimeoutError:
             raise RequestRejected(
-                f"{num_bytes} bytes of the body arrived, and no more for {STALL_S:g} s (or not all "
-                f"within {UPLOAD_S:g} s): send it again",
+                f"{num_bytes} bytes of the body arrived, and no more for {limits.stall_s:g} s (or "
+                f"not all within {limits.body_s:g} s): send it again",
                 status=408,
             ) from None
         except (web.RequestPayloadError, ConnectionError) as error:

@@ -30,6 +30,7 @@ from aiohttp import web
 from ramify.clients.base import KnownPrefix, Request
 from ramify.errors import ConfigError, ModelError, RamifyError, Refused
 from ramify.http_server.access import BearerKeys, ListenAddress, new_key
+from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.rejections import RequestRejected, error_body
 from ramify.http_server.shell import HttpServer, received
 from ramify.inference.http.engine_server import pressure_text
@@ -95,7 +96,7 @@ class PolicyServer:
             address,
             BearerKeys.of(self.key) if self.key else None,
             public=("/health",),
-            max_body_bytes=_MAX_BODY_BYTES,
+            limits=HttpLimits(max_body_bytes=_MAX_BODY_BYTES),
         )
 
     @property

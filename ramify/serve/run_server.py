@@ -29,6 +29,7 @@ from ramify.engine.rlm import RLM
 from ramify.engine.spans import continued
 from ramify.http_server.access import ListenAddress
 from ramify.http_server.capacity import max_runs as runs_of_this_machine
+from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.rejections import RequestRejected
 from ramify.http_server.shell import CALLER, HttpServer, received
 from ramify.serve import chat_completions, responses
@@ -122,7 +123,7 @@ class RunServer:
             address,
             self._keys.bearer_keys,
             public=("/healthz",),
-            max_body_bytes=max_body_bytes,
+            limits=HttpLimits(max_body_bytes=max_body_bytes),
             on_response=self.metrics.request,
         )
         self._is_open = False

@@ -178,6 +178,8 @@ def _place(number: int, name: str | Path) -> RunLocation:
 
 def _below(place: RunLocation, name: str) -> Path:
     """Path of a file or folder in a place. Raises StoreError for a path that leaves the place."""
+    if "\0" in name:
+        raise StoreError(f"{place.path} has no {name!r}")
     path = (place.path / name).resolve() if name else place.path
     if not path.is_relative_to(place.path) or not path.exists():
         raise StoreError(f"{place.path} has no {name!r}")

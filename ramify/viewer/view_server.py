@@ -45,6 +45,7 @@ from aiohttp import web
 
 from ramify.errors import RamifyError, StoreError
 from ramify.http_server.access import BearerKeys, ListenAddress, new_key
+from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.rejections import RequestRejected
 from ramify.http_server.shell import HttpServer, received
 from ramify.store.reviews import RunReview, write_review
@@ -88,7 +89,7 @@ class ViewServer:
             BearerKeys.of(self.token) if self.token else None,
             token=self.token,
             statuses={StoreError: 404, RamifyError: 400},
-            max_body_bytes=MAX_BODY,
+            limits=HttpLimits(max_body_bytes=MAX_BODY),
             key_help="open the address that ramify view printed",
         )
         self._library = library

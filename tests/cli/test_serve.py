@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,17 +18,17 @@ from tests.cli.helpers import SESSION_SCRIPT, Shell
 
 
 @contextmanager
-def serving(
-    shell: Shell, *options: str, code: int = 0
-) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Yield (base URL, process), then stop the server with Ctrl-C and check its exit code."""
+def serving(shell: Shell, *options: str, code: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield (base URL, key that the server has made or empty), then stop the server with Ctrl-C and
+    check its exit code."""
     process = shell.start("serve", "--port", "0", *options)
     assert process.stderr is not None
     assert process.stdout is not None
     try:
         line = process.stderr.readline().decode()
         assert " at http://127.0.0.1:" in line, line
-        yield line.split(" at ")[1].split()[0], process
+        key = "" if "--keys" in options else process.stderr.readline().decode().split()[1]
+        yield line.split(" at ")[1].split()[0], key
         process.send_signal(signal.SIGINT)
         assert process.wait(100) == code
         assert process.stdout.read() == b""
@@ -41,7 +40,7 @@ def serving(
         process.stdout.close()
 
 
-def post(url: str, body: dict[str, Any], key: str = "none") -> tuple[int, dict[str, Any]]:
+def post(url: str, body: dict[str, Any], key: str) -> tuple[int, dict[str, Any]]:
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode(), headers)
     try:
@@ -59,15 +58,16 @@ def test_server_answers_chat_completion_and_stores_the_run(shell: Shell) -> None
         {"match": "", "reply": SESSION_SCRIPT[1]},
     ]
     model = shell.model(script)
-    with serving(shell, "--model", model, "--name", "mine", "--max-calls", "10") as (url, _):
+    with serving(shell, "--model", model, "--name", "mine", "--max-calls", "10") as (url, key):
         text = "x" * 40_000
         parts = [{"type": "text", "text": each} for each in (text, "How long?")]
         status, reply = post(
-            url, {"model": "any", "messages": [{"role": "user", "content": parts}]}
+            url, {"model": "any", "messages": [{"role": "user", "content": parts}]}, key
         )
         assert (status, reply["model"]) == (200, "mine")
         assert reply["choices"][0]["message"]["content"] == "40000"
-        status, wrong = post(url, {"messages": [], "model": "any"})
+        assert post(url, {"messages": [], "model": "any"}, "rk-guessed")[0] == 401
+        status, wrong = post(url, {"messages": [], "model": "any"}, key)
         assert (status, wrong["error"]["param"]) == (400, "messages")
     shown = json.loads(shell.run("show", "last", "--json").out)
     assert (shown["id"], shown["stop"]) == (reply["ramify"]["run"], "final")
@@ -78,7 +78,7 @@ def test_keys_are_checked_and_their_budget_persists(shell: Shell) -> None:
     keys = shell.write("keys.toml", '[alice]\nkey = "sk-alice"\nmax-tokens = 30000\n')
     asked = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
     with serving(shell, "--model", model, "--keys", keys) as (url, _):
-        assert post(url, asked)[0] == 401
+        assert post(url, asked, "")[0] == 401
         assert post(url, asked, "sk-alice")[0] == 200
     spent = shell.folder / "store" / "served.json"
     found = json.loads(spent.read_text())["alice"]
@@ -96,7 +96,16 @@ def test_keys_are_checked_and_their_budget_persists(shell: Shell) -> None:
         ([], "no model is set"),
         (["--model", "openai:x"], "OPENAI_API_KEY"),
         (["--model", "scripted:nowhere.json"], "nowhere.json"),
-        (["--model", "scripted:script.json", "--host", "0.0.0.0"], "give a key (--api-key)"),
+        (
+            ["--model", "scripted:script.json", "--host", "0.0.0.0", "--open-to-this-machine"],
+            "0.0.0.0 is reachable from other machines",
+        ),
+        (["--model", "scripted:script.json", "--unix-socket"], "remove --port"),
+        (["--model", "scripted:script.json", "--api-key", "k"], "unknown option --api-key"),
+        (
+            ["--model", "scripted:script.json", "--key-file", "nowhere"],
+            "--key-file nowhere cannot be read",
+        ),
         (
             ["--model", "scripted:script.json", "--keys", "nowhere.toml"],
             "nowhere.toml cannot be read",

@@ -39,6 +39,7 @@ def test_served_policy_can_be_asked(tmp_path: Path) -> None:
         assert serving.stderr is not None
         line = serving.stderr.readline()
         name, at, url, *_ = line.split()
+        environ["VLLM_API_KEY"] = serving.stderr.readline().split()[1]
         assert (name, at) == ("mine", "at")
         options = ["--scaffold", "tiny", "--max-turns", "2", "--model", f"vllm:mine@{url}", "-v"]
         asked = subprocess.run(

@@ -38,7 +38,9 @@ def viewing(shell: Shell, *arguments: str) -> Iterator[str]:
 
 
 def read(address: str, path: str) -> dict[str, list[dict[str, object]]]:
-    with urllib.request.urlopen(address.partition("#")[0] + path, timeout=100) as response:
+    base, _, token = address.partition("#")[0].partition("?token=")
+    request = urllib.request.Request(base + path, headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=100) as response:
         found: dict[str, list[dict[str, object]]] = json.load(response)
     return found
 
@@ -56,17 +58,24 @@ def test_default_store_or_one_run_is_served(shell: Shell, stored: str) -> None:
 
 
 def test_token_is_part_of_address_and_required(shell: Shell, stored: str) -> None:
-    with viewing(shell, "--token", "abc") as address:
-        base, _, token = address.partition("?token=")
-        assert token == "abc"
-        with pytest.raises(urllib.error.HTTPError, match="401") as refused:
-            read(base, "api/runs")
-        refused.value.close()
+    shell.write("token", "abc\n")
+    for options in ((), ("--token-file", "token")):
+        with viewing(shell, *options) as address:
+            base, _, token = address.partition("?token=")
+            assert token == "abc" if options else len(token) > 30
+            with pytest.raises(urllib.error.HTTPError, match="401") as refused:
+                read(base, "api/runs")
+            refused.value.close()
+    with viewing(shell, "--open-to-this-machine") as address:
+        assert "token" not in address
+        assert read(address, "api/runs")["runs"]
 
 
 def test_wrong_arguments_are_refused(shell: Shell, stored: str) -> None:
     for arguments, words in {
-        ("--host", "0.0.0.0"): "0.0.0.0 is reachable from other machines: give a token",
+        ("--host", "0.0.0.0", "--open-to-this-machine"): "0.0.0.0 is reachable from other machines",
+        ("--token", "abc"): "unknown option --token: did you mean --token-file?",
+        ("--token-file", "nowhere"): "--token-file nowhere cannot be read",
         ("nothing/here",): "no such file or folder: nothing/here",
         ("2019",): "2019 is neither a file nor a folder, and found no run '2019'",
         ("--export", "x.html"): "--export writes one run",
@@ -86,7 +95,7 @@ def test_unusable_address_gets_one_line_error(shell: Shell) -> None:
                 port,
             ): f"cannot listen on 127.0.0.1:{port} (Address already in use): choose another --port",
             ("--port", "65536"): "--port 65536: a port must be from 1 to 65535",
-            ("--host", "192.0.2.1", "--token", "t"): "give an address of this machine as --host",
+            ("--host", "192.0.2.1"): "give an address of this machine as --host",
         }.items():
             done = shell.run("view", *arguments)
             assert (done.code, words in done.err, done.err.count("\n")) == (2, True, 1)

@@ -383,6 +383,13 @@ def test_missing_paths_runs_calls_and_parameters_are_errors(tmp_path: Path, worl
     assert "contains no runs" in problem["text"]
 
     async def ask(get: Get, _: ViewServer) -> None:
+        assert "has no 'a\\x00b'" in (await get("/api/run", key="p0/a\0b"))["error"]["message"]
+        assert (
+            "is not a number"
+            in (await get("/api/call", key=world.tree, id="0", **{"from": "9" * 5000}))["error"][
+                "message"
+            ]
+        )
         assert "found no run 'nope'" in (await get("/api/run", key="nope"))["error"]["message"]
         assert (
             "has no call '7.7'"
