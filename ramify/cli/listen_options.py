@@ -3,7 +3,7 @@
     key    $RAMIFY_SERVE_KEY, or --key-file; otherwise a new one, which the command prints
     none   --unix-socket (only this user's processes can connect), or --open-to-this-machine
 
-There is no option that takes a key itself: every user of a machine can read the arguments of all
+No option takes a key itself, because every user of a machine can read the arguments of all
 processes. Not here: the checks (see ramify/http_server/access.py).
 """
 

@@ -67,7 +67,7 @@ def free_memory() -> int | None:
 
 
 def free_processes() -> int | None:
-    """Processes that this user may still start; None if there is no limit."""
+    """Processes that this user may still start; None without a limit."""
     found = [_left(Path("/sys/fs/cgroup"), "pids.max", "pids.current")]
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY:

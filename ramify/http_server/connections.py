@@ -5,8 +5,8 @@
 
 At the maximum, the connections that have waited longest for a request are closed; if none has
 waited for a second, the next one is accepted when another ends. Until then it waits in the kernel's
-queue, where it costs no descriptor. So clients that open connections and send nothing delay
-nobody. Not here: bodies (see uploads.py) and what a request may do (see shell.py).
+queue, where it costs no descriptor. So clients that open connections and send nothing delay no
+other client. Not here: bodies (see uploads.py) and what a request may do (see shell.py).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ConnectionTable:
             except OSError:  # no descriptor is free, or the client has left
                 await asyncio.sleep(_SWEEP_S / 10)
                 continue
-            with contextlib.suppress(OSError):  # nobody else waits
+            with contextlib.suppress(OSError):  # no other client waits
                 while len(accepted) < min(_BATCH, self.most - len(self.all)):
                     accepted.append(listener.accept()[0])
             await asyncio.gather(*(self._connect(each, web_server) for each in accepted))

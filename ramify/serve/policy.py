@@ -73,8 +73,8 @@ class PolicyServer:
         self.address = address = address or ListenAddress()
         if address.is_open and weight_transfer:
             raise ConfigError(
-                "a server that takes weights always needs a key, since whoever sends weights "
-                "decides what the model says: remove --open-to-this-machine"
+                "a server that takes weights always needs a key, since a client that sends "
+                "weights decides what the model says: remove --open-to-this-machine"
             )
         self.name = name
         self.key = key or (new_key() if address.needs_key else "")
