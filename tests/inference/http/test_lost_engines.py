@@ -61,6 +61,8 @@ def test_requests_wait_for_the_only_engine_and_use_the_newest_weights() -> None:
                 await asyncio.sleep(0.001)
             await stop(made, 0)
             late = asyncio.ensure_future(made.engines.complete(asked))
+            while made.engines.answering:  # the new server must not answer for the old one
+                await asyncio.sleep(0.001)
             async with restarted_server(made, 0) as local:
                 replies = [await flying, await late]
                 assert fingerprint(local.policy.model) == fingerprint(made.trained.model)
