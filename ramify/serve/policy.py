@@ -37,7 +37,7 @@ from ramify.inference.http.engine_server import pressure_text
 from ramify.inference.local.local_client import LocalClient
 from ramify.serve import completions, token_completions
 from ramify.serve.completions import CompletionRequest
-from ramify.serve.metrics import METRICS_TYPE
+from ramify.serve.server_metrics import METRICS_TYPE
 from ramify.serve.weight_routes import WAIT_S, WeightRoutes, facts
 from ramify.types.message import Message, Reply
 

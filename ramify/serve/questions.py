@@ -28,8 +28,8 @@ from ramify.http_server.rejections import RequestRejected
 from ramify.serve.answer_request import AnswerRequest, RequestWatcher
 from ramify.serve.caller_tools import RequestedToolCall, ToolCallAnswer, new_id
 from ramify.serve.keys import ApiCaller, ApiKeys, BudgetHold
-from ramify.serve.metrics import ServerMetrics
 from ramify.serve.prompt import RunPrompt
+from ramify.serve.server_metrics import ServerMetrics
 from ramify.types.message import Usage, encodable
 from ramify.types.trajectory import Stop
 

@@ -37,10 +37,10 @@ from ramify.serve.answer_request import AnswerRequest
 from ramify.serve.chat_completions import ChatStream
 from ramify.serve.completions import encode
 from ramify.serve.keys import ApiKeys
-from ramify.serve.metrics import METRICS_TYPE, ServerMetrics
 from ramify.serve.prompt import LONG_CHARS, RunPrompt, prompt_of
 from ramify.serve.questions import ServedAnswer, ServedQuestion, ServedQuestions
 from ramify.serve.responses import ResponseStream
+from ramify.serve.server_metrics import METRICS_TYPE, ServerMetrics
 
 PING = b": waiting\n\n"
 """Comment in the event stream: clients ignore it, and proxies see that the connection is alive."""

@@ -46,6 +46,8 @@ async def restarted_server(made: World, which: int) -> AsyncIterator[LocalClient
 
 async def stop(made: World, which: int) -> None:
     await made.servers[which].__aexit__(None, None, None)
+    for _ in range(50):  # clients see that their connections have closed
+        await asyncio.sleep(0)
 
 
 def test_requests_wait_for_the_only_engine_and_use_the_newest_weights() -> None:
