@@ -35,7 +35,7 @@ from ramify.types.message import Message
 
 CLIENTS = 200
 TEXT = "red;3\nblue;4\n" * 3000
-SYSTEM = "You drive a session."
+SYSTEM = "You drive a session; FINAL ends it. {{tools}}{{limits}}"
 
 
 def model(messages: tuple[Message, ...]) -> str:

@@ -20,7 +20,9 @@ from ramify.clients.loopback import LoopbackExchange, LoopbackServer
 
 T = TypeVar("T")
 SANDBOX = SandboxSpec(provider="inprocess", allow_weaker=True)
-SCAFFOLD = Scaffold(name="reality", system="You drive a session.", direct_chars=0)
+SCAFFOLD = Scaffold(
+    name="reality", system="You drive a session; FINAL ends it. {{tools}}{{limits}}", direct_chars=0
+)
 FOREVER_S = 1e6
 
 

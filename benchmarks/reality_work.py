@@ -267,7 +267,7 @@ def reply(messages):
     turn = sum(each.role == "assistant" for each in messages)
     return f"```repl\\n{CELLS[turn]}\\n```" if messages[0].role == "system" else "r"
 with tempfile.TemporaryDirectory() as folder:
-    scaffold = Scaffold(name="overhead", system="You drive a session.", direct_chars=0)
+    scaffold = Scaffold(name="overhead", system="You drive a session; FINAL ends it. {{tools}}{{limits}}", direct_chars=0)
     spec = SandboxSpec("inprocess", allow_weaker=True)
     with RLM(ScriptedClient(reply), scaffold=scaffold, sandbox=spec, store=Store(folder)) as rlm:
         for num in (5, int(sys.argv[1])):

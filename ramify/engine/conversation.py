@@ -85,7 +85,7 @@ class Conversation:
             state.recorder.listen(listener)
         try:
             running = RunHandle(
-                self._setup.for_run(options),
+                self._setup.for_run(options).with_task(parsed),
                 parsed,
                 self._shared,
                 state.recorder,

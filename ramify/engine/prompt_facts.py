@@ -22,10 +22,12 @@ from ramify.engine.prompt_text import (
     MountFacts,
     PromptFacts,
     PromptModel,
+    instructions,
     rounded,
 )
 from ramify.engine.resources import ModelFacts, RlmSetup, RunModels
 from ramify.engine.tool_set import ToolSet
+from ramify.errors import ConfigError
 from ramify.sandbox.base import SandboxCapabilities, SandboxSpec
 
 ReplyLimits = Callable[[Client, int, bool], tuple[int, int]]
@@ -84,6 +86,29 @@ def facts_of(
         instructions=setup.instructions,
         examples=setup.examples,
     )
+
+
+def check_instructions(setup: RlmSetup, models: RunModels) -> None:
+    """Raise ConfigError if the user's instructions cannot be added to each prompt: they exceed a
+    model's window, or the scaffold has no system message."""
+    num = len(instructions(setup.instructions, setup.examples))
+    if not num:
+        return
+    for depth in range(min(setup.limits.max_depth, 1) + 1):
+        client, scaffold = models.rlm(depth), setup.scaffold_at(depth)
+        if not scaffold.system:
+            raise ConfigError(
+                f"scaffold '{scaffold.name}' has no system message, to which instructions could be "
+                "added: put them into the question, or choose another scaffold"
+            )
+        most = CHARS_PER_TOKEN * (
+            client.window - min(client.window // 2, setup.limits.max_reply_tokens)
+        )
+        if num > most:
+            raise ConfigError(
+                f"the instructions and examples have {num:,} characters, and {client.name} reads "
+                f"about {most:,} at once: shorten them, or put them into the context"
+            )
 
 
 def _mounts(spec: SandboxSpec) -> tuple[MountFacts, ...]:

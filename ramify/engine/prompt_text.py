@@ -346,7 +346,7 @@ def sections(facts: PromptFacts) -> dict[str, str]:
         "machine": _machine(facts),
         "method": _method(facts),
         "limits": _limits(facts),
-        "instructions": instructions(facts),
+        "instructions": instructions(facts.instructions, facts.examples),
     }
 
 
@@ -633,14 +633,12 @@ def _limits(facts: PromptFacts) -> str:
     )
 
 
-def instructions(facts: PromptFacts) -> str:
-    """Return the user's instructions and examples, as they are added to any prompt."""
+def instructions(text: str, examples: Sequence[PromptExample]) -> str:
+    """Return the user's instructions and examples as they are added to any prompt."""
     parts = []
-    if facts.instructions.strip():
-        parts.append(f"Instructions of the user:\n{facts.instructions.strip()}")
-    if facts.examples:
-        lines = [
-            f"Question: {example.question}\nAnswer: {example.answer}" for example in facts.examples
-        ]
+    if text.strip():
+        parts.append(f"Instructions of the user:\n{text.strip()}")
+    if examples:
+        lines = [f"Question: {example.question}\nAnswer: {example.answer}" for example in examples]
         parts.append("\n".join(["Examples of such questions and their answers:", *lines]))
     return "\n\n".join(parts)

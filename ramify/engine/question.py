@@ -19,6 +19,7 @@ from ramify.clients.model import Model
 from ramify.engine import observe
 from ramify.engine.branch import BranchSearch
 from ramify.engine.limits import Limits
+from ramify.engine.prompt_text import PromptExample, examples_of
 from ramify.engine.scaffold import Scaffold
 from ramify.engine.typed import CITE_INSTRUCTION, AnswerType, answer_type, cited_type
 from ramify.errors import ConfigError, nearest
@@ -76,6 +77,12 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Type or JSON schema that the answer must match."""
     cite: bool = False
     """Ask for citations, and check them against the context."""
+    instructions: str = ""
+    """Instructions that are added to the prompt of each session, or of the direct call: the form of
+    the answer, the meaning of a column."""
+    examples: Sequence[Any] = ()
+    """Questions with the answers that are wanted to them, added in the same place: (question,
+    answer) pairs, or dicts with these keys."""
     cache: bool = False
     """Reuse stored replies to identical requests. Needs a store."""
     search: BranchSearch | int | None = None
@@ -111,6 +118,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("sampling", lambda value: isinstance(value, Sampling), "a ramify.Sampling(…)"),
     ("on_event", callable, "a function of an event"),
     ("metadata", lambda value: isinstance(value, Mapping), "a dict"),
+    ("instructions", lambda value: isinstance(value, str), "a text"),
 )
 """Option, whether a value has the right type, and the right type in words."""
 
@@ -131,6 +139,7 @@ def _check_kinds(options: RunOptions) -> None:
         value = getattr(options, name)
         if value is not None and not is_right(value):
             raise ConfigError(f"{name} is a {type(value).__name__}: give {needed}")
+    examples_of(options.examples)
     for name in ("cite", "cache", "direct"):
         value = getattr(options, name)
         if not isinstance(value, bool):
@@ -150,6 +159,8 @@ class RlmKeywords(TypedDict, total=False):
     sampling: Sampling | None
     answer_type: Any
     cite: bool
+    instructions: str
+    examples: Sequence[Any]
     cache: bool
     search: BranchSearch | int | None
     on_event: Listener | None
@@ -186,6 +197,9 @@ class Question(msgspec.Struct, frozen=True):
     """Prepares each new session before its first cell."""
     direct: bool = True
     """True if one direct call may answer it. If False, the root always has a session."""
+    instructions: str = ""
+    """Instructions of the task, which are added to those of the user."""
+    examples: tuple[PromptExample, ...] = ()
     warnings: tuple[str, ...] = ()
     """About the sources: files that are not in the context."""
 
@@ -208,7 +222,10 @@ class Question(msgspec.Struct, frozen=True):
 def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     """Return the question of ``completion(prompt, query)``. Raises ConfigError if it is empty."""
     about, tools, on_session, warnings = "", {}, None, ()
+    instructions, examples = "", tuple[PromptExample, ...]()
     if isinstance(prompt, SourceContext):
+        instructions = getattr(prompt, "instructions", "")
+        examples = examples_of(getattr(prompt, "examples", ()))
         on_session = getattr(prompt, "on_session", None)  # the setup of a task
         warnings = tuple(getattr(prompt, "warnings", tuple)())
         about, tools, prompt = prompt.manifest(), dict(prompt.tools), prompt.context
@@ -256,6 +273,8 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         kind,
         cite,
         on_session,
+        instructions=instructions,
+        examples=examples,
         warnings=warnings,
     )
 

@@ -18,7 +18,7 @@ import msgspec
 from ramify.engine.branch import recorded_search
 from ramify.engine.limits import Limits
 from ramify.engine.question import Question, RunOptions, question
-from ramify.engine.resources import RlmSetup, stored_in
+from ramify.engine.resources import INSTRUCTIONS, RlmSetup, stored_in
 from ramify.engine.run_handle import Result, as_text
 from ramify.engine.typed import Citation, CitedAnswer, TypeMismatch, answer_type
 from ramify.errors import ConfigError, ReplayDiverged
@@ -33,7 +33,7 @@ from ramify.types.trajectory import Stop
 if TYPE_CHECKING:
     from ramify.store.store import Store
 
-_OF_THE_RECORD = ("cite", "cache", "metadata", "direct")
+_OF_THE_RECORD = ("cite", "cache", "metadata", "direct", *INSTRUCTIONS)
 """Options that a resumed or replayed run takes from its record."""
 COMPARED = ("model", "sub_model", "scaffold", "sampling", "tools", "depths")
 """Settings of a run that change what is asked."""
@@ -60,7 +60,7 @@ def options_of(
 
 def setup_of(setup: RlmSetup, recording: RecordedReplies, options: RunOptions) -> RlmSetup:
     """Return the settings of a run that is repeated with ``options``."""
-    now = setup.for_run(options)
+    now = setup.for_run(options).of_record(recording.started.config)
     if options.search is not None:
         return now
     search = recorded_search(recording.started.config, setup.search)

@@ -22,8 +22,8 @@ from ramify.clients.model import Model, bare_name, check_aliases
 from ramify.clients.pool import ClientPool
 from ramify.engine.branch import BranchSearch, config_of, search_of
 from ramify.engine.limits import Limits
-from ramify.engine.prompt_text import PromptExample
-from ramify.engine.question import ModelSpec, RunOptions
+from ramify.engine.prompt_text import PromptExample, examples_of
+from ramify.engine.question import ModelSpec, Question, RunOptions
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.engine.tool_set import ToolSet
 from ramify.errors import ConfigError, WeakSandboxWarning
@@ -231,6 +231,10 @@ class SharedResources:
             await self.unpin()
 
 
+INSTRUCTIONS = ("instructions", "examples")
+"""Settings that a repeated run takes from its record."""
+
+
 class DepthOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """How calls of one depth work, if it differs from the run's other depths.
 
@@ -311,6 +315,10 @@ class RlmSetup(msgspec.Struct, frozen=True):
                 changes[name] = as_models(spec)
         if options.model is not None and not self.has_own_scaffold:
             changes["scaffold"] = scaffold_of(None, options.model)
+        if options.instructions:
+            changes["instructions"] = options.instructions
+        if options.examples:
+            changes["examples"] = examples_of(options.examples)
         search = self.search if options.search is None else search_of(options.search)
         branching = {} if search is None else config_of(search)
         setup = msgspec.structs.replace(self, **changes, search=search)
@@ -322,6 +330,31 @@ class RlmSetup(msgspec.Struct, frozen=True):
         if not options.direct:
             config["direct"] = False  # a replayed or resumed run must make the same decision
         return msgspec.structs.replace(setup, config=config)
+
+    def instructed(self, text: str, examples: Sequence[PromptExample]) -> RlmSetup:
+        """Return these settings with other instructions and examples."""
+        setup = msgspec.structs.replace(self, instructions=text, examples=tuple(examples))
+        config = {name: v for name, v in self.config.items() if name not in INSTRUCTIONS}
+        return msgspec.structs.replace(setup, config={**config, **setup._instructions()})
+
+    def with_task(self, question: Question) -> RlmSetup:
+        """Return these settings with the instructions that come with ``question`` added."""
+        if not question.instructions and not question.examples:
+            return self
+        text = "\n\n".join(filter(None, [self.instructions, question.instructions]))
+        return self.instructed(text, (*self.examples, *question.examples))
+
+    def of_record(self, config: Mapping[str, Any]) -> RlmSetup:
+        """Return these settings with the instructions of a recorded run."""
+        examples = msgspec.convert(config.get("examples", ()), tuple[PromptExample, ...])
+        return self.instructed(config.get("instructions", ""), examples)
+
+    def _instructions(self) -> dict[str, Any]:
+        """Return the plain data of instructions and examples that there are."""
+        both = {"instructions": self.instructions, "examples": self.examples}
+        given = {name: value for name, value in both.items() if value}
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(given))
+        return plain
 
     def plain(self) -> dict[str, Any]:
         """Return ``config`` without what concerns one run."""
@@ -337,8 +370,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
             **({"mcp": servers} if servers else {}),
             **({"tools": tools} if tools else {}),
             **({"depths": self.depths} if any(each != _SAME for each in self.depths) else {}),
-            **({"instructions": self.instructions} if self.instructions else {}),
-            **({"examples": self.examples} if self.examples else {}),
+            **self._instructions(),
         }
         # Decode what the journal will contain, so that the config is what its readers will see.
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))

@@ -34,6 +34,7 @@ from ramify.engine.conversation import Conversation
 from ramify.engine.event_recorder import EventRecorder, checked_listener, tracing
 from ramify.engine.fork import ForkEstimate, ForkOptions, fork_point
 from ramify.engine.limits import Limits
+from ramify.engine.prompt_text import examples_of
 from ramify.engine.question import ModelSpec, RlmKeywords, RunKeywords, RunOptions, question
 from ramify.engine.resources import (
     DepthOptions,
@@ -132,10 +133,18 @@ class RLM:
             scaffold is not None,
             search,
             tuple(depths),
+            options.instructions,
+            examples_of(options.examples),
         )
         self._setup = msgspec.structs.replace(setup, config=setup.plain())
         self._options = msgspec.structs.replace(
-            options, sub_model=None, limits=None, sampling=None, search=None
+            options,
+            sub_model=None,
+            limits=None,
+            sampling=None,
+            search=None,
+            instructions="",
+            examples=(),
         )
         """Defaults that are not part of ``setup``."""
         self._loop = threads.PinnedLoop(self._shared.pin, self._shared.unpin)
@@ -230,7 +239,7 @@ class RLM:
         resolved = msgspec.structs.replace(
             question(prompt, query, options.answer_type, options.cite), direct=options.direct
         )
-        setup = self._setup.for_run(options)
+        setup = self._setup.for_run(options).with_task(resolved)
         recorder = self._recorder(resolved.text, options)
         return RunHandle(
             setup, resolved, self._shared, recorder, cache=reply_cache(self.store, options.cache)
@@ -373,6 +382,7 @@ class RLM:
         recording, started = point.recording, point.recording.started
         options = rerun.options_of(self._options, options, changes)
         setup = self._setup.for_run(msgspec.structs.replace(options, metadata=point.config()))
+        setup = setup.of_record(started.config)
         changed = rerun.check_settings(started, setup, options)
         recording.has_other_limits = True
         recorder = self._recorder(started.question, options)

@@ -29,6 +29,8 @@ from ramify.engine.event_recorder import (
     typed_record,
 )
 from ramify.engine.host import ask_plain
+from ramify.engine.prompt_facts import check_instructions
+from ramify.engine.prompt_text import instructions
 from ramify.engine.question import Question
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels, SharedResources
 from ramify.engine.rlm_loop import RlmLoop
@@ -193,6 +195,7 @@ class RunHandle:
                 await self._repeat_earlier()
                 context = await self._context(resources)
                 models = self._setup.connect(resources)
+                check_instructions(self._setup, models)
                 is_direct = self._is_direct(models)
                 if not is_direct:
                     # Without a sandbox, nothing is asked and nothing is recorded.
@@ -340,7 +343,11 @@ class RunHandle:
         question = self._question
         call = LiveCall("0", "lm", client, 0, question.text, context=context)
         prompt = observe.plain_prompt(question.text, question.context)
-        system = run.scaffold.direct_system if question.context is not None else None
+        texts = (
+            run.scaffold.direct_system if question.context is not None else "",
+            instructions(run.setup.instructions, run.setup.examples),
+        )
+        system = "\n\n".join(filter(None, texts)) or None
         prompt = f"{prompt}\n\n{question.about}" if question.about else prompt
         run.begin(call)
         outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
@@ -371,6 +378,8 @@ class RunHandle:
             call.continue_from(previous.call)
             fork = Fork(previous.call.id, previous.call.turn - 1)
         message = run.first_message(call, self._question.about, is_next=previous is not None)
+        if previous is not None and (added := self._new_instructions(previous.run.setup)):
+            message = f"{message}\n\n{added}"
         if conversation is not None:
             conversation.loop, conversation.num_questions = loop, conversation.num_questions + 1
         run.begin(call, fork)
@@ -388,6 +397,14 @@ class RunHandle:
             run.end(call, own or outcome)
         self._answered_by = chosen.call.id if own else ""
         return outcome
+
+    def _new_instructions(self, before: RlmSetup) -> str:
+        """Return the instructions of this question of a conversation if they are not those of the
+        previous one, whose settings were ``before``."""
+        now = self._setup
+        if (now.instructions, now.examples) == (before.instructions, before.examples):
+            return ""
+        return instructions(now.instructions, now.examples)
 
     def _ended(self, outcome: CallOutcome, run: RunState | None) -> CallOutcome:
         """Record the end of the run and release what it holds. Returns the run's outcome, which is

@@ -149,6 +149,14 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"max_idle={self.max_idle} at least 1, compact_at={self.compact_at} from 0 to 1, "
                 f"direct_chars={self.direct_chars} not negative"
             )
+        if self.protocol == "notebook" and not self.raw_code:
+            for field in ("system", "child_system"):
+                self._check_system(field, getattr(self, field) or "")
+        if self.first and "{{question}}" not in self.first:
+            raise ConfigError(
+                f"scaffold '{self.name}': first has no {{{{question}}}}, so the model would not "
+                "learn what was asked: add the marker"
+            )
         if self.terse_chars and self.terse_chars < 20:
             raise ConfigError(
                 f"scaffold '{self.name}': terse_chars={self.terse_chars} is too small to show "
@@ -164,6 +172,22 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "remove raw_code and terse_chars"
             )
 
+    def _check_system(self, field: str, text: str) -> None:
+        """Raise ConfigError if a system message would lose what every session needs."""
+        losses = {
+            "tools": "which tools there are",
+            "limits": "its limits",
+            "final": "how to answer",
+        }
+        for marker, loss in losses.items():
+            is_there = f"{{{{{marker}}}}}" in text or (marker == "final" and "FINAL" in text)
+            if text and not is_there:
+                or_name = ", or the word FINAL" if marker == "final" else ""
+                raise ConfigError(
+                    f"scaffold '{self.name}': {field} has no {{{{{marker}}}}}, so the model would "
+                    f"not learn {loss}: add the marker{or_name}"
+                )
+
     def system_prompt(self, facts: PromptFacts | None = None) -> str:
         """Return the system message of a call. Without ``facts``, it states none."""
         text = self.child_system if facts and facts.depth and self.child_system else self.system
@@ -171,7 +195,7 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return ""
         facts = PromptFacts() if facts is None else facts
         filled = prompt_text.sections(facts) if "{{" in text else {}
-        added = prompt_text.instructions(facts)
+        added = prompt_text.instructions(facts.instructions, facts.examples)
         if added and "{{instructions}}" not in text:
             text = f"{text.rstrip()}\n\n{{{{instructions}}}}"
             filled["instructions"] = added

@@ -113,6 +113,10 @@ class TaskStart(msgspec.Struct, kw_only=True):
     host process."""
     about: str = ""
     """Description of the context for the model, beyond its size and first characters."""
+    instructions: str = ""
+    """Instructions that are added to the prompt."""
+    examples: Sequence[Any] = ()
+    """(question, answer) pairs that are added to the prompt."""
     on_session: Callable[[Session], Awaitable[None]] | None = None
     """Called with each new session of the rollout before its first cell, to bind names or install
     modules, for example."""
@@ -447,6 +451,10 @@ class SimpleTask(msgspec.Struct, frozen=True):
     weights: Mapping[str, float] = {}
     begin: Callable[[Item], Awaitable[TaskStart]] | None = None
     """Creates the initial state of a rollout. None: a session with the item's context only."""
+    instructions: str = ""
+    """Instructions that are added to the prompt of every item."""
+    examples: Sequence[Any] = ()
+    """(question, answer) pairs that are added to the prompt of every item."""
 
     def __post_init__(self) -> None:
         if not self.name or not self.splits:
@@ -457,7 +465,13 @@ class SimpleTask(msgspec.Struct, frozen=True):
             )
 
     async def prepare(self, item: Item) -> TaskStart:
-        return TaskStart(context=item.context) if self.begin is None else await self.begin(item)
+        if self.begin is None:
+            start = TaskStart(context=item.context)
+        else:
+            start = await self.begin(item)
+        start.instructions = "\n\n".join(filter(None, [self.instructions, start.instructions]))
+        start.examples = (*self.examples, *start.examples)
+        return start
 
     def score(self, item: Item, trajectory: Trajectory) -> Score:
         reward, answer = self.reward, trajectory.answer

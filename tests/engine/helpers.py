@@ -9,7 +9,9 @@ from typing import Any
 from ramify import RLM, Limits, Scaffold, ScriptedClient
 from ramify.types.message import Message
 
-SCAFFOLD = Scaffold(name="test", system="You drive a session. {{tools}}", direct_chars=0)
+SCAFFOLD = Scaffold(
+    name="test", system="You drive a session; FINAL ends it. {{tools}}{{limits}}", direct_chars=0
+)
 
 
 def code(*cells: str) -> str:

@@ -35,7 +35,7 @@ def test_complete_run_has_exact_prompts_and_record() -> None:
         "Question: How many a?\n\n`context` is a str of 23 characters (about 5 tokens), in 4 "
         "lines. All of it:\n" + repr(TEXT)
     )
-    assert [m.content for m in model.requests[0].messages] == ["You drive a session.", first]
+    assert [m.content for m in model.requests[0].messages][1:] == [first]
     assert [m.content for m in model.requests[2].messages[2:]] == [
         code("n = context.count('a')\nprint('counted')\nn"),
         "counted\n=> 5\n[turn 1 of 30]",
@@ -348,11 +348,14 @@ def test_empty_or_unusable_input_is_refused(prompt: Any, query: str | None, mess
 
 def test_braces_in_system_prompt_are_kept_literally() -> None:
     model = client([code("FINAL(1)")])
-    with rlm(
-        model, scaffold=Scaffold(system='{"a": {b}} {} {{unknown}}{{tools}}', direct_chars=0)
-    ) as r:
+    scaffold = Scaffold(system='{"a": {b}} {} {{unknown}} FINAL{{tools}}{{limits}}', direct_chars=0)
+    with rlm(model, scaffold=scaffold) as r:
         r.completion(TEXT, "?")
-    assert model.requests[0].messages[0].content == '{"a": {b}} {} {{unknown}}'
+    assert (
+        model.requests[0]
+        .messages[0]
+        .content.startswith('{"a": {b}} {} {{unknown}} FINALYou have 30 turns')
+    )
 
 
 def test_weak_sandbox_is_warned_about_unless_accepted() -> None:

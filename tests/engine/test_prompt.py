@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from ramify import RLM, Limits, SandboxSpec, Scaffold, ScriptedClient, load
+from ramify import RLM, Limits, SandboxSpec, Scaffold, ScriptedClient, Store, load
 from ramify.clients.base import Price
+from ramify.engine.scaffold import MARKERS
+from ramify.errors import ConfigError
+from ramify.tasks.base import TaskStart
 from ramify.types.message import Message
 from tests.engine.helpers import code
 
@@ -153,3 +156,100 @@ def test_a_child_is_told_its_own_facts() -> None:
     assert "rlm_query" not in prompt
     assert '"small" (you and `llm_query`)' in prompt
     assert first.startswith("Question: q\n\n`context` is a list of 2 items, each a str of 1")
+
+
+RULES = "Dates are day/month."
+PAIRS = [("How many hosts?", 3), {"question": "Which?", "answer": "web-1"}]
+
+
+def test_instructions_and_examples_are_added_to_every_prompt() -> None:
+    asked = {"instructions": RULES, "examples": PAIRS}
+    child = code("FINAL(rlm_query('q'))")
+    requests = sent(TEXT, child, code("FINAL(2)"), **asked)
+    assert len(requests) >= 2
+    for request in requests:
+        assert request[0].endswith(
+            "Instructions of the user:\nDates are day/month.\n\nExamples of such questions and "
+            "their answers:\nQuestion: How many hosts?\nAnswer: 3\nQuestion: Which?\nAnswer: web-1"
+        )
+        assert "`llm_query_batched(prompts)`" in request[0], "nothing is replaced"
+    client = ScriptedClient(["31"])
+    with RLM(client) as rlm:
+        rlm.completion("short", "?", instructions=RULES)
+    assert client.requests[0].messages[0].content.endswith(f"Instructions of the user:\n{RULES}")
+
+
+def test_instructions_of_a_task_are_added_to_those_of_the_user() -> None:
+    start = TaskStart(context=TEXT, instructions="Answer in words.", examples=[("1?", "one")])
+    (first, *_) = sent(start, instructions=RULES)
+    assert f"{RULES}\n\nAnswer in words.\n\nExamples" in first[0]
+
+
+def test_a_later_question_may_have_other_instructions() -> None:
+    client = ScriptedClient([code("FINAL(1)"), code("FINAL(2)"), code("FINAL(3)")])
+    with RLM(client, instructions=RULES) as rlm, rlm.conversation(TEXT) as talk:
+        talk.ask("first?")
+        talk.ask("second?", instructions="In French.")
+        talk.ask("third?", instructions="In French.")
+    texts = [message.content for message in client.requests[-1].messages]
+    assert [text.count("In French.") for text in texts] == [0, 0, 0, 1, 0, 0][: len(texts)]
+
+
+def test_a_resumed_run_keeps_its_instructions(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    client = ScriptedClient([code("1")] * 3 + ["so far"])
+    limits = Limits(max_turns=2)
+    with RLM(client, store=store, scaffold=SESSION, limits=limits) as rlm:
+        run = rlm.completion(TEXT, "?", instructions=RULES, examples=PAIRS).run_id
+    again = ScriptedClient([code("FINAL('done')")])
+    with RLM(again, store=store, scaffold=SESSION, limits=Limits(max_turns=9)) as rlm:
+        assert rlm.resume(run).answer == "done"
+    assert RULES in again.requests[0].messages[0].content
+    refused = pytest.raises(ConfigError, match="takes instructions from its record")
+    with RLM(again, store=store, scaffold=SESSION) as rlm, refused:
+        rlm.resume(run, instructions="others")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"examples": [("only a question",)]}, "example 1 has no answer"),
+        ({"examples": [("q", "a"), {"question": "q"}]}, "example 2 has no answer"),
+        ({"examples": [{"question": "q", "anser": "a"}]}, "unknown field 'anser'.*answer"),
+        ({"examples": "q"}, "examples is a str: give a list"),
+        ({"examples": [("q", "a", "b")]}, "example 1 has 3 parts"),
+        ({"instructions": 5}, "instructions is a int: give a text"),
+        ({"instructions": "x" * 400_000}, "have 400,026 characters.*reads about 359,424 at once"),
+        ({"instructions": "x", "scaffold": "tiny"}, "'tiny' has no system message"),
+    ],
+)
+def test_wrong_instructions_are_refused_before_anything_is_sent(
+    options: dict[str, Any], problem: str
+) -> None:
+    client = ScriptedClient(["1"])
+    with pytest.raises(ConfigError, match=problem), RLM(client, **options) as rlm:
+        rlm.completion(TEXT, "?")
+    assert client.requests == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"system": "{{limits}} FINAL"}, r"system has no \{\{tools\}\}"),
+        ({"system": "{{tools}} {{final}}"}, r"system has no \{\{limits\}\}"),
+        ({"system": "{{tools}} {{limits}}"}, r"system has no \{\{final\}\}.*word FINAL"),
+        ({"child_system": "{{limits}} FINAL"}, r"child_system has no \{\{tools\}\}"),
+        ({"first": "{{about}}"}, r"first has no \{\{question\}\}"),
+    ],
+)
+def test_a_scaffold_that_would_lose_a_fact_is_refused(fields: dict[str, str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        Scaffold(name="mine", **fields)
+
+
+def test_every_marker_is_documented_and_filled() -> None:
+    own = "\n".join(f"<{name}>{{{{{name}}}}}</{name}>" for name in MARKERS)
+    prompt = system(TEXT, scaffold=Scaffold(system=own, direct_chars=0), tools={"K": 1})
+    for name in MARKERS:
+        text = prompt.partition(f"<{name}>")[2].partition(f"</{name}>")[0]
+        assert bool(text) is (name != "instructions"), name

@@ -222,7 +222,9 @@ def test_session_survives_repeated_deaths() -> None:
             code("FINAL((x, y, sorted(outputs)))"),
         ]
     )
-    scaffold = SCAFFOLD.__class__(system="You drive.", direct_chars=0, max_output_chars=100)
+    scaffold = SCAFFOLD.__class__(
+        system="You drive to FINAL. {{tools}}{{limits}}", direct_chars=0, max_output_chars=100
+    )
     with rlm(model, scaffold=scaffold) as r:
         result = r.completion("text", "?")
     assert result.answer == (1, 2, [2])
@@ -344,7 +346,9 @@ def test_native_tool_call_is_answered_after_session_death() -> None:
             "assistant", "", tool_calls=(ToolCall("c1", "repl", '{"code": "' + text + '"}'),)
         )
 
-    scaffold = SCAFFOLD.__class__(system="You drive.", direct_chars=0, native_tools=True)
+    scaffold = SCAFFOLD.__class__(
+        system="You drive to FINAL. {{tools}}{{limits}}", direct_chars=0, native_tools=True
+    )
     model = client([native("x = 1"), native("import os; os.abort()"), native("FINAL(x)")])
     with rlm(model, scaffold=scaffold) as r:
         assert r.completion("text", "?").answer == 1

@@ -25,7 +25,9 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 ROOT = Path(__file__).parents[2]
 SANDBOX = SandboxSpec(provider="inprocess", allow_weaker=True)
-SESSION = Scaffold(name="test", system="You drive a session.", direct_chars=0)
+SESSION = Scaffold(
+    name="test", system="You drive a session; FINAL ends it. {{tools}}{{limits}}", direct_chars=0
+)
 SECRET = "the secret text"
 
 
@@ -36,7 +38,7 @@ def cell(code: str) -> str:
 def script(messages: Any) -> Any:
     """The root calls a model, a tool and a child in one cell; the child answers; all else is a
     plain call."""
-    if messages[0].content != SESSION.system:
+    if messages[0].role != "system":
         return "7"
     question, turn = messages[1].content, sum(message.role == "assistant" for message in messages)
     if "child" in question:

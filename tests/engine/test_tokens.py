@@ -235,7 +235,12 @@ def test_summary_splits_the_path_without_an_error() -> None:
         return code("x = 1  # " + "padding " * 30)
 
     model = client(script, window=1000, ids=ByteTokenIds())
-    scaffold = Scaffold(name="test", system="You drive.", direct_chars=0, compact_at=0.5)
+    scaffold = Scaffold(
+        name="test",
+        system="You drive to FINAL. {{tools}}{{limits}}",
+        direct_chars=0,
+        compact_at=0.5,
+    )
     with rlm(model, scaffold=scaffold, limits={"max_reply_tokens": 200}) as r:
         result = r.completion("text", "?")
     assert result.answer == 1

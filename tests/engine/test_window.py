@@ -38,7 +38,12 @@ def test_long_observation_keeps_head_and_tail(compact_at: float) -> None:
             return "x is there."
         return code("FINAL(x)" if len(messages) > 2 else WORDY)
 
-    scaffold = Scaffold(name="test", system="You drive.", direct_chars=0, compact_at=compact_at)
+    scaffold = Scaffold(
+        name="test",
+        system="You drive to FINAL. {{tools}}{{limits}}",
+        direct_chars=0,
+        compact_at=compact_at,
+    )
     with rlm(client(script, window=1000), scaffold=scaffold, limits={"max_reply_tokens": 100}) as r:
         result = r.completion("text", "?")
     assert (result.answer, result.stop, result.error) == (7, Stop.FINAL, None)
@@ -62,7 +67,12 @@ def test_last_word_request_omits_an_observation_that_does_not_fit() -> None:
     def script(messages: tuple[Message, ...]) -> str:
         return "FINAL(7)" if "The limit is reached" in messages[-1].content else code(WORDY)
 
-    scaffold = Scaffold(name="test", system="You drive.", direct_chars=0, compact_at=0.0)
+    scaffold = Scaffold(
+        name="test",
+        system="You drive to FINAL. {{tools}}{{limits}}",
+        direct_chars=0,
+        compact_at=0.0,
+    )
     with rlm(
         client(script, window=1000),
         scaffold=scaffold,

@@ -20,7 +20,9 @@ from ramify.types.message import Message
 SANDBOX = SandboxSpec(provider="inprocess", allow_weaker=True)
 LONG = "red;3\nblue;4\n" * 2000
 """A text that becomes the context."""
-MINIMAL = Scaffold(name="test", system="You drive a session.", direct_chars=0)
+MINIMAL = Scaffold(
+    name="test", system="You drive a session; FINAL ends it. {{tools}}{{limits}}", direct_chars=0
+)
 PRICE = Price(1.0, 1.0)
 
 

@@ -22,7 +22,9 @@ from ramify.types.message import Message
 from ramify.types.trajectory import Trajectory
 
 ALWAYS = Scaffold(
-    name="test", system="You drive a session with `context`. {{tools}}", direct_chars=0
+    name="test",
+    system="You drive a session with `context`; FINAL ends it. {{tools}}{{limits}}",
+    direct_chars=0,
 )
 """Opens a session even if the context would fit into one request."""
 SPEC = SandboxSpec(provider="process", allow_weaker=True)
