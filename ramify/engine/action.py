@@ -13,16 +13,17 @@ server removed. Fences may be indented, as in lists, and lines may end in CR LF.
 from __future__ import annotations
 
 import ast
-import io
-import itertools
+import functools
 import json
 import re
-import tokenize
+import warnings
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ramify.clients.base import Tool
+from ramify.engine.lexical import StringScanner, call_end
 from ramify.types.message import Message, ToolCall
 
 CODE_TOOL = "repl"
@@ -41,25 +42,43 @@ NATIVE_TOOLS = (
 )
 
 _LANGUAGES = {"repl", "python", "py", "python3", "ipython"}
-_OPEN = re.compile(
-    r"^(?P<indent>[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?)(?P<fence>`{3,}|~{3,})[ \t]*"
-    r"(?P<language>[\w.+-]*)[^\n`]*$",
+_FINAL = re.compile(r"^[ \t>*]*+(?P<name>FINAL_VAR|FINAL)\s*+\(", re.MULTILINE)
+_MARK = re.compile(
+    r"^(?:"
+    r"(?P<indent>[ \t]*+(?:(?:[-*+]|\d{1,9}+[.)])[ \t]++)?)(?P<fence>`{3,}+|~{3,}+)[ \t]*+"
+    r"(?P<language>[\w.+-]*+)[^\n`]*+$"
+    r"|[ \t]*+(?P<think><think>)"
+    r"|(?P<thought>[ \t]*+</think>[ \t]*+$)"
+    r"|[ \t>*]*+(?P<final>FINAL(?:_VAR)?\s*+\()"
+    r")",
     re.MULTILINE,
 )
-_THINK = re.compile(r"^[ \t]*<think>.*?(?:</think>|\Z)", re.DOTALL | re.MULTILINE)
-_THOUGHT = re.compile(r"\A(?:(?!<think>).)*?^[ \t]*</think>[ \t]*$", re.DOTALL | re.MULTILINE)
-_MAX_CLOSINGS = 100
-"""Maximum number of candidates for the end of a fence that may be inside a string. Each candidate
-parses the code again."""
-_QUOTED = re.compile(
-    r"""\s*[rRuUbBfF]?(\"\"\".*?\"\"\"|'''.*?'''|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')\s*\)""",
-    re.DOTALL,
-)
+"""What ends a stretch of prose: a fence, a tag of thinking; or an answer, whose strings may contain
+any of these."""
+_MAY_BE_MARK = re.compile(r"\n(?=[ \t]*+[`~<*+\d-])")
+_PAREN = re.compile(r"[()]")
+_MAX_TRIES = 16
+"""How many calls of ``FINAL(`` that Python cannot read are tried; later ones are read by counting
+parentheses. Each try may read to the end of the text."""
+_MAX_LITERAL_CHARS = 4_000_000
+"""A longer text is read as JSON or taken as it is: a syntax tree has a hundred times its size."""
+_CONSTANTS: dict[str, Any] = {
+    "true": True,
+    "false": False,
+    "null": None,
+    **dict.fromkeys(("NaN", "nan"), float("nan")),
+    **dict.fromkeys(("Infinity", "inf"), float("inf")),
+}
+"""Names that JSON and ``repr`` write for values."""
+_JSON_WORD = re.compile(r"\b(?:true|false|null|NaN|Infinity)\b")
 _CUT = (
     "your message was cut at its limit of tokens, and the last {}, which was not closed, was not {}"
 )
-_VARIABLE = re.compile(r"FINAL_VAR\s*\([^()\n]*\)")
-_FINAL = re.compile(r"^[ \t>*]*(?P<name>FINAL_VAR|FINAL)\s*\(", re.MULTILINE)
+_CUT_FINAL = (
+    "your message was cut at its limit of tokens, so its FINAL(…) was not taken: give it again, "
+    "in a shorter message"
+)
+_VARIABLE = re.compile(r"FINAL_VAR\s*+\([^()\n]*+\)")
 
 
 class FinalAnswer(msgspec.Struct, frozen=True):
@@ -71,12 +90,54 @@ class FinalAnswer(msgspec.Struct, frozen=True):
     as_is: bool = False
     """True if ``text`` is the answer itself, neither a variable name nor a Python literal."""
 
-    def literal(self) -> object:
-        """Return the value if the text is a Python literal, otherwise the text."""
+    def literal(self) -> Any:
+        """Return the value if the text is JSON or a Python literal, otherwise the text.
+
+        >>> FinalAnswer('{"a": [true, NaN]}').literal(), FinalAnswer("{1: (2,)}").literal()
+        ({'a': [True, nan]}, {1: (2,)})
+        """
         try:
-            return ast.literal_eval(self.text)
+            return json.loads(self.text.removesuffix(","))
+        except (ValueError, RecursionError):
+            pass
+        argument = _argument(self.text)
+        try:
+            return self.text if argument is None else ast.literal_eval(_Constants().visit(argument))
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
             return self.text
+
+    def untyped(self) -> Any:
+        """Return the value of an answer whose type is not given: ``literal``, except that a number
+        is one only as Python writes it, and ``None`` is a word: 3.10 and 1e5 stay texts."""
+        value = self.literal()
+        if value is None:
+            return self.text
+        is_number = type(value) in (int, float)
+        is_exact = not is_number or self.text in (str(value), json.dumps(value))
+        return value if is_exact else self.text
+
+
+class _Constants(ast.NodeTransformer):
+    """Replaces names such as ``true`` by the values that they stand for."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
+
+
+def _argument(text: str) -> ast.expr | None:
+    """Return ``text`` as the expression in ``FINAL(text)``; several arguments as a tuple; None if
+    it is not Python."""
+    if len(text) > _MAX_LITERAL_CHARS or call_end(f"{text}\n)", 0) != len(text) + 1:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about invalid escapes, such as "\d"
+            call = ast.parse(f"_({text}\n)", mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return None
+    if not isinstance(call, ast.Call) or call.keywords or not call.args:
+        return None
+    return call.args[0] if len(call.args) == 1 else ast.Tuple(call.args, ast.Load())
 
 
 _COMPUTES = (ast.Call, ast.Subscript, ast.ListComp, ast.DictComp, ast.GeneratorExp, ast.JoinedStr)
@@ -87,14 +148,13 @@ def expressions(final: FinalAnswer | None) -> tuple[str, ...]:
     text is a name, a literal or words."""
     if final is None or final.variable or final.as_is:
         return ()
-    try:
-        tree = ast.parse(final.text, mode="eval")
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
+    argument = _argument(final.text)
+    if argument is None:
         return ()
-    nodes = [*ast.walk(tree)]
+    nodes = [*ast.walk(argument)]
     computes = any(isinstance(node, _COMPUTES) for node in nodes)
     has_names = any(isinstance(node, ast.Name) for node in nodes)
-    return (f"FINAL({final.text})",) if computes and has_names else ()
+    return (f"FINAL({final.text}\n)",) if computes and has_names else ()
 
 
 class ParsedAction(msgspec.Struct, frozen=True):
@@ -119,10 +179,15 @@ class ParsedAction(msgspec.Struct, frozen=True):
 
 def read_action(message: Message, is_cut: bool = False) -> ParsedAction:
     """Return the action that ``message`` asks for. If the reply ``is_cut`` (truncated at its token
-    limit), an unclosed fence or ``FINAL(`` is ignored, because it may be incomplete."""
-    codes, prose, ignored = _fenced(without_thinking(message.content), is_cut)
-    final, is_half = _final_text(prose, is_cut)
-    ignored += [_CUT.format("FINAL(…)", "taken")] if is_half else []
+    limit), its last fence is ignored if it is unclosed, and so is every ``FINAL(``: what follows
+    could have changed it."""
+    codes, prose, ignored = _fenced(message.content, is_cut)
+    final, is_closed = _final_text(prose)
+    if len(codes) == 1 and final is None and (final := _json_answer(codes[0])):
+        codes = []
+    if final is not None and is_cut:
+        final = None
+        ignored.append(_CUT_FINAL if is_closed else _CUT.format("FINAL(…)", "taken"))
     for call in message.tool_calls:
         code, answer, problem = _native(call)
         codes += [code] if code is not None else []
@@ -139,131 +204,215 @@ def read_action(message: Message, is_cut: bool = False) -> ParsedAction:
 def prose_of(text: str) -> str:
     """Return the prose of ``text`` without code, thinking and ``FINAL_VAR(name)``, or the whole
     text if it contains none of these."""
-    text = without_thinking(text)
     codes, prose, _ = _fenced(text)
-    return _VARIABLE.sub("", prose if codes else text).strip()
+    return _VARIABLE.sub("", prose if codes else without_thinking(text)).strip()
 
 
 def without_thinking(text: str) -> str:
     """Return ``text`` without its thinking blocks, and with plain newlines."""
     text = text.replace("\r\n", "\n")
-    text = _THOUGHT.sub("", text) if "</think>" in text else text
-    return _THINK.sub("", text)
+    if "<think>" not in text and "</think>" not in text:
+        return text
+    return "".join(part.text for part in _parts(text))
 
 
 def fences(text: str) -> Iterator[tuple[str, str, bool]]:
     """Yield (language, content, whether it was closed) of each fence that is not run."""
-    position = 0
-    while opening := _OPEN.search(text, position):
-        start, language = min(opening.end() + 1, len(text)), opening["language"].lower()
-        indent, is_code = len(opening["indent"]), language in _LANGUAGES
-        body, position, closed = _body(text, start, opening["fence"], indent, is_code)
-        if not is_code:
-            yield language, body, closed
+    for part in _parts(text):
+        if part.fence is not None and not part.is_code:
+            yield part.language, part.body, part.closed
+
+
+class _Part(NamedTuple):
+    """A stretch of prose, or a fence, without the thinking in it."""
+
+    text: str
+    fence: re.Match[str] | None = None
+    """The opening line of a fence."""
+    body: str = ""
+    """Content of the fence, without its indentation."""
+    closed: bool = True
+
+    @property
+    def language(self) -> str:
+        return str(self.fence["language"]).lower() if self.fence is not None else ""
+
+    @property
+    def is_code(self) -> bool:
+        return self.language in _LANGUAGES
+
+
+def _parts(text: str) -> list[_Part]:
+    """Return the prose and the fences of ``text`` in order, without its thinking."""
+    parts: list[_Part] = []
+    start = position = 0
+    has_thought, num_tries = False, 0
+    while mark := _MARK.search(text, position):
+        position = mark.end()
+        if mark["final"]:
+            if num_tries < _MAX_TRIES:
+                num_tries += 1
+                position = _end_of_strings(text, position)
+        elif mark["thought"] is not None:
+            if not has_thought:  # the server removed the opening tag
+                parts, start = [], position
+        elif mark["think"]:
+            parts.append(_Part(text[start : mark.start()]))
+            start = position = _end_of_thought(text, position)
+            has_thought = True
+        else:
+            parts.append(_Part(text[start : mark.start()]))
+            fence, start, is_thought, has_thought = _fence(text, mark, has_thought)
+            if is_thought:
+                parts = []
+            else:
+                parts.append(fence)
+            position = start
+    parts.append(_Part(text[start:]))
+    return parts
+
+
+def _end_of_thought(text: str, start: int) -> int:
+    end = text.find("</think>", start)
+    return len(text) if end < 0 else end + len("</think>")
+
+
+def _end_of_strings(text: str, start: int) -> int:
+    """Return a place behind the beginning of the last line that looks like a fence or a tag and is
+    inside a string of the call that begins before ``start``; ``start`` if there is none, or if
+    Python cannot read the call."""
+    newline = text.find("\n", start)
+    end = call_end(text, start) if newline >= 0 else None
+    if end is None or end < newline:
+        return start
+    scanner, last = StringScanner(text, start), start
+    for line in _MAY_BE_MARK.finditer(text, start, end):
+        if scanner.is_inside(line.end()):
+            last = line.end() + 1
+    return last
+
+
+def _fence(text: str, opening: re.Match[str], has_thought: bool) -> tuple[_Part, int, bool, bool]:
+    """Return (the fence that begins with the line ``opening``, index after it, whether it was part
+    of a thought, whether there was a thinking block)."""
+    start = position = min(opening.end() + 1, len(text))
+    kept = [text[opening.start() : start]]
+    body: list[str] = []
+    is_code = opening["language"].lower() in _LANGUAGES
+    ends = _fence_marks(opening["fence"][0], len(opening["fence"]), len(opening["indent"]))
+    scanner = StringScanner(text, start)
+    closed = False
+    while mark := ends.search(text, position):
+        position = mark.end()
+        if is_code and scanner.is_inside(mark.start()):
+            continue
+        if mark["thought"] is not None and not has_thought:
+            return _Part(""), position, True, has_thought
+        if mark["think"]:
+            body.append(text[start : mark.start()])
+            start = position = _end_of_thought(text, position)
+            scanner = StringScanner(text, start)
+            has_thought = True
+        elif mark["close"] is not None:
+            body.append(text[start : mark.start()])
+            kept += [*body, text[mark.start() : position]]
+            closed = True
+            break
+    if not closed:
+        body.append(text[start:])
+        kept += body
+        position = len(text)
+    content = _dedented("".join(body), len(opening["indent"])).rstrip("\n")
+    return _Part("".join(kept), opening, content, closed), position, False, has_thought
+
+
+@functools.lru_cache(64)
+def _fence_marks(character: str, num: int, indent: int) -> re.Pattern[str]:
+    """Return the pattern of what may end a fence of ``num`` times ``character``."""
+    return re.compile(
+        rf"^(?:(?P<close>[ \t]{{0,{indent + 3}}}+{re.escape(character)}{{{num},}}+[ \t]*+$)"
+        r"|[ \t]*+(?P<think><think>)|(?P<thought>[ \t]*+</think>[ \t]*+$))",
+        re.MULTILINE,
+    )
 
 
 def _fenced(text: str, is_cut: bool = False) -> tuple[list[str], str, list[str]]:
-    """Return (codes, the text outside all fences, what was ignored)."""
+    """Return (codes, the text outside all fences and thinking, what was ignored)."""
     codes: list[str] = []
     prose: list[str] = []
     ignored: list[str] = []
-    position = 0
-    while opening := _OPEN.search(text, position):
-        prose.append(text[position : opening.start()])
-        body_start = min(opening.end() + 1, len(text))
-        language = opening["language"].lower()
-        is_code = language in _LANGUAGES
-        body, position, closed = _body(
-            text, body_start, opening["fence"], len(opening["indent"]), is_code
-        )
-        if is_code and not closed and is_cut:
+    for part in _parts(text.replace("\r\n", "\n")):
+        if part.fence is None:
+            prose.append(part.text)
+        elif part.is_code and not part.closed and is_cut:
             ignored.append(_CUT.format("code fence", "run"))
-        elif is_code and body.strip():
-            codes.append(body)
-            if not closed:
+        elif part.is_code and part.body.strip():
+            codes.append(part.body)
+            if not part.closed:
                 ignored.append(
                     "the last code fence was not closed; it was run up to the end of the message"
                 )
-        elif not is_code:
+        elif not part.is_code:
             ignored.append(
-                f"a fence marked '{language}' was not run; use ```repl"
-                if language
+                f"a fence marked '{part.language}' was not run; use ```repl"
+                if part.language
                 else "an unmarked fence was not run; use ```repl"
             )
-    prose.append(text[position:])
     return codes, "\n".join(prose), ignored
-
-
-def _body(text: str, start: int, fence: str, indent: int, is_code: bool) -> tuple[str, int, bool]:
-    """Return (content of the fence, index after it, whether it was closed)."""
-    first = None
-    for begin, end in itertools.islice(_closings(text, start, fence, indent), _MAX_CLOSINGS):
-        first = first or (begin, end)
-        body = _dedented(text[start:begin], indent)
-        if not is_code or not _ends_inside_string(body):
-            return body.rstrip("\n"), end, True
-    if first:  # the string itself is unclosed, so the first closing fence is the best guess
-        return _dedented(text[start : first[0]], indent).rstrip("\n"), first[1], True
-    return _dedented(text[start:], indent).rstrip("\n"), len(text), False
-
-
-def _closings(text: str, start: int, fence: str, indent: int) -> Iterator[tuple[int, int]]:
-    pattern = re.compile(
-        rf"^[ \t]{{0,{indent + 3}}}{re.escape(fence[0])}{{{len(fence)},}}[ \t]*$", re.MULTILINE
-    )
-    for match in pattern.finditer(text, start):
-        yield match.start(), match.end()
 
 
 def _dedented(body: str, indent: int) -> str:
     """Return ``body`` without the indentation of its fence, as Markdown does."""
-    return re.sub(rf"^[ \t]{{1,{indent}}}", "", body, flags=re.MULTILINE) if indent else body
+    return re.sub(rf"^[ \t]{{1,{indent}}}+", "", body, flags=re.MULTILINE) if indent else body
 
 
-def _ends_inside_string(code: str) -> bool:
-    """True if ``code`` ends inside a triple-quoted string, so that a fence there is text."""
-    if '"""' not in code and "'''" not in code:
-        return False
-    try:
-        for _ in tokenize.generate_tokens(io.StringIO(code).readline):
-            pass
-    except tokenize.TokenError as error:
-        reason = str(error.args[0])
-        return "multi-line string" in reason or "triple-quoted" in reason
-    except SyntaxError:
-        return False
-    return False
-
-
-def _final_text(prose: str, is_cut: bool) -> tuple[FinalAnswer | None, bool]:
-    """Return the last ``FINAL(…)`` or ``FINAL_VAR(…)`` that begins a line, and whether one was
-    ignored because ``is_cut`` left it incomplete."""
-    final = None
-    position = 0
+def _final_text(prose: str) -> tuple[FinalAnswer | None, bool]:
+    """Return the last ``FINAL(…)`` or ``FINAL_VAR(…)`` that begins a line, and whether it was
+    closed."""
+    final, is_closed = None, True
+    position = num_tries = 0
     while match := _FINAL.search(prose, position):
-        inside, position, closed = _balanced(prose, match.end())
-        if is_cut and not closed:
-            return final, True
-        inside = inside.strip()
-        if not inside:
-            continue
-        variable = match["name"] == "FINAL_VAR"
-        final = FinalAnswer(inside.strip("\"'` ") if variable else inside, variable)
-    return final, False
+        end = call_end(prose, match.end()) if num_tries < _MAX_TRIES else None
+        if end is None or "#" in prose[match.end() : end]:
+            num_tries += 1
+            counted = _counted_end(prose, match.end())
+            # In words, a # is no comment.
+            is_python = end is not None and _argument(prose[match.end() : end]) is not None
+            end = end if is_python else counted
+        assert end is not None
+        inside, position = prose[match.end() : end].strip(), end + 1
+        if inside:
+            is_closed = end < len(prose)
+            variable = match["name"] == "FINAL_VAR"
+            final = FinalAnswer(inside.strip("\"'` ") if variable else inside, variable)
+    return final, is_closed
 
 
-def _balanced(text: str, start: int) -> tuple[str, int, bool]:
-    """Return (text from ``start`` to the closing parenthesis or to the end, index after it, whether
-    it was closed)."""
-    quoted = _QUOTED.match(text, start)
-    if quoted:  # parentheses inside a string do not count
-        return text[start : quoted.end() - 1], quoted.end(), True
+def _counted_end(text: str, start: int) -> int:
+    """Return the index of the parenthesis that closes the one before ``start`` if all of them are
+    counted, also those in strings; the end of the text if there is none."""
     depth = 1
-    for index in range(start, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[index], 0)
+    for parenthesis in _PAREN.finditer(text, start):
+        depth += 1 if parenthesis[0] == "(" else -1
         if depth == 0:
-            return text[start:index], index + 1, True
-    return text[start:], len(text), False
+            return parenthesis.start()
+    return len(text)
+
+
+def _json_answer(code: str) -> FinalAnswer | None:
+    """Return the answer of a cell that only gives one, written as JSON, whose names Python lacks:
+    ``FINAL({"found": true})``."""
+    match = _FINAL.match(code)
+    if match is None or match["name"] != "FINAL" or not _JSON_WORD.search(code, match.end()):
+        return None
+    end = call_end(code, match.end())
+    if end is None or code[end + 1 :].strip():
+        return None
+    try:
+        json.loads(inside := code[match.end() : end].strip())
+    except (ValueError, RecursionError):
+        return None
+    return FinalAnswer(inside)
 
 
 def _native(call: ToolCall) -> tuple[str | None, FinalAnswer | None, str | None]:
@@ -278,7 +427,7 @@ def _native(call: ToolCall) -> tuple[str | None, FinalAnswer | None, str | None]
         answer = arguments.get("answer", arguments.get("value"))
         if answer is None:
             return None, None, f"tool call '{FINAL_TOOL}' has no 'answer'"
-        return None, FinalAnswer(answer if isinstance(answer, str) else repr(answer)), None
+        return None, answer_of(answer), None
     code = arguments.get("code", arguments.get("input"))
     if call.name in _LANGUAGES and isinstance(code, str):
         return code, None, None
@@ -288,3 +437,11 @@ def _native(call: ToolCall) -> tuple[str | None, FinalAnswer | None, str | None]
         f"no tool '{call.name}' with those arguments; there are {CODE_TOOL}(code) and "
         f"{FINAL_TOOL}(answer)",
     )
+
+
+def answer_of(value: Any) -> FinalAnswer:
+    """Return the final answer of a tool call, whose argument is a JSON value. A text that would be
+    read as another value is quoted."""
+    if isinstance(value, str) and FinalAnswer(value).literal() == value:
+        return FinalAnswer(value)
+    return FinalAnswer(repr(value))

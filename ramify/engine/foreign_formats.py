@@ -24,8 +24,8 @@ import msgspec
 from ramify.engine.action import (
     CODE_TOOL,
     FINAL_TOOL,
-    FinalAnswer,
     ParsedAction,
+    answer_of,
     fences,
     read_action,
     without_thinking,
@@ -56,12 +56,18 @@ _DOES_SOMETHING = (
     ast.While,
 )
 _MARKS = re.compile(
-    r"```|~~~|<\|?tool_call|<function|<invoke|<\||\[TOOL_CALLS\]|^[ \t]*(>>>|!\w|%)|\w\(", re.M
+    r"```|~~~|<\|?tool_call|<function|<invoke|<\||\[TOOL_CALLS\]|^[ \t]*+(>>>|!\w|%)|\w\("
+    r"|^[ \t]*+\{",
+    re.M,
 )
+_BARE_CALL = re.compile(r"^[ \t]*+(?=\{\s*+\"(?:name|arguments|parameters)\"\s*+:)", re.M)
+_MOST_BARE_CALLS = 16
+_MAX_CODE_CHARS = 1_000_000
+"""A longer text is not tried as code."""
 _SESSION_CALL = re.compile(r"\s*(print|llm_query|rlm_query|llm_query_batched|SHOW_VARS)\(")
 _PYTHON_TAG = "<|python_tag|>"
 _HARMONY = re.compile(
-    r"<\|channel\|>(?P<channel>\w+)(?P<head>[^<]*)(?:<\|constrain\|>[^<]*)?<\|message\|>"
+    r"<\|channel\|>(?P<channel>\w++)(?P<head>[^<]*+)(?:<\|constrain\|>[^<]*+)?<\|message\|>"
     r"(?P<body>.*?)(?P<end><\|(?:end|call|return|start|channel)\|>|\Z)",
     re.DOTALL,
 )
@@ -71,13 +77,11 @@ _TOOL_CALL = re.compile(
     re.DOTALL,
 )
 _INVOKED = re.compile(
-    r"<(?:function=|invoke name=[\"']?)(?P<name>[\w.-]+)[\"']?>\s*(?P<body>.*?)"
+    r"<(?:function=|invoke name=[\"']?)(?P<name>[\w.-]++)[\"']?>\s*+(?P<body>.*?)"
     r"(?P<end></function>|</invoke>|\Z)",
     re.DOTALL,
 )
-_PARAMETER = re.compile(
-    r"<parameter(?:=| name=[\"']?)(?P<name>\w+)[\"']?>\n?(?P<value>.*?)\n?</parameter>", re.DOTALL
-)
+_PARAMETER = re.compile(r"<parameter(?:=| name=[\"']?)(?P<name>\w++)[\"']?>\n?")
 _RUNS_CODE = re.compile(r"repl|python|code|interpreter|exec|run")
 _COMMAND = re.compile(r"^[ \t]*(>>> |!\w|%%?(time|timeit|run|pip|bash|sh|cd|ls|load)\b)", re.M)
 
@@ -107,11 +111,11 @@ def syntax_hint(code: str, error: str) -> str | None:
     another system."""
     if not re.search(r"^(SyntaxError|IndentationError)", error, re.M):
         return None
-    if re.search(r"^\s*>>> ", code, re.M):
+    if re.search(r"^[ \t]*+>>> ", code, re.M):
         return "the code has the prompts of a terminal (>>>): remove prompts and outputs"
-    if magic := re.search(r"^\s*(%%?\w+)", code, re.M):
+    if magic := re.search(r"^[ \t]*+(%%?\w+)", code, re.M):
         return f"{magic[1]} is a command of IPython, which this session lacks: remove it"
-    if shell := re.search(r"^\s*!\s*(\w+)", code, re.M):
+    if shell := re.search(r"^[ \t]*+!\s*+(\w+)", code, re.M):
         return f"!{shell[1]} is a shell command, and the session has no shell: use Python (os, re)"
     if quote := re.search("[\u201c\u201d\u2018\u2019]", code):
         return f"the code has typographic quotes ({quote[0]}): use \" or '"
@@ -126,17 +130,19 @@ def _of_calls(action: ParsedAction, calls: list[tuple[str, Any]]) -> ParsedActio
         code = next((arguments[key] for key in ("code", "input", "script") if key in arguments), "")
         if name == FINAL_TOOL and "answer" in arguments:
             answer = arguments["answer"]
-            final = FinalAnswer(answer if isinstance(answer, str) else repr(answer))
+            final = answer_of(answer)
         elif isinstance(code, str) and code.strip() and _RUNS_CODE.search(name):
             codes.append(code)
             notes.append(_TOOL_AS_TEXT)
         else:
             notes.append(_NO_TOOL.format(name[:60]))
+    # The fence of a call was not run, but its code was.
+    others = [note for note in action.ignored if not codes or "fence" not in note]
     return msgspec.structs.replace(
         action,
         codes=tuple(codes),
         final=final,
-        ignored=(*action.ignored, *dict.fromkeys(notes)),
+        ignored=(*others, *dict.fromkeys(notes)),
         was_attempted=not codes and final is None,
     )
 
@@ -165,6 +171,8 @@ def _of_text(action: ParsedAction, text: str, is_cut: bool) -> ParsedAction:
 
 def _is_code(text: str) -> bool:
     """True if ``text`` is Python that does something."""
+    if len(text) > _MAX_CODE_CHARS:
+        return False
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -206,12 +214,14 @@ def _without_harmony(message: Message, is_cut: bool) -> tuple[Message, list[tupl
 def _tool_calls(text: str, is_cut: bool) -> Iterator[tuple[str, Any]]:
     """Yield the name and arguments of each tool call in ``text``."""
     found = itertools.chain(_TOOL_CALL.finditer(text), _INVOKED.finditer(text))
+    has_call = False
     for call in found:
+        has_call = True
         body = call["body"].strip()
         if is_cut and not call["end"]:
             continue
         if call.re is _INVOKED:
-            yield call["name"], {m["name"]: m["value"] for m in _PARAMETER.finditer(body)}
+            yield call["name"], dict(_parameters(body))
         elif not body.startswith("<"):
             parsed = _arguments(body)
             for one in parsed if isinstance(parsed, list) else [parsed]:
@@ -219,11 +229,39 @@ def _tool_calls(text: str, is_cut: bool) -> Iterator[tuple[str, Any]]:
                 given = fields.get("arguments", fields.get("parameters", {}))
                 given = _arguments(given) if isinstance(given, str) else given
                 yield str(fields.get("name", CODE_TOOL)), given
+    if not has_call:
+        yield from _bare_calls(text)
+
+
+def _parameters(body: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and value of each parameter between tags."""
+    position = 0
+    while opening := _PARAMETER.search(body, position):
+        end = body.find("</parameter>", opening.end())
+        if end < 0:
+            return
+        yield opening["name"], body[opening.end() : end].removesuffix("\n")
+        position = end
+
+
+def _bare_calls(text: str) -> Iterator[tuple[str, Any]]:
+    """Yield the name and arguments of each tool call that is written as a JSON object alone."""
+    position = num = 0
+    while (start := _BARE_CALL.search(text, position)) and num < _MOST_BARE_CALLS:
+        position, num = start.end() + 1, num + 1
+        try:
+            call, position = json.JSONDecoder(strict=False).raw_decode(text, start.end())
+        except (ValueError, RecursionError):
+            continue
+        given = call.get("arguments", call.get("parameters"))
+        given = _arguments(given) if isinstance(given, str) else given
+        if isinstance(call.get("name"), str) and isinstance(given, dict):
+            yield call["name"], given
 
 
 def _arguments(text: str) -> Any:
     """Return ``text`` as JSON, or as it is."""
     try:
         return json.JSONDecoder(strict=False).raw_decode(text.strip())[0]
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

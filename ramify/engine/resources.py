@@ -144,11 +144,9 @@ def _parts(name: str) -> tuple[str, str]:
     return name, name.rpartition("/")[2]
 
 
-def as_models(spec: ModelSpec | Sequence[ModelSpec] | None) -> tuple[Model | Client, ...]:
+def as_models(spec: ModelSpec | Sequence[ModelSpec]) -> tuple[Model | Client, ...]:
     """Return ``spec`` as models, whose keys are bound now, and clients. Raises ConfigError for
     anything else."""
-    if spec is None:
-        return ()
     specs = [spec] if isinstance(spec, str | Client) or not isinstance(spec, Sequence) else spec
     models: list[Model | Client] = []
     for item in specs:

@@ -44,9 +44,10 @@ _HALF = "the message was cut at its limit of tokens, and code in it that was not
 _NAMES = (TOOL_NAME, "python", "repl")
 _CODE = re.compile(r"<code>(.*?)(?:</code>|\Z)", re.DOTALL)
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_FENCE = re.compile(r"\A\s*(`{3,})[ \t]*(?:python|py)?[ \t]*\n(.*?)\n?[ \t]*\1`*\s*\Z", re.DOTALL)
+_FENCE = re.compile(r"\s*+(`{3,}+)[ \t]*+(?:python|py)?[ \t]*+\n")
 _XML = re.compile(
-    r"\s*<function=(\w+)>\s*(?:<parameter=code>\n?(.*?)\n?</parameter>\s*)?(?:</function>)?\s*",
+    r"\s*+<function=(\w++)>\s*+(?:<parameter=code>\n?(.*?)\n?</parameter>\s*+)?"
+    r"(?:</function>)?+\s*+",
     re.DOTALL,
 )
 
@@ -128,8 +129,12 @@ def _argument(arguments: str) -> str | None:
 
 def _bare(code: str) -> str:
     """Return ``code`` without a fence around all of it and without surrounding newlines."""
-    fence = _FENCE.match(code)
-    return fence[2] if fence is not None else code.strip("\n")
+    fence, end = _FENCE.match(code), code.rstrip()
+    if fence is not None and len(end) > fence.end():
+        body = end.rstrip("`")
+        if len(end) - len(body) >= len(fence[1]):
+            return body.rstrip(" \t").removesuffix("\n")[fence.end() :]
+    return code.strip("\n")
 
 
 def report(cell: Cell) -> str:

@@ -122,7 +122,7 @@ class RLM:
         self._shared = SharedResources(limits.max_concurrency, spec)
         setup = RlmSetup(
             as_models(model),
-            as_models(options.sub_model),
+            () if options.sub_model is None else as_models(options.sub_model),
             limits,
             scaffold_of(scaffold, model),
             spec,

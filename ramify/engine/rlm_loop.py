@@ -358,9 +358,7 @@ class RlmLoop:
                 if final.variable or is_too_much:
                     notes.append(f"{'FINAL_VAR' if final.variable else 'FINAL'}({name}): {error}")
                     return _NOTHING
-        if self._kind is None and not name.startswith(("'", '"')):
-            return name
-        return self._kind.literal(name) if self._kind else final.literal()
+        return self._kind.literal(name) if self._kind else final.untyped()
 
     def _best(self, *, use_prose: bool = True) -> Any:
         """Return the best answer so far that passes its check: a deferred one, a partial one, or

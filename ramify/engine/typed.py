@@ -15,7 +15,6 @@ quote occurs in them. White space may differ between quote and text, but nothing
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import sys
@@ -26,6 +25,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from ramify.engine import observe
+from ramify.engine.action import FinalAnswer
 from ramify.errors import ConfigError
 
 T = TypeVar("T")
@@ -69,19 +69,18 @@ class AnswerType(msgspec.Struct, frozen=True):
             raise
 
     def literal(self, text: str) -> Any:
-        """Return the unconverted value of ``FINAL(text)``: a Python literal, JSON or the text,
-        whichever matches first. If none matches, return the first that can be parsed, so that its
-        mismatch can be shown."""
-        readings: list[Callable[[str], Any]] = [ast.literal_eval, json.loads, str]
-        values = []
-        for reading in readings:
+        """Return the unconverted value of ``FINAL(text)``: the literal, the literal that is quoted
+        in it, or the text, whichever matches first. If none matches, return the literal, so that
+        its mismatch can be shown."""
+        value = FinalAnswer(text).literal()
+        quoted = FinalAnswer(value).literal() if isinstance(value, str) else value
+        for reading in (value, quoted, text):
             try:
-                values.append(reading(text))
-                self.convert(values[-1])
-            except (TypeMismatch, ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+                self.convert(reading)
+            except TypeMismatch:
                 continue
-            return values[-1]
-        return values[0]
+            return reading
+        return value
 
     @property
     def enforced(self) -> dict[str, Any] | None:

@@ -7,10 +7,15 @@ Braces are matched, so a box may contain others. A box that is not closed is ign
 
 from __future__ import annotations
 
+import re
+
 TAIL_CHARS = 300
 """Length of the end of a reply in which the answer must begin. Earlier boxes hold intermediate
 results."""
-_OPENINGS = ("\\boxed", "\\fbox")
+_BRACE = re.compile(
+    r"\\[{}\\]"  # an escaped character, not a brace
+    r"|(?P<open>(?P<box>(?:\\|(?<=\\))(?:boxed|fbox)\s*+)?\{)|(?P<close>\})"
+)
 
 
 def last_boxed(text: str, tail_chars: int | None = TAIL_CHARS) -> str | None:
@@ -22,10 +27,8 @@ def last_boxed(text: str, tail_chars: int | None = TAIL_CHARS) -> str | None:
     '\\frac{1}{2}'
     """
     tail = text if tail_chars is None else text[-tail_chars:]
-    contents = None
-    for start, end in _boxes(tail):
-        contents = tail[start:end].strip()
-    return contents
+    boxes = _boxes(tail)
+    return tail[slice(*boxes[-1])].strip() if boxes else None
 
 
 def _boxes(text: str) -> list[tuple[int, int]]:
@@ -33,21 +36,11 @@ def _boxes(text: str) -> list[tuple[int, int]]:
     boxes: list[tuple[int, int]] = []
     open_braces: list[int] = []
     """Start of the contents of each open brace; -1 for a brace that does not open a box."""
-    index = 0
-    while index < len(text):
-        if text[index] == "\\" and index + 1 < len(text) and text[index + 1] in "{}\\":
-            index += 2  # an escaped character, not a brace
-            continue
-        if text[index] == "{":
-            is_box = (
-                any(text[:index].rstrip().endswith(opening) for opening in _OPENINGS)
-                if index
-                else False
-            )
-            open_braces.append(index + 1 if is_box else -1)
-        elif text[index] == "}" and open_braces:
+    for mark in _BRACE.finditer(text):
+        if mark["open"] is not None:
+            open_braces.append(mark.end() if mark["box"] else -1)
+        elif mark["close"] and open_braces:
             start = open_braces.pop()
             if start >= 0:
-                boxes.append((start, index))
-        index += 1
+                boxes.append((start, mark.start()))
     return boxes

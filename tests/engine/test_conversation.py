@@ -40,7 +40,7 @@ def test_deadline_interrupts_code_of_a_later_question() -> None:
         results = [c.ask("?") for _ in range(3)]
     assert [(each.stop, each.answer) for each in results] == [
         (Stop.FINAL, 5),
-        (Stop.DEADLINE, "9"),
+        (Stop.DEADLINE, 9),
         (Stop.FINAL, 6),
     ]
 

@@ -21,6 +21,13 @@ RUNS = {
     "a tool call": (f"I look.\n<tool_call>\n{CALL}\n</tool_call>", CALLED),
     "a tool call that was not closed": (f"<tool_call>{CALL}", CALLED),
     "a tool call of Mistral": (f"[TOOL_CALLS][{CALL}]", CALLED),
+    "a bare call": (CALL, CALLED),
+    "a bare call behind words": (f"I look:\n\n  {CALL}\n", CALLED),
+    "a bare call in a fence of JSON": (f"```json\n{CALL}\n```", CALLED),
+    "a bare call with other names": (
+        '<think>so</think>\n{\n  "name": "python",\n  "parameters": {"input": "print(1)"}\n}',
+        CALLED,
+    ),
     "a function in tags": (
         "<tool_call>\n<function=python>\n<parameter=code>\nprint(1)\n</parameter>\n</function>\n"
         "</tool_call>",

@@ -244,7 +244,7 @@ def test_oversized_final_variable_becomes_a_note() -> None:
         [code("big = [0] * 500_001"), "FINAL(big)", code("1"), "FINAL_VAR(big)", "FINAL(7)"]
     )
     with rlm(model) as r:
-        assert r.completion("text", "?").answer == "7"
+        assert r.completion("text", "?").answer == 7
     notes = [request.messages[-1].content for request in (model.requests[2], model.requests[4])]
     assert "[note] FINAL(big): a value with 500,0" in notes[0]
     assert "[note] FINAL_VAR(big): a value with 500,0" in notes[1]

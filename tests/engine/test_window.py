@@ -79,7 +79,7 @@ def test_last_word_request_omits_an_observation_that_does_not_fit() -> None:
         limits={"max_turns": 1, "max_reply_tokens": 100},
     ) as r:
         result = r.completion("text", "?")
-    assert (result.answer, result.stop, result.error) == ("7", Stop.MAX_TURNS, None)
+    assert (result.answer, result.stop, result.error) == (7, Stop.MAX_TURNS, None)
 
 
 def test_child_with_oversized_observation_still_answers() -> None:
