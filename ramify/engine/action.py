@@ -376,7 +376,7 @@ def _final_text(prose: str) -> tuple[FinalAnswer | None, bool]:
         if end is None or "#" in prose[match.end() : end]:
             num_tries += 1
             counted = _counted_end(prose, match.end())
-            # In words, a # is no comment.
+            # In words, a # begins no comment.
             is_python = end is not None and _argument(prose[match.end() : end]) is not None
             end = end if is_python else counted
         assert end is not None
