@@ -77,6 +77,29 @@ class KnownPrefix(msgspec.Struct, frozen=True):
     ids: tuple[int, ...]
 
 
+_CONSTANT_BYTES = 1 << 20
+_TOKEN_BYTES = 256
+"""Bytes of JSON per token of a reply. The longest tokens have about 128 characters, and some
+servers send reasoning twice."""
+_LOGPROB_BYTES = 1024
+"""Bytes of JSON for one log-probability, with its token as text and as bytes."""
+_ID_BYTES = 16
+_MOST_REPLY_BYTES = 64 << 20
+_MOST_CHARS = 4 << 20
+
+
+class ReplyBound(msgspec.Struct, frozen=True):
+    """What no honest reply to a request exceeds. A reply beyond it is refused."""
+
+    bytes: int
+    """Bytes of the response's body."""
+    items: int
+    """Items of its lists together: parts of the content, token ids, log-probabilities."""
+    tool_calls: int
+    chars: int
+    """Characters of its text, reasoning and arguments together."""
+
+
 class Request(msgspec.Struct, frozen=True):
     """One request for one reply."""
 
@@ -108,6 +131,27 @@ class Request(msgspec.Struct, frozen=True):
         for part in (self.schema, self.tools or None):
             total += len(msgspec.json.encode(part)) if part is not None else 0
         return total
+
+    def reply_bound(self) -> ReplyBound:
+        """Bound on the reply, from ``sampling.max_tokens`` and what else the request asks for."""
+        sampling = self.sampling
+        choices, top_logprobs = (
+            value if isinstance(value := sampling.extra.get(name), int) and value > 0 else default
+            for name, default in (("n", 1), ("top_logprobs", 0))
+        )
+        tokens, token_bytes, prompt_ids = choices * sampling.max_tokens, _TOKEN_BYTES, 0
+        if sampling.logprobs or top_logprobs:
+            token_bytes += _LOGPROB_BYTES * (1 + top_logprobs)
+            prompt_ids = self.max_input_tokens()
+        num_bytes = _CONSTANT_BYTES + tokens * token_bytes + prompt_ids * _ID_BYTES
+        # Some servers do not count reasoning, so there may be twice as many tokens. A tool call
+        # takes at least four: its name, its arguments, and the marks around them.
+        return ReplyBound(
+            min(num_bytes, _MOST_REPLY_BYTES),
+            1024 + 2 * tokens + prompt_ids,
+            max(64, tokens // 4),
+            min(_CONSTANT_BYTES + tokens * _TOKEN_BYTES, _MOST_CHARS),
+        )
 
     def max_usage(self) -> Usage:
         """Upper bound on the usage of one attempt: reserved before it, and booked if no usage is

@@ -86,6 +86,17 @@ class ChatCompletion(msgspec.Struct):
         if self.choices and len(self.choices) > 1:  # servers may send them in any order
             self.choices.sort(key=lambda choice: _whole_number(choice.index))
 
+    @property
+    def num_items(self) -> int:
+        """Number of items of the lists that are read."""
+        choices = self.choices or []
+        lists: list[Sequence[Any] | None] = [choices, self.prompt_token_ids]
+        for choice in choices[:1]:
+            content = choice.message.content
+            lists += [content if isinstance(content, list) else None, choice.token_ids]
+            lists += [choice.message.tool_calls, (choice.logprobs or _Logprobs()).content]
+        return sum(map(len, filter(None, lists)))
+
 
 def _whole_number(value: Any) -> float:
     is_number = isinstance(value, int) and not isinstance(value, bool)
@@ -353,7 +364,9 @@ _TOO_LONG = re.compile(
 _NO_MONEY = re.compile(
     r"insufficient_quota|billing|credit balance|exceeded your current quota", re.IGNORECASE
 )
-_TITLE = re.compile(r"<title[^>]*>(.{1,1000}?)</title>", re.IGNORECASE | re.DOTALL)
+_TITLE = re.compile(r"<title[^<>]{0,200}>([^<]{1,1000})</title>", re.IGNORECASE)
+_MOST_ERROR_BYTES = 1 << 16
+"""Bytes of an error's body that are read. Messages are short."""
 _NOT_THERE = (404, 405, 501)
 """Path not found, or not available for POST: typical answers of a server that is not an API."""
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
@@ -373,6 +386,7 @@ def from_status(
     """Return the error for a response that is not a 2xx. ``where`` names the model and its
     address. ``secrets`` are what was sent as a key; all are empty if there was none."""
     secrets = tuple(filter(None, secrets))
+    body = body[:_MOST_ERROR_BYTES]
     message = message_of(body, secrets)
     text = f"{where} answered {status}: {message}" if message else f"{where} answered {status}"
     if status in (429, 529) or (status == 503 and retry_after_s(headers, body) is not None):

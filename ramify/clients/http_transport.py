@@ -163,10 +163,13 @@ class HttpConnectionPool:
         self._idle: dict[tuple[str, str, int, str], deque[_Connection]] = {}
         self._open: set[_Connection] = set()
 
-    def send(self, where: str, route: RequestRoute, body: bytes = b"") -> HttpExchange:
+    def send(
+        self, where: str, route: RequestRoute, body: bytes = b"", max_body_bytes: int | None = None
+    ) -> HttpExchange:
         """Return the exchange that sends ``body`` along ``route`` when it is entered. ``where``
-        names the model in errors."""
-        return HttpExchange(self, where, route, body, self._max_body_bytes)
+        names the model in errors. ``max_body_bytes`` lowers the pool's limit for this response."""
+        most = min(self._max_body_bytes, max_body_bytes or self._max_body_bytes)
+        return HttpExchange(self, where, route, body, most)
 
     async def close(self) -> None:
         for connection in list(self._open):
@@ -333,7 +336,8 @@ class HttpExchange:
             parts = reader.take()
             body = parts[0] if len(parts) == 1 else b"".join(parts)
             if self._unpacker is not None:
-                body = self._unpacker.feed(body)
+                # Unpacking may take long, and lets other threads run meanwhile.
+                body = await asyncio.to_thread(self._unpacker.feed, body)
                 self._unpacker.end()
         except ModelError as error:
             raise self._located(error) from None

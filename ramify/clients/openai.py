@@ -13,10 +13,11 @@ import time
 import msgspec
 
 from ramify.clients import chat_json, responses_json
-from ramify.clients.base import Price, Request
+from ramify.clients.base import Price, ReplyBound, Request
 from ramify.clients.chat_json import from_body, from_status, redacted
 from ramify.clients.http_transport import HttpConnectionPool, HttpResponse, route_to
 from ramify.clients.providers import RESPONSES_PATH, Endpoint
+from ramify.clients.reply_decoding import NoReply, Undecodable, decode_reply
 from ramify.errors import BadReply, ModelError, Refused
 from ramify.types.message import Reply
 
@@ -47,13 +48,14 @@ class OpenAIClient:
     async def complete(self, request: Request) -> Reply:
         fields = self._format.body_fields(request, self._endpoint, self._limit_field)
         body = chat_json.encode(fields)
+        bound = request.reply_bound()
         started = time.perf_counter()
-        async with self._wire.send(self.name, self._route, body) as exchange:
+        async with self._wire.send(self.name, self._route, body, bound.bytes) as exchange:
             answer = await exchange.read()
         seconds = time.perf_counter() - started
         if answer.status != 200:
             raise self._refusal(answer)
-        return self._reply(answer, seconds)
+        return await self._reply(answer, bound, seconds)
 
     async def close(self) -> None:
         """Do nothing: the connections belong to the pool."""
@@ -83,48 +85,38 @@ class OpenAIClient:
             error.transient = True
         return error
 
-    def _reply(self, answer: HttpResponse, seconds: float) -> Reply:
-        completion = self._completion(answer)
-        if completion.error or not completion.choices:
-            raise self._no_reply(answer, completion)
+    async def _reply(self, answer: HttpResponse, bound: ReplyBound, seconds: float) -> Reply:
         try:
-            reply: Reply = self._format.read(
-                completion, completion.choices[0], self._endpoint.model, seconds
-            )
-            return reply
+            reply = await decode_reply(self._format, answer.body, self._endpoint.model, bound)
+            return msgspec.structs.replace(reply, seconds=seconds)
+        except NoReply as error:
+            raise self._no_reply(answer, error) from None
+        except Undecodable as error:
+            raise self._not_json(answer, error) from None
         except ValueError as error:
             raise self._bad(str(error)) from None
+        except BadReply as error:
+            located = self._bad(f"was refused: {error}")
+            located.transient = error.transient
+            raise located from None
 
-    def _completion(
-        self, answer: HttpResponse
-    ) -> chat_json.ChatCompletion | responses_json.ResponseBody:
-        try:
-            completion: chat_json.ChatCompletion = self._format.decode(answer.body)
-            return completion
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            kind = answer.headers.get("content-type", "no content type")
-            if "html" in kind.lower() or answer.body.lstrip()[:1] == b"<":
-                hint = (
-                    ""
-                    if self._endpoint.url.endswith(("/v1/chat/completions", RESPONSES_PATH))
-                    else ": most end in /v1"
-                )
-                raise self._bad(
-                    f"answered {kind} instead of JSON; check the base URL{hint}", paid=False
-                ) from None
-            start = redacted(
-                answer.body[:2000].decode("utf-8", "replace"), (self._endpoint.secret,)
-            )[:80]
-            raise self._bad(
-                f"answered {kind} that is not a {self._format.KIND} ({error}): {start!r}"
-            ) from None
+    def _not_json(self, answer: HttpResponse, error: Undecodable) -> BadReply:
+        kind = answer.headers.get("content-type", "no content type")
+        start = answer.body[:2000].decode("utf-8", "replace")
+        if "html" in kind.lower() or start.lstrip()[:1] == "<":
+            hint = (
+                ""
+                if self._endpoint.url.endswith(("/v1/chat/completions", RESPONSES_PATH))
+                else ": most end in /v1"
+            )
+            return self._bad(
+                f"answered {kind} instead of JSON; check the base URL{hint}", paid=False
+            )
+        start = redacted(start, (self._endpoint.secret,))[:80]
+        return self._bad(f"answered {kind} that is not a {self._format.KIND} ({error}): {start!r}")
 
-    def _no_reply(
-        self,
-        answer: HttpResponse,
-        completion: chat_json.ChatCompletion | responses_json.ResponseBody,
-    ) -> ModelError:
-        if not completion.error:
+    def _no_reply(self, answer: HttpResponse, found: NoReply) -> ModelError:
+        if not found.has_error:
             return self._bad(
                 f"sent a reply without choices; is it a {self._format.KIND}s endpoint?"
             )
@@ -132,8 +124,8 @@ class OpenAIClient:
             self._where(),
             answer.headers,
             answer.body,
-            completion.error,
-            is_beside_reply=bool(completion.choices or completion.usage),
+            {"code": found.code},
+            is_beside_reply=found.is_beside_reply,
             key_variable=self._endpoint.provider.key_variables[0],
             secrets=(self._endpoint.secret,),
         )

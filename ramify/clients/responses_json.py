@@ -38,6 +38,17 @@ class ResponseBody(msgspec.Struct):
         """What the server sent as its reply: here the items of the output."""
         return self.output
 
+    @property
+    def num_items(self) -> int:
+        """Number of items of the output and of their parts."""
+        items = self.output or []
+        return len(items) + sum(
+            len(parts)
+            for item in items
+            for name in ("content", "summary")
+            if isinstance(parts := item.get(name), list)
+        )
+
 
 _decoder = msgspec.json.Decoder(ResponseBody)
 

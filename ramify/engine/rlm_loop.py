@@ -32,6 +32,7 @@ from ramify.engine.event_recorder import CallOutcome
 from ramify.engine.foreign_formats import syntax_hint
 from ramify.engine.host import CellHost
 from ramify.engine.model_requests import cut_reply
+from ramify.engine.reading import read_reply
 from ramify.engine.run_state import LiveCall, RunState
 from ramify.engine.typed import AnswerType, TypeMismatch
 from ramify.errors import (
@@ -52,6 +53,9 @@ _SHARES = (1, 2, 4, 8, 16, 32, 64)
 """If an observation does not fit the window, it is shown as one part in this many; the largest part
 that fits is used."""
 
+_HINT_CHARS = 100_000
+"""Characters of a cell's code in which the reason for a syntax error is looked for."""
+
 
 class RlmLoop:
     """One call with its session. After ``answer``, the session and its history can be used for
@@ -71,6 +75,8 @@ class RlmLoop:
         self._deferred: Any = _NOTHING
         self._partial: Any = None
         self._last_text = ""
+        self._last_prose: str | None = None
+        """Words of the last message if they have been read already."""
         self._is_cut = False
         """True if the last reply was truncated at its token limit."""
         self._num_idle = 0
@@ -130,7 +136,7 @@ class RlmLoop:
         fork._reused = self._reused
         fork._deferred = self._deferred
         fork._partial = self._partial
-        fork._last_text = self._last_text
+        fork._last_text, fork._last_prose = self._last_text, self._last_prose
         fork._is_cut = self._is_cut
         fork._num_idle = self._num_idle
         fork._told = dict(self._told)
@@ -169,7 +175,8 @@ class RlmLoop:
             return CallOutcome(stop, self._best(use_prose=False), str(error), error)
         self._reused = None
         self._is_cut = reply.finish == "length"
-        action = self.scaffold.read(reply.message, self._is_cut)
+        read = await read_reply(self.scaffold, reply.message, self._is_cut)
+        action, self._last_prose = read.action, read.prose
         self._last_text = "" if action.was_attempted else reply.message.content
         run.pass_limit(call)
         try:
@@ -305,7 +312,7 @@ class RlmLoop:
             final = note.get("final", final)
             self._partial = note.get("partial", self._partial)
             if cell.error and self.scaffold.takes_words:
-                notes += filter(None, [syntax_hint(code, cell.error)])
+                notes += filter(None, [syntax_hint(code[:_HINT_CHARS], cell.error)])
             if cell.error is not None and index + 1 < len(action.codes):
                 notes.append(
                     f"cells {index + 2} to {len(action.codes)} were not run, since cell "
@@ -363,7 +370,10 @@ class RlmLoop:
     def _best(self, *, use_prose: bool = True) -> Any:
         """Return the best answer so far that passes its check: a deferred one, a partial one, or
         the prose of the last message."""
-        prose = prose_of(self._last_text) if use_prose and self.scaffold.takes_words else ""
+        prose = ""
+        if use_prose and self.scaffold.takes_words and self._last_text:
+            known = self._last_prose
+            prose = prose_of(self._last_text) if known is None else known
         for candidate in (self._deferred, self._partial, prose or None):
             if candidate is _NOTHING or candidate is None:
                 continue
@@ -395,7 +405,7 @@ class RlmLoop:
                 if isinstance(error, Refused) and error.too_long and prompt is not prompts[-1]:
                     continue
                 return CallOutcome(stop, self._best(), str(error), error)
-            self._last_text = reply.message.content
+            self._last_text, self._last_prose = reply.message.content, None
             self._is_cut = reply.finish == "length"
             answer = await self._last_answer(reply.message, stop)
             if self._is_cut:
@@ -411,7 +421,11 @@ class RlmLoop:
         )
 
     async def _last_answer(self, message: Message, stop: Stop) -> Any:
-        action = read_action(message) if self.scaffold.raw_code else self.scaffold.read(message)
+        if self.scaffold.raw_code:
+            action = read_action(message)
+        else:
+            read = await read_reply(self.scaffold, message)
+            action, self._last_prose = read.action, read.prose
         value = await self._last_cells(action, stop)
         if value is _NOTHING and action.final is not None:
             value = await self._text_final(action.final, [])

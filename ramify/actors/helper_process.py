@@ -1,0 +1,169 @@
+"""Work on strangers' data in another process, so that it cannot stop the event loop.
+
+    data ── thread ── pipe ──▶ helper process: module:function(data) ── pipe ──▶ answer
+
+Decoders and regular expressions hold the interpreter's lock, so in a thread they would stop the
+loop as well. A helper is started at the first request and kept for the next ones. The kernel ends
+it if one request takes more CPU time than a session's value may take to decode. A request that is
+cancelled ends its helper, so that a run never waits for work that nobody needs.
+
+Not here: what is large enough to be worth it (see ``clients/reply_decoding.py`` and
+``engine/reading.py``), and processes that are kept for a run (``child_process.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import importlib
+import os
+import resource
+import select
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO
+
+from ramify.actors.child_process import IdleProcesses, import_path
+
+CPU_S = 2.0
+"""Maximum CPU time of one request."""
+_ANSWER_S = 60.0
+"""Maximum time for a helper to start and answer, on a machine that is busy."""
+_MEMORY_BYTES = 2 << 30
+"""Maximum address space of a helper."""
+_NUM_HELPERS = 2
+_COMMAND = "from ramify.actors.helper_process import serve; serve()"
+_LENGTH_BYTES = 8
+
+
+class HelperError(Exception):
+    """A helper process ended, or was ended, before it answered."""
+
+
+async def in_helper(function: str, *data: bytes) -> bytes:
+    """Return the result of ``function``, named as ``module:name``, from a helper process. It takes
+    and returns bytes. Raises HelperError if it exceeds the limits on CPU time and memory, and
+    RuntimeError if it raises an exception."""
+    request = _HelperRequest([function.encode(), *data])
+    try:
+        return await asyncio.get_running_loop().run_in_executor(_threads(), request.run)
+    except asyncio.CancelledError:
+        request.cancel()
+        raise
+
+
+class _HelperRequest:
+    """One request to a helper. ``run`` blocks and belongs in a thread."""
+
+    def __init__(self, parts: list[bytes]) -> None:
+        self._parts = parts
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_cancelled = False
+
+    def run(self) -> bytes:
+        try:
+            with _helpers.one() as process:
+                self._hold(process)
+                try:
+                    failed, answer = self._ask(process)
+                finally:
+                    self._hold(None)
+        except TimeoutError:
+            raise HelperError(f"it was not done within {_ANSWER_S:g} s") from None
+        except (EOFError, OSError):
+            limits = f"{CPU_S:g} s of CPU time or {_MEMORY_BYTES >> 30} GiB of memory"
+            raise HelperError(f"it takes more than {limits}") from None
+        if failed:
+            raise RuntimeError(answer.decode())
+        return answer
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._is_cancelled = True
+            if self._process is not None:
+                self._process.kill()
+
+    def _hold(self, process: subprocess.Popen[bytes] | None) -> None:
+        with self._lock:
+            self._process = process
+            if process is not None and self._is_cancelled:
+                raise EOFError
+
+    def _ask(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        _send(process.stdin, self._parts)
+        poll = select.poll()
+        poll.register(process.stdout, select.POLLIN)
+        if not poll.poll(_ANSWER_S * 1000):
+            raise TimeoutError
+        failed, answer = _receive(process.stdout)
+        return failed, answer
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_NUM_HELPERS, thread_name_prefix="ramify helper")
+
+
+def _start() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _COMMAND],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **import_path()},
+    )
+
+
+_helpers = IdleProcesses(_start)
+
+
+def serve() -> None:
+    """Answer requests from standard input until it is closed."""
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
+        while True:
+            name, *data = _receive(source)
+            module, _, function = name.decode().partition(":")
+            call = getattr(importlib.import_module(module), function)
+            # The limit is in whole seconds, and counts from the start of the process.
+            most_s = int(time.process_time() + CPU_S) + 1
+            resource.setrlimit(resource.RLIMIT_CPU, (most_s, resource.RLIM_INFINITY))
+            try:
+                answer = [b"", call(*data)]
+            except MemoryError:
+                return
+            except Exception as error:  # noqa: BLE001 -- raised in the process that asked
+                answer = [b"failed", f"{type(error).__name__}: {error}".encode("utf-8", "replace")]
+            del data
+            _send(sink, answer)
+
+
+def _send(sink: IO[bytes], parts: list[bytes]) -> None:
+    sink.write(len(parts).to_bytes(_LENGTH_BYTES, "little"))
+    for part in parts:
+        sink.write(len(part).to_bytes(_LENGTH_BYTES, "little"))
+        sink.write(part)
+    sink.flush()
+
+
+def _receive(source: IO[bytes]) -> list[bytes]:
+    return [_exactly(source, _number(source)) for _ in range(_number(source))]
+
+
+def _number(source: IO[bytes]) -> int:
+    return int.from_bytes(_exactly(source, _LENGTH_BYTES), "little")
+
+
+def _exactly(source: IO[bytes], count: int) -> bytes:
+    data = source.read(count)
+    if len(data) < count:
+        raise EOFError
+    return data

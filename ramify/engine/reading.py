@@ -1,0 +1,70 @@
+"""Reading of a model's reply into an action, without stopping the event loop.
+
+    short reply ─────────────────▶ Scaffold.read ───────────▶ ReadReply
+    long reply ──▶ helper process: Scaffold.read, prose_of ──▶ ReadReply
+
+A reply is a stranger's text, and reading it searches the whole text several times. Decides which
+replies are long. Not here: how a reply is read (see ``action.py``).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ramify.actors.helper_process import HelperError, in_helper
+from ramify.engine.action import ParsedAction, prose_of
+from ramify.engine.scaffold import Scaffold
+from ramify.types.message import Message, sendable
+
+_LONG_CHARS = 100_000
+"""Longer replies are read in a helper process. An honest one of 8,192 tokens has some 30,000."""
+_MANY_CALLS = 100
+
+
+class _Reading(msgspec.Struct, array_like=True):
+    scaffold: Scaffold
+    message: Message
+    is_cut: bool
+
+
+class ReadReply(msgspec.Struct, array_like=True):
+    """What a model's reply asks for, and its words."""
+
+    action: ParsedAction
+    prose: str | None = None
+    """The words of a long reply, without code and thinking. None for a short one, whose words are
+    read when they are needed."""
+
+
+async def read_reply(scaffold: Scaffold, message: Message, is_cut: bool = False) -> ReadReply:
+    """Read a reply. One that takes too long to read asks for nothing, and has no words."""
+    if not _is_long(message):
+        return ReadReply(scaffold.read(message, is_cut))
+    reading = _encode(_Reading(scaffold, sendable(message), is_cut))
+    try:
+        answer = await in_helper(f"{__name__}:{read_in_helper.__name__}", reading)
+    except HelperError as error:
+        return ReadReply(
+            ParsedAction(ignored=(f"the whole reply: reading it failed, since {error}",)), ""
+        )
+    return _decode_read(answer)
+
+
+def read_in_helper(reading: bytes) -> bytes:
+    """Read a reply in a helper process."""
+    given = _decode_reading(reading)
+    action = given.scaffold.read(given.message, given.is_cut)
+    return _encode(ReadReply(action, prose_of(given.message.content)))
+
+
+def _is_long(message: Message) -> bool:
+    calls = message.tool_calls
+    return (
+        len(message.content) + sum(len(call.arguments) for call in calls) > _LONG_CHARS
+        or len(calls) > _MANY_CALLS
+    )
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_reading = msgspec.msgpack.Decoder(_Reading).decode
+_decode_read = msgspec.msgpack.Decoder(ReadReply).decode
