@@ -324,7 +324,10 @@ class IdleProcesses:
         """A process that no one else uses during the block."""
         with self._lock:
             process = self._idle.pop() if self._idle else None
-        if process is None or process.poll() is not None:
+        if process is not None and process.poll() is not None:
+            kill(process)  # it ended while it was idle: close its pipes
+            process = None
+        if process is None:
             process = self._start()
         try:
             yield process

@@ -333,8 +333,7 @@ class HttpExchange:
         try:
             while not reader.is_complete:
                 await connection.more()
-            parts = reader.take()
-            body = parts[0] if len(parts) == 1 else b"".join(parts)
+            body = reader.take()
             if self._unpacker is not None:
                 # Unpacking may take long, and lets other threads run meanwhile.
                 body = await asyncio.to_thread(self._unpacker.feed, body)
@@ -351,9 +350,9 @@ class HttpExchange:
         connection.streams()
         try:
             while True:
-                while not (reader.parts or reader.is_complete):
+                while not (reader.unread or reader.is_complete):
                     await connection.more()
-                is_last, data = reader.is_complete, b"".join(reader.take())
+                is_last, data = reader.is_complete, reader.take()
                 if self._unpacker is not None and data:
                     data = self._unpacker.feed(data)
                 elif self._unpacker is not None:
@@ -472,7 +471,7 @@ class _Connection(asyncio.Protocol):
                 await self.more()
         except ModelError as error:
             raise _ProxyRefused(f"the proxy: {error}", transient=True) from None
-        status, is_early = reader.status, bool(reader.parts)
+        status, is_early = reader.status, bool(reader.unread)
         self._reader = None
         reader.close()
         if status == 407:
@@ -518,7 +517,7 @@ class _Connection(asyncio.Protocol):
         except ModelError as error:
             self._error = error
             self.abort()
-        if self._is_streamed and reader.num_unread > _UNREAD_BYTES and not self._is_reading_paused:
+        if self._is_streamed and len(reader.unread) > _UNREAD_BYTES and not self._is_reading_paused:
             assert self._transport is not None
             self._is_reading_paused = True
             self._transport.pause_reading()
@@ -543,10 +542,9 @@ class ResponseReader:
         self.status = 0
         """0 until the head has arrived."""
         self.headers: dict[str, str] = {}
-        self.parts: list[bytes] = []
-        """Body that has arrived and was not taken."""
-        self.num_unread = 0
-        """Number of bytes in ``parts``."""
+        self.unread = bytearray()
+        """Body that has arrived and was not taken. Not a list: a body may arrive in chunks of one
+        byte."""
         self.is_complete = False
         self.keeps = False
         """True if the connection can carry another request after this response."""
@@ -571,10 +569,10 @@ class ResponseReader:
         """Last bytes of an incomplete head, at most three."""
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
 
-    def take(self) -> list[bytes]:
+    def take(self) -> bytes:
         """Return the body that has arrived since the last call."""
-        parts, self.parts, self.num_unread = self.parts, [], 0
-        return parts
+        taken, self.unread = bytes(self.unread), bytearray()
+        return taken
 
     def close(self) -> None:
         """Drop the parser, which refers to this object."""
@@ -693,8 +691,7 @@ class ResponseReader:
         if data:
             self._num_body_bytes += len(data)
             self._bound(self._num_body_bytes)
-            self.parts.append(data)
-            self.num_unread += len(data)
+            self.unread += data
 
     def _bound(self, size: int) -> None:
         if size > self._max_body_bytes and not self.is_streamed:

@@ -1,0 +1,50 @@
+"""Long replies are read outside of this process, with the same result."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from ramify.engine.action import prose_of
+from ramify.engine.reading import read_reply
+from ramify.engine.scaffold import BARE, DEFAULT, RETOOL, Scaffold
+from ramify.types.message import Message, ToolCall
+
+LONG = "\n".join(f"line {n} of an explanation" for n in range(10_000))
+
+
+@pytest.mark.parametrize("scaffold", [DEFAULT, BARE, RETOOL], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "content",
+    [
+        LONG,
+        f"{LONG}\n```repl\nx = 1\n```\nFINAL(x)",
+        f"<think>{LONG}</think>\n```python\nprint('é 😀')\n```",
+        f"<code>\n# {LONG[:120_000]!r}\n</code>",
+        f"half \ud800 {LONG}",
+    ],
+)
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_long_reply_is_read_like_a_short_one(
+    scaffold: Scaffold, content: str, is_cut: bool
+) -> None:
+    message = Message("assistant", content)
+    read = asyncio.run(read_reply(scaffold, message, is_cut))
+    safe = Message("assistant", content.replace("\ud800", "\\ud800"))
+    assert read.action == scaffold.read(safe, is_cut)
+    assert read.prose == prose_of(safe.content)
+
+
+def test_many_tool_calls_are_read_outside() -> None:
+    calls = tuple(ToolCall(f"c{n}", "python", f'{{"code": "x = {n}"}}') for n in range(150))
+    message = Message("assistant", "", tool_calls=calls)
+    read = asyncio.run(read_reply(DEFAULT, message))
+    assert read.action == DEFAULT.read(message)
+    assert read.prose is not None
+
+
+def test_short_reply_is_read_in_place() -> None:
+    message = Message("assistant", "```repl\nx = 1\n```")
+    read = asyncio.run(read_reply(DEFAULT, message))
+    assert (read.action.codes, read.prose) == (("x = 1",), None)
