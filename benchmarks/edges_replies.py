@@ -4,7 +4,7 @@ ends in time.
     python benchmarks/edges.py --only replies
     python benchmarks/edges_replies.py NAME …    only these replies, each on one line
 
-The server is another process. Each reply is given to a run of its own with a deadline of 5 s, while
+The server is another process. Each reply is given to a separate run with a deadline of 5 s, while
 a timer of 10 ms is on the loop. What is measured: the CPU time of the longest callback, how late
 the timer was at worst, and the length of the run. A thread that holds the interpreter's lock shows
 only in the timer. The timer is also late if the machine is busy, so its figure is the median of

@@ -5,7 +5,7 @@
 Decoders and regular expressions hold the interpreter's lock, so in a thread they would stop the
 loop as well. A helper is started at the first request and kept for the next ones. The kernel ends
 it if one request takes more CPU time than a session's value may take to decode. A request that is
-cancelled ends its helper, so that a run never waits for work that nobody needs.
+cancelled ends its helper, so that no run waits for work whose result is not needed.
 
 Not here: what is large enough to be worth it (see ``clients/reply_decoding.py`` and
 ``engine/reading.py``), and processes that are kept for a run (``child_process.py``).
