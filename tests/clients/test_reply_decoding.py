@@ -53,6 +53,8 @@ def helpers() -> set[int]:
 def end_helpers() -> None:
     for pid in helpers():
         os.kill(pid, signal.SIGKILL)
+    while helpers():
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("pad", [b"", PAD], ids=["small", "large"])
@@ -181,8 +183,6 @@ def test_cancelled_decoding_ends_at_once() -> None:
         await task
 
     end_helpers()
-    while helpers():
-        time.sleep(0.01)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(cancel())
     while helpers():
