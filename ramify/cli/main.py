@@ -42,6 +42,8 @@ COMMANDS = {
     "serve-policy": ("ramify.cli.serve_policy", "serve a policy over an OpenAI-compatible API"),
     "view": ("ramify.cli.view_command", "browse runs, training curves and comparisons, live"),
     "runs": ("ramify.cli.runs_command", "list stored runs"),
+    "runs check": ("ramify.cli.runs_command", "find damage in stored runs"),
+    "runs repair": ("ramify.cli.runs_command", "cut a damaged run before the damage"),
     "runs rm": ("ramify.cli.runs_command", "delete stored runs"),
     "runs review": ("ramify.cli.runs_command", "label a run, or correct its scores"),
     "runs prune": ("ramify.cli.runs_command", "delete old runs"),

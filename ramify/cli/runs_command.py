@@ -1,5 +1,5 @@
-"""``ramify runs``, ``runs review``, ``runs rm`` and ``runs prune``: list stored runs, review and
-delete them.
+"""``ramify runs``, ``runs review``, ``runs check``, ``runs repair``, ``runs rm`` and ``runs prune``:
+list stored runs, review, check, repair and delete them.
 
 Not here: the files of the store (see ramify/store/store.py).
 """
@@ -24,6 +24,7 @@ from ramify.cli.terminal_text import (
     seconds,
     size,
 )
+from ramify.store.repair import JournalCheck
 from ramify.store.reviews import RunReview
 from ramify.store.store import RunSummary, Store
 
@@ -79,6 +80,57 @@ def review(
     saved = RunReview(tuple(labels), known.note if note is None else note, rewards)
     store.write_review(path, saved)
     print(f"reviewed {path.stem}")
+    return ExitCode.ANSWERED
+
+
+def check(words: list[str], all: bool | None) -> int:
+    if bool(words) == bool(all):
+        raise UsageError("give a RUN to check, or --all")
+    store = Store()
+    paths = [store.path(name) for name in words or [run.id for run in store.runs()]]
+    num_damaged = 0
+    for path in paths:
+        found = store.check(path)
+        num_damaged += not found.is_whole
+        if not words and found.is_whole:
+            continue  # of all runs, only those with damage are named
+        print(f"{found.id}: {_verdict(found)}")
+        for damage in found.damage:
+            print(
+                f"  line {damage.number} (byte {damage.offset:,}): {one_line(damage.reason, 200)}"
+            )
+        if found.num_damaged > len(found.damage):
+            print(f"  and {many(found.num_damaged - len(found.damage), 'more damaged line')}")
+        for text in found.lost_contexts:
+            print(f"  {text}")
+        if found.num_damaged:
+            print(f"  keep what is before the damage: ramify runs repair {found.id}")
+    if not words:
+        print(f"{many(len(paths), 'run')} checked, {num_damaged} damaged")
+    return ExitCode.ERROR if num_damaged else ExitCode.ANSWERED
+
+
+def _verdict(found: JournalCheck) -> str:
+    if found.num_damaged:
+        state = f"damaged at {many(found.num_damaged, 'line')} of {found.num_lines:,}"
+    else:
+        state = f"{many(found.num_lines, 'line')}, whole"
+    if found.num_checked < found.num_lines:
+        num = found.num_lines - found.num_checked
+        state += f"; {num:,} have no checksum, so only their form was checked"
+    if found.torn_bytes:
+        state += f"; {found.torn_bytes:,} bytes of an incomplete last line"
+    return f"{state}; {found.stop or ('running' if found.is_written else 'not ended')}"
+
+
+def repair(words: list[str]) -> int:
+    done = Store().repair(words[0])
+    damage = done.damage
+    print(f"line {damage.number} is damaged: {one_line(damage.reason, 200)}")
+    replies = f"{done.num_lost_replies:,} later repl{'y' if done.num_lost_replies == 1 else 'ies'}"
+    print(f"kept {many(done.num_kept, 'line')}; {replies} will be asked again")
+    print(f"the journal as it was: {done.backup}")
+    print(f"continue: ramify ask --resume {done.id}")
     return ExitCode.ANSWERED
 
 
@@ -203,6 +255,28 @@ which stays as it is. Without options, it is printed.""",
                 "score", list, "correct a score; NAME= restores the recorded one", "NAME=NUMBER"
             ),
         ),
+    ),
+    CommandSpec(
+        "runs check",
+        """\
+Check stored runs for damage: lines that were changed, are missing or in another order, and contexts
+that are lost. With --all, all runs are checked, and the damaged ones are named. The exit code is 1
+if there is damage.""",
+        check,
+        "[RUN]",
+        0,
+        1,
+        options=(OptionSpec("all", bool, "check all runs", has_no=False),),
+    ),
+    CommandSpec(
+        "runs repair",
+        """\
+Cut a damaged run before the damage, so that it can be resumed from there. Says how many later
+replies will be asked again. The damaged file is kept.""",
+        repair,
+        "RUN",
+        1,
+        1,
     ),
     CommandSpec(
         "runs rm",

@@ -23,6 +23,7 @@ from ramify.engine import observe
 from ramify.errors import RamifyError
 from ramify.store.call_cache import CallCache, ReplyPlace
 from ramify.store.journal import decode_line, lines
+from ramify.store.line_checksums import LineChain
 from ramify.types.event import CallStarted, ReplyReceived, RequestStarted, RunStarted
 from ramify.types.message import Message, Reply
 
@@ -69,7 +70,8 @@ class ReusableReplies:
             return None
         path = self._runs / f"{place.run}.jsonl"
         with contextlib.suppress(RamifyError, OSError):  # the run was deleted
-            event = decode_line(next(lines(path, place.offset), b""), path, 0)
+            chain = LineChain(place.crc_before)
+            event = decode_line(next(lines(path, place.offset), b""), path, 0, chain)
             if isinstance(event, ReplyReceived):
                 return event.reply
         return None
@@ -85,12 +87,15 @@ def request_key(model: str, messages: tuple[Message, ...], sampling: Sampling) -
 
 def _places(path: Path) -> Iterator[tuple[str, ReplyPlace]]:
     """(key, place) of each reply in a journal that can be reused, up to the first damaged line."""
-    replies, offset = _RepliesOfRun(), 0
+    replies, offset, chain = _RepliesOfRun(), 0, LineChain()
     with contextlib.suppress(RamifyError, LookupError, msgspec.MsgspecError, UnicodeEncodeError):
         for number, line in enumerate(lines(path), 1):
+            if chain.problem(line):
+                return
             if line.startswith(_READ) and _REDACTED not in line:
                 for key in replies.add(decode_line(line, path, number)):
-                    yield key, ReplyPlace(path.stem, offset)
+                    yield key, ReplyPlace(path.stem, offset, chain.crc)
+            chain.advance(line)
             offset += len(line) + 1
 
 

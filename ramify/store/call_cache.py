@@ -31,13 +31,16 @@ class ReplyPlace(NamedTuple):
     run: str
     offset: int
     """First byte of its line in the journal."""
+    crc_before: int
+    """Checksum of the line before it."""
 
 
 _TABLES = (
     "replies (hash TEXT PRIMARY KEY, at REAL, reply BLOB)",
-    "recorded (hash TEXT PRIMARY KEY, run TEXT, offset INTEGER)",
-    "read_runs (run TEXT PRIMARY KEY, bytes INTEGER)",
+    "places (hash TEXT PRIMARY KEY, run TEXT, offset INTEGER, crc_before INTEGER)",
+    "read_journals (run TEXT PRIMARY KEY, bytes INTEGER)",
 )
+_FORMER_TABLES = ("recorded", "read_runs")
 
 
 class CallCache:
@@ -54,6 +57,8 @@ class CallCache:
             self._database.execute("PRAGMA journal_mode = WAL")  # readers do not wait for a writer
             self._database.execute("PRAGMA synchronous = NORMAL")
             with self._database:
+                for table in _FORMER_TABLES:
+                    self._database.execute(f"DROP TABLE IF EXISTS {table}")
                 for table in _TABLES:
                     self._database.execute(f"CREATE TABLE IF NOT EXISTS {table}")
         except sqlite3.Error as error:
@@ -69,12 +74,12 @@ class CallCache:
 
     def place(self, prompt_hash: str) -> ReplyPlace | None:
         """Where the reply to this request is recorded, if ``add_run`` found one."""
-        row = self._row("SELECT run, offset FROM recorded WHERE hash = ?", prompt_hash)
+        row = self._row("SELECT run, offset, crc_before FROM places WHERE hash = ?", prompt_hash)
         return None if row is None else ReplyPlace(*row)
 
     def read_bytes(self, run: str) -> int:
         """Size of the journal of ``run`` when ``add_run`` was given it; 0 if it never was."""
-        row = self._row("SELECT bytes FROM read_runs WHERE run = ?", run)
+        row = self._row("SELECT bytes FROM read_journals WHERE run = ?", run)
         return 0 if row is None else int(row[0])
 
     def add_run(self, run: str, num_bytes: int, places: Iterable[tuple[str, ReplyPlace]]) -> None:
@@ -82,9 +87,11 @@ class CallCache:
         rows = [(prompt_hash, *place) for prompt_hash, place in places]
         try:
             with self._lock, self._database:
-                self._database.executemany("INSERT OR REPLACE INTO recorded VALUES (?, ?, ?)", rows)
+                self._database.executemany(
+                    "INSERT OR REPLACE INTO places VALUES (?, ?, ?, ?)", rows
+                )
                 self._database.execute(
-                    "INSERT OR REPLACE INTO read_runs VALUES (?, ?)", (run, num_bytes)
+                    "INSERT OR REPLACE INTO read_journals VALUES (?, ?)", (run, num_bytes)
                 )
         except sqlite3.Error as error:
             raise self._failed(error) from error

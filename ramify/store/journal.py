@@ -5,7 +5,7 @@ The lock is ``flock`` on the journal itself, so that the system releases it when
 ``RUN_ID.writer`` next to it only names the writer. The store's flusher flushes replies to disk,
 since they are what was paid for.
 
-A line is one call of the codec. A slow path handles values that JSON or UTF-8 cannot represent, and
+A line is one call of the codec, and ends with a checksum (see ``line_checksums.py``). A slow path handles values that JSON or UTF-8 cannot represent, and
 secrets: lone surrogates become ``\\udc80`` escapes, an infinite number becomes the largest finite
 one, and a secret becomes ``«redacted NAME»``. A last line without a newline is incomplete and is
 skipped. Anything else that cannot be read is an error that names the file and the line.
@@ -29,6 +29,7 @@ import msgspec
 
 from ramify.errors import RunInUse, StoreError
 from ramify.secrets import SecretRedactor
+from ramify.store.line_checksums import LineChain, has_checksum
 from ramify.store.private_files import (
     FILE_MODE,
     BlobStore,
@@ -36,7 +37,7 @@ from ramify.store.private_files import (
     release_reserve,
     write_all,
 )
-from ramify.types.event import AnyEvent, ReplyReceived, RunEnded
+from ramify.types.event import AnyEvent, ReplyReceived, RunEnded, TrajectoryFold
 from ramify.types.trajectory import SCHEMA_VERSION, Stop
 
 _PATIENCE_S = 0.3
@@ -63,14 +64,22 @@ class Journal:
     ``store.reopen``. Safe for several threads."""
 
     def __init__(
-        self, path: Path, fd: int, blobs: BlobStore, flusher: FsyncFlusher, secrets: SecretRedactor
+        self,
+        path: Path,
+        fd: int,
+        blobs: BlobStore,
+        flusher: FsyncFlusher,
+        secrets: SecretRedactor,
+        chain: LineChain,
     ) -> None:
+        """``chain`` has the checksum of the last line."""
         self.id = path.stem
         self.path = path
         self._fd = fd
         self._blobs = blobs
         self._flusher = flusher
         self._secrets = secrets
+        self._chain = chain
         self._lock = threading.Lock()
         self._size = os.fstat(fd).st_size
         self._failure: OSError | None = None
@@ -92,6 +101,7 @@ class Journal:
         with self._lock:
             # The end of a suspended run leaves no gap: what is missing is done again.
             self._check(allow_gap=isinstance(event, RunEnded) and event.stop is Stop.SUSPENDED)
+            line, crc = self._chain.sealed(line)
             try:
                 self._write(line)
             except StoreError as error:
@@ -99,6 +109,7 @@ class Journal:
                 self._gap = error
                 raise
             self._size += len(line)
+            self._chain.crc = crc
             if type(event) is ReplyReceived:
                 self._flusher.flush(self._fd, self)
 
@@ -165,7 +176,7 @@ def open_locked(path: Path, flags: int) -> int:
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | flags, FILE_MODE)
     try:
         _lock(fd, path)
-        if os.fstat(fd).st_nlink > 0:
+        if _is_at(path, fd):
             me = msgspec.json.encode(this_process())
             writer_file(path).write_bytes(me)
             writer_file(path).chmod(FILE_MODE)
@@ -173,8 +184,16 @@ def open_locked(path: Path, flags: int) -> int:
     except BaseException:
         os.close(fd)
         raise
-    os.close(fd)  # pruned between opening and locking: the run's file is another one now
+    os.close(fd)  # deleted or repaired between opening and locking: the run's file is another one
     return open_locked(path, flags)
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    """Whether ``fd`` is open on the file that is at ``path`` now."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _lock(fd: int, path: Path) -> None:
@@ -233,6 +252,22 @@ def cut_torn_line(fd: int) -> int:
     if end < size:
         os.ftruncate(fd, end)
     return size - end
+
+
+def chain_at_end(fd: int, path: Path) -> LineChain:
+    """The checksum after the last line of a journal without an incomplete line. Raises StoreError
+    if the last line should have one but has none."""
+    size = os.fstat(fd).st_size
+    chain, tail = LineChain(), os.pread(fd, 64, max(0, size - 64))[:-1]
+    if has_checksum(tail):
+        chain.advance(tail)
+        return chain
+    for number, line in enumerate(lines(path), start=1):
+        problem = chain.problem(line)
+        if problem and not has_checksum(line):
+            raise damaged(path, number, problem)
+        chain.advance(line)
+    return chain
 
 
 def _not_on_disk(path: Path, error: OSError) -> StoreError:
@@ -303,6 +338,7 @@ _MANY_BYTES = 1 << 18
 _RETRIES = 3
 """How often in a row a follower retries an unreadable line while the writer lives."""
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+CANNOT_DECODE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class _Version(msgspec.Struct):
@@ -338,21 +374,47 @@ def blocks(path: Path, offset: int = 0) -> Iterator[bytes]:
 
 
 def read_events(path: Path) -> Iterator[AnyEvent]:
-    """The events of the journal at ``path``, in order."""
+    """The events of the journal at ``path``, in order. Raises StoreError at the first damaged
+    line."""
+    chain, fold = LineChain(), TrajectoryFold()
     for number, line in enumerate(lines(path), start=1):
-        yield decode_line(line, path, number)
+        event = decode_line(line, path, number, chain)
+        if not chain.is_checked:  # then only its sense shows that a line is missing before it
+            try:
+                fold.apply(event)
+            except (KeyError, IndexError) as error:
+                raise damaged(path, number, misfit(error)) from error
+        yield event
 
 
-def decode_line(line: bytes, path: Path, number: int) -> AnyEvent:
-    """The event in a line. Raises StoreError, which names the file and the line."""
+def misfit(error: Exception) -> str:
+    """Why a line is damaged that does not fit those before it."""
+    return f"it does not fit the lines before it (no {error})"
+
+
+def damaged(path: Path, number: int, why: object) -> StoreError:
+    """The error for a line that was changed, or that other lines are missing before."""
+    return StoreError(
+        f"{path}, line {number} is damaged: {why}; the events before it can be read, and `ramify "
+        f"runs repair {path.stem}` keeps them"
+    )
+
+
+def decode_line(line: bytes, path: Path, number: int, chain: LineChain | None = None) -> AnyEvent:
+    """The event in a line. Raises StoreError, which names the file and the line. With ``chain``,
+    its checksum is compared, and the chain continues after it."""
+    problem = "" if chain is None else chain.problem(line)
+    if problem:
+        raise damaged(path, number, problem)
     if line.startswith(b'{"type":"RunStarted"'):
         check_version(line, path)
     try:
-        return _decoder.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise StoreError(
-            f"{path}, line {number} is damaged: {error}; the events before it can be read"
-        ) from error
+        event = _decoder.decode(line)
+    except CANNOT_DECODE as error:
+        raise damaged(path, number, error) from error
+    if chain is not None:
+        chain.advance(line)
+    return event
 
 
 def check_version(line: bytes, path: Path) -> None:
@@ -379,13 +441,13 @@ async def follow(path: Path, poll_s: float = 0.1) -> AsyncIterator[AnyEvent]:
     """
     import asyncio  # slow to import, and only used here
 
-    offset, number, failures, inode = 0, 0, 0, 0
+    offset, number, failures, inode, chain = 0, 0, 0, 0, LineChain()
     while True:
         alive = writer(path) is not None  # first: its last lines are still read below
         try:
             inode = _same_file(path, inode, offset)
             for line in lines(path, offset):
-                event = decode_line(line, path, number + 1)
+                event = decode_line(line, path, number + 1, chain)
                 offset, number, failures = offset + len(line) + 1, number + 1, 0
                 yield event
         except StoreError:

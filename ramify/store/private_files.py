@@ -73,6 +73,15 @@ def write_all(fd: int, data: Bytes, path: Path) -> None:
         ) from error
 
 
+def sync_folder(path: Path) -> None:
+    """Flush the names of the files in the folder ``path`` to disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 RESERVE_BYTES = 4 << 20
 """Space that a store keeps free on its disk, so that the replies that arrive after the disk is full
 can still be written."""

@@ -21,6 +21,7 @@ import msgspec
 from ramify.errors import StoreError
 from ramify.store.journal import open_locked, writer, writer_file
 from ramify.store.private_files import EVALUATIONS, BlobStore, StoreSize, remove_file
+from ramify.store.repair import backups
 from ramify.store.reviews import review_file
 
 GRACE_S = 3600.0
@@ -161,6 +162,8 @@ def _delete(path: Path) -> tuple[os.stat_result, dict[str, float]]:
         remove_file(path)
         remove_file(writer_file(path))
         remove_file(review_file(path))
+        for backup in backups(path):
+            remove_file(backup)
         fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
         os.close(fd)

@@ -3,6 +3,7 @@
     ROOT/runs/RUN_ID.jsonl      a run's events, one per line, append-only  (journal.py)
     ROOT/runs/RUN_ID.review.json  labels, a note and corrected scores      (reviews.py)
     ROOT/runs/RUN_ID.writer     the process that writes it now
+    ROOT/runs/RUN_ID.damaged    the journal from before a repair           (repair.py)
     ROOT/blobs/ab/DIGEST        contexts and long outputs, stored once     (private_files.py)
     ROOT/index.sqlite           summaries for a listing; may be deleted
     ROOT/cache/replies.sqlite   the optional call cache                    (call_cache.py)
@@ -28,17 +29,22 @@ from ramify.errors import StoreError, UnknownRun
 from ramify.secrets import SecretRedactor
 from ramify.store.journal import (
     Journal,
+    chain_at_end,
     check_version,
     cut_torn_line,
+    damaged,
     follow,
     in_use,
     lines,
     open_locked,
     read_events,
     writer,
+    writer_file,
 )
+from ramify.store.line_checksums import LineChain
 from ramify.store.private_files import BlobStore, FsyncFlusher, StoreSize, keep_reserve, make_folder
 from ramify.store.prune import PruneResult, StorePruner
+from ramify.store.repair import JournalCheck, JournalRepair, check_journal, repair_journal
 from ramify.store.reviews import RunReview, listed_reviews, read_reviews, write_review
 from ramify.types.event import AnyEvent, TrajectoryFold
 from ramify.types.message import Usage
@@ -134,10 +140,13 @@ _glance = msgspec.json.Decoder(_Glance)
 def summarise(path: Path) -> RunSummary:
     """Read the journal at ``path`` for its summary: the same numbers as ``TrajectoryFold``, several
     times faster."""
-    summary, number = RunSummary(path.stem), 0
+    summary, number, chain = RunSummary(path.stem), 0, LineChain()
     try:
         for line in lines(path):
             number += 1
+            if problem := chain.problem(line):
+                raise damaged(path, number, problem)
+            chain.advance(line)
             if line.startswith(b'{"type":"RunStarted"'):
                 check_version(line, path)
             _add(summary, _glance.decode(line))
@@ -330,7 +339,7 @@ class Store:
             ) from None
         except OSError as error:
             raise StoreError(f"cannot create {path}: {error.strerror}") from error
-        return Journal(path, fd, self.blobs, self._flusher, SecretRedactor(secrets))
+        return Journal(path, fd, self.blobs, self._flusher, SecretRedactor(secrets), LineChain())
 
     def reopen(self, run: str | Path, secrets: Mapping[str, str] | None = None) -> Journal:
         """The journal of an earlier run, to continue it. An incomplete last line is cut off."""
@@ -339,8 +348,25 @@ class Store:
             fd = open_locked(path, 0)
         except OSError as error:
             raise StoreError(f"cannot write {path}: {error.strerror}") from error
-        cut_torn_line(fd)
-        return Journal(path, fd, self.blobs, self._flusher, SecretRedactor(secrets))
+        try:
+            cut_torn_line(fd)
+            chain = chain_at_end(fd, path)
+        except BaseException:
+            writer_file(path).unlink(missing_ok=True)
+            os.close(fd)
+            raise
+        return Journal(path, fd, self.blobs, self._flusher, SecretRedactor(secrets), chain)
+
+    def check(self, run: str | Path) -> JournalCheck:
+        """Compare the checksums of a run's journal and its stored contexts; also while it is being
+        written."""
+        return check_journal(self.path(run), self.blobs)
+
+    def repair(self, run: str | Path) -> JournalRepair:
+        """Cut a damaged journal before its damage, so that the run can be resumed from there. The
+        damaged file is kept beside it. Raises StoreError if nothing can be kept, and RunInUse while
+        the run is being written."""
+        return repair_journal(self.path(run))
 
     def check_free(self, run: str | Path) -> None:
         """Raise RunInUse, which names the process, while ``run`` is being written."""

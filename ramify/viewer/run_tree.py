@@ -28,6 +28,7 @@ import msgspec
 
 from ramify.errors import StoreError
 from ramify.store.journal import check_version, decode_line
+from ramify.store.line_checksums import LineChain
 from ramify.types.call_tree import CallNode, CallTree
 from ramify.types.event import (
     AnyEvent,
@@ -111,30 +112,40 @@ class DamagedLine(msgspec.Struct, frozen=True):
     reason: str
 
 
-def glances(block: bytes, path: Path) -> Iterable[tuple[AnyGlance | DamagedLine, int]]:
-    """Decode ``block``, complete lines of the journal at ``path``.
+def glances(
+    block: bytes, path: Path, chain: LineChain
+) -> Iterator[tuple[AnyGlance | DamagedLine, int]]:
+    """Decode ``block``, complete lines of the journal at ``path``, after those of ``chain``.
 
-    Returns (event, length of its line in bytes) for each line. At a line of a newer version,
-    StoreError is raised after the events before it.
+    Gives (event, length of its line in bytes) for each line. The chain continues after a line when
+    the next one is taken. At a line of a newer version, StoreError is raised after the events
+    before it.
     """
     lines = block[:-1].split(b"\n")
+    for line, event in zip(lines, _decoded(block, lines, path), strict=True):
+        problem = chain.problem(line)
+        yield DamagedLine(problem) if problem else event, len(line) + 1
+        chain.advance(line)
+
+
+def _decoded(block: bytes, lines: list[bytes], path: Path) -> Iterable[AnyGlance | DamagedLine]:
     if _FIRST not in block:
         with suppress(*_UNREADABLE):  # decoding all lines at once is several times faster
             events = _decoder.decode_lines(block)
             # ``decode_lines`` skips empty lines, which count as damage.
             if len(events) == len(lines):
-                return zip(events, [len(line) + 1 for line in lines], strict=True)
+                return events
     return _one_by_one(lines, path)
 
 
-def _one_by_one(lines: list[bytes], path: Path) -> Iterator[tuple[AnyGlance | DamagedLine, int]]:
+def _one_by_one(lines: list[bytes], path: Path) -> Iterator[AnyGlance | DamagedLine]:
     for line in lines:
         if line.startswith(_FIRST):
             check_version(line, path)
         try:
-            yield _decoder.decode(line), len(line) + 1
+            yield _decoder.decode(line)
         except _UNREADABLE as error:
-            yield DamagedLine(str(error)), len(line) + 1
+            yield DamagedLine(str(error))
 
 
 class RunTree:

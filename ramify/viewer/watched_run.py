@@ -17,6 +17,7 @@ import msgspec
 
 from ramify.errors import StoreError
 from ramify.store.journal import blocks, writer
+from ramify.store.line_checksums import LineChain
 from ramify.store.reviews import RunReview, read_reviews
 from ramify.types.call_tree import CallNode
 from ramify.types.event import CallEnded, CallStarted, RunStarted
@@ -61,6 +62,8 @@ class WatchedRun:
         self._inode = 0
         self._stamp: tuple[int, int] | None = None
         self._details = CallDetails(self.path)
+        self._chain = LineChain()
+        """Checksum of the last line that was read."""
 
     @property
     def version(self) -> int:
@@ -150,6 +153,7 @@ class WatchedRun:
 
     def _begin_again(self) -> None:
         self.tree, self._details = RunTree(), CallDetails(self.path)
+        self._chain = LineChain()
         self.offset, self.damage, self._num_damaged, self._suspect_offset = 0, "", 0, -1
         self.generation += 1
 
@@ -157,7 +161,7 @@ class WatchedRun:
         apply, add, offset = self.tree.apply, changed.add, self.offset
         try:
             for block in blocks(self.path, offset):
-                for event, size in glances(block, self.path):
+                for event, size in glances(block, self.path, self._chain):
                     if isinstance(event, DamagedLine):
                         if self._should_retry(offset):
                             return
