@@ -1,5 +1,5 @@
-"""``ramify runs``, ``runs review``, ``runs check``, ``runs repair``, ``runs rm`` and ``runs prune``:
-list stored runs, review, check, repair and delete them.
+"""``ramify runs``, and its forms ``review``, ``check``, ``repair``, ``rm`` and ``prune``: list,
+review, check, repair and delete stored runs.
 
 Not here: the files of the store (see ramify/store/store.py).
 """
@@ -96,9 +96,8 @@ def check(words: list[str], all: bool | None) -> int:
             continue  # of all runs, only those with damage are named
         print(f"{found.id}: {_verdict(found)}")
         for damage in found.damage:
-            print(
-                f"  line {damage.number} (byte {damage.offset:,}): {one_line(damage.reason, 200)}"
-            )
+            reason = one_line(damage.reason, 200)
+            print(f"  line {damage.number} (byte {damage.offset:,}): {reason}")
         if found.num_damaged > len(found.damage):
             print(f"  and {many(found.num_damaged - len(found.damage), 'more damaged line')}")
         for text in found.lost_contexts:

@@ -5,10 +5,11 @@ The lock is ``flock`` on the journal itself, so that the system releases it when
 ``RUN_ID.writer`` next to it only names the writer. The store's flusher flushes replies to disk,
 since they are what was paid for.
 
-A line is one call of the codec, and ends with a checksum (see ``line_checksums.py``). A slow path handles values that JSON or UTF-8 cannot represent, and
-secrets: lone surrogates become ``\\udc80`` escapes, an infinite number becomes the largest finite
-one, and a secret becomes ``«redacted NAME»``. A last line without a newline is incomplete and is
-skipped. Anything else that cannot be read is an error that names the file and the line.
+A line is one call of the codec, with a checksum that covers the line before it (see
+``line_checksums.py``). A slow path handles values that JSON or UTF-8 cannot represent, and secrets:
+lone surrogates become ``\\udc80`` escapes, an infinite number becomes the largest finite one, and a
+secret becomes ``«redacted NAME»``. A last line without a newline is incomplete and is skipped.
+Anything else that cannot be read, or was changed, is an error that names the file and the line.
 """
 
 from __future__ import annotations
@@ -383,13 +384,11 @@ def read_events(path: Path) -> Iterator[AnyEvent]:
             try:
                 fold.apply(event)
             except (KeyError, IndexError) as error:
-                raise damaged(path, number, misfit(error)) from error
+                raise damaged(path, number, MISFIT) from error
         yield event
 
 
-def misfit(error: Exception) -> str:
-    """Why a line is damaged that does not fit those before it."""
-    return f"it does not fit the lines before it (no {error})"
+MISFIT = "it does not fit the lines before it, some of which must be missing"
 
 
 def damaged(path: Path, number: int, why: object) -> StoreError:

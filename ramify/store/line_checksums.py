@@ -2,7 +2,7 @@
 earlier lines.
 
     {"type":"CallEnded","id":"0","stop":"final","crc":"9a3f0b12"}
-                                              └─ CRC-32 of what stands before it, continued from
+                                              └─ CRC-32 of the bytes before it, continued from
                                                  the checksum of the line before
 
 So a changed byte, a missing line and a line in another place are found when the line is read. A

@@ -19,9 +19,9 @@ import msgspec
 
 from ramify.errors import StoreError
 from ramify.store.journal import (
+    MISFIT,
     decode_line,
     lines,
-    misfit,
     open_locked,
     writer,
     writer_file,
@@ -110,8 +110,8 @@ def check_journal(path: Path, blobs: BlobStore | None = None) -> JournalCheck:
                 _note(check, event, digests)
             except StoreError as error:
                 reason = str(error.__cause__ or error)
-            except (KeyError, IndexError) as error:
-                reason = misfit(error)
+            except (KeyError, IndexError):
+                reason = MISFIT
         elif reason == CHANGED:
             reason = _place_of(line, chain, crcs) or reason
         if reason:
@@ -212,8 +212,8 @@ def _free_name(path: Path) -> Path:
 
 
 def _count_replies(path: Path, first: int) -> int:
-    """Number of replies from line ``first`` on that did not come from a cache, as far as their
-    lines can be told."""
+    """Number of replies from line ``first`` on that did not come from a cache. A line that cannot be
+    decoded counts, too."""
     num = 0
     for number, line in enumerate(lines(path), start=1):
         if number < first or not line.startswith(_REPLY):

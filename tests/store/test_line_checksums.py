@@ -1,8 +1,9 @@
-"""Checksums of journals: every change, gap and reordering is found, whoever reads, and a repair keeps
-what is whole before it."""
+"""Checksums of journals: every change, gap and reordering is found by every reader, and a repair
+keeps what is whole before it."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 from pathlib import Path
 from typing import Any
@@ -213,7 +214,7 @@ def test_a_killed_run_is_whole_but_not_ended(store: Store, journal: Path) -> Non
 
 
 def test_a_lost_context_is_named(store: Store, journal: Path) -> None:
-    (blob,) = [path for path in (store.root / "blobs").glob("*/*")]
+    (blob,) = (store.root / "blobs").glob("*/*")
     blob.chmod(0o600)
     blob.write_bytes(b"other")
     assert store.check("last").lost_contexts == [f"the context {blob.name[:12]} is damaged"]
@@ -280,16 +281,14 @@ def test_a_missing_line_without_checksums_is_one_sentence(store: Store, journal:
     lines = without_checksums(journal)
     for at in range(len(lines) - 1):
         journal.write_bytes(b"".join([*lines[:at], *lines[at + 1 :]]))
-        try:
+        with contextlib.suppress(RamifyError):  # another exception fails the test
             store.load("last")
-        except RamifyError as error:
-            assert "does not fit the lines before it" in str(error)
         assert command(["show", "last"]) in (0, 1)
-        try:
-            with program(store, CountedModel()) as rlm:
-                rlm.resume("last")
-        except RamifyError:
-            pass
+        with contextlib.suppress(RamifyError), program(store, CountedModel()) as rlm:
+            rlm.resume("last")
+    journal.write_bytes(b"".join([lines[0], *lines[2:]]))  # without its first call
+    with pytest.raises(StoreError, match=r"line \d+ is damaged: it does not fit the lines before"):
+        store.load("last")
 
 
 def test_an_earlier_version_s_golden_run_is_read(store: Store) -> None:
