@@ -212,7 +212,7 @@ def _free_name(path: Path) -> Path:
 
 
 def _count_replies(path: Path, first: int) -> int:
-    """Number of replies from line ``first`` on that did not come from a cache. A line that cannot be
+    """Number of replies from line ``first`` on that no cache gave. A line that cannot be
     decoded counts, too."""
     num = 0
     for number, line in enumerate(lines(path), start=1):
