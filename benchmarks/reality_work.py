@@ -75,14 +75,14 @@ class CountingModel:
         return f"```repl\n{ROOT[turn]}\n```"
 
 
-def _program(model: CountingModel, store: Store, **options: Any) -> RLM:
+def program(model: CountingModel, store: Store, **options: Any) -> RLM:
     return RLM(model.client(), scaffold=SCAFFOLD, sandbox=SANDBOX, store=store, **options)
 
 
 def _reference(folder: Path) -> list[bytes]:
     """The journal of an undisturbed run, one line per event."""
     store = Store(folder)
-    with _program(CountingModel(), store) as rlm:
+    with program(CountingModel(), store) as rlm:
         assert rlm.completion("text", "?").answer == ANSWER
     return store.path("last").read_bytes().splitlines(keepends=True)
 
@@ -106,7 +106,7 @@ def _killed(folder: Path, journal: list[bytes], at: int) -> Disturbed:
             prompts[place] = event["prompt"][-1]["content"]
         elif event["type"] == "Replied":
             model.replies[prompts[place]] += 1
-    with _program(model, store) as rlm:
+    with program(model, store) as rlm:
         return rlm.resume("last").answer, model.replies
 
 
@@ -120,7 +120,7 @@ def _suspended(folder: Path, at: int) -> Disturbed:
             model.outage = OUTAGES[at % len(OUTAGES)]
 
     limits = Limits(patience_s=0.001)
-    with _program(model, store, on_event=fail, limits=limits) as rlm:
+    with program(model, store, on_event=fail, limits=limits) as rlm:
         try:
             return rlm.completion("text", "?").answer, model.replies  # no request followed
         except Suspended as suspended:
@@ -155,7 +155,7 @@ def _on_full_disk(at: int) -> Disturbed:
                     while True:
                         file.write(bytes(4096))
 
-        with _program(model, store, on_event=fill) as rlm:
+        with program(model, store, on_event=fill) as rlm:
             try:
                 result = rlm.completion("text", "?")
                 return result.answer, model.replies  # the run ended within the remaining space

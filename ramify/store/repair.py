@@ -44,6 +44,7 @@ _MAX_NAMED = 20
 _MAX_COMPARED_BYTES = 1 << 28
 """Bytes that are summed to find the place of a line that is in another order."""
 _REPLY = b'{"type":"Replied"'
+_MESSAGE = b'"reply":{"message"'
 
 
 class DamagedLine(msgspec.Struct, frozen=True):
@@ -179,7 +180,7 @@ def repair_journal(path: Path) -> JournalRepair:
                 f"{path}, line 1 is damaged, which says what the run is about: nothing can be "
                 f"kept; delete it with `ramify runs rm {path.stem}`"
             )
-        num_lost = _count_replies(path, damage.number)
+        num_lost = _count_replies(path, damage)
         backup = _free_name(path)
         temporary = path.with_name(f".{path.stem}.{os.getpid()}.repaired")
         try:
@@ -211,20 +212,23 @@ def _free_name(path: Path) -> Path:
     return path.with_name(f"{path.stem}.damaged" + (f"-{num + 1}" if num else ""))
 
 
-def _count_replies(path: Path, first: int) -> int:
-    """Number of replies from line ``first`` on that no cache gave. A line that cannot be
-    decoded counts, too."""
-    num = 0
+def _count_replies(path: Path, damage: DamagedLine) -> int:
+    """Number of replies that are recorded from the damage on, and not before, and that no cache
+    gave. A reply that cannot be decoded counts, too."""
+    kept, lost, num_unknown = set[tuple[str, int]](), set[tuple[str, int]](), 0
     for number, line in enumerate(lines(path), start=1):
-        if number < first or not line.startswith(_REPLY):
+        is_changed = number == damage.number and damage.reason == CHANGED
+        if not line.startswith(_REPLY) and not (is_changed and _MESSAGE in line):
             continue
         try:
             event = decode_line(line, path, number)
         except StoreError:
-            num += 1
-        else:
-            num += isinstance(event, ReplyReceived) and not event.cached
-    return num
+            is_changed = True
+        if is_changed:
+            num_unknown += 1
+        elif isinstance(event, ReplyReceived) and not event.cached:
+            (kept if number < damage.number else lost).add((event.call, event.turn))
+    return len(lost - kept) + num_unknown
 
 
 def _copy(fd: int, to: Path, num_bytes: int) -> None:
