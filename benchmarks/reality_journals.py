@@ -10,6 +10,7 @@ as found if the run is shown as not ended. Some damaged runs are also repaired a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import tempfile
 import time
@@ -106,10 +107,8 @@ class DamagedRun:
         """True if an event is read that is not the one that was written there."""
         self.path.write_bytes(data)
         read: list[AnyEvent] = []
-        try:
+        with contextlib.suppress(StoreError):
             read.extend(read_events(self.path))
-        except StoreError:
-            return False if read == self.events[: len(read)] else True
         return read != self.events[: len(read)]
 
     def repaired(self, data: bytes) -> tuple[bool, int, int] | None:
