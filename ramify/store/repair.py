@@ -47,7 +47,7 @@ _REPLY = b'{"type":"Replied"'
 _MESSAGE = b'"reply":{"message"'
 
 
-class DamagedLine(msgspec.Struct, frozen=True):
+class LineDamage(msgspec.Struct, frozen=True):
     """A damaged line of a journal."""
 
     number: int
@@ -66,7 +66,7 @@ class JournalCheck(msgspec.Struct):
     num_checked: int = 0
     """Lines that have a checksum."""
     num_damaged: int = 0
-    damage: list[DamagedLine] = []
+    damage: list[LineDamage] = []
     """The first damaged lines."""
     torn_bytes: int = 0
     """Length of an incomplete last line, which a killed writer left; a resume cuts it off."""
@@ -86,7 +86,7 @@ class JournalRepair(msgspec.Struct, frozen=True):
     """What a repair has done."""
 
     id: str
-    damage: DamagedLine
+    damage: LineDamage
     """The first damage."""
     num_kept: int
     """Lines before it."""
@@ -118,7 +118,7 @@ def check_journal(path: Path, blobs: BlobStore | None = None) -> JournalCheck:
         if reason:
             check.num_damaged += 1
             if len(check.damage) < _MAX_NAMED:
-                check.damage.append(DamagedLine(number, offset, reason))
+                check.damage.append(LineDamage(number, offset, reason))
         chain.advance(line)
         crcs.append(chain.crc)
         check.num_lines, check.num_checked = number, check.num_checked + has_checksum(line)
@@ -212,7 +212,7 @@ def _free_name(path: Path) -> Path:
     return path.with_name(f"{path.stem}.damaged" + (f"-{num + 1}" if num else ""))
 
 
-def _count_replies(path: Path, damage: DamagedLine) -> int:
+def _count_replies(path: Path, damage: LineDamage) -> int:
     """Number of replies that are recorded from the damage on, and not before, and that no cache
     gave. A reply that cannot be decoded counts, too."""
     kept, lost, num_unknown = set[tuple[str, int]](), set[tuple[str, int]](), 0
