@@ -157,7 +157,7 @@ def measure(quick: bool) -> list[Figure]:
             refused += outcome is None
             if outcome is not None:
                 outcomes.append((name, *outcome))
-        flips = [off for name, _, _, off in outcomes if "bit" in name or "byte" in name[:14]]
+        flips = [off for name, _, _, off in outcomes if name in ("a flipped bit", "a changed byte")]
     return [
         Figure("events of the damaged run", len(run.events), "events", {}, least=101),
         Figure(f"{len(copies):,} damaged journals: not found", unnoticed.total(), "runs", {}, 0),
