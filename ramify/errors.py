@@ -40,6 +40,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from ramify.printable import clean
+
 
 class RamifyError(Exception):
     """Base class of all errors of this package. ``str(error)`` is one readable line.
@@ -48,6 +50,10 @@ class RamifyError(Exception):
         except ramify.RamifyError as error:
             print(error)    # what failed, where, what was received, what to do
     """
+
+    def __init__(self, *args: object) -> None:
+        """The message may quote a server: control characters are removed from it."""
+        super().__init__(*(clean(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class Suspended(RamifyError):

@@ -6,19 +6,21 @@
 Ramify itself never writes a key, but a session's output or a provider's error may contain one.
 Known secrets are the values of environment variables whose names end in ``_KEY``, ``_TOKEN``,
 ``_SECRET`` or ``_PASSWORD``, values that are given by name, and keys that were given in code, which
-clients and servers pass to ``remember``. They are found as they are and as URLs, JSON and ``repr``
-write them.
+clients and servers pass to ``remember``. They are found as they are, and as URLs, JSON, ``repr``
+and base64 write them, alone or within a longer text such as ``user:secret``.
 
-Not covered: other encoded forms such as base64, keys given in code that are shorter than 8
+Not covered: other encoded forms such as hexadecimal, keys given in code that are shorter than 8
 characters, and the contexts that a user supplies. Those are stored unchanged.
 """
 
 from __future__ import annotations
 
+import base64
 import functools
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from urllib.parse import quote, quote_plus
 
 import msgspec
@@ -100,17 +102,41 @@ def remember(name: str, value: str) -> None:
 
 @functools.lru_cache(256)
 def forms_of(value: str) -> tuple[str, ...]:
-    """``value`` as it is, and as URLs, JSON and ``repr`` write it."""
+    """``value`` as it is, and as URLs, JSON, ``repr`` and base64 write it."""
     clean = _clean(value)
+    in_json = msgspec.json.encode(clean).decode()[1:-1]
     forms = (
         value,
         quote(clean),
         quote(clean, safe=""),
         quote_plus(clean),
-        msgspec.json.encode(clean).decode()[1:-1],
+        in_json,
+        json.dumps(clean)[1:-1],
+        in_json.replace("/", "\\/"),
+        json.dumps(clean)[1:-1].replace("/", "\\/"),
+        msgspec.json.encode(in_json).decode()[1:-1],  # JSON in a field of JSON
         repr(value)[1:-1],
+        *_in_base64(clean.encode()),
     )
     return tuple(dict.fromkeys(forms))
+
+
+def _in_base64(value: bytes) -> Iterator[str]:
+    """Yield what every base64 text that contains ``value`` has in common, such as one of
+    ``user:value``. Three bytes become four characters, so there is one text for each position in
+    such a group."""
+    for before in range(3):
+        encoded = base64.b64encode(bytes(before) + value)
+        # The first and last characters also depend on the bytes around the value.
+        start, end = -(-before * 4 // 3), (before + len(value)) * 8 // 6
+        if end - start >= _MIN_BASE64_CHARS:
+            text = encoded[start:end].decode()
+            yield text
+            yield text.replace("+", "-").replace("/", "_")
+
+
+_MIN_BASE64_CHARS = 8
+"""A shorter part of a secret's base64 text may occur in ordinary text."""
 
 
 def names_a_secret(name: str) -> bool:

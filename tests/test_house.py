@@ -34,6 +34,7 @@ ALSO = {
     ("plugins", "errors"),
     ("logging", "secrets"),
     ("logging", "log_outputs"),
+    ("errors", "printable"),
     ("logging", "printable"),
     ("log_outputs", "printable"),
     ("log_outputs", "logging"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
@@ -16,6 +18,7 @@ from ramify import RLM, Store
 from ramify.clients.pool import ClientPool
 from ramify.log_outputs import RUN_LOG, LogFile
 from ramify.logging import RoomLogger, attached
+from ramify.secrets import SecretRedactor
 from ramify.serve.keys import ApiKey, ApiKeys
 from tests.clients.helpers import Says
 from tests.log_records import KEY, SANDBOX
@@ -106,6 +109,37 @@ def test_key_passed_in_code_is_redacted_in_every_form(
     texts += [f"{logging.Formatter().format(record)} {vars(record)}" for record in records]
     assert "500" in texts[0]
     assert [form for form in key_forms(ODD_KEY) if any(form in text for text in texts)] == []
+
+
+@pytest.mark.parametrize("before", ["", "u:", "me:", "user:"])
+@pytest.mark.parametrize("after", ["", "\n", "@x"])
+@pytest.mark.parametrize("encode", [base64.b64encode, base64.urlsafe_b64encode])
+def test_secret_is_found_in_base64(
+    before: str, after: str, encode: Callable[[bytes], bytes]
+) -> None:
+    secrets = SecretRedactor({"MY_KEY": ODD_KEY}, {})
+    encoded = encode(f"{before}{ODD_KEY}{after}".encode()).decode()
+    assert secrets.found_in(f'{{"text":"{encoded}"}}'.encode())
+    shown = secrets.redact(encoded)
+    assert "«redacted MY_KEY»" in shown
+    left = shown.replace("«redacted MY_KEY»", "")
+    assert len(left) <= len(encoded) - len(ODD_KEY) * 4 // 3 + 3
+
+
+@pytest.mark.parametrize(
+    "encode",
+    [
+        json.dumps,
+        lambda text: json.dumps(text, ensure_ascii=False),
+        lambda text: json.dumps(text).replace("/", "\\/"),
+        lambda text: json.dumps(json.dumps(text, ensure_ascii=False), ensure_ascii=False),
+    ],
+)
+def test_secret_is_found_in_json(encode: Callable[[str], str]) -> None:
+    secret = 'pass/word "é" \\ 12345'
+    secrets = SecretRedactor({"MY_KEY": secret}, {})
+    assert encode(secret).count("12345") == 1
+    assert "12345" not in secrets.redact(encode(secret))
 
 
 def test_server_keys_are_redacted(tmp_path: Path) -> None:

@@ -409,9 +409,14 @@ def test_hangup_of_closed_terminal_is_recorded(tmp_path: Path) -> None:
         "    return msgspec.structs.replace(made, rl=rl)\n"
     )
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "ramify", "train", str(recipe), "--out", str(out), "--plain"]
+    # Under nohup, processes are started with SIGHUP ignored, and a run keeps that.
+    with_hangup = (
+        "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL);"
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
+    train = ["-m", "ramify", "train", str(recipe), "--out", str(out), "--plain"]
     process = subprocess.Popen(
-        command,
+        [sys.executable, "-c", with_hangup, *train],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},

@@ -1,10 +1,12 @@
+import json
 import time
 from datetime import UTC, datetime
 from email.utils import format_datetime
 
 import pytest
 
-from ramify.clients.chat_json import redacted, retry_after_s, seconds_of
+from ramify.clients.chat_json import from_status, redacted, retry_after_s, seconds_of
+from ramify.errors import BadReply
 
 
 @pytest.mark.parametrize(
@@ -72,3 +74,13 @@ def test_retry_delay_is_read_from_headers_or_body(headers, body, wait):
 )
 def test_keys_are_redacted(text, left):
     assert redacted(text, ["mine-is-unusual"]) == left
+
+
+@pytest.mark.parametrize("body", ["{}", '{{"error": {{"message": {}}}}}', "<title>{}</title>"])
+def test_error_has_no_control_characters_of_the_server(body):
+    text = "no \x1b]52;c;aGk=\x07\x9b2J\u202e\x00quota"
+    sent = body.format(json.dumps(text) if "error" in body else text).encode()
+    error = str(from_status("openai:m", 400, {}, sent))
+    assert error.isprintable()
+    assert "no quota" in error
+    assert str(BadReply(f"moved to {text}")) == "moved to no quota"

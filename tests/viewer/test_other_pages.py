@@ -263,6 +263,9 @@ def test_filter_is_kept_in_url_and_suggests_corrections(browser: Any, world: Wor
         page.get_by_role("button", name="use cost<1").click()
         page.locator(".runs-head .quiet", has_text="1 of 4").wait_for()
         assert page.url.endswith("#/runs/cost%3C1%20may")
+        for field in ("__proto__", "constructor"):
+            page.locator("#filter").fill(f"{field}:x")
+            page.locator(".filter-fix", has_text=f"there is no field {field}").wait_for()
         page.locator("#filter").fill("")
         page.locator(".run-row .when").first.click()
         page.locator(".run-row .when").nth(1).click()

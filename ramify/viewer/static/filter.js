@@ -7,6 +7,7 @@
 
 // Field -> its value for a run. Numbers can be compared.
 const FIELDS = {
+  __proto__: null, // a field that is named like a method of every object is unknown
   cost: (run) => run.cost, tokens: (run) => run.tokens || 0, calls: (run) => run.num_calls || 0, seconds: (run) => run.seconds || 0,
   depth: (run) => run.depth || 0, reward: (run) => run.reward,
   stop: (run) => (run.problem ? "unreadable" : run.stop || (run.alive ? "running" : "interrupted")),

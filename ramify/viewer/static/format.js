@@ -60,6 +60,7 @@ export function many(n, noun) {
 }
 
 const STOPS = {
+  __proto__: null,
   final: ["final", "good"], error: ["error", "bad"], cancelled: ["cancelled", "warn"], no_code: ["no code", "bad"],
   max_turns: ["max turns", "warn"], max_tokens: ["max tokens", "warn"], max_cost: ["max cost", "warn"],
   suspended: ["suspended", "warn"], deadline: ["deadline", "warn"], max_calls: ["max calls", "warn"], suspended: ["suspended", "warn"],
