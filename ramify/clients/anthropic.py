@@ -38,6 +38,8 @@ Blocks = list[dict[str, Any]]
 class AnthropicClient:
     """A ``Client`` for one Claude model."""
 
+    package = "anthropic"
+
     def __init__(
         self,
         name: str,

@@ -29,6 +29,9 @@ _TIER = re.compile(r"input_cost_per_token_above_(\d+)k_tokens$")
 _WINDOW = 128_000
 _PROVIDER = ProviderSpec(title="LiteLLM", url="", url_variable="", key_variables=("",))
 
+# Read when LiteLLM is imported.
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+
 
 class OriginalReply:
     """Body of a reply as the provider sent it, before LiteLLM filled in and renamed fields."""
@@ -54,6 +57,8 @@ class OriginalReply:
 class LiteLLMClient:
     """A ``Client`` for one model behind LiteLLM."""
 
+    package = "litellm"
+
     def __init__(
         self,
         name: str,
@@ -64,7 +69,6 @@ class LiteLLMClient:
         base_url: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
         try:
             import litellm
         except ImportError:

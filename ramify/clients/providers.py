@@ -19,9 +19,12 @@ one price holds.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import importlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
@@ -214,7 +217,25 @@ CLIENTS = Registry(
 )
 """Provider -> a ``ProviderSpec``, or a function ``(name, *, window, price, key, base_url) ->
 Client``. The options are None if they are unknown. A function that also takes ``headers`` or
-``environ`` gets the headers that were given, and the variables that were bound."""
+``environ`` gets the headers that were given, and the variables that were bound. A class may name in
+``package`` what it imports, if that takes long."""
+_loaded: set[str] = set()
+
+
+async def load_clients(providers: Iterable[str]) -> None:
+    """Import the clients of ``providers`` in a thread. Some SDKs take half a minute to import on a
+    busy machine, which would stop the event loop. What cannot be imported is reported when a client
+    is made."""
+    for provider in dict.fromkeys(providers):
+        if provider not in PROVIDERS and provider not in _loaded:
+            await asyncio.to_thread(_load, provider)
+            _loaded.add(provider)
+
+
+def _load(provider: str) -> None:
+    with contextlib.suppress(ConfigError, ImportError):
+        if package := getattr(CLIENTS.of(provider), "package", ""):
+            importlib.import_module(package)
 
 
 class Endpoint(msgspec.Struct, frozen=True):

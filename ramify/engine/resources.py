@@ -20,6 +20,7 @@ import msgspec
 from ramify.clients.base import Client, Price, Sampling
 from ramify.clients.model import Model, bare_name, check_aliases
 from ramify.clients.pool import ClientPool
+from ramify.clients.providers import load_clients
 from ramify.engine.branch import BranchSearch, config_of, search_of
 from ramify.engine.limits import Limits
 from ramify.engine.prompt_text import PromptExample, examples_of
@@ -281,7 +282,10 @@ class RlmSetup(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         check_aliases([*self.model, *self.sub_model])
 
-    def connect(self, resources: LoopResources) -> RunModels:
+    async def connect(self, resources: LoopResources) -> RunModels:
+        await load_clients(
+            spec.provider for spec in (*self.model, *self.sub_model) if isinstance(spec, Model)
+        )
         return RunModels(self.model, self.sub_model, resources.pool)
 
     def at(self, depth: int) -> DepthOptions:

@@ -165,14 +165,14 @@ class RLM:
         """
         async with self._shared.use() as resources:
             resources.sandbox()
-            return list(self._setup.connect(resources).all)
+            return list((await self._setup.connect(resources)).all)
 
     @contextlib.asynccontextmanager
     async def pool(self) -> AsyncIterator[ClientPool]:
         """The client pool of this RLM's runs, for other requests that should share its connections
         and rate limits, such as those of judges."""
         async with self._shared.use() as resources:
-            self._setup.connect(resources)
+            await self._setup.connect(resources)
             yield resources.pool
 
     # --- questions --------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class RLM:
         if self._setup.search is not None:
             return False
         async with self._shared.use() as resources:
-            window = self._setup.connect(resources).rlm(0).window
+            window = (await self._setup.connect(resources)).rlm(0).window
             return resolved.is_direct(
                 self._setup.scaffold, window, bool(tools.functions or tools.values)
             )
@@ -404,7 +404,7 @@ class RLM:
         setup = self._setup.for_run(chosen)
         rerun.check_settings(point.recording.started, setup, chosen)
         async with self._shared.use() as resources:
-            limits, clients = setup.limits, setup.connect(resources).all
+            limits, clients = setup.limits, (await setup.connect(resources)).all
             return point.estimate(limits, clients, limits.max_reply_tokens)
 
     async def afork(

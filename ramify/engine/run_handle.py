@@ -194,7 +194,7 @@ class RunHandle:
             async with self._shared.use() as resources:
                 await self._repeat_earlier()
                 context = await self._context(resources)
-                models = self._setup.connect(resources)
+                models = await self._setup.connect(resources)
                 check_instructions(self._setup, models)
                 is_direct = self._is_direct(models)
                 if not is_direct:

@@ -1,10 +1,13 @@
 """Model names, base URLs and keys of providers; and the table of providers in the documentation."""
 
+import asyncio
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from ramify.clients.providers import PROVIDERS, resolve, split_name, split_url, table
+from ramify.clients.providers import PROVIDERS, load_clients, resolve, split_name, split_url, table
 from ramify.errors import ConfigError
 
 ENV = {
@@ -198,3 +201,27 @@ def test_provider_table_is_in_the_documentation():
 )
 def test_model_name_may_contain_an_at_sign(model):
     assert split_url(model) == (model, None)
+
+
+def test_slow_packages_are_imported_beside_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "slow_sdk.py").write_text(
+        "import threading, time\ntime.sleep(0.5)\nthread = threading.current_thread()\n"
+    )
+    client = tmp_path / "slow_client.py"
+    client.write_text("class Slow:\n    package = 'slow_sdk'\n")
+
+    async def ticks() -> int:
+        loading = asyncio.create_task(load_clients([f"{client}:Slow", "openai", "no_such"]))
+        count = 0
+        while not loading.done():
+            await asyncio.sleep(0.01)
+            count += 1
+        await loading
+        return count
+
+    assert asyncio.run(ticks()) > 5
+    assert sys.modules["slow_sdk"].thread is not threading.main_thread()
+    del sys.modules["slow_sdk"]
