@@ -3,9 +3,9 @@
     accept ──▶ waiting (no byte, or part of a head) ──▶ request in progress ──▶ waiting …
                   │ past its time, or too large: closed
 
-At the maximum, the connections that have waited longest for a request are closed; if none has
-waited for a second, the next one is accepted when another ends. Until then it waits in the kernel's
-queue, where it costs no descriptor. So clients that open connections and send nothing delay no
+At the maximum, a connection that has waited long for a request is closed; if there is none, the next
+one is accepted when another ends. Until then it waits in the kernel's queue, where it costs no
+descriptor. So clients that open connections and send nothing delay no
 other client. Not here: bodies (see uploads.py) and what a request may do (see shell.py).
 """
 
@@ -30,6 +30,9 @@ MAX_HEAD_BYTES = 64 << 10
 _LINGERING_S = 5.0
 """Seconds for which the rest of a rejected body is read, so that the client sees its answer."""
 _EVICT_S = 1.0
+"""Seconds that a connection may take for its first head before another may take its place."""
+_EVICT_IDLE_S = 5.0
+"""The same for one that has made a request before, whose client may be about to make the next."""
 _SWEEP_S = 0.25
 _BATCH = 32
 """Maximum number of connections that are accepted in one iteration of the event loop."""
@@ -89,14 +92,16 @@ class ConnectionTable:
                     connection.force_close()
 
     def _evict(self) -> bool:
-        """Close the connection that has waited longest. Returns False if none has waited long."""
-        oldest = next(iter(self.waiting), None)
-        if oldest is None or time.monotonic() - oldest.waits_since < _EVICT_S:
-            return False
-        self.waiting.pop(oldest)
-        self.all.discard(oldest)
-        oldest.force_close()
-        return True
+        """Close a connection that has waited long for a request. Returns False if there is none."""
+        now = time.monotonic()
+        for connection in self.waiting:
+            patience = _EVICT_IDLE_S if connection.is_idle else _EVICT_S
+            if now - connection.waits_since > patience:
+                self.waiting.pop(connection)
+                self.all.discard(connection)
+                connection.force_close()
+                return True
+        return False
 
 
 class HttpConnection(web.RequestHandler):
@@ -115,6 +120,7 @@ class HttpConnection(web.RequestHandler):
         self._table = table
         self._num_head_bytes = 0
         self._tail = b""
+        self._has_asked = False
         self._is_head_read = False
         """True from the end of a head until its request is answered, or while a body is drained."""
         self._wait()
@@ -125,9 +131,14 @@ class HttpConnection(web.RequestHandler):
         """Time (monotonic seconds) at which a waiting connection is closed."""
         self._num_head_bytes, self._tail, self._is_head_read = 0, b"", False
 
+    @property
+    def is_idle(self) -> bool:
+        """True between two requests, if no byte of the next one has arrived."""
+        return self._has_asked and not self._num_head_bytes
+
     def request_begins(self) -> None:
         """A request has been read: its connection waits no longer."""
-        self._is_head_read = True
+        self._is_head_read = self._has_asked = True
         self._table.waiting.pop(self, None)
 
     # --- aiohttp's interface

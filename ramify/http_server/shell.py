@@ -159,7 +159,9 @@ class HttpServer:
         finally:
             resource = http.match_info.route.resource
             self._on_response(resource.canonical if resource else "other", status)
-        if not response.prepared and (self._connections.is_crowded or not http.content.is_eof()):
+        # A client that is told to wait needs no connection meanwhile.
+        is_busy = status in (429, 503) or self._connections.is_crowded
+        if not response.prepared and (is_busy or not http.content.is_eof()):
             response.force_close()
         return response
 
