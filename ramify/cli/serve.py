@@ -159,6 +159,12 @@ async def _serve(server: RunServer, grace_s: float, notes: StderrNotes) -> None:
         with ProgressScreen(notes, form_of(None, notes)):  # a local policy is loaded here
             await stack.enter_async_context(server)
         announce(server.name, server.url, server.address, server.key)
+        if left := await asyncio.to_thread(server.unfinished_runs):
+            notes.say(
+                f"ramify: {len(left)} runs ended with their server, before they had an answer; a "
+                f"client continues its own with ramify.resume, and you with: ramify ask --resume "
+                f"{left[-1]}"
+            )
         _log.info("server_ready", f"{server.name} answers at {server.url}", url=server.url)
         await first_stop.wait()
         _log.info("server_ending", f"{server.num_runs} runs may end", runs=server.num_runs)

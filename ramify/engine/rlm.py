@@ -333,6 +333,8 @@ class RLM:
                 remedy = rerun.remedy(recording) or "ask it as a new run"
                 raise ConfigError(f"run {started.id} has ended ({recording.ended.stop}): {remedy}")
             recording.continue_past_limit()
+        else:
+            recording.continue_past_interruption()
         changed = rerun.check_settings(started, setup, options)
         recording.has_other_limits = True
         listeners = (*checked_listener(options.on_event), *tracing())

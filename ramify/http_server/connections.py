@@ -3,10 +3,10 @@
     accept ──▶ waiting (no byte, or part of a head) ──▶ request in progress ──▶ waiting …
                   │ past its time, or too large: closed
 
-At the maximum, a connection that has waited long for a request is closed; if there is none, the next
-one is accepted when another ends. Until then it waits in the kernel's queue, where it costs no
-descriptor. So clients that open connections and send nothing delay no
-other client. Not here: bodies (see uploads.py) and what a request may do (see shell.py).
+At the maximum, a connection that has waited long for a request is closed; if there is none, the
+next one is accepted when another ends. Until then it waits in the kernel's queue, where it costs no
+descriptor. So clients that open connections and send nothing delay no other client. Not here:
+bodies (see uploads.py) and what a request may do (see shell.py).
 """
 
 from __future__ import annotations

@@ -111,6 +111,9 @@ class RamifyRequestFields(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """Alias of ``limits.max_depth``."""
     cite: bool = False
     """Ask for citations, verify them, and return them in the response's ``ramify`` field."""
+    resume: str = ""
+    """Id of a run of this request that ended with its server: it continues, and no recorded reply
+    is paid for again."""
 
     def tighter(self) -> RequestLimits:
         """Return the limits with ``depth`` applied. Raises RequestRejected if it is given twice."""

@@ -27,7 +27,6 @@ from ramify.errors import ConfigError, StoreError
 from ramify.http_server.access import BearerKeys, digest_of, new_key
 from ramify.http_server.rejections import RequestRejected
 from ramify.secrets import remember
-from ramify.types.message import Usage
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab"):
@@ -138,12 +137,12 @@ class ApiCaller:
         self.spent.held_cost -= hold.cost
         self.spent.held_tokens -= hold.tokens
 
-    def settle(self, hold: BudgetHold, usage: Usage, cost: float | None) -> None:
+    def settle(self, hold: BudgetHold, tokens: int, cost: float) -> None:
         """Release the budget of an ended run, and book what it used."""
         self.release(hold)
         spent = self.spent
-        spent.cost += cost or 0.0
-        spent.tokens += usage.total_tokens
+        spent.cost += cost
+        spent.tokens += tokens
         spent.runs += 1
 
     def _left(self, unit: str, budget: float | None, spent: float, held: float) -> float:

@@ -20,16 +20,25 @@ import msgspec
 
 from ramify.clients.base import Sampling
 from ramify.engine.limits import DEFAULT_MAX_COST
+from ramify.engine.question import RunOptions
 from ramify.engine.rlm import RLM
-from ramify.engine.run_handle import Result, why_unanswered
+from ramify.engine.run_handle import Result, RunHandle, why_unanswered
 from ramify.engine.typed import answer_type
-from ramify.errors import ConfigError, ModelError, RamifyError, ReplyFiltered
+from ramify.errors import (
+    ConfigError,
+    ModelError,
+    RamifyError,
+    ReplayDiverged,
+    ReplyFiltered,
+    RunInUse,
+)
 from ramify.http_server.rejections import RequestRejected
 from ramify.serve.answer_request import AnswerRequest, RequestWatcher
 from ramify.serve.caller_tools import RequestedToolCall, ToolCallAnswer, new_id
 from ramify.serve.keys import ApiCaller, ApiKeys, BudgetHold
 from ramify.serve.prompt import RunPrompt
 from ramify.serve.server_metrics import ServerMetrics
+from ramify.serve.unfinished_runs import UnfinishedRuns
 from ramify.types.message import Usage, encodable
 from ramify.types.trajectory import Stop
 
@@ -59,13 +68,9 @@ def length_note(max_tokens: int | None) -> str:
 def answer_of(result: Result, request: AnswerRequest) -> ServedAnswer:
     """Convert the result of a run. Raises RequestRejected if the run failed without an answer."""
     if result.stop is Stop.SUSPENDED:
-        raise RequestRejected(
-            f"suspended: {result.error}; the run can be continued with: ramify ask --resume "
-            f"{result.run_id}",
-            status=503,
-            code="run_suspended",
-            run=result.run_id,
-        )
+        raise suspended(f"suspended: {result.error}", result.run_id)
+    if result.stop is Stop.CANCELLED and result.answer is None:
+        raise suspended("the server stopped before the run had an answer", result.run_id)
     is_filtered = isinstance(result.failure, ReplyFiltered) and result.answer is None
     if result.stop is Stop.ERROR and result.answer is None and not is_filtered:
         raise failure_of(result.failure, result.error, result.run_id)
@@ -99,6 +104,17 @@ def answer_of(result: Result, request: AnswerRequest) -> ServedAnswer:
     if is_filtered:
         return ServedAnswer("", "content_filter", result.usage, about)
     return ServedAnswer(text, "length" if is_partial or was_cut else "stop", result.usage, about)
+
+
+def suspended(why: str, run: str) -> RequestRejected:
+    """Error response for a run that can be continued."""
+    return RequestRejected(
+        f"{why}: once the server is back, send the request again with ramify.resume={run!r}, which "
+        "pays for no reply twice",
+        status=503,
+        code="run_suspended",
+        run=run,
+    )
 
 
 def failure_of(failure: BaseException | None, error: str | None, run: str) -> RequestRejected:
@@ -135,6 +151,9 @@ class ServedQuestion:
         self.request = request
         self.hold = hold
         self.watch = RequestWatcher()
+        self.paid_tokens = 0
+        """Tokens of a continued run that are booked already."""
+        self.paid_cost = 0.0
 
     async def answer(self) -> ServedAnswer:
         """Wait for the answer. Cancelling this call cancels the run.
@@ -149,9 +168,7 @@ class ServedQuestion:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise RequestRejected(
-                "the server stopped before the run ended", status=503, run=running.id
-            ) from None
+            raise suspended("the server stopped before the run had an answer", running.id) from None
         except Exception as error:
             raise failure_of(error, str(error) or type(error).__name__, running.id) from error
         if (
@@ -184,6 +201,7 @@ class ServedQuestions:
         self._sampling = sampling
         self._active: set[ServedQuestion] = set()
         self._num_admitted = 0
+        self.unfinished = UnfinishedRuns(rlm.store)
         self._idle = asyncio.Event()
         self.is_ending = False
         self._most_cost: float | None = None
@@ -274,28 +292,48 @@ class ServedQuestions:
     def _start(self, served: ServedQuestion, caller: ApiCaller, prompt: RunPrompt) -> None:
         request = served.request
         question = prompt.question + length_note(request.max_tokens)
-        arguments = (question, None) if prompt.context is None else (prompt.context, question)
+        context, query = (question, None) if prompt.context is None else (prompt.context, question)
         try:
             kind = request.offer or (
                 None if request.schema is None else answer_type(request.schema, trusted=False)
             )
         except ConfigError as error:
             raise RequestRejected(str(error), param=request.schema_field) from None
+        options = RunOptions(
+            answer_type=kind,
+            limits=served.hold.limits,
+            on_event=served.watch.apply,
+            sampling=request.sampling(self._sampling),
+        )
         try:
-            running = self._rlm.start(
-                *arguments,
-                answer_type=kind,
-                cite=request.ramify.cite,
-                limits=served.hold.limits,
-                on_event=served.watch.apply,
-                sampling=request.sampling(self._sampling),
-                metadata={"served": {"key": caller.name}},
-            )
+            if request.ramify.resume:
+                running = self._continued(served, caller, options)
+            else:
+                running = self._rlm.start(
+                    context,
+                    query,
+                    options,
+                    cite=request.ramify.cite,
+                    metadata={"served": {"key": caller.name}},
+                )
         except ConfigError as error:
             raise RequestRejected(
                 str(error), param="ramify.cite" if request.ramify.cite else None
             ) from None
+        self.unfinished.begin(running.id)
         served.watch.begin(running)
+
+    def _continued(
+        self, served: ServedQuestion, caller: ApiCaller, options: RunOptions
+    ) -> RunHandle:
+        run = served.request.ramify.resume
+        recorded = self.unfinished.recorded(run, caller.name)
+        served.paid_tokens = recorded.usage.total_tokens
+        served.paid_cost = recorded.cost or 0.0
+        try:
+            return self._rlm.restart(run, options)
+        except (ReplayDiverged, RunInUse) as error:
+            raise RequestRejected(str(error), status=409, param="ramify.resume") from None
 
     def _settle(self, served: ServedQuestion, caller: ApiCaller) -> None:
         running = served.watch.running
@@ -303,7 +341,11 @@ class ServedQuestions:
             caller.release(served.hold)
         else:
             run = running.recorder.trajectory
-            caller.settle(served.hold, run.usage, run.cost)
+            is_left = run.answer is None and (self.is_ending or run.stop is Stop.SUSPENDED)
+            if not is_left:
+                self.unfinished.end(running.id)
+            tokens = run.usage.total_tokens - served.paid_tokens
+            caller.settle(served.hold, max(0, tokens), max(0.0, (run.cost or 0) - served.paid_cost))
             self._metrics.run(str(run.stop or "error"), run.usage, run.cost, run.seconds)
         self._keys.save()
 

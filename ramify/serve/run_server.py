@@ -139,6 +139,10 @@ class RunServer:
         """Number of runs in progress."""
         return self._questions.num_active
 
+    def unfinished_runs(self) -> list[str]:
+        """Ids of runs in the store that ended with their server and can be continued."""
+        return self._questions.unfinished.left()
+
     # --- start and shutdown
 
     async def __aenter__(self) -> RunServer:

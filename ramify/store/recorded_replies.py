@@ -268,6 +268,13 @@ class RecordedReplies:
         for id, first in cut.items():
             self._forget(id, first, is_recorded=False)
 
+    def continue_past_interruption(self) -> None:
+        """Forget a last word that a run was asked for before it was cancelled, and did not give."""
+        for (id, turn), request in list(self._requests.items()):
+            is_unanswered = request.last_word is Stop.CANCELLED and (id, turn) not in self._replies
+            if is_unanswered and self._parents.get(id) is None:
+                self._forget(id, turn, is_recorded=False)
+
     def _first_forgotten(self, id: str) -> int:
         turns = [turn for call, turn in self._requests if call == id]
         last = [turn for turn in turns if self._requests[id, turn].last_word is not None]

@@ -7,6 +7,7 @@ import asyncio
 import io
 import json
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +329,67 @@ def test_drain_asks_running_requests_for_last_word() -> None:
     run(test)
 
 
+def test_run_that_ends_with_its_server_is_continued_by_the_next(tmp_path: Path) -> None:
+    """Closed at once, or asked for a last word that it does not give: 503 with the run's id."""
+
+    async def test(is_drained: bool) -> None:
+        going, num_asked, is_back = asyncio.Event(), 0, False
+
+        async def model(messages: Any) -> str:
+            nonlocal num_asked
+            num_asked += 1
+            if num_asked == 1:
+                return cell("print(len(context))")
+            if not is_back:
+                going.set()
+                await asyncio.Event().wait()
+            return cell("FINAL('whole')")
+
+        def server() -> Any:
+            return serving(
+                ScriptedClient(model),
+                store=Store(tmp_path / str(is_drained)),
+                keys={"a": ApiKey(key="one"), "b": ApiKey(key="two")},
+            )
+
+        question = {"model": "m", "messages": [user(LONG, "n?")]}
+        async with server() as first, asking(first, "one") as client:
+            asked = asyncio.ensure_future(client.chat.completions.create(**question))
+            await going.wait()
+            if is_drained:
+                await first.drain(0.0, 0.1)
+            await first.close()
+            with pytest.raises(
+                openai.InternalServerError, match="send the request again"
+            ) as caught:
+                await asked
+            error = caught.value
+            assert (error.status_code, error.code) == (503, "run_suspended")
+            run_id = error.body["run"]  # type: ignore[index]
+            assert error.response.headers["x-ramify-run"] == run_id
+        is_back, before = True, num_asked
+        async with server() as second:
+            assert second.unfinished_runs() == [run_id]
+            resume = {"ramify": {"resume": run_id}}
+            async with asking(second, "two") as other:
+                with pytest.raises(openai.NotFoundError, match="this key has no run"):
+                    await other.chat.completions.create(**question, extra_body=resume)
+            async with asking(second, "one") as client:
+                reply = await client.chat.completions.create(**question, extra_body=resume)
+                assert reply.choices[0].message.content == "whole"
+                assert reply.model_extra["ramify"]["run"] == run_id
+                assert num_asked == before + 1, "the first reply came from the record"
+                with pytest.raises(openai.BadRequestError, match="has ended"):
+                    await client.chat.completions.create(**question, extra_body=resume)
+                wrong = {"ramify": {"resume": f"../{run_id}"}}
+                with pytest.raises(openai.NotFoundError, match="this key has no run"):
+                    await client.chat.completions.create(**question, extra_body=wrong)
+            assert second.unfinished_runs() == []
+
+    for is_drained in (False, True):
+        run(partial(test, is_drained))
+
+
 def test_close_fails_running_requests_with_503() -> None:
     async def test() -> None:
         going = asyncio.Event()
@@ -344,7 +406,7 @@ def test_close_fails_running_requests_with_503() -> None:
             await going.wait()
             await server.close()
             with pytest.raises(
-                openai.InternalServerError, match="the server stopped before the run ended"
+                openai.InternalServerError, match="the server stopped before the run had an answer"
             ) as caught:
                 await asked
             assert caught.value.status_code == 503

@@ -1,0 +1,70 @@
+"""Runs that ended with their server, before they had an answer, and that can be continued.
+
+    run begins ──▶ STORE/serving/RUN_ID ──▶ removed when the run has ended
+                        └── server stops, or is killed ──▶ listed at the next start
+
+A mark is an empty file, because a server may be killed at any time and two may share a store. Not
+here: how a run continues (see RLM.restart).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+from ramify.errors import RamifyError
+from ramify.http_server.rejections import RequestRejected
+from ramify.store.private_files import FILE_MODE, make_folder
+from ramify.store.recorded_replies import RecordedReplies
+from ramify.store.store import Store
+from ramify.types.trajectory import Trajectory
+
+_ID = re.compile(r"[\w-]+")
+
+
+class UnfinishedRuns:
+    """Marks of the runs in progress in one store."""
+
+    def __init__(self, store: Store | None) -> None:
+        self._store = store
+        self._folder = None if store is None else make_folder(store.root / "serving")
+
+    def begin(self, run: str) -> None:
+        if self._folder is not None:
+            with contextlib.suppress(OSError):  # it is only an offer
+                (self._folder / run).touch(FILE_MODE)
+
+    def end(self, run: str) -> None:
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                (self._folder / run).unlink(missing_ok=True)
+
+    def left(self) -> list[str]:
+        """Ids of the runs that can be continued, oldest first. Forgets those that have ended."""
+        if self._folder is None or self._store is None:
+            return []
+        runs = []
+        for name in sorted(each.name for each in self._folder.iterdir()):
+            try:
+                self._store.check_free(name)
+                if RecordedReplies(self._store.events(name)).ended is None:
+                    runs.append(name)
+                else:
+                    self.end(name)
+            except RamifyError:  # in progress elsewhere, removed, or damaged
+                continue
+        return runs
+
+    def recorded(self, run: str, caller: str) -> Trajectory:
+        """The run that ``caller`` wants to continue. Raises RequestRejected for a run that this
+        caller did not start."""
+        if self._store is not None and _ID.fullmatch(run):
+            with contextlib.suppress(RamifyError):
+                recorded = self._store.load(run)
+                if recorded.id == run and recorded.metadata.get("served") == {"key": caller}:
+                    return recorded
+        raise RequestRejected(
+            f"this key has no run {run!r:.80} in this server's store: ask without ramify.resume",
+            status=404,
+            param="ramify.resume",
+        )
