@@ -159,7 +159,7 @@ class HttpServer:
         finally:
             resource = http.match_info.route.resource
             self._on_response(resource.canonical if resource else "other", status)
-        # A client that is told to wait needs no connection meanwhile.
+        # A client that must wait needs no connection meanwhile.
         is_busy = status in (429, 503) or self._connections.is_crowded
         if not response.prepared and (is_busy or not http.content.is_eof()):
             response.force_close()
