@@ -20,9 +20,8 @@ from ramify.types.message import Message
 SANDBOX = SandboxSpec(provider="inprocess", allow_weaker=True)
 LONG = "red;3\nblue;4\n" * 2000
 """A text that becomes the context."""
-MINIMAL = Scaffold(
-    name="test", system="You drive a session; FINAL ends it. {{tools}}{{limits}}", direct_chars=0
-)
+OPENING = "You drive a session; FINAL ends it."
+MINIMAL = Scaffold(name="test", system=OPENING + " {{tools}}{{limits}}", direct_chars=0)
 PRICE = Price(1.0, 1.0)
 
 
@@ -33,7 +32,7 @@ def session(
     ``direct(prompt)`` to a plain call."""
 
     def script(messages: tuple[Message, ...]) -> Any:
-        if messages[0].content != MINIMAL.system:
+        if not messages[0].content.startswith(OPENING):
             return direct(messages[-1].content)
         return turns[sum(message.role == "assistant" for message in messages)]
 
