@@ -51,7 +51,7 @@ PUBLIC = {
         WeightSync connect from_config load_policy save_policy
     """,
     "ramify.testing": """
-        ByteTokenIds CHECKS ConformanceCheck ConformanceError ConformanceResult
+        ByteTokenIds CHECKS ConformanceCheck ConformanceError ConformanceResult ForgetfulDisk
         ReceivedRequest SandboxProbe Script ScriptRule ScriptedClient ScriptedFailure
         ScriptedServer check_one check_sandbox cut dropped html malformed no_choices
         no_usage rate_limited refused server_error stalled unreachable

@@ -22,7 +22,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -39,16 +39,21 @@ FILE_MODE = 0o600
 EVALUATIONS = "evaluations"
 """Folder of a store with one file per evaluation; ``evaluate/run.py`` writes them."""
 Bytes = bytes | bytearray | memoryview
+Fsync = Callable[[int], object]
+"""``os.fsync``, or a test's substitute."""
 
 
-def make_folder(path: Path) -> Path:
-    """Create the folder ``path`` and its missing parents, accessible by their owner alone."""
+def make_folder(path: Path, fsync: Fsync | None = None) -> Path:
+    """Create the folder ``path`` and its missing parents, accessible by their owner alone. With
+    ``fsync``, their names are flushed to disk."""
     if path.is_dir():
         return path
     if path.parent != path:
-        make_folder(path.parent)
+        make_folder(path.parent, fsync)
     try:
         path.mkdir(FOLDER_MODE, exist_ok=True)
+        if fsync is not None:
+            sync_folder(path.parent, fsync)
     except OSError as error:
         kind = StoreError if error.errno in (errno.ENOSPC, errno.EDQUOT) else ConfigError
         raise kind(
@@ -73,11 +78,11 @@ def write_all(fd: int, data: Bytes, path: Path) -> None:
         ) from error
 
 
-def sync_folder(path: Path) -> None:
+def sync_folder(path: Path, fsync: Fsync) -> None:
     """Flush the names of the files in the folder ``path`` to disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        fsync(fd)
     finally:
         os.close(fd)
 
@@ -221,8 +226,8 @@ IDLE_S = 2.0
 
 
 File = int | Path
-"""An open descriptor, or a file to open when it is flushed, so that waiting files hold no
-descriptors."""
+"""An open descriptor, or a file or folder to open when it is flushed, so that waiting files hold no
+descriptors. The flush of a folder makes the names in it last."""
 
 
 class FlushTarget(Protocol):
@@ -236,7 +241,8 @@ class FlushTarget(Protocol):
 class FsyncFlusher:
     """``fsync`` in a background thread; several requests for one file become one."""
 
-    def __init__(self) -> None:
+    def __init__(self, fsync: Fsync = os.fsync) -> None:
+        self.fsync = fsync
         self._turn = threading.Condition()
         self._due: dict[File, FlushTarget] = {}
         self._busy: File | None = None
@@ -265,14 +271,14 @@ class FsyncFlusher:
             while self._busy_owner is owner:
                 self._turn.wait()
         for file in mine:
-            _sync(file, owner)
+            self._sync(file, owner)
 
     def _run(self) -> None:
         while self._next():
             file, owner = self._busy, self._busy_owner
             assert file is not None
             assert owner is not None
-            _sync(file, owner)
+            self._sync(file, owner)
             with self._turn:
                 self._busy = self._busy_owner = None
                 self._turn.notify_all()
@@ -289,21 +295,20 @@ class FsyncFlusher:
             self._busy_owner = self._due.pop(self._busy)
             return True
 
-
-def _sync(file: File, owner: FlushTarget) -> None:
-    try:
-        if isinstance(file, int):
-            os.fsync(file)
-            return
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    def _sync(self, file: File, owner: FlushTarget) -> None:
         try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except FileNotFoundError:
-        return  # deleted meanwhile: nothing to flush
-    except OSError as error:
-        owner.flush_failed(error)
+            if isinstance(file, int):
+                self.fsync(file)
+                return
+            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self.fsync(fd)
+            finally:
+                os.close(fd)
+        except FileNotFoundError:
+            return  # deleted meanwhile: nothing to flush
+        except OSError as error:
+            owner.flush_failed(error)
 
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -327,7 +332,7 @@ class BlobStore:
         data = memoryview(data).cast("B")
         digest = digest or hashlib.sha256(data).hexdigest()
         path = self.path(digest)
-        make_folder(path.parent)
+        make_folder(path.parent, self._flusher.fsync)
         with self._hold(fcntl.LOCK_SH):
             if _refresh(path, len(data)):
                 return digest
@@ -339,6 +344,7 @@ class BlobStore:
             temporary.unlink(missing_ok=True)
             raise
         self._flusher.flush(path, self)
+        self._flusher.flush(path.parent, self)
         return digest
 
     def get(self, digest: str) -> bytes:

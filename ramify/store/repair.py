@@ -27,7 +27,7 @@ from ramify.store.journal import (
     writer_file,
 )
 from ramify.store.line_checksums import CHANGED, LineChain, has_checksum
-from ramify.store.private_files import FILE_MODE, BlobStore, sync_folder, write_all
+from ramify.store.private_files import FILE_MODE, BlobStore, Fsync, sync_folder, write_all
 from ramify.types.event import (
     AnyEvent,
     CallStarted,
@@ -164,7 +164,7 @@ def _lost(digests: dict[str, None], blobs: BlobStore) -> list[str]:
     return lost
 
 
-def repair_journal(path: Path) -> JournalRepair:
+def repair_journal(path: Path, fsync: Fsync = os.fsync) -> JournalRepair:
     """Cut the journal at ``path`` before its first damage, and keep the whole file beside it."""
     try:
         fd = open_locked(path, 0)
@@ -184,13 +184,13 @@ def repair_journal(path: Path) -> JournalRepair:
         backup = _free_name(path)
         temporary = path.with_name(f".{path.stem}.{os.getpid()}.repaired")
         try:
-            _copy(fd, temporary, damage.offset)
+            _copy(fd, temporary, damage.offset, fsync)
             os.rename(path, backup)
             os.rename(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        sync_folder(path.parent)
+        sync_folder(path.parent, fsync)
     finally:
         writer_file(path).unlink(missing_ok=True)
         os.close(fd)
@@ -231,7 +231,7 @@ def _count_replies(path: Path, damage: LineDamage) -> int:
     return len(lost - kept) + num_unknown
 
 
-def _copy(fd: int, to: Path, num_bytes: int) -> None:
+def _copy(fd: int, to: Path, num_bytes: int, fsync: Fsync) -> None:
     """Copy the beginning of the open file ``fd`` to a new file, and flush that to disk."""
     copy = os.open(to, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
     try:
@@ -240,6 +240,6 @@ def _copy(fd: int, to: Path, num_bytes: int) -> None:
             block = os.pread(fd, min(1 << 20, num_bytes - offset), offset)
             write_all(copy, block, to)
             offset += len(block)
-        os.fsync(copy)
+        fsync(copy)
     finally:
         os.close(copy)

@@ -42,7 +42,14 @@ from ramify.store.journal import (
     writer_file,
 )
 from ramify.store.line_checksums import LineChain
-from ramify.store.private_files import BlobStore, FsyncFlusher, StoreSize, keep_reserve, make_folder
+from ramify.store.private_files import (
+    BlobStore,
+    Fsync,
+    FsyncFlusher,
+    StoreSize,
+    keep_reserve,
+    make_folder,
+)
 from ramify.store.prune import PruneResult, StorePruner
 from ramify.store.repair import JournalCheck, JournalRepair, check_journal, repair_journal
 from ramify.store.reviews import RunReview, listed_reviews, read_reviews, write_review
@@ -303,11 +310,14 @@ _DIGITS = "0123456789abcdefghjkmnpqrstvwxyz"
 class Store:
     """The runs in one folder. Safe for several threads and processes at once."""
 
-    def __init__(self, root: str | Path | None = None) -> None:
-        self.root = make_folder(Path(root).expanduser() if root is not None else default_root())
-        self._runs = make_folder(self.root / "runs")
-        self._flusher = FsyncFlusher()
-        self.blobs = BlobStore(make_folder(self.root / "blobs"), self._flusher)
+    def __init__(self, root: str | Path | None = None, *, fsync: Fsync = os.fsync) -> None:
+        """``fsync`` flushes an open file to disk; a test passes that of a
+        ``testing.ForgetfulDisk``."""
+        folder = Path(root).expanduser() if root is not None else default_root()
+        self.root = make_folder(folder, fsync)
+        self._runs = make_folder(self.root / "runs", fsync)
+        self._flusher = FsyncFlusher(fsync)
+        self.blobs = BlobStore(make_folder(self.root / "blobs", fsync), self._flusher)
         self._index = RunIndex(self.root / "index.sqlite")
         self._size = StoreSize(self.root)
 
@@ -339,7 +349,9 @@ class Store:
             ) from None
         except OSError as error:
             raise StoreError(f"cannot create {path}: {error.strerror}") from error
-        return Journal(path, fd, self.blobs, self._flusher, SecretRedactor(secrets), LineChain())
+        journal = Journal(path, fd, self.blobs, self._flusher, SecretRedactor(secrets), LineChain())
+        self._flusher.flush(self._runs, journal)  # the file's name
+        return journal
 
     def reopen(self, run: str | Path, secrets: Mapping[str, str] | None = None) -> Journal:
         """The journal of an earlier run, to continue it. An incomplete last line is cut off."""
@@ -366,7 +378,7 @@ class Store:
         """Cut a damaged journal before its damage, so that the run can be resumed from there. The
         damaged file is kept beside it. Raises StoreError if nothing can be kept, and RunInUse while
         the run is being written."""
-        return repair_journal(self.path(run))
+        return repair_journal(self.path(run), self._flusher.fsync)
 
     def check_free(self, run: str | Path) -> None:
         """Raise RunInUse, which names the process, while ``run`` is being written."""

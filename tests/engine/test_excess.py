@@ -3,7 +3,6 @@ its record says."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -11,8 +10,6 @@ import pytest
 
 from ramify import Limits, Stop
 from ramify.clients.base import Price
-from ramify.engine.limits import Ledger, Reservation, ResourceAmount
-from ramify.errors import LimitReached
 from ramify.store.store import Store
 from ramify.types.event import NoteAdded
 from ramify.types.message import Message, Reply, Usage
@@ -143,62 +140,3 @@ def test_a_resumed_run_knows_what_was_reported(tmp_path: Any) -> None:
         result = r.resume("last")
     assert result.stop is Stop.MAX_TOKENS
     assert result.usage.total_tokens <= MAX_TOKENS
-
-
-# --- the ledger
-
-
-def test_a_large_reservation_is_not_overtaken() -> None:
-    async def main() -> None:
-        ledger, order = Ledger(Limits(max_calls=10), priced=False), []
-
-        async def reserve(num: int) -> None:
-            await ledger.reserve(ResourceAmount(num))
-            order.append(num)
-
-        await ledger.reserve(ResourceAmount(6))
-        large, small = (asyncio.create_task(reserve(num)) for num in (5, 1))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert order == []
-        ledger.free(ResourceAmount(6))
-        await asyncio.gather(large, small)
-        assert order == [5, 1]
-
-    asyncio.run(main())
-
-
-def test_a_reservation_that_was_made_before_a_report_is_made_again() -> None:
-    async def main() -> None:
-        ledger = Ledger(Limits(max_tokens=1_000), priced=False)
-        first, second = (Reservation(ledger, "m", Usage(10, 10, calls=1), None) for _ in range(2))
-        await first.reserve()
-        await second.reserve()
-        assert second.is_enough()
-        text = first.settle(Usage(10, 890, calls=1), None, "call 0")
-        assert text == "m reported 900 tokens for call 0, which had reserved 20 tokens"
-        assert not second.is_enough()
-        with pytest.raises(LimitReached):
-            await second.reserve()
-        assert (ledger.outstanding, ledger.spent.tokens) == (ResourceAmount(), 900)
-
-    asyncio.run(main())
-
-
-def test_nothing_is_admitted_before_requests_in_flight_are_settled() -> None:
-    async def main() -> None:
-        ledger = Ledger(Limits(), priced=False)
-        first, sent, third = (Reservation(ledger, "m", Usage(10, 10, calls=1), None) for _ in "abc")
-        await first.reserve()
-        await sent.reserve()
-        first.settle(Usage(10, 500, calls=1), None, "call 0")
-        waiting = asyncio.create_task(third.reserve())
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        assert ledger.outstanding.tokens == 20
-        sent.settle(Usage(10, 300, calls=1), None, "call 1")
-        await waiting
-        assert ledger.outstanding.tokens == 10 + 10 + 490
-        assert third.is_enough()
-
-    asyncio.run(main())

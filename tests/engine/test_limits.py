@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.clients.base import Price
-from ramify.engine.limits import Ledger, Limits, ResourceAmount, bound
+from ramify.engine.limits import Ledger, Limits, ReportedExcess, Reservation, ResourceAmount, bound
 from ramify.errors import ConfigError, LimitReached
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
@@ -31,6 +33,59 @@ def test_limits_of_zero_are_refused_except_depth() -> None:
             Limits(**{name: 0})
     with pytest.raises(ConfigError, match="max_depth=-1"):
         Limits(max_depth=-1)
+
+
+def test_documented_defaults() -> None:
+    assert msgspec.to_builtins(Limits()) == {
+        "max_turns": 30,
+        "max_depth": 1,
+        "max_calls": 1000,
+        "max_tokens": 20_000_000,
+        "max_cost": None,
+        "max_seconds": 1800.0,
+        "max_concurrency": 64,
+        "max_children": 64,
+        "max_reply_tokens": 8192,
+        "max_sub_reply_tokens": None,
+        "max_reasoning_tokens": None,
+        "patience_s": 600.0,
+        "stall_s": 30.0,
+    }
+    with pytest.raises(AttributeError):
+        Limits().max_turns = 31  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("given_limits", "error"),
+    [
+        ({"max_turns": True}, "limit max_turns=True is not a number: give one"),
+        ({"max_cost": "5"}, "limit max_cost='5' is not a number: give one"),
+        ({"max_turn": 5}, "unknown limit 'max_turn': did you mean 'max_turns'"),
+        ({"max_seconds": 0.0}, "limit max_seconds=0.0 allows nothing: give a positive number"),
+        ({"max_seconds": math.nan}, "limit max_seconds=nan allows nothing"),
+        ({"max_calls": 0}, "limit max_calls=0 allows nothing: give a positive number, or omit it"),
+        ({"max_depth": -1}, "limit max_depth=-1 allows nothing: 0 allows only the root"),
+        ({"max_reasoning_tokens": -1}, "limit max_reasoning_tokens=-1 allows nothing"),
+    ],
+)
+def test_a_wrong_limit_is_named(given_limits: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Limits(**given_limits)
+    assert str(raised.value).startswith(error)
+
+
+def test_smallest_limits() -> None:
+    ones = ("max_turns", "max_calls", "max_tokens", "max_concurrency", "max_children")
+    assert Limits(**dict.fromkeys(ones, 1)).max_calls == 1
+    assert Limits(max_seconds=1e-9, max_cost=1e-9, max_reasoning_tokens=0).max_cost == 1e-9
+
+
+def test_what_is_kept_for_the_last_word() -> None:
+    assert [Limits(max_seconds=s).last_word_s for s in (100, 300, 310)] == [10.0, 30.0, 30.0]
+    assert [Limits(max_reply_tokens=n).last_word_tokens for n in (99, 8192)] == [99, 4096]
+    assert Limits().patience_at(None) == Limits().patience_at(Stop.DEADLINE) == 600.0
+    assert Limits().patience_at(Stop.CANCELLED) == 10.0
+    assert Limits(patience_s=3.0).patience_at(Stop.CANCELLED) == 3.0
 
 
 def test_default_cost_limit_applies_only_with_prices() -> None:
@@ -133,3 +188,261 @@ def test_no_schedule_exceeds_a_limit(
         assert ledger.outstanding.tokens == 0
 
     asyncio.run(scenario())
+
+
+def test_a_large_reservation_is_not_overtaken() -> None:
+    async def main() -> None:
+        ledger, order = Ledger(Limits(max_calls=10), priced=False), []
+
+        async def reserve(num: int) -> None:
+            await ledger.reserve(ResourceAmount(num))
+            order.append(num)
+
+        await ledger.reserve(ResourceAmount(6))
+        large, small = (asyncio.create_task(reserve(num)) for num in (5, 1))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert order == []
+        ledger.free(ResourceAmount(6))
+        await asyncio.gather(large, small)
+        assert order == [5, 1]
+
+    asyncio.run(main())
+
+
+def test_a_reservation_that_was_made_before_a_report_is_made_again() -> None:
+    async def main() -> None:
+        ledger = Ledger(Limits(max_tokens=1_000), priced=False)
+        first, second = (Reservation(ledger, "m", Usage(10, 10, calls=1), None) for _ in range(2))
+        await first.reserve()
+        await second.reserve()
+        assert second.is_enough()
+        text = first.settle(Usage(10, 890, calls=1), None, "call 0")
+        assert text == "m reported 900 tokens for call 0, which had reserved 20 tokens"
+        assert not second.is_enough()
+        with pytest.raises(LimitReached):
+            await second.reserve()
+        assert (ledger.outstanding, ledger.spent.tokens) == (ResourceAmount(), 900)
+
+    asyncio.run(main())
+
+
+def test_nothing_is_admitted_before_requests_in_flight_are_settled() -> None:
+    async def main() -> None:
+        ledger = Ledger(Limits(), priced=False)
+        first, sent, third = (Reservation(ledger, "m", Usage(10, 10, calls=1), None) for _ in "abc")
+        await first.reserve()
+        await sent.reserve()
+        first.settle(Usage(10, 500, calls=1), None, "call 0")
+        waiting = asyncio.create_task(third.reserve())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        assert ledger.outstanding.tokens == 20
+        sent.settle(Usage(10, 300, calls=1), None, "call 1")
+        await waiting
+        assert ledger.outstanding.tokens == 10 + 10 + 490
+        assert third.is_enough()
+
+    asyncio.run(main())
+
+
+def test_a_limit_may_be_used_up_and_rounding_is_tolerated() -> None:
+    ledger = Ledger(Limits(max_calls=3, max_tokens=30, max_cost=0.3), priced=True)
+    for _ in range(3):
+        assert ledger.would_pass(ResourceAmount(1, 10, 0.1)) is None
+        ledger.charge(Usage(4, 6, calls=1), 0.1)  # three times 0.1 is a little more than 0.3
+    assert ledger.spent.cost > 0.3
+    assert ledger.would_pass(ResourceAmount()) is None
+    assert ledger.would_pass(ResourceAmount(calls=1)) is Stop.MAX_CALLS
+    assert ledger.would_pass(ResourceAmount(tokens=1)) is Stop.MAX_TOKENS
+    assert ledger.would_pass(ResourceAmount(cost=1e-6)) is Stop.MAX_COST
+    assert ledger.state() == [
+        ("calls", 3, 3),
+        ("tokens", 30, 30),
+        ("dollars", ledger.spent.cost, 0.3),
+    ]
+
+
+def test_spending_is_summed_with_and_without_prices() -> None:
+    ledger = Ledger(Limits(), priced=False)
+    assert (ledger.cost, ledger.usage, ledger.held, ledger.is_draining) == (
+        None,
+        Usage(),
+        ResourceAmount(),
+        False,
+    )
+    ledger.charge(Usage(1, 2, calls=1), None)
+    assert (ledger.cost, ledger.spent) == (None, ResourceAmount(1, 3, 0.0))
+    ledger.charge(Usage(1, 2, calls=1), 0.5)
+    ledger.charge(Usage(1, 2, calls=1), 0.25)
+    assert (ledger.cost, ledger.usage.calls) == (0.75, 3)
+    assert ledger.state() == [("calls", 3, 1000), ("tokens", 9, 20_000_000)]
+    assert Ledger(Limits(), priced=True).cost == 0.0
+
+
+def test_a_hold_replaces_the_one_before_if_it_fits() -> None:
+    ledger = Ledger(Limits(max_calls=10, max_tokens=100), priced=False)
+    ledger.charge(Usage(50, calls=5), None)
+    assert ledger.hold(ResourceAmount(1, 40)) is None
+    assert ledger.calls_left() == 4
+    assert ledger.hold(ResourceAmount(1, 50)) is None
+    assert ledger.hold(ResourceAmount(1, 51)) is Stop.MAX_TOKENS
+    assert ledger.held == ResourceAmount(1, 50)
+    assert ledger.hold(ResourceAmount(6, 0)) is Stop.MAX_CALLS
+    assert ledger.refusals == {
+        Stop.MAX_TOKENS: "a reply may take 51 tokens and 50 of 100 were left: lower "
+        "max_reply_tokens or raise max_tokens",
+        Stop.MAX_CALLS: "5 of 10 calls were used, and one is kept for the final reply: raise "
+        "max_calls",
+    }
+
+
+def test_refusals_name_both_numbers() -> None:
+    async def refused(ledger: Ledger, amount: ResourceAmount) -> tuple[str, str]:
+        with pytest.raises(LimitReached) as raised:
+            await ledger.reserve(amount)
+        return str(raised.value), ledger.refusals[Stop(raised.value.stop)]
+
+    async def main() -> None:
+        ledger = Ledger(Limits(max_calls=2, max_tokens=1_000, max_cost=0.5), priced=True)
+        ledger.charge(Usage(300, calls=1), 0.125)
+        assert await refused(ledger, ResourceAmount(1, 800, 0.0)) == (
+            "the run's limit of 1,000 tokens is reached",
+            "a reply may take 800 tokens and 700 of 1,000 were left: lower max_reply_tokens or "
+            "raise max_tokens",
+        )
+        assert await refused(ledger, ResourceAmount(1, 1, 0.4)) == (
+            "the run's limit of $0.5 is reached",
+            "a reply may cost $0.4 and $0.375 of $0.5 were left: lower max_reply_tokens or raise "
+            "max_cost",
+        )
+        assert await refused(ledger, ResourceAmount(2, 1, 0.1)) == (
+            "the run's limit of 2 calls is reached",
+            "1 of 2 calls were used: raise max_calls",
+        )
+        ledger.last_excess = "m reported much"
+        ledger.charge(Usage(700, calls=1), 0.375)
+        assert (await refused(ledger, ResourceAmount(0, 1)))[1].endswith(
+            "and 0 of 1,000 were left: lower max_reply_tokens or raise max_tokens"
+        )
+        assert (await refused(ledger, ResourceAmount(0, 0, 0.1)))[1].startswith(
+            "a reply may cost $0.1 and $0 of $0.5 were left"
+        )
+        ledger.charge(Usage(1), 0.1)
+        assert await refused(ledger, ResourceAmount(0, 1)) == (
+            "the run's limit of 1,000 tokens is reached",
+            "1,001 of 1,000 tokens were used, because m reported much",
+        )
+        ledger = Ledger(Limits(max_cost=0.5), priced=True)
+        ledger.last_excess = "m reported much"
+        ledger.charge(Usage(1), 0.75)
+        assert await refused(ledger, ResourceAmount(1, 1)) == (
+            "the run's limit of $0.5 is reached",
+            "$0.75 of $0.5 were spent, because m reported much",
+        )
+
+    asyncio.run(main())
+
+
+def test_cancelled_waiters_are_passed_over() -> None:
+    async def main() -> None:
+        ledger = Ledger(Limits(max_calls=2), priced=False)
+        await ledger.reserve(ResourceAmount(2))
+        first, second = (asyncio.create_task(ledger.reserve(ResourceAmount(2))) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.sleep(0)
+        ledger.free(ResourceAmount(2))
+        await asyncio.wait_for(second, 60)
+        assert ledger.outstanding == ResourceAmount(2)
+        ledger.free(ResourceAmount(2))
+        await ledger.reserve(ResourceAmount(1))  # at once: nobody waits
+
+    asyncio.run(main())
+
+
+def test_the_largest_report_of_each_kind_is_kept() -> None:
+    """(most, reported, cost) one after the other -> the bound of the next request."""
+    most = Usage(100, 50, calls=1)
+    excess = ReportedExcess().with_report(most, Usage(400, 10), 0.5)
+    assert excess == ReportedExcess(400, 10, 300, 0, 0.5)
+    excess = excess.with_report(most, Usage(20, 80), 0.25)
+    assert excess == ReportedExcess(400, 80, 300, 30, 0.5)
+    assert excess.raised(Usage(10, 10, calls=1)) == Usage(400, 80, calls=1)
+    assert excess.raised(Usage(1_000, 1_000)) == Usage(1_300, 1_030)
+    assert ReportedExcess().raised(most) == most
+
+
+@pytest.mark.parametrize(
+    ("reported", "cost", "is_excess"),
+    [
+        (Usage(10, 10), 1.0, False),
+        (Usage(5, 16), 1.0, True),
+        (Usage(1, 1), 1.0 + 1e-12, False),
+        (Usage(1, 1), 1.1, True),
+        (Usage(1, 1), None, False),
+    ],
+)
+def test_an_excess_is_more_than_was_reserved(
+    reported: Usage, cost: float | None, is_excess: bool
+) -> None:
+    reserved = ResourceAmount(1, 20, 1.0)
+    assert Ledger(Limits(), priced=True).is_excess(reserved, reported, cost) is is_excess
+    without = Ledger(Limits(), priced=False)
+    assert without.is_excess(reserved, reported, cost) is (reported.total_tokens > 20)
+
+
+def test_what_a_server_charges_for_a_model_without_a_price_is_reserved_next() -> None:
+    async def main() -> None:
+        ledger = Ledger(Limits(max_cost=1.0), priced=True)
+        first = Reservation(ledger, "m", Usage(10, 10, calls=1), None)
+        assert first.cost is None
+        await first.reserve()
+        text = first.settle(Usage(5, 5, calls=1), 0.3, "call 0")
+        assert text == ("m reported 10 tokens ($0.3) for call 0, which had reserved 20 tokens ($0)")
+        later = Reservation(ledger, "m", Usage(10, 10, calls=1), None)
+        assert (later.cost, later.amount) == (0.3, ResourceAmount(1, 20, 0.3))
+        other = Reservation(ledger, "n", Usage(10, 10, calls=1), None)
+        assert other.amount == ResourceAmount(1, 20)
+        priced = Reservation(ledger, "m", Usage(10, 10, calls=1), Price(1e5, 1e5))
+        assert priced.cost == 2.0
+
+    asyncio.run(main())
+
+
+def test_unknown_usage_is_booked_as_reserved() -> None:
+    async def main() -> None:
+        ledger = Ledger(Limits(), priced=True)
+        most = Usage(10, 20, calls=1, unknown_calls=1)
+        reservation = Reservation(ledger, "m", most, Price(1.0, 2.0))
+        await reservation.reserve()
+        assert reservation.settle(Usage(calls=1, unknown_calls=1), None, "call 0") == ""
+        assert (ledger.usage, ledger.cost) == (most, pytest.approx(50e-6))
+        free = Reservation(ledger, "free", most, Price(0.0, 0.0))
+        assert free.cost == 0.0
+        await free.reserve()
+        free.free()
+        assert ledger.outstanding == ResourceAmount()
+
+    asyncio.run(main())
+
+
+def test_a_request_that_can_never_fit_is_refused_while_others_are_settled() -> None:
+    async def main() -> None:
+        ledger = Ledger(Limits(max_tokens=100), priced=False)
+        first, sent, third = (Reservation(ledger, "m", Usage(10, 10, calls=1), None) for _ in "abc")
+        await first.reserve()
+        await sent.reserve()
+        waiting = asyncio.create_task(ledger.reserve(ResourceAmount(1, 70)))
+        await asyncio.sleep(0)
+        first.settle(Usage(10, 60, calls=1), None, "call 0")
+        with pytest.raises(LimitReached):
+            await waiting
+        assert ledger.is_draining
+        with pytest.raises(LimitReached):
+            await third.reserve()
+        sent.free()
+        assert not ledger.is_draining
+        assert ledger.outstanding == ResourceAmount()
+
+    asyncio.run(main())

@@ -1,0 +1,91 @@
+"""A test double of a disk that forgets what was not synced, as a machine does that loses power.
+
+    disk = ForgetfulDisk(folder)
+    store = Store(folder / "store", fsync=disk.fsync)
+    …                                      # runs, and then the power fails:
+    disk.lose_power(elsewhere)
+    Store(elsewhere / "store")             # has what had reached the disk
+
+A file has the content of its last ``fsync``. It has a name only if its folder was synced after it
+got that name. What exists when the double is created is on the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+
+class ForgetfulDisk:
+    """The disk of one folder.
+
+    Example:
+        store = ramify.Store(folder / "store", fsync=testing.ForgetfulDisk(folder).fsync)
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+        self._files: dict[int, bytes] = {}
+        """Inode -> content on the disk."""
+        self._folders: dict[int, dict[str, tuple[int, bool]]] = {}
+        """Inode -> name on the disk -> (inode, True for a folder)."""
+        self._changed = threading.Condition()
+        for folder, _, files in os.walk(self.root):
+            for path in (folder, *(os.path.join(folder, name) for name in files)):
+                fd = os.open(path, os.O_RDONLY)
+                try:
+                    self.fsync(fd)
+                finally:
+                    os.close(fd)
+
+    def fsync(self, fd: int) -> None:
+        """Put the open file or folder on the disk: a substitute of ``os.fsync``."""
+        status = os.fstat(fd)
+        with self._changed:
+            if stat.S_ISDIR(status.st_mode):
+                self._folders[status.st_ino] = {
+                    entry.name: (entry.inode(), entry.is_dir()) for entry in os.scandir(fd)
+                }
+            else:
+                self._files[status.st_ino] = _content(fd, status.st_size)
+            self._changed.notify_all()
+
+    def wait_for(self, is_synced: Callable[[], bool], timeout_s: float = 60.0) -> bool:
+        """Wait until ``is_synced`` returns True after an ``fsync``; returns False if it does not in
+        time."""
+        with self._changed:
+            return self._changed.wait_for(is_synced, timeout_s)
+
+    def content(self, path: str | Path) -> bytes:
+        """Content of ``path`` on the disk; empty if none of it was synced."""
+        return self._files.get(os.stat(path).st_ino, b"")
+
+    def names(self, folder: str | Path) -> list[str]:
+        """Names in ``folder`` on the disk."""
+        return [*self._folders.get(os.stat(folder).st_ino, {})]
+
+    def lose_power(self, to: str | Path) -> None:
+        """Copy what is on the disk to the folder ``to``, which is created."""
+        with self._changed:
+            self._copy(self.root.stat().st_ino, Path(to))
+
+    def _copy(self, folder: int, to: Path) -> None:
+        to.mkdir(0o700)
+        for name, (inode, is_folder) in self._folders.get(folder, {}).items():
+            if is_folder:
+                self._copy(inode, to / name)
+            else:
+                (to / name).write_bytes(self._files.get(inode, b""))
+                (to / name).chmod(0o600)
+
+
+def _content(fd: int, size: int) -> bytes:
+    """All bytes of an open file, which may not be open for reading."""
+    again = os.open(f"/dev/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.pread(again, size, 0)
+    finally:
+        os.close(again)
