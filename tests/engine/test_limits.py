@@ -356,7 +356,7 @@ def test_cancelled_waiters_are_passed_over() -> None:
         await asyncio.wait_for(second, 60)
         assert ledger.outstanding == ResourceAmount(2)
         ledger.free(ResourceAmount(2))
-        await ledger.reserve(ResourceAmount(1))  # at once: nobody waits
+        await ledger.reserve(ResourceAmount(1))  # at once: no other request waits
 
     asyncio.run(main())
 

@@ -1,4 +1,4 @@
-"""What is left of a store when the machine loses power, on a disk that forgets what was not synced."""
+"""The contents of a store after its machine lost power: a disk forgets what was not synced."""
 
 from __future__ import annotations
 
