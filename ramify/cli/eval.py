@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ramify.train.trackers.base import RunTrackers
 
 _log = RoomLogger("evaluate")
-_OUTPUT = ("store", "json", "quiet", "verbose", "progress")
+OUTPUT_SETTINGS = ("store", "json", "quiet", "verbose", "progress")
 """Settings that do not affect the result of an attempt."""
 OF_AN_EVALUATION = (
     OptionSpec("split", str, "split of the task (default: test)"),
@@ -125,7 +125,7 @@ def evaluate(
 
 
 @contextlib.contextmanager
-def _logged(record: EvaluationRecord | None) -> Iterator[None]:
+def evaluation_log(record: EvaluationRecord | None) -> Iterator[None]:
     """Keep a log beside the results: ``ID.log``."""
     if record is None:
         yield
@@ -174,7 +174,7 @@ class _Command:
             check_k(self._k, plan.attempts)
         if other is not None:
             check_same_items(plan, other.plan)
-        task = _task(
+        task = task_for(
             plan,
             bool(plan_options.get("validate", True) is not False and resume is None),
             self._notes,
@@ -182,7 +182,7 @@ class _Command:
         if record is None and records is not None:
             record = records.create(plan)
         try:
-            with _logged(record), self._tracked(plan, record, resume is not None):
+            with evaluation_log(record), self._tracked(plan, record, resume is not None):
                 return self._evaluated(task, plan, record, other)
         finally:
             if record is not None:
@@ -219,7 +219,9 @@ class _Command:
             "seed": plan_options["seed"],
         }
         settings = {
-            name: value for name, value in self._settings.items() if name not in (*_OUTPUT, "model")
+            name: value
+            for name, value in self._settings.items()
+            if name not in (*OUTPUT_SETTINGS, "model")
         }
         # Written out because plans of older versions lack it and used direct calls.
         settings.setdefault("direct", False)
@@ -230,7 +232,7 @@ class _Command:
         return EvaluationPlan(
             model=self._settings["model"],
             task=words[0],
-            options=dict(map(_option, words[1:])),
+            options=dict(map(task_option, words[1:])),
             settings=settings,
             **{name: value for name, value in fields.items() if value is not None},
         )
@@ -263,7 +265,7 @@ class _Command:
         num = min(plan.items, len(task.splits.get(plan.split, ()))) * plan.attempts
         done = len(record.outcomes) if record is not None else 0
         with report_progress(f"evaluating {plan.split}", num, "attempts", first=done) as work:
-            progress = _Progress(self._screen, work, num, record)
+            progress = EvaluationProgress(self._screen, work, num, record)
             evaluating = evaluate(
                 rlm,
                 task,
@@ -279,7 +281,7 @@ class _Command:
     def _run(
         self,
         evaluating: Coroutine[Any, Any, Evaluation],
-        progress: _Progress,
+        progress: EvaluationProgress,
         record: EvaluationRecord | None,
         other: Evaluation | None,
     ) -> ExitCode:
@@ -369,7 +371,7 @@ def _measured(figures: EvaluationReport) -> StepMetrics:
     )
 
 
-class _Progress:
+class EvaluationProgress:
     """Progress reporter: updates the bar, or prints a line at each tenth of the attempts.
 
     With ``--verbose`` it also prints a line for each attempt.
@@ -422,7 +424,8 @@ class _Progress:
         return average + failed + cost
 
 
-def _task(plan: EvaluationPlan, validates: bool, notes: StderrNotes) -> Task:
+def task_for(plan: EvaluationPlan, validates: bool, notes: StderrNotes) -> Task:
+    """The task of ``plan``, checked as ``ramify eval`` does."""
     from ramify.tasks.base import items_of, task_of
     from ramify.tasks.validation import validate
 
@@ -437,7 +440,7 @@ def _task(plan: EvaluationPlan, validates: bool, notes: StderrNotes) -> Task:
     return task
 
 
-def _option(word: str) -> tuple[str, Any]:
+def task_option(word: str) -> tuple[str, Any]:
     """``chars=1000`` -> ("chars", 1000). A value that is not valid JSON is kept as text."""
     name, equals, value = word.partition("=")
     if not equals or not name.isidentifier():
@@ -454,7 +457,7 @@ def _refuse_settings(words: list[str], given: dict[str, Any]) -> None:
     refused = [
         option.long
         for option in known
-        if given.get(option.name) is not None and option.name not in _OUTPUT
+        if given.get(option.name) is not None and option.name not in OUTPUT_SETTINGS
     ]
     refused = [name for name in refused if name != "--concurrency"]
     if words or refused:

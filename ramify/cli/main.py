@@ -24,6 +24,7 @@ from ramify.errors import RamifyError
 COMMANDS = {
     "ask": ("ramify.cli.ask", "answer a question over files, folders, databases or a pipe"),
     "eval": ("ramify.cli.eval", "evaluate a model on a task"),
+    "demos": ("ramify.cli.demos", "ask a model for demonstrations of a task, once"),
     "train": ("ramify.cli.train", "train a policy from a recipe"),
     "init": ("ramify.cli.init_command", "write a new task, its expert and its recipe"),
     "cluster plan": (

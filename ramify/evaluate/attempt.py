@@ -21,7 +21,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
+import msgspec
+
 from ramify.clients.base import Sampling
+from ramify.engine.limits import Limits
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle, as_text
 from ramify.engine.threads import in_thread
@@ -57,6 +60,7 @@ async def attempt(
     direct: bool = False,
     resume: str = "",
     on_start: Callable[[str], object] | None = None,
+    max_cost: float | None = None,
 ) -> Trajectory:
     """The trajectory of one attempt, with ``rewards`` if it could be scored and ``errors`` if not.
 
@@ -66,8 +70,9 @@ async def attempt(
     default each root has a session, since that is what is trained and measured. ``resume`` is a
     stored run that began this attempt: it is continued, or scored if it has ended; if it cannot be,
     the attempt is made again. ``on_start`` gets the id of the attempt's stored run before its first
-    request.
+    request. ``max_cost``: dollars, instead of the limit of ``rlm``.
     """
+    limits = None if max_cost is None else msgspec.structs.replace(rlm.limits, max_cost=max_cost)
     try:
         start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
     except RamifyError as error:
@@ -79,12 +84,17 @@ async def attempt(
         item.question,
         metadata=about,
         sampling=sampling,
+        limits=limits,
         direct=direct,
         cache=False,
     )
     shown = f"{name} item {item.id}".strip()
     try:
-        ran = await _continued(rlm, resume, shown, start, sampling, grace_s) if resume else None
+        ran = (
+            await _continued(rlm, resume, shown, start, sampling, limits, grace_s)
+            if resume
+            else None
+        )
         trajectory, result = ran or await _run(rlm, shown, begin, grace_s, on_start)
         failure = _failure(result)
     except ConfigError as error:  # the engine cannot ask this item; others it may
@@ -219,14 +229,16 @@ async def _continued(
     name: str,
     start: TaskStart,
     sampling: Sampling | None,
+    limits: Limits | None,
     grace_s: float,
 ) -> tuple[Trajectory, Result | str] | None:
     """Continue a stored run. Returns None if it cannot be continued."""
     try:
         result = rlm.recorded(run)
-        if result is not None:
+        has_more = limits is not None and result is not None and result.stop is Stop.MAX_COST
+        if result is not None and not has_more:
             return result.trajectory, result
-        begin = functools.partial(rlm.restart, run, prompt=start, sampling=sampling)
+        begin = functools.partial(rlm.restart, run, prompt=start, sampling=sampling, limits=limits)
         trajectory, outcome = await _run(rlm, name, begin, grace_s)
         failure = outcome.failure if isinstance(outcome, Result) else None
         if not isinstance(failure, ReplayDiverged):

@@ -38,6 +38,7 @@ from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError, RunInUse, StoreError, UnknownRun
 from ramify.evaluate.attempt import GRACE_S, attempt
+from ramify.evaluate.cost_budget import CostBudget
 from ramify.store.private_files import EVALUATIONS, FILE_MODE, make_folder, write_all
 from ramify.tasks.base import Item, Task, items_of, total
 from ramify.tasks.scoring.answer_text import as_text
@@ -139,13 +140,15 @@ async def evaluate(
     on_outcome: Watcher | None = None,
     grace_s: float = GRACE_S,
     direct: bool = False,
+    budget: CostBudget | None = None,
 ) -> Evaluation:
     """Make the attempts of ``plan`` that ``record`` does not have, ``concurrency`` at once.
 
     ``sampling`` applies to every request, except for its seed. ``on_outcome`` is called with each
     attempt as it ends. Failures of an attempt's model, session or score are recorded in its
     outcome. Raises ConfigError for a split that the task does not have; bugs are also raised.
-    ``direct``: a single plain call may answer a short context (see ``attempt``).
+    ``direct``: a single plain call may answer a short context (see ``attempt``). ``budget``:
+    dollars of all attempts together; once it is used up, no attempt begins.
 
     Example:
         plan = evaluate.EvaluationPlan(model="gpt-5-mini", task="needle", items=20, attempts=4)
@@ -167,21 +170,36 @@ async def evaluate(
             item = await work.item(index)
             if (item.id, number) in recorded:
                 continue
-            attempt_sampling = _sampling(sampling, plan.seed, item, number)
-            about = {"evaluation": {"split": plan.split, "attempt": number}}
-            trajectory = await attempt(
-                rlm,
-                task,
-                item,
-                sampling=attempt_sampling,
-                metadata=about,
-                grace_s=grace_s,
-                direct=direct,
-                resume=unfinished.get((item.id, number), ""),
-                on_start=None
-                if record is None
-                else functools.partial(record.start, item.id, number),
-            )
+            dollars = None if budget is None else await budget.hold()
+            if budget is not None and dollars is None:
+                return
+            trajectory: Trajectory | None = None
+            try:
+                trajectory = await attempt(
+                    rlm,
+                    task,
+                    item,
+                    sampling=_sampling(sampling, plan.seed, item, number),
+                    metadata={"evaluation": {"split": plan.split, "attempt": number}},
+                    grace_s=grace_s,
+                    direct=direct,
+                    resume=unfinished.get((item.id, number), ""),
+                    on_start=None
+                    if record is None
+                    else functools.partial(record.start, item.id, number),
+                    max_cost=dollars,
+                )
+            finally:
+                if budget is not None and dollars is not None:
+                    cost = dollars if trajectory is None else trajectory.cost or 0.0
+                    budget.settle(dollars, cost)
+            if (
+                budget is not None
+                and budget.is_reduced(dollars or 0.0)
+                and trajectory.stop is Stop.MAX_COST
+            ):
+                budget.is_used_up = True  # its run can be continued with a larger budget
+                return
             outcome = outcome_of(task, item, number, trajectory, is_stored=rlm.store is not None)
             fresh.append(outcome)
             if record is not None:
@@ -287,8 +305,21 @@ class EvaluationRecords:
         exist."""
         return EvaluationRecord(self.path(id))
 
+    def continued(self, plan: EvaluationPlan) -> EvaluationRecord:
+        """Open the record of an earlier evaluation that differs from ``plan`` at most in its number
+        of items and attempts, or start a new one."""
+        for path in self.paths():
+            before = read_evaluation(path, []).plan
+            if msgspec.structs.replace(before, items=plan.items, attempts=plan.attempts) == plan:
+                return EvaluationRecord(path)
+        return self.create(plan)
+
     def load(self, id: str) -> Evaluation:
         return read_evaluation(self.path(id))
+
+    def paths(self) -> list[Path]:
+        """The files of all evaluations, oldest first."""
+        return sorted(self._folder.glob("*.jsonl"))
 
     def path(self, id: str) -> Path:
         """The file that ``id`` refers to: an id, the unique beginning of one, ``last``, or a
@@ -298,7 +329,7 @@ class EvaluationRecords:
             if not path.is_file():
                 raise UnknownRun(f"the evaluation {path} does not exist")
             return path
-        paths = sorted(self._folder.glob("*.jsonl"))
+        paths = self.paths()
         matches = (
             paths[-1:]
             if id == "last"

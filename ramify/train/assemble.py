@@ -27,7 +27,8 @@ from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.tasks.base import Task, task_of
 from ramify.train.backends.base import BACKENDS, ComputeSpec, OptimizerSpec, has_bf16
-from ramify.train.config import PolicySpec, Run
+from ramify.train.config import PolicySpec, Run, plain
+from ramify.train.data.stored_rows import ROWS_FILE, key_of, read_rows, write_rows
 from ramify.train.demonstrations import demonstrations_of, sft_rows
 from ramify.train.depth_models import check_models, check_scaffolds
 from ramify.train.policy_defaults import (
@@ -128,9 +129,11 @@ class RunParts:
         check_weights(self.serving.model, read_weights(folder), str(folder))
 
 
-def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
+def assemble(recipe: Run, checkpoint: Path | None = None, out: Path | None = None) -> RunParts:
     """The parts of the run that ``recipe`` describes. ``checkpoint``: where it will continue; a
-    tokenizer that was trained is taken from there. Raises ConfigError for mistakes in it."""
+    tokenizer that was trained is taken from there, and the rows of supervised fine-tuning from its
+    run. ``out``: the run's folder, in which these rows are kept. Raises ConfigError for mistakes in
+    the recipe."""
     check_policies(recipe)
     run, placement_slots = settled(with_policy_defaults(recipe))
     check_device(run)
@@ -148,7 +151,8 @@ def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
     check_models(run.depths, run.frozen)
     precision = precision_of(run, _stored(run), device, has_bf16=has_bf16(device))
     engines = sleeping(run, device)
-    demonstrations = list(demonstrations_of(run, task, scaffold))
+    rows = _stored_rows(run, checkpoint)
+    demonstrations = list(demonstrations_of(run, task, scaffold)) if rows is None else []
     _check_model(run, kind, device)
     # Engine and trainer of a deterministic run share weights in fp32.
     dtype = "float32" if run.deterministic else precision.engine
@@ -164,11 +168,11 @@ def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
     check_prompts(run, task, scaffold, policy)
     note_rewritten_history(run, policy)
     note_missing_template(policy)
-    rows = (
-        sft_rows(run.sft, demonstrations, policy, scaffold, task.weights)
-        if run.sft is not None
-        else []
-    )
+    if rows is None and run.sft is not None:
+        rows = sft_rows(run.sft, demonstrations, policy, scaffold, task.weights)
+    if rows and out is not None:
+        write_rows(out / ROWS_FILE, rows, _rows_key(run))
+    rows = rows or []
     fixed = _fixed_stages(run, policy, rows)
     parts = RunParts(
         run,
@@ -186,6 +190,20 @@ def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
     )
     others = {name: _other_parts(parts, name) for name in run.policies}
     return dataclasses.replace(parts, others=others)
+
+
+def _stored_rows(run: Run, checkpoint: Path | None) -> list[TokenSequence] | None:
+    """The rows of supervised fine-tuning that the run of ``checkpoint`` has kept."""
+    if run.sft is None or checkpoint is None:
+        return None
+    return read_rows(checkpoint.resolve().parents[1] / ROWS_FILE, _rows_key(run))
+
+
+def _rows_key(run: Run) -> str:
+    config = plain(run)
+    sft = config["sft"]
+    chosen = [sft[name] for name in ("demos", "num", "options", "trajectories", "algorithm")]
+    return key_of([chosen, sft["task"] or config["task"], config["seed"], config["scaffold"]])
 
 
 def _other_parts(parts: RunParts, name: str) -> RunParts:

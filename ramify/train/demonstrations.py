@@ -30,14 +30,17 @@ from ramify.engine.rlm import RLM
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError, RamifyError
 from ramify.evaluate.attempt import attempt
+from ramify.evaluate.run import AttemptOutcome, EvaluationPlan, EvaluationRecords, evaluate
 from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.sandbox.base import SandboxSpec
+from ramify.store.store import Store
 from ramify.tasks.base import DATA_SUFFIXES, Item, Task, items_of, task_of
 from ramify.tasks.data import rows_of
 from ramify.train.config import Run, SftSpec
 from ramify.train.data.compile import token_sequences
 from ramify.train.data.sft_data import DEMOS, TrajectoryTokenizer, read, trajectory_of
+from ramify.train.data.stored_rows import key_of
 from ramify.types.message import Message, Reply, ToolCall
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
@@ -188,19 +191,23 @@ def demonstrate(
     limits: Limits | None = None,
     sandbox: SandboxSpec | None = None,
     concurrency: int = 8,
+    store: str | Path | None = None,
 ) -> list[Trajectory]:
     """Runs of ``expert`` on the first ``num`` training items, with rewards, for ``sft.demos``.
 
     ``expert`` is a model, ``provider:model``, or a function from the messages of a call to its next
-    reply. Its code runs in real sessions. Set ``sft.algorithm.min_reward`` to learn only from good
-    runs. Runs that failed are left out; raises ConfigError if all of them did.
+    reply. Its code runs in real sessions. The runs of a model are kept in the folder ``store``
+    (None: the user's store), and a later start takes them from there. Set
+    ``sft.algorithm.min_reward`` to learn only from good runs. Runs that failed are left out; raises
+    ConfigError if all of them did.
 
     Example:
         def demos(task, num, seed, scaffold):
             return train.demonstrate(task, "openai:gpt-5-mini", num, scaffold)
     """
+    items = items_of(task, "train")[:num]
 
-    async def run() -> list[Trajectory]:
+    async def ask() -> list[Trajectory]:
         model = expert if isinstance(expert, str) else ScriptedClient(expert)
         room = asyncio.Semaphore(concurrency)
         async with RLM(model, scaffold=scaffold, limits=limits, sandbox=sandbox) as rlm:
@@ -209,16 +216,47 @@ def demonstrate(
                 async with room:
                     return await attempt(rlm, task, item)
 
-            return list(await asyncio.gather(*map(one, items_of(task, "train")[:num])))
+            return list(await asyncio.gather(*map(one, items)))
+
+    async def ask_once(model: str) -> list[Trajectory]:
+        kept = Store(store)
+        rlm = RLM(model, scaffold=scaffold, limits=limits, sandbox=sandbox, store=kept)
+        first = key_of([(each.question, each.context, each.gold) for each in items[:1]])
+        plan = EvaluationPlan(
+            model=model,
+            task=task.name,
+            options={"first": first, "scaffold": key_of(scaffold)},
+            split="train",
+            items=len(items),
+            settings={"limits": msgspec.to_builtins(rlm.limits)},
+        )
+        record = EvaluationRecords(kept.root).continued(plan)
+        try:
+            made = await evaluate(rlm, task, plan, record=record, concurrency=concurrency)
+        finally:
+            record.close()
+        return [_kept(kept, outcome) for outcome in made.outcomes]
 
     with ThreadPoolExecutor(1) as thread:  # the caller may be on an event loop
-        runs = thread.submit(asyncio.run, run()).result()
+        work = ask_once(expert) if isinstance(expert, str) else ask()
+        runs = thread.submit(asyncio.run, work).result()
     shown = [each for each in runs if each.rewards]
     if runs and not shown:
         raise ConfigError(
             f"all {len(runs)} demonstrations failed, the first with: {runs[0].errors}"
         )
     return shown
+
+
+def _kept(store: Store, outcome: AttemptOutcome) -> Trajectory:
+    """The stored run of an attempt, with its rewards."""
+    if not outcome.run:
+        return Trajectory("", "", task=outcome.item, errors=[outcome.error])
+    trajectory = store.load(outcome.run)
+    trajectory.rewards = dict(outcome.rewards)
+    if outcome.error:
+        trajectory.errors.append(outcome.error)
+    return trajectory
 
 
 def sft_rows(

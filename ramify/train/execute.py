@@ -150,7 +150,7 @@ def _train(
 
     async def execute() -> CheckpointState:
         with report_progress("preparing", note="task, demonstrations and policy"):
-            parts = assemble(run, checkpoint)
+            parts = assemble(run, checkpoint, out)
         async with opened_run(
             parts, out, checkpoint, listener=measured, on_stall=on_stall, on_start=log.begin
         ) as trainer:

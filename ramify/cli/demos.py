@@ -1,0 +1,292 @@
+"""``ramify demos``: ask a model for demonstrations of a task once, and keep them as stored runs.
+
+    ramify demos my_task.py:errors --model openai:gpt-5-mini --num 400 --out demos --max-cost 10
+    ramify train recipe.py sft.trajectories=demos sft.algorithm.min_reward=1
+
+Demonstrations are attempts at the first items of the training split, stored in ``--out`` with their
+rewards. The same command continues where an earlier one ended, with a larger ``--num`` or
+``--max-cost`` too; nothing is asked twice. Not here: which of them a recipe learns from (see
+train/advantages/sft.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ramify.cli.ask import SETTINGS, make_rlm, mcp_tools, sandbox_spec
+from ramify.cli.eval import (
+    OUTPUT_SETTINGS,
+    EvaluationProgress,
+    evaluation_log,
+    task_for,
+    task_option,
+)
+from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
+from ramify.cli.progress_screen import ProgressScreen, form_of
+from ramify.cli.settings import fill, unknown_variables
+from ramify.cli.stop_signals import ends_if_blocked
+from ramify.cli.terminal_text import StderrNotes, dollars, error_line, json_line, many
+from ramify.progress import report_progress
+
+if TYPE_CHECKING:
+    from ramify.evaluate.cost_budget import CostBudget
+    from ramify.evaluate.run import Evaluation, EvaluationPlan, EvaluationRecord
+    from ramify.store.store import Store
+    from ramify.tasks.base import Task
+
+_OPTIONS = (
+    OptionSpec("num", int, "number of items, from the start of the training split (default: 100)"),
+    OptionSpec("out", str, "folder of the store; created, or continued", "FOLDER"),
+    OptionSpec("max_cost", float, "maximum cost in dollars of all demonstrations together"),
+    OptionSpec(
+        "max_run_cost",
+        float,
+        "maximum cost in dollars of one demonstration (default: eight times its share of "
+        "--max-cost, at most 5)",
+    ),
+    OptionSpec("attempts", int, "attempts per item (default: 1)"),
+    OptionSpec(
+        "min_reward", float, "count demonstrations with at least this reward as good (default: 1)"
+    ),
+    OptionSpec("seed", int, "sampling seed (default: 0)"),
+    OptionSpec("concurrency", int, "concurrent demonstrations (default: 16)"),
+    OptionSpec(
+        "validate",
+        bool,
+        "first check that right answers score 1 and wrong ones do not (default: yes)",
+    ),
+)
+_SETTINGS = tuple(
+    option
+    for option in SETTINGS
+    if option.name not in ("max_cost", "cite", "cache", "store", "direct", "branches")
+)
+_KINDS = {option.name: list[str] if option.kind is list else option.kind for option in _SETTINGS}
+_SHARES = 8
+"""Default cost of one demonstration, in shares of the whole budget."""
+
+
+def demos(
+    words: list[str],
+    num: int | None,
+    out: str | None,
+    max_cost: float | None,
+    max_run_cost: float | None,
+    attempts: int | None,
+    min_reward: float | None,
+    seed: int | None,
+    concurrency: int | None,
+    validate: bool | None,
+    **given: Any,
+) -> int:
+    settings = fill(given, _KINDS)
+    notes = StderrNotes(bool(settings.get("quiet")), bool(settings.get("verbose")))
+    notes.take_warnings()
+    for line in unknown_variables(_KINDS):
+        notes.warning(line)
+    if not words or not out or not settings.get("model"):
+        missing = "a task" if not words else "--out" if not out else "--model"
+        raise UsageError(
+            f"{missing} is missing: ramify demos TASK [OPTION=VALUE…] --model MODEL --out FOLDER"
+        )
+    concurrency = 16 if concurrency is None else concurrency
+    if concurrency < 1:
+        raise UsageError(f"--concurrency {concurrency}: give at least 1")
+    _check_is_bounded(settings, max_cost)
+    plan = _plan(words, settings, num, attempts, seed)
+    with ProgressScreen(notes, form_of(settings.get("progress"), notes)) as screen:
+        task = task_for(plan, validate is not False, notes)
+        return _Demonstrations(settings, screen, plan, task, concurrency).run(
+            Path(out).expanduser(),
+            max_cost,
+            max_run_cost,
+            1.0 if min_reward is None else min_reward,
+        )
+
+
+def _check_is_bounded(settings: dict[str, Any], max_cost: float | None) -> None:
+    """Raise UsageError for a model that costs money without a limit over all demonstrations."""
+    from ramify.clients.providers import PriceTable
+
+    prices = PriceTable.load()
+    for name in (settings["model"], *(settings.get("sub_model") or ())):
+        price = prices.price(name)
+        if max_cost is None and price is not None and (price.input or price.output):
+            raise UsageError(
+                f"{name} costs money: give --max-cost, in dollars for all demonstrations together"
+            )
+
+
+def _plan(
+    words: list[str],
+    settings: dict[str, Any],
+    num: int | None,
+    attempts: int | None,
+    seed: int | None,
+) -> EvaluationPlan:
+    from ramify.evaluate.run import EvaluationPlan
+
+    recorded = {
+        name: value for name, value in settings.items() if name not in (*OUTPUT_SETTINGS, "model")
+    }
+    if recorded.get("mcp"):
+        from ramify.engine.mcp_tools import recorded as recorded_server
+
+        recorded["mcp"] = [recorded_server(server) for server in recorded["mcp"]]
+    return EvaluationPlan(
+        model=settings["model"],
+        task=words[0],
+        options=dict(map(task_option, words[1:])),
+        split="train",
+        items=100 if num is None else num,
+        attempts=1 if attempts is None else attempts,
+        seed=0 if seed is None else seed,
+        settings={**recorded, "direct": False},
+    )
+
+
+class _Demonstrations:
+    """The demonstrations of one command."""
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        screen: ProgressScreen,
+        plan: EvaluationPlan,
+        task: Task,
+        concurrency: int,
+    ) -> None:
+        self._settings = settings
+        self._screen = screen
+        self._plan = plan
+        self._task = task
+        self._concurrency = concurrency
+
+    def run(
+        self, out: Path, max_cost: float | None, max_run_cost: float | None, min_reward: float
+    ) -> ExitCode:
+        from ramify.evaluate.cost_budget import CostBudget
+        from ramify.evaluate.run import EvaluationRecords, read_evaluation
+        from ramify.store.store import Store
+
+        store = Store(out)
+        record = EvaluationRecords(store.root).continued(self._plan)
+        spent = sum(each.cost or 0.0 for each in read_evaluation(record.path).outcomes)
+        budget = None
+        if max_cost is not None:
+            num = min(self._plan.items, len(self._task.splits["train"])) * self._plan.attempts
+            share = min(5.0, _SHARES * max_cost / num)
+            budget = CostBudget(max_cost, share if max_run_cost is None else max_run_cost, spent)
+        try:
+            with evaluation_log(record):
+                made = self._made(store, record, budget)
+        finally:
+            record.close()
+        if made is None:
+            return ExitCode.STOPPED
+        return self._summary(made, out, budget, spent, min_reward)
+
+    def _made(
+        self, store: Store, record: EvaluationRecord, budget: CostBudget | None
+    ) -> Evaluation | None:
+        """Make what is missing. Returns None if Ctrl-C ended it."""
+        from ramify.clients.base import Sampling
+        from ramify.evaluate.run import evaluate
+
+        plan = self._plan
+        num = min(plan.items, len(self._task.splits["train"])) * plan.attempts
+        sampling = Sampling(temperature=plan.settings.get("temperature"))
+        first = min(num, len(record.outcomes))
+        with (
+            report_progress("demonstrations", num, "attempts", first=first) as work,
+            mcp_tools({"mcp": self._settings.get("mcp")}) as tools,
+        ):
+            rlm = make_rlm(self._settings, sandbox_spec(self._settings), store, tools)
+            progress = EvaluationProgress(self._screen, work, num, record)
+            making = evaluate(
+                rlm,
+                self._task,
+                plan,
+                sampling=sampling,
+                record=record,
+                concurrency=self._concurrency,
+                on_outcome=progress,
+                budget=budget,
+            )
+            try:
+                with ends_if_blocked("the same command", self._screen.clear):
+                    return asyncio.run(making)
+            except KeyboardInterrupt:
+                self._screen.notes.say(
+                    f"ramify: stopped after {progress.done:,} attempts; the same command continues"
+                )
+                return None
+
+    def _summary(
+        self,
+        made: Evaluation,
+        out: Path,
+        budget: CostBudget | None,
+        spent_before: float,
+        min_reward: float,
+    ) -> ExitCode:
+        self._screen.clear()
+        outcomes = made.outcomes
+        num = min(self._plan.items, len(self._task.splits["train"])) * self._plan.attempts
+        failed = [each for each in outcomes if each.reward is None]
+        good = sum(each.reward is not None and each.reward >= min_reward for each in outcomes)
+        spent = sum(each.cost or 0.0 for each in outcomes)
+        if self._settings.get("json"):
+            print(
+                json_line(
+                    {
+                        "store": str(out),
+                        "asked": num,
+                        "made": len(outcomes),
+                        "good": good,
+                        "failed": len(failed),
+                        "min_reward": min_reward,
+                        "cost": spent,
+                        "input_tokens": sum(each.usage.input_tokens for each in outcomes),
+                        "output_tokens": sum(each.usage.output_tokens for each in outcomes),
+                    }
+                )
+            )
+        else:
+            cost = f", {dollars(spent)}" if spent else ""
+            print(
+                f"{many(len(outcomes), 'demonstration')} of {num:,} in {out}: {good:,} with a "
+                f"reward of at least {min_reward:g}, {len(failed):,} failed{cost}"
+            )
+            print(
+                f"learn from them: sft.trajectories={out} sft.algorithm.min_reward={min_reward:g}"
+            )
+        if budget is not None and budget.is_used_up:
+            error_line(
+                f"{dollars(budget.spent)} of {dollars(budget.limit)} are spent "
+                f"({dollars(spent_before)} of it earlier); the same command with a higher "
+                "--max-cost continues"
+            )
+            return ExitCode.CUT_SHORT
+        if failed and len(failed) == len(outcomes):
+            error_line(f"all {len(failed):,} attempts failed, the first with: {failed[0].error}")
+            return ExitCode.ERROR
+        return ExitCode.ANSWERED
+
+
+COMMAND = CommandSpec(
+    "demos",
+    """\
+Ask a model for demonstrations of TASK: attempts at the first items of its training split. They are
+stored in --out with their rewards, for sft.trajectories of a recipe, and can be seen with
+ramify view FOLDER. TASK and OPTION=VALUE are as in ramify eval.
+
+The same command continues where an earlier one ended; nothing is asked twice. --max-cost is a limit
+over all demonstrations, those of earlier commands included.""",
+    demos,
+    "TASK OPTION=VALUE…",
+    max_words=None,
+    options=(*_OPTIONS, *_SETTINGS),
+)
