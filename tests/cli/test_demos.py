@@ -78,24 +78,3 @@ def test_cost_of_all_demonstrations_is_bounded(shell: Shell, url: str) -> None:
     whole = shell.run(*start(shell, *few, "--max-cost", "1", "--json", model=model))
     assert whole.code == ExitCode.ANSWERED, whole.err
     assert json.loads(whole.out)["good"] == 40, whole
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("demos", "--model", "m", "--out", "o"), "a task is missing"),
-        (("demos", "ledger", "--model", "m"), "--out is missing"),
-        (("demos", "ledger", "--out", "o"), "--model is missing"),
-        (("demos", "ledger", "--model", "tiny", "--out", "o", "--num", "0"), "cannot evaluate 0 items"),
-        (("demos", "ledgr", "--model", "tiny", "--out", "o"), "did you mean 'ledger'"),
-        (
-            ("demos", "ledger", "--model", "tiny", "--out", "o", "--max-cost", "-1"),
-            r"a budget of $-1",
-        ),
-    ],
-)  # fmt: skip
-def test_wrong_options_are_one_line(shell: Shell, arguments: tuple[str, ...], message: str) -> None:
-    done = shell.run(*arguments)
-    assert done.code == ExitCode.USAGE
-    assert message in done.err
-    assert len(done.err.strip().splitlines()) == 1

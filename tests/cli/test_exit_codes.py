@@ -65,6 +65,14 @@ WRONG = {
         ([*M, "nowhere.jsonl"], "file nowhere.jsonl does not exist"),
         (["--resume", "x"], "found no evaluation 'x'"),
     ),
+    "demos": (
+        ([*M, "--out", "o"], "a task is missing"),
+        ([*M, "needle"], "--out is missing"),
+        (["needle", "--out", "o"], "--model is missing"),
+        ([*M, "needle", "--out", "o", "--num", "0"], "cannot evaluate 0 items"),
+        ([*M, "nedle", "--out", "o"], "unknown task 'nedle': did you mean 'needle'"),
+        ([*M, "needle", "--out", "o", "--max-cost", "-1"], "a budget of $-1"),
+    ),
     "train": (
         ([], "give one recipe"),
         (["nowhere.py"], "nowhere.py is not a recipe"),
