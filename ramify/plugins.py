@@ -321,6 +321,24 @@ def place_of(kind: type) -> str:
     return f"{file if is_file else kind.__module__}:{name}"
 
 
+def name_places(part: Any, data: Any) -> None:
+    """Name a class of a plug-in in ``data`` by its place, not by its tag, which another process
+    that resumes the run would not know."""
+    if isinstance(part, Mapping):
+        for name, each in part.items():
+            name_places(each, data[name])
+    elif isinstance(part, tuple):
+        for each, inner in zip(part, data, strict=True):
+            name_places(each, inner)
+    elif isinstance(part, msgspec.Struct):
+        place = place_of(type(part))
+        if place:
+            data["name"] = place
+        for field in ("outcome", "other", "tasks"):  # of an algorithm that wraps others
+            if field in data:
+                name_places(getattr(part, field), data[field])
+
+
 def _module_name(path: Path) -> str:
     return re.sub(r"\W", "_", str(path))
 

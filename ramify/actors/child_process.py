@@ -92,6 +92,7 @@ class ChildProcess:
         log: Path | None = None,
         folder: Path | None = None,
         files: tuple[int | None, int | None, int | None] = (None, None, None),
+        stdin: bytes = b"",
         stopped_s: float | None = None,
     ) -> None:
         """Start ``command``.
@@ -99,8 +100,10 @@ class ChildProcess:
         ``environment`` is added to the environment of this process. Output is appended to ``log``,
         which is created with its folder; without a log, only stderr is shown, on the stderr of this
         process. The child runs in ``folder`` if that exists. ``files`` are descriptors to use as
-        its stdin, stdout and stderr instead. A child that is stopped (SIGSTOP) for ``stopped_s`` is
-        killed. Raises OSError, with the name of the program, if it cannot be started.
+        its stdin, stdout and stderr instead. ``stdin``: a few bytes that it reads from its standard
+        input, where neither its environment nor its command line shows them. A child that is
+        stopped (SIGSTOP) for ``stopped_s`` is killed. Raises OSError, with the name of the program,
+        if it cannot be started.
         """
         self._log = log
         self._environment = {**os.environ, **(environment or {})}
@@ -119,6 +122,8 @@ class ChildProcess:
         }
         with contextlib.ExitStack() as stack:
             stack.enter_context(theirs)
+            if stdin:
+                files = (_pipe_with(stdin, stack), *files[1:])
             files_given = [_duplicate(each, stack) for each in self._opened(files, stack)]
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_GUARD)],
@@ -296,6 +301,16 @@ def _duplicate(descriptor: int, stack: contextlib.ExitStack) -> int:
     copy = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
     stack.callback(os.close, copy)
     return copy
+
+
+def _pipe_with(data: bytes, stack: contextlib.ExitStack) -> int:
+    """The end for reading of a pipe that holds ``data``, at most ``select.PIPE_BUF`` bytes."""
+    assert len(data) <= select.PIPE_BUF, "more would block"
+    reading, writing = os.pipe()
+    stack.callback(os.close, reading)
+    os.write(writing, data)
+    os.close(writing)
+    return reading
 
 
 def _forget(guard: subprocess.Popen[bytes], descriptor: int) -> None:

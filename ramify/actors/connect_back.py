@@ -1,116 +1,58 @@
-"""Connections of a run's processes back to it: each must prove that it has the run's key, within a
-time limit.
+"""Started processes connect back to the run that started them.
 
     run      with Listener() as listener:
-                 start(command, listener.environment("worker 3"))
-                 connection, name = listener.accept(60.0, look)
-    process  connection = connect_back()
+                 start(command, stdin=listener.ticket("worker 3"))
+                 channel, name = listener.accept(str, 60.0, look)
+    process  channel = connect_back()
 
-A peer that is silent or has another key is rejected, and the next one is accepted: a port scanner
-can neither block a start nor end it. A connected process sends heartbeats (``beat``); without them
-it counts as lost, whatever holds it up (``HeartbeatDeadline``).
+The process reads its ticket (the address, the key and its name) from its standard input, a pipe
+that it inherits: neither its environment nor its command line shows the key. A connected process
+sends heartbeats (``beat``); without them it counts as lost, whatever holds it up
+(``HeartbeatDeadline``).
 """
 
 from __future__ import annotations
 
-import os
-import secrets
-import socket
-import struct
+import sys
 import threading
-import time
 from collections.abc import Callable
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
-from typing import Any
 
-_AT, _KEY, _NAME = "RAMIFY_CONNECT_TO", "RAMIFY_CONNECT_KEY", "RAMIFY_CONNECT_NAME"
+import msgspec
+
+from ramify.actors.channel import Channel, ChannelListener, connect
+from ramify.actors.frames import decode, encode
+
 BEAT_S = 1.0
 """Seconds between heartbeats."""
-PROOF_S = 10.0
-"""Time limit for each message of the handshake, in seconds."""
-_LOOK_S = 0.5
 
 
-class Listener:
-    """Accepts connections of processes that have its key."""
+class Ticket(msgspec.Struct, frozen=True):
+    """What a started process needs to connect back."""
 
-    def __init__(self, address: str = "127.0.0.1", backlog: int = 1) -> None:
-        self.key = secrets.token_bytes(32)
-        self._server = socket.create_server((address, 0), backlog=backlog)
-        self.address: tuple[str, int] = self._server.getsockname()
-
-    def __enter__(self) -> Listener:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._server.close()
-
-    def environment(self, name: str) -> dict[str, str]:
-        """Environment variables with which a process can ``connect_back``."""
-        return {_AT: "{}:{}".format(*self.address), _KEY: self.key.hex(), _NAME: name}
-
-    def accept(
-        self, wait_s: float, look: Callable[[], None] = lambda: None
-    ) -> tuple[Connection, Any]:
-        """(the next connection of a process with the key, its first message).
-
-        ``look`` is called while waiting, and raises if the process has ended. Raises TimeoutError
-        after ``wait_s``.
-        """
-        until = time.monotonic() + wait_s
-        while True:
-            self._server.settimeout(max(0.0, min(_LOOK_S, until - time.monotonic())))
-            try:
-                peer, _ = self._server.accept()
-            except (TimeoutError, BlockingIOError):
-                look()
-                if time.monotonic() >= until:
-                    raise TimeoutError(f"no connection within {wait_s:g} s") from None
-                continue
-            if joined := authenticate(peer, self.key):
-                return joined
+    address: str
+    key: bytes
+    name: str
+    """The first message of its channel, with which it introduces itself."""
 
 
-def connect_back() -> Connection:
-    """Connect to the ``Listener`` whose environment this process has."""
-    host, _, port = os.environ[_AT].rpartition(":")
-    return connect((host, int(port)), bytes.fromhex(os.environ.pop(_KEY)), os.environ[_NAME])
+class Listener(ChannelListener):
+    """Accepts the channels of processes that were started with its tickets."""
+
+    def ticket(self, name: str) -> bytes:
+        """The standard input of a process that calls ``connect_back``."""
+        return encode(Ticket(self.address, self.key, name))
 
 
-def connect(address: tuple[str, int], key: bytes, first: object) -> Connection:
-    """Connect to a ``Listener`` with its ``key``, and send the ``first`` message."""
-    connection = Client(address, authkey=key)
-    connection.send(first)
-    return connection
+def read_ticket() -> Ticket:
+    """The ticket on standard input."""
+    ticket: Ticket = decode(sys.stdin.buffer.read(), Ticket)
+    return ticket
 
 
-def authenticate(
-    peer: socket.socket, key: bytes, wait_s: float = PROOF_S
-) -> tuple[Connection, Any] | None:
-    """Authenticate ``peer``, which is consumed. Returns (connection, its first message) after both
-    sides have proved that they have ``key``; None if that fails, or takes more than ``wait_s`` per
-    message."""
-    peer.setblocking(True)
-    connection = Connection(peer.detach())
-    try:
-        _limit(connection, wait_s)
-        deliver_challenge(connection, key)
-        answer_challenge(connection, key)
-        message = connection.recv()
-        _limit(connection, 0.0)
-    except (OSError, EOFError, AuthenticationError):
-        connection.close()
-        return None
-    return connection, message
-
-
-def _limit(connection: Connection, seconds: float) -> None:
-    """Limit how long a single read or write may block; 0: no limit."""
-    timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-    with socket.socket(fileno=os.dup(connection.fileno())) as same:
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+def connect_back() -> Channel:
+    """Connect to the listener whose ticket this process was started with."""
+    ticket = read_ticket()
+    return connect(ticket.address, ticket.key, ticket.name)
 
 
 def beat(send: Callable[[], None], stop: threading.Event) -> None:

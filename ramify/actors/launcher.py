@@ -99,10 +99,16 @@ class Launcher(Protocol):
         ...
 
     def start(
-        self, member: SlotMember, command: Sequence[str], environment: Mapping[str, str], log: Path
+        self,
+        member: SlotMember,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        stdin: bytes = b"",
     ) -> Process:
         """Start a process on the slot of ``member``. ``environment`` is added to that of its
-        machine; ``log`` receives all its output. Raises ConfigError if it cannot be started."""
+        machine; ``log`` receives all its output; ``stdin`` as in ``ChildProcess``. Raises
+        ConfigError if it cannot be started."""
         ...
 
     def address_of(self, member: SlotMember) -> str:
@@ -132,12 +138,17 @@ class LocalLauncher:
         self._children: dict[SlotMember, ChildProcess] = {}
 
     def start(
-        self, member: SlotMember, command: Sequence[str], environment: Mapping[str, str], log: Path
+        self,
+        member: SlotMember,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        stdin: bytes = b"",
     ) -> ChildProcess:
         """As ``Launcher.start``."""
         try:
             child = self._children[member] = ChildProcess(
-                command, environment=environment, log=log, stopped_s=STOPPED_S
+                command, environment=environment, log=log, stdin=stdin, stopped_s=STOPPED_S
             )
         except OSError as error:
             raise cannot_start(member, "", f"{error.filename}: {error.strerror}") from None
@@ -180,6 +191,7 @@ class NodeAgent:
         log: str,
         python: str,
         folder: str,
+        stdin: bytes,
     ) -> int | str:
         """Start ``command`` in ``folder``, if that exists here, and return its process id, or why
         it cannot be started. If the command begins with ``python``, the caller's interpreter, it is
@@ -194,6 +206,7 @@ class NodeAgent:
                 environment=environment,
                 log=Path(log),
                 folder=Path(folder),
+                stdin=stdin,
                 stopped_s=STOPPED_S,
             )
         except OSError as error:

@@ -1,37 +1,69 @@
 """A group of ranks that work together, and how it handles a rank that fails.
 
     rank 0, the run's own process                     rank 1, 2, …
-    call(verb) ── verb, arguments ──────────────────> follow: run it, all at the same time
-               <─ value, or error ───────────────────
+    call(verb) ── VerbCall ─────────────────────────> follow: run it, all at the same time
+               <─ VerbResult ────────────────────────
 
 The training loop runs only in rank 0 and does not use ranks itself: otherwise it would have to run
 everywhere, with the same rollouts, clock and decisions. The other ranks run verbs, and hold no
 state that a run decides on.
 
-``rank_watch.py`` finds which rank is lost or stuck. Messages are pickled: they pass only between
-processes that one user started and that authenticate with a key.
+The annotations of a verb declare the types of its arguments and of its value; nothing else can be
+sent. ``rank_watch.py`` finds which rank is lost or stuck.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import os
-import pickle
 import sys
 import threading
 import traceback
+import typing
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+import msgspec
+
+from ramify import errors
+from ramify.actors.channel import Channel
 from ramify.actors.child_process import Process, end_when_done
-from ramify.actors.rank_watch import GRACE_S, RankConnection, RankHeartbeat, RankResult, RankWatch
+from ramify.actors.frames import decode, encode
+from ramify.actors.rank_watch import (
+    GRACE_S,
+    EndNow,
+    HeartbeatCount,
+    RankConnection,
+    RankError,
+    RankHeartbeat,
+    RankStack,
+    RankWatch,
+    StackRequest,
+    VerbResult,
+    WatchRequest,
+)
 from ramify.errors import RamifyError, TrainError
 from ramify.logging import RoomLogger
 
 _log = RoomLogger("train")
+
+
+class VerbCall(msgspec.Struct, tag=True, frozen=True):
+    """Run a verb."""
+
+    verb: str
+    arguments: list[msgspec.Raw]
+    """Encoded as the types of the verb's parameters."""
+
+
+class Leave(msgspec.Struct, tag=True, frozen=True):
+    """The group ends; there are no more verbs."""
+
+
+RankRequest = VerbCall | Leave
 
 
 class RemoteRankError(TrainError):
@@ -70,19 +102,18 @@ class RankGroup:
             self._watch.check()
             with self._pulse.doing(verb):
                 for connection in self._connections:
+                    own = each[connection.rank] if each else ()
+                    arguments = [msgspec.Raw(encode(value)) for value in (*shared, *own)]
                     with contextlib.suppress(OSError):  # the watch thread reports why
-                        connection.talk.send_bytes(
-                            pickle.dumps(
-                                (verb, (*shared, *(each[connection.rank] if each else ())))
-                            )
-                        )
+                        connection.talk.send(VerbCall(verb, arguments))
                 try:
-                    ended = [carried_out(self._own, verb, (*shared, *(each[0] if each else ())))]
+                    first = _carried_out(self._own, verb, (*shared, *(each[0] if each else ())))
                 except Exception as error:  # noqa: BLE001 (another rank may be the cause)
                     self._watch.lose(_describe(verb, error), rank=0, grace_s=GRACE_S)
                 self._pulse.waits = True
-                ended += [self._watch.ended(connection) for connection in self._connections]
-        return self._values(ended)
+                others = [self._watch.ended(connection) for connection in self._connections]
+        _, kind = _types(self._own.__class__, verb)
+        return _values([first, *(_received(each, kind) for each in others)])
 
     def stacks(self) -> str:
         """Stacks of the other ranks, as text."""
@@ -93,26 +124,68 @@ class RankGroup:
         self._watch.close()
         for connection in self._connections:
             with contextlib.suppress(OSError):
-                connection.talk.send_bytes(pickle.dumps(None))
+                connection.talk.send(Leave())
         end_when_done(self.processes, GRACE_S)
         for connection in self._connections:
             connection.talk.close()
             connection.watch.close()
 
-    def _values(self, ended: Sequence[RankResult]) -> list[Any]:
-        errors = [result.error for result in ended if result.error is not None]
-        if errors:
-            raise next(
-                (error for error in errors if not isinstance(error, RemoteRankError)), errors[0]
-            )
-        return [result.value for result in ended]
+
+class _Ended(NamedTuple):
+    """How a verb ended on one rank."""
+
+    value: Any = None
+    error: RamifyError | None = None
 
 
-def carried_out(own: Any, verb: str, arguments: tuple[Any, ...]) -> RankResult:
+def _carried_out(own: Any, verb: str, arguments: Sequence[Any]) -> _Ended:
     try:
-        return RankResult(getattr(own, verb)(*arguments))
+        return _Ended(getattr(own, verb)(*arguments))
     except RamifyError as error:
-        return RankResult(error=error)
+        return _Ended(error=error)
+
+
+def _received(result: VerbResult, kind: Any) -> _Ended:
+    """The end of a verb whose value has the type ``kind``, as another rank reports it."""
+    if result.error is None:
+        return _Ended(decode(result.value, kind))
+    return _Ended(error=_ERRORS.get(result.error.kind, TrainError)(result.error.text))
+
+
+def _values(ended: Sequence[_Ended]) -> list[Any]:
+    errors = [each.error for each in ended if each.error is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, RemoteRankError)), errors[0])
+    return [each.value for each in ended]
+
+
+_KINDS: tuple[type[RamifyError], ...] = (
+    errors.ConfigError,
+    errors.StoreError,
+    errors.SourceError,
+    TrainError,
+    RemoteRankError,
+)
+_ERRORS = {kind.__name__: kind for kind in _KINDS}
+"""Errors that a rank reports as such; any other one of ours arrives as a TrainError."""
+
+
+@functools.cache
+def _types(kind: Any, verb: str) -> tuple[list[Any], Any]:
+    """(the types of a verb's parameters, that of its value)"""
+    hints = typing.get_type_hints(getattr(kind, verb))
+    value = hints.pop("return")
+    return list(hints.values()), value
+
+
+def _called(own: Any, call: VerbCall) -> VerbResult:
+    """Run the verb that rank 0 has called; returns the answer."""
+    parameters, _ = _types(own.__class__, call.verb)
+    arguments = [decode(data, kind) for data, kind in zip(call.arguments, parameters, strict=False)]
+    ended = _carried_out(own, call.verb, arguments)
+    if ended.error is not None:
+        return VerbResult(error=RankError(type(ended.error).__name__, str(ended.error)))
+    return VerbResult(value=msgspec.Raw(encode(ended.value)))
 
 
 def _describe(verb: str, error: Exception) -> str:
@@ -121,7 +194,7 @@ def _describe(verb: str, error: Exception) -> str:
 
 
 def follow(
-    own: Any, pulse: RankHeartbeat, talk: Connection, watch: Connection, rank: int, timeout_s: float
+    own: Any, pulse: RankHeartbeat, talk: Channel, watch: Channel, rank: int, timeout_s: float
 ) -> None:
     """Run the verbs that rank 0 sends, until it sends the end. Exit the process if rank 0 is
     gone."""
@@ -133,19 +206,18 @@ def follow(
     try:
         while True:
             try:
-                message = pickle.loads(talk.recv_bytes())
+                request: RankRequest = talk.receive(RankRequest)
             except (EOFError, OSError):
                 _end(rank, "rank 0 is gone")
-            if message is None:
+            if isinstance(request, Leave):
                 return
-            verb, arguments = message
-            with pulse.doing(verb):
+            with pulse.doing(request.verb):
                 try:
-                    ended = carried_out(own, verb, arguments)
+                    ended = _called(own, request)
                 except Exception as error:  # noqa: BLE001 (sent to rank 0, and raised there)
                     traceback.print_exc()
-                    ended = RankResult(broke=_describe(verb, error))
-            talk.send_bytes(pickle.dumps(ended))
+                    ended = VerbResult(broke=_describe(request.verb, error))
+            talk.send(ended)
             if ended.broke:
                 _end(rank, ended.broke)
     finally:
@@ -154,7 +226,7 @@ def follow(
 
 
 def _answer(
-    pulse: RankHeartbeat, watch: Connection, rank: int, timeout_s: float, stop: threading.Event
+    pulse: RankHeartbeat, watch: Channel, rank: int, timeout_s: float, stop: threading.Event
 ) -> None:
     beat_s = min(1.0, timeout_s / 10)
     quiet = 0.0
@@ -167,14 +239,11 @@ def _answer(
                 if quiet > timeout_s:
                     _end(rank, f"no message from rank 0 for {timeout_s:g} s")
                 continue
-            word = pickle.loads(watch.recv_bytes())
-            if word.startswith("end: "):
-                _end(rank, word.removeprefix("end: "))
-            watch.send_bytes(
-                pickle.dumps(
-                    ("stack", pulse.stack()) if word == "stack" else ("count", pulse.count)
-                )
-            )
+            request: WatchRequest = watch.receive(WatchRequest)
+            if isinstance(request, EndNow):
+                _end(rank, request.reason)
+            asks_stack = isinstance(request, StackRequest)
+            watch.send(RankStack(pulse.stack()) if asks_stack else HeartbeatCount(pulse.count))
         except (EOFError, OSError):
             if stop.wait(GRACE_S):
                 return

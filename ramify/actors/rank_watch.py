@@ -1,7 +1,7 @@
 """Watches a group of ranks from rank 0: which rank is lost, and which one the others wait for.
 
-    watch      ── "ping", every second ─────────────> watch: answers from a separate thread
-               <─ heartbeat count, or stack ─────────
+    watch      ── Ping, every half second ──────────> watch: answers from a separate thread
+               <─ HeartbeatCount, or RankStack ──────
 
 A rank that exits is noticed by its connection. A rank is stuck if no rank makes progress for
 ``timeout_s`` during a verb. Then every rank is asked for its stack: ranks that wait inside
@@ -14,19 +14,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import pickle
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
+import msgspec
+
+from ramify.actors.channel import Channel
 from ramify.actors.child_process import Process
-from ramify.errors import RamifyError, TrainError
+from ramify.errors import TrainError
 from ramify.progress import heartbeat
 
 GRACE_S = 5.0
@@ -68,20 +68,54 @@ class RankConnection(NamedTuple):
     """Rank 0's connections to another rank."""
 
     rank: int
-    talk: Connection
-    watch: Connection
+    talk: Channel
+    watch: Channel
     where: str
     """Host and process id, for error messages."""
 
 
-class RankResult(NamedTuple):
-    """A rank's result of one verb."""
-
-    value: Any = None
-    error: RamifyError | None = None
+class RankError(msgspec.Struct, frozen=True):
     """An error that every rank has, after which work may continue."""
+
+    kind: str
+    """Name of its class."""
+    text: str
+
+
+class VerbResult(msgspec.Struct, frozen=True):
+    """A rank's message with its result of one verb."""
+
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")
+    """Encoded as the verb's return type."""
+    error: RankError | None = None
     broke: str = ""
-    """Any other error, after which it may not."""
+    """Any other error, after which work may not continue."""
+
+
+class Ping(msgspec.Struct, tag=True, frozen=True):
+    """Rank 0 lives, and asks for the heartbeat count."""
+
+
+class StackRequest(msgspec.Struct, tag=True, frozen=True):
+    """Rank 0 asks where the rank is."""
+
+
+class EndNow(msgspec.Struct, tag=True, frozen=True):
+    """The rank is to end at once."""
+
+    reason: str
+
+
+class HeartbeatCount(msgspec.Struct, tag=True, frozen=True):
+    count: int
+
+
+class RankStack(msgspec.Struct, tag=True, frozen=True):
+    text: str
+
+
+WatchRequest = Ping | StackRequest | EndNow
+WatchAnswer = HeartbeatCount | RankStack
 
 
 class RankWatch:
@@ -105,7 +139,7 @@ class RankWatch:
         """Why the group has ended; empty while it works."""
         self._guard = threading.Lock()
         self._counts = [0] * (1 + len(connections))
-        self._inbox: dict[int, list[RankResult]] = {link.rank: [] for link in connections}
+        self._inbox: dict[int, list[VerbResult]] = {link.rank: [] for link in connections}
         """Results received from ranks and not yet returned."""
         self._answers: dict[int, str] = {}
         """Rank -> its stack, after it was requested."""
@@ -131,7 +165,7 @@ class RankWatch:
         self._give_up(f"rank {rank}{self._place(rank)} is lost: {why}")
         raise TrainError(self._reason)
 
-    def ended(self, link: RankConnection) -> RankResult:
+    def ended(self, link: RankConnection) -> VerbResult:
         """The rank's result, once it has finished its verb. Raises TrainError if a rank was
         lost."""
         while True:
@@ -144,13 +178,13 @@ class RankWatch:
                 if ended.broke:
                     self.lose(ended.broke, link.rank)
                 return ended
-            if link.talk.closed or _is_closed(link.talk):
+            if link.talk.is_ended:
                 self.lose("its process ended", link.rank, grace_s=GRACE_S)
 
     def _receive(self, link: RankConnection) -> None:
         with self._guard, contextlib.suppress(EOFError, OSError):
             while link.talk.poll():
-                self._inbox[link.rank].append(pickle.loads(link.talk.recv_bytes()))
+                self._inbox[link.rank].append(link.talk.receive(VerbResult))
 
     def close(self) -> None:
         self._closing.set()
@@ -163,7 +197,7 @@ class RankWatch:
             # Counts waits, not time, so that a process that was suspended does not time out.
             quiet_s += self._beat_s
             for link in self._connections:
-                self._send(link, "ping")
+                self._send(link, Ping())
             self._read()
             if (dead := self._dead()) is not None and not self._closing.is_set():
                 rank, why = self._reported_failure() or dead
@@ -188,19 +222,19 @@ class RankWatch:
         ]
         return "\n".join(f"rank {rank}{self._place(rank)}\n{stack}" for rank, stack in answers)
 
-    def _send(self, link: RankConnection, word: str) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            link.watch.send_bytes(pickle.dumps(word))
+    def _send(self, link: RankConnection, request: WatchRequest) -> None:
+        with contextlib.suppress(OSError):
+            link.watch.send(request)
 
     def _read(self) -> None:
         for link in self._connections:
             with contextlib.suppress(EOFError, OSError):
                 while link.watch.poll():
-                    kind, value = pickle.loads(link.watch.recv_bytes())
-                    if kind == "count":
-                        self._counts[link.rank] = value
+                    answer: WatchAnswer = link.watch.receive(WatchAnswer)
+                    if isinstance(answer, HeartbeatCount):
+                        self._counts[link.rank] = answer.count
                     else:
-                        self._answers[link.rank] = value
+                        self._answers[link.rank] = answer.text
 
     def _dead(self) -> tuple[int, str] | None:
         """A rank whose process or connection has ended, and how."""
@@ -208,7 +242,7 @@ class RankWatch:
             process = self._processes[link.rank - 1] if self._processes else None
             if process is not None and process.poll() is not None:
                 return link.rank, f"it {process.exit_reason()}"
-            if not self._processes and _is_closed(link.watch):
+            if not self._processes and link.watch.is_ended:
                 return link.rank, "its process ended"
         return None
 
@@ -224,7 +258,7 @@ class RankWatch:
     def _ask_stacks(self, read: Callable[[], None]) -> None:
         """Ask the other ranks for their stacks, and wait for those that may answer."""
         for link in self._connections:
-            self._send(link, "stack")
+            self._send(link, StackRequest())
         until = time.monotonic() + GRACE_S
         while time.monotonic() < until and any(
             self._may_answer(link.rank) for link in self._connections
@@ -287,12 +321,12 @@ class RankWatch:
                 return
             self._reason = reason
         for link in self._connections:
-            self._send(link, f"end: {reason}")
+            self._send(link, EndNow(reason))
         for process in self._processes:
             process.end(0.0)
         for link in self._connections:
-            for connection in (link.talk, link.watch):
-                _shut(connection)
+            for channel in (link.talk, link.watch):
+                channel.shut()
         if 0 in culprits:  # only an exception can stop this process's own verb
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self._pulse.thread), ctypes.py_object(TrainError)
@@ -319,19 +353,3 @@ def _process_state(pid: int) -> str:
             if line.startswith("State:"):
                 return f" ({' '.join(line.split())})"
     return ""
-
-
-def _is_closed(connection: Connection) -> bool:
-    try:
-        with socket.socket(fileno=os.dup(connection.fileno())) as peer:
-            return peer.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
-def _shut(connection: Connection) -> None:
-    """Wake all readers and writers of the connection."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as peer:
-        peer.shutdown(socket.SHUT_RDWR)

@@ -104,7 +104,12 @@ class RayLauncher:
             raise
 
     def start(
-        self, member: SlotMember, command: Sequence[str], environment: Mapping[str, str], log: Path
+        self,
+        member: SlotMember,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        stdin: bytes = b"",
     ) -> RemoteProcess:
         """As ``Launcher.start``."""
         index = self._slot_of(member)
@@ -118,7 +123,7 @@ class RayLauncher:
             environment = {"CUDA_VISIBLE_DEVICES": ",".join(share), **environment}
         arguments = name, list(command), dict(environment), str(log), sys.executable, os.getcwd()
         try:
-            started = self._ask(index, "start", *arguments)
+            started = self._ask(index, "start", *arguments, stdin)
         except TrainError as error:
             raise cannot_start(member, "", str(error)) from None
         if isinstance(started, str):

@@ -31,6 +31,8 @@ OTHER_VARIABLES = frozenset(
         "RAMIFY_DEBUG",
         "RAMIFY_LOG",
         "RAMIFY_LOG_FORMAT",
+        "RAMIFY_RUN_KEY",
+        "RAMIFY_RUN_KEY_FILE",
         "RAMIFY_SERVE_KEY",
         "RAMIFY_VIEW_TOKEN",
         *(name for keys in TABLES.values() for name in keys.values()),
@@ -38,12 +40,7 @@ OTHER_VARIABLES = frozenset(
 )
 INTERNAL_VARIABLES = frozenset(
     {
-        "RAMIFY_CONNECT_KEY",
-        "RAMIFY_CONNECT_NAME",
-        "RAMIFY_CONNECT_TO",
         "RAMIFY_ENGINE_KEY",
-        "RAMIFY_RANK_DEVICE",
-        "RAMIFY_RANK_TIMEOUT_S",
         "RAMIFY_RUN_ID",
         "RAMIFY_RUN_LOG",
     }

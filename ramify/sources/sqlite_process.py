@@ -1,7 +1,7 @@
 """SQL queries in a separate process that can be killed. SQLite checks its time limit between steps,
 and one step may take arbitrarily long.
 
-    sql ──pickle──> idle query process ──pickle──> rows or an error
+    sql ── SqlQuery ──> idle query process ── SqlAnswer ──> rows or an error
                     └── no reply within the limit: it is killed, and the next query starts another
 
 ``instr`` over two long values, or ``LIKE '%a%a%a%b'``, is one step. Processes are started on
@@ -12,20 +12,42 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import select
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
+
 from ramify.actors.child_process import IdleProcesses, import_path
+from ramify.actors.frames import decode, encode
 from ramify.sources.sqlite import QUERY_S, Params, run_query
 
 GRACE_S = 10.0
 """Time beyond a query's limit to start the process and send the rows."""
 _COMMAND = "from ramify.sources.sqlite_process import serve; serve()"
 _LENGTH_BYTES = 8
+_ERRORS = {kind.__name__: kind for kind in (ValueError, PermissionError, TimeoutError)}
+
+
+class SqlQuery(msgspec.Struct, frozen=True):
+    """A query, for the process that runs it."""
+
+    path: str
+    query: str
+    params: list[Any] | dict[str, Any]
+    limit_s: float
+
+
+class SqlAnswer(msgspec.Struct, frozen=True):
+    """Its rows, or its error."""
+
+    rows: list[tuple[Any, ...]] = []
+    kind: str = ""
+    """Name of the error's class; empty if there is none."""
+    text: str = ""
 
 
 def _start() -> subprocess.Popen[bytes]:
@@ -50,10 +72,11 @@ def query_in_time(
 ) -> list[tuple[Any, ...]]:
     """Like ``run_query``, but guarantee the first bytes of the reply within ``limit_s + grace_s``
     seconds or raise TimeoutError."""
+    asked = _encoded_query(path, query, params, limit_s)
     try:
         with _processes.one() as process:
             assert process.stdout is not None
-            _send(process.stdin, (str(path), query, params, limit_s))
+            _send(process.stdin, asked)
             poll = select.poll()
             poll.register(process.stdout, select.POLLIN)
             if not poll.poll((limit_s + grace_s) * 1000):
@@ -61,17 +84,16 @@ def query_in_time(
                     f"sql: stopped after {limit_s:g} s: one of its functions takes too long on "
                     "such values"
                 )
-            rows, error = _receive(process.stdout)
+            answer: SqlAnswer = decode(_receive(process.stdout), SqlAnswer)
     except TimeoutError:
         raise
     except (EOFError, OSError):
         raise ValueError(
             "sql: the query ended the process that it ran in: ask for less at once"
         ) from None
-    if error is not None:
-        raise error
-    checked: list[tuple[Any, ...]] = rows
-    return checked
+    if answer.kind:
+        raise _ERRORS.get(answer.kind, ValueError)(answer.text)
+    return answer.rows
 
 
 def serve() -> None:
@@ -79,23 +101,33 @@ def serve() -> None:
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         while True:
-            path, query, params, limit_s = _receive(source)
+            asked: SqlQuery = decode(_receive(source), SqlQuery)
             try:
-                answer: tuple[Any, Any] = run_query(Path(path), query, params, limit_s), None
+                rows = run_query(Path(asked.path), asked.query, asked.params, asked.limit_s)
+                data = encode(SqlAnswer(rows))
             except Exception as error:  # noqa: BLE001 -- raised in the process that asked
-                answer = None, error
-            _send(sink, answer)
+                data = encode(SqlAnswer(kind=type(error).__name__, text=str(error)))
+            _send(sink, data)
 
 
-def _send(to: Any, value: Any) -> None:
-    data = pickle.dumps(value)
+def _encoded_query(path: Path, query: str, params: Params, limit_s: float) -> bytes:
+    """Raises ValueError for a parameter that SQLite cannot store."""
+    given = dict(params) if isinstance(params, Mapping) else list(params)
+    try:
+        return encode(SqlQuery(str(path), query, given, limit_s))
+    except (TypeError, OverflowError, ValueError) as error:
+        raise ValueError(
+            f"sql: params: {error}: give numbers, text, bytes or None for each ? or :name"
+        ) from None
+
+
+def _send(to: Any, data: bytes) -> None:
     to.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
     to.flush()
 
 
-def _receive(source: Any) -> Any:
-    length = int.from_bytes(_exactly(source, _LENGTH_BYTES), "little")
-    return pickle.loads(_exactly(source, length))
+def _receive(source: Any) -> bytes:
+    return _exactly(source, int.from_bytes(_exactly(source, _LENGTH_BYTES), "little"))
 
 
 def _exactly(source: BinaryIO, count: int) -> bytes:

@@ -27,7 +27,7 @@ import msgspec
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.plugins import check_methods, place_of
+from ramify.plugins import check_methods, name_places
 from ramify.sandbox.base import SandboxSpec
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
@@ -416,25 +416,7 @@ def plain(run: Run) -> dict[str, Any]:
         ) from error
     if run.rl is not None:
         rl = data["rl"]
-        _name_places(run.rl.algorithm, rl["algorithm"])
-        _name_places(run.rl.loss.policy, rl["loss"]["policy"])
-        _name_places(run.rl.loss.corrections, rl["loss"]["corrections"])
+        name_places(run.rl.algorithm, rl["algorithm"])
+        name_places(run.rl.loss.policy, rl["loss"]["policy"])
+        name_places(run.rl.loss.corrections, rl["loss"]["corrections"])
     return redacted(data)
-
-
-def _name_places(part: Any, data: Any) -> None:
-    """Name a class of a plug-in in ``data`` by its place, not by its tag, which another process
-    that resumes the run would not know."""
-    if isinstance(part, Mapping):
-        for name, each in part.items():
-            _name_places(each, data[name])
-    elif isinstance(part, tuple):
-        for each, inner in zip(part, data, strict=True):
-            _name_places(each, inner)
-    elif isinstance(part, msgspec.Struct):
-        place = place_of(type(part))
-        if place:
-            data["name"] = place
-        for field in ("outcome", "other", "tasks"):  # of an algorithm that wraps others
-            if field in data:
-                _name_places(getattr(part, field), data[field])

@@ -9,8 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ramify.actors.channel import connect
 from ramify.actors.child_process import ForegroundProcess, import_path
-from ramify.actors.connect_back import Listener, connect, connect_back
+from ramify.actors.connect_back import Listener, connect_back, read_ticket
 from ramify.actors.launcher import LocalLauncher, SlotMember
 from ramify.actors.rank_group import RankGroup, follow
 from ramify.actors.rank_watch import RankConnection, RankHeartbeat
@@ -34,8 +35,8 @@ class Verbs:
         return number + 1
 
 
-def here(role: str, folder: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "tests.actors.members", role, str(folder), *arguments]
+def here(role: str, folder: Path) -> list[str]:
+    return [sys.executable, "-m", "tests.actors.members", role, str(folder)]
 
 
 def begin(role: str, folder: Path) -> None:
@@ -51,17 +52,17 @@ def supervisor(folder: Path) -> int:
         return process.run(here("trainer", folder)) and 1
 
 
-def rank(folder: Path, port: str, key: str) -> None:
-    address = "127.0.0.1", int(port)
-    talk, watch = (connect(address, bytes.fromhex(key), None) for _ in range(2))
+def rank(folder: Path) -> None:
+    ticket = read_ticket()
+    talk, watch = (connect(ticket.address, ticket.key, ticket.name) for _ in range(2))
     begin("rank", folder)
     follow(Verbs(), RankHeartbeat(), talk, watch, 1, 60.0)
 
 
 def worker(folder: Path) -> None:
-    connection = connect_back()
+    channel = connect_back()
     begin("worker", folder)
-    connection.recv()
+    channel.receive(str)
 
 
 async def trainer(folder: Path) -> None:
@@ -79,12 +80,13 @@ async def trainer(folder: Path) -> None:
     spec = InferenceSpec(command=("sh", "-c", ENGINE, str(folder)))
     engine = EngineProcess(launcher, spec, 0, folder, "float32", 64, folder / "engine.log")
     with Listener() as listener:
-        reach = str(listener.address[1]), listener.key.hex()
-        one = launcher.start(SlotMember("trainer", 1), here("rank", folder, *reach), {}, log)
-        talk, watch = (listener.accept(60.0)[0] for _ in range(2))
-        environment = {**import_path(), **listener.environment("0")}
-        other = launcher.start(SlotMember("rollouts", 0), here("worker", folder), environment, log)
-        connection, _ = listener.accept(60.0)
+        ticket = listener.ticket("0")
+        one = launcher.start(SlotMember("trainer", 1), here("rank", folder), {}, log, ticket)
+        talk, watch = (listener.accept(str, 60.0)[0] for _ in range(2))
+        other = launcher.start(
+            SlotMember("rollouts", 0), here("worker", folder), import_path(), log, ticket
+        )
+        channel, _ = listener.accept(str, 60.0)
     link = RankConnection(1, talk, watch, one.where)
     ranks = RankGroup(Verbs(), RankHeartbeat(), [link], [one], 60.0, folder)
     begin("trainer", folder)
@@ -93,13 +95,13 @@ async def trainer(folder: Path) -> None:
             assert ranks.call("add", 1) == [2, 2]
             await asyncio.sleep(0.05)
     finally:
-        connection.close()
+        channel.close()
         ranks.close()
         await services.close()
         launcher.close()
 
 
-def main(role: str, folder: str, *arguments: str) -> None:
+def main(role: str, folder: str) -> None:
     at = Path(folder)
     match role:
         case "supervisor":
@@ -107,7 +109,7 @@ def main(role: str, folder: str, *arguments: str) -> None:
         case "trainer":
             asyncio.run(trainer(at))
         case "rank":
-            rank(at, *arguments)
+            rank(at)
         case "worker":
             worker(at)
 

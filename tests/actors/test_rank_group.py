@@ -24,13 +24,14 @@ from ramify.progress import on_heartbeat
 
 START = """
 import sys
-from ramify.actors.connect_back import connect
+from ramify.actors.channel import connect
+from ramify.actors.connect_back import read_ticket
 from ramify.actors.rank_group import follow
 from ramify.actors.rank_watch import RankHeartbeat
 from tests.actors.test_rank_group import FakeRank
 pulse = RankHeartbeat()
-rank, port, key = int(sys.argv[1]), int(sys.argv[3]), bytes.fromhex(sys.argv[4])
-talk, watch = (connect(("127.0.0.1", port), key, None) for _ in range(2))
+ticket, rank = read_ticket(), int(sys.argv[1])
+talk, watch = (connect(ticket.address, ticket.key, ticket.name) for _ in range(2))
 follow(FakeRank(rank, pulse), pulse, talk, watch, rank, float(sys.argv[2]))
 """
 
@@ -86,11 +87,14 @@ def rank_group(tmp_path: Path) -> Iterator[MakeRankGroup]:
         links, processes = [], []
         with Listener() as listener:
             for rank in range(1, others + 1):
-                reach = [str(listener.address[1]), listener.key.hex()]
-                command = [sys.executable, "-c", START, str(rank), str(timeout_s), *reach]
-                process = ChildProcess(command, environment=import_path(), log=tmp_path / "log")
+                process = ChildProcess(
+                    [sys.executable, "-c", START, str(rank), str(timeout_s)],
+                    environment=import_path(),
+                    log=tmp_path / "log",
+                    stdin=listener.ticket(f"rank {rank}"),
+                )
                 # The short timeout of these tests must not apply to process start-up.
-                talk, watch = (listener.accept(60.0)[0] for _ in range(2))
+                talk, watch = (listener.accept(str, 60.0)[0] for _ in range(2))
                 links.append(RankConnection(rank, talk, watch, f"process {process.pid}"))
                 processes.append(process)
         pulse = RankHeartbeat()

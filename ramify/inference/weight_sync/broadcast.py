@@ -1,25 +1,32 @@
 """Broadcast in buckets, from the trainer to all engines at once: gloo between CPUs, NCCL between
 GPUs.
 
-The process group is separate from any group among the trainer's ranks: trainer and engines meet at
-a store that the trainer opens. Rank 0 is the trainer. Every wait is bounded by ``timeout_s``, so an
-engine that dies in the middle fails the sync instead of blocking it.
+The process group is separate from any group among the trainer's ranks. Rank 0 is the trainer: it
+opens a listener, and its setup information holds the ticket with which an engine connects. The
+group's members prove the ticket's key before the first tensor. Every wait is bounded by
+``timeout_s``, so an engine that dies in the middle fails the sync instead of blocking it.
 """
 
 from __future__ import annotations
 
-import secrets
+import base64
+import sys
+import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
-from ramify.errors import ConfigError
+from ramify.actors.channel import LOOPBACK, Channel, connect
+from ramify.actors.connect_back import Listener, Ticket
+from ramify.actors.frames import decode
+from ramify.actors.group_proof import prove_members
+from ramify.actors.rank_store import ChannelStore, StoreHost
+from ramify.errors import ConfigError, TrainError
 from ramify.inference.weight_sync.base import (
     CHUNK_BYTES,
     Info,
@@ -53,41 +60,48 @@ class GlooSync:
         self._port = port
         self._chunk_bytes = chunk_bytes
         self._timeout_s = timeout_s
-        self._store: Any = None
+        self._listener: Listener | None = None
+        self._store: StoreHost | None = None
         self._group: Any = None
         self._size = 0
-        self._name = secrets.token_hex(4)
         self._buffer = _Buffer(self.backend)
 
     def open(self, num_engines: int) -> list[dict[str, Any]]:
         _need(self.backend)
         self._size = num_engines + 1
         try:
-            self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                self._address,
-                self._port,
-                None,
-                True,
-                timeout=timedelta(seconds=self._timeout_s),
-                wait_for_workers=False,
-            )
-        except (RuntimeError, dist.DistError) as error:
+            self._listener = Listener(self._address, self._port)
+        except OSError as error:
             raise ConfigError(
                 f"the port {self._address}:{self._port} for weights cannot be opened "
-                f"({_first(error)}): choose another, or 0"
+                f"({error.strerror}): choose another, or 0"
             ) from None
         about = {
             "weight_sync": self.backend,
-            "master_address": self._address,
-            "master_port": self._store.port,
+            "ticket": base64.b64encode(self._listener.ticket("engine")).decode(),
             "world_size": self._size,
-            "group": self._name,
             "timeout_s": self._timeout_s,
         }
         return [{**about, "rank_offset": index + 1} for index in range(num_engines)]
 
     def join(self) -> None:
-        self._group = _group(self.backend, self._store, self._name, 0, self._size, self._timeout_s)
+        assert self._listener is not None
+        listener, self._listener = self._listener, None
+        channels: list[Channel] = []
+        until = time.monotonic() + self._timeout_s
+        with listener:
+            try:
+                while len(channels) < self._size - 1:
+                    channels.append(listener.accept(str, until - time.monotonic())[0])
+            except TimeoutError as error:
+                raise RuntimeError(f"an engine did not join the group: {error}") from None
+            finally:
+                self._store = StoreHost(channels)
+        group = _GroupSpec(self.backend, 0, self._size, self._timeout_s, self._address == LOOPBACK)
+        try:
+            self._group = _group(group, self._store.store, listener.key)
+        except TrainError as error:
+            raise RuntimeError(str(error)) from None
 
     def chunks(
         self, sources: Iterable[WeightSource], version: int, *, whole: bool
@@ -113,7 +127,12 @@ class GlooSync:
         raise RuntimeError(why)
 
     def close(self) -> None:
-        self._group = self._store = None
+        self._group = None
+        if self._listener is not None:
+            self._listener.close()
+        if self._store is not None:
+            self._store.close()
+        self._listener = self._store = None
         self._buffer = _Buffer(self.backend)
 
     @staticmethod
@@ -137,29 +156,24 @@ class BroadcastReceiver:
 
     def __init__(self, info: Info, backend: str) -> None:
         _need(backend)
-        timeout_s = float(info["timeout_s"])
+        ticket: Ticket = decode(base64.b64decode(info["ticket"]), Ticket)
+        group = _GroupSpec(
+            backend,
+            int(info["rank_offset"]),
+            int(info["world_size"]),
+            float(info["timeout_s"]),
+            ticket.address.startswith("/"),
+        )
+        self._channel: Channel | None = None
         try:
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                str(info["master_address"]),
-                int(info["master_port"]),
-                None,
-                False,
-                timeout=timedelta(seconds=timeout_s),
-            )
-            self._group = _group(
-                backend,
-                store,
-                str(info["group"]),
-                int(info["rank_offset"]),
-                int(info["world_size"]),
-                timeout_s,
-            )
-        except (RuntimeError, dist.DistError) as error:
+            self._channel = connect(ticket.address, ticket.key, ticket.name)
+            self._store = ChannelStore(self._channel)
+            self._group: Any = _group(group, self._store, ticket.key)
+        except (OSError, RuntimeError, TrainError) as error:
+            self._end()
             raise ValueError(
-                f"the trainer's group at {info['master_address']}:{info['master_port']} could not "
-                f"be joined: {_first(error)}"
+                f"the trainer's group at {ticket.address} could not be joined: {_first(error)}"
             ) from None
-        self._store: Any = store
         self._backend, self._buffer = backend, _Buffer(backend)
 
     def take(self, info: Info) -> Iterator[WeightPiece]:
@@ -175,8 +189,13 @@ class BroadcastReceiver:
     def finished(self, version: str) -> None: ...
 
     def close(self) -> None:
-        self._group = self._store = None
+        self._group = None
+        self._end()
         self._buffer = _Buffer(self._backend)
+
+    def _end(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
 
 
 class _Buffer:
@@ -204,13 +223,34 @@ def _need(backend: str) -> None:
         )
 
 
-def _group(backend: str, store: Any, name: str, rank: int, size: int, timeout_s: float) -> Any:
-    prefixed, timeout = c10d.PrefixStore(name, store), timedelta(seconds=timeout_s)
-    if backend == "gloo":
-        return dist.ProcessGroupGloo(prefixed, rank, size, timeout)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(prefixed, rank, size, options)
+class _GroupSpec(NamedTuple):
+    """One member's view of the group."""
+
+    backend: str
+    rank: int
+    size: int
+    timeout_s: float
+    is_local: bool
+    """Whether all members are on one machine."""
+
+
+def _group(spec: _GroupSpec, store: Any, key: bytes) -> Any:
+    """Raises TrainError if a member does not have ``key``."""
+    timeout = timedelta(seconds=spec.timeout_s)
+    if spec.backend == "gloo":
+        gloo: Any = dist.ProcessGroupGloo
+        options: Any = gloo._Options()
+        options._timeout = timeout
+        is_linux = sys.platform.startswith("linux")
+        device = {"interface": "lo"} if spec.is_local and is_linux else {}
+        options._devices = [gloo.create_device(**device)]
+        group: Any = gloo(store, spec.rank, spec.size, options)
+    else:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        group = dist.ProcessGroupNCCL(store, spec.rank, spec.size, options)
+    prove_members(group, key, _device(spec.backend))
+    return group
 
 
 def _broadcast(group: Any, bytes: Tensor) -> None:

@@ -72,7 +72,8 @@ class FsdpBackend:
         tally = LossTally()
         if batches:
             _, each = self._shares(batches)
-            measured = self._call("add", each=[(part, loss, idle(batches[0])) for part in each])
+            formula = loss.stored()
+            measured = self._call("add", each=[(part, formula, idle(batches[0])) for part in each])
             for one in measured[:: self._mesh.tensor]:
                 tally.merge(one)
         return tally.metrics()

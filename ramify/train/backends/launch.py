@@ -6,71 +6,70 @@
         each process is a rank; all except rank 0 follow
 
 Decides what must hold before any process starts (ranks that fit the mesh, GPUs, gloo and NCCL, a
-port), and which process is which rank. Not here: what ranks do together (``rank_group.py``). Ranks
-on several machines need ``torchrun`` there, and a shared file system for checkpoints.
+port), and which process is which rank. Not here: what ranks do together (``rank_group.py``) and how
+ranks of torchrun find each other (``torchrun.py``). Ranks on several machines need a shared file
+system for checkpoints.
 
-The ranks of one attempt meet in a store that may still hold the state of an earlier attempt:
+Every rank opens three channels to rank 0, which prove that it belongs to the run:
 
-    rank r    join/r = token ──▶ wait for answer/TOKEN ───────────▶ name ── here/NAME/r ──▶
-    rank 0    join/r with a new token ──▶ answer/TOKEN = name ────▶ wait for here/NAME/r
-
-torchrun keeps one store for all attempts (``--max-restarts``), so an early rank could read the
-addresses of dead ranks there. Therefore rank 0 gives each attempt a name, which prefixes all other
-keys. A rank obtains the name with its own random token, and rank 0 continues after every rank has
-obtained it. torchrun's restart count cannot identify an attempt: it differs between machines.
+    talk     RankSettings, then the verbs of ``rank_group.py``
+    watch    heartbeats (``rank_watch.py``)
+    store    addresses of the connections that gloo or NCCL open (``rank_store.py``); each group
+             proves these, too, before it is used (``group_proof.py``)
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
+import msgspec
+
+from ramify.actors.channel import LOOPBACK, Channel, connect
 from ramify.actors.child_process import ChildProcess, Process, import_path
-from ramify.actors.connect_back import Listener, connect
+from ramify.actors.connect_back import Listener, Ticket, read_ticket
+from ramify.actors.group_proof import GroupMembers
 from ramify.actors.launcher import STOPPED_S, Launcher, SlotMember
 from ramify.errors import ConfigError, TrainError
 from ramify.log_outputs import join_run
 from ramify.logging import RoomLogger
 from ramify.train.backends.base import ShardSpec
-from ramify.train.backends.mesh import MeshSizes
+from ramify.train.backends.torchrun import RankInfo, TorchrunMeeting
 
-_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_TIMEOUT, _DEVICE = "RAMIFY_RANK_TIMEOUT_S", "RAMIFY_RANK_DEVICE"
-_AT = "ramify/attempt"
-_POLL_S = 0.02
+_POLL_S = 0.05
 _START_S = 120.0
 """Time limit in seconds for a rank to start, including its imports."""
 _log = RoomLogger("train")
 
 
-class RankInfo(NamedTuple):
-    """One process among the ranks."""
+class RankJoin(msgspec.Struct, frozen=True):
+    """The first message of each of a rank's channels."""
 
     rank: int
-    size: int
-    local_rank: int
-    """Index among the ranks of its machine, which selects its GPU."""
-    address: str
-    port: int
+    kind: Literal["talk", "watch", "store"]
+    place: str
+    """Process id and host, for errors."""
 
-    @classmethod
-    def of_environment(cls) -> RankInfo | None:
-        """As torchrun, or our own launcher, put it; None outside either."""
-        if any(name not in os.environ for name in _TORCHRUN):
-            return None
-        rank, size, address, port = (os.environ[name] for name in _TORCHRUN)
-        return cls(
-            int(rank), int(size), int(os.environ.get("LOCAL_RANK", rank)), address, int(port)
-        )
+
+class RankSettings(msgspec.Struct, frozen=True):
+    """Rank 0's first message to another rank."""
+
+    size: int
+    """Number of ranks."""
+    local_rank: int
+    """Index of the GPU that the rank uses, unless torchrun says so."""
+    device: str
+    """``cpu`` or ``cuda``."""
+    timeout_s: float
+    is_local: bool
+    """Whether all ranks are on one machine."""
 
 
 def follow_if_told() -> None:
@@ -85,9 +84,7 @@ def is_restarted() -> bool:
     world = RankInfo.of_environment()
     if world is None or world.rank:
         return False
-    if _is_agents():  # counts restarts caused by other machines too
-        return began(_store(world))
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+    return TorchrunMeeting(world).began()
 
 
 def num_ranks(shard: ShardSpec, device: str) -> int:
@@ -142,6 +139,8 @@ def check(shard: ShardSpec, device: str, *, elsewhere: bool = False) -> int:
         )
     if world is None:
         _check_port(shard.port)
+    else:
+        TorchrunMeeting(world)
     return size
 
 
@@ -152,6 +151,8 @@ class JoinedRanks(NamedTuple):
     """``RankGroup``"""
     rank: Any
     """``RankModels``: this process's own."""
+    close: Callable[[], None]
+    """Frees what the other ranks met at."""
 
 
 @contextlib.contextmanager
@@ -172,9 +173,8 @@ def _unfinished(processes: Sequence[Process]) -> Iterator[None]:
 def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = None) -> JoinedRanks:
     """Start the other ranks, on ``hosts`` if given, or connect to those that torchrun started.
     Raises ConfigError like ``check``, and TrainError if a rank does not start."""
-    from torch._C._distributed_c10d import TCPStore
-
     from ramify.actors.rank_group import RankGroup
+    from ramify.actors.rank_store import StoreHost
     from ramify.actors.rank_watch import RankConnection, RankHeartbeat
     from ramify.train.backends.rank import RankModels
 
@@ -182,35 +182,51 @@ def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = N
     world = RankInfo.of_environment()
     pulse = RankHeartbeat()
     processes: list[Process] = []
+    meeting: TorchrunMeeting | None = None
     with _unfinished(processes):
         if world is None:
-            address = "127.0.0.1" if hosts is None else hosts.address
-            store = TCPStore(
-                address,
-                shard.port or 0,
-                size,
-                True,
-                timedelta(seconds=_START_S),
-                wait_for_workers=False,
-            )
-            world = RankInfo(0, size, 0, address, store.port)
-            for other in range(1, size):
-                environment = _environment(other, world, shard.timeout_s, device)
-                log = stacks.resolve() / "ranks" / f"rank-{other}.log"
-                processes.append(
-                    ChildProcess(_COMMAND, environment=environment, log=log, stopped_s=STOPPED_S)
-                    if hosts is None
-                    else _placed(hosts, environment, other, log)
-                )
+            address = LOOPBACK if hosts is None else hosts.address
+            is_local = address == LOOPBACK
+            listener = Listener(address, shard.port or 0)
         else:
-            store = _store(world)
-        name = gather(store, size, _START_S, lambda other: _check_alive(processes, other))
-        _enter(store, name, world, device, shard.timeout_s)
-        rank = RankModels(0, size, _device(device, world), shard.timeout_s, pulse)
-        connections = _accept_ranks(world, shard.mesh(size), RankConnection)
-    return JoinedRanks(
-        RankGroup(rank, pulse, connections, processes, shard.timeout_s, stacks), rank
-    )
+            meeting = TorchrunMeeting(world)
+            is_local, listener = world.is_local, meeting.listen()
+        with listener:
+            for other in range(1, size) if world is None else ():
+                processes.append(_started(hosts, other, size, listener, stacks))
+            channels = _accept_ranks(listener, size, lambda rank: _check_alive(processes, rank))
+        settings = RankSettings(size, 0, device, shard.timeout_s, is_local)
+        for rank in range(1, size):
+            local_rank = rank if hosts is None else 0
+            channels[rank, "talk"].channel.send(
+                msgspec.structs.replace(settings, local_rank=local_rank)
+            )
+        store = StoreHost(
+            [channels[rank, "store"].channel for rank in range(1, size)],
+            lambda: _check_all_alive(processes),
+        )
+        members = GroupMembers(listener.key, is_local)
+        local_rank = 0 if world is None else world.local_rank
+        _enter(store.store, 0, settings, members, local_rank)
+        own = RankModels(0, size, _device(device, local_rank), shard.timeout_s, pulse, members)
+    mesh = shard.mesh(size)
+    connections = [
+        RankConnection(
+            rank,
+            channels[rank, "talk"].channel,
+            channels[rank, "watch"].channel,
+            f"{mesh.place(rank)}, {channels[rank, 'talk'].place}",
+        )
+        for rank in range(1, size)
+    ]
+    group = RankGroup(own, pulse, connections, processes, shard.timeout_s, stacks)
+
+    def close() -> None:
+        store.close()
+        if meeting is not None:
+            meeting.forget()
+
+    return JoinedRanks(group, own, close)
 
 
 def leave(joined: JoinedRanks) -> None:
@@ -221,6 +237,7 @@ def leave(joined: JoinedRanks) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
         _forget_meshes()
+    joined.close()
 
 
 def _forget_meshes() -> None:
@@ -234,31 +251,43 @@ def _forget_meshes() -> None:
 
 
 def follow(world: RankInfo) -> NoReturn:
-    """Run as rank ``world.rank`` until rank 0 ends, and then exit."""
+    """Run as rank ``world.rank`` of torchrun until rank 0 ends, and then exit."""
+    meeting = TorchrunMeeting(world)
+    until = time.monotonic() + _torch_timeout(ShardSpec().timeout_s)
+    while True:
+        ticket = meeting.find()
+        try:
+            if ticket is not None:
+                _follow(world.rank, world.local_rank, _channels(ticket, world.rank))
+        except (OSError, EOFError):  # rank 0 of an earlier attempt, which is gone
+            pass
+        if time.monotonic() > until:
+            raise TrainError(f"rank {world.rank} got no answer from rank 0: see rank 0's output")
+        time.sleep(_POLL_S)
+
+
+def _follow(rank: int, local_rank: int | None, channels: Mapping[str, Channel]) -> NoReturn:
+    """Run as a rank that has reached rank 0. Raises EOFError or OSError if rank 0 ends before the
+    group is complete."""
     import torch.distributed as dist
 
     from ramify.actors.rank_group import follow
+    from ramify.actors.rank_store import ChannelStore
     from ramify.actors.rank_watch import RankHeartbeat
     from ramify.train.backends.rank import RankModels
 
-    join_run(f"rank {world.rank}")
-    device, timeout_s = (
-        os.environ.get(_DEVICE, ""),
-        float(os.environ.get(_TIMEOUT, ShardSpec().timeout_s)),
-    )
-    store = _store(world)
-    name = come(store, world.rank, _torch_timeout(timeout_s))
-    if not device:
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    _enter(store, name, world, device, timeout_s)
+    settings: RankSettings = channels["talk"].receive(RankSettings)
+    local_rank = settings.local_rank if local_rank is None else local_rank
+    join_run(f"rank {rank}")
+    members = GroupMembers(channels["store"].key, settings.is_local)
+    store = ChannelStore(channels["store"])  # torch does not keep it alive
+    _enter(store, rank, settings, members, local_rank)
     pulse = RankHeartbeat()
-    rank = RankModels(world.rank, world.size, _device(device, world), timeout_s, pulse)
-    talk, watch = _connect_back(world)
-    _log.info("rank_ready", f"rank {world.rank} of {world.size} is ready", rank=world.rank)
-    follow(rank, pulse, talk, watch, world.rank, timeout_s)
-    rank.wait()
+    device, timeout_s = _device(settings.device, local_rank), settings.timeout_s
+    own = RankModels(rank, settings.size, device, timeout_s, pulse, members)
+    _log.info("rank_ready", f"rank {rank} of {settings.size} is ready", rank=rank)
+    follow(own, pulse, channels["talk"], channels["watch"], rank, timeout_s)
+    own.wait()
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # regular cleanup takes longer than some runs
@@ -266,31 +295,23 @@ def follow(world: RankInfo) -> NoReturn:
 
 # --- how ranks connect
 
-
-def _environment(rank: int, world: RankInfo, timeout_s: float, device: str) -> dict[str, str]:
-    """Additional environment variables of a rank."""
-    import torch
-
-    return {
-        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // world.size)),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world.size),
-        "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": world.address,
-        "MASTER_PORT": str(world.port),
-        _TIMEOUT: str(timeout_s),
-        _DEVICE: device,
-        **import_path(),
-    }
-
-
 _COMMAND = (sys.executable, "-m", "ramify.train.backends.launch")
 
 
-def _placed(hosts: Launcher, environment: Mapping[str, str], rank: int, log: Path) -> Process:
-    """Start a rank in its placement slot, which exposes only its own GPUs."""
-    return hosts.start(
-        SlotMember("trainer", rank), _COMMAND, {**environment, "LOCAL_RANK": "0"}, log
+def _started(
+    hosts: Launcher | None, rank: int, size: int, listener: Listener, stacks: Path
+) -> Process:
+    """Start a rank: here, or in its placement slot, which exposes only its own GPUs."""
+    import torch
+
+    threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // size))}
+    environment = {**threads, **import_path()}
+    log = stacks.resolve() / "ranks" / f"rank-{rank}.log"
+    ticket = listener.ticket(str(rank))
+    if hosts is not None:
+        return hosts.start(SlotMember("trainer", rank), _COMMAND, environment, log, ticket)
+    return ChildProcess(
+        _COMMAND, environment=environment, log=log, stdin=ticket, stopped_s=STOPPED_S
     )
 
 
@@ -300,30 +321,57 @@ def _check_alive(processes: Sequence[Process], rank: int) -> None:
         raise TrainError(f"rank {rank} did not start: it {processes[rank - 1].exit_reason()}")
 
 
-def _is_agents() -> bool:
-    """Whether the store belongs to torchrun's agent, and lives as long as it does."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+def _check_all_alive(processes: Sequence[Process]) -> None:
+    for rank in range(1, 1 + len(processes)):
+        _check_alive(processes, rank)
 
 
-def _store(world: RankInfo) -> Any:
-    """The store through which ranks connect: torchrun's, or rank 0's."""
-    from torch._C._distributed_c10d import TCPStore
+class _Joined(NamedTuple):
+    channel: Channel
+    place: str
 
-    is_host = world.rank == 0 and not _is_agents()
-    try:
-        return TCPStore(
-            world.address,
-            world.port,
-            world.size,
-            is_host,
-            timedelta(seconds=_START_S),
-            wait_for_workers=False,
-        )
-    except Exception as error:
-        raise TrainError(
-            f"rank {world.rank} cannot reach {world.address}:{world.port}: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
+
+def _accept_ranks(
+    listener: Listener, size: int, look: Callable[[int], None]
+) -> dict[tuple[int, str], _Joined]:
+    """(rank, kind) -> channel of every other rank. ``look`` is called with each missing rank, and
+    raises if it has exited. Raises TrainError if a rank does not join in time."""
+    joined: dict[tuple[int, str], _Joined] = {}
+    wanted = [(rank, kind) for rank in range(1, size) for kind in ("talk", "watch", "store")]
+    until = time.monotonic() + _START_S
+
+    def missing() -> list[int]:
+        ended = [key for key, each in joined.items() if each.channel.is_ended]
+        for key in ended:  # of an earlier attempt
+            joined.pop(key).channel.close()
+        return sorted({rank for rank, kind in wanted if (rank, kind) not in joined})
+
+    def look_at_missing() -> None:
+        for rank in missing():
+            look(rank)
+
+    first: RankJoin
+    while ranks := missing():
+        try:
+            left_s = max(0.0, until - time.monotonic())
+            channel, first = listener.accept(RankJoin, left_s, look_at_missing)
+        except TimeoutError:
+            raise TrainError(f"rank {ranks[0]} did not start within {_START_S:g} s") from None
+        key = first.rank, first.kind
+        if key in joined or key not in wanted:
+            joined.pop(key, _Joined(channel, "")).channel.close()
+        if key in wanted:
+            joined[key] = _Joined(channel, first.place)
+    return joined
+
+
+def _channels(ticket: Ticket, rank: int) -> dict[str, Channel]:
+    """A rank's channels to rank 0."""
+    place = f"process {os.getpid()} on {socket.gethostname()}"
+    kinds: tuple[Literal["talk", "watch", "store"], ...] = ("talk", "watch", "store")
+    return {
+        kind: connect(ticket.address, ticket.key, RankJoin(rank, kind, place)) for kind in kinds
+    }
 
 
 def _torch_timeout(timeout_s: float) -> float:
@@ -331,89 +379,37 @@ def _torch_timeout(timeout_s: float) -> float:
     return 2 * timeout_s + 30
 
 
-def _enter(store: Any, name: str, world: RankInfo, device: str, timeout_s: float) -> None:
-    """Join the process group of the rendezvous attempt ``name``."""
+def _enter(
+    store: Any, rank: int, settings: RankSettings, members: GroupMembers, local_rank: int
+) -> None:
+    """Join the process group of all ranks."""
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import PrefixStore
 
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    if device == "cuda":
-        torch.cuda.set_device(world.local_rank)
-    with _on_this_machine(world):
+    is_cuda = settings.device == "cuda"
+    if is_cuda:
+        torch.cuda.set_device(local_rank)
+
+    def group() -> Any:
         dist.init_process_group(
-            backend,
-            store=PrefixStore(f"ramify/{name}", store),
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(seconds=_torch_timeout(timeout_s)),
+            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+            store=store,
+            rank=rank,
+            world_size=settings.size,
+            timeout=timedelta(seconds=_torch_timeout(settings.timeout_s)),
         )
+        return dist.group.WORLD
 
-
-@contextlib.contextmanager
-def _on_this_machine(world: RankInfo) -> Iterator[None]:
-    """Use the loopback interface for ranks of one machine: gloo would use this host's name, which
-    may not resolve."""
-    name = "GLOO_SOCKET_IFNAME"
-    if name in os.environ or world.address != "127.0.0.1" or not sys.platform.startswith("linux"):
-        yield
-        return
-    os.environ[name] = "lo"
     try:
-        yield
-    finally:
-        del os.environ[name]
+        members.formed(group, *(("cpu", "cuda") if is_cuda else ("cpu",)))
+    except dist.DistError as error:
+        raise TrainError(str(error).partition("\n")[0]) from None
 
 
-def _accept_ranks(world: RankInfo, mesh: MeshSizes, connection_type: Any) -> list[Any]:
-    """Rank 0's connections to the other ranks, which errors name by their place in ``mesh``. The
-    address and key for connecting back are broadcast over the process group."""
-    import torch.distributed as dist
-
-    size = world.size
-    if size == 1:
-        return []
-    host = "127.0.0.1" if world.address == "127.0.0.1" else socket.gethostbyname(world.address)
-    with Listener(host, 2 * size) as listener:
-        dist.broadcast_object_list([listener.address, listener.key], 0)
-        connections: dict[tuple[int, str], Connection] = {}
-        hosts: dict[int, str] = {}
-        until = time.monotonic() + _START_S
-        while len(connections) < 2 * (size - 1):
-            try:
-                joined = listener.accept(until - time.monotonic())
-            except TimeoutError:
-                raise TrainError(
-                    f"a rank did not come back to rank 0 within {_START_S:g} s"
-                ) from None
-            connection, (rank, kind, place) = joined
-            connections[rank, kind], hosts[rank] = connection, place
-    return [
-        connection_type(
-            rank,
-            connections[rank, "talk"],
-            connections[rank, "watch"],
-            f"{mesh.place(rank)}, {hosts[rank]}",
-        )
-        for rank in range(1, size)
-    ]
-
-
-def _connect_back(world: RankInfo) -> tuple[Connection, Connection]:
-    import torch.distributed as dist
-
-    address_and_key: list[Any] = [None, None]
-    dist.broadcast_object_list(address_and_key, 0)
-    address, key = address_and_key
-    place = f"process {os.getpid()} on {socket.gethostname()}"
-    talk, watch = (connect(address, key, (world.rank, kind, place)) for kind in ("talk", "watch"))
-    return talk, watch
-
-
-def _device(device: str, world: RankInfo) -> Any:
+def _device(device: str, local_rank: int) -> Any:
     import torch
 
-    return torch.device("cuda", world.local_rank) if device == "cuda" else torch.device("cpu")
+    return torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
 
 
 def _check_port(port: int | None) -> None:
@@ -430,57 +426,7 @@ def _check_port(port: int | None) -> None:
             ) from None
 
 
-def gather(
-    store: Any, size: int, wait_s: float, look: Callable[[int], None] = lambda _: None
-) -> str:
-    """As rank 0: the attempt's name, once every other rank has it. ``look`` is called with each
-    missing rank, and raises if it has exited. Raises TrainError if a rank does not join within
-    ``wait_s``."""
-    name, answered = secrets.token_hex(8), set()
-    store.set(_AT, name)
-    until = time.monotonic() + wait_s
-    missing = list(range(1, size))
-    while missing:
-        for rank in missing:
-            if store.check([f"{_AT}/join/{rank}"]):
-                token = store.get(f"{_AT}/join/{rank}").decode()
-                if token not in answered:  # it may be a dead rank's; then a new token follows
-                    store.set(f"{_AT}/answer/{token}", name)
-                    answered.add(token)
-        missing = [rank for rank in missing if not store.check([f"{_AT}/here/{name}/{rank}"])]
-        for rank in missing:
-            look(rank)
-            if time.monotonic() > until:
-                raise TrainError(f"rank {rank} did not start within {wait_s:g} s")
-        if missing:
-            time.sleep(_POLL_S)
-    return name
-
-
-def come(store: Any, rank: int, wait_s: float) -> str:
-    """As another rank: the attempt's name. Raises TrainError if rank 0 does not answer within
-    ``wait_s``."""
-    token = secrets.token_hex(8)
-    store.set(f"{_AT}/join/{rank}", token)
-    try:
-        store.wait([f"{_AT}/answer/{token}"], timedelta(seconds=wait_s))
-    except Exception as error:  # torch raises different types for a lost connection and a timeout
-        raise TrainError(
-            f"rank {rank} got no answer from rank 0 within {wait_s:g} s, or the store is gone"
-        ) from error
-    name = str(store.get(f"{_AT}/answer/{token}").decode())
-    store.set(f"{_AT}/here/{name}/{rank}", "")
-    return name
-
-
-def began(store: Any) -> bool:
-    """Whether an earlier attempt in this store passed rank 0's checks and waited for other
-    ranks."""
-    return bool(store.check([_AT]))
-
-
 if __name__ == "__main__":
-    found = RankInfo.of_environment()
-    if found is None or found.rank == 0:
-        sys.exit("ramify.train.backends.launch is started by rank 0 of a run, or by torchrun")
-    follow(found)
+    own_ticket = read_ticket()
+    number = int(own_ticket.name)
+    _follow(number, None, _channels(own_ticket, number))

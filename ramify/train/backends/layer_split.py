@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ramify.actors.group_proof import GroupMembers
 from ramify.errors import ConfigError
 from ramify.train.backends.adapters import AdapterSpec, chosen
 from ramify.train.backends.base import ShardSpec
@@ -111,24 +112,25 @@ class SplitPlan(NamedTuple):
 class RankMesh:
     """The device mesh of all ranks, as seen by layers and by experts."""
 
-    def __init__(self, device: str, sizes: MeshSizes) -> None:
+    def __init__(self, device: str, sizes: MeshSizes, members: GroupMembers) -> None:
+        """``members`` form the groups of the mesh."""
         from torch.distributed.device_mesh import init_device_mesh
+
+        def mesh(shape: tuple[int, ...], *names: str) -> Any:
+            return members.formed_mesh(
+                lambda: init_device_mesh(device, shape, mesh_dim_names=names), device
+            )
 
         self.sizes = sizes
         if sizes.splits_layers:  # its warning that a tensor is gathered along two axes
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        layers = (sizes.replicas, sizes.shard, sizes.tensor)
-        self._layers = init_device_mesh(
-            device, layers, mesh_dim_names=("replicate", "shard", "tensor")
+        self._layers = mesh(
+            (sizes.replicas, sizes.shard, sizes.tensor), "replicate", "shard", "tensor"
         )
-        experts = (sizes.replicas, sizes.expert_shard, sizes.experts)
-        self._experts = (
-            init_device_mesh(
-                device, experts, mesh_dim_names=("replicate", "expert_shard", "experts")
-            )
-            if sizes.experts > 1
-            else self._layers
-        )
+        self._experts = self._layers
+        if sizes.experts > 1:
+            shape = sizes.replicas, sizes.expert_shard, sizes.experts
+            self._experts = mesh(shape, "replicate", "expert_shard", "experts")
 
     def storage(self, axis: str = "shard") -> Any:
         """The mesh over which FSDP2 distributes rows: ``shard``, or for experts

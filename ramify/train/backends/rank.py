@@ -21,12 +21,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ramify.actors.group_proof import GroupMembers
 from ramify.actors.rank_watch import RankHeartbeat
+from ramify.errors import ConfigError
 from ramify.models.load import Policy
 from ramify.models.stored_weights import stored_tensors
 from ramify.train.backends import adapters, shards
@@ -36,15 +39,45 @@ from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.layer_split import RankMesh, SplitPlan
 from ramify.train.backends.sharding import ShardedLayout, on_meta
 from ramify.train.backends.single import VALUE_HEAD, SingleBackend, value_head
-from ramify.train.losses.loss import LossSpec, LossTally
+from ramify.train.losses.loss import LossSpec, LossTally, PlainTally
 from ramify.types.sequence import Batch, Floats
+
+
+class StoredConfig(msgspec.Struct, frozen=True):
+    """A Hugging Face configuration as text, which ranks read as transformers reads a file."""
+
+    text: str
+    """JSON, as in ``config.json``."""
+    attention: str | None
+    """The implementation of attention, which that file does not hold."""
+
+    @classmethod
+    def of(cls, config: Any) -> StoredConfig:
+        """Raises ConfigError if ranks would not read the same configuration."""
+        stored = cls(
+            config.to_json_string(use_diff=False), getattr(config, "_attn_implementation", None)
+        )
+        if stored.restored().to_dict() != config.to_dict():
+            raise ConfigError(
+                f"the configuration of {type(config).__name__} does not survive config.json: it "
+                "cannot be given to other ranks"
+            )
+        return stored
+
+    def restored(self) -> Any:
+        from transformers import AutoConfig
+
+        fields = msgspec.json.decode(self.text)
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        if self.attention is not None:
+            config._attn_implementation = self.attention
+        return config
 
 
 class RankModelSpec(NamedTuple):
     """Description of a model to create."""
 
-    config: Any
-    """Hugging Face configuration."""
+    config: StoredConfig
     compute: ComputeSpec
     folder: str
     """Folder from which each rank reads its shard; empty: rank 0 sends the weights with ``put``."""
@@ -59,7 +92,12 @@ class _Model:
     """One model on this rank."""
 
     def __init__(
-        self, making: RankModelSpec, model: nn.Module, names: list[str], sharded: ShardedLayout
+        self,
+        making: RankModelSpec,
+        config: Any,
+        model: nn.Module,
+        names: list[str],
+        sharded: ShardedLayout,
     ) -> None:
         self.making = making
         self.model = model
@@ -69,7 +107,7 @@ class _Model:
             model,
             None,  # type: ignore[arg-type]
             None,  # type: ignore[arg-type]
-            making.config,
+            config,
             0,
             "sharded",
         )
@@ -85,7 +123,13 @@ class RankModels:
     """The models of one rank, by name."""
 
     def __init__(
-        self, index: int, size: int, device: torch.device, timeout_s: float, pulse: RankHeartbeat
+        self,
+        index: int,
+        size: int,
+        device: torch.device,
+        timeout_s: float,
+        pulse: RankHeartbeat,
+        members: GroupMembers,
     ) -> None:
         self.index = index
         self.size = size
@@ -94,7 +138,10 @@ class RankModels:
         self._models: dict[str, _Model] = {}
         if device.type == "cpu":
             return_freed_memory()
-        self._saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._members = members
+        self._saving = members.formed(
+            lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)), "cpu"
+        )
         self._pending: shards.CheckpointWrite | None = None
 
     def model(self, key: str) -> _Model:
@@ -117,7 +164,8 @@ class RankModels:
         initialized."""
         shard = making.compute.shard
         mesh_sizes = shard.mesh(self.size)
-        model = on_meta(making.config, splits_layers=mesh_sizes.splits_layers)
+        config = making.config.restored()
+        model = on_meta(config, splits_layers=mesh_sizes.splits_layers)
         plan = SplitPlan.of(model, mesh_sizes, shard)
         names: list[str] = []
         if making.lora is not None:
@@ -127,10 +175,10 @@ class RankModels:
             adapters.inject(model, making.lora, names)
         if making.critic:
             with torch.device("meta"):
-                model.add_module(VALUE_HEAD, value_head(making.config.hidden_size))
-        mesh = RankMesh(self.device.type, mesh_sizes)
+                model.add_module(VALUE_HEAD, value_head(config.hidden_size))
+        mesh = RankMesh(self.device.type, mesh_sizes, self._members)
         sharded = ShardedLayout(model, mesh, plan, self.device, making.compute, self._pulse.tick)
-        made = self._models[key] = _Model(making, model, names, sharded)
+        made = self._models[key] = _Model(making, config, model, names, sharded)
         values: dict[str, Any] = {}
         if making.folder:
             base = {name: adapters.plain(name) for name in self._base(made)}
@@ -199,9 +247,12 @@ class RankModels:
 
     # --- verbs: learning
 
-    def add(self, key: str, batches: list[Batch | None], loss: LossSpec, idle: Batch) -> LossTally:
-        """Add the gradient of ``batches``; None stands for a batch that only other ranks have."""
-        made, tally = self._models[key], LossTally()
+    def add(
+        self, key: str, batches: list[Batch | None], formula: dict[str, Any], idle: Batch
+    ) -> PlainTally:
+        """Add the gradient of ``batches``; None stands for a batch that only other ranks have.
+        ``formula``: the loss, as ``LossSpec.stored`` gives it."""
+        made, tally, loss = self._models[key], LossTally(), LossSpec.restored(formula)
         made.backend.prepare([idle if batch is None else batch for batch in batches], loss)
         for index, batch in enumerate(batches):
             made.sharded.expect(index + 1 == len(batches))

@@ -149,7 +149,7 @@ class SingleBackend:
             if not self._spread.agree(is_finite):
                 self._fail(batch, entries, loss, is_finite)
             if self._balance is not None:
-                measured.experts(self._balance.load())
+                measured.add_experts(self._balance.load())
             value.backward()  # type: ignore[no-untyped-call]
         heartbeat()
         return measured

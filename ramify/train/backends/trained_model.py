@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from ramify.errors import ConfigError, TrainError
 from ramify.models.load import Policy, load_policy
 from ramify.train.backends.base import Backend, ComputeSpec, OptimizerSpec, decided
-from ramify.train.backends.launch import RankInfo
 from ramify.train.backends.lora import has_adapters, merged, unmerged, without
 from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.torchrun import RankInfo
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses import CriticOnlyLoss
 from ramify.train.losses.loss import LossSpec

@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.errors import ConfigError, TrainError
-from ramify.plugins import check_methods
+from ramify.plugins import check_methods, name_places
 from ramify.train.losses import POLICY_LOSSES, DppoTv, LossTokens, PolicyLoss, ratio
 from ramify.train.losses.base import (
     LossStep,
@@ -137,6 +137,25 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             or self.is_over_sequences
             or isinstance(self.policy, TokenSelectingLoss)
         )
+
+    def stored(self) -> dict[str, Any]:
+        """This loss as plain data, from which another process can make it (``restored``): a formula
+        of a plug-in is named by its place. Raises ConfigError for a formula that is not a
+        struct."""
+        try:
+            data: dict[str, Any] = msgspec.to_builtins(self)
+        except TypeError as error:
+            raise ConfigError(
+                f"rl.loss: {error}: make the formula a LossFormula, so that other processes can "
+                "have it"
+            ) from None
+        name_places(self.policy, data["policy"])
+        name_places(self.corrections, data["corrections"])
+        return data
+
+    @classmethod
+    def restored(cls, data: Mapping[str, Any]) -> LossSpec:
+        return msgspec.convert(data, cls)
 
     def for_minibatches(self, num: int) -> LossSpec:
         """This loss with ``old`` resolved, for steps of ``num`` optimizer steps."""
@@ -311,24 +330,34 @@ def _distil(loss: LossSpec, entries: LossEntries, tally: LossTally) -> Tensor:
     return -gap * ratio(now, sampler) + loss.kd_pull * (now - sampler).square()
 
 
+class PlainTally(msgspec.Struct, frozen=True):
+    """A ``LossTally`` as plain numbers, which can be sent to another process."""
+
+    sums: dict[str, tuple[float, float]]
+    """Name -> (sum, count)"""
+    maxima: dict[str, float]
+    experts: tuple[tuple[Any, Any, Any], float] | None
+    """Fields of an ``ExpertLoad`` on the CPU."""
+
+
 class LossTally:
     """Sums over entries, accumulated over the batches of a step, from which its metrics are
     computed."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, tuple[Tensor | float, Tensor | float]] = {}
+        self.sums: dict[str, tuple[Tensor | float, Tensor | float]] = {}
         """Name -> (sum, count)"""
-        self._maxima: dict[str, Tensor | float] = {}
-        self._experts: ExpertLoad | None = None
+        self.maxima: dict[str, Tensor | float] = {}
+        self.experts: ExpertLoad | None = None
 
-    def experts(self, load: ExpertLoad | None) -> None:
+    def add_experts(self, load: ExpertLoad | None) -> None:
         """Add the expert load of a batch; None if the model is not a mixture of experts."""
         if load is not None:
-            self._experts = load if self._experts is None else self._experts.merged(load)
+            self.experts = load if self.experts is None else self.experts.merged(load)
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
-        before = self._sums.get(name, (0.0, 0.0))
-        self._sums[name] = (before[0] + total, before[1] + count)
+        before = self.sums.get(name, (0.0, 0.0))
+        self.sums[name] = (before[0] + total, before[1] + count)
 
     def mean(self, name: str, values: Tensor, has_weight: Tensor) -> None:
         self.add(name, values.masked_fill(~has_weight, 0.0).sum(), has_weight.sum())
@@ -351,34 +380,36 @@ class LossTally:
         self.add("rho", rho.sum(), has_weight.sum())
         self.add("rho_squared", rho.square().sum(), has_weight.sum())
 
-    def merge(self, other: LossTally) -> None:
-        for name, (total, count) in other._sums.items():
+    def merge(self, other: LossTally | PlainTally) -> None:
+        for name, (total, count) in other.sums.items():
             self.add(name, total, count)
-        for name, value in other._maxima.items():
+        for name, value in other.maxima.items():
             self._raise(name, value)
-        self.experts(other._experts)
+        if other.experts is not None:
+            from ramify.models.routing import ExpertLoad, RoutedCounts
+
+            counts, weight = other.experts
+            self.add_experts(ExpertLoad(RoutedCounts(*counts), weight))
 
     def _raise(self, name: str, value: Tensor | float) -> None:
         """Keep the maximum; NaN is sticky. Tensors stay on their device, so that nothing waits for
         a batch."""
-        before = self._maxima.get(name)
+        before = self.maxima.get(name)
         if before is None:
-            self._maxima[name] = value
+            self.maxima[name] = value
         elif isinstance(before, float) or isinstance(value, float):
             both = float(before), float(value)
-            self._maxima[name] = math.nan if any(map(math.isnan, both)) else max(both)
+            self.maxima[name] = math.nan if any(map(math.isnan, both)) else max(both)
         else:
-            self._maxima[name] = before.maximum(value)
+            self.maxima[name] = before.maximum(value)
 
-    def plain(self) -> LossTally:
-        """A copy with plain numbers, which can be sent to another process."""
-        tally = LossTally()
-        tally._sums = {
-            name: (float(total), float(count)) for name, (total, count) in self._sums.items()
-        }
-        tally._maxima = {name: float(value) for name, value in self._maxima.items()}
-        tally._experts = None if self._experts is None else self._experts.plain()
-        return tally
+    def plain(self) -> PlainTally:
+        """A copy with plain numbers."""
+        return PlainTally(
+            {name: (float(total), float(count)) for name, (total, count) in self.sums.items()},
+            {name: float(value) for name, value in self.maxima.items()},
+            None if self.experts is None else self.experts.plain(),
+        )
 
     def metrics(self) -> dict[str, float]:
         """The metrics of a step.
@@ -390,11 +421,11 @@ class LossTally:
         ``correction`` and ``corrected_away`` (share of tokens for which it is 0), ``entropy``,
         ``ref_kl``, ``value_loss``. For a mixture of experts also those of ``ExpertLoad``.
         """
-        sums = {name: (float(total), float(count)) for name, (total, count) in self._sums.items()}
+        sums = {name: (float(total), float(count)) for name, (total, count) in self.sums.items()}
         metrics: dict[str, float] = {
             name: sums.pop(name)[0] for name in ("rl_loss", "ce_loss", "kd_loss") if name in sums
         }
-        experts = {} if self._experts is None else self._experts.metrics()
+        experts = {} if self.experts is None else self.experts.metrics()
         if "router_loss" in experts:
             metrics["router_loss"] = experts.pop("router_loss")
         metrics["loss"] = sum(metrics.values())
@@ -402,7 +433,7 @@ class LossTally:
             (rho, count), (squared, _) = sums.pop("rho"), sums.pop("rho_squared")
             metrics["ess"] = rho * rho / squared / count if squared and count else 0.0
         means = {name: total / count if count else 0.0 for name, (total, count) in sums.items()}
-        maxima = {name: float(value) for name, value in self._maxima.items()}
+        maxima = {name: float(value) for name, value in self.maxima.items()}
         return {**metrics, **means, **maxima, **experts}
 
 

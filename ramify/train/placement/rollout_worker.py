@@ -4,10 +4,10 @@ rollouts and scores them.
     run ── RolloutRequest: item, name, seed, version ──> worker: ``evaluate.attempt`` ──> engines
         <── trajectory (in its stored form), and hashes of the ids that engines received ──
 
-The run starts the worker (``rollout_workers.py``), and the worker connects back with the key that
-it was given. It decides nothing: a rollout depends only on the request, not on where it runs.
-Requests are pickled, by the run that started the worker. Replies are not, because model-written
-code may have run here: they are decoded as exactly the expected type.
+The run starts the worker (``rollout_workers.py``), and the worker connects back with the ticket
+that it was given. It decides nothing: a rollout depends only on the request, not on where it runs.
+It makes the task itself, from the task's name and options. Model-written code may have run here, so
+the run decodes replies as exactly the expected types.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ import os
 import sys
 import threading
 import traceback
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
+from ramify.actors.channel import Channel
 from ramify.actors.connect_back import beat, connect_back
 from ramify.clients.base import Sampling
 from ramify.engine.limits import Limits
-from ramify.errors import RamifyError
+from ramify.errors import ConfigError, RamifyError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.log_outputs import Sender
 from ramify.logging import SentRecord, attach
-from ramify.sandbox.base import SandboxSpec
+from ramify.sandbox.base import SandboxSpec, SharedContext
+from ramify.sandbox.guest.frames import pack_value, unpack_value
+from ramify.sandbox.guest.values import CodecError
 from ramify.tasks.base import Item, task_of
 from ramify.train.depth_models import DepthModels, DepthSpec, FrozenSpec
 
 
-class RolloutWorkerSpec(msgspec.Struct, frozen=True):
+class RolloutWorkerSpec(msgspec.Struct, frozen=True, tag=True):
     """The part of a run that its rollouts need."""
 
     name: str
@@ -63,24 +65,70 @@ class RolloutWorkerSpec(msgspec.Struct, frozen=True):
     """Environment variables that hold the addresses of services."""
 
 
-class RolloutRequest(NamedTuple):
+class StoredItem(msgspec.Struct, frozen=True):
+    """An ``Item`` as it travels: its values in the codec of sessions, which keeps their types."""
+
+    question: str
+    kind: str
+    id: str
+    values: bytes
+    """Context, right answers and metadata."""
+
+    @classmethod
+    def of(cls, item: Item) -> StoredItem:
+        """Raises ConfigError for a value that no session could receive."""
+        values = {name: getattr(item, name) for name in _VALUES}
+        if isinstance(item.context, SharedContext):
+            values["context"] = item.context.value
+        values["metadata"] = dict(item.metadata)
+        try:
+            parts, _ = pack_value(values)
+        except CodecError as error:
+            raise ConfigError(
+                f"the item {item.id or item.question[:40]!r} cannot be sent to a rollout worker: "
+                f"{error}"
+            ) from None
+        return cls(item.question, item.kind, item.id, b"".join(parts))
+
+    def restored(self) -> Item:
+        values, _ = unpack_value(self.values)
+        return Item(self.question, kind=self.kind, id=self.id, **values)
+
+
+_VALUES = ("context", "gold", "right", "wrong", "metadata")
+
+
+class RolloutRequest(msgspec.Struct, frozen=True, tag=True):
     """A request for one rollout."""
 
     id: int
-    item: Item
+    item: StoredItem
     name: str
     sampling: Sampling
     version: int
     """Version of the weights that the engines have."""
 
 
-class AvailableEngines(NamedTuple):
+class AvailableEngines(msgspec.Struct, frozen=True, tag=True):
     """The engines that the worker may call from now on."""
 
     urls: tuple[str, ...]
 
 
-class WorkerMessage(NamedTuple):
+class CancelRollout(msgspec.Struct, frozen=True, tag=True):
+    """The rollout of a request is not needed any more."""
+
+    id: int
+
+
+class EndWorker(msgspec.Struct, frozen=True, tag=True):
+    """The last message."""
+
+
+RunMessage = RolloutWorkerSpec | RolloutRequest | AvailableEngines | CancelRollout | EndWorker
+
+
+class WorkerMessage(msgspec.Struct, frozen=True):
     """A message from a worker to the run."""
 
     kind: str
@@ -93,24 +141,14 @@ class WorkerMessage(NamedTuple):
     """Hashes of the ids that went through engines since the last message with hashes."""
 
 
-def receive(connection: Connection) -> WorkerMessage:
-    """The worker's next message. Raises EOFError if the worker has ended, and MsgspecError if it
-    sent anything else."""
-    return msgspec.msgpack.decode(connection.recv_bytes(), type=WorkerMessage)
-
-
-def _send(connection: Connection, message: WorkerMessage) -> None:
-    connection.send_bytes(msgspec.msgpack.encode(message))
-
-
 def main() -> None:
     """Run a rollout worker until the run ends."""
-    connection = connect_back()
-    spec: RolloutWorkerSpec = connection.recv()
+    channel = connect_back()
+    spec: RolloutWorkerSpec = channel.receive(RolloutWorkerSpec)
     try:
-        asyncio.run(_RolloutWorker(connection, spec).serve())
+        asyncio.run(_RolloutWorker(channel, spec).serve())
     except RamifyError as error:
-        _send(connection, WorkerMessage("failed", data=str(error).encode()))
+        channel.send(WorkerMessage("failed", data=str(error).encode()))
     except EOFError:
         pass
     sys.stdout.flush()
@@ -118,10 +156,9 @@ def main() -> None:
 
 
 class _RolloutWorker:
-    def __init__(self, connection: Connection, spec: RolloutWorkerSpec) -> None:
-        self._connection = connection
+    def __init__(self, channel: Channel, spec: RolloutWorkerSpec) -> None:
+        self._channel = channel
         self._spec = spec
-        self._sending = threading.Lock()
         self._is_ended = threading.Event()
         self._rollouts: dict[int, asyncio.Task[None]] = {}
         attach(Sender(self._forward))
@@ -173,24 +210,26 @@ class _RolloutWorker:
 
     async def _until_closed(self) -> None:
         loop = asyncio.get_running_loop()
-        requests: asyncio.Queue[Any] = asyncio.Queue()
+        requests: asyncio.Queue[RunMessage] = asyncio.Queue()
 
         def read() -> None:
-            request: Any = None
+            request: RunMessage = EndWorker()
             with contextlib.suppress(EOFError, OSError):
-                while (request := self._connection.recv()) is not None:
+                while not isinstance(request := self._channel.receive(RunMessage), EndWorker):
                     loop.call_soon_threadsafe(requests.put_nowait, request)
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(requests.put_nowait, None)
+                loop.call_soon_threadsafe(requests.put_nowait, EndWorker())
 
         threading.Thread(target=read, daemon=True, name="ramify rollout worker").start()
-        while (request := await requests.get()) is not None:
-            if isinstance(request, RolloutRequest):
-                self._rollouts[request.id] = asyncio.create_task(self._roll(request))
-            elif isinstance(request, AvailableEngines):
-                self._engines.listed(request.urls)
-            elif task := self._rollouts.get(request):  # the id of a cancelled request
-                task.cancel()
+        while not isinstance(request := await requests.get(), EndWorker):
+            match request:
+                case RolloutRequest():
+                    self._rollouts[request.id] = asyncio.create_task(self._roll(request))
+                case AvailableEngines():
+                    self._engines.listed(request.urls)
+                case CancelRollout():
+                    if task := self._rollouts.get(request.id):
+                        task.cancel()
 
     async def _roll(self, request: RolloutRequest) -> None:
         from ramify.evaluate.attempt import attempt
@@ -200,7 +239,7 @@ class _RolloutWorker:
             trajectory = await attempt(
                 self._rlm,
                 self._task,
-                request.item,
+                request.item.restored(),
                 name=request.name,
                 sampling=request.sampling,
                 metadata={"rollout": request.name},
@@ -223,12 +262,9 @@ class _RolloutWorker:
         self._send(WorkerMessage("said", data=msgspec.json.encode(record)))
 
     def _send(self, message: WorkerMessage) -> None:
-        with self._sending, contextlib.suppress(OSError):
-            _send(self._connection, message)
+        with contextlib.suppress(OSError):
+            self._channel.send(message)
 
 
 if __name__ == "__main__":
-    # Pickled classes must belong to the imported module, not to __main__.
-    from ramify.train.placement.rollout_worker import main as imported_main
-
-    imported_main()
+    main()

@@ -25,12 +25,12 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
+from ramify.actors.channel import Channel
 from ramify.actors.child_process import Process, end_when_done, import_path
 from ramify.actors.connect_back import HeartbeatDeadline, Listener
 from ramify.actors.launcher import Launcher, SlotMember
@@ -41,10 +41,13 @@ from ramify.logging import RoomLogger, SentRecord
 from ramify.tasks.base import Item
 from ramify.train.placement.rollout_worker import (
     AvailableEngines,
+    CancelRollout,
+    EndWorker,
     RolloutRequest,
     RolloutWorkerSpec,
+    RunMessage,
+    StoredItem,
     WorkerMessage,
-    receive,
 )
 from ramify.types.trajectory import Trajectory
 
@@ -79,33 +82,29 @@ class EngineHealth(Protocol):
 class _Worker:
     """One rollout worker, as the run sees it."""
 
-    def __init__(
-        self, number: int, process: Process, connection: Connection, heartbeat_s: float
-    ) -> None:
+    def __init__(self, number: int, process: Process, channel: Channel, heartbeat_s: float) -> None:
         self.heartbeats = HeartbeatDeadline(heartbeat_s, _LOOK_S)
         self.number = number
         self.process = process
-        self.connection = connection
+        self.channel = channel
         self.requests: dict[int, RolloutRequest] = {}
         """Request id -> the rollouts it is sampling."""
         self.urls: tuple[str, ...] = ()
         """The engines that it was last told to call."""
-        self._outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[RunMessage] = queue.SimpleQueue()
         threading.Thread(target=self._write, daemon=True, name="ramify to a rollout worker").start()
 
-    def send(
-        self, message: RolloutWorkerSpec | RolloutRequest | AvailableEngines | int | None
-    ) -> None:
+    def send(self, message: RunMessage) -> None:
         """Queue a message without waiting, because a stalled worker reads nothing. Messages keep
-        their order; None is the last."""
+        their order."""
         self._outbox.put(message)
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):  # the reading thread notices a broken connection
             while True:
                 message = self._outbox.get()
-                self.connection.send(message)
-                if message is None:
+                self.channel.send(message)
+                if isinstance(message, EndWorker):
                     return
 
 
@@ -166,7 +165,8 @@ class RolloutWorkers:
     async def attempt(self, item: Item, name: str, sampling: Sampling) -> Trajectory:
         """Sample one rollout on the worker with the least work. Raises TrainError if no worker is
         left, and RuntimeError for a bug in the worker."""
-        request = RolloutRequest(next(self._ids), item, name, sampling, self._engines.version)
+        stored, version = StoredItem.of(item), self._engines.version
+        request = RolloutRequest(next(self._ids), stored, name, sampling, version)
         future: asyncio.Future[Trajectory] = self._loop.create_future()
         self._futures[request.id] = future
         try:
@@ -177,7 +177,7 @@ class RolloutWorkers:
             if future.cancelled():
                 for worker in self._alive:
                     if worker.requests.pop(request.id, None) is not None:
-                        worker.send(request.id)
+                        worker.send(CancelRollout(request.id))
 
     async def close(self) -> None:
         """End all workers. Idempotent."""
@@ -186,11 +186,11 @@ class RolloutWorkers:
         await cancel_all(tasks)
         workers, self._alive = self._alive, []
         for worker in workers:
-            worker.send(None)
+            worker.send(EndWorker())
         processes, self._processes = list(self._processes.values()), {}
         await asyncio.to_thread(end_when_done, processes, _END_S)
         for worker in workers:
-            worker.connection.close()
+            worker.channel.close()
 
     # --- starting a worker
 
@@ -216,7 +216,7 @@ class RolloutWorkers:
             async with asyncio.timeout(self._start_s):
                 await ready
         except TimeoutError:
-            worker.send(None)
+            worker.send(EndWorker())
             raise ConfigError(
                 f"rollout worker {number} ({worker.process.where}) did not start within "
                 f"{self._start_s:g} s"
@@ -242,9 +242,10 @@ class RolloutWorkers:
                 "OMP_NUM_THREADS": "1",
                 **import_path(),
                 **{name: os.environ[name] for name in names if name in os.environ},
-                **listener.environment(str(number)),
             }
-            process = self._processes[number] = self._hosts.start(member, command, environment, log)
+            process = self._processes[number] = self._hosts.start(
+                member, command, environment, log, listener.ticket(str(number))
+            )
 
             def look() -> None:
                 if self._is_closing:
@@ -255,7 +256,7 @@ class RolloutWorkers:
                     )
 
             try:
-                connection, _ = listener.accept(self._start_s, look)
+                channel, _ = listener.accept(str, self._start_s, look)
             except ConfigError:
                 process.end(0.0)
                 raise
@@ -263,7 +264,7 @@ class RolloutWorkers:
                 raise ConfigError(
                     f"rollout worker {number} did not connect to the run within {self._start_s:g} s"
                 ) from None
-        return _Worker(number, process, connection, self._heartbeat_s)
+        return _Worker(number, process, channel, self._heartbeat_s)
 
     async def _restart(self, number: int) -> None:
         """Restart worker ``number``, or give it up; either is logged."""
@@ -320,7 +321,7 @@ class RolloutWorkers:
         """Receive the worker's messages, in a separate thread, until it ends."""
         with contextlib.suppress(EOFError, OSError, RuntimeError, msgspec.MsgspecError):
             while True:
-                message = receive(worker.connection)
+                message: WorkerMessage = worker.channel.receive(WorkerMessage)
                 worker.heartbeats.heard()
                 self._loop.call_soon_threadsafe(self._on_message, worker, message, ready)
         why = _why_lost(worker)  # takes a while if it asks another machine
@@ -361,8 +362,8 @@ class RolloutWorkers:
         if self._is_closing or worker not in self._alive:
             return
         self._alive.remove(worker)
-        worker.send(None)
-        worker.connection.close()
+        worker.send(EndWorker())
+        worker.channel.close()
         self._reasons.append(why)
         is_restarted = self._restarts.failed(
             worker.number,

@@ -386,9 +386,7 @@ def test_joining_an_incomplete_group_times_out() -> None:
     with pytest.raises(RuntimeError):
         weight_sync.join()
     weight_sync.close()
-    with pytest.raises(
-        ValueError, match=r"the trainer's group at 127\.0\.0\.1:\d+ could not be joined"
-    ):
+    with pytest.raises(ValueError, match=r"the trainer's group at \S+ could not be joined"):
         WEIGHT_SYNCS.of("gloo").receiver(info)
 
 

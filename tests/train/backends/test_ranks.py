@@ -23,7 +23,8 @@ from ramify.models.weights import read_weights
 from ramify.train import run_record
 from ramify.train.advantages.ppo import PPO
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
-from ramify.train.backends.launch import gather, is_restarted
+from ramify.train.backends.launch import is_restarted
+from ramify.train.backends.torchrun import RankInfo, TorchrunMeeting
 from ramify.train.checkpoint import CheckpointStore
 from ramify.train.config import CriticSpec, LoraSpec, PolicySpec, Run, Schedule, TaskSpec
 from ramify.train.execute import train
@@ -237,7 +238,9 @@ def test_is_restarted_needs_an_earlier_attempt_in_the_agent_store(
     store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
     environment = {
         "RANK": "0",
-        "WORLD_SIZE": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "RAMIFY_RUN_KEY": "a key for both machines",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
     }
@@ -246,7 +249,9 @@ def test_is_restarted_needs_an_earlier_attempt_in_the_agent_store(
     ).items():
         monkeypatch.setenv(name, value)
     assert not is_restarted()
-    gather(store, 1, 10.0)  # as an earlier attempt does after its checks
+    world = RankInfo.of_environment()
+    assert world is not None
+    TorchrunMeeting(world).listen().close()  # as an earlier attempt does after its checks
     assert is_restarted()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # another machine counted the restart
     assert is_restarted()

@@ -1,59 +1,209 @@
-"""Rendezvous: ranks agree on one attempt, whatever an earlier attempt left in the store."""
+"""Ranks of torchrun find rank 0, attempt after attempt, and believe nothing that a stranger wrote."""
 
 from __future__ import annotations
 
+import os
+import stat
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+import torch
 
+from ramify.actors.channel import Channel, connect
+from ramify.actors.connect_back import Listener, Ticket
+from ramify.actors.rank_store import ChannelStore, StoreHost
+from ramify.errors import ConfigError, TrainError
+from ramify.train.backends.torchrun import RankInfo, TorchrunMeeting
+
+KEY = "a key that all machines were given"
+
+
+@pytest.fixture
+def agent_store(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The store of torchrun's agent, which accepts everybody."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setenv("RAMIFY_RUN_KEY", KEY)
+    return store
+
+
+def member(rank: int, port: int, is_local: bool) -> TorchrunMeeting:
+    return TorchrunMeeting(RankInfo(rank, 2, rank, "127.0.0.1", port, is_local))
+
+
+def joins(ticket: Ticket, listener: Listener) -> int:
+    """Connect with a ticket; returns what the listener hears."""
+    joining = threading.Thread(target=lambda: connect(ticket.address, ticket.key, 1).close())
+    joining.start()
+    channel, rank = listener.accept(int, 30.0)
+    with channel:
+        joining.join()
+    return rank
+
+
+def test_several_machines_find_rank_0_of_each_attempt_by_its_signature(agent_store: Any) -> None:
+    first, other = (member(rank, agent_store.port, False) for rank in (0, 1))
+    assert other.find() is None
+    assert not first.began()
+    agent_store.set("ramify/rank 0", "127.0.0.1:9 " + "0" * 64)  # a stranger's
+    assert other.find() is None
+    assert not first.began()
+    addresses = []
+    for _ in range(2):
+        with first.listen() as listener:
+            ticket = other.find()
+            assert ticket is not None
+            assert (ticket.address, ticket.key) == (listener.address, KEY.encode())
+            assert joins(ticket, listener) == 1
+            addresses.append(ticket.address)
+        assert first.began()
+    assert len(set(addresses)) == 2
+    signed = agent_store.get("ramify/rank 0").decode()
+    assert KEY not in signed
+    agent_store.set("ramify/rank 0", signed.replace("/socket", "/another"))
+    assert other.find() is None
+
+
+def test_one_machine_meets_in_a_private_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAMIFY_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    first, other = (member(rank, 29500, True) for rank in (0, 1))
+    assert other.find() is None
+    with first.listen() as listener:
+        (file,) = (tmp_path / "home/torchrun").iterdir()
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+        ticket = other.find()
+        assert ticket is not None
+        assert joins(ticket, listener) == 1
+    assert not first.began()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert first.began()
+    first.forget()
+    assert not first.began()
+    assert other.find() is None
+
+
+def test_several_machines_need_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ConfigError, match=r"torchrun started ranks on several machines.*set RAMIFY_RUN_KEY"
+    ):
+        member(0, 1, False)
+    monkeypatch.setenv("RAMIFY_RUN_KEY", "short")
+    with pytest.raises(ConfigError, match="RAMIFY_RUN_KEY has 5 characters, fewer than 16"):
+        member(0, 1, False)
+    monkeypatch.delenv("RAMIFY_RUN_KEY")
+    file = tmp_path / "key"
+    monkeypatch.setenv("RAMIFY_RUN_KEY_FILE", str(file))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        member(0, 1, False)
+    file.write_text(KEY + "\n")
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="is open to other users: chmod 600"):
+        member(0, 1, False)
+    file.chmod(0o600)
+    assert member(1, 1, False).find().key == KEY.encode()  # type: ignore[union-attr]
+
+
+# --- the store of a group
+
+
+def stores(look: Callable[[], None] = lambda: None) -> tuple[StoreHost, ChannelStore]:
+    import socket
+
+    ours, theirs = (Channel(each) for each in socket.socketpair())
+    return StoreHost([ours], look), ChannelStore(theirs)
+
+
+def test_store_has_the_operations_of_torch() -> None:
+    host, other = stores()
+    prefixed = torch.distributed.PrefixStore("a", other)
+    try:
+        host.store.set("a/x", "1")
+        assert prefixed.get("x") == b"1"
+        assert prefixed.check(["x"])
+        assert not prefixed.check(["x", "y"])
+        assert [prefixed.add("n", 2), host.store.add("a/n", 3)] == [2, 5]
+        assert prefixed.compare_set("c", "", "first") == b"first"
+        assert host.store.compare_set("a/c", "first", "second") == b"second"
+        assert prefixed.delete_key("c")
+        threading.Timer(0.3, host.store.set, ("a/late", b"2")).start()
+        prefixed.wait(["late"], timedelta(seconds=30))
+        with pytest.raises(torch.distributed.DistStoreError, match=r"timed out after 0\.1 s"):
+            prefixed.wait(["never"], timedelta(seconds=0.1))
+    finally:
+        host.close()
+        other._channel.close()
+
+
+def test_wait_fails_with_the_reason_once_a_rank_has_ended() -> None:
+    def look() -> None:
+        raise TrainError("rank 1 did not start: it ended with status 3")
+
+    host, other = stores(look)
+    began = time.monotonic()
+    with pytest.raises(torch.distributed.DistStoreError, match="rank 1 did not start: it ended"):
+        host.store.wait(["never"], timedelta(seconds=600))
+    assert time.monotonic() - began < 300
+    host.close()
+    with pytest.raises(torch.distributed.DistNetworkError, match="rank 0, which has the store"):
+        other.check(["x"])
+    other._channel.close()
+
+
+# --- the connections of a group
+
+MEMBER = """
+import os, sys
+from datetime import timedelta
+import torch
+from torch import distributed as dist
+from ramify.actors.group_proof import prove_members
 from ramify.errors import TrainError
-from ramify.train.backends.launch import began, come, gather
+rank, path, key = int(sys.argv[1]), sys.argv[2], sys.argv[3].encode()
+gloo = dist.ProcessGroupGloo
+options = gloo._Options()
+options._timeout, options._devices = timedelta(seconds=60), [gloo.create_device(interface="lo")]
+group = gloo(dist.FileStore(path, 3), rank, 3, options)
+try:
+    prove_members(group, key)
+    total = torch.ones(1)
+    group.allreduce([total]).wait()
+    print("proved", float(total))
+except TrainError as error:
+    print(error)
+sys.stdout.flush()
+os._exit(0)
+"""
 
 
-def rendezvous(store: Any, *, rank_0_is_late: bool) -> set[str]:
-    """Return the attempt names that three ranks agree on; it should be one."""
-    names: list[str] = []
-
-    def arrive(rank: int) -> None:
-        names.append(gather(store, 3, 60.0) if rank == 0 else come(store, rank, 60.0))
-
-    threads = [threading.Thread(target=arrive, args=(rank,)) for rank in range(3)]
-    for thread in threads[1:] if rank_0_is_late else threads:
-        thread.start()
-    if rank_0_is_late:
-        while not all(store.check([f"ramify/attempt/join/{rank}"]) for rank in (1, 2)):
-            time.sleep(0.01)
-        threads[0].start()
-    for thread in threads:
-        thread.join()
-    assert len(names) == 3
-    return set(names)
-
-
-def test_ranks_agree_on_a_unique_name_per_attempt() -> None:
-    store = HashStore()
-    assert not began(store)
-    found = [rendezvous(store, rank_0_is_late=late) for late in (False, True, True)]
-    assert [len(names) for names in found] == [1, 1, 1]
-    assert len(set.union(*found)) == 3
-    assert began(store)
-
-
-def test_leftovers_of_a_dead_rank_do_not_count_as_a_rank() -> None:
-    """Rank 1 of the previous attempt asked for a name; rank 1 of the new attempt never starts."""
-    store = HashStore()
-    with pytest.raises(TrainError, match=r"rank 1 got no answer from rank 0 within 0\.05 s"):
-        come(store, 1, 0.05)
-    with pytest.raises(TrainError, match=r"rank 1 did not start within 0\.2 s"):
-        gather(store, 2, 0.2)
-
-
-def test_gather_fails_at_once_if_a_rank_exited() -> None:
-    def look(rank: int) -> None:
-        raise TrainError(f"rank {rank} did not start: exit status 3")
-
-    with pytest.raises(TrainError, match="rank 1 did not start: exit status 3"):
-        gather(HashStore(), 2, 60.0, look)
+@pytest.mark.parametrize("keys", ["aaa", "aab"])
+def test_group_proves_its_key_over_every_connection(keys: str, tmp_path: Path) -> None:
+    """A member without the key got into the group, as one that gloo took for another rank does."""
+    members = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEMBER, str(rank), str(tmp_path / "store"), key],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            text=True,
+        )
+        for rank, key in enumerate(keys)
+    ]
+    told = [each.communicate(timeout=250)[0].strip() for each in members]
+    if keys == "aaa":
+        assert told == ["proved 3.0"] * 3
+    else:
+        refused = "the process in the place of rank 2 does not have this run's key"
+        assert all(text.startswith(refused) for text in told[:2]), told
+        assert "does not have this run's key" in told[2]

@@ -4,14 +4,12 @@ reported, and its rollouts are still sampled."""
 from __future__ import annotations
 
 import asyncio
+import datetime
 import os
-import pickle
 import re
 import signal
 import sys
 import threading
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from ramify.train.data.sft_data import read as trajectories
 from ramify.train.depth_models import DepthSpec
 from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.placement.placement_spec import PlacementSpec, RoleSpec
-from ramify.train.placement.rollout_worker import RolloutWorkerSpec, WorkerMessage, receive
+from ramify.train.placement.rollout_worker import RolloutWorkerSpec, StoredItem
 from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.resource_counts import settled
 from ramify.types.trajectory import Trajectory
@@ -75,7 +73,7 @@ def test_run_with_rollout_worker_matches_one_process_even_if_worker_is_lost(tmp_
 
     def kill(measured: StepMetrics) -> None:
         if "loss" in measured.values and not killed:
-            pid = next(pids_with_environment("RAMIFY_CONNECT_NAME=0", str(tmp_path)))
+            pid = next(workers_with(str(tmp_path)))
             os.kill(pid, signal.SIGSTOP)  # so that it does not finish its next rollout
             threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
             killed.append(
@@ -104,16 +102,18 @@ def test_run_with_rollout_worker_matches_one_process_even_if_worker_is_lost(tmp_
     assert messages[lost].endswith("0 other workers remain; it is restarted")
     assert re.match(r"rollout worker 0 is back \(process \d+ on ", messages[lost + 1])
     assert logged(tmp_path / "two", "restart") == [("two", "")]
-    assert not list(pids_with_environment("RAMIFY_CONNECT_NAME=", str(tmp_path)))
+    assert not list(workers_with(str(tmp_path)))
 
 
-def pids_with_environment(*texts: str) -> Any:
+def workers_with(text: str) -> Any:
+    """Ids of the rollout workers that have ``text`` in their environment."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
+            command = (path.parent / "cmdline").read_bytes()
             found = path.read_bytes()
         except OSError:
             continue
-        if all(text.encode() in found for text in texts):
+        if text.encode() in found and b"ramify.train.placement.rollout_worker" in command:
             yield int(path.parent.name)
 
 
@@ -160,29 +160,29 @@ def test_rollout_workers_need_engines_over_http() -> None:
         settled(tuned(rl=stale, inference=InferenceSpec(engine="vllm"), placement=ONE_WORKER))
 
 
-def test_worker_messages_are_decoded_and_never_unpickled() -> None:
-    class Pickled:
-        def __reduce__(self) -> Any:
-            return pytest.fail, ("code of the other side was run",)
-
-    ours, theirs = Pipe()
-    assert isinstance(ours, Connection)
-    message = WorkerMessage("done", 3, b"{}", (-(2**62), 7))
-    theirs.send_bytes(msgspec.msgpack.encode(message))
-    assert receive(ours) == message
-    theirs.send_bytes(pickle.dumps(Pickled()))
-    with pytest.raises(msgspec.MsgspecError):
-        receive(ours)
+def test_items_keep_the_types_of_their_values() -> None:
+    item = Item(
+        "q",
+        context={"rows": [(1, "a"), (2, b"b")], 3: {4.5, None}},
+        gold=(1, float("inf")),
+        right={"a"},
+        kind="k",
+        id="task/train/1",
+        metadata={"day": datetime.date(2026, 1, 2), "pairs": ((1, 2),)},
+    )
+    assert StoredItem.of(item).restored() == item
+    assert type(StoredItem.of(item).restored().context["rows"][0]) is tuple
+    with pytest.raises(ConfigError, match="the item 'x/1' cannot be sent to a rollout worker: a"):
+        StoredItem.of(Item("q", id="x/1", gold=object()))
 
 
 SILENT = """
 import sys, time
 from ramify.actors.connect_back import connect_back
-connection = connect_back()
-connection.recv()
-import msgspec
-from ramify.train.placement.rollout_worker import WorkerMessage
-connection.send_bytes(msgspec.msgpack.encode(WorkerMessage("ready")))
+from ramify.train.placement.rollout_worker import RolloutWorkerSpec, WorkerMessage
+channel = connect_back()
+channel.receive(RolloutWorkerSpec)
+channel.send(WorkerMessage("ready"))
 print("it hangs", flush=True)
 time.sleep(1000)
 """
@@ -196,8 +196,11 @@ class ReplacementLauncher(LocalLauncher):
         super().__init__()
         self._program = program
 
-    def start(self, member: Any, command: Any, environment: Any, log: Path) -> Any:
-        return super().start(member, [sys.executable, "-c", self._program], environment, log)
+    def start(
+        self, member: Any, command: Any, environment: Any, log: Path, stdin: bytes = b""
+    ) -> Any:
+        command = [sys.executable, "-c", self._program]
+        return super().start(member, command, environment, log, stdin)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,353 @@
+"""Authenticated connections between the processes of a run, here and on other machines.
+
+    listener ── nonce a ──────────────────────────────────────> peer
+             <─ nonce b, HMAC(key, "peer", a, b) ──────────────
+             ── HMAC(key, "listener", a, b) ──────────────────>
+             <═ frames: length, message (``frames.py``) ══════>
+
+Nothing else is sent before both sides have proved that they have the key, which never travels.
+Processes of one machine meet at a Unix socket in a folder that only their user can enter; those of
+several machines at a TCP port, which anybody may try. Peers are authenticated at the same time: a
+peer that is silent, slow or a stranger delays nobody.
+
+Not here: how the key reaches a process (``connect_back.py``). Frames are neither encrypted nor
+signed; between machines they are as safe as the network is against changes on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import select
+import selectors
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import msgspec
+
+from ramify.actors.frames import decode, encode
+from ramify.errors import ConfigError
+
+T = TypeVar("T")
+LOOPBACK = "127.0.0.1"
+PROOF_S = 10.0
+"""Time limit in seconds for a peer to prove that it has the key, and to send its first frame."""
+_NONCE = _PROOF = 32
+_LENGTH = 8
+_MAX_FIRST = 1 << 16
+"""Bytes of a peer's first frame."""
+_MAX_PENDING = 256
+"""Peers that are authenticated at the same time; beyond that, the oldest one is dropped."""
+_LOOK_S = 0.5
+_POLL_S = 0.01
+_MAX_PATH = 100
+"""Bytes of a Unix socket's path that every system allows."""
+
+
+class Channel:
+    """A connection that carries frames. Several threads may send; one may receive."""
+
+    def __init__(self, peer: socket.socket, key: bytes = b"") -> None:
+        peer.settimeout(None)
+        self.key = key
+        """The key that both sides have proved."""
+        self._peer = peer
+        self._sending = threading.Lock()
+
+    def send(self, message: Any) -> None:
+        """Raises OSError if the peer is gone."""
+        data = encode(message)
+        with self._sending:
+            self._peer.sendall(len(data).to_bytes(_LENGTH, "little"))
+            self._peer.sendall(data)
+
+    def receive(self, kind: type[T] | Any) -> T:
+        """The next message, of the type ``kind``. Raises EOFError if the peer has ended, and
+        MsgspecError for a message of another type."""
+        length = int.from_bytes(self._exactly(_LENGTH), "little")
+        found: T = decode(self._exactly(length), kind)
+        return found
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Whether a message, or the end, arrives within ``timeout_s``. Raises OSError if the
+        channel is closed."""
+        if self._peer.fileno() < 0:
+            raise OSError("the channel is closed")
+        poll = select.poll()
+        poll.register(self._peer, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether either side has closed it, and everything was received."""
+        try:
+            return self._peer.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def shut(self) -> None:
+        """Wake everything that sends or receives, on both sides."""
+        with contextlib.suppress(OSError):
+            self._peer.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._peer.close()
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _exactly(self, length: int) -> memoryview:
+        data = memoryview(bytearray(length))
+        at = 0
+        while at < length:
+            count = self._peer.recv_into(data[at:])
+            if not count:
+                raise EOFError
+            at += count
+        return data
+
+
+class ChannelListener:
+    """Accepts channels of peers that have the key."""
+
+    def __init__(self, host: str = LOOPBACK, port: int = 0, *, key: bytes = b"") -> None:
+        """``host``: the address at which peers reach this process; loopback stands for a Unix
+        socket, if this system has them, and ``port`` is then not used. ``key``: by default a new
+        one."""
+        self.key = key or secrets.token_bytes(32)
+        self._folder = ""
+        if host == LOOPBACK and hasattr(socket, "AF_UNIX"):
+            root = tempfile.gettempdir()
+            self._folder = tempfile.mkdtemp(
+                prefix="ramify-", dir=root if len(root) < _MAX_PATH // 2 else "/tmp"
+            )
+            path = os.path.join(self._folder, "socket")
+            self._server = socket.socket(socket.AF_UNIX)
+            self._server.bind(path)
+            self._server.listen(_MAX_PENDING)
+            self.address = path
+        else:
+            self._server = socket.create_server((host, port), backlog=_MAX_PENDING)
+            self.address = f"{host}:{self._server.getsockname()[1]}"
+        self._server.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._pending: list[_Proof] = []
+
+    def accept(
+        self, kind: type[T] | Any, wait_s: float, look: Callable[[], None] = lambda: None
+    ) -> tuple[Channel, T]:
+        """(the channel of the next peer with the key, its first message, of the type ``kind``)
+
+        ``look`` is called while waiting, and raises if the peer's process has ended. Raises
+        TimeoutError after ``wait_s``.
+        """
+        until = time.monotonic() + wait_s
+        looked = time.monotonic()
+        while True:
+            ready = self._selector.select(max(0.0, min(_LOOK_S, until - time.monotonic())))
+            for key, _ in ready:
+                if key.data is None:
+                    self._take_peers()
+                elif (first := self._advanced(key.data)) is not None:
+                    with contextlib.suppress(msgspec.MsgspecError):
+                        message: T = decode(first, kind)
+                        return Channel(key.data.peer, self.key), message
+                    key.data.peer.close()
+            now = time.monotonic()
+            for proof in [each for each in self._pending if now > each.until]:
+                self._drop(proof)
+            if not ready or now - looked > _LOOK_S:  # strangers keep nobody from looking
+                looked = now
+                look()
+            if now >= until:
+                raise TimeoutError(f"no connection within {wait_s:g} s")
+
+    def close(self) -> None:
+        for proof in list(self._pending):
+            self._drop(proof)
+        self._selector.close()
+        self._server.close()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _take_peers(self) -> None:
+        for _ in range(_MAX_PENDING):
+            try:
+                peer, _ = self._server.accept()
+            except OSError:  # no other peer is there, or it has left
+                return
+            if len(self._pending) >= _MAX_PENDING:
+                self._drop(self._pending[0])
+            proof = _Proof(peer, self.key)
+            self._pending.append(proof)
+            self._selector.register(peer, selectors.EVENT_READ, proof)
+
+    def _advanced(self, proof: _Proof) -> bytes | None:
+        """The first frame of a peer that has just completed it; None if more is to come, or
+        nothing will."""
+        try:
+            first = proof.advance()
+        except (OSError, EOFError):
+            self._drop(proof)
+            return None
+        if first is not None:
+            self._pending.remove(proof)
+            self._selector.unregister(proof.peer)
+        return first
+
+    def _drop(self, proof: _Proof) -> None:
+        self._pending.remove(proof)
+        self._selector.unregister(proof.peer)
+        proof.peer.close()
+
+
+class _Proof:
+    """A peer that has connected to a listener, up to its first frame."""
+
+    def __init__(self, peer: socket.socket, key: bytes) -> None:
+        self.peer = peer
+        self.until = time.monotonic() + PROOF_S
+        self._key = key
+        self._nonce = secrets.token_bytes(_NONCE)
+        self._received = b""
+        self._is_proved = False
+        peer.setblocking(False)
+        with contextlib.suppress(OSError):
+            peer.send(self._nonce)
+
+    def advance(self) -> bytes | None:
+        """Read what has arrived. Returns the first frame once it is complete. Raises EOFError or
+        OSError for a peer that has left, or has another key."""
+        # One byte more than the frame is never read: it belongs to the channel.
+        while (missing := self._missing()) > 0:
+            try:
+                block = self.peer.recv(missing)
+            except BlockingIOError:
+                return None
+            if not block:
+                raise EOFError
+            self._received += block
+            if not self._is_proved and len(self._received) == _NONCE + _PROOF:
+                self._check()
+        return self._received[_LENGTH:]
+
+    def _missing(self) -> int:
+        if not self._is_proved:
+            return _NONCE + _PROOF - len(self._received)
+        if len(self._received) < _LENGTH:
+            return _LENGTH - len(self._received)
+        length = int.from_bytes(self._received[:_LENGTH], "little")
+        if length > _MAX_FIRST:
+            raise EOFError
+        return _LENGTH + length - len(self._received)
+
+    def _check(self) -> None:
+        theirs, proof = self._received[:_NONCE], self._received[_NONCE:]
+        if not hmac.compare_digest(proof, _proof(self._key, b"peer", self._nonce, theirs)):
+            raise EOFError
+        self.peer.send(_proof(self._key, b"listener", self._nonce, theirs))
+        self._received, self._is_proved = b"", True
+
+
+def connect(address: str, key: bytes, first: Any, wait_s: float = PROOF_S) -> Channel:
+    """Connect to the listener at ``address``, which must prove that it has ``key``, and send it the
+    ``first`` message. Raises OSError if it is not there or has another key."""
+    peer = _connected(address, wait_s)
+    try:
+        nonce = _read(peer, _NONCE)
+        ours = secrets.token_bytes(_NONCE)
+        peer.sendall(ours + _proof(key, b"peer", nonce, ours))
+        if not hmac.compare_digest(_read(peer, _PROOF), _proof(key, b"listener", nonce, ours)):
+            raise ConnectionRefusedError(f"the process at {address} does not have this run's key")
+        channel = Channel(peer, key)
+        channel.send(first)
+        return channel
+    except BaseException:
+        peer.close()
+        raise
+
+
+def _connected(address: str, wait_s: float) -> socket.socket:
+    if not address.startswith("/"):
+        host, _, port = address.rpartition(":")
+        peer = socket.create_connection((host, int(port)), wait_s)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return peer
+    peer, until = socket.socket(socket.AF_UNIX), time.monotonic() + wait_s
+    try:
+        peer.settimeout(wait_s)
+        while True:
+            try:
+                peer.connect(address)
+                return peer
+            except BlockingIOError:  # many others connect at the same time
+                if time.monotonic() > until:
+                    raise
+                time.sleep(_POLL_S)
+    except BaseException:
+        peer.close()
+        raise
+
+
+def _read(peer: socket.socket, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        block = peer.recv(length - len(data))
+        if not block:
+            raise ConnectionResetError("the other process closed the connection")
+        data += block
+    return data
+
+
+def _proof(key: bytes, role: bytes, listener_nonce: bytes, peer_nonce: bytes) -> bytes:
+    return hmac.digest(key, b"ramify " + role + listener_nonce + peer_nonce, "sha256")
+
+
+# --- the key of a run whose processes another launcher starts
+
+KEY, KEY_FILE = "RAMIFY_RUN_KEY", "RAMIFY_RUN_KEY_FILE"
+_LEAST_KEY = 16
+
+
+def given_key() -> bytes | None:
+    """The key in the environment variable ``RAMIFY_RUN_KEY``, or in the file that
+    ``RAMIFY_RUN_KEY_FILE`` names; None if neither is set. Raises TrainError for a short key, and
+    for a file that cannot be read or that others can."""
+    text = os.environ.get(KEY, "")
+    if path := os.environ.get(KEY_FILE, ""):
+        try:
+            text = Path(path).read_text().strip()
+            is_open = Path(path).stat().st_mode & 0o077
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{KEY_FILE}={path} cannot be read: {error}") from None
+        if is_open:
+            raise ConfigError(f"{KEY_FILE}={path} is open to other users: chmod 600 {path}")
+    if not text:
+        return None
+    if len(text) < _LEAST_KEY:
+        raise ConfigError(
+            f"{KEY} has {len(text)} characters, fewer than {_LEAST_KEY}: make one with openssl "
+            "rand -hex 32"
+        )
+    return text.encode()

@@ -1,0 +1,73 @@
+"""The form of messages between processes of a run: MessagePack of declared types, never pickle.
+
+    encode(RolloutRequest(…))             bytes
+    decode(data, RolloutRequest)          the message, or MsgspecError for anything else
+
+A message is a ``msgspec.Struct`` (several kinds: a tagged union) or built of them. Arrays and
+tensors travel as their type, shape and bytes, in fields of any type. Decides nothing else: who may
+send is proved before (``channel.py``).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+_ARRAY, _TENSOR = 1, 2
+"""MessagePack extension types."""
+_Array = tuple[str, tuple[int, ...], memoryview]
+"""(type of an element, shape, bytes)"""
+
+
+def encode(message: Any) -> bytes:
+    """Raises TypeError for a value of another type."""
+    return msgspec.msgpack.encode(message, enc_hook=_extension)
+
+
+def decode(data: Any, kind: type[T] | Any) -> T:
+    """Raises MsgspecError if ``data`` is not a message of the type ``kind``."""
+    found: T = msgspec.msgpack.decode(data, type=kind, ext_hook=_value)
+    return found
+
+
+def _extension(value: Any) -> Any:
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None and isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
+        header = value.dtype.str, value.shape
+        flat = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8)
+        return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode((*header, flat.data)))
+    if torch is not None and isinstance(value, torch.Tensor):
+        header = str(value.dtype).removeprefix("torch."), tuple(value.shape)
+        flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode((*header, flat.data)))
+    if numpy is not None and isinstance(value, numpy.generic):
+        return value.item()
+    raise TypeError(f"a {type(value).__qualname__} is not part of any message: {value!r:.80}")
+
+
+def _value(code: int, data: memoryview) -> Any:
+    """The array or tensor of an extension. Raises MsgspecError."""
+    name, shape, flat = msgspec.msgpack.decode(data, type=_Array)
+    try:
+        if code == _ARRAY:
+            import numpy
+
+            kind = numpy.dtype(name)
+            if kind.hasobject:
+                raise ValueError("its elements are objects")
+            return numpy.frombuffer(flat, kind).reshape(shape).copy()
+        if code == _TENSOR:
+            import torch
+
+            element = getattr(torch, name)
+            if not isinstance(element, torch.dtype):
+                raise ValueError(f"{name} is not a type of elements")
+            if not len(flat):
+                return torch.empty(shape, dtype=element)
+            return torch.frombuffer(bytearray(flat), dtype=element).view(shape)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise msgspec.ValidationError(f"an array cannot be read: {error}") from None
+    raise msgspec.ValidationError(f"an extension of the unknown type {code}")

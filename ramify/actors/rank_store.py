@@ -1,0 +1,210 @@
+"""The store at which the processes of a group exchange the addresses of their connections: torch's
+interface, over authenticated channels.
+
+    rank 0           HashStore <── StoreHost, one thread per channel <──┐
+    rank 1, 2, …     ChannelStore ── SetKey, AwaitKeys, … ──────────────┘
+
+torch's own stores accept everybody who reaches them (``TCPStore``), or need a shared folder
+(``FileStore``). Whoever writes into a group's store decides with whom its ranks talk, so only
+processes with the run's key can. Not here: the connections themselves, which gloo or NCCL open (see
+``gloo_pairs.py``).
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+from torch import distributed as dist
+
+from ramify.actors.channel import Channel
+from ramify.errors import TrainError
+
+_POLL_S = 0.2
+
+
+class SetKey(msgspec.Struct, tag=True, frozen=True):
+    key: str
+    value: bytes
+
+
+class GetKey(msgspec.Struct, tag=True, frozen=True):
+    """Asks for the value of a key that exists."""
+
+    key: str
+
+
+class AwaitKeys(msgspec.Struct, tag=True, frozen=True):
+    """Asks to wait until all keys exist."""
+
+    keys: list[str]
+    timeout_s: float
+
+
+class CheckKeys(msgspec.Struct, tag=True, frozen=True):
+    """Asks whether all keys exist."""
+
+    keys: list[str]
+
+
+class AddNumber(msgspec.Struct, tag=True, frozen=True):
+    """Adds a number to the one under a key; a missing key counts as 0."""
+
+    key: str
+    amount: int
+
+
+class CompareSet(msgspec.Struct, tag=True, frozen=True):
+    """Replaces a value if it is the expected one."""
+
+    key: str
+    expected: bytes
+    desired: bytes
+
+
+class DeleteKey(msgspec.Struct, tag=True, frozen=True):
+    key: str
+
+
+StoreRequest = SetKey | GetKey | AwaitKeys | CheckKeys | AddNumber | CompareSet | DeleteKey
+
+
+class StoreReply(msgspec.Struct, frozen=True):
+    """The answer to any request."""
+
+    value: bytes = b""
+    number: int = 0
+    error: str = ""
+
+
+class StoreHost:
+    """Rank 0's store, which also answers the other ranks."""
+
+    def __init__(
+        self, channels: Sequence[Channel], look: Callable[[], None] = lambda: None
+    ) -> None:
+        """``look`` is called while a rank waits, and raises TrainError if another one has ended:
+        the wait then fails with that reason."""
+        self._store = dist.HashStore()  # type: ignore[attr-defined]
+        self._look = look
+        ours, theirs = (Channel(each) for each in socket.socketpair())
+        self.store = ChannelStore(ours)
+        """The store as rank 0 itself uses it."""
+        self._channels = [ours, *channels]
+        for channel in (theirs, *channels):
+            threading.Thread(
+                target=self._serve, args=(channel,), daemon=True, name="ramify store"
+            ).start()
+
+    def close(self) -> None:
+        """End the channels. Idempotent."""
+        for channel in self._channels:
+            channel.shut()
+        self._channels[0].close()
+
+    def _serve(self, channel: Channel) -> None:
+        with channel:
+            try:
+                while True:
+                    request: StoreRequest = channel.receive(StoreRequest)
+                    channel.send(self._answered(request, channel))
+            except (EOFError, OSError, msgspec.MsgspecError):
+                return
+
+    def _answered(self, request: StoreRequest, channel: Channel) -> StoreReply:
+        store: Any = self._store
+        try:
+            match request:
+                case SetKey():
+                    store.set(request.key, request.value)
+                case GetKey():
+                    return StoreReply(value=bytes(store.get(request.key)))
+                case AwaitKeys():
+                    return self._awaited(request, channel)
+                case CheckKeys():
+                    return StoreReply(number=int(store.check(request.keys)))
+                case AddNumber():
+                    return StoreReply(number=store.add(request.key, request.amount))
+                case CompareSet():
+                    value = store.compare_set(request.key, request.expected, request.desired)
+                    return StoreReply(value=bytes(value))
+                case DeleteKey():
+                    return StoreReply(number=int(store.delete_key(request.key)))
+        except (RuntimeError, dist.DistError) as error:
+            return StoreReply(error=str(error).partition("\n")[0])
+        return StoreReply()
+
+    def _awaited(self, request: AwaitKeys, channel: Channel) -> StoreReply:
+        """Waits in short stretches, so that no thread outlives its rank for long."""
+        until = time.monotonic() + request.timeout_s
+        while not channel.is_ended:
+            left_s = until - time.monotonic()
+            try:
+                self._look()
+                self._store.wait(request.keys, timedelta(seconds=max(0.001, min(_POLL_S, left_s))))
+                return StoreReply()
+            except TrainError as error:
+                return StoreReply(error=str(error))
+            except (RuntimeError, dist.DistError):
+                if left_s <= _POLL_S:
+                    break
+        return StoreReply(error=f"timed out after {request.timeout_s:g} s: {request.keys}")
+
+
+class ChannelStore(dist.Store):  # type: ignore[name-defined, misc]
+    """A rank's view of rank 0's store. torch calls these methods from any thread; the caller keeps
+    the object alive as long as torch may."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+        self._asking = threading.Lock()
+
+    def set(self, key: str, value: Any) -> None:
+        self._ask(SetKey(key, _bytes(value)))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._ask(GetKey(key)).value
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        seconds = (timeout or self.timeout).total_seconds()
+        self._ask(AwaitKeys(list(keys), seconds))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask(CheckKeys(list(keys))).number)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._ask(AddNumber(key, amount)).number
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        return self._ask(CompareSet(key, _bytes(expected), _bytes(desired))).value
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask(DeleteKey(key)).number)
+
+    deleteKey = delete_key
+    """torch calls it by this name from its own threads."""
+
+    def clone(self) -> ChannelStore:
+        return self
+
+    def _ask(self, request: StoreRequest) -> StoreReply:
+        try:
+            with self._asking:
+                self._channel.send(request)
+                reply: StoreReply = self._channel.receive(StoreReply)
+        except (EOFError, OSError):
+            raise dist.DistNetworkError("rank 0, which has the store, is gone") from None
+        if reply.error:
+            raise dist.DistStoreError(reply.error)
+        return reply
+
+
+def _bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
