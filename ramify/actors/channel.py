@@ -7,8 +7,8 @@
 
 Nothing else is sent before both sides have proved that they have the key, which never travels.
 Processes of one machine meet at a Unix socket in a folder that only their user can enter; those of
-several machines at a TCP port, which anybody may try. Peers are authenticated at the same time: a
-peer that is silent, slow or a stranger delays nobody.
+several machines at a TCP port, to which any process may connect. Peers are authenticated at the
+same time: one that is silent, slow or a stranger does not delay the others.
 
 Not here: how the key reaches a process (``connect_back.py``). Frames are neither encrypted nor
 signed; between machines they are as safe as the network is against changes on the way.
@@ -171,7 +171,7 @@ class ChannelListener:
             now = time.monotonic()
             for proof in [each for each in self._pending if now > each.until]:
                 self._drop(proof)
-            if not ready or now - looked > _LOOK_S:  # strangers keep nobody from looking
+            if not ready or now - looked > _LOOK_S:  # strangers must not keep it from looking
                 looked = now
                 look()
             if now >= until:

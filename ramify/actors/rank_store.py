@@ -5,8 +5,8 @@ interface, over authenticated channels.
     rank 1, 2, …     ChannelStore ── SetKey, AwaitKeys, … ──────────────┘
 
 torch's own stores accept everybody who reaches them (``TCPStore``), or need a shared folder
-(``FileStore``). Whoever writes into a group's store decides with whom its ranks talk, so only
-processes with the run's key can. Not here: the connections themselves, which gloo or NCCL open (see
+(``FileStore``). A process that writes into a group's store decides with whom its ranks talk, so
+it must have the run's key. Not here: the connections themselves, which gloo or NCCL open (see
 ``gloo_pairs.py``).
 """
 

@@ -1,7 +1,7 @@
 """Where ranks that ``torchrun`` started find rank 0, attempt after attempt, and who may join them.
 
     all ranks on one machine     a ticket file in a folder that only this user can enter; rank 0
-                                 writes it anew in each attempt
+                                 writes a new one in each attempt
     ranks on several machines    rank 0's address, signed with the run's key, in torchrun's own
                                  store; or MASTER_ADDR:MASTER_PORT itself, if no agent keeps a store
                                  there. The key comes from RAMIFY_RUN_KEY or RAMIFY_RUN_KEY_FILE
