@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from ramify.actors.channel import Channel, ChannelListener, connect
-from ramify.actors.frames import decode, encode
+from ramify.actors.run_channel import Channel, ChannelListener, connect
+from ramify.actors.run_messages import decode, encode
 
 BEAT_S = 1.0
 """Seconds between heartbeats."""

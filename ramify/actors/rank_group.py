@@ -29,9 +29,7 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 
 from ramify import errors
-from ramify.actors.channel import Channel
 from ramify.actors.child_process import Process, end_when_done
-from ramify.actors.frames import decode, encode
 from ramify.actors.rank_watch import (
     GRACE_S,
     EndNow,
@@ -45,6 +43,8 @@ from ramify.actors.rank_watch import (
     VerbResult,
     WatchRequest,
 )
+from ramify.actors.run_channel import Channel
+from ramify.actors.run_messages import decode, encode
 from ramify.errors import RamifyError, TrainError
 from ramify.logging import RoomLogger
 
@@ -131,28 +131,28 @@ class RankGroup:
             connection.watch.close()
 
 
-class _Ended(NamedTuple):
+class _Outcome(NamedTuple):
     """How a verb ended on one rank."""
 
     value: Any = None
     error: RamifyError | None = None
 
 
-def _carried_out(own: Any, verb: str, arguments: Sequence[Any]) -> _Ended:
+def _carried_out(own: Any, verb: str, arguments: Sequence[Any]) -> _Outcome:
     try:
-        return _Ended(getattr(own, verb)(*arguments))
+        return _Outcome(getattr(own, verb)(*arguments))
     except RamifyError as error:
-        return _Ended(error=error)
+        return _Outcome(error=error)
 
 
-def _received(result: VerbResult, kind: Any) -> _Ended:
+def _received(result: VerbResult, kind: Any) -> _Outcome:
     """The end of a verb whose value has the type ``kind``, as another rank reports it."""
     if result.error is None:
-        return _Ended(decode(result.value, kind))
-    return _Ended(error=_ERRORS.get(result.error.kind, TrainError)(result.error.text))
+        return _Outcome(decode(result.value, kind))
+    return _Outcome(error=_ERRORS.get(result.error.kind, TrainError)(result.error.text))
 
 
-def _values(ended: Sequence[_Ended]) -> list[Any]:
+def _values(ended: Sequence[_Outcome]) -> list[Any]:
     errors = [each.error for each in ended if each.error is not None]
     if errors:
         raise next((error for error in errors if not isinstance(error, RemoteRankError)), errors[0])

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 from torch import distributed as dist
 
-from ramify.actors.channel import Channel
+from ramify.actors.run_channel import Channel
 from ramify.errors import TrainError
 
 _POLL_S = 0.2

@@ -24,8 +24,8 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 
-from ramify.actors.channel import Channel
 from ramify.actors.child_process import Process
+from ramify.actors.run_channel import Channel
 from ramify.errors import TrainError
 from ramify.progress import heartbeat
 

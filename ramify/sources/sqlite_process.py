@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from ramify.actors.child_process import IdleProcesses, import_path
-from ramify.actors.frames import decode, encode
+from ramify.actors.run_messages import decode, encode
 from ramify.sources.sqlite import QUERY_S, Params, run_query
 
 GRACE_S = 10.0

@@ -9,12 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ramify.actors.channel import connect
 from ramify.actors.child_process import ForegroundProcess, import_path
 from ramify.actors.connect_back import Listener, connect_back, read_ticket
 from ramify.actors.launcher import LocalLauncher, SlotMember
 from ramify.actors.rank_group import RankGroup, follow
 from ramify.actors.rank_watch import RankConnection, RankHeartbeat
+from ramify.actors.run_channel import connect
 
 ROLES = ("trainer", "rank", "engine", "worker", "service", "supervisor")
 BELOW = "sleep 1000 & setsid sleep 1000 &"

@@ -15,10 +15,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ramify.actors.channel import LOOPBACK, Channel, ChannelListener, connect
 from ramify.actors.child_process import ChildProcess, import_path
 from ramify.actors.connect_back import Listener, Ticket
-from ramify.actors.frames import decode, encode
+from ramify.actors.run_channel import LOOPBACK, Channel, ChannelListener, connect
+from ramify.actors.run_messages import decode, encode
 from ramify.errors import ConfigError
 
 KEY = b"the key of this run"

@@ -24,7 +24,7 @@ from ramify.progress import on_heartbeat
 
 START = """
 import sys
-from ramify.actors.channel import connect
+from ramify.actors.run_channel import connect
 from ramify.actors.connect_back import read_ticket
 from ramify.actors.rank_group import follow
 from ramify.actors.rank_watch import RankHeartbeat

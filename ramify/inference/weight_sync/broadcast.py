@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from ramify.actors.channel import LOOPBACK, Channel, connect
 from ramify.actors.connect_back import Listener, Ticket
-from ramify.actors.frames import decode
 from ramify.actors.group_proof import prove_members
 from ramify.actors.rank_store import ChannelStore, StoreHost
+from ramify.actors.run_channel import LOOPBACK, Channel, connect
+from ramify.actors.run_messages import decode
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.weight_sync.base import (
     CHUNK_BYTES,

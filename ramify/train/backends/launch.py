@@ -32,11 +32,11 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import msgspec
 
-from ramify.actors.channel import LOOPBACK, Channel, connect
 from ramify.actors.child_process import ChildProcess, Process, import_path
 from ramify.actors.connect_back import Listener, Ticket, read_ticket
 from ramify.actors.group_proof import GroupMembers
 from ramify.actors.launcher import STOPPED_S, Launcher, SlotMember
+from ramify.actors.run_channel import LOOPBACK, Channel, connect
 from ramify.errors import ConfigError, TrainError
 from ramify.log_outputs import join_run
 from ramify.logging import RoomLogger
@@ -326,17 +326,17 @@ def _check_all_alive(processes: Sequence[Process]) -> None:
         _check_alive(processes, rank)
 
 
-class _Joined(NamedTuple):
+class _RankChannel(NamedTuple):
     channel: Channel
     place: str
 
 
 def _accept_ranks(
     listener: Listener, size: int, look: Callable[[int], None]
-) -> dict[tuple[int, str], _Joined]:
+) -> dict[tuple[int, str], _RankChannel]:
     """(rank, kind) -> channel of every other rank. ``look`` is called with each missing rank, and
     raises if it has exited. Raises TrainError if a rank does not join in time."""
-    joined: dict[tuple[int, str], _Joined] = {}
+    joined: dict[tuple[int, str], _RankChannel] = {}
     wanted = [(rank, kind) for rank in range(1, size) for kind in ("talk", "watch", "store")]
     until = time.monotonic() + _START_S
 
@@ -359,9 +359,9 @@ def _accept_ranks(
             raise TrainError(f"rank {ranks[0]} did not start within {_START_S:g} s") from None
         key = first.rank, first.kind
         if key in joined or key not in wanted:
-            joined.pop(key, _Joined(channel, "")).channel.close()
+            joined.pop(key, _RankChannel(channel, "")).channel.close()
         if key in wanted:
-            joined[key] = _Joined(channel, first.place)
+            joined[key] = _RankChannel(channel, first.place)
     return joined
 
 

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ramify.actors.channel import KEY, KEY_FILE, given_key
 from ramify.actors.connect_back import Listener, Ticket
-from ramify.actors.frames import decode, encode
+from ramify.actors.run_channel import KEY, KEY_FILE, given_key
+from ramify.actors.run_messages import decode, encode
 from ramify.errors import ConfigError, TrainError
 from ramify.store.private_files import make_folder
 from ramify.store.store import default_root

@@ -23,8 +23,8 @@ from typing import Any
 
 import msgspec
 
-from ramify.actors.channel import Channel
 from ramify.actors.connect_back import beat, connect_back
+from ramify.actors.run_channel import Channel
 from ramify.clients.base import Sampling
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError, RamifyError

@@ -30,11 +30,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ramify.actors.channel import Channel
 from ramify.actors.child_process import Process, end_when_done, import_path
 from ramify.actors.connect_back import HeartbeatDeadline, Listener
 from ramify.actors.launcher import Launcher, SlotMember
 from ramify.actors.restarts import RestartCount, cancel_all, until_started
+from ramify.actors.run_channel import Channel
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, TrainError
 from ramify.logging import RoomLogger, SentRecord

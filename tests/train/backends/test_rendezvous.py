@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from ramify.actors.channel import Channel, connect
 from ramify.actors.connect_back import Listener, Ticket
 from ramify.actors.rank_store import ChannelStore, StoreHost
+from ramify.actors.run_channel import Channel, connect
 from ramify.errors import ConfigError, TrainError
 from ramify.train.backends.torchrun import RankInfo, TorchrunMeeting
 

@@ -5,7 +5,7 @@
 
 A message is a ``msgspec.Struct`` (several kinds: a tagged union) or built of them. Arrays and
 tensors travel as their type, shape and bytes, in fields of any type. Decides nothing else: who may
-send is proved before (``channel.py``).
+send is proved before (``run_channel.py``).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     listener ── nonce a ──────────────────────────────────────> peer
              <─ nonce b, HMAC(key, "peer", a, b) ──────────────
              ── HMAC(key, "listener", a, b) ──────────────────>
-             <═ frames: length, message (``frames.py``) ══════>
+             <═ frames: length, message (``run_messages.py``) ══════>
 
 Nothing else is sent before both sides have proved that they have the key, which never travels.
 Processes of one machine meet at a Unix socket in a folder that only their user can enter; those of
@@ -33,7 +33,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from ramify.actors.frames import decode, encode
+from ramify.actors.run_messages import decode, encode
 from ramify.errors import ConfigError
 
 T = TypeVar("T")
