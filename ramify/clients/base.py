@@ -288,7 +288,11 @@ def dollars(reported: Any) -> float | None:
     """Return the cost that a server reports, or None if it is not a valid amount of money."""
     if isinstance(reported, bool) or not isinstance(reported, int | float):
         return None
-    return float(reported) if math.isfinite(reported) and reported >= 0 else None
+    try:
+        amount = float(reported)
+    except OverflowError:  # an integer of hundreds of digits
+        return None
+    return amount if math.isfinite(amount) and amount >= 0 else None
 
 
 def _count(reported: Any) -> int | None:

@@ -78,7 +78,7 @@ class ChatCompletion(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: Any = None
     """Usage as the server reports it. Often malformed, so ``_usage`` validates it."""
-    model: str | None = None
+    model: Any = None
     error: Any = None
     prompt_token_ids: tuple[int, ...] | None = None
 
@@ -210,13 +210,18 @@ def read(completion: ChatCompletion, choice: _Choice, model: str, seconds: float
         usage=_usage(completion.usage),
         finish=finish,
         filter=_filter(choice) if finish == "content_filter" else "",
-        model=completion.model or model,
+        model=named(completion.model, model),
         cost=dollars(_fields(completion.usage).get("cost")),
         seconds=seconds,
         prompt_ids=completion.prompt_token_ids,
         token_ids=choice.token_ids,
         logprobs=_logprobs(choice),
     )
+
+
+def named(reported: Any, model: str) -> str:
+    """Name of the model that a server reports, or ``model``, as it was asked for."""
+    return reported if isinstance(reported, str) and reported else model
 
 
 def _wire_messages(messages: Sequence[Message], reasoning_field: str) -> list[dict[str, Any]]:
@@ -296,8 +301,17 @@ def _parts(parts: list[Any]) -> tuple[str, str | None]:
             inner = part.get("thinking")
             thinking.append(_parts(inner)[0] if isinstance(inner, list) else str(inner or ""))
         elif isinstance(part, dict):
-            text.append(str(part.get("text") or ""))
+            text.append(text_in(part, "text"))
     return "".join(text), "".join(thinking) or None
+
+
+def text_in(part: dict[str, Any], field: str) -> str:
+    """Text of one part of a reply; empty if it is null or missing. Raises ValueError if it is
+    something else."""
+    text = part.get(field)
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"sent {text!r:.60} as the {field} of a reply")
+    return text or ""
 
 
 def _finish(choice: _Choice, model: str) -> Finish:
@@ -311,7 +325,7 @@ def _refusal(wire: _Message) -> str:
     if not isinstance(wire.content, list):
         return "" if wire.content else wire.refusal or ""
     text = _parts(wire.content)[0]
-    parts = [str(part.get("refusal") or "") for part in wire.content if isinstance(part, dict)]
+    parts = [text_in(part, "refusal") for part in wire.content if isinstance(part, dict)]
     return "" if text else "".join(parts) or wire.refusal or ""
 
 

@@ -53,7 +53,7 @@ class OpenAIClient:
         async with self._wire.send(self.name, self._route, body, bound.bytes) as exchange:
             answer = await exchange.read()
         seconds = time.perf_counter() - started
-        if answer.status != 200:
+        if answer.status // 100 != 2:
             raise self._refusal(answer)
         return await self._reply(answer, bound, seconds)
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Request, counted
-from ramify.clients.chat_json import decode_body, is_strict
+from ramify.clients.chat_json import decode_body, is_strict, named, text_in
 from ramify.clients.providers import Endpoint
 from ramify.errors import ServerFailed
 from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
@@ -30,7 +30,7 @@ class ResponseBody(msgspec.Struct):
     output: list[dict[str, Any]] | None = None
     incomplete_details: Any = None
     usage: Any = None
-    model: str | None = None
+    model: Any = None
     error: Any = None
 
     @property
@@ -88,8 +88,8 @@ def read(response: ResponseBody, _output: Any, model: str, seconds: float) -> Re
     say that it is complete, and ServerFailed if the server says that it failed."""
     items = response.output or []
     parts = [part for item in items if item.get("type") == "message" for part in _parts(item)]
-    text = "".join(str(part.get("text") or "") for part in parts)
-    refusal = "".join(str(part.get("refusal") or "") for part in parts)
+    text = "".join(text_in(part, "text") for part in parts)
+    refusal = "".join(text_in(part, "refusal") for part in parts)
     calls = tuple(
         ToolCall(str(item.get("call_id")), str(item.get("name")), str(item.get("arguments")))
         for item in items
@@ -102,7 +102,7 @@ def read(response: ResponseBody, _output: Any, model: str, seconds: float) -> Re
         Message("assistant", text or refusal, _reasoning(items), calls),
         _usage(response.usage),
         finish,
-        model=response.model or model,
+        model=named(response.model, model),
         seconds=seconds,
         filter=stopped_by if finish == "content_filter" else "",
     )
