@@ -6,9 +6,10 @@ models.
     python benchmarks/reality.py --json     also print, as the last line, {"figures": [{"name", …},
                                             …]}
 
-Every provider is a real server on loopback (``reality_providers.py``, ``reality_catalogue.py``);
-waits run on a fast clock (``FastLoop``). Anthropic's API and LiteLLM are measured if their
-packages are installed. The exit code is 1 if a figure misses its limit.
+Every provider is a real server on loopback; waits run on a fast clock (``FastLoop``). The table of
+misbehaviours (``reality_table.py``) has one run for each behaviour, protocol, frequency and kind of
+connection; ``--quick`` runs each behaviour once. Calls through LiteLLM are measured if it is
+installed. The exit code is 1 if a figure misses its limit.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import reality_catalogue
+import reality_journals
+import reality_limits
 import reality_providers
+import reality_table
 import reality_work
 from engine import Figure, show
 
-FIGURES: tuple[Callable[[bool], Iterator[Figure]], ...] = (
-    reality_catalogue.misbehaviours,
-    reality_catalogue.usages,
+FIGURES: tuple[Callable[[bool], Iterable[Figure]], ...] = (
+    reality_table.misbehaviours,
+    reality_limits.measure,
+    reality_journals.measure,
     reality_providers.outages,
     reality_work.interruptions,
     reality_work.careless_models,
