@@ -17,6 +17,7 @@ from ramify.engine.branch import by_score as by_score
 from ramify.engine.branch import vote as vote
 from ramify.engine.limits import Limits as Limits
 from ramify.engine.mcp_tools import McpTools as McpTools
+from ramify.engine.prompt_preview import PromptPreview as PromptPreview
 from ramify.engine.question import RunOptions as RunOptions
 from ramify.engine.resources import DepthOptions as DepthOptions
 from ramify.engine.rlm import RLM as RLM

@@ -76,6 +76,13 @@ SETTINGS = (
         "prompts: default, minimal, tiny, bare, retool, or a .toml or .json file",
         "NAME|FILE",
     ),
+    OptionSpec("instructions", str, "instructions that are added to every prompt", "FILE|TEXT"),
+    OptionSpec(
+        "examples",
+        str,
+        "questions with the answers that are wanted, added to every prompt: .jsonl or .json",
+        "FILE",
+    ),
     OptionSpec("sandbox", str, "sandbox that runs the model's code (default: jail)"),
     OptionSpec("tier", str, "weakest jail tier to accept: A, B or C (default: B)", "A|B|C"),
     OptionSpec("allow_weaker", bool, "accept weaker isolation, or none if no jail is available"),
@@ -129,6 +136,12 @@ _ALLOWED_WITH_RESUME = {
 }
 """Settings that may be given together with ``--resume``."""
 OF_ONE_QUESTION = (
+    OptionSpec(
+        "dry_run",
+        bool,
+        "print the prompt, what would be loaded and what it would cost; send nothing",
+        has_no=False,
+    ),
     OptionSpec("answer_schema", str, "JSON schema that the answer must match", "FILE|JSON"),
     OptionSpec("resume", str, "continue a run: suspended, killed, or with a higher limit", "RUN"),
     OptionSpec("from", int, "with --resume: a new run that continues from this turn", "TURN"),
@@ -143,7 +156,11 @@ KINDS: dict[str, Any] = {
 
 
 def ask(
-    words: list[str], answer_schema: str | None = None, resume: str | None = None, **given: Any
+    words: list[str],
+    answer_schema: str | None = None,
+    resume: str | None = None,
+    dry_run: bool | None = None,
+    **given: Any,
 ) -> int:
     turn = given.pop("from", None)
     edit = {name: given.pop(name, None) for name in ("call", "code", "prompt")}
@@ -151,6 +168,8 @@ def ask(
         raise UsageError("--from needs a run: give --resume RUN too")
     if turn is None and (name := next((name for name in edit if edit[name] is not None), "")):
         raise UsageError(f"--{name} is about one turn: give --from TURN too")
+    if resume is not None and dry_run:
+        raise UsageError("--dry-run is about a new question: remove --resume")
     if resume is not None:
         _refuse_settings(words, answer_schema, given)
     settings = fill(given, KINDS)
@@ -182,8 +201,67 @@ def ask(
     if not settings.get("model"):
         write(NO_MODEL)
         return ExitCode.USAGE
+    if dry_run:
+        return show_prompt(words, answer_schema, settings, notes, is_dry_run=True)
     with exporting(notes), ProgressScreen(notes, form) as screen:
         return _ask(_decoded_text(words[0]), words[1:], answer_schema, settings, screen)
+
+
+def prompt(
+    words: list[str],
+    answer_schema: str | None = None,
+    depth: int | None = None,
+    tokenizer: str | None = None,
+    tokens: bool | None = None,
+    **given: Any,
+) -> int:
+    """``ramify prompt``."""
+    settings = fill(given, KINDS)
+    notes = StderrNotes(bool(settings.get("quiet")), bool(settings.get("verbose")))
+    notes.take_warnings()
+    if not words[0].strip():
+        raise UsageError("no question: ramify prompt QUESTION PATH…")
+    if tokens and tokenizer is None:
+        raise UsageError("--tokens needs a tokenizer: give --tokenizer FOLDER too")
+    _refuse_a_path(words[0], words[1:])
+    if not settings.get("model"):
+        write(NO_MODEL.replace("ramify ask", "ramify prompt"))
+        return ExitCode.USAGE
+    return show_prompt(
+        words,
+        answer_schema,
+        settings,
+        notes,
+        depth=depth or 0,
+        tokenizer=tokenizer,
+        as_tokens=bool(tokens),
+    )
+
+
+def show_prompt(
+    words: list[str],
+    answer_schema: str | None,
+    settings: dict[str, Any],
+    notes: StderrNotes,
+    **options: Any,
+) -> int:
+    """Print the prompt of a question; ``options`` are those of ``prompt_screen.show``."""
+    from ramify.cli import prompt_screen
+
+    with mcp_tools(settings) as tools:
+        rlm = make_rlm(settings, sandbox_spec(settings), None, tools)
+        # A dry run prints what was loaded itself.
+        quiet = StderrNotes(quiet=True) if options.get("is_dry_run") else notes
+        loaded = load_sources(words[1:], quiet)
+        return prompt_screen.show(
+            rlm,
+            _decoded_text(words[0]),
+            loaded,
+            answer_type=read_schema(answer_schema),
+            cite=bool(settings.get("cite")),
+            as_json=bool(settings.get("json")),
+            **options,
+        )
 
 
 def _refuse_a_path(question: str, paths: list[str]) -> None:
@@ -341,6 +419,8 @@ def make_rlm(
         sandbox=spec,
         store=store,
         sampling=Sampling(temperature=temperature),
+        instructions=read_instructions(settings.get("instructions")),
+        examples=read_examples(settings.get("examples")),
         branches=settings.get("branches", 1),
         tools=tools,
     )
@@ -404,6 +484,37 @@ def read_scaffold(given: str | None, model: str) -> Any:
         raise ConfigError(f"the scaffold {given}: {error}") from None
 
 
+def read_instructions(given: str | None) -> str:
+    """Return the text of instructions, which is given as it is or as a file."""
+    if not given:
+        return ""
+    if "\n" not in given and os.path.isfile(os.path.expanduser(given)):
+        text = _read(given, "the instructions").decode("utf-8", "replace")
+        if not text.strip():
+            raise ConfigError(f"the instructions {given} are empty")
+        return text
+    if " " not in given.strip() and Path(given).suffix in (".md", ".txt", ".rst"):
+        raise ConfigError(f"the instructions {given} cannot be read: there is no such file")
+    return given
+
+
+def read_examples(given: str | None) -> list[Any]:
+    """Return the examples of a .jsonl file, or of a .json file with a list."""
+    if not given:
+        return []
+    data = _read(given, "the examples")
+    if given.endswith(".jsonl"):
+        lines = [line for line in data.splitlines() if line.strip()]
+        return [_decoded(line, f"{given}, example {num}") for num, line in enumerate(lines, 1)]
+    examples = _decoded(data, given)
+    if not isinstance(examples, list):
+        raise ConfigError(
+            f"{given} has a {type(examples).__name__}: give a list of objects with question and "
+            "answer, or .jsonl"
+        )
+    return examples
+
+
 def _read(path: str, what: str) -> bytes:
     try:
         return Path(path).expanduser().read_bytes()
@@ -454,7 +565,16 @@ def _refuse_settings(words: list[str], answer_schema: str | None, given: dict[st
         )
 
 
-COMMAND = CommandSpec(
+OF_A_PROMPT = (
+    OptionSpec("answer_schema", str, "JSON schema that the answer must match", "FILE|JSON"),
+    OptionSpec("depth", int, "prompt of a child at this depth (default: 0, the root)"),
+    OptionSpec(
+        "tokenizer", str, "count the tokens and apply the chat template of this model", "FOLDER"
+    ),
+    OptionSpec("tokens", bool, "with --tokenizer: print the token ids", has_no=False),
+)
+
+_ASK = CommandSpec(
     "ask",
     """\
 Answer QUESTION over the content of each PATH: a file, folder, glob, archive or database, or - for
@@ -469,3 +589,15 @@ file or as an environment variable: max-cost = 2, RAMIFY_MAX_COST=2.""",
     options=(*SETTINGS, *OF_ONE_QUESTION),
     epilog=epilog(),
 )
+_PROMPT = CommandSpec(
+    "prompt",
+    """\
+Print exactly what a model would be sent for QUESTION over the content of each PATH, as text or as
+the tokens of a tokenizer. Nothing is sent, so no API key is needed.""",
+    prompt,
+    "QUESTION PATH…",
+    min_words=1,
+    max_words=None,
+    options=(*SETTINGS, *OF_A_PROMPT),
+)
+COMMANDS = (_ASK, _PROMPT)

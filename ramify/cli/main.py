@@ -23,6 +23,7 @@ from ramify.errors import RamifyError
 
 COMMANDS = {
     "ask": ("ramify.cli.ask", "answer a question over files, folders, databases or a pipe"),
+    "prompt": ("ramify.cli.ask", "print the prompt of a question, and send nothing"),
     "eval": ("ramify.cli.eval", "evaluate a model on a task"),
     "demos": ("ramify.cli.demos", "ask a model for demonstrations of a task, once"),
     "train": ("ramify.cli.train", "train a policy from a recipe"),

@@ -234,7 +234,8 @@ def _shape(kind: ContextKind, value: Any, chars: int, density: float) -> str:
     tokens = max(1, int(chars * density / _TYPICAL_CHARS))
     size = f"{many(chars, 'character')} (about {many(tokens, 'token')})"
     if isinstance(value, str):
-        return f"a str of {size}, in {many(value.count(chr(10)) + 1, 'line')}. {_ends(value)}"
+        num_lines = value.count("\n") + (not value.endswith("\n"))
+        return f"a str of {size}, in {many(num_lines, 'line')}. {_ends(value)}"
     if isinstance(value, Mapping):
         return _shape_of_dict(kind, value, size)
     if isinstance(value, list | tuple):
@@ -351,17 +352,16 @@ def sections(facts: PromptFacts) -> dict[str, str]:
 
 
 def _task(facts: PromptFacts) -> str:
-    part = "" if facts.depth == 0 else ", which is a part of a larger task"
-    kind = facts.context.kind
-    if kind == "none":
+    what = "a question" if facts.depth == 0 else "one part of a larger question"
+    if facts.context.kind == "none":
         return (
-            f"You answer a question{part} with the help of a live Python session, which you drive: "
-            "write code in a fence marked repl, and the next message shows its output:"
+            f"You answer {what} with the help of a live Python session, which you drive: write "
+            "code in a fence marked repl, and the next message shows its output:"
         )
     return (
-        f"You answer a question{part} about data that may be far larger than what you can read at "
-        "once. The data is the variable `context` of a live Python session, which you drive: write "
-        "code in a fence marked repl, and the next message shows its output:"
+        f"You answer {what} about data that may be far larger than what you can read at once. The "
+        "data is the variable `context` of a live Python session, which you drive: write code in a "
+        "fence marked repl, and the next message shows its output:"
     )
 
 

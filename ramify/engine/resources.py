@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -160,11 +160,14 @@ def as_models(spec: ModelSpec | Sequence[ModelSpec]) -> tuple[Model | Client, ..
     return tuple(models)
 
 
+MakePool = Callable[[int], ClientPool]
+
+
 class LoopResources:
     """One pool and one sandbox."""
 
-    def __init__(self, max_in_flight: int, spec: SandboxSpec) -> None:
-        self.pool = ClientPool(max_in_flight=max_in_flight)
+    def __init__(self, max_in_flight: int, spec: SandboxSpec, make_pool: MakePool) -> None:
+        self.pool = make_pool(max_in_flight)
         self._spec = spec
         self._sandbox: Sandbox | None = None
 
@@ -198,7 +201,11 @@ class LoopResources:
 class SharedResources:
     """Counts the users of each loop's resources."""
 
-    def __init__(self, max_in_flight: int, spec: SandboxSpec) -> None:
+    def __init__(
+        self, max_in_flight: int, spec: SandboxSpec, make_pool: MakePool = ClientPool
+    ) -> None:
+        """``make_pool`` makes the pool of each loop from the most requests in flight."""
+        self._make_pool = make_pool
         self._max_in_flight = max_in_flight
         self._spec = spec
         self._open: dict[asyncio.AbstractEventLoop, tuple[LoopResources, int]] = {}
@@ -207,7 +214,7 @@ class SharedResources:
         """Add one user on the running loop and return its resources."""
         loop = asyncio.get_running_loop()
         resources, count = self._open.get(loop) or (
-            LoopResources(self._max_in_flight, self._spec),
+            LoopResources(self._max_in_flight, self._spec, self._make_pool),
             0,
         )
         self._open[loop] = (resources, count + 1)

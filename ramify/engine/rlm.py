@@ -34,6 +34,7 @@ from ramify.engine.conversation import Conversation
 from ramify.engine.event_recorder import EventRecorder, checked_listener, tracing
 from ramify.engine.fork import ForkEstimate, ForkOptions, fork_point
 from ramify.engine.limits import Limits
+from ramify.engine.prompt_preview import PromptPreview, preview
 from ramify.engine.prompt_text import examples_of
 from ramify.engine.question import ModelSpec, RlmKeywords, RunKeywords, RunOptions, question
 from ramify.engine.resources import (
@@ -255,6 +256,36 @@ class RLM:
             listeners,
             on_close=functools.partial(close_journal, self.store, journal),
         )
+
+    async def aprompt(
+        self,
+        prompt: Any,
+        query: str | None = None,
+        options: RunOptions | None = None,
+        *,
+        depth: int = 0,
+        **changes: Unpack[RunKeywords],
+    ) -> PromptPreview:
+        """Return the first request that ``completion`` would send, without sending it: of the root,
+        or of a child at ``depth``. No key is needed and nothing is stored. A session may be
+        started. Raises the same ConfigError as ``completion``."""
+        options = self._options.updated(options, changes)
+        resolved = msgspec.structs.replace(
+            question(prompt, query, options.answer_type, options.cite), direct=options.direct
+        )
+        return await preview(self._setup.for_run(options).with_task(resolved), resolved, depth)
+
+    def prompt(
+        self,
+        prompt: Any,
+        query: str | None = None,
+        options: RunOptions | None = None,
+        *,
+        depth: int = 0,
+        **changes: Unpack[RunKeywords],
+    ) -> PromptPreview:
+        """``aprompt``, blocking."""
+        return threads.run(self.aprompt(prompt, query, options, depth=depth, **changes))
 
     async def is_direct(self, prompt: Any, query: str | None = None) -> bool:
         """True if ``start`` would answer with one plain call, without a session. Calls no model."""

@@ -76,23 +76,20 @@ class LoadedContext(msgspec.Struct, frozen=True):
     """Functions for the session that run in the host: ``sql`` if there is a database."""
 
     def manifest(self) -> str:
-        """Describe the context for a model's prompt in a few lines."""
-        chars = sum(item.chars for item in self.items)
+        """Describe the context for a model's prompt in a few lines, in addition to its type, size
+        and beginning."""
         if isinstance(self.context, str):
             item = self.items[0]
-            num_lines = self.context.count("\n")
-            head = f"the text of {item.name!r}: {chars:,} characters, {num_lines:,} lines"
-            lines = [f"{head}. {item.detail}" if item.detail else head]
+            head = f"It is the text of {item.name!r}."
+            lines = [f"{head} {item.detail}" if item.detail else head]
         else:
-            names = listing([repr(item.name) for item in self.items])
             lines = [
-                f"a dict from name to text: {len(self.items):,} entries, {chars:,} characters",
-                f"kinds: {_by_suffix(self.items)}",
-                f"names: {names}",
+                f"Kinds: {_by_suffix(self.items)}",
+                f"Names: {listing([repr(item.name) for item in self.items])}",
                 *(f"{item.name!r}: {item.detail}" for item in self.items[:200] if item.detail),
-            ][: 3 + _SHOWN]
+            ][: 2 + _SHOWN]
         if self.problems:
-            lines.append(f"not loaded: {len(self.problems):,} files ({_by_suffix(self.problems)})")
+            lines.append(f"Not loaded: {len(self.problems):,} files ({_by_suffix(self.problems)})")
         return "\n".join(lines)
 
     def describe(self) -> list[str]:

@@ -32,7 +32,7 @@ def test_complete_run_has_exact_prompts_and_record() -> None:
         result = r.completion(TEXT, "How many a?")
     assert (result.response, result.answer, result.stop) == ('{"n":5}', {"n": 5}, Stop.FINAL)
     first = (
-        "Question: How many a?\n\n`context` is a str of 23 characters (about 5 tokens), in 4 "
+        "Question: How many a?\n\n`context` is a str of 23 characters (about 5 tokens), in 3 "
         "lines. All of it:\n" + repr(TEXT)
     )
     assert [m.content for m in model.requests[0].messages][1:] == [first]

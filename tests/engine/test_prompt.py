@@ -11,9 +11,11 @@ from ramify import RLM, Limits, SandboxSpec, Scaffold, ScriptedClient, Store, lo
 from ramify.clients.base import Price
 from ramify.engine.scaffold import MARKERS
 from ramify.errors import ConfigError
+from ramify.models.tokenizer import train_tokenizer
 from ramify.tasks.base import TaskStart
 from ramify.types.message import Message
 from tests.engine.helpers import code
+from tests.models.templates import CHATML
 
 SESSION = Scaffold(direct_chars=0)
 TEXT = "one line of text\n" * 5_000
@@ -66,7 +68,7 @@ def test_the_examples_run_for_each_kind_of_context(shape: str) -> None:
     def reader(messages: tuple[Message, ...]) -> str:
         if messages[0].role != "system":
             return "NONE"
-        if "larger task" not in messages[0].content:
+        if "larger question" not in messages[0].content:
             return code(f"FINAL(rlm_query('?', context={context!r}))")
         assert shape in messages[1].content
         cells = messages[0].content.split("```repl\n")[1:]
@@ -152,7 +154,7 @@ def test_a_child_is_told_its_own_facts() -> None:
     small = ScriptedClient([code("FINAL(2)")], name="x:small", window=20_000)
     sent(TEXT, code("rlm_query('q', context=['x', 'y'])"), sub_model=small)
     prompt, first = (message.content for message in small.requests[0].messages)
-    assert "part of a larger task" in prompt
+    assert "part of a larger question" in prompt
     assert "rlm_query" not in prompt
     assert '"small" (you and `llm_query`)' in prompt
     assert first.startswith("Question: q\n\n`context` is a list of 2 items, each a str of 1")
@@ -253,3 +255,32 @@ def test_every_marker_is_documented_and_filled() -> None:
     for name in MARKERS:
         text = prompt.partition(f"<{name}>")[2].partition(f"</{name}>")[0]
         assert bool(text) is (name != "instructions"), name
+
+
+def test_a_preview_is_what_a_run_sends() -> None:
+    client = ScriptedClient([code("FINAL(rlm_query('What?'))"), code("FINAL(1)"), code("FINAL(1)")])
+    with RLM(client, instructions=RULES) as rlm:
+        previews = [rlm.prompt(TEXT, "What?", depth=depth) for depth in (0, 1)]
+        previews.append(rlm.prompt("short", "What?"))
+        assert client.requests == []
+        rlm.completion(TEXT, "What?")
+        rlm.completion("short", "What?")
+    assert [preview.is_direct for preview in previews] == [False, False, True]
+    made = [client.requests[index] for index in (0, 1, -1)]
+    for preview, request in zip(previews, made, strict=True):
+        assert preview.messages == request.messages
+        assert preview.max_reply_tokens == request.sampling.max_tokens
+    with RLM(client) as rlm, pytest.raises(ConfigError, match="no call at depth 2"):
+        rlm.prompt(TEXT, "What?", depth=2)
+
+
+def test_a_preview_needs_no_key_and_counts_with_a_tokenizer() -> None:
+    with RLM("openai:gpt-5-mini") as rlm:
+        preview = rlm.prompt(TEXT, "What?")
+    tokenizer = train_tokenizer([preview.text()], vocab_size=270)
+    tokenizer.chat_template = CHATML
+    rendered = preview.rendered(tokenizer)
+    assert rendered.startswith("<|im_start|>system\nYou answer a question")
+    assert rendered.endswith("<|im_start|>assistant\n")
+    assert len(preview.token_ids(tokenizer)) > 100
+    assert preview.cost(1_000_000, 0) == 0.25

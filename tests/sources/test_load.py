@@ -35,7 +35,7 @@ def test_single_file_context_is_its_text(tmp_path: Path):
     assert loaded.context == "größer\r\nline 2\n"
     assert loaded.items == [SourceItem("notes.txt", "text", 15, 17)]
     assert (loaded.problems, loaded.left_out, loaded.tools) == ([], {}, {})
-    assert loaded.manifest() == "the text of 'notes.txt': 15 characters, 2 lines"
+    assert loaded.manifest() == "It is the text of 'notes.txt'."
     assert loaded.describe() == ["notes.txt: text, 15 characters"]
     assert load(str(path)).context == loaded.context
 
@@ -46,9 +46,8 @@ def test_folder_context_is_dict_sorted_by_name(tmp_path: Path):
     assert loaded.context == {"a/y/x.md": "x", "a/z.py": "z", "b.py": "b", "empty.py": ""}
     assert list(loaded.context) == sorted(loaded.context)
     assert loaded.manifest().splitlines() == [
-        "a dict from name to text: 4 entries, 3 characters",
-        "kinds: 3 .py, 1 .md",
-        "names: 'a/y/x.md', 'a/z.py', 'b.py', 'empty.py'",
+        "Kinds: 3 .py, 1 .md",
+        "Names: 'a/y/x.md', 'a/z.py', 'b.py', 'empty.py'",
     ]
 
 
@@ -284,7 +283,7 @@ def test_unreadable_files_in_folder_are_reported(tmp_path: Path):
     ]
     assert (
         loaded.manifest().splitlines()[-1]
-        == "not loaded: 5 files (2 other, 1 .bin, 1 .png, 1 .dat)"
+        == "Not loaded: 5 files (2 other, 1 .bin, 1 .png, 1 .dat)"
     )
     assert "not loaded (2), is binary: x.bin, y.png" in loaded.describe()
 
@@ -413,7 +412,7 @@ def test_control_characters_in_names_are_replaced(tmp_path: Path):
         "rows, 12 characters",
         "c.txt: text, 1 characters",
     ]
-    assert len(loaded.manifest().splitlines()) == 4
+    assert len(loaded.manifest().splitlines()) == 3
 
 
 def test_whole_asyncio_package_is_loaded():

@@ -1,0 +1,172 @@
+"""The prompt that a model would be sent, without sending it.
+
+    RLM.prompt(context, query) ──> the run itself, over a pool that sends nothing ──> PromptPreview
+
+The question takes the whole path of a run: its context is encoded, its facts are gathered, and its
+first request is made. The pool keeps that request instead of sending it, so a preview cannot differ
+from the prompt of a run. For the prompt of a child, the pool answers for the levels above it with
+one cell that calls ``rlm_query``. Not here: the words (see ``prompt_text.py``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ramify.clients.base import Client, Price, Request, RequestBudget, Tool
+from ramify.clients.model import Model
+from ramify.clients.pool import ClientPool
+from ramify.engine.event_recorder import EventRecorder
+from ramify.engine.question import Question
+from ramify.engine.resources import RlmSetup, SharedResources, new_id
+from ramify.engine.run_handle import RunHandle
+from ramify.errors import ConfigError, ModelError
+from ramify.types.message import Message, Reply, Usage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_UNUSED_KEY = "no-key-is-needed-for-a-preview"
+
+
+class PromptPreview(msgspec.Struct, frozen=True):
+    """The first request of a call, as it would be sent.
+
+    Example:
+        preview = rlm.prompt(text, "Which host failed?")
+        print(preview, preview.estimated_tokens)
+    """
+
+    model: str
+    """``provider:model``"""
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    """Native tools that are offered with it."""
+    is_direct: bool = False
+    """True if one plain call answers the question, without a session."""
+    window: int = 0
+    """Context window of the model (tokens)."""
+    max_reply_tokens: int = 0
+    """Maximum tokens of the reply, hidden reasoning included."""
+    price: Price | None = None
+
+    @property
+    def chars(self) -> int:
+        return sum(len(message.content) for message in self.messages)
+
+    @property
+    def estimated_tokens(self) -> int:
+        """Tokens of the prompt if four bytes are one token, as in English text."""
+        return (
+            sum(len(message.content.encode("utf-8", "replace")) for message in self.messages) // 4
+        )
+
+    def text(self) -> str:
+        """Return the messages as text, each under its role."""
+        parts = [f"[{message.role}]\n{message.content}" for message in self.messages]
+        parts += [f"[tool]\n{json.dumps(msgspec.to_builtins(tool))}" for tool in self.tools]
+        return "\n\n".join(parts)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def rendered(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Return the text that the chat template of ``tokenizer`` makes of the messages."""
+        tools: Any = [
+            {"type": "function", "function": msgspec.to_builtins(tool)} for tool in self.tools
+        ]
+        messages = [{"role": each.role, "content": each.content} for each in self.messages]
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools or None, tokenize=False, add_generation_prompt=True
+        )
+        return str(text)
+
+    def token_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Return the tokens of the prompt."""
+        ids = tokenizer(self.rendered(tokenizer), add_special_tokens=False)["input_ids"]
+        return list(ids)
+
+    def cost(self, input_tokens: int, output_tokens: int) -> float | None:
+        """Dollars of one request with these tokens; None if the price is unknown."""
+        return None if self.price is None else self.price.of(Usage(input_tokens, output_tokens))
+
+
+class _Kept(ModelError):
+    """Ends the run after its request was kept."""
+
+
+class _PreviewPool(ClientPool):
+    """Pool that keeps the first request at a depth and sends nothing."""
+
+    def __init__(self, max_in_flight: int, depth: int, reply_above: Reply) -> None:
+        """``reply_above`` is the reply to calls above ``depth``."""
+        super().__init__(max_in_flight=max_in_flight)
+        self._depth = depth
+        self._reply_above = reply_above
+        self.kept: PromptPreview | None = None
+
+    def bound(self, model: Model) -> Client:
+        try:
+            return super().bound(model)
+        except ConfigError:
+            # A key may be missing, since nothing is sent; anything else is reported again.
+            given = {
+                name: getattr(model, name) for name in ("alias", "window", "price", "sampling")
+            }
+            return super().bound(
+                Model(model.name, api_key=_UNUSED_KEY, vision=model.vision, **given)
+            )
+
+    async def ask(
+        self,
+        client: Client,
+        request: Request,
+        account: RequestBudget,
+        on_retry: Callable[[str], None] | None = None,
+        patience_s: float = 0.0,
+        *,
+        on_send: Callable[[], None] | None = None,
+    ) -> Reply:
+        call: Any = getattr(account, "call")  # noqa: B009 -- the engine's account of one turn
+        if self.kept is None and call.depth < self._depth:
+            assert on_send is not None
+            on_send()  # the record has no reply without a request
+            return self._reply_above
+        if self.kept is None:
+            self.kept = PromptPreview(
+                client.name,
+                request.messages,
+                request.tools,
+                call.kind == "lm",
+                client.window,
+                request.sampling.max_tokens,
+                client.price,
+            )
+        raise _Kept("the request was kept, not sent")
+
+
+async def preview(setup: RlmSetup, question: Question, depth: int) -> PromptPreview:
+    """Return the first request of a call at ``depth``. Raises ConfigError as a run would, and if
+    there is no such call."""
+    most = setup.limits.max_depth
+    if not 0 <= depth <= most:
+        raise ConfigError(f"there is no call at depth {depth}: max_depth is {most}")
+    if depth:
+        question = msgspec.structs.replace(question, direct=False)
+    setup = msgspec.structs.replace(setup, blobs=None)
+    reply = setup.scaffold.reply_with(f"rlm_query({question.text!r})")
+    pools: list[_PreviewPool] = []
+
+    def make_pool(max_in_flight: int) -> ClientPool:
+        pools.append(_PreviewPool(max_in_flight, depth, reply))
+        return pools[-1]
+
+    shared = SharedResources(setup.limits.max_concurrency, setup.sandbox, make_pool)
+    result = await RunHandle(setup, question, shared, EventRecorder(new_id(), None, ()))
+    kept = pools[0].kept
+    if kept is None:
+        raise ConfigError(f"no prompt was made at depth {depth}: {result.error or result.stop}")
+    return kept
