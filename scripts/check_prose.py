@@ -119,10 +119,14 @@ def _python(name: str, text: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def _page(text: str) -> Iterator[tuple[int, str, bool]]:
-    """The prose of a page: what is outside its blocks of code."""
-    in_code = False
+    """The prose of a page: what is outside its blocks of code and its prompts."""
+    in_code = in_prompts = False
     for line, each in enumerate(text.splitlines(), 1):
-        if each.lstrip().startswith("```"):
+        if each.startswith(("<!-- begin situations", "<!-- end situations")):
+            in_prompts = "begin" in each
+        elif in_prompts:
+            continue
+        elif each.lstrip().startswith("```"):
             in_code = not in_code
         elif not in_code:
             yield line, re.sub(r"`[^`]*`", "``", each), False

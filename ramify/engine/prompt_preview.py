@@ -153,7 +153,7 @@ async def preview(setup: RlmSetup, question: Question, depth: int) -> PromptPrev
     there is no such call."""
     most = setup.limits.max_depth
     if not 0 <= depth <= most:
-        raise ConfigError(f"there is no call at depth {depth}: max_depth is {most}")
+        raise ConfigError(f"depth {depth} has no calls: max_depth is {most}")
     if depth:
         question = msgspec.structs.replace(question, direct=False)
     setup = msgspec.structs.replace(setup, blobs=None)

@@ -270,7 +270,10 @@ def test_a_preview_is_what_a_run_sends() -> None:
     for preview, request in zip(previews, made, strict=True):
         assert preview.messages == request.messages
         assert preview.max_reply_tokens == request.sampling.max_tokens
-    with RLM(client) as rlm, pytest.raises(ConfigError, match="no call at depth 2"):
+    with (
+        RLM(client) as rlm,
+        pytest.raises(ConfigError, match="depth 2 has no calls: max_depth is 1"),
+    ):
         rlm.prompt(TEXT, "What?", depth=2)
 
 
