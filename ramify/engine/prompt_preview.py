@@ -94,7 +94,7 @@ class PromptPreview(msgspec.Struct, frozen=True):
         return None if self.price is None else self.price.of(Usage(input_tokens, output_tokens))
 
 
-class _Kept(ModelError):
+class _PreviewEnd(ModelError):
     """Ends the run after its request was kept."""
 
 
@@ -145,7 +145,7 @@ class _PreviewPool(ClientPool):
                 request.sampling.max_tokens,
                 client.price,
             )
-        raise _Kept("the request was kept, not sent")
+        raise _PreviewEnd("the request was kept, not sent")
 
 
 async def preview(setup: RlmSetup, question: Question, depth: int) -> PromptPreview:
