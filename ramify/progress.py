@@ -5,6 +5,8 @@
     with subscribe(listener): …           a front end displays it: ``cli/progress_screen.py``
     heartbeat()                           a small part is done, such as one batch of a step
     with on_heartbeat(callback): …        detects work that hangs: ``train/watchdog.py``
+    report_text(run, call, turn, …)       a part of a model's reply has arrived
+    with watch_text(run, listener): …     a front end shows it, before the reply is recorded
 
 Progress is global to the process, as logging is, so listeners are not passed down through the
 layers. Without a listener, a report costs one attribute and one comparison. Reporters need not
@@ -55,6 +57,22 @@ class ProgressState(msgspec.Struct, frozen=True):
     """Initial value of ``done`` if earlier work is being resumed, in ``unit``."""
 
 
+class ArrivingText(msgspec.Struct, frozen=True):
+    """Part of a reply that has just arrived. The reply is recorded once it is whole."""
+
+    run: str
+    call: str
+    turn: int
+    text: str
+    reasoning: str
+    is_first: bool
+    """True for the first part of an attempt. What an earlier attempt brought no longer counts."""
+
+
+TextListener = Callable[[ArrivingText], None]
+"""Called in the event loop of the run. Must return quickly."""
+_text_listeners: dict[str, tuple[TextListener, ...]] = {}
+"""Run id -> listeners."""
 Listener = Callable[[ProgressState], None]
 """Called in the thread that does the work. Must return quickly."""
 
@@ -157,3 +175,23 @@ def on_heartbeat(pulse: Callable[[], object]) -> Iterator[None]:
     finally:
         at = _pulses.index(pulse)
         _pulses = _pulses[:at] + _pulses[at + 1 :]
+
+
+def report_text(run: str, call: str, turn: int, text: str, reasoning: str, is_first: bool) -> None:
+    """Report a part of a reply that has arrived."""
+    for listener in _text_listeners.get(run, ()):
+        listener(ArrivingText(run, call, turn, text, reasoning, is_first))
+
+
+@contextlib.contextmanager
+def watch_text(run: str, listener: TextListener) -> Iterator[None]:
+    """Pass the replies of ``run`` to ``listener`` as they arrive, while the block runs."""
+    _text_listeners[run] = (*_text_listeners.get(run, ()), listener)
+    try:
+        yield
+    finally:
+        rest = tuple(other for other in _text_listeners[run] if other is not listener)
+        if rest:
+            _text_listeners[run] = rest
+        else:
+            del _text_listeners[run]

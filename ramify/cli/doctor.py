@@ -26,7 +26,6 @@ from ramify.printable import clean
 from ramify.sandbox.base import open_sandbox
 
 EXTRAS = {
-    "anthropic": "anthropic",
     "litellm": "litellm",
     "pdf": "pypdf",
     "ipython": "IPython",

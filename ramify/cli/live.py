@@ -30,6 +30,7 @@ from ramify.clients.pool import RETRYING
 from ramify.engine.action import read_action
 from ramify.engine.run_handle import RunHandle
 from ramify.printable import clean
+from ramify.progress import ArrivingText, watch_text
 from ramify.types.call_tree import CallNode, CallTree
 from ramify.types.event import (
     AnyEvent,
@@ -67,6 +68,8 @@ class TreeRow(msgspec.Struct):
     """Current turn, from 1; 0 before the first request."""
     code: str = ""
     """Latest code that the model wrote."""
+    arriving: str = ""
+    """End of the reply that is arriving, and empty when it is whole."""
     has_code: bool = False
     """Whether the last reply contains code."""
     is_last_word: bool = False
@@ -106,12 +109,14 @@ class TerminalTree:
                 self._begin(call)
             case RequestStarted() if row:
                 row.turn, row.is_last_word = event.turn + 1, event.last_word is not None
+                row.arriving = ""
             case ReplyReceived() if row:
                 message = event.reply.message
                 raw = self._replies_are_code
                 codes = (message.content,) if raw else read_action(message).codes
                 row.code = codes[-1] if codes else row.code
                 row.has_code = bool(codes)
+                row.arriving = ""
                 self.notice = "" if RETRYING in self.notice else self.notice
             case CellRan() if row:
                 row.code = event.result.code
@@ -126,6 +131,13 @@ class TerminalTree:
                 self._replies_are_code = bool(event.config.get("scaffold", {}).get("raw_code"))
             case _:
                 pass
+
+    def arrive(self, text: ArrivingText) -> None:
+        """Show a part of a reply that has just arrived. Plain sub-calls have no row."""
+        row = self.nodes.get(text.call)
+        if row is not None and row.call.asking == text.turn:
+            before = "" if text.is_first else row.arriving
+            row.arriving = f"{before}{text.reasoning}{text.text}"[-_ARRIVING_CHARS:]
 
     def _begin(self, call: CallNode) -> None:
         tally = self._tally(call)
@@ -156,6 +168,8 @@ class TerminalTree:
 
 
 _CODE_LINES = 6
+_ARRIVING_CHARS = 2000
+_ARRIVING_LINES = 4
 _MARKS = {"starting": "○", "asking": "◐", "running code": "▶", "last word": "◐", "done": "●"}
 
 
@@ -179,7 +193,12 @@ class LiveView:
     def watching(self, running: RunHandle) -> Iterator[None]:
         self._running = running
         self._screen.draw(self.rows)
-        yield
+        with watch_text(running.id, self._arrive):
+            yield
+
+    def _arrive(self, text: ArrivingText) -> None:
+        with self._screen.lock:
+            self._tree.arrive(text)
 
     def rows(self, width: int, height: int) -> list[Text]:
         """Rows for a terminal of ``width`` columns and ``height`` lines."""
@@ -213,7 +232,10 @@ class LiveView:
         rows = [Text(f"{head} · {shown} · {ticking(max(since, 0))}", style)]
         if call.depth and not is_done:
             rows.append(Text(f"{indent}  {one_line(call.question)}", "italic dim"))
-        if with_code and row.code and not is_done:
+        if with_code and row.arriving and not is_done:
+            lines = clean(row.arriving).strip("\n").expandtabs(4).split("\n")
+            rows += [Text(f"{indent}  ┊ {line}", "dim") for line in lines[-_ARRIVING_LINES:]]
+        elif with_code and row.code and not is_done:
             lines = clean(row.code).strip("\n").expandtabs(4).split("\n")
             lines = lines if len(lines) <= _CODE_LINES else [*lines[: _CODE_LINES - 1], "…"]
             rows += [Text(f"{indent}  │ {line}", "cyan") for line in lines]

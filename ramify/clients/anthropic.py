@@ -1,5 +1,4 @@
-"""Client for Claude through Anthropic's SDK (``pip install 'ramify[anthropic]'``):
-``anthropic:MODEL``.
+"""Client for Claude, through Anthropic's messages API: ``anthropic:MODEL``.
 
 Leading system messages become ``system``, tool results become blocks of a user turn, and thinking
 becomes ``reasoning``. A conversation that will be sent again (it contains a reply, or has an
@@ -8,31 +7,38 @@ cache. A single question is not marked, because writing to the cache costs more 
 ``seed`` and ``logprobs`` do not exist in this API and are omitted. Request thinking through
 ``Sampling.extra``.
 
-The SDK's retries are disabled: see ``pool.py``.
+Not here: reading replies (see ``messages_json.py``), sending (see ``json_api.py``), rate limiting
+and retries (see ``pool.py``).
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
+from ramify.clients import messages_json
+from ramify.clients.addresses import is_http_url
+from ramify.clients.base import ASSUMED_WINDOW, OnPiece, Price, Request
+from ramify.clients.chat_json import is_strict
+from ramify.clients.http_transport import HttpConnectionPool
+from ramify.clients.json_api import JsonApi
+from ramify.clients.messages_json import Blocks, arguments_of
+from ramify.clients.providers import Endpoint, ProviderSpec, no_key, split_name, split_url
+from ramify.errors import ConfigError, Refused
+from ramify.types.message import Message, Reply
 
-from ramify.clients.base import ASSUMED_WINDOW, Price, Request, counted, finish_of
-from ramify.clients.chat_json import from_status, is_strict, redacted, without_surrogates
-from ramify.clients.providers import no_key, split_name, split_url
-from ramify.errors import BadReply, ConfigError, ModelError, Refused, ReplyLost, Unreachable
-from ramify.secrets import remember
-from ramify.types.message import Message, Reply, ToolCall, Usage
-
-_NEVER_SENT = ("ConnectError", "ConnectTimeout", "ProxyError", "PoolTimeout", "UnsupportedProtocol")
+_PROVIDER = ProviderSpec(
+    title="Claude",
+    url="https://api.anthropic.com",
+    url_variable="ANTHROPIC_BASE_URL",
+    key_variables=("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"),
+)
+_VERSION = "2023-06-01"
+"""Version of the API that this file speaks."""
+_PATH = "/v1/messages"
 _MOST_REMEMBERED = 1024
-_ADDRESS = "https://api.anthropic.com"
 _CACHE = {"type": "ephemeral"}
-
-Blocks = list[dict[str, Any]]
 
 
 class AnthropicClient:
@@ -50,62 +56,47 @@ class AnthropicClient:
         base_url: str | None = None,
         headers: Mapping[str, str] | None = None,
         environ: Mapping[str, str] = os.environ,
+        streams: bool = True,
     ) -> None:
-        try:
-            import anthropic
-        except ImportError:
-            raise ConfigError(
-                f"{name} needs Anthropic's SDK: pip install 'ramify[anthropic]'"
-            ) from None
         self.name = name
         self.window = window or ASSUMED_WINDOW
         self.price = price
-        self._model, url = split_url(split_name(name)[1])
-        key = key or environ.get("ANTHROPIC_API_KEY") or None
-        token = None if key else environ.get("ANTHROPIC_AUTH_TOKEN") or None
-        if not (key or token):
-            raise no_key(name, "ANTHROPIC_API_KEY")
-        self._secret = key or token or ""
-        remember("ANTHROPIC_API_KEY", self._secret)
-        self._sdk = anthropic.AsyncAnthropic(
-            api_key=key,
-            auth_token=token,
-            # Without an address, the SDK would read the environment of now.
-            base_url=base_url or url or environ.get("ANTHROPIC_BASE_URL") or _ADDRESS,
-            default_headers=dict(headers or {}),
-            max_retries=0,
-            timeout=anthropic.Timeout(3600.0, connect=30.0),
+        model, url = split_url(split_name(name)[1])
+        url = base_url or url or environ.get("ANTHROPIC_BASE_URL") or _PROVIDER.url
+        self._endpoint = Endpoint(
+            provider=_PROVIDER,
+            model=model,
+            url=_messages_url(name, url),
+            headers={"anthropic-version": _VERSION, **_key_headers(name, key, environ)}
+            | dict(headers or {}),
+            secret=key or environ.get("ANTHROPIC_API_KEY") or environ["ANTHROPIC_AUTH_TOKEN"],
+            limit_field="max_tokens",
+            cache_key=False,
         )
-        self._sdk.api_key, self._sdk.auth_token = key, token  # what it found elsewhere is not ours
+        self._wire = HttpConnectionPool()
+        self._api = JsonApi(name, self._endpoint, self._wire, messages_json, streams=streams)
+        self.where = self._api.where
+        """Model and address, for errors."""
         self._enforces_schema = True
         self._thoughts: dict[Message, Blocks] = {}
         """Signed thinking blocks of replies with tool calls, which must be sent back unchanged."""
 
-    async def complete(self, request: Request) -> Reply:
-        import anthropic
-
+    async def complete(self, request: Request, on_piece: OnPiece | None = None) -> Reply:
         fields = self._fields(request)
-        started = time.perf_counter()
         try:
-            sent = await self._sdk.messages.create(
-                model=self._model,
-                max_tokens=request.sampling.max_tokens,
-                messages=fields.pop("messages"),
-                extra_body=fields,
-            )
-        except anthropic.APIStatusError as error:
-            raise self._refusal(error) from error
-        except anthropic.APIError as error:
-            raise self._broken(error) from error
-        except ValueError as error:  # the SDK lets broken JSON and broken text through
-            raise self._no_message(error) from error
-        try:
-            return self._reply(sent, time.perf_counter() - started)
-        except (AttributeError, TypeError) as error:  # the SDK does not check what it parses
-            raise self._no_message(error) from error
+            reply, body = await self._api.ask(fields, request.reply_bound(), on_piece)
+        except Refused as error:
+            if self._enforces_schema and "output_config" in str(error):
+                # An older model cannot enforce the schema, which is checked when the reply is read.
+                self._enforces_schema = False
+                error.transient = True
+            raise
+        if reply.message.tool_calls and reply.message.reasoning is not None:
+            self._remember(reply.message, messages_json.thoughts_in(body))
+        return reply
 
     async def close(self) -> None:
-        await self._sdk.close()
+        await self._wire.close()
 
     def _fields(self, request: Request) -> dict[str, Any]:
         sampling = request.sampling
@@ -114,7 +105,11 @@ class AnthropicClient:
             len(request.messages),
         )
         turns = _turns(request.messages[head:], self._thoughts)
-        fields: dict[str, Any] = {"messages": turns}
+        fields: dict[str, Any] = {
+            "model": self._endpoint.model,
+            "max_tokens": sampling.max_tokens,
+            "messages": turns,
+        }
         system = "\n\n".join(
             message.content for message in request.messages[:head] if message.content
         )
@@ -139,42 +134,7 @@ class AnthropicClient:
         if request.affinity or any(message.role == "assistant" for message in request.messages):
             _mark_for_cache(fields)
         fields.update(sampling.extra)
-        return _sendable(fields)
-
-    def _reply(self, sent: Any, seconds: float) -> Reply:
-        blocks = getattr(sent, "content", None)
-        if not isinstance(blocks, list) or getattr(sent, "usage", None) is None:
-            error = BadReply(
-                f"{self.name}: {self._sdk.base_url} answered something that is not a message; "
-                "check the base URL"
-            )
-            error.may_be_paid = not isinstance(sent, str)
-            raise error
-        message = Message(
-            role="assistant",
-            content="".join(block.text for block in blocks if block.type == "text"),
-            reasoning="".join(block.thinking for block in blocks if block.type == "thinking")
-            or None,
-            tool_calls=tuple(
-                ToolCall(block.id, block.name, msgspec.json.encode(block.input).decode())
-                for block in blocks
-                if block.type == "tool_use"
-            ),
-        )
-        if message.tool_calls:
-            self._remember(
-                message,
-                [b.model_dump() for b in blocks if b.type in ("thinking", "redacted_thinking")],
-            )
-        try:
-            finish = finish_of(sent.stop_reason, self.name)
-        except ValueError as error:
-            raise BadReply(f"{self.name}: {self._sdk.base_url} {error}") from None
-        model = str(sent.model or self._model)
-        stopped_by = str(sent.stop_reason) if finish == "content_filter" else ""
-        return Reply(
-            message, _usage(sent.usage), finish, model=model, seconds=seconds, filter=stopped_by
-        )
+        return fields
 
     def _remember(self, message: Message, thoughts: Blocks) -> None:
         if thoughts:
@@ -182,43 +142,23 @@ class AnthropicClient:
             while len(self._thoughts) > _MOST_REMEMBERED:
                 del self._thoughts[next(iter(self._thoughts))]
 
-    def _refusal(self, error: Any) -> ModelError:
-        failure = from_status(
-            f"{self.name} at {self._sdk.base_url}",
-            error.status_code,
-            error.response.headers,
-            error.response.content,
-            key_variable="ANTHROPIC_API_KEY",
-            secrets=(self._secret,),
-        )
-        if (
-            isinstance(failure, Refused)
-            and self._enforces_schema
-            and "output_config" in str(failure)
-        ):
-            # An older model cannot enforce the schema, which is checked when the reply is read.
-            self._enforces_schema = False
-            failure.transient = True
-        return failure
 
-    def _no_message(self, reason: object) -> BadReply:
-        text = " ".join(redacted(str(reason), (self._secret,)).split())[:200]
-        return BadReply(
-            f"{self.name}: {self._sdk.base_url} answered something that is not a message ({text})"
-        )
+def _messages_url(name: str, base: str) -> str:
+    """Return the address of the API below ``base``. Raises ConfigError."""
+    base = base.rstrip("/")
+    if not is_http_url(base) or "@" in base.partition("://")[2].partition("/")[0]:
+        raise ConfigError(f"{name}: the base URL is not a URL: write it as {_PROVIDER.url}")
+    return base if base.endswith(_PATH) else f"{base.removesuffix('/v1')}{_PATH}"
 
-    def _broken(self, error: Exception) -> ModelError:
-        cause = error.__cause__ or error
-        text = " ".join(redacted(str(cause), (self._secret,)).split())
-        reason = text[:200] or type(cause).__name__
-        if type(error).__name__ == "APIResponseValidationError":
-            return self._no_message(reason)
-        if any(base.__name__ in _NEVER_SENT for base in type(cause).__mro__):
-            return Unreachable(f"{self.name}: cannot reach {self._sdk.base_url} ({reason})")
-        return ReplyLost(
-            f"{self.name}: the connection to {self._sdk.base_url} broke before the reply was whole "
-            f"({reason})"
-        )
+
+def _key_headers(name: str, key: str | None, environ: Mapping[str, str]) -> dict[str, str]:
+    key = key or environ.get("ANTHROPIC_API_KEY")
+    if key:
+        return {"x-api-key": key}
+    token = environ.get("ANTHROPIC_AUTH_TOKEN")
+    if not token:
+        raise no_key(name, "ANTHROPIC_API_KEY")
+    return {"Authorization": f"Bearer {token}"}
 
 
 def _turns(messages: tuple[Message, ...], thoughts: dict[Message, Blocks]) -> list[dict[str, Any]]:
@@ -252,7 +192,7 @@ def _blocks(message: Message, thoughts: dict[Message, Blocks]) -> Blocks:
                 "type": "tool_use",
                 "id": call.id,
                 "name": call.name,
-                "input": _arguments(call.arguments),
+                "input": arguments_of(call.arguments),
             }
         )
     return blocks
@@ -260,13 +200,6 @@ def _blocks(message: Message, thoughts: dict[Message, Blocks]) -> Blocks:
 
 def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.DecodeError:
-        return {"unparsed": text}
 
 
 def _mark_for_cache(fields: dict[str, Any]) -> None:
@@ -278,27 +211,3 @@ def _mark_for_cache(fields: dict[str, Any]) -> None:
         last = fields["messages"][-1]["content"][-1]
         if "thinking" not in last["type"]:
             last["cache_control"] = _CACHE
-
-
-def _sendable(fields: dict[str, Any]) -> dict[str, Any]:
-    try:
-        msgspec.json.encode(fields)
-        return fields
-    except UnicodeEncodeError:
-        repaired: dict[str, Any] = without_surrogates(fields)
-        return repaired
-
-
-def _usage(sent: Any) -> Usage:
-    """Usage of a reply. The prompt is the sum of fresh, cache-read and cache-written tokens."""
-    parts = [
-        sent.input_tokens,
-        sent.cache_read_input_tokens or 0,
-        sent.cache_creation_input_tokens or 0,
-    ]
-    thinking = getattr(getattr(sent, "output_tokens_details", None), "thinking_tokens", None)
-    counts = [counted(part, 0).input_tokens if counted(part, 0).calls else None for part in parts]
-    prompt_tokens = None if None in counts else sum(filter(None, counts))
-    return counted(
-        prompt_tokens, sent.output_tokens, cached=counts[1], stored=counts[2], reasoning=thinking
-    )

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -187,10 +188,25 @@ class Price(msgspec.Struct, frozen=True):
         return (dollars + usage.output_tokens * self.output) / 1e6
 
 
+class ReplyPiece(msgspec.Struct, frozen=True):
+    """Part of a reply that has just arrived. A piece without text is a sign of life."""
+
+    text: str = ""
+    reasoning: str = ""
+
+
+OnPiece = Callable[[ReplyPiece], None]
+"""Called for each piece of a reply, in the event loop. Must return quickly."""
+
+
 @runtime_checkable
 class Client(Protocol):
     """A model that accepts requests. Each call makes one attempt, and every failure is a
-    ``ModelError``."""
+    ``ModelError``.
+
+    A client that receives replies piece by piece also accepts ``on_piece``, an ``OnPiece``:
+    ``complete(request, on_piece)``. The pool looks for it.
+    """
 
     name: str
     """``provider:model``"""

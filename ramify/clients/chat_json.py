@@ -35,15 +35,19 @@ from ramify.secrets import forms_of
 from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
 
 KIND = "chat completion"
+STREAM_FIELDS = {"stream": True, "stream_options": {"include_usage": True}}
+"""Fields that ask for a stream whose last event counts the tokens."""
+HAS_LAST_BODY = False
+"""True if the last event of a stream has the whole body."""
 
 
 class _Function(msgspec.Struct):
-    name: str = ""
+    name: str | None = ""
     arguments: Any = ""
 
 
 class _ToolCall(msgspec.Struct):
-    id: str = ""
+    id: str | None = ""
     function: _Function = msgspec.field(default_factory=_Function)
 
 
@@ -130,6 +134,125 @@ def decode(body: bytes) -> ChatCompletion:
     return decode_body(_decoder, body)
 
 
+class _ToolCallPart(_ToolCall):
+    index: int = 0
+
+
+class _Delta(_Message):
+    tool_calls: list[_ToolCallPart] | None = None  # type: ignore[assignment]
+
+
+class _ChoicePart(_Choice):
+    delta: _Delta | None = None
+
+
+class _Chunk(ChatCompletion):
+    choices: list[_ChoicePart] | None = None  # type: ignore[assignment]
+
+
+_decoder_of_chunks = msgspec.json.Decoder(_Chunk)
+
+
+class ChatReplyStream:
+    """Puts the chunks of one streamed chat completion together: its first choice, by index."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.error: Any = None
+        self._completion = ChatCompletion()
+        self._choice: _Choice | None = None
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._refusals: list[str] = []
+        self._logprobs: list[_Logprob] = []
+        self._ids: list[int] = []
+        self._calls: dict[int, tuple[_ToolCall, list[str]]] = {}
+        """Index of a tool call -> (its id and name, parts of its arguments)."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Some servers end a stream without ``[DONE]``."""
+        return self._choice is not None and isinstance(self._choice.finish_reason, str)
+
+    def add(self, event: bytes) -> tuple[str, str]:
+        if event == b"[DONE]":
+            self.is_done = True
+            return "", ""
+        chunk = decode_body(_decoder_of_chunks, event)
+        completion = self._completion
+        if chunk.error is not None:
+            self.error = chunk.error
+        if chunk.usage is not None:
+            completion.usage = chunk.usage
+        if completion.model is None:
+            completion.model = chunk.model
+        if chunk.prompt_token_ids is not None:
+            completion.prompt_token_ids = chunk.prompt_token_ids
+        text, thought = "", ""
+        for part in chunk.choices or ():
+            if part.index in (0, None):
+                more, more_thought = self._add_part(part)
+                text, thought = text + more, thought + more_thought
+        return text, thought
+
+    def body(self) -> bytes:
+        choice = self._choice
+        if choice is not None:
+            choice.message = _Message(
+                content="".join(self._texts),
+                reasoning="".join(self._thoughts) or None,
+                refusal="".join(self._refusals) or None,
+                tool_calls=[self._whole_call(index) for index in sorted(self._calls)] or None,
+            )
+            choice.logprobs = _Logprobs(self._logprobs) if self._logprobs else None
+            choice.token_ids = tuple(self._ids) if self._ids else None
+            self._completion.choices = [choice]
+        return encode(self._completion)
+
+    def _add_part(self, part: _ChoicePart) -> tuple[str, str]:
+        if self._choice is None:
+            self._choice = _Choice()
+        if part.finish_reason is not msgspec.UNSET:  # null or empty until the last chunk
+            self._choice.finish_reason = part.finish_reason or self._choice.finish_reason or None
+        if part.content_filter_results is not None:
+            self._choice.content_filter_results = part.content_filter_results
+        if part.logprobs is not None:
+            self._logprobs += part.logprobs.content or ()
+        if part.token_ids is not None:
+            self._ids += part.token_ids
+        # Some servers send the whole message in a stream of one event.
+        delta = part.message if part.delta is None else part.delta
+        for call in delta.tool_calls or ():
+            self._add_call(call)
+        if delta.refusal:
+            self._refusals.append(delta.refusal)
+        content, thought = delta.content or "", delta.reasoning or delta.reasoning_content or ""
+        if isinstance(content, list):
+            content, more_thought = _parts(content)
+            thought += more_thought or ""
+        if content:
+            self._texts.append(content)
+        if thought:
+            self._thoughts.append(thought)
+        return content, thought
+
+    def _add_call(self, part: _ToolCall) -> None:
+        index = part.index if isinstance(part, _ToolCallPart) else len(self._calls)
+        call, arguments = self._calls.setdefault(index, (_ToolCall(), []))
+        call.id = call.id or part.id
+        call.function.name = call.function.name or part.function.name
+        given = part.function.arguments
+        arguments.append(given if isinstance(given, str) else msgspec.json.encode(given).decode())
+
+    def _whole_call(self, index: int) -> _ToolCall:
+        call, arguments = self._calls[index]
+        call.function.arguments = "".join(arguments)
+        return call
+
+
+new_stream = ChatReplyStream
+
+
 def _no_number(constant: str) -> None:
     """Read NaN and infinities, which some servers write although JSON has none, as null."""
 
@@ -193,7 +316,7 @@ def is_strict(schema: Any) -> bool:
     return all(map(is_strict, subschemas))
 
 
-def encode(fields: dict[str, Any]) -> bytes:
+def encode(fields: Any) -> bytes:
     """Encode the body and repair text that is not valid Unicode."""
     try:
         return _encode(fields)
@@ -288,7 +411,7 @@ def _message(wire: _Message) -> Message:
 def _tool_call(index: int, wire: _ToolCall) -> ToolCall:
     arguments = wire.function.arguments
     text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
-    return ToolCall(wire.id or f"call_{index}", wire.function.name, text)
+    return ToolCall(wire.id or f"call_{index}", wire.function.name or "", text)
 
 
 def _parts(parts: list[Any]) -> tuple[str, str | None]:

@@ -326,6 +326,11 @@ class HttpExchange:
     async def __aexit__(self, *exc: object) -> None:
         self._end()
 
+    @property
+    def is_complete(self) -> bool:
+        """True once the whole body has arrived."""
+        return self._reader.is_complete
+
     async def read(self) -> HttpResponse:
         """Return the response with its whole body."""
         connection, reader = self._connection, self._reader

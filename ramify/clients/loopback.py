@@ -2,9 +2,9 @@
 out.
 
 It keeps connections alive, accepts bodies with a ``Content-Length``, and can break the protocol on
-purpose: close a connection before or in the middle of a response. There are no chunked requests and
-no tasks. A request costs some tens of microseconds, so a benchmark measures its client rather than
-this server. Use it on loopback only.
+purpose: close a connection before or in the middle of a response. A response can be sent piece by
+piece. There are no chunked requests and no tasks. A request costs some tens of microseconds, so a
+benchmark measures its client rather than this server. Use it on loopback only.
 """
 
 from __future__ import annotations
@@ -52,6 +52,25 @@ class LoopbackExchange:
             f"Content-Length: {len(body)}\r\n{further}\r\n"
         )
         self._connection.answer(head.encode("latin-1") + body)
+
+    @property
+    def is_open(self) -> bool:
+        """False once the client has disconnected."""
+        return self._connection.is_open
+
+    def begin(self, content_type: str) -> None:
+        """Begin a response with status 200 whose body is sent in pieces. ``end`` ends it."""
+        head = (
+            f"HTTP/1.1 200 OK\r\nContent-Type: {content_type}\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        self._connection.write(head.encode("latin-1"))
+
+    def piece(self, data: bytes) -> None:
+        """Send a part of the body. Does nothing if the client has disconnected."""
+        self._connection.write(b"%x\r\n%s\r\n" % (len(data), data))
+
+    def end(self) -> None:
+        self._connection.answer(b"0\r\n\r\n")
 
     def drop(self, beginning: bytes = b"") -> None:
         """Close the connection. With ``beginning``, first send that much of a longer body."""
@@ -130,6 +149,14 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._received += data
         self._read()
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
 
     def answer(self, data: bytes) -> None:
         self._busy = False

@@ -77,6 +77,7 @@ class Model:
         "price",
         "provider",
         "sampling",
+        "stream",
         "vision",
         "window",
     )
@@ -99,6 +100,8 @@ class Model:
     """Settings of this model's replies. Those that are set replace the ones of the run."""
     vision: bool | None
     """Whether the model reads images; None if that is unknown."""
+    stream: bool
+    """False asks for each reply as a whole. By default, replies are streamed if the server can."""
 
     def __init__(
         self,
@@ -112,6 +115,7 @@ class Model:
         headers: Mapping[str, str] | None = None,
         sampling: Sampling | None = None,
         vision: bool | None = None,
+        stream: bool = True,
         environ: Mapping[str, str] = os.environ,
         **unknown: Any,
     ) -> None:
@@ -142,6 +146,9 @@ class Model:
         if vision is not None and not isinstance(vision, bool):
             raise ConfigError(f"{self.name}: vision={vision!r:.40}: give True or False")
         self.vision = vision
+        if not isinstance(stream, bool):
+            raise ConfigError(f"{self.name}: stream={stream!r:.40}: give True or False")
+        self.stream = stream
 
     def secrets(self) -> tuple[str | None, Mapping[str, str], Mapping[str, str]]:
         """Return (key that was given, headers that were given, variables of the provider), for the
@@ -158,6 +165,7 @@ class Model:
             "sampling": self.sampling,
             "vision": self.vision,
             "headers": sorted(self._headers) or None,
+            "stream": None if self.stream else False,
         }
         return {name: value for name, value in given.items() if value is not None}
 

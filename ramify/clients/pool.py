@@ -30,7 +30,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ramify.clients.base import ASSUMED_WINDOW, Client, Request, RequestBudget, believed, dollars
+from ramify.clients.base import (
+    ASSUMED_WINDOW,
+    Client,
+    OnPiece,
+    ReplyPiece,
+    Request,
+    RequestBudget,
+    believed,
+    dollars,
+)
 from ramify.clients.chat_json import redacted
 from ramify.clients.http_transport import HttpConnectionPool
 from ramify.clients.model import Model
@@ -63,6 +72,8 @@ _WAITED_FOR = {
     "rate_limit": "a slot, because of a rate limit",
     "outage": "an answer, because its requests failed",
 }
+_MOST_TIMEOUTS = 6
+"""Time-outs for which a stream may send signs of life and no text, while a model reasons."""
 _LOCAL_WINDOW = 32_768
 """Context window (tokens) that is assumed for a local model of unknown window."""
 
@@ -85,7 +96,8 @@ class ClientPool:
     ) -> None:
         """Create a pool.
 
-        ``timeout_s`` bounds each attempt. If a server asks to wait longer than ``max_wait_s``, the
+        ``timeout_s`` is the longest time in which nothing arrives: of a reply that is not streamed,
+        the time until it is whole. If a server asks to wait longer than ``max_wait_s``, the
         request fails. ``keys`` and ``base_urls`` map a provider's name to a value that replaces its
         environment variables.
         """
@@ -113,6 +125,8 @@ class ClientPool:
         self._own: list[Client] = []
         self._gate = Limiter(max_in_flight)
         self._gates: dict[str, Limiter] = {}
+        self._take_pieces: dict[str, bool] = {}
+        """Model -> whether its client receives replies piece by piece."""
 
     def client(self, name: str) -> Client:
         """Return the client of ``provider:model``, which connects at its first request."""
@@ -144,14 +158,17 @@ class ClientPool:
         patience_s: float = 0.0,
         *,
         on_send: Callable[[], None] | None = None,
+        on_piece: OnPiece | None = None,
     ) -> Reply:
         """Send a request until it succeeds or is not worth retrying; return one reply with its
         cost.
 
         Raises the last attempt's ModelError, or what ``account.reserve`` raises. ``on_send`` is
         called once, when the request is about to be sent for the first time. ``on_retry`` receives
-        one readable line for each failure that is retried. With ``patience_s``, a transient failure
-        is retried for that long, however many attempts that takes; without, ``max_attempts`` times.
+        one readable line for each failure that is retried. ``on_piece`` receives the reply as it
+        arrives, if the client can receive it so; after a failure it begins again. With
+        ``patience_s``, a transient failure is retried for that long, however many attempts that
+        takes; without, ``max_attempts`` times.
         """
         gate = self._gates.get(client.name)
         if gate is None:
@@ -161,7 +178,9 @@ class ClientPool:
             while True:
                 passed = gate.passed
                 try:
-                    return await self._attempt(client, request, account, gate, retries, on_send)
+                    return await self._attempt(
+                        client, request, account, gate, retries, on_send, on_piece
+                    )
                 except ModelError as error:
                     on_send = None
                     wait_s = retries.wait_after(error, gate, gate.passed > passed)
@@ -189,20 +208,23 @@ class ClientPool:
         gate: Limiter,
         retries: RequestRetries,
         on_send: Callable[[], None] | None,
+        on_piece: OnPiece | None,
     ) -> Reply:
         entered = await self._reserve(client, account, gate)
         while not account.is_enough():
             self._gate.release()
             gate.release()
             entered = await self._reserve(client, account, gate)
+        arrival = _Arrival(self.timeout_s, on_piece)
         try:
             if on_send is not None:
                 on_send()
             retries.sent_s = _now_s()
-            async with asyncio.timeout(self.timeout_s):
-                reply = _priced(await client.complete(request), client, request)
+            async with arrival.timeout():
+                reply = await self._complete(client, request, arrival)
+                reply = _priced(reply, client, request)
         except TimeoutError:
-            lost = ReplyLost(f"{client.name}: no reply within {self.timeout_s:g} s")
+            lost = arrival.lost(client)
             account.forfeit(str(lost))
             raise lost from None
         except ModelError as error:
@@ -244,6 +266,17 @@ class ClientPool:
             account.release(f"{client.name}: given up before it was sent")
             raise
 
+    async def _complete(self, client: Client, request: Request, arrival: _Arrival) -> Reply:
+        takes_pieces = self._take_pieces.get(client.name)
+        if takes_pieces is None:
+            takes_pieces = "on_piece" in inspect.signature(client.complete).parameters
+            self._take_pieces[client.name] = takes_pieces
+        if not takes_pieces:
+            return await client.complete(request)
+        complete: Any = client.complete
+        reply: Reply = await complete(request, arrival.add)
+        return reply
+
     async def _enter(self, client: Client, gate: Limiter) -> int:
         began, was_slowed = time.perf_counter(), gate.is_slowed
         try:
@@ -280,7 +313,9 @@ class ClientPool:
 
             endpoint = resolve(name, key=key, base_url=base_url, headers=headers, environ=environ)
             window = window or (_LOCAL_WINDOW if connect.local else ASSUMED_WINDOW)
-            client: Client = OpenAIClient(name, endpoint, self._wire, window=window, price=price)
+            client: Client = OpenAIClient(
+                name, endpoint, self._wire, window=window, price=price, streams=model.stream
+            )
         else:
             options: dict[str, Any] = {"key": key, "base_url": base_url}
             accepted = inspect.signature(connect).parameters
@@ -288,6 +323,7 @@ class ClientPool:
                 raise ConfigError(f"{name}: provider '{provider}' sends no headers: omit them")
             options |= {"headers": headers} if headers else {}
             options |= {"environ": environ} if "environ" in accepted else {}
+            options |= {"streams": model.stream} if "streams" in accepted else {}
             client = connect(name, window=window, price=price, **options)
             if not isinstance(client, Client):
                 raise ConfigError(
@@ -295,6 +331,45 @@ class ClientPool:
                 )
         self._own.append(client)
         return client
+
+
+class _Arrival:
+    """Arrival of one reply: a time-out that each sign of life puts off."""
+
+    def __init__(self, timeout_s: float, on_piece: OnPiece | None) -> None:
+        self._timeout_s = timeout_s
+        self._on_piece = on_piece
+        self._timeout: asyncio.Timeout | None = None
+        self._text_at_s = 0.0
+        """Event-loop time of the last text."""
+        self._num_chars = 0
+
+    def timeout(self) -> asyncio.Timeout:
+        """Begin to wait."""
+        self._text_at_s = _now_s()
+        self._timeout = asyncio.timeout(self._timeout_s)
+        return self._timeout
+
+    def add(self, piece: ReplyPiece) -> None:
+        now_s = _now_s()
+        size = len(piece.text) + len(piece.reasoning)
+        if size:
+            self._text_at_s, self._num_chars = now_s, self._num_chars + size
+        ends_s = self._text_at_s + _MOST_TIMEOUTS * self._timeout_s
+        if self._timeout is not None:
+            self._timeout.reschedule(min(now_s + self._timeout_s, ends_s))
+        if self._on_piece is not None:
+            self._on_piece(piece)
+
+    def lost(self, client: Client) -> ReplyLost:
+        """Return the error for a reply that did not arrive in time."""
+        where = getattr(client, "where", client.name)
+        if not self._num_chars:
+            return ReplyLost(f"{where}: no reply within {self._timeout_s:g} s")
+        return ReplyLost(
+            f"{where}: the reply stopped after {self._num_chars:,} characters, and nothing arrived "
+            f"for {self._timeout_s:g} s; if the server cannot stream, give Model(…, stream=False)"
+        )
 
 
 class RequestRetries:

@@ -84,7 +84,7 @@ async def decode_reply(format: ModuleType, body: bytes, model: str, bound: Reply
     """
     if len(body) > bound.bytes:
         raise too_long(bound.bytes)
-    if not _is_large(body):
+    if not is_large(body):
         return _reply(_decode_in_place(format, body, model, bound))
     task = _encode(_Task(format.__name__, model, bound))
     try:
@@ -95,7 +95,8 @@ async def decode_reply(format: ModuleType, body: bytes, model: str, bound: Reply
     return _reply(await asyncio.to_thread(_decode_answer, answer))
 
 
-def _is_large(body: bytes) -> bool:
+def is_large(body: bytes) -> bool:
+    """True if decoding ``body`` may take so long that it must not happen in the event loop."""
     return len(body) > LARGE_BYTES or body.count(b",") > _LARGE_COMMAS
 
 

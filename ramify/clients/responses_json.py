@@ -17,10 +17,14 @@ import msgspec
 from ramify.clients.base import Request, counted
 from ramify.clients.chat_json import decode_body, is_strict, named, text_in
 from ramify.clients.providers import Endpoint
+from ramify.clients.reply_decoding import is_large
 from ramify.errors import ServerFailed
 from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
 
 KIND = "response"
+STREAM_FIELDS = {"stream": True}
+"""Fields that ask for a stream, whose last event counts the tokens."""
+HAS_LAST_BODY = True
 
 
 class ResponseBody(msgspec.Struct):
@@ -56,6 +60,62 @@ _decoder = msgspec.json.Decoder(ResponseBody)
 def decode(body: bytes) -> ResponseBody:
     """Decode a response. Raises msgspec.DecodeError."""
     return decode_body(_decoder, body)
+
+
+class _StreamEvent(msgspec.Struct):
+    """The parts are decoded only if they are needed: the last event may be large."""
+
+    type: str = ""
+    delta: msgspec.Raw = msgspec.Raw()
+    response: msgspec.Raw = msgspec.Raw()
+    error: msgspec.Raw = msgspec.Raw()
+    code: msgspec.Raw = msgspec.Raw()
+    message: msgspec.Raw = msgspec.Raw()
+
+
+_decoder_of_events = msgspec.json.Decoder(_StreamEvent)
+_LAST = ("response.completed", "response.incomplete", "response.failed")
+_TEXT = ("response.output_text.delta", "response.refusal.delta")
+_REASONING = ("response.reasoning_summary_text.delta", "response.reasoning_text.delta")
+
+
+class ResponseReplyStream:
+    """Reads the events of one streamed response. The last one has the whole response."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.is_whole = False
+        self.error: Any = None
+        self._response = b""
+
+    def add(self, event: bytes) -> tuple[str, str]:
+        if event == b"[DONE]":  # not part of this API, but some gateways send it
+            return "", ""
+        if is_large(event):
+            part = _decoder_of_events.decode(event)
+        else:
+            part = decode_body(_decoder_of_events, event)
+        if part.type in _LAST:
+            self._response, self.is_done = bytes(part.response), True
+        elif part.type == "error":
+            named = {"message": part.message, "code": part.code}
+            self.error = _value(part.error) or {name: _value(raw) for name, raw in named.items()}
+        elif part.type in _TEXT:
+            return str(_value(part.delta) or ""), ""
+        elif part.type in _REASONING:
+            return "", str(_value(part.delta) or "")
+        return "", ""
+
+    def body(self) -> bytes:
+        return self._response
+
+
+new_stream = ResponseReplyStream
+
+
+def _value(raw: msgspec.Raw) -> Any:
+    data = bytes(raw)
+    return msgspec.json.decode(data) if data and not is_large(data) else None
 
 
 def body_fields(request: Request, endpoint: Endpoint, limit_field: str) -> dict[str, Any]:

@@ -8,8 +8,8 @@
 
 It fails on the network as real servers do: 429 with ``retry-after``, web pages, bodies that are
 invalid JSON or truncated, connections that close or stall. ``GET /served`` returns its counts to a
-caller in another process. ``POST …/chat/completions`` also accepts ``stream`` and then sends the
-whole reply as one event.
+caller in another process. ``POST …/chat/completions`` also streams: the role, the pieces of the
+reply, the finish reason, and the usage if it is asked for.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class _RequestBody(msgspec.Struct):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stream: bool = False
+    stream_options: dict[str, Any] | None = None
 
 
 class ReceivedRequest(msgspec.Struct, frozen=True):
@@ -94,8 +95,11 @@ class ScriptedServer:
         host: str = "127.0.0.1",
         port: int = 0,
         keep: bool = True,
+        pieces: int = 1,
+        piece_s: float = 0.0,
     ) -> None:
-        """``port`` 0 uses a free port. Without ``keep``, ``requests`` stays empty."""
+        """``port`` 0 uses a free port. Without ``keep``, ``requests`` stays empty. A streamed reply
+        has ``pieces`` parts, with ``piece_s`` between two of them."""
         self.served = Usage()
         self.requests: list[ReceivedRequest] = []
         self.answered = 0
@@ -108,6 +112,10 @@ class ScriptedServer:
         self._latency_s = latency_s
         self._window = window
         self._keep = keep
+        self._pieces = pieces
+        self._piece_s = piece_s
+        self.num_cut_off = 0
+        """Streams whose client left before their end."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._http = LoopbackServer(self._handle, host, port)
 
@@ -224,11 +232,31 @@ class ScriptedServer:
     def _send(self, exchange: LoopbackExchange, parsed: _RequestBody, sent: dict[str, Any]) -> None:
         if not parsed.stream:
             return exchange.send(200, _encode(sent))
-        for choice in sent["choices"]:
-            choice["delta"] = choice.pop("message")
-        sent["object"] = "chat.completion.chunk"
-        events = b"data: " + _encode(sent) + b"\n\ndata: [DONE]\n\n"
-        return exchange.send(200, events, content_type="text/event-stream")
+        with_usage = (parsed.stream_options or {}).get("include_usage") is True
+        events = [_event(chunk) for chunk in chunks_of(sent, self._pieces, with_usage)]
+        events.append(b"data: [DONE]\n\n")
+        if not self._piece_s:
+            return exchange.send(200, b"".join(events), content_type="text/event-stream")
+        task = asyncio.ensure_future(self._send_slowly(exchange, events))
+        self._tasks.add(task)
+        return task.add_done_callback(self._tasks.discard)
+
+    async def _send_slowly(self, exchange: LoopbackExchange, events: list[bytes]) -> None:
+        exchange.begin("text/event-stream")
+        for event in events:
+            exchange.piece(event)
+            await asyncio.sleep(self._piece_s)
+            if not exchange.is_open:
+                self.num_cut_off += 1
+                return
+        exchange.end()
+
+    def _send_half(self, exchange: LoopbackExchange, parsed: _RequestBody, text: str) -> None:
+        """Send the first half of the stream of ``text``, and close the connection."""
+        chunks = chunks_of(completion(Reply(Message("assistant", text)), parsed.model), 8, False)
+        exchange.begin("text/event-stream")
+        exchange.piece(b"".join(map(_event, chunks[: len(chunks) // 2])))
+        exchange.drop()
 
     def _fail(
         self, exchange: LoopbackExchange, parsed: _RequestBody, step: ScriptedFailure
@@ -257,6 +285,8 @@ class ScriptedServer:
                 sent = completion(Reply(Message("assistant", step.text)), parsed.model)
                 del sent["usage"]
                 self._send(exchange, parsed, sent)
+            case "cut" if parsed.stream:
+                self._send_half(exchange, parsed, step.text)
             case "cut":
                 exchange.drop(b'{"object": "chat.completion", "choices": [')
             case _:
@@ -301,6 +331,34 @@ def completion(reply: Reply, model: str) -> dict[str, Any]:
     if reply.prompt_ids is not None:
         sent["prompt_token_ids"] = reply.prompt_ids
     return sent
+
+
+def chunks_of(sent: dict[str, Any], pieces: int, with_usage: bool) -> list[dict[str, Any]]:
+    """Return the body of a chat completion as the chunks of a stream, with its text in
+    ``pieces``."""
+    head = {name: value for name, value in sent.items() if name not in ("choices", "usage")}
+    head["object"] = "chat.completion.chunk"
+    (choice,) = sent["choices"]
+    message, text = dict(choice["message"]), choice["message"].get("content") or ""
+    rest = {name: value for name, value in choice.items() if name not in ("index", "message")}
+    finish = rest.pop("finish_reason")
+    message["content"] = ""
+    size = max(1, -(-len(text) // max(pieces, 1)))
+    deltas = [{"content": text[at : at + size]} for at in range(0, len(text), size)]
+    calls = [{"index": at, **call} for at, call in enumerate(message.pop("tool_calls", ()))]
+    deltas += [{"tool_calls": [call]} for call in calls]
+    chunks = [
+        {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+        for delta in (message, *deltas)
+    ]
+    chunks.append({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": finish, **rest}]})
+    if with_usage and "usage" in sent:
+        chunks.append({**head, "choices": [], "usage": sent["usage"]})
+    return chunks
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + _encode(chunk) + b"\n\n"
 
 
 def _message(body: _MessageBody) -> Message:

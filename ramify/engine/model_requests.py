@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.clients.base import Client, Request, Tool, reasons
+from ramify.clients.base import Client, ReplyPiece, Request, Tool, reasons
 from ramify.clients.pool import ClientPool
 from ramify.engine import observe, retool
 from ramify.engine.limits import Ledger, Limits, Reservation, ResourceAmount
@@ -31,8 +31,9 @@ from ramify.errors import (
     ReplyFiltered,
     can_be_fixed,
 )
+from ramify.progress import report_text
 from ramify.types.event import AttemptFailed, ReplyReceived, RequestStarted
-from ramify.types.message import Message, Reply, Usage, sendable
+from ramify.types.message import Message, Reply, Usage, encodable, sendable
 from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ class ModelRequests:
                         turn.request,
                         turn,
                         on_send=turn.announce,
+                        on_piece=turn.take_piece,
                         on_retry=lambda text: run.note(call, text),
                         patience_s=run.setup.limits.patience_at(last_word),
                     )
@@ -368,6 +370,8 @@ class TurnRequest:
             unknown_calls=1,
         )
         self._reservation = Reservation(requests.ledger, call.client.name, most, call.client.price)
+        self._arrived: list[str] = []
+        """Text of the attempt in progress, as far as it has arrived."""
         self._excess = ""
         """A sentence, if the reply used more than was reserved."""
 
@@ -424,9 +428,19 @@ class TurnRequest:
             self._requests.run.warn_of_excess(call, self._excess)
         call.advance(self._reused, self._new, reply, reused_ids)
 
+    def take_piece(self, piece: ReplyPiece) -> None:
+        """Show the next part of a reply that is arriving. It is recorded when it is whole, or when
+        the attempt fails."""
+        if piece.text or piece.reasoning:
+            run, call = self._requests.run.recorder.id, self.call
+            is_first = not self._arrived
+            self._arrived.append(piece.text)
+            report_text(run, call.id, self.call.turn, piece.text, piece.reasoning, is_first)
+
     # --- the ``RequestBudget`` of each attempt ----------------------------------------------------
 
     async def reserve(self) -> None:
+        self._arrived.clear()
         await self._reservation.reserve()
         if self._requests.run.suspension is not None:
             self._reservation.free()
@@ -487,6 +501,7 @@ class TurnRequest:
                 error=error,
                 usage=usage,
                 cost=cost,
+                text=encodable("".join(self._arrived)),
             )
         )
         self._requests.over(self)

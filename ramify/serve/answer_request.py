@@ -4,6 +4,7 @@ the progress of its run as text.
     chat_completions.read ─┐
     responses.read ────────┴─> AnswerRequest ──prompt.py──> context and question ──> run
     events of the run ──apply──> pending text ──texts──> streaming response
+    replies as they arrive ────────┘
 
 Fields without an effect here (``user``, ``metadata``, ``reasoning_effort``, …) are accepted and
 ignored. A field that would change the answer but is not supported is rejected by name, so that no
@@ -29,6 +30,7 @@ from ramify.clients.base import Sampling
 from ramify.engine.limits import Limits
 from ramify.engine.run_handle import Result, RunHandle
 from ramify.http_server.rejections import RequestRejected
+from ramify.progress import ArrivingText, watch_text
 from ramify.serve.caller_tools import ToolOffer
 from ramify.types.event import (
     AnyEvent,
@@ -321,10 +323,25 @@ class RunProgress:
         """Whether a model has answered, which shows that the request is valid."""
         self._roots: set[str] = set()
         """Ids of the sessions at depth 0: the root and its branches."""
+        self._arrived: dict[str, _ArrivedReply] = {}
+        """Session -> its reply that is arriving."""
 
     def text_of(self, event: AnyEvent) -> str:
         """Return the progress text of ``event`` with its newline; empty if there is none."""
         return encodable(self._text(event))
+
+    def arrived(self, part: ArrivingText) -> str:
+        """Return the progress text of a part of a reply; empty if it is not one of the root's."""
+        if part.call not in self._roots:
+            return ""
+        self.has_reply = True
+        if part.is_first:
+            begun = self._arrived.pop(part.call, None)
+            self._arrived[part.call] = _ArrivedReply()
+            again = "\n" if begun is not None and begun.is_shown else ""
+            return encodable(again + self._arrived[part.call].add(part))
+        reply = self._arrived.get(part.call)
+        return encodable(reply.add(part)) if reply is not None else ""
 
     def _text(self, event: AnyEvent) -> str:
         match event:
@@ -336,6 +353,9 @@ class RunProgress:
                 return f"call {event.id} ({event.kind}): {_line(event.question)}\n"
             case ReplyReceived():
                 self.has_reply = True
+                begun = self._arrived.pop(event.call, None)
+                if begun is not None and begun.is_shown:
+                    return begun.end()
                 content = event.reply.message.content.strip()
                 return (
                     f"turn {event.turn + 1}\n{_cut(content)}\n"
@@ -365,6 +385,26 @@ class RunProgress:
                 return ""
 
 
+class _ArrivedReply:
+    """Progress text of one reply of the root, as it arrives."""
+
+    def __init__(self) -> None:
+        self.is_shown = False
+        self._num_chars = 0
+
+    def add(self, part: ArrivingText) -> str:
+        text = part.text if self.is_shown else part.text.lstrip()
+        if not text:
+            return ""
+        head = "" if self.is_shown else f"turn {part.turn + 1}\n"
+        shown = text[: max(0, _MOST_CHARS - self._num_chars)]
+        self.is_shown, self._num_chars = True, self._num_chars + len(text)
+        return head + shown
+
+    def end(self) -> str:
+        return " […]\n" if self._num_chars > _MOST_CHARS else "\n"
+
+
 def _cut(text: str) -> str:
     return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]} […]"
 
@@ -380,14 +420,25 @@ class RequestWatcher:
     def __init__(self) -> None:
         self._progress = RunProgress()
         self._pending: list[str] = []
+        self._watching = contextlib.ExitStack()
         self._wake = asyncio.Event()
         self._end: asyncio.Future[Result] | None = None
         self.running: RunHandle | None = None
 
     def begin(self, running: RunHandle) -> None:
         self.running = running
+        self._watching.enter_context(watch_text(running.id, self._arrive))
         self._end = asyncio.ensure_future(running.result())
-        self._end.add_done_callback(lambda _: self._wake.set())
+        self._end.add_done_callback(self._ended)
+
+    def _ended(self, _: asyncio.Future[Result]) -> None:
+        self._watching.close()
+        self._wake.set()
+
+    def _arrive(self, part: ArrivingText) -> None:
+        if text := self._progress.arrived(part):
+            self._pending.append(text)
+        self._wake.set()
 
     def apply(self, event: AnyEvent) -> None:
         if text := self._progress.text_of(event):

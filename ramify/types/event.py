@@ -108,6 +108,8 @@ class AttemptFailed(Event, frozen=True, tag="Attempted"):
     usage: Usage = Usage()
     """Upper bound, with ``unknown_calls`` set, if the attempt may have been billed."""
     cost: float | None = None
+    text: str = ""
+    """Part of the reply that had arrived."""
 
 
 class ReplyReceived(Event, frozen=True, tag="Replied"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import selectors
 import ssl
 import subprocess
 from collections.abc import Callable, Coroutine
@@ -107,3 +108,34 @@ def server_tls(certificate: tuple[Path, Path]) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*certificate)
     return context
+
+
+class SkippingSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+    """Skips the time in which nothing happens."""
+
+    skipped_s = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        if timeout is None or timeout <= 0:
+            return super().select(timeout)
+        ready = super().select(min(timeout, 0.002))
+        if not ready:
+            self.skipped_s += timeout
+        return ready
+
+
+class SkippingLoop(asyncio.SelectorEventLoop):
+    """An event loop in which every timer ends at once if nothing else can happen."""
+
+    def __init__(self) -> None:
+        self._skipping = SkippingSelector()
+        super().__init__(self._skipping)
+
+    def time(self) -> float:
+        return super().time() + self._skipping.skipped_s
+
+
+def run_skipping(main: Coroutine[Any, Any, Any]) -> Any:
+    """Run ``main`` on a ``SkippingLoop``."""
+    with asyncio.Runner(loop_factory=SkippingLoop) as runner:
+        return runner.run(main)

@@ -67,6 +67,8 @@ def test_minimal_request_body_and_headers():
         "model": "org/model",
         "messages": [{"role": "user", "content": "hi there"}],
         "max_tokens": 64,
+        "stream": True,
+        "stream_options": {"include_usage": True},
     }
     assert (received.path, received.headers["authorization"]) == (
         "/v1/chat/completions",

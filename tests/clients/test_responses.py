@@ -62,6 +62,7 @@ def test_request_with_tools_and_its_reply() -> None:
         ],
         "max_output_tokens": 64,
         "store": False,
+        "stream": True,
         "temperature": 0.5,
         "text": {
             "format": {"type": "json_schema", "name": "answer", "strict": True, "schema": schema}

@@ -80,11 +80,19 @@ def test_chat_completion_response():
     }
 
 
-def test_streamed_reply_is_one_event():
-    (status, headers, body), *_ = answers(["hello"], ASK | {"stream": True})[0]
-    event, done, _ = body.decode().split("\n\n")
+@pytest.mark.parametrize("with_usage", [False, True])
+def test_streamed_reply_is_a_series_of_chunks(with_usage):
+    options = {"stream_options": {"include_usage": True}} if with_usage else {}
+    (status, headers, body), *_ = answers(["hello"], ASK | {"stream": True} | options)[0]
+    *events, done, _ = body.decode().split("\n\n")
     assert (status, headers["Content-Type"], done) == (200, "text/event-stream", "data: [DONE]")
-    assert json.loads(event.removeprefix("data: "))["choices"][0]["delta"]["content"] == "hello"
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert [
+        (choice["delta"].get("content"), choice["finish_reason"])
+        for chunk in chunks
+        for choice in chunk["choices"]
+    ] == [("", None), ("hello", None), (None, "stop")]
+    assert ["usage" in chunk for chunk in chunks] == [False] * 3 + [True] * with_usage
 
 
 def test_scripted_failures_become_http_responses():

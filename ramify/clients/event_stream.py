@@ -1,0 +1,59 @@
+"""Server-sent events: bytes of a stream in, the data of each event out.
+
+    b'data: {"a": 1}\\n\\n: ping\\n\\nda'   ->  [b'{"a": 1}']; the rest waits for more bytes
+
+Names of events, ids and comments are skipped, because every provider repeats the name in the data.
+Not here: what the data means (see ``chat_json.py``, ``responses_json.py`` and ``anthropic.py``).
+"""
+
+from __future__ import annotations
+
+from ramify.clients.compression import too_long
+
+
+class EventStream:
+    """Splits one stream into events."""
+
+    def __init__(self, max_event_bytes: int) -> None:
+        self._max_event_bytes = max_event_bytes
+        self._begun: list[bytes] = []
+        """Pieces of a line that has no end yet."""
+        self._data: list[bytes] = []
+        """Lines of data of an event that has no end yet."""
+        self._num_waiting = 0
+        """Bytes in both lists."""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the data of the events that are complete now. Raises BadReply if one of them is
+        too long."""
+        *lines, rest = data.split(b"\n")
+        events: list[bytes] = []
+        for line in lines:
+            if self._begun:
+                self._begun.append(line)
+                line = b"".join(self._begun)
+                self._begun.clear()
+            self._read_line(line, events)
+        if rest:
+            self._begun.append(rest)
+            self._count(len(rest))
+        return events
+
+    def end(self) -> list[bytes]:
+        """Return the data of a last event whose end is missing."""
+        return self.feed(b"\n\n") if self._begun or self._data else []
+
+    def _read_line(self, line: bytes, events: list[bytes]) -> None:
+        line = line.removesuffix(b"\r")
+        if line.startswith(b"data:"):
+            self._data.append(line[6:] if line[5:6] == b" " else line[5:])
+            self._count(len(line))
+        elif not line and self._data:
+            events.append(self._data[0] if len(self._data) == 1 else b"\n".join(self._data))
+            self._data.clear()
+            self._num_waiting = 0
+
+    def _count(self, size: int) -> None:
+        self._num_waiting += size
+        if self._num_waiting > self._max_event_bytes:
+            raise too_long(self._max_event_bytes)

@@ -1,0 +1,289 @@
+"""Requests to a provider's JSON API: sent once, answered whole or as a stream of events, checked.
+
+    fields ── POST ──┬── application/json                     ──┬── body ── decode_reply ──> Reply
+                     ├── text/event-stream   ── ReplyStream ────┘
+                     │                             └── on_piece, for each piece
+                     └── any other status                     ── ModelError
+
+The clients of all providers use it, so statuses, redirects, web pages and broken streams mean the
+same everywhere. Replies are streamed unless the user says otherwise: a long reply then has an idle
+time-out instead of a total one, and a request that is cancelled stops costing. A stream is put
+together to the body that the server would have sent without streaming, so both are read by the same
+code. A server that refuses to stream, or whose streams do not count tokens, is asked without
+streaming from then on, because a budget needs the count.
+
+Not here: what requests and replies contain (see ``chat_json.py``, ``responses_json.py`` and
+``messages_json.py``), bounds on replies (see ``reply_decoding.py``), and time-outs (see
+``pool.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from types import ModuleType
+from typing import Any, Protocol
+
+import msgspec
+
+from ramify.clients import chat_json
+from ramify.clients.base import OnPiece, ReplyBound, ReplyPiece
+from ramify.clients.chat_json import from_body, from_status, redacted
+from ramify.clients.compression import too_long
+from ramify.clients.event_stream import EventStream
+from ramify.clients.http_transport import HttpConnectionPool, HttpExchange, HttpResponse, route_to
+from ramify.clients.providers import Endpoint
+from ramify.clients.reply_decoding import NoReply, Undecodable, decode_reply, is_large
+from ramify.errors import BadReply, ModelError, ReplyLost
+from ramify.logging import RoomLogger
+from ramify.types.message import Reply
+
+_log = RoomLogger("clients")
+_END_S = 0.25
+"""Seconds that the end of the body may take after the last event, to keep the connection."""
+_MOST_OVERHEAD = 16
+"""Bytes of a stream for each byte of the longest honest body: every token has an event."""
+_ABOUT_STREAMS = re.compile(r"\bstream(ing|ed|_options)?\b", re.IGNORECASE)
+_REFUSALS = (400, 404, 405, 406, 415, 422, 501)
+_STATUS_OF_ERROR = {
+    "invalid_request_error": 400,
+    "authentication_error": 401,
+    "permission_error": 403,
+    "rate_limit_error": 429,
+    "overloaded_error": 529,
+}
+"""Names of errors that arrive within a stream -> the status that they would have had before it."""
+
+
+class ReplyStream(Protocol):
+    """Puts the events of one streamed reply together."""
+
+    @property
+    def is_done(self) -> bool:
+        """True after the event that says so."""
+        ...
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the reply is complete although no event says so."""
+        ...
+
+    @property
+    def error(self) -> Any:
+        """Error that the server sent in the stream, or None."""
+        ...
+
+    def add(self, event: bytes) -> tuple[str, str]:
+        """Return the (text, reasoning) that the event adds. Raises msgspec.DecodeError."""
+        ...
+
+    def body(self) -> bytes:
+        """Return the body that the server would have sent without streaming."""
+        ...
+
+
+class JsonApi:
+    """One URL of one provider, with the form of its answers."""
+
+    def __init__(
+        self,
+        name: str,
+        endpoint: Endpoint,
+        wire: HttpConnectionPool,
+        format: ModuleType,
+        *,
+        streams: bool = True,
+    ) -> None:
+        """``format`` is a module such as ``chat_json.py``: with ``decode`` and ``read`` for whole
+        bodies, ``new_stream``, ``STREAM_FIELDS``, which ask for a stream that counts its tokens,
+        and ``KIND``, the name of an answer in errors."""
+        is_named = endpoint.url.removesuffix("/chat/completions") in name
+        self.where = name if is_named else f"{name} at {endpoint.url}"
+        """Model and address. A name of the form ``provider:model@URL`` already contains both."""
+        self._streams = streams
+        self._name = name
+        self._endpoint = endpoint
+        self._wire = wire
+        self._format = format
+        self._route = route_to(endpoint.url, endpoint.headers)
+
+    async def ask(
+        self,
+        fields: dict[str, Any],
+        bound: ReplyBound,
+        on_piece: OnPiece | None,
+        *,
+        whole: bool = False,
+    ) -> tuple[Reply, bytes]:
+        """Send ``fields`` and return (reply, body that it was read from). Raises ModelError.
+        ``whole`` asks for this reply without streaming."""
+        is_streamed = self._streams and not whole and "stream" not in fields
+        if is_streamed:
+            fields = {**fields, **self._format.STREAM_FIELDS}
+        data, has_stream = chat_json.encode(fields), False
+        started = time.perf_counter()
+        async with self._wire.send(self._name, self._route, data, bound.bytes) as exchange:
+            kind = exchange.headers.get("content-type", "")
+            is_good = exchange.status // 100 == 2
+            if is_good and kind.lower().startswith("text/event-stream"):
+                body, has_stream = await self._streamed(exchange, bound, on_piece), True
+                answer = HttpResponse(exchange.status, exchange.headers, body)
+            else:
+                answer = await exchange.read()
+        seconds = time.perf_counter() - started
+        if not is_good:
+            error = self._refusal(answer)
+            about_streams = answer.status in _REFUSALS and _ABOUT_STREAMS.search(str(error))
+            if is_streamed and about_streams and not error.transient:
+                self._stop_streaming(str(error))
+                error.transient = True
+            raise error
+        reply = await self._read(answer, bound)
+        if has_stream and not reply.usage.calls:
+            self._stop_streaming("its streams do not count tokens")
+        return msgspec.structs.replace(reply, seconds=seconds), answer.body
+
+    def _bad(self, what: str, *, paid: bool = True) -> BadReply:
+        error = BadReply(f"{self.where} {what}")
+        error.may_be_paid = paid
+        return error
+
+    def _refusal(self, answer: HttpResponse) -> ModelError:
+        if 300 <= answer.status < 400:
+            moved = self._bad(
+                f"moved to {answer.headers.get('location', '?')}; use that as the base URL",
+                paid=False,
+            )
+            moved.transient = False
+            return moved
+        return from_status(
+            self.where,
+            answer.status,
+            answer.headers,
+            answer.body,
+            key_variable=self._endpoint.provider.key_variables[0],
+            secrets=(self._endpoint.secret,),
+        )
+
+    # --- a stream -----------------------------------------------------------------------------
+
+    async def _streamed(
+        self, exchange: HttpExchange, bound: ReplyBound, on_piece: OnPiece | None
+    ) -> bytes:
+        """Read a stream to its end, report the pieces as they arrive, and return the body."""
+        stream: ReplyStream = self._format.new_stream()
+        events, num_bytes, num_chars = EventStream(bound.bytes), 0, 0
+        while not stream.is_done:
+            data = await exchange.receive()
+            piece = self._added(stream, events.feed(data) if data else events.end())
+            num_bytes += len(data)
+            num_chars += len(piece.text) + len(piece.reasoning)
+            if num_bytes > _MOST_OVERHEAD * bound.bytes or num_chars > bound.chars:
+                raise self._too_much(too_long(bound.bytes))
+            if on_piece is not None:
+                on_piece(piece)
+            if stream.error is not None:
+                raise self._error_in_stream(stream.error)
+            if not data:
+                break
+        if not (stream.is_done or stream.is_whole):
+            raise ReplyLost(
+                f"{self.where}: the stream ended before the reply was whole; if the server cannot "
+                "stream, give Model(…, stream=False)"
+            )
+        if not exchange.is_complete:
+            with contextlib.suppress(TimeoutError, ModelError):
+                async with asyncio.timeout(_END_S):
+                    while await exchange.receive():
+                        pass
+        return stream.body()
+
+    def _added(self, stream: ReplyStream, events: list[bytes]) -> ReplyPiece:
+        """Add ``events`` to ``stream`` and return what they add together."""
+        texts, thoughts = list[str](), list[str]()
+        for event in events:
+            if stream.is_done:
+                break
+            if not self._format.HAS_LAST_BODY and is_large(event):
+                # Decoding it would stop the event loop. A whole body is decoded elsewhere.
+                self._stop_streaming(f"one event has {len(event):,} bytes")
+                raise self._bad(f"sent an event of {len(event):,} bytes in a stream")
+            try:
+                text, thought = stream.add(event)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise self._unreadable("sent an event", event, str(error)) from None
+            except ValueError as error:
+                raise self._bad(str(error)) from None
+            if text:
+                texts.append(text)
+            if thought:
+                thoughts.append(thought)
+        return ReplyPiece("".join(texts), "".join(thoughts))
+
+    def _error_in_stream(self, reported: Any) -> ModelError:
+        if isinstance(reported, dict) and not isinstance(reported.get("code"), int):
+            status = _STATUS_OF_ERROR.get(str(reported.get("type")))
+            reported = {**reported, "code": status} if status else reported
+        return from_body(
+            self.where,
+            {},
+            msgspec.json.encode({"error": reported}),
+            reported,
+            is_beside_reply=True,
+            key_variable=self._endpoint.provider.key_variables[0],
+            secrets=(self._endpoint.secret,),
+        )
+
+    def _stop_streaming(self, why: str) -> None:
+        if self._streams:
+            self._streams = False
+            text = f"{self._name}: replies are no longer streamed ({why})"
+            _log.info("streaming_off", text, model=self._name)
+
+    # --- a body -------------------------------------------------------------------------------
+
+    async def _read(self, answer: HttpResponse, bound: ReplyBound) -> Reply:
+        try:
+            return await decode_reply(self._format, answer.body, self._endpoint.model, bound)
+        except NoReply as error:
+            raise self._no_reply(answer, error) from None
+        except Undecodable as error:
+            raise self._not_json(answer, error) from None
+        except ValueError as error:
+            raise self._bad(str(error)) from None
+        except BadReply as error:
+            raise self._too_much(error) from None
+
+    def _too_much(self, error: BadReply) -> BadReply:
+        located = self._bad(f"was refused: {error}")
+        located.transient = error.transient
+        return located
+
+    def _not_json(self, answer: HttpResponse, error: Undecodable) -> BadReply:
+        kind = answer.headers.get("content-type", "no content type")
+        if "html" in kind.lower() or answer.body[:2000].lstrip()[:1] == b"<":
+            has_path = re.search(r"/v1/[\w/]+$|/responses$", self._endpoint.url)
+            hint = "" if has_path else ": most end in /v1"
+            text = f"answered {kind} instead of JSON; check the base URL{hint}"
+            return self._bad(text, paid=False)
+        return self._unreadable(f"answered {kind}", answer.body, str(error))
+
+    def _no_reply(self, answer: HttpResponse, found: NoReply) -> ModelError:
+        if not found.has_error:
+            kind = self._format.KIND
+            return self._bad(f"sent a reply without choices; is it a {kind}s endpoint?")
+        return from_body(
+            self.where,
+            answer.headers,
+            answer.body,
+            {"code": found.code},
+            is_beside_reply=found.is_beside_reply,
+            key_variable=self._endpoint.provider.key_variables[0],
+            secrets=(self._endpoint.secret,),
+        )
+
+    def _unreadable(self, did: str, data: bytes, why: str) -> BadReply:
+        start = redacted(data[:2000].decode("utf-8", "replace"), (self._endpoint.secret,))[:80]
+        return self._bad(f"{did} that is not a {self._format.KIND} ({why}): {start!r}")

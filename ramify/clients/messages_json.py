@@ -1,0 +1,202 @@
+"""JSON of Anthropic's messages API: a body, or the events of a stream, to a ``Reply``.
+
+    {"content": [{"type": "text", "text": "hi"}], "stop_reason": "end_turn"}  ->  Reply(…, "stop")
+
+Thinking becomes ``reasoning``. Not here: requests (see ``anthropic.py``) and sending (see
+``json_api.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ramify.clients.base import counted, finish_of
+from ramify.clients.chat_json import decode_body, encode, named, text_in
+from ramify.types.message import Message, Reply, ToolCall, Usage
+
+KIND = "message"
+STREAM_FIELDS = {"stream": True}
+"""Fields that ask for a stream, which always counts its tokens."""
+HAS_LAST_BODY = False
+
+Blocks = list[dict[str, Any]]
+
+
+class MessageBody(msgspec.Struct):
+    """The fields of a server's response that are read."""
+
+    content: list[dict[str, Any]] | None = None
+    stop_reason: str | msgspec.UnsetType | None = msgspec.UNSET
+    usage: Any = None
+    model: Any = None
+    error: Any = None
+
+    @property
+    def choices(self) -> list[Any]:
+        """What the server sent as its reply. It may be empty, but not missing."""
+        return [] if self.content is None else [self.content]
+
+    @property
+    def num_items(self) -> int:
+        return len(self.content or ())
+
+
+_decoder = msgspec.json.Decoder(MessageBody)
+
+
+def decode(body: bytes) -> MessageBody:
+    """Decode a response. Raises msgspec.DecodeError."""
+    return decode_body(_decoder, body)
+
+
+class _StreamEvent(msgspec.Struct):
+    type: str = ""
+    index: int = 0
+    message: MessageBody | None = None
+    content_block: dict[str, Any] | None = None
+    delta: dict[str, Any] | None = None
+    usage: Any = None
+    error: Any = None
+
+
+_decoder_of_events = msgspec.json.Decoder(_StreamEvent)
+_DELTAS = {
+    "text_delta": "text",
+    "thinking_delta": "thinking",
+    "signature_delta": "signature",
+    "input_json_delta": "partial_json",
+}
+"""Kind of a delta -> its field with text to append."""
+
+
+class MessageReplyStream:
+    """Puts the events of one streamed message together."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.error: Any = None
+        self._body = MessageBody()
+        self._blocks: dict[int, dict[str, Any]] = {}
+        self._parts: dict[tuple[int, str], list[str]] = {}
+        """(Index of a block, field) -> parts of its text."""
+
+    @property
+    def is_whole(self) -> bool:
+        return isinstance(self._body.stop_reason, str)
+
+    def add(self, event: bytes) -> tuple[str, str]:
+        part = decode_body(_decoder_of_events, event)
+        match part.type:
+            case "message_start" if part.message is not None:
+                self._body = part.message
+            case "content_block_start" if part.content_block is not None:
+                self._blocks[part.index] = dict(part.content_block)
+            case "content_block_delta" if part.delta is not None:
+                return self._add_delta(part.index, part.delta)
+            case "message_delta":
+                reason = (part.delta or {}).get("stop_reason")
+                self._body.stop_reason = reason if isinstance(reason, str) else None
+                self._count(part.usage)
+            case "message_stop":
+                self.is_done = True
+            case "error":
+                self.error = part.error or {}
+            case _:
+                pass  # a sign of life, or the end of a block
+        return "", ""
+
+    def body(self) -> bytes:
+        for (index, field), parts in self._parts.items():
+            block, text = self._blocks[index], "".join(parts)
+            if field == "partial_json":
+                block["input"] = arguments_of(text) if text else {}
+            else:
+                block[field] = f"{block.get(field) or ''}{text}"
+        if self._blocks:
+            self._body.content = [self._blocks[index] for index in sorted(self._blocks)]
+        return encode(self._body)
+
+    def _add_delta(self, index: int, delta: dict[str, Any]) -> tuple[str, str]:
+        field = _DELTAS.get(str(delta.get("type")), "")
+        text = delta.get(field)
+        if not isinstance(text, str) or not text:
+            return "", ""
+        self._blocks.setdefault(index, {"type": field})
+        self._parts.setdefault((index, field), []).append(text)
+        return (text if field == "text" else ""), (text if field == "thinking" else "")
+
+    def _count(self, usage: Any) -> None:
+        """Take the last counts. They are totals, and those that do not change may be missing."""
+        if isinstance(usage, dict):
+            before = self._body.usage if isinstance(self._body.usage, dict) else {}
+            known = {name: count for name, count in usage.items() if count is not None}
+            self._body.usage = {**before, **known}
+
+
+new_stream = MessageReplyStream
+
+
+def read(body: MessageBody, blocks: Blocks, model: str, seconds: float) -> Reply:
+    """Return ``body`` as a ``Reply``. Raises ValueError if it contradicts itself."""
+    texts = [text_in(block, "text") for block in blocks if block.get("type") == "text"]
+    thoughts = [text_in(block, "thinking") for block in blocks if block.get("type") == "thinking"]
+    message = Message(
+        role="assistant",
+        content="".join(texts),
+        reasoning="".join(thoughts) or None,
+        tool_calls=tuple(
+            ToolCall(
+                str(block.get("id")),
+                str(block.get("name")),
+                msgspec.json.encode(block.get("input")).decode(),
+            )
+            for block in blocks
+            if block.get("type") == "tool_use"
+        ),
+    )
+    finish = finish_of(body.stop_reason, model)
+    return Reply(
+        message,
+        _usage(body.usage),
+        finish,
+        model=named(body.model, model),
+        seconds=seconds,
+        filter=str(body.stop_reason) if finish == "content_filter" else "",
+    )
+
+
+def thoughts_in(body: bytes) -> Blocks:
+    """Return the signed thinking blocks of a whole body."""
+    kinds = ("thinking", "redacted_thinking")
+    return [block for block in decode(body).content or () if block.get("type") in kinds]
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """Return the arguments of a tool call as the API wants them."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return {"unparsed": text}
+
+
+def _usage(reported: Any) -> Usage:
+    """Usage of a reply. The prompt is the sum of fresh, cache-read and cache-written tokens."""
+    fields = reported if isinstance(reported, dict) else {}
+    parts = [
+        fields.get("input_tokens"),
+        fields.get("cache_read_input_tokens") or 0,
+        fields.get("cache_creation_input_tokens") or 0,
+    ]
+    details = fields.get("output_tokens_details")
+    thinking = details.get("thinking_tokens") if isinstance(details, dict) else None
+    counts = [counted(part, 0).input_tokens if counted(part, 0).calls else None for part in parts]
+    prompt_tokens = None if None in counts else sum(filter(None, counts))
+    return counted(
+        prompt_tokens,
+        fields.get("output_tokens"),
+        cached=counts[1],
+        stored=counts[2],
+        reasoning=thinking,
+    )
