@@ -12,6 +12,7 @@ train/advantages/sft.py).
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +95,11 @@ def demos(
     concurrency = 16 if concurrency is None else concurrency
     if concurrency < 1:
         raise UsageError(f"--concurrency {concurrency}: give at least 1")
+    least = 1.0 if min_reward is None else min_reward
+    if math.isnan(least):
+        raise UsageError("--min-reward nan: give a number")
+    if max_run_cost is not None and max_cost is None:
+        raise UsageError("--max-run-cost needs --max-cost, the limit over all demonstrations")
     _check_is_bounded(settings, max_cost)
     plan = _plan(words, settings, num, attempts, seed)
     with ProgressScreen(notes, form_of(settings.get("progress"), notes)) as screen:
@@ -107,7 +113,8 @@ def demos(
 
 
 def _check_is_bounded(settings: dict[str, Any], max_cost: float | None) -> None:
-    """Raise UsageError for a model that costs money without a limit over all demonstrations."""
+    """Raise UsageError for a model that costs money without a limit over all demonstrations, and
+    for a limit that cannot be kept because no price is known."""
     from ramify.clients.providers import PriceTable
 
     prices = PriceTable.load()
@@ -116,6 +123,11 @@ def _check_is_bounded(settings: dict[str, Any], max_cost: float | None) -> None:
         if max_cost is None and price is not None and (price.input or price.output):
             raise UsageError(
                 f"{name} costs money: give --max-cost, in dollars for all demonstrations together"
+            )
+        if max_cost is not None and price is None:
+            raise UsageError(
+                f"--max-cost cannot be kept: {name} has no known price; remove it, or add the "
+                "price to a table (RAMIFY_PRICES)"
             )
 
 

@@ -71,7 +71,10 @@ WRONG = {
         (["needle", "--out", "o"], "--model is missing"),
         ([*M, "needle", "--out", "o", "--num", "0"], "cannot evaluate 0 items"),
         ([*M, "nedle", "--out", "o"], "unknown task 'nedle': did you mean 'needle'"),
-        ([*M, "needle", "--out", "o", "--max-cost", "-1"], "a budget of $-1"),
+        (["needle", "-m", "tiny", "--out", "o", "--max-cost", "-1"], "a budget of $-1"),
+        ([*M, "needle", "--out", "o", "--max-cost", "1"], "has no known price"),
+        ([*M, "needle", "--out", "o", "--max-run-cost", "1"], "--max-run-cost needs --max-cost"),
+        ([*M, "needle", "--out", "o", "--min-reward", "nan"], "--min-reward nan"),
     ),
     "train": (
         ([], "give one recipe"),
@@ -175,6 +178,7 @@ def test_wrong_command_line_exits_with_usage_error(
 VALID_ARGUMENTS = {
     "ask": [*M, "q"],
     "eval": [*M, "needle"],
+    "demos": ["-m", "tiny", "needle", "--out", "demos", "--max-cost", "1"],
     "train": [R],
     "cluster plan": [R],
     "cluster simulate": ["nowhere"],
@@ -193,6 +197,9 @@ WRONG_VALUES = {
     **dict.fromkeys(("max_sub_reply_tokens", "max_reasoning_tokens"), "-1"),
     **dict.fromkeys(("max_seconds", "max_turns", "max_tokens", "max_reply_tokens"), "0"),
     **dict.fromkeys(("max_concurrency", "branches", "items", "n", "k", "concurrency"), "0"),
+    **dict.fromkeys(("num", "attempts"), "0"),
+    "max_run_cost": "-1",
+    "min_reward": "nan",
     **dict.fromkeys(("restarts", "nodes", "devices", "engine_devices", "engines", "slots"), "0"),
     **dict.fromkeys(("ranks", "group", "last", "steps", "max_runs"), "0"),
     **dict.fromkeys(("staleness", "grace_steps", "straggler_factor", "scaling", "mfu"), "-1"),
@@ -220,7 +227,7 @@ WRONG_VALUES = {
     "weight_sync": "nowhere:Sync",
     "call": "9.9",
 }
-ANY_VALUE = {("eval", "seed"), ("cluster simulate", "seed"), ("view", "export")}
+ANY_VALUE = {("eval", "seed"), ("demos", "seed"), ("cluster simulate", "seed"), ("view", "export")}
 ANY_VALUE |= {(each, "name") for each in ("serve", "serve-policy")}
 ANY_VALUE |= {("runs review", "label"), ("runs review", "note")}
 ANY_VALUE |= {("train", "resume")}  # covered in WRONG: it replaces the recipe
