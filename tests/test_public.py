@@ -40,7 +40,7 @@ PUBLIC = {
     """,
     "ramify.evaluate": """
         AttemptOutcome AttemptTotals Evaluation EvaluationPlan EvaluationReport MeanEstimate
-        ReportRow TaskEnv difference evaluate harness majority_at_k mean_with_interval
+        ReportRow RewardModel TaskEnv difference evaluate harness majority_at_k mean_with_interval
         paired_difference pass_at_k report table taskset text_env
     """,
     "ramify.inference": """

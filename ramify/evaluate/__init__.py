@@ -8,6 +8,7 @@
     run           EvaluationPlan evaluate Evaluation AttemptOutcome
     figures       report table difference EvaluationReport ReportRow AttemptTotals
     statistics    pass_at_k majority_at_k mean_with_interval paired_difference MeanEstimate
+    rewards       RewardModel (behind HTTP)
     for others    text_env TaskEnv (SkyRL-gym, Gymnasium), taskset harness (verifiers)
 
 These are all the public names (``__all__``); modules below this package are private.
