@@ -38,7 +38,7 @@ _LONGEST_WAIT_S = 5.0
 
 
 def question_and_answer(question: str, answer: str) -> str:
-    """The text of a rollout for a reward model without a template of its own."""
+    """The text of a rollout for a reward model that has no template."""
     return f"{question}\n\n{answer}"
 
 
