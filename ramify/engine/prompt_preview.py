@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.clients.base import Client, Price, Request, RequestBudget, Tool
+from ramify.clients.base import Client, OnPiece, Price, Request, RequestBudget, Tool
 from ramify.clients.model import Model
 from ramify.clients.pool import ClientPool
 from ramify.engine.event_recorder import EventRecorder
@@ -129,6 +129,7 @@ class _PreviewPool(ClientPool):
         patience_s: float = 0.0,
         *,
         on_send: Callable[[], None] | None = None,
+        on_piece: OnPiece | None = None,
     ) -> Reply:
         call: Any = getattr(account, "call")  # noqa: B009 -- the engine's account of one turn
         if self.kept is None and call.depth < self._depth:
