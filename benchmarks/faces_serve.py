@@ -40,7 +40,7 @@ SYSTEM = "You drive a session; FINAL ends it. {{tools}}{{limits}}"
 
 def model(messages: tuple[Message, ...]) -> str:
     """Two turns in a session that repeat the number in the question again and again."""
-    if messages[0].content != SYSTEM:
+    if not messages[0].content.startswith("You drive a session"):
         return f"re: {messages[-1].content}"
     number = re.search(r"client (\d+)", messages[1].content)[1]  # type: ignore[index]
     if sum(message.role == "assistant" for message in messages) == 0:

@@ -1,8 +1,8 @@
 """``ramify serve`` and ``ramify mcp``: servers that answer each request with a recursive run.
 
-``serve`` has the OpenAI API; ``mcp`` offers a tool over stdin and stdout that answers questions
-over files. The first Ctrl-C or SIGTERM stops new requests and gives the current runs a grace
-period; the second ends the server at once. Not here: the servers themselves (see
+``serve`` has the OpenAI API; ``mcp`` offers a tool, over stdin and stdout or over HTTP, that
+answers questions over files. The first Ctrl-C or SIGTERM stops new requests and gives the current
+runs a grace period; the second ends the server at once. Not here: the servers themselves (see
 ramify/serve/run_server.py and ramify/serve/mcp_server.py).
 """
 
@@ -30,6 +30,7 @@ from ramify.store.private_files import make_folder
 
 if TYPE_CHECKING:
     from ramify.engine.mcp_tools import McpTools
+    from ramify.engine.rlm import RLM
     from ramify.serve.keys import ApiKeys
     from ramify.serve.run_server import RunServer
     from ramify.store.store import Store
@@ -182,6 +183,11 @@ async def _serve(server: RunServer, grace_s: float, notes: StderrNotes) -> None:
 
 
 def mcp(words: list[str], **given: Any) -> int:
+    http = given.pop("http")
+    listening = {option.name: given.pop(option.name) for option in listen_options(PORT)}
+    unused = next((name for name, value in listening.items() if value is not None), None)
+    if unused is not None and not http:
+        raise UsageError(f"--{unused.replace('_', '-')} is about HTTP: add --http")
     settings, notes = begin(given, "mcp")
     if settings is None:
         return ExitCode.USAGE
@@ -191,10 +197,31 @@ def mcp(words: list[str], **given: Any) -> int:
     from ramify.serve.mcp_server import run
 
     with exporting(notes), mcp_tools(settings) as tools:
-        rlm = make_rlm(settings, sandbox_spec(settings), open_store(settings), tools)
+        store = open_store(settings)
+        rlm = make_rlm(settings, sandbox_spec(settings), store, tools)
+        roots = words or ["."]
         with ends_if_blocked("ramify ask --resume {run}"):
-            asyncio.run(run(rlm, words or ["."]))
+            if http:
+                asyncio.run(_mcp_http(rlm, roots, listening, store))
+            else:
+                asyncio.run(run(rlm, roots))
     return ExitCode.ANSWERED
+
+
+async def _mcp_http(
+    rlm: RLM, roots: list[str], listening: dict[str, Any], store: Store | None
+) -> None:
+    from ramify.http_server.capacity import raise_descriptor_limit
+    from ramify.serve.mcp_http import McpHttpServer
+
+    raise_descriptor_limit()
+    stopped = asyncio.Event()
+    on_stop(stopped.set)
+    address = listen_address(listening, "mcp", PORT, store.root if store is not None else None)
+    key = chosen_key(listening)
+    async with McpHttpServer(rlm, roots, address=address, key=key) as server:
+        announce("mcp", server.url, address, "" if key else server.key)
+        await stopped.wait()
 
 
 COMMANDS = (
@@ -209,12 +236,16 @@ Point any OpenAI client at this server's base URL. The options of ask limit each
     CommandSpec(
         name="mcp",
         about="""\
-Run an MCP (Model Context Protocol) server over standard input and output. Its tool `ask` answers
-questions over the files below each ROOT (default: the current folder). The options of ask set the
-limits of each question.""",
+Run an MCP (Model Context Protocol) server over standard input and output, or over HTTP. Its tool
+`ask` answers questions over the files below each ROOT (default: the current folder). The options of
+ask set the limits of each question.""",
         run=mcp,
         words="ROOT…",
         max_words=None,
-        options=LIMITS,
+        options=(
+            OptionSpec("http", bool, "serve over HTTP, at the path /mcp", has_no=False),
+            *listen_options(PORT),
+            *LIMITS,
+        ),
     ),
 )

@@ -6,7 +6,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -48,9 +53,55 @@ def client_for(shell: Shell, *arguments: str, said: Any) -> Client:
     return Client(stdio_client(given, errlog=said))
 
 
+@contextmanager
+def over_http(shell: Shell, *arguments: str) -> Iterator[tuple[str, str]]:
+    """Yield (URL, key) of a server."""
+    process = shell.start("mcp", "--http", "--port", "0", *arguments)
+    assert process.stderr is not None
+    assert process.stdout is not None
+    try:
+        said = [process.stderr.readline().decode().split() for _ in range(2)]
+        yield said[0][2], said[1][1]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(100) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+        process.stdout.close()
+
+
 def text(result: Any) -> str:
     (block,) = result.content
     return str(block.text)
+
+
+def test_questions_are_answered_over_http_with_the_key(shell: Shell) -> None:
+    shell.write("data/rows.txt", "red\n" * 10_000)
+    model = shell.model(list(SESSION_SCRIPT))
+
+    async def ask(url: str, key: str) -> Any:
+        from mcp.client.streamable_http import streamable_http_client
+        from mcp.shared._httpx_utils import create_mcp_http_client
+
+        headers = {"Authorization": f"Bearer {key}"}
+        async with (
+            create_mcp_http_client(headers=headers) as http,
+            Client(streamable_http_client(url, http_client=http)) as client,
+        ):
+            return await client.call_tool("ask", {"question": "how long?", "paths": ["rows.txt"]})
+
+    with over_http(shell, "data", "--model", model, "--no-direct") as (url, key):
+        assert text(asyncio.run(ask(url, key))) == "40000"
+        for wrong, status in (({}, 401), ({"Authorization": f"Bearer {key}", "Host": "a.b"}, 403)):
+            request = urllib.request.Request(
+                url, b"{}", {"Content-Type": "application/json", **wrong}
+            )
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(request, timeout=60)
+            with refused.value:
+                assert refused.value.code == status
+                assert "message" in json.load(refused.value)["error"]
 
 
 def test_questions_about_files_are_answered_over_stdio(shell: Shell) -> None:
