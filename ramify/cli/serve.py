@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,8 +42,21 @@ LIMITS = tuple(option for option in SETTINGS if option.name not in _OF_ONE_QUEST
 """Options of ``ask`` that a server takes: its models, limits and sandbox."""
 
 
+_MMAP_THRESHOLD = -3
+"""``M_MMAP_THRESHOLD`` of mallopt(3)."""
+_LARGE_BLOCK_BYTES = 1 << 20
+
+
+def _map_large_blocks() -> None:
+    """Return blocks from 1 MB to the system as soon as they are freed. Otherwise the GNU C library
+    keeps up to 64 MB for each thread that read a large context."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
+
+
 def begin(given: dict[str, Any], command: str) -> tuple[dict[str, Any] | None, StderrNotes]:
     """Read the settings and create the notes. Settings are None if no model is set (reported)."""
+    _map_large_blocks()
     settings = fill(given, KINDS)
     notes = StderrNotes(bool(settings.get("quiet")))
     notes.take_warnings()

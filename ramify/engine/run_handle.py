@@ -235,6 +235,9 @@ class RunHandle:
             if watch is not None:
                 watch.end()
             outcome = self._ended(outcome, run)
+            # This object is part of reference cycles, so a large context would stay until the next
+            # collection of all objects, which may be many runs away.
+            self._question = msgspec.structs.replace(self._question, context=None)
         return self._result(outcome, run)
 
     async def _repeat_earlier(self) -> None:
