@@ -38,7 +38,9 @@ from ramify.errors import (
 )
 from ramify.secrets import remember
 from ramify.types.message import Usage
-from tests.clients.helpers import Books, request, run
+from tests.clients.helpers import Books, Says, request, run
+
+ANSWERED = b'{"choices": [{"message": {"content": "hello"}, "finish_reason": "stop"}]}'
 
 
 class RecordedSleep:
@@ -105,6 +107,27 @@ def test_transient_failure_is_retried(failure, kind):
     assert books.kinds == [kind, "settle"]
     assert len(notices) == 1
     assert "trying again in" in notices[0]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(500, "release"), (503, "release"), (429, "release"), (504, "forfeit"), (524, "forfeit")],
+)
+def test_a_gateway_that_gave_up_waiting_may_have_been_paid(status, kind):
+    """A gateway's time-out says nothing about the model behind it, which may have answered."""
+
+    async def main():
+        replies = [(status, b"", {"retry-after": "0"}), (200, ANSWERED, {})]
+        async with Says(lambda exchange: replies.pop(0)) as server:
+            pool = ClientPool(
+                base_urls={"openai": server.root}, keys={"openai": "k-12345"}, sleep=RecordedSleep()
+            )
+            books = Books()
+            await pool.ask(pool.client("openai:m"), request(), books)
+            await pool.close()
+            return books.kinds
+
+    assert run(main()) == [kind, "settle"]
 
 
 def test_permanent_failure_is_raised_without_retry():

@@ -150,6 +150,24 @@ def test_replay_with_another_prompt_diverges(tmp_path: Path) -> None:
         r.replay("last")
 
 
+def test_a_resume_that_diverges_writes_nothing(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    cell = code("import time\nx = llm_query(str(time.time_ns()))")  # asks something else each time
+    with rlm(by_role([cell, code("FINAL(x)")]), store=store) as r:
+        r.completion("text", "?")
+    path = store.path("last")
+    lines = path.read_bytes().splitlines(keepends=True)
+    second = [at for at, line in enumerate(lines) if line.startswith(b'{"type":"Replied"')][1]
+    path.write_bytes(b"".join(lines[: second + 1]))
+    before = path.read_bytes()
+    with (
+        rlm(by_role([code("FINAL('another answer')")] * 3), store=store) as r,
+        pytest.raises(ReplayDiverged, match=r"call 0\.0, turn 0: the prompt has hash"),
+    ):
+        r.resume("last")
+    assert path.read_bytes() == before
+
+
 def test_run_without_store_writes_nothing_and_cannot_be_resumed(tmp_path: Path) -> None:
     with rlm([code("FINAL(1)")]) as r:
         assert r.completion("text", "?").trajectory.root.answer == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import resource
@@ -9,11 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from ramify.errors import StoreError
+from ramify.errors import RunInUse, StoreError
 from ramify.store.store import Store
 from ramify.types.event import CallEnded, CellRan, NoteAdded, ReplyReceived, RunEnded
 from ramify.types.message import Message, Reply
@@ -96,6 +98,52 @@ def test_one_writer_at_a_time_across_processes(store: Store):
         process.communicate("\n")
     assert list(store.events("r1")) == short_run("r1")
     store.reopen("r1").close()
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_journal_that_is_deleted_while_its_lock_is_awaited_is_not_written(
+    store: Store, is_replaced: bool
+):
+    write_run(store, "r1", ended=False)
+    path = store.path("r1")
+    before, holder = path.read_bytes(), os.open(path, os.O_RDWR)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    outcome: list[object] = []
+
+    def reopen() -> None:
+        while not outcome:
+            try:
+                with store.reopen("r1") as journal:
+                    append_all(journal, short_run("r1")[3:])
+                outcome.append("written")
+            except RunInUse:
+                continue  # it waits only for a moment
+            except StoreError as error:
+                outcome.append(str(error))
+
+    thread = threading.Thread(target=reopen)
+    thread.start()
+    while sum(is_open_on(path, fd) for fd in os.listdir("/proc/self/fd")) < 2:
+        time.sleep(0.001)  # until the other thread has opened the journal
+    path.unlink()
+    if is_replaced:
+        path.write_bytes(before)
+    os.close(holder)
+    thread.join()
+    if is_replaced:
+        assert outcome == ["written"]
+        assert list(store.events("r1")) == short_run("r1")
+    else:
+        assert "r1" in str(outcome)
+        assert not path.exists()
+
+
+def is_open_on(path: Path, fd: str) -> bool:
+    """Whether the descriptor ``fd`` of this process is open on ``path``."""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}") == str(path)
+    except OSError:
+        return False
 
 
 def test_a_killed_writer_leaves_its_events_and_no_lock(store: Store):

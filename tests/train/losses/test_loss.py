@@ -341,6 +341,30 @@ def test_nan_sampler_logprob_makes_mismatch_metrics_nan(plain: bool):
     assert tally(3).metrics() == tally(None).metrics()
 
 
+def test_sums_over_sequences_ignore_entries_without_weight() -> None:
+    """entry 0 1 2 | 3 4 | 5: entries 1 and 5 have no weight, whatever their values."""
+    owner, weighs = torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([1, 0, 1, 1, 1, 0]) > 0
+    sums = SequenceSums(owner, 3, weighs)
+    values = torch.tensor([1.0, math.nan, 2.0, 4.0, 6.0, math.inf])
+    assert sums.sum(values).tolist() == [3, 3, 3, 10, 10, 0]
+    assert sums.mean(values).tolist() == [1.5, 1.5, 1.5, 5, 5, 0]
+    flags = torch.tensor([0, 1, 0, 0, 1, 1]) > 0
+    assert sums.any(flags).tolist() == [False, False, False, True, True, False]
+
+
+def test_metrics_ignore_entries_without_weight_whatever_their_values() -> None:
+    given = entries()
+    logprobs = given.logprobs.detach().clone()
+    logprobs[3] = math.nan  # the entry without weight
+    _, found = compute(LossSpec(policy=PpoClip()), given._replace(logprobs=logprobs))
+    _, wanted = compute(LossSpec(policy=PpoClip()), given)
+    assert found.metrics() == pytest.approx(wanted.metrics())
+    tally = LossTally()
+    values, has_weight = torch.tensor([1.0, 2.0, math.nan]), torch.tensor([True, True, False])
+    tally.mean("x", values, has_weight)
+    assert tally.metrics()["x"] == 1.5
+
+
 def test_tallying_metrics_does_not_read_device_tensors():
     """Meta tensors have no values, so reading one would fail."""
     found = LossTally()
