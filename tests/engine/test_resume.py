@@ -142,7 +142,7 @@ def test_replay_with_another_prompt_diverges(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with rlm([code("FINAL(1)")], store=store) as r:
         r.completion("text", "?")
-    other = SCAFFOLD.__class__(system="Another prompt.", direct_chars=0)
+    other = SCAFFOLD.__class__(system="Another prompt. {{tools}} {{limits}} FINAL", direct_chars=0)
     with (
         rlm([], store=store, scaffold=other) as r,
         pytest.raises(ReplayDiverged, match=r"call 0, turn 0: the prompt has"),
