@@ -168,6 +168,33 @@ def test_a_resume_that_diverges_writes_nothing(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
+def test_nothing_is_written_after_a_resume_has_diverged(tmp_path: Path) -> None:
+    """One of two calls in a batch is asked something else. The other was in flight when the run was
+    killed, so it is sent again."""
+    store, cell = Store(tmp_path), "import time\nllm_query_batched(['same', str(time.time_ns())])"
+    changed = asyncio.Event()
+
+    async def script(messages: tuple[Message, ...]) -> str:
+        if messages[0].role == "system":
+            return code(cell) if len(messages) == 2 else code("FINAL(1)")
+        if messages[-1].content == "same":
+            await asyncio.wait_for(changed.wait(), 60)
+        changed.set()
+        return "x"
+
+    with rlm(script, store=store) as r:
+        r.completion("text", "?")
+    path = store.path("last")
+    lines = path.read_bytes().splitlines(keepends=True)
+    second = [at for at, line in enumerate(lines) if line.startswith(b'{"type":"Replied"')][1]
+    assert b'"call":"0.1"' in lines[second]
+    path.write_bytes(b"".join(lines[: second + 1]))
+    before = path.read_bytes()
+    with rlm(script, store=store) as r, pytest.raises(ReplayDiverged, match=r"call 0\.1, turn 0"):
+        r.resume("last")
+    assert path.read_bytes() == before
+
+
 def test_run_without_store_writes_nothing_and_cannot_be_resumed(tmp_path: Path) -> None:
     with rlm([code("FINAL(1)")]) as r:
         assert r.completion("text", "?").trajectory.root.answer == 1
