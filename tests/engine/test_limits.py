@@ -77,7 +77,12 @@ def test_a_wrong_limit_is_named(given_limits: dict[str, Any], error: str) -> Non
 def test_smallest_limits() -> None:
     ones = ("max_turns", "max_calls", "max_tokens", "max_concurrency", "max_children")
     assert Limits(**dict.fromkeys(ones, 1)).max_calls == 1
-    assert Limits(max_seconds=1e-9, max_cost=1e-9, max_reasoning_tokens=0).max_cost == 1e-9
+    assert Limits(max_seconds=1e-9, max_cost=1e-300, max_reasoning_tokens=0).max_cost == 1e-300
+
+
+def test_a_stored_limit_of_another_name_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError, match="unknown field `max_turn`"):
+        msgspec.convert({"max_turn": 5}, Limits)
 
 
 def test_what_is_kept_for_the_last_word() -> None:
@@ -304,6 +309,10 @@ def test_refusals_name_both_numbers() -> None:
         return str(raised.value), ledger.refusals[Stop(raised.value.stop)]
 
     async def main() -> None:
+        held = Ledger(Limits(max_tokens=1_000), priced=False)
+        held.hold(ResourceAmount(1, 600))
+        held.charge(Usage(500, calls=1), None)  # it had been reserved before the hold
+        assert "and 0 of 1,000 were left" in (await refused(held, ResourceAmount(1, 1)))[1]
         ledger = Ledger(Limits(max_calls=2, max_tokens=1_000, max_cost=0.5), priced=True)
         ledger.charge(Usage(300, calls=1), 0.125)
         assert await refused(ledger, ResourceAmount(1, 800, 0.0)) == (
@@ -371,6 +380,7 @@ def test_the_largest_report_of_each_kind_is_kept() -> None:
     assert excess.raised(Usage(10, 10, calls=1)) == Usage(400, 80, calls=1)
     assert excess.raised(Usage(1_000, 1_000)) == Usage(1_300, 1_030)
     assert ReportedExcess().raised(most) == most
+    assert ReportedExcess().raised(Usage(0, 0)) == Usage(0, 0)
 
 
 @pytest.mark.parametrize(
@@ -397,6 +407,11 @@ def test_what_a_server_charges_for_a_model_without_a_price_is_reserved_next() ->
         ledger = Ledger(Limits(max_cost=1.0), priced=True)
         first = Reservation(ledger, "m", Usage(10, 10, calls=1), None)
         assert first.cost is None
+        await first.reserve()
+        text = first.settle(Usage(50, 5, calls=1), 0.0, "call 7")
+        assert text == "m reported 55 tokens ($0) for call 7, which had reserved 20 tokens ($0)"
+        ledger.excess.clear()
+        first.update()
         await first.reserve()
         text = first.settle(Usage(5, 5, calls=1), 0.3, "call 0")
         assert text == ("m reported 10 tokens ($0.3) for call 0, which had reserved 20 tokens ($0)")

@@ -251,6 +251,49 @@ def test_full_disk_error_names_file_and_leaves_no_partial_line(
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 
 
+RESERVE = """
+import resource, signal, sys
+from ramify.errors import StoreError
+from ramify.store.private_files import RESERVE_BYTES, reserve_bytes
+from ramify.store.store import Store
+from ramify.types.event import NoteAdded, RunEnded
+from ramify.types.trajectory import Stop
+from tests.store.helpers import short_run, append_all
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+store = Store(sys.argv[1])
+journal = store.create("r1")
+append_all(journal, short_run("r1", ended=False))
+print(journal.trouble, reserve_bytes(store.root) == RESERVE_BYTES)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+try:
+    journal.append(NoteAdded(call="0", text="x" * 5000))
+except StoreError as error:
+    print(type(journal.trouble).__name__, reserve_bytes(store.root))
+try:
+    journal.append(RunEnded(stop=Stop.FINAL))
+except StoreError as error:
+    print("refused")
+journal.append(RunEnded(stop=Stop.SUSPENDED))
+journal.close()
+"""
+
+
+def test_on_a_full_disk_the_reserve_is_freed_and_only_a_suspension_is_written_after_a_gap(
+    store: Store,
+):
+    done = subprocess.run(
+        [sys.executable, "-c", RESERVE, str(store.root)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["None True", "StoreError 0", "refused"]
+    last = list(store.events("r1"))[-1]
+    assert isinstance(last, RunEnded)
+    assert last.stop is Stop.SUSPENDED
+
+
 def test_secrets_from_environment_are_redacted(store: Store, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SHOP_API_KEY", 'sk-"quoted"-0123456789')
     monkeypatch.setenv("SHORT_KEY", "secret")

@@ -315,6 +315,17 @@ def test_an_unchecked_line_after_checked_ones_is_damage(store: Store) -> None:
     assert list(store.events("r1")) == short_run("r1")
 
 
+def test_a_score_can_be_appended_whatever_is_damaged_before_the_last_line(store: Store) -> None:
+    write_run(store, "r1")
+    path = store.path("r1")
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[3] = lines[3][:-19] + b"}\n"
+    path.write_bytes(b"".join(lines))
+    store.append("r1", [ScoreAdded(by="judge", values={"x": 1.0})])
+    found = store.check("r1")
+    assert ([damage.number for damage in found.damage], found.num_lines) == ([4, 5], 8)
+
+
 def test_a_journal_is_continued_after_its_last_checksum(store: Store) -> None:
     write_run(store, "r1", ended=False)
     for event in short_run("r1")[3:]:

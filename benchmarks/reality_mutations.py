@@ -1,0 +1,49 @@
+"""The figures of ``reality.py`` about mutation tests of the critical modules.
+
+They are read from ``benchmarks/results/mutations.json``, which ``scripts/mutate`` writes: running all
+mutants takes hours. A module counts with the mutants that were run, at the commit that is named. A
+mutant that changes no behaviour does not count; ``benchmarks/results/equivalent_mutants.json`` has
+the reasons.
+
+    python benchmarks/reality_mutations.py     print a table
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from engine import Figure, show
+
+RESULTS = Path(__file__).parent / "results" / "mutations.json"
+CRITICAL = (
+    "ramify/engine/limits.py",
+    "ramify/engine/model_requests.py",
+    "ramify/engine/reply_reuse.py",
+    "ramify/store/journal.py",
+    "ramify/store/private_files.py",
+    "ramify/clients/pool.py",
+    "ramify/clients/http_transport.py",
+    "ramify/train/losses/base.py",
+)
+
+
+def measure(quick: bool) -> list[Figure]:
+    """Figures of the stored result."""
+    modules: dict[str, Any] = json.loads(RESULTS.read_text())["modules"] if RESULTS.exists() else {}
+    figures = []
+    for path in CRITICAL:
+        result = modules.get(path)
+        if result is None or result["run"] == result["equivalent"]:
+            figures.append(Figure(f"{path}: mutants, not run", None, "killed", {}, least=0.95))
+            continue
+        counted, left = result["run"] - result["equivalent"], result["mutants"] - result["run"]
+        not_run = f", {left} not run" if left else ""
+        name = f"{path} at {result['commit']}: share of {counted} mutants{not_run}"
+        figures.append(Figure(name, result["killed"] / counted, "killed", {}, least=0.95))
+    return figures
+
+
+if __name__ == "__main__":
+    show(measure(True))
