@@ -22,6 +22,7 @@ from pathlib import Path
 
 import reality_journals
 import reality_limits
+import reality_mutations
 import reality_providers
 import reality_table
 import reality_work
@@ -31,6 +32,7 @@ FIGURES: tuple[Callable[[bool], Iterable[Figure]], ...] = (
     reality_table.misbehaviours,
     reality_limits.measure,
     reality_journals.measure,
+    reality_mutations.measure,
     reality_providers.outages,
     reality_work.interruptions,
     reality_work.careless_models,
