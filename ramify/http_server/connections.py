@@ -29,6 +29,8 @@ _log = RoomLogger("serve")
 MAX_HEAD_BYTES = 64 << 10
 _LINGERING_S = 5.0
 """Seconds for which the rest of a rejected body is read, so that the client sees its answer."""
+_LINGERING_BYTES = 8 << 20
+"""Bytes of such a rest; a client that sends more costs time that others need."""
 _EVICT_S = 1.0
 """Seconds that a connection may take for its first head before another may take its place."""
 _EVICT_IDLE_S = 5.0
@@ -121,8 +123,10 @@ class HttpConnection(web.RequestHandler):
         self._num_head_bytes = 0
         self._tail = b""
         self._has_asked = False
+        self._num_drained: int | None = None
+        """Bytes of a rejected body that were read; None if there is none."""
         self._is_head_read = False
-        """True from the end of a head until its request is answered, or while a body is drained."""
+        """True from the end of a head until its request is answered."""
         self._wait()
 
     def _wait(self) -> None:
@@ -154,7 +158,12 @@ class HttpConnection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_head_read and not self._counts(data):
+        if self._num_drained is not None:
+            self._num_drained += len(data)
+            if self._num_drained > _LINGERING_BYTES:
+                self.force_close()
+                return
+        elif not self._is_head_read and not self._counts(data):
             self._refuse_head()
             return
         super().data_received(data)
@@ -166,7 +175,7 @@ class HttpConnection(web.RequestHandler):
             return await super().finish_response(request, resp, start_time)
         finally:
             self._wait()
-            self._is_head_read = not request.content.is_eof()
+            self._num_drained = None if request.content.is_eof() else 0
             if self in self._table.all:
                 self._table.waiting[self] = None
 

@@ -11,7 +11,7 @@
            │
            ▼
          feed.py ──> view_server.py ──HTTP, server-sent events──> static/*.js
-                       guard.py page_script.py    access control; the page as a script or a file
+                       page_headers.py page_script.py    security headers; the page as one file
 
 Text from models and documents travels as JSON and is put on the page as text, never as HTML.
 """
