@@ -419,7 +419,7 @@ def _native(call: ToolCall) -> tuple[str | None, FinalAnswer | None, str | None]
     """Return (code, final, problem) of one native tool call."""
     try:
         arguments = json.loads(call.arguments or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return None, None, f"the arguments of tool call '{call.name}' are not JSON ({error})"
     if not isinstance(arguments, dict):
         return None, None, f"the arguments of tool call '{call.name}' are not an object"

@@ -237,6 +237,8 @@ def context_ref(context: SharedContext | None) -> ContextRef | None:
 
 def jsonable(value: Any) -> Any:
     """Return ``value`` in its recorded form: anything that JSON cannot represent becomes text."""
+    if type(value) is str:
+        return value
     try:
         plain = msgspec.to_builtins(value, str_keys=True, enc_hook=_dumped)
         msgspec.json.decode(msgspec.json.encode(plain))  # as a reader of the journal will do

@@ -40,7 +40,10 @@ async def read_reply(scaffold: Scaffold, message: Message, is_cut: bool = False)
     """Read a reply. One that takes too long to read asks for nothing, and has no words."""
     if not _is_long(message):
         return ReadReply(scaffold.read(message, is_cut))
-    reading = _encode(_Reading(scaffold, sendable(message), is_cut))
+    try:
+        reading = _encode(_Reading(scaffold, message, is_cut))
+    except UnicodeEncodeError:
+        reading = _encode(_Reading(scaffold, sendable(message), is_cut))
     try:
         answer = await in_helper(f"{__name__}:{read_in_helper.__name__}", reading)
     except HelperError as error:

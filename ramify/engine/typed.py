@@ -199,6 +199,8 @@ def _unchecked(error: Exception) -> TypeMismatch:
 
 def _writable(plain: Any) -> Any:
     """Return ``plain`` if JSON can represent it; an integer with thousands of digits cannot be."""
+    if type(plain) is str:
+        return plain
     try:
         msgspec.json.decode(msgspec.json.encode(plain))
     except UnicodeEncodeError:  # a lone surrogate, which a journal writes as an escape

@@ -48,3 +48,11 @@ def test_short_reply_is_read_in_place() -> None:
     message = Message("assistant", "```repl\nx = 1\n```")
     read = asyncio.run(read_reply(DEFAULT, message))
     assert (read.action.codes, read.prose) == (("x = 1",), None)
+
+
+@pytest.mark.parametrize("depth", [50_000, 200_000], ids=["in place", "outside"])
+def test_arguments_that_are_nested_too_deeply_are_not_json(depth: int) -> None:
+    call = ToolCall("a", "python", "[" * depth)
+    read = asyncio.run(read_reply(DEFAULT, Message("assistant", "", tool_calls=(call,))))
+    assert read.action.codes == ()
+    assert "the arguments of tool call 'python' are not JSON" in read.action.ignored[0]
