@@ -45,6 +45,8 @@ from reality_wire import (
 
 TRUTH = "It is 42, as the second table says."
 HALF = "It is 4"
+ELSEWHERE = "/elsewhere"
+"""Path to which redirects point. Nothing is there."""
 MODELS_PAGE = Path(__file__).parents[1] / "docs/models.md"
 
 
@@ -391,10 +393,15 @@ STATUSES = [
     status(202, RETRIED, "a job that was accepted", encode({"job": 7})),
     Behaviour("status 204", lambda w, a, t: [b"HTTP/1.1 204 No Content\r\n\r\n"], RETRIED),
     *(
-        status(n, REFUSED, "another address", headers={"Location": "/elsewhere"}, weaker="moved")
+        status(n, REFUSED, "another address", headers={"Location": ELSEWHERE}, weaker="moved")
         for n in (301, 302, 307, 308)
     ),
-    status(304, REFUSED, weaker="moved"),
+    Behaviour(
+        "status 304",
+        lambda w, a, t: [b"HTTP/1.1 304 Not Modified\r\n\r\n"],
+        REFUSED,
+        weaker="unparsed",
+    ),
     status(400, REFUSED),
     status(400, REFUSED, "deeply nested", b'{"error": ' + b"[" * 100_000),
     status(400, REFUSED, "a megabyte", _message("x" * 1_000_000)),
@@ -740,7 +747,7 @@ WEAKER |= {
     "usage": Weakness(
         "A usage that is not an object of whole numbers makes the reply unusable.", RETRIED
     ),
-    "moved": Weakness("Redirects are followed, also to another host.", RETRIED),
+    "moved": Weakness("Redirects are followed, also to another host.", REFUSED),
     "lenient": Weakness(
         "Replies in UTF-16, with both a length and chunks, or with an unknown `Content-Encoding` are read.",
         RIGHT,

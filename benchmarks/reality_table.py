@@ -31,9 +31,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine import Figure
-from reality_catalogue import BEHAVIOURS, HALF, TRUTH, Behaviour, Outcome
+from reality_catalogue import BEHAVIOURS, ELSEWHERE, HALF, TRUTH, Behaviour, Outcome
 from reality_providers import run_fast
-from reality_wire import WIRES, Asked, MisbehavingServer, Step, Wire, said, self_signed, server_tls
+from reality_wire import (
+    WIRES,
+    Asked,
+    MisbehavingServer,
+    Step,
+    Wire,
+    http,
+    said,
+    self_signed,
+    server_tls,
+)
 
 from ramify import RLM, Limits, RamifyError, Stop, Store, Suspended
 from ramify.cli.parser import ExitCode, exit_of
@@ -86,6 +96,9 @@ async def observe(row: Row, folder: Path) -> Observation:
     def answer(asked: Asked) -> Iterable[Step]:
         nonlocal num_bad, asked_stream
         asked_stream = asked_stream or asked.wants_stream
+        if asked.path == ELSEWHERE:  # a client follows a redirect
+            num_bad += 1
+            return [http(b"", 404)]
         if num_bad and not row.is_always:
             return said(row.wire, asked, row.wire.body(TRUTH))
         num_bad += 1

@@ -363,8 +363,9 @@ def streamed(events: Sequence[bytes]) -> list[Step]:
 class Asked(NamedTuple):
     """A request as the server received it."""
 
+    path: str
     fields: Body
-    """Its JSON body."""
+    """Its JSON body; empty if it has none."""
 
     @property
     def wants_stream(self) -> bool:
@@ -423,9 +424,10 @@ class MisbehavingServer:
             writer.transport.abort()
 
     async def _read(self, reader: asyncio.StreamReader) -> Asked:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-        length = int(head.partition("content-length:")[2].partition("\r\n")[0])
-        return Asked(msgspec.json.decode(await reader.readexactly(length)))
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        length = int(head.lower().partition("content-length:")[2].partition("\r\n")[0] or 0)
+        body = await reader.readexactly(length)
+        return Asked(head.split(" ")[1], msgspec.json.decode(body) if body else {})
 
     async def _do(self, step: Step, writer: asyncio.StreamWriter) -> None:
         if isinstance(step, bytes):

@@ -160,6 +160,7 @@ class LiteLLMClient:
                     completion.choices[0] = first
                 elif not is_known_finish(first.finish_reason):  # null or missing is "stop" there
                     completion.choices[0].finish_reason = first.finish_reason
+                completion.choices[0].message.refusal = first.message.refusal  # dropped there
                 completion.usage = found.usage
             elif isinstance(completion.usage, dict) and not completion.usage.get("total_tokens"):
                 completion.usage = None  # LiteLLM fills in zeros if the server reported no usage
