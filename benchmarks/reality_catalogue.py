@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from reality_wire import (
     CLOSE,
+    ELSEWHERE,
     EVENT_STREAM,
     LAST_CHUNK,
     MISSING,
@@ -45,8 +46,6 @@ from reality_wire import (
 
 TRUTH = "It is 42, as the second table says."
 HALF = "It is 4"
-ELSEWHERE = "/elsewhere"
-"""Path to which redirects point. Nothing is there."""
 MODELS_PAGE = Path(__file__).parents[1] / "docs/models.md"
 
 

@@ -26,6 +26,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
+ELSEWHERE = "/elsewhere"
+"""Path to which redirects point. Nothing is there."""
 encode = msgspec.json.encode
 Body = dict[str, Any]
 MISSING: Any = object()
@@ -414,8 +416,9 @@ class MisbehavingServer:
         self._tasks.add(task)
         try:
             # A client that gives up closes the connection, in any of these ways.
-            with contextlib.suppress(OSError, EOFError, asyncio.LimitOverrunError):
-                while asked := await self._read(reader):
+            ways = (OSError, EOFError, asyncio.LimitOverrunError, asyncio.CancelledError)
+            with contextlib.suppress(*ways):
+                while (asked := await self._read(reader)) is not None:
                     self.num_asked += 1
                     for step in self._answer(asked):
                         await self._do(step, writer)
@@ -423,11 +426,16 @@ class MisbehavingServer:
             self._tasks.discard(task)
             writer.transport.abort()
 
-    async def _read(self, reader: asyncio.StreamReader) -> Asked:
+    async def _read(self, reader: asyncio.StreamReader) -> Asked | None:
+        """Return the next request; None for one of a stranger, such as a scan of ports."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        method, _, rest = head.partition(" ")
+        path = rest.partition(" ")[0]
+        if method not in ("GET", "POST") or not path.startswith(("/v1/", ELSEWHERE)):
+            return None
         length = int(head.lower().partition("content-length:")[2].partition("\r\n")[0] or 0)
         body = await reader.readexactly(length)
-        return Asked(head.split(" ")[1], msgspec.json.decode(body) if body else {})
+        return Asked(path, msgspec.json.decode(body) if body else {})
 
     async def _do(self, step: Step, writer: asyncio.StreamWriter) -> None:
         if isinstance(step, bytes):
