@@ -174,8 +174,7 @@ def rows(quick: bool, only: str = "") -> Iterator[Row]:
 
 
 def _is_installed(wire: Wire) -> bool:
-    package = {"messages": "anthropic"}.get(wire.name, wire.name)
-    return wire.name in ("chat", "responses") or importlib.util.find_spec(package) is not None
+    return wire.name != "litellm" or importlib.util.find_spec("litellm") is not None
 
 
 @contextlib.contextmanager

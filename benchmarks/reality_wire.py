@@ -67,7 +67,7 @@ def pieces(text: Any) -> list[Any]:
     """A text as a stream sends it. Anything else than a text is one piece."""
     if not isinstance(text, str):
         return [text]
-    return [text[at : at + 7] for at in range(0, len(text), 7)]
+    return [text[at : at + 3] for at in range(0, len(text), 3)]
 
 
 class Chat:

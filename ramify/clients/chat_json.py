@@ -180,7 +180,7 @@ class ChatReplyStream:
             return "", ""
         chunk = decode_body(_decoder_of_chunks, event)
         completion = self._completion
-        if chunk.error is not None:
+        if chunk.error:
             self.error = chunk.error
         if chunk.usage is not None:
             completion.usage = chunk.usage

@@ -49,7 +49,9 @@ class EventStream:
             self._data.append(line[6:] if line[5:6] == b" " else line[5:])
             self._count(len(line))
         elif not line and self._data:
-            events.append(self._data[0] if len(self._data) == 1 else b"\n".join(self._data))
+            data = self._data[0] if len(self._data) == 1 else b"\n".join(self._data)
+            if data:  # an event without data means nothing
+                events.append(data)
             self._data.clear()
             self._num_waiting = 0
 

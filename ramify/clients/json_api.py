@@ -185,7 +185,7 @@ class JsonApi:
             if on_piece is not None:
                 on_piece(piece)
             if stream.error is not None:
-                raise self._error_in_stream(stream.error)
+                raise self._error_in_stream(stream.error, is_beside_reply=num_chars > 0)
             if not data:
                 break
         if not (stream.is_done or stream.is_whole):
@@ -222,7 +222,7 @@ class JsonApi:
                 thoughts.append(thought)
         return ReplyPiece("".join(texts), "".join(thoughts))
 
-    def _error_in_stream(self, reported: Any) -> ModelError:
+    def _error_in_stream(self, reported: Any, *, is_beside_reply: bool) -> ModelError:
         if isinstance(reported, dict) and not isinstance(reported.get("code"), int):
             status = _STATUS_OF_ERROR.get(str(reported.get("type")))
             reported = {**reported, "code": status} if status else reported
@@ -231,7 +231,7 @@ class JsonApi:
             {},
             msgspec.json.encode({"error": reported}),
             reported,
-            is_beside_reply=True,
+            is_beside_reply=is_beside_reply,
             key_variable=self._endpoint.provider.key_variables[0],
             secrets=(self._endpoint.secret,),
         )

@@ -91,7 +91,9 @@ class MessageReplyStream:
         match part.type:
             case "message_start" if part.message is not None:
                 self._body = part.message
-            case "content_block_start" if part.content_block is not None:
+            case "content_block_start":
+                if part.content_block is None:
+                    raise msgspec.DecodeError("a block begins without its kind")
                 self._blocks[part.index] = dict(part.content_block)
             case "content_block_delta" if part.delta is not None:
                 return self._add_delta(part.index, part.delta)
@@ -121,8 +123,10 @@ class MessageReplyStream:
     def _add_delta(self, index: int, delta: dict[str, Any]) -> tuple[str, str]:
         field = _DELTAS.get(str(delta.get("type")), "")
         text = delta.get(field)
-        if not isinstance(text, str) or not text:
+        if text is None or text == "":
             return "", ""
+        if not isinstance(text, str):
+            raise msgspec.DecodeError(f"{text!r:.60} as the {field} of a block")
         self._blocks.setdefault(index, {"type": field})
         self._parts.setdefault((index, field), []).append(text)
         return (text if field == "text" else ""), (text if field == "thinking" else "")

@@ -60,6 +60,8 @@ SAMPLE = [
     "finish: length",
     "finish: filtered",
     "text: null",
+    "text: a number",
+    "choices: null inside",
     "error: beside a reply",
     "usage: missing",
     "body: a web page",
@@ -70,12 +72,15 @@ SAMPLE = [
     "http: closed in the body",
     "http: a late second reply that was not asked for",
     "http: a length of a terabyte",
+    "stream: whole",
+    "stream: an event with empty data",
+    "stream: an error before any text",
     "stream: an error after text",
     "stream: ends in the middle",
 ]
 
 
-@pytest.mark.parametrize("wire", ["chat", "responses"])
+@pytest.mark.parametrize("wire", ["chat", "responses", "messages"])
 def test_sample_of_the_table_has_the_expected_outcomes(table, wire):
     chosen = [
         row
