@@ -338,6 +338,8 @@ def _print(
         error_line(f"suspended after {took}: {result.error}{how}")
     elif result.answer is None or code is ExitCode.ERROR:
         error_line(_why(result))
+        if result.partial:
+            notes.say(f"its last message: {one_line(result.partial)}")
     elif isinstance(result.failure, ReplyCut):
         notes.say(f"ramify: {result.error}")
     failure = result.failure
@@ -365,6 +367,7 @@ def _print_json(result: Result, run_id: str | None) -> None:
         "answer": jsonable(result.answer),
         "stop": result.stop,
         "error": result.error,
+        "partial": result.partial or None,
         "citations": result.citations,
         "usage": {name: getattr(result.usage, name) for name in Usage.__struct_fields__},
         "cost": result.cost,

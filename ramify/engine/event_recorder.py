@@ -229,6 +229,8 @@ class CallOutcome(msgspec.Struct, frozen=True):
     error: str | None = None
     failure: BaseException | None = None
     """Exception that ended the call, if any."""
+    partial: str = ""
+    """Words of the last message, if there is no answer."""
 
 
 def context_ref(context: SharedContext | None) -> ContextRef | None:

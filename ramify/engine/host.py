@@ -342,14 +342,17 @@ class CellHost:
             )
             kinds = {index: failure_kind(outcomes[index]) for index in failures}
             data: dict[str, Any] = {"results": results, "failures": failures, "kinds": kinds}
-            cut = {
-                i: o.failure.text for i, o in enumerate(outcomes) if isinstance(o.failure, ReplyCut)
-            }
-            if cut:
-                data["partial"] = cut
+            partial = {i: text for i, o in enumerate(outcomes) if (text := _partial(o))}
+            if partial:
+                data["partial"] = partial
                 message = f"{message}; what arrived is in .partial of this error"
             raise HostCallError("SubcallError", str(message), data)
         return results
+
+
+def _partial(outcome: CallOutcome) -> str:
+    """Return what arrived of an answer, or the words that a child ended with."""
+    return outcome.failure.text if isinstance(outcome.failure, ReplyCut) else outcome.partial
 
 
 def failure_kind(outcome: CallOutcome) -> str:

@@ -71,8 +71,8 @@ class Limits(msgspec.Struct, metaclass=_NamedFields, frozen=True, forbid_unknown
     max_cost: float | None = None
     """Dollars for the whole tree. None means 5 if any model has a price, and no limit otherwise."""
     max_seconds: float = 1800.0
-    """Seconds from question to answer. The last tenth, at most 30 s, is reserved for the final
-    answer."""
+    """Seconds from question to answer. Some of them are reserved for the final answer: a tenth, at
+    most 30 s, and then what the measured replies need."""
     max_concurrency: int = 64
     """Requests in flight at once, over the whole tree."""
     max_children: int = 64
@@ -109,7 +109,7 @@ class Limits(msgspec.Struct, metaclass=_NamedFields, frozen=True, forbid_unknown
     @property
     def last_word_s(self) -> float:
         """Seconds before the deadline at which work is cancelled, so that an answer can still be
-        given."""
+        given; once the root has replied, twice its slowest reply, at least 5 s if this is more."""
         return min(30.0, 0.1 * self.max_seconds)
 
     @property

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 _LONGER = (2, 4)
 """Factors of the limit with which a truncated reply is asked for again."""
+_LEAST_REPLY_TOKENS = 512
+"""A shorter reply is of no use in a session."""
 _REASONING_TOKENS = 16_384
 """Tokens of hidden reasoning that a reply of a model that reasons may have."""
 
@@ -102,6 +104,9 @@ class ModelRequests:
         messages = tuple(map(sendable, new))
         if run.recording is not None and last_word is None:
             messages = run.recording.edited(call.id, call.turn, messages)
+        is_direct = call.kind == "lm" and call.parent is None
+        if is_direct and run.recording is None:
+            limit = self._affordable(call, messages, limit)
         turn = TurnRequest(self, call, messages, reused, schema, tools, last_word, limit)
         found = self._found(turn)
         if found is not None:
@@ -124,6 +129,7 @@ class ModelRequests:
                 if can_be_fixed(error) and run.closing is None:
                     await run.suspended(error)
                 raise
+            run.measure_reply(call, reply.seconds)
             reply, reused_ids = self._received(turn, reply)
         turn.answered(reply, reused_ids, found is not None)
         self.over(turn)
@@ -189,7 +195,8 @@ class ModelRequests:
     def reply_tokens(self, call: LiveCall, longer: int = 1) -> int:
         """Maximum tokens of a reply of ``call``, hidden reasoning included. ``longer`` multiplies
         the part that is not reasoning."""
-        return longer * self.text_limit(call)[0] + self._reasoning_tokens(call.client)
+        full = longer * self.text_limit(call)[0] + self._reasoning_tokens(call.client)
+        return full if call.shrunk is None else min(full, call.shrunk[0])
 
     def text_limit(self, call: LiveCall) -> tuple[int, str]:
         """Return (maximum tokens of a reply of ``call`` without hidden reasoning, the setting that
@@ -250,15 +257,62 @@ class ModelRequests:
         """Reserve the cost of the root's final request after the turn that asks ``new``. Returns
         the limit that this exceeds, if any.
 
-        The final prompt will also contain this turn's reply and its observation.
+        The final prompt will also contain this turn's reply and its observation. In a small budget,
+        the turn's reply is shortened, and the final prompt will do without the observation.
         """
-        setup = self.run.setup
+        call.shrunk = None
+        output = self.run.setup.scaffold.max_output_chars
+        exceeded = self._hold(call, new, self.reply_tokens(call, longer), output)
+        if exceeded not in (Stop.MAX_TOKENS, Stop.MAX_COST) or longer > 1:
+            return exceeded
+        refusal = self.ledger.refusals.get(exceeded)
+        tokens = self.reply_tokens(call)
+        while tokens >= _LEAST_REPLY_TOKENS:
+            if self._hold(call, new, tokens, 0) is None:
+                call.shrunk = (tokens, str(exceeded))
+                return None
+            tokens //= 2
+        if refusal is not None and call.messages:
+            self.ledger.refusals[exceeded] = refusal
+        return exceeded
+
+    def _hold(
+        self, call: LiveCall, new: Sequence[Message], reply_tokens: int, output_tokens: int
+    ) -> Stop | None:
+        """Hold the cost of the final request after a turn whose reply has at most ``reply_tokens``.
+        Returns the limit that this or the turn exceeds, if any."""
         request = Request((*call.messages, *new), self.sampling)
-        later = self.reply_tokens(call, longer) + setup.scaffold.max_output_chars + 1000
-        tokens = call.max_input_tokens(request, len(call.messages)) + later
-        most = Usage(tokens, self._last_word_tokens(call), calls=1)
-        self._last_word = Reservation(self.ledger, call.client.name, most, call.client.price)
-        return self.ledger.hold(self._last_word.amount)
+        prompt = call.max_input_tokens(request, len(call.messages))
+        most = Usage(
+            prompt + reply_tokens + output_tokens + 1000,
+            min(self._last_word_tokens(call), reply_tokens),
+            calls=1,
+        )
+        before = self._last_word
+        self._last_word = self._reservation(call, most)
+        exceeded = self.ledger.hold(self._last_word.amount)
+        if exceeded is None and output_tokens == 0:
+            turn = self._reservation(call, Usage(prompt, reply_tokens, calls=1))
+            exceeded = self.ledger.would_pass(turn.amount)
+        if exceeded is not None:
+            self._last_word = before
+        return exceeded
+
+    def _reservation(self, call: LiveCall, most: Usage) -> Reservation:
+        return Reservation(self.ledger, call.client.name, most, call.client.price)
+
+    def _affordable(self, call: LiveCall, prompt: Sequence[Message], limit: int) -> int:
+        """Return the tokens of the reply to ``prompt`` that the run's budget allows, at most
+        ``limit``; ``limit`` itself if even a short reply is too much."""
+        tokens, given = limit, Request(tuple(prompt), self.sampling).max_input_tokens()
+        while tokens >= _LEAST_REPLY_TOKENS:
+            reservation = self._reservation(call, Usage(given, tokens, calls=1))
+            if (stop := self.ledger.would_pass(reservation.amount)) is None:
+                return tokens
+            call.shrunk = (tokens // 2, str(stop))
+            tokens //= 2
+        call.shrunk = None
+        return limit
 
     def raise_last_word(self) -> None:
         """Hold more for the root's final request, if its model was reported to use more."""
@@ -532,6 +586,8 @@ def cut_reply(requests: ModelRequests, call: LiveCall, text: str) -> ReplyCut:
     limit, (for_text, name) = requests.reply_tokens(call), requests.text_limit(call)
     if not text.strip() and limit > for_text:
         name = "max_reasoning_tokens"
+    if call.shrunk is not None:
+        name = call.shrunk[1]
     return ReplyCut(
         f"{call.client.name}: the reply was cut at its limit of {limit} tokens; ask for less, or "
         f"raise {name}",

@@ -32,9 +32,20 @@ LAST_SESSION = "The session was lost {deaths} times."
 NUDGE = (
     "Nothing was run: there was no code fence marked repl and no FINAL(…) in your message. Write "
     "code in a ```repl "
-    "fence, or give the answer with FINAL(…). If your last message is the answer, it will be taken "
-    "as it is after "
-    "another message without code."
+    "fence, or give the answer with FINAL(…). Words alone are not an answer."
+)
+NUDGE_AGAIN = (
+    "Again nothing was run, and words alone are not an answer. To look at something, write code:\n"
+    "\n"
+    "```repl\n"
+    "print(1 + 1)\n"
+    "```\n"
+    "\n"
+    "If you know the answer, write it on a line of its own, for example:\n"
+    "\n"
+    'FINAL("the answer")\n'
+    "\n"
+    "After {more} without either, the run ends without an answer."
 )
 NOT_RUN = (
     "Nothing was run: the note says why. Write code in a ```repl fence, or give the answer with "
@@ -124,6 +135,14 @@ def last_word(stop: Stop, num_deaths: int) -> str:
     }
     text = LAST_WORD if stop in NO_LAST_CELL else LAST_CELL
     return text.format(reason=reasons.get(stop, f"The limit is reached ({stop})."))
+
+
+def nudge(num_idle: int, max_idle: int) -> str:
+    """Return the reminder after ``num_idle`` messages in a row without code and answer, of which
+    ``max_idle`` end the call."""
+    left = max_idle - num_idle
+    more = "one more message" if left == 1 else f"{left} more messages"
+    return NUDGE if num_idle < 2 else NUDGE_AGAIN.format(more=more)
 
 
 def kept(note: Mapping[str, Any], has_failed: bool) -> list[str]:

@@ -211,4 +211,5 @@ def from_record(store: Store, run: str, ended: RunEnded, kind: Any = None) -> Re
         trajectory.cost,
         trajectory,
         citations,
+        partial=ended.partial,
     )

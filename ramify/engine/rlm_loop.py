@@ -117,9 +117,8 @@ class RlmLoop:
         finally:
             run.end(call, outcome)
         if outcome.answer is None and outcome.error is None:
-            return CallOutcome(
-                outcome.stop, error=f"the child ended without an answer ({outcome.stop})"
-            )
+            error = f"the child ended without an answer ({outcome.stop})"
+            return msgspec.structs.replace(outcome, error=error)
         is_complete = outcome.answer is not None and not isinstance(outcome.failure, ReplyCut)
         return CallOutcome(outcome.stop, outcome.answer) if is_complete else outcome
 
@@ -155,6 +154,10 @@ class RlmLoop:
         stop = run.must_stop(call)
         if stop is None and self._is_root and self.scaffold.last_word:
             stop = run.requests.hold_last_word(call, self._pending)
+        if stop in (Stop.MAX_TOKENS, Stop.MAX_COST) and not call.messages and run.closing is None:
+            # Nothing was seen yet, so a final request would be answered blindly.
+            why = run.requests.ledger.refusals.get(stop, f"the run's limit is reached ({stop})")
+            return CallOutcome(stop, error=f"nothing was asked: {why}")
         if stop is not None:
             return await self._last_word(stop)
         try:
@@ -250,8 +253,8 @@ class RlmLoop:
     def _idle(
         self, action: ParsedAction, deferred: Any, notes: list[str]
     ) -> tuple[CallOutcome | None, list[Message]]:
-        """Handle a message without code or answer: accept a deferred answer, or else nudge the
-        model once; after another idle message, that message is the answer."""
+        """Handle a message without code or answer: accept a deferred answer, or else remind the
+        model; after ``max_idle`` such messages, the call ends without an answer."""
         if action.was_attempted and not action.tool_call_ids:
             self._deferred = deferred
             return None, self._observation(action, [observe.NOT_RUN], notes)
@@ -261,15 +264,22 @@ class RlmLoop:
         self._num_idle += 1
         if self._num_idle >= self.scaffold.max_idle:
             return self._prose_outcome(), []
-        return None, self._observation(action, [observe.NUDGE], notes)
+        reminder = observe.nudge(self._num_idle, self.scaffold.max_idle)
+        return None, self._observation(action, [reminder], notes)
 
     def _prose_outcome(self) -> CallOutcome:
-        """Return the last message as the answer; a partial one if it was truncated."""
-        best = self._best()
-        cut = cut_reply(self.run.requests, self.call, self._last_text) if self._is_cut else None
-        if best is None or cut is None or self._best(use_prose=False) is not None:
-            return CallOutcome(Stop.NO_CODE, best, failure=cut if best is None else None)
-        return CallOutcome(Stop.MAX_TOKENS, best, str(cut), cut)
+        """Return the outcome of a call whose last messages were words. They may be a plan, so they
+        are no answer, unless they fit a type that not every text fits."""
+        best, words = self._best(use_prose=False), prose_of(self._last_text)
+        if best is None and self._kind is not None and not self._is_cut:
+            best = self._kind.from_words(words)
+        if best is not None:
+            return CallOutcome(Stop.NO_CODE, best)
+        if not self._is_cut:
+            return CallOutcome(Stop.NO_CODE, partial=words)
+        cut = cut_reply(self.run.requests, self.call, self._last_text)
+        stop = Stop.MAX_TOKENS if words else Stop.NO_CODE
+        return CallOutcome(stop, None, str(cut) if words else None, cut, words)
 
     def _conclude(
         self, final: Any, reports: list[str], notes: list[str], *, confirmed: bool

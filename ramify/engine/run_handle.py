@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import html
 import json
 import threading
 import time
@@ -61,6 +62,8 @@ if TYPE_CHECKING:
 
 _log = RoomLogger("sources")
 _engine_log = RoomLogger("engine")
+_SHOWN_CHARS = 60
+"""Characters of an answer in the ``repr`` of its result."""
 _CLOSE_S = 5.0
 """Maximum time to close the journal of a run whose event loop is blocked."""
 
@@ -82,10 +85,40 @@ class Result(msgspec.Struct, frozen=True):
     error: str | None = None
     failure: BaseException | None = None
     """Exception that ended the run, if any."""
+    partial: str = ""
+    """Words of the last message of a run that ended without an answer: often a plan."""
 
     @property
     def run_id(self) -> str:
+        """Id of the run, for ``RLM.resume`` and ``ramify show`` if it is stored."""
         return self.trajectory.id
+
+    @property
+    def reason(self) -> str:
+        """One sentence on why the run ended, with the numbers; empty for a final answer."""
+        return self.trajectory.reason
+
+    def __repr__(self) -> str:
+        shown = self.response if self.answer is not None else self.partial or self.error or ""
+        text = " ".join(shown[:_SHOWN_CHARS].split())
+        text += "…" * (len(shown) > _SHOWN_CHARS)
+        label = "" if self.answer is not None else "no answer: "
+        return f"Result({label}{text!r}, {', '.join(self._figures())})"
+
+    def _figures(self) -> list[str]:
+        usage, bound = self.usage, "<=" if self.usage.unknown_calls else ""
+        cost = [] if self.cost is None else [f"cost={bound}${self.cost:.4g}"]
+        counts = [f"calls={usage.calls:,}", f"tokens={bound}{usage.total_tokens:,}"]
+        return [f"stop={self.stop}", *counts, *cost, f"run={self.run_id}"]
+
+    def _repr_html_(self) -> str:
+        """Return the result for a notebook."""
+        shown = self.response if self.answer is not None else self.partial
+        why = why_unanswered(self) if self.answer is None else self.error or self.reason
+        lines = [f"<pre style='white-space: pre-wrap'>{html.escape(shown)}</pre>"] * bool(shown)
+        lines += [f"<p><b>{html.escape(why)}</b></p>"] * bool(why)
+        lines.append(f"<small>{html.escape(' · '.join(self._figures()))}</small>")
+        return f"<div>{''.join(lines)}</div>"
 
 
 class ConversationState:
@@ -435,6 +468,7 @@ class RunHandle:
             answered_by=self._answered_by,
             reason=self._reason(outcome, run),
             typed_answer=typed_record(outcome.answer),
+            partial=outcome.partial,
         )
 
     def _reason(self, outcome: CallOutcome, run: RunState | None) -> str:
@@ -458,6 +492,7 @@ class RunHandle:
             citations,
             outcome.error,
             outcome.failure,
+            outcome.partial,
         )
 
 

@@ -48,6 +48,10 @@ if TYPE_CHECKING:
 _log = RoomLogger("engine")
 _CUT = "cut by close_in"
 _SUSPENDED = "suspended"
+_LEAST_LAST_WORD_S = 5.0
+"""Seconds that are kept for the final reply of a model that answers at once."""
+_REPLIES_KEPT = 2.0
+"""How many times the slowest reply so far is kept for the final one."""
 _LIMITS = (Stop.MAX_TURNS, Stop.MAX_CALLS, Stop.MAX_TOKENS, Stop.MAX_COST, Stop.DEADLINE)
 
 
@@ -90,9 +94,10 @@ class RunState:
         self._contexts: dict[tuple[str, bool], ContextFacts] = {}
         loop, limits = asyncio.get_running_loop(), setup.limits
         self._deadline = loop.time() + limits.max_seconds
-        self._alarm = loop.call_at(
-            self._deadline - limits.last_word_s, self.close_in, Stop.DEADLINE
-        )
+        self._last_word_s = limits.last_word_s
+        self._slowest_s = 0.0
+        """Longest time that a reply of the root's model took."""
+        self._alarm = loop.call_at(self._deadline - self._last_word_s, self.close_in, Stop.DEADLINE)
 
     @property
     def cell_s(self) -> float:
@@ -101,6 +106,20 @@ class RunState:
     @property
     def scaffold(self) -> Scaffold:
         return self.setup.scaffold
+
+    def measure_reply(self, call: LiveCall, seconds: float) -> None:
+        """Keep as much time for the root's final reply as its model needs. Before the first reply,
+        a tenth of the run's time is kept."""
+        if call.parent is not None or seconds <= self._slowest_s:
+            return
+        self._slowest_s = seconds
+        limits = self.setup.limits
+        least = min(limits.last_word_s, _LEAST_LAST_WORD_S)
+        self._last_word_s = min(max(least, _REPLIES_KEPT * seconds), limits.max_seconds / 2)
+        if self.closing is None and self._main is not None:
+            self._alarm.cancel()
+            when = self._deadline - self._last_word_s
+            self._alarm = asyncio.get_running_loop().call_at(when, self.close_in, Stop.DEADLINE)
 
     # --- ending early -----------------------------------------------------------------------------
 
@@ -224,7 +243,7 @@ class RunState:
         final reply."""
         ledger, limits = self.requests.ledger, self.setup.limits
         left = ledger.limit.minus(ledger.spent).minus(ledger.held)
-        seconds = self._deadline - limits.last_word_s - asyncio.get_running_loop().time()
+        seconds = self._deadline - self._last_word_s - asyncio.get_running_loop().time()
         num_turns = call.num_turns_before + call.turn
         return {
             "turns": max(0, self.setup.max_turns(call.depth) - num_turns),
@@ -281,7 +300,7 @@ class RunState:
             used = min(num_turns, most)  # without the request for a final reply
             return f"{used} of {most} turns were used: raise max_turns"
         if stop is Stop.DEADLINE:
-            kept = f", and the last {limits.last_word_s:g} s are kept for the final reply"
+            kept = f", and the last {self._last_word_s:.3g} s are kept for the final reply"
             return (
                 f"{self.recorder.now():.3g} s of {limits.max_seconds:g} s had passed{kept}: raise "
                 "max_seconds"
@@ -289,9 +308,9 @@ class RunState:
         if stop is Stop.NO_CODE:
             most = self.setup.scaffold_at(depth).max_idle
             last = (
-                "and the last one was empty, or not an answer of the type that was asked for"
+                "so there is no answer"
                 if outcome.answer is None
-                else "so the last one was taken as the answer"
+                else "so the best answer so far was taken"
             )
             return f"{most} replies in a row had neither code nor FINAL(…), {last}"
         if stop is Stop.CANCELLED and self.closing is Stop.CANCELLED:
@@ -411,6 +430,8 @@ class LiveCall:
         """Index of the next turn."""
         self.num_turns_before = 0
         """For a branch: turns of the original call before the branch point."""
+        self.shrunk: tuple[int, str] | None = None
+        """(tokens of the next reply, the limit that does not allow more), in a small budget."""
         self.num_children = 0
         self.num_forks = 0
         self._counted: tuple[int, int] | None = None

@@ -114,7 +114,7 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Maximum characters of a cell's output that the model is shown, head and tail."""
     defer_final: bool = True
     """Defer a final answer by one turn if it came with output that the model had not seen yet."""
-    max_idle: int = 2
+    max_idle: int = 3
     """Number of consecutive turns without code or answer that ends the call with ``no_code``."""
     last_word: bool = True
     """When a limit is reached, ask the model to answer with what it has; otherwise, use the best

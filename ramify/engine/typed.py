@@ -15,6 +15,7 @@ quote occurs in them. White space may differ between quote and text, but nothing
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -67,6 +68,17 @@ class AnswerType(msgspec.Struct, frozen=True):
             except TypeMismatch:
                 pass
             raise
+
+    def from_words(self, text: str) -> Any:
+        """Return the value of words that were not given as an answer, or None if they are none of
+        this type, or if any text would be one."""
+        with contextlib.suppress(TypeMismatch):
+            value = self.read(text)
+            try:
+                self.convert("I will look at the data first.")
+            except TypeMismatch:
+                return value
+        return None
 
     def literal(self, text: str) -> Any:
         """Return the unconverted value of ``FINAL(text)``: the literal, the literal that is quoted

@@ -74,12 +74,14 @@ def answer_of(result: Result, request: AnswerRequest) -> ServedAnswer:
     is_filtered = isinstance(result.failure, ReplyFiltered) and result.answer is None
     if result.stop is Stop.ERROR and result.answer is None and not is_filtered:
         raise failure_of(result.failure, result.error, result.run_id)
-    if result.stop is Stop.NO_CODE and result.answer is None:
+    is_words = result.stop is Stop.NO_CODE and result.answer is None
+    if is_words and not result.partial:
         failure = result.failure or ModelError(why_unanswered(result))
         raise failure_of(failure, str(failure), result.run_id)
     called = result.answer if isinstance(result.answer, ToolCallAnswer) else None
-    text, was_cut = _cut(encodable(result.response), request) if called is None else ("", False)
-    is_partial = result.stop.is_truncated() or result.stop is Stop.ERROR
+    shown = result.partial if is_words else result.response
+    text, was_cut = _cut(encodable(shown), request) if called is None else ("", False)
+    is_partial = result.stop.is_truncated() or result.stop is Stop.ERROR or is_words
     about: dict[str, Any] = {
         "run": result.run_id,
         "stop": str(result.stop),

@@ -222,6 +222,8 @@ class RunEnded(Event, frozen=True, tag="RunEnded"):
     """One sentence on why the run ended, with the numbers; empty for ``FINAL``."""
     typed_answer: Any = None
     """The answer as packed by ``SharedContext.pack``, if JSON changes its type (a tuple, NaN)."""
+    partial: str = ""
+    """Words of the last message of a run that ended without an answer."""
 
 
 class ScoreAdded(Event, frozen=True, tag="Scored"):

@@ -62,7 +62,7 @@ def test_truncated_answer_does_not_satisfy_a_schema(shell: Shell) -> None:
         (reply_with_finish("```repl\nx = [1,", "length"), "cut at its limit of 8192 tokens"),
         (
             reply_with_finish("", "stop"),
-            "2 replies in a row had neither code nor FINAL(…), and the last one",
+            "3 replies in a row had neither code nor FINAL(…), so there is no answer",
         ),
         (
             reply_with_finish("```repl\nFINAL(None)\n```", "stop"),

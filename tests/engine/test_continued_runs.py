@@ -154,7 +154,7 @@ def test_resume_names_every_changed_setting_before_writing(tmp_path: Path) -> No
     ):
         r.resume("last")
     assert str(caught.value).partition(" was started with ")[2] == (
-        "model=scripted:test, not scripted:other; scaffold.max_idle=2, not 7; "
+        "model=scripted:test, not scripted:other; scaffold.max_idle=3, not 7; "
         "sampling.temperature=None, not 0.5; tool tool (changed now); limits.max_depth=1, not 3: "
         "resume it with the recorded settings, or ask as a new run"
     )

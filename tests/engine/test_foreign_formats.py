@@ -119,14 +119,15 @@ def test_cell_with_foreign_syntax_gets_a_hint(cell: str, hint: str) -> None:
         "<b>bold</b> and <|odd|>",
     ],
 )
-def test_plain_text_is_an_answer_after_two_idle_turns(text: str) -> None:
-    with rlm([text, text]) as r:
-        assert r.completion("text", "?").answer == text
+def test_plain_text_is_not_an_attempt_to_run_code(text: str) -> None:
+    with rlm([text] * 3) as r:
+        result = r.completion("text", "?")
+    assert (result.stop, result.answer, result.partial) == (Stop.NO_CODE, None, text)
 
 
 def test_unknown_tool_call_is_not_an_answer() -> None:
     lost = Reply(Message("assistant", "Let me see", tool_calls=(ToolCall("1", "look", "{}"),)))
-    with rlm([lost, lost]) as r:
+    with rlm([lost] * 3) as r:
         result = r.completion("text", "?")
     assert (result.stop, result.answer) == (Stop.NO_CODE, None)
 

@@ -66,9 +66,9 @@ def in_session(*root: Any, other: Any = "whole", **options: Any) -> Result:
         (
             "",
             "stop",
-            "2 replies in a row had neither code nor FINAL(…), and the last one was empty",
+            "3 replies in a row had neither code nor FINAL(…), so there is no answer",
         ),
-        ("FINAL_VAR(nothing)", "stop", "2 replies in a row had neither code nor FINAL(…), and the"),
+        ("FINAL_VAR(nothing)", "stop", "3 replies in a row had neither code nor FINAL(…), so"),
     ],
 )
 def test_reason_for_missing_answer_is_given(text: str, finish: Any, reason: str) -> None:
@@ -79,18 +79,28 @@ def test_reason_for_missing_answer_is_given(text: str, finish: Any, reason: str)
     assert "taken as the answer" not in result.trajectory.reason
 
 
-def test_text_before_unknown_final_var_is_the_answer() -> None:
-    result = in_session(*["It is seven.\n\nFINAL_VAR(nothing)"] * 2)
-    assert (result.stop, result.answer) == (Stop.NO_CODE, "It is seven.")
+def test_text_before_unknown_final_var_is_partial() -> None:
+    result = in_session(*["It is seven.\n\nFINAL_VAR(nothing)"] * 3)
+    assert (result.stop, result.answer, result.partial) == (Stop.NO_CODE, None, "It is seven.")
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "answer"), [(int, "42", 42), (str, "42", "42"), (list[int], "[4, 2]", [4, 2])]
+    ("kind", "text", "answer"),
+    [
+        (int, "42", 42),
+        (list[int], "[4, 2]", [4, 2]),
+        (Literal["yes", "no"], "yes", "yes"),
+        (int, "I will count.", None),
+        (str, "I will count.", None),
+        ({"type": "string"}, "I will count.", None),
+        (Any, "I will count.", None),
+    ],
 )
 def test_text_that_fits_the_type_is_the_answer(kind: Any, text: str, answer: Any) -> None:
-    result = in_session(text, text, answer_type=kind)
+    """Unless any text would fit the type: that may be a plan."""
+    result = in_session(*[text] * 3, answer_type=kind)
     assert (result.stop, result.answer) == (Stop.NO_CODE, answer)
-    assert in_session("odd", "odd", answer_type=int).answer is None
+    assert result.partial == ("" if answer is not None else text)
 
 
 @pytest.mark.parametrize(
@@ -415,9 +425,10 @@ def test_truncated_tool_call_is_not_run() -> None:
     assert result_of(script, scaffold=native).answer == "whole"
 
 
-def test_truncated_text_is_a_partial_answer() -> None:
-    result = in_session("thinking", *[reply("It is prob", "length")] * 3)
-    assert (result.stop, result.answer) == (Stop.MAX_TOKENS, "It is prob")
+def test_truncated_text_is_partial() -> None:
+    result = in_session("thinking", *[reply("It is prob", "length")] * 6)
+    assert (result.stop, result.answer) == (Stop.MAX_TOKENS, None)
+    assert result.partial == "It is prob"
     assert isinstance(result.failure, ReplyCut)
 
 

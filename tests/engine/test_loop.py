@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from ramify import Citation, SandboxSpec, Scaffold, Stop, Store
+from ramify.engine.action import FinalAnswer, ParsedAction, read_action
 from ramify.errors import ConfigError, ModelError, SandboxError, WeakSandboxWarning
 from ramify.types.message import Message, Reply, ToolCall
 from tests.engine.helpers import SCAFFOLD, client, code, rlm
@@ -232,16 +233,44 @@ def test_citations_are_checked_against_the_context() -> None:
 # ---------------------------------------------------------------------------------
 
 
-def test_run_without_any_code_stops_with_no_code() -> None:
-    model = client(lambda messages: "I believe it is six.")
-    with rlm(model) as r:
+def test_a_plan_is_not_an_answer(tmp_path: Path) -> None:
+    """Two reminders, the second one with an example that the parser understands; then the run ends
+    without an answer."""
+    plan = "I will split the log into parts, and then ask about each."
+    model = client(lambda messages: plan)
+    with rlm(model, store=Store(tmp_path)) as r:
         result = r.completion(TEXT, "?")
-    assert (result.stop, result.response, len(model.requests)) == (
-        Stop.NO_CODE,
-        "I believe it is six.",
-        2,
+        recorded = r.recorded("last")
+    assert (result.stop, result.answer, result.response) == (Stop.NO_CODE, None, "")
+    assert (result.partial, recorded.partial) == (plan, plan)
+    assert "3 replies in a row had neither code nor FINAL(…)" in result.reason
+    first, second = (request.messages[-1].content for request in model.requests[1:])
+    assert first.startswith("Nothing was run")
+    assert "FINAL" in second
+    assert "After one more message" in second
+    assert read_action(Message("assistant", second)) == ParsedAction(
+        ("print(1 + 1)",), final=FinalAnswer('"the answer"')
     )
-    assert model.requests[1].messages[-1].content.startswith("Nothing was run")
+
+
+def test_a_plan_and_then_code_is_an_answer() -> None:
+    with rlm(["I will count.", "First, I will count.", code("FINAL(6)")]) as r:
+        result = r.completion(TEXT, "?")
+    assert (result.stop, result.answer, result.partial) == (Stop.FINAL, 6, "")
+
+
+def test_the_words_of_a_child_are_partial() -> None:
+    def script(messages: tuple[Message, ...]) -> str:
+        if "a part" in messages[1].content:
+            return "I would start by reading it."
+        return code(
+            "try: rlm_query('a part')\nexcept SubcallError as e: FINAL([str(e), e.partial])"
+        )
+
+    with rlm(script, limits={"max_depth": 1}) as r:
+        error, partial = r.completion(TEXT, "?").answer
+    assert "the child ended without an answer (no_code)" in error
+    assert partial == {0: "I would start by reading it."}
 
 
 def test_repeated_syntax_errors_end_at_max_turns() -> None:
