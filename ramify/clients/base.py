@@ -29,12 +29,13 @@ import msgspec
 
 from ramify.errors import ServerFailed
 from ramify.types.message import Finish, Message, Reply, Usage
+from ramify.types.named_fields import NamedFields
 
 ASSUMED_WINDOW = 128_000
 """Context window (tokens) of a model whose window is unknown."""
 
 
-class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+class Sampling(msgspec.Struct, metaclass=NamedFields, frozen=True, omit_defaults=True):
     """Sampling settings of a reply."""
 
     max_tokens: int = 8192
@@ -167,7 +168,7 @@ def _num_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
-class Price(msgspec.Struct, frozen=True):
+class Price(msgspec.Struct, metaclass=NamedFields, frozen=True):
     """Dollars per million tokens."""
 
     input: float

@@ -34,10 +34,22 @@ from ramify.clients.providers import (
     split_name,
     split_url,
 )
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError
 from ramify.secrets import remember
+from ramify.types.named_fields import check_keywords
 
 _GAP = re.compile(r"\s*(?:[,;+]|and\b)?\s*")
+_KEYWORDS = (
+    "alias",
+    "api_key",
+    "base_url",
+    "environ",
+    "headers",
+    "price",
+    "sampling",
+    "vision",
+    "window",
+)
 _ANTHROPIC = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_BASE_URL")
 _WITHOUT_KEY = ("scripted", *IN_PROCESS)
 _ALIAS = re.compile(r"[^\s:'\"`]{1,64}")
@@ -122,9 +134,7 @@ class Model:
         """``environ`` has the variables of the provider, which are read now. ``price`` is a
         ``Price`` or a text such as ``"$0.25 in, $2 out per million tokens"``. Raises
         ConfigError."""
-        for keyword in unknown:
-            known = [word for word in self.__init__.__kwdefaults__ if word != "environ"]  # type: ignore[misc]
-            raise ConfigError(f"unknown keyword '{keyword}' of Model: {nearest(keyword, known)}")
+        check_keywords("Model", unknown, _KEYWORDS)
         if not isinstance(name, str):
             raise ConfigError(f"the model is a {type(name).__name__}: give 'provider:model'")
         self.provider = split_name(name)[0]

@@ -25,6 +25,7 @@ from ramify.engine import observe
 from ramify.engine.event_recorder import CallOutcome
 from ramify.engine.model_requests import cut_reply
 from ramify.engine.observe import plain_prompt
+from ramify.engine.prompt_text import CHARS_PER_TOKEN
 from ramify.engine.run_state import LiveCall, RunState
 from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
 from ramify.errors import (
@@ -52,6 +53,8 @@ MAX_PROMPTS = 10_000
 MAX_REPAIRS = 2
 """Number of times that a reply is requested again because it does not match its schema."""
 _LONG_CHARS = 5_000
+_MOST_CHARS_PER_TOKEN = 5
+"""A text with more characters than this for each token of a window does not fit it."""
 
 
 class CellHost:
@@ -102,10 +105,26 @@ class CellHost:
         self._run.begin(call)
         outcome = CallOutcome(Stop.CANCELLED, error="cut off")
         try:
-            outcome = await ask_plain(self._run, call, prompt, kind)
+            if why := self._does_not_fit(call, prompt):
+                outcome = CallOutcome(Stop.ERROR, error=why)
+            else:
+                outcome = await ask_plain(self._run, call, prompt, kind)
         finally:
             self._run.end(call, outcome)
         return outcome
+
+    def _does_not_fit(self, call: LiveCall, prompt: str) -> str:
+        """Return why ``prompt`` is not sent, or nothing. It is certain to exceed the window of the
+        model: some servers cut such a prompt silently, and all of it is paid for."""
+        run, window = self._run, call.client.window
+        is_recorded = run.recording is not None and run.recording.request(call.id, 0) is not None
+        if len(prompt) <= _MOST_CHARS_PER_TOKEN * window or is_recorded:
+            return ""
+        most = CHARS_PER_TOKEN * (window - min(window // 2, run.requests.sampling.max_tokens))
+        return (
+            f"the prompt has {len(prompt):,} characters, and {run.models.facts(call.client).alias} "
+            f"reads about {most:,} at once; cut it into parts"
+        )
 
     # --- children ---------------------------------------------------------------------------------
 

@@ -26,13 +26,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from ramify.clients.base import Price
-from ramify.errors import ConfigError, LimitReached, nearest
+from ramify.errors import ConfigError, LimitReached
 from ramify.types.message import Usage
+from ramify.types.named_fields import NamedFields
 from ramify.types.trajectory import Stop
 
 DEFAULT_MAX_COST = 5.0
@@ -45,17 +46,7 @@ _MAY_BE_ZERO = ("max_depth", "max_reasoning_tokens")
 _WRAP_UP_S = 10.0
 
 
-class _NamedFields(type(msgspec.Struct)):  # type: ignore[misc]
-    """Reports an unknown field with the nearest known name."""
-
-    def __call__(cls, *args: Any, **fields: Any) -> Any:
-        for name in fields:
-            if name not in cls.__struct_fields__:
-                raise ConfigError(f"unknown limit '{name}': {nearest(name, cls.__struct_fields__)}")
-        return super().__call__(*args, **fields)
-
-
-class Limits(msgspec.Struct, metaclass=_NamedFields, frozen=True, forbid_unknown_fields=True):
+class Limits(msgspec.Struct, metaclass=NamedFields, frozen=True, forbid_unknown_fields=True):
     """Limits of one question over its whole tree. Zero is an error, except for ``max_depth`` and
     ``max_reasoning_tokens``."""
 

@@ -260,9 +260,11 @@ class ModelRequests:
         The final prompt will also contain this turn's reply and its observation. In a small budget,
         the turn's reply is shortened, and the final prompt will do without the observation.
         """
-        call.shrunk = None
+        before, call.shrunk = call.shrunk, None
         output = self.run.setup.scaffold.max_output_chars
         exceeded = self._hold(call, new, self.reply_tokens(call, longer), output)
+        if exceeded is not None and longer > 1:
+            call.shrunk = before
         if exceeded not in (Stop.MAX_TOKENS, Stop.MAX_COST) or longer > 1:
             return exceeded
         refusal = self.ledger.refusals.get(exceeded)

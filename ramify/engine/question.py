@@ -9,7 +9,8 @@ completion(ramify.load("logs/"), "…")  context, tools and a description from t
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import warnings as warnings_of_python
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import msgspec
@@ -26,6 +27,7 @@ from ramify.errors import ConfigError, nearest
 from ramify.sandbox.base import Session
 from ramify.types.event import AnyEvent
 from ramify.types.message import encodable
+from ramify.types.named_fields import NamedFields
 
 ModelSpec = str | Model | Client
 """A name ``provider:model``, a model with its key and settings, or a client."""
@@ -33,6 +35,10 @@ _OF_A_MODEL = ("api_key", "base_url", "alias", "window", "price", "headers", "vi
 """Keywords of ``Model``, which users look for elsewhere."""
 Listener = Callable[[AnyEvent], None]
 
+_PICTURES = ("image", "image_url", "input_image", "input_audio", "input_file", "file", "video_url")
+"""Types of the parts of a message that are not text, as providers name them."""
+_LONG_QUESTION_CHARS = 2000
+"""A shorter question may well be longer than its context."""
 MAX_BARE_PROMPT_CHARS = 20_000
 """A longer prompt without a query becomes the context."""
 _BARE = "The task and its data are in `context`. Read it and do what it asks."
@@ -51,7 +57,7 @@ class SourceContext(Protocol):
     def manifest(self) -> str: ...
 
 
-class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
+class RunOptions(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_only=True):
     """How a question is asked. Methods of ``RLM`` take these options as keyword arguments, as one
     object, or both; a keyword replaces a field of the object.
 
@@ -96,9 +102,11 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     direct: bool = True
     """If False, the root has a session even if the context is short."""
 
-    def updated(self, options: RunOptions | None, changes: Mapping[str, Any]) -> RunOptions:
+    def updated(
+        self, options: RunOptions | None, changes: Mapping[str, Any], more: Iterable[str] = ()
+    ) -> RunOptions:
         """Return these options with those that ``options`` sets, and then with ``changes``. Raises
-        ConfigError for an unknown name."""
+        ConfigError for an unknown name, with the nearest option or keyword of ``more``."""
         if options is not None and not isinstance(options, RunOptions):
             raise ConfigError(
                 f"options is a {type(options).__name__}: give a ramify.RunOptions(…), or keyword "
@@ -106,7 +114,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
             )
         for name in changes:
             if name not in self.__struct_fields__:
-                raise ConfigError(f"unknown option '{name}': {_place_of(name)}")
+                raise ConfigError(f"unknown option '{name}': {_place_of(name, more)}")
         given = {} if options is None else _set_fields(options)
         updated = msgspec.structs.replace(self, **{**given, **changes})
         _check_kinds(updated)
@@ -123,14 +131,14 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 """Option, whether a value has the right type, and the right type in words."""
 
 
-def _place_of(name: str) -> str:
+def _place_of(name: str, more: Iterable[str]) -> str:
     """What to do about the unknown option ``name``: often it is a field of an option."""
     for option, kind in (("limits", Limits), ("sampling", Sampling)):
         if name in kind.__struct_fields__:
             return f"give {option}=ramify.{kind.__name__}({name}=…)"
     if name in _OF_A_MODEL:
         return f"it belongs to a model: give model=ramify.Model('provider:model', {name}=…)"
-    return nearest(name, RunOptions.__struct_fields__)
+    return nearest(name, [*RunOptions.__struct_fields__, *more])
 
 
 def _check_kinds(options: RunOptions) -> None:
@@ -252,6 +260,14 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         raise ConfigError("the question is a RunOptions: give options=…")
     if not isinstance(text, str):
         raise ConfigError(f"the question is a {type(text).__name__}: give a text")
+    _refuse_pictures(context)
+    if isinstance(context, str) and len(text) > max(len(context), _LONG_QUESTION_CHARS):
+        warnings_of_python.warn(
+            f"the question has {len(text):,} characters and its context {len(context):,}: the "
+            "order is completion(context, question)",
+            UserWarning,
+            stacklevel=4,
+        )
     if not text.strip():
         raise ConfigError("the question is empty: say what you want to know")
     if context is not None and _num_chars(context) == 0 and not tools:
@@ -277,6 +293,20 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         examples=examples,
         warnings=warnings,
     )
+
+
+def _refuse_pictures(context: Any) -> None:
+    """Raise ConfigError for messages with parts that are not text: the session would get them as
+    text, and each would cost thousands of tokens."""
+    for message in context if isinstance(context, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in [message, *(content if isinstance(content, list) else ())]:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind in _PICTURES:
+                raise ConfigError(
+                    f"the context has a part of type '{kind}': only text is read, so give the text "
+                    "of the picture or recording"
+                )
 
 
 def _num_chars(context: Any) -> int:

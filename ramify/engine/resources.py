@@ -30,6 +30,7 @@ from ramify.engine.tool_set import ToolSet
 from ramify.errors import ConfigError, WeakSandboxWarning
 from ramify.logging import RoomLogger
 from ramify.sandbox.base import Sandbox, SandboxSpec, launch, open_sandbox, warning_of
+from ramify.types.named_fields import NamedFields
 
 if TYPE_CHECKING:
     from ramify.engine.reply_reuse import ReusableReplies
@@ -241,7 +242,7 @@ INSTRUCTIONS = ("instructions", "examples")
 """Settings that a repeated run takes from its record."""
 
 
-class DepthOptions(msgspec.Struct, frozen=True, omit_defaults=True):
+class DepthOptions(msgspec.Struct, metaclass=NamedFields, frozen=True, omit_defaults=True):
     """How calls of one depth work, if it differs from the run's other depths.
 
     >>> ramify.DepthOptions(max_turns=3, tools=("search",)).max_turns

@@ -96,7 +96,7 @@ class RLM:
         options: RunOptions | None = None,
         **defaults: Unpack[RlmKeywords],
     ) -> None:
-        options = RunOptions().updated(options, defaults)
+        options = RunOptions().updated(options, defaults, RLM.__init__.__kwdefaults__ or ())
         limits = options.limits or Limits()
         spec = (
             SandboxSpec(provider=sandbox) if isinstance(sandbox, str) else sandbox or SandboxSpec()

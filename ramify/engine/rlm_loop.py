@@ -117,8 +117,8 @@ class RlmLoop:
         finally:
             run.end(call, outcome)
         if outcome.answer is None and outcome.error is None:
-            error = f"the child ended without an answer ({outcome.stop})"
-            return msgspec.structs.replace(outcome, error=error)
+            why = f"the child ended without an answer ({outcome.stop})"
+            return msgspec.structs.replace(outcome, error=why)
         is_complete = outcome.answer is not None and not isinstance(outcome.failure, ReplyCut)
         return CallOutcome(outcome.stop, outcome.answer) if is_complete else outcome
 

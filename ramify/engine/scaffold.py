@@ -24,6 +24,7 @@ from ramify.engine.prompt_text import ContextFacts, PromptFacts
 from ramify.errors import ConfigError
 from ramify.plugins import Registry
 from ramify.types.message import Message, Reply
+from ramify.types.named_fields import NamedFields
 from ramify.types.trajectory import Cell
 
 _DEFAULT_SYSTEM = """\
@@ -94,7 +95,7 @@ def _filled(found: re.Match[str], filled: Mapping[str, str]) -> str:
     return filled[name] + found[0][len(name) + 4 :] if filled[name] else ""
 
 
-class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Scaffold(msgspec.Struct, metaclass=NamedFields, frozen=True, forbid_unknown_fields=True):
     """Prompts and conventions of a run."""
 
     name: str = "default"

@@ -1,9 +1,10 @@
 """The user's functions in a session: called there, executed here with the permissions of this
 process.
 
-A tool is a function (plain or ``async``) or a value. Each plain function runs in a separate thread,
-so a slow function, or one that never returns, blocks nothing else. A tool's return value must be
-supported by the session's codec.
+A tool is a function (plain or ``async``) or a value; ``{"tool": f, "description": "…"}`` describes
+one in other words than its docstring. Each plain function runs in a separate thread, so a slow
+function, or one that never returns, blocks nothing else. A tool's return value must be supported by
+the session's codec.
 """
 
 from __future__ import annotations
@@ -74,6 +75,15 @@ class ToolSet:
                     else "it is not a Python name"
                 )
                 raise ConfigError(f"a tool cannot be called '{name}': {why}")
+        self.descriptions: dict[str, str] = {}
+        """Descriptions that were given, by the name of the tool; others are docstrings."""
+        for name, tool in named.items():
+            if isinstance(tool, Mapping) and tool.keys() == {"tool", "description"}:
+                if not isinstance(tool["description"], str):
+                    kind = type(tool["description"]).__name__
+                    raise ConfigError(f"the description of tool '{name}' is a {kind}: give a text")
+                named[name] = tool["tool"]
+                self.descriptions[name] = " ".join(tool["description"].split())
         self.functions: dict[str, Callable[..., Any]] = {
             name: tool for name, tool in named.items() if callable(tool)
         }
@@ -82,11 +92,20 @@ class ToolSet:
         }
 
     def plus(self, tools: Mapping[str, Any]) -> ToolSet:
-        return ToolSet({**self.functions, **self.values, **tools})
+        return ToolSet({**self._given(), **tools})
+
+    def _given(self) -> dict[str, Any]:
+        """Return the tools as they can be given again."""
+        return {
+            name: {"tool": tool, "description": self.descriptions[name]}
+            if name in self.descriptions
+            else tool
+            for name, tool in {**self.functions, **self.values}.items()
+        }
 
     def only(self, names: Sequence[str]) -> ToolSet:
         """The tools of these names. Raises ConfigError for an unknown one."""
-        every = {**self.functions, **self.values}
+        every = self._given()
         for name in names:
             if name not in every:
                 raise ConfigError(f"depths: unknown tool '{name}': {nearest(name, every)}")
@@ -109,17 +128,23 @@ class ToolSet:
     def describe(self) -> str:
         """Lines for the system prompt; empty if there are no tools."""
         lines = [
-            f"- `{name}{_signature(tool)}`: {_summary(tool)}"
+            f"- `{name}{_signature(tool)}`: {self._summary(name)}"
             for name, tool in self.functions.items()
         ]
-        lines += [f"- `{name}`: a {type(value).__name__}" for name, value in self.values.items()]
+        lines += [
+            f"- `{name}`: {self.descriptions.get(name) or f'a {type(value).__name__}'}"
+            for name, value in self.values.items()
+        ]
         return "\n".join(["Also in the session:", *lines, ""]) if lines else ""
+
+    def _summary(self, name: str) -> str:
+        return self.descriptions.get(name) or _summary(self.functions[name])
 
     def source(self) -> str:
         """Source of a module for the session with one function per tool."""
         parts = [
             f"def {name}(*args, **kwargs):\n    "
-            f"{(f'{name}{_signature(tool)}: ' + _summary(tool))!r}\n"
+            f"{(f'{name}{_signature(tool)}: ' + self._summary(name))!r}\n"
             f"    return _call({name!r}, args, kwargs)\n"
             for name, tool in self.functions.items()
         ]

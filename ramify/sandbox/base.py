@@ -22,7 +22,7 @@ import hashlib
 import itertools
 import mmap
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -31,6 +31,7 @@ from ramify.errors import ConfigError, RamifyError, SandboxError
 from ramify.plugins import Registry
 from ramify.sandbox.guest.frames import pack_value, unpack_value, write_all
 from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueDecoder, ValueEncoder
+from ramify.types.named_fields import NamedFields
 from ramify.types.trajectory import Cell
 
 _serials = itertools.count()
@@ -180,7 +181,7 @@ class SandboxCapabilities(msgspec.Struct, frozen=True):
 MIN_MEMORY_BYTES = 64 << 20
 
 
-class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SandboxSpec(msgspec.Struct, metaclass=NamedFields, frozen=True, forbid_unknown_fields=True):
     """Configuration of the sandbox: the provider and the limits of each session."""
 
     provider: str = "jail"
@@ -228,6 +229,13 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``provider`` names a weak provider, accepting it silences its warning."""
 
     def __post_init__(self) -> None:
+        for name in ("packages", "mounts"):
+            given = getattr(self, name)
+            if isinstance(given, str) or not isinstance(given, Iterable):
+                raise ConfigError(f"sandbox {name} is {given!r:.80}: give a list")
+            if isinstance(given, list):
+                items = tuple(tuple(item) if isinstance(item, list) else item for item in given)
+                msgspec.structs.force_setattr(self, name, items)
         for name in ("memory_bytes", "cell_s", "grace_s", "max_output_bytes"):
             value = getattr(self, name)
             if not value > 0:
