@@ -162,7 +162,7 @@ FORMS: tuple[Callable[[Any, str, random.Random], tuple[Message, Any]], ...] = (
 
 
 def is_plain(given: Any) -> bool:
-    """True if JSON can write the value, and it is not None, which is no answer of a tool call."""
+    """True if JSON can write the value, and it is not None, which cannot be the answer of a tool call."""
     try:
         json.dumps(given)
     except TypeError:

@@ -20,7 +20,7 @@ import msgspec
 
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError, epilog, parse_size
 from ramify.cli.progress_screen import OPTION, ProgressScreen, form_of
-from ramify.cli.settings import fill, unknown_variables
+from ramify.cli.settings import fill, named_models, unknown_variables
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import StderrNotes, write
 from ramify.errors import ConfigError
@@ -329,8 +329,12 @@ def _warm_up(model: str, spec: SandboxSpec | None) -> None:
 
     if spec is not None:
         launch(spec)
-    provider = split_name(model)[0]
-    is_plain = provider in PROVIDERS and resolve(model).url.startswith("http:")
+    named = named_models().get(model)
+    if named is not None:  # it has its own key and address
+        provider, is_plain = named.provider, (named.base_url or "").startswith("http:")
+    else:
+        provider = split_name(model)[0]
+        is_plain = provider in PROVIDERS and resolve(model).url.startswith("http:")
     if provider not in ("scripted", *IN_PROCESS) and not is_plain:
         import threading
 
@@ -397,7 +401,6 @@ def make_rlm(
     tools: Mapping[str, Any] | None = None,
 ) -> RLM:
     from ramify.clients.base import Sampling
-    from ramify.clients.providers import split_name
     from ramify.engine.limits import Limits
     from ramify.engine.rlm import RLM
 
@@ -405,14 +408,14 @@ def make_rlm(
     if temperature is not None and not 0 <= temperature < math.inf:
         raise ConfigError(f"temperature={temperature:g} is out of range: give 0 or more")
     limits = Limits(**limit_fields(settings))
-    scaffold = read_scaffold(settings.get("scaffold"), settings["model"])
+    named = named_models()
+    given = (settings["model"], *(settings.get("sub_model") or ()))
+    model, *sub_models = (named.get(name, name) for name in given)
+    scaffold = read_scaffold(settings.get("scaffold"), getattr(model, "name", model))
     if settings.get("direct") is False:
         scaffold = msgspec.structs.replace(scaffold, direct_chars=0)
-    sub_models = settings.get("sub_model") or []
-    for name in (settings["model"], *sub_models):
-        split_name(name)
     return RLM(
-        settings["model"],
+        model,
         sub_model=sub_models or None,
         limits=limits,
         scaffold=scaffold,

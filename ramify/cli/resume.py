@@ -11,7 +11,9 @@ from typing import Any
 
 import msgspec
 
+from ramify.cli.settings import named_models
 from ramify.clients.base import Price, Request, Sampling
+from ramify.clients.model import Model
 from ramify.clients.providers import PriceTable
 from ramify.engine.limits import Limits
 from ramify.engine.rlm import RLM
@@ -49,13 +51,21 @@ def rebuild(
     config = started.config
     models = [*config.get("model", [])]
     subs = [*config.get("sub_model", [])]
+    # A model of the settings file keeps its key there; other models that were given as objects
+    # get the key of their provider.
+    own = {(model.name, alias): model for alias, model in named_models().items()}
+    aliases = {each["name"]: each.get("alias", "") for each in config.get("models", [])}
+
+    def known(name: str) -> str | Model:
+        return own.get((name, aliases.get(name, "")), name)
+
     if not models:
         raise ConfigError(f"run {started.id} does not record its model: ask the question again")
     try:
         sandbox = msgspec.convert(config.get("sandbox", {}), SandboxSpec)
         return RLM(
-            [PlaceholderClient(name) for name in models] if stand_ins else models,
-            sub_model=([PlaceholderClient(name) for name in subs] if stand_ins else subs) or None,
+            [PlaceholderClient(n) if stand_ins else known(n) for n in models],
+            sub_model=[PlaceholderClient(n) if stand_ins else known(n) for n in subs] or None,
             limits=limits or msgspec.convert(config.get("limits", {}), Limits),
             scaffold=msgspec.convert(config.get("scaffold", {}), Scaffold),
             sandbox=msgspec.structs.replace(

@@ -4,6 +4,10 @@
                                              [prices]
                                              path = "prices.json"
 
+    --model mini                                   [models.mini]
+                                                   model = "openai:gpt-5-mini"
+                                                   api-key = "$TENANT_KEY"
+
 The file's keys are the long options of ``ask``, with the same types, so that settings are listed
 only once. Paths in the file are relative to the file. An unknown key or a bad value is an error
 that names the file and the key: a mistyped budget must not go unnoticed.
@@ -14,17 +18,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ramify.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from ramify.clients.model import Model
 
 TABLES = {
     "prices": {"path": "RAMIFY_PRICES"},
     "runs": {"path": "RAMIFY_HOME", "max-bytes": "RAMIFY_STORE_MAX_BYTES"},
 }
 """Table of the file -> key -> the environment variable that overrides it."""
+MODELS = "models"
+"""Table of the file that has one table for each model: its alias, and the keywords of ``Model``."""
+_OF_A_MODEL = ("model", "api-key", "base-url", "window", "price", "headers", "sampling", "vision")
 OTHER_VARIABLES = frozenset(
     {
         "RAMIFY_CONFIG",
@@ -85,6 +95,54 @@ def fill(
     return settings
 
 
+def named_models(environ: Mapping[str, str] = os.environ) -> dict[str, Model]:
+    """Return the models of the file's ``[models.ALIAS]`` tables by alias, with their keys."""
+    path = config_path(environ)
+    tables = _content(path).get(MODELS, {})
+    if not isinstance(tables, dict) or not all(isinstance(t, dict) for t in tables.values()):
+        raise ConfigError(f"{path}: write one table for each model: [{MODELS}.ALIAS]")
+    return {alias: _model(path, alias, table, environ) for alias, table in tables.items()}
+
+
+def _model(path: Path, alias: str, table: dict[str, Any], environ: Mapping[str, str]) -> Model:
+    from ramify.clients.base import Sampling
+    from ramify.clients.model import Model
+
+    where = f"{path}: [{MODELS}.{alias}]"
+    for key in table:
+        if key not in _OF_A_MODEL:
+            raise ConfigError(f"{where}: unknown key '{key}': {nearest(key, _OF_A_MODEL)}")
+    fields = {key.replace("-", "_"): value for key, value in table.items()}
+    name = fields.pop("model", None)
+    if not isinstance(name, str):
+        raise ConfigError(f'{where} names no model: write model = "provider:model"')
+    if "api_key" in fields:
+        fields["api_key"] = _secret(f"{where} api-key", fields["api_key"], environ)
+    if isinstance(headers := fields.get("headers"), dict):
+        fields["headers"] = {
+            header: _secret(f"{where} headers.{header}", value, environ)
+            for header, value in headers.items()
+        }
+    try:
+        if isinstance(sampling := fields.get("sampling"), dict):
+            options = {key.replace("-", "_"): value for key, value in sampling.items()}
+            fields["sampling"] = _convert(
+                msgspec.to_builtins(Sampling(**options)), Sampling, f"{where} sampling"
+            )
+        return Model(name, alias=alias, environ=environ, **fields)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _secret(where: str, value: Any, environ: Mapping[str, str]) -> Any:
+    """Return the value of the variable that ``"$NAME"`` names; other values as they are."""
+    if not isinstance(value, str) or not value.startswith("$"):
+        return value
+    if not environ.get(value[1:]):
+        raise ConfigError(f"{where}: the variable {value[1:]} is not set: export {value[1:]}=…")
+    return environ[value[1:]]
+
+
 def unknown_variables(
     kinds: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> Iterator[str]:
@@ -112,6 +170,24 @@ def _from_variables(environ: Mapping[str, str], kinds: Mapping[str, Any]) -> dic
 def _from_file(
     path: Path, kinds: Mapping[str, Any], environ: MutableMapping[str, str]
 ) -> dict[str, Any]:
+    values = {}
+    for key, value in _content(path).items():
+        name = key.replace("-", "_")
+        if key == MODELS:  # see ``named_models``
+            continue
+        if key in TABLES:
+            _apply_table(path, key, value, environ)
+        elif name in kinds and "_" not in key:
+            value = [value] if _is_list(kinds[name]) and isinstance(value, str) else value
+            values[name] = _convert(value, kinds[name], f"{path}: {key}")
+        else:
+            known = [*(setting.replace("_", "-") for setting in kinds), *TABLES, MODELS]
+            raise ConfigError(f"{path}: unknown key '{key}': {nearest(key, known)}")
+    return values
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """Return the file's tables and keys; none if the file does not exist."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -121,21 +197,9 @@ def _from_file(
     import tomllib
 
     try:
-        content = tomllib.loads(data.decode())
+        return tomllib.loads(data.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    values = {}
-    for key, value in content.items():
-        name = key.replace("-", "_")
-        if key in TABLES:
-            _apply_table(path, key, value, environ)
-        elif name in kinds and "_" not in key:
-            value = [value] if _is_list(kinds[name]) and isinstance(value, str) else value
-            values[name] = _convert(value, kinds[name], f"{path}: {key}")
-        else:
-            known = [*(setting.replace("_", "-") for setting in kinds), *TABLES]
-            raise ConfigError(f"{path}: unknown key '{key}': {nearest(key, known)}")
-    return values
 
 
 def _apply_table(path: Path, table: str, content: Any, environ: MutableMapping[str, str]) -> None:

@@ -230,7 +230,7 @@ class CallOutcome(msgspec.Struct, frozen=True):
     failure: BaseException | None = None
     """Exception that ended the call, if any."""
     partial: str = ""
-    """Words of the last message, if there is no answer."""
+    """Words of the last message of a call that ended without an answer."""
 
 
 def context_ref(context: SharedContext | None) -> ContextRef | None:

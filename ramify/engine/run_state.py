@@ -308,7 +308,7 @@ class RunState:
         if stop is Stop.NO_CODE:
             most = self.setup.scaffold_at(depth).max_idle
             last = (
-                "so there is no answer"
+                "so the run has no answer"
                 if outcome.answer is None
                 else "so the best answer so far was taken"
             )

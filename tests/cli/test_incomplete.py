@@ -62,7 +62,7 @@ def test_truncated_answer_does_not_satisfy_a_schema(shell: Shell) -> None:
         (reply_with_finish("```repl\nx = [1,", "length"), "cut at its limit of 8192 tokens"),
         (
             reply_with_finish("", "stop"),
-            "3 replies in a row had neither code nor FINAL(…), so there is no answer",
+            "3 replies in a row had neither code nor FINAL(…), so the run has no answer",
         ),
         (
             reply_with_finish("```repl\nFINAL(None)\n```", "stop"),

@@ -10,7 +10,7 @@ import pytest
 
 import ramify
 from ramify.cli.ask import KINDS
-from ramify.cli.settings import fill, unknown_variables
+from ramify.cli.settings import fill, named_models, unknown_variables
 from ramify.errors import ConfigError
 from tests.cli.helpers import Shell
 
@@ -120,3 +120,54 @@ def test_command_reads_file_and_variables(shell: Shell) -> None:
     assert shell.run("ask", "hm?", RAMIFY_MODEL=other) == (0, "from the variable\n", "")
     done = shell.run("ask", "hm?", "--no-quiet", RAMIFY_MAX_COSTS="1")
     assert done.err.startswith("ramify: warning: RAMIFY_MAX_COSTS is not a variable")
+
+
+def test_a_table_names_a_model_with_its_key(config: Path) -> None:
+    config.write_text(
+        '[models.mini]\nmodel = "openai:gpt-5-mini"\napi-key = "$TENANT_KEY"\nwindow = 9000\n'
+        'base-url = "http://127.0.0.1:9/v1"\nprice = "$1 in, $2 out per million tokens"\n'
+        '[models.mini.headers]\nX-Proxy = "$PROXY"\n[models.mini.sampling]\ntemperature = 0.5\n'
+    )
+    environ = {"RAMIFY_CONFIG": str(config), "TENANT_KEY": "sk-0123456789", "PROXY": "p-123456789"}
+    model = named_models(environ)["mini"]
+    assert model == ramify.Model(
+        "openai:gpt-5-mini",
+        alias="mini",
+        api_key="sk-0123456789",
+        base_url="http://127.0.0.1:9/v1",
+        window=9000,
+        price=ramify.Price(1.0, 2.0),
+        headers={"X-Proxy": "p-123456789"},
+        sampling=ramify.Sampling(temperature=0.5),
+        environ=environ,
+    )
+    assert "sk-0" not in repr(model)
+    assert filled(config) == {}
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("[models.a]\n", "names no model"),
+        ('[models.a]\nmodel = "openai:m"\napi-kye = "x"\n', "unknown key 'api-kye': did you mean"),
+        ('[models.a]\nmodel = "openai:m"\napi-key = "$NOWHERE"\n', "the variable NOWHERE is not"),
+        ('[models.a]\nmodel = "openai:m"\nprice = 2\n', "has no unit"),
+        ('[models.a]\nmodel = "openai:m"\n[models.a.sampling]\ntop-q = 1\n', "did you mean 'top_"),
+        ('[models]\na = "openai:m"\n', "write one table for each model"),
+        ('[models."a b"]\nmodel = "openai:m"\n', "not a short name"),
+    ],
+)
+def test_a_wrong_table_of_a_model_is_one_line(config: Path, table: str, message: str) -> None:
+    config.write_text(table)
+    with pytest.raises(ConfigError, match=message) as error:
+        named_models({"RAMIFY_CONFIG": str(config)})
+    assert "\n" not in str(error.value)
+    assert str(config) in str(error.value)
+
+
+def test_a_model_of_the_file_is_asked_by_its_alias(tmp_path: Path) -> None:
+    shell = Shell(tmp_path)
+    name = shell.model(["seven", "eight"])
+    shell.write("config/ramify/config.toml", f'[models.mini]\nmodel = "{name}"\n')
+    done = shell.run("ask", "How many days has a week?", "-m", "mini")
+    assert (done.code, done.out) == (0, "seven\n"), done.err

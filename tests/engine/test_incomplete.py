@@ -66,7 +66,7 @@ def in_session(*root: Any, other: Any = "whole", **options: Any) -> Result:
         (
             "",
             "stop",
-            "3 replies in a row had neither code nor FINAL(…), so there is no answer",
+            "3 replies in a row had neither code nor FINAL(…), so the run has no answer",
         ),
         ("FINAL_VAR(nothing)", "stop", "3 replies in a row had neither code nor FINAL(…), so"),
     ],
