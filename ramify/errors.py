@@ -40,6 +40,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+import msgspec
+
 from ramify.printable import clean
 
 
@@ -339,3 +341,23 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = get_close_matches(name, names, n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""
     return f"{hint}known: {', '.join(names)}"
+
+
+class NamedFields(type(msgspec.Struct)):  # type: ignore[misc]
+    """Metaclass of structs that users write by hand: reports an unknown field with the nearest
+    name, as in ``unknown keyword 'temprature' of Sampling: did you mean 'temperature'?``"""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        try:
+            return super().__call__(*args, **fields)
+        except TypeError:
+            check_keywords(cls.__name__, fields, cls.__struct_fields__)
+            raise
+
+
+def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ConfigError for the first keyword of ``owner`` that is not ``known``."""
+    names = list(known)
+    for keyword in given:
+        if keyword not in names:
+            raise ConfigError(f"unknown keyword '{keyword}' of {owner}: {nearest(keyword, names)}")

@@ -27,9 +27,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from ramify.errors import ServerFailed
+from ramify.errors import NamedFields, ServerFailed
 from ramify.types.message import Finish, Message, Reply, Usage
-from ramify.types.named_fields import NamedFields
 
 ASSUMED_WINDOW = 128_000
 """Context window (tokens) of a model whose window is unknown."""

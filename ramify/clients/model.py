@@ -34,9 +34,8 @@ from ramify.clients.providers import (
     split_name,
     split_url,
 )
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, check_keywords
 from ramify.secrets import remember
-from ramify.types.named_fields import check_keywords
 
 _GAP = re.compile(r"\s*(?:[,;+]|and\b)?\s*")
 _KEYWORDS = (

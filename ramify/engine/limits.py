@@ -31,9 +31,8 @@ from typing import NamedTuple
 import msgspec
 
 from ramify.clients.base import Price
-from ramify.errors import ConfigError, LimitReached
+from ramify.errors import ConfigError, LimitReached, NamedFields
 from ramify.types.message import Usage
-from ramify.types.named_fields import NamedFields
 from ramify.types.trajectory import Stop
 
 DEFAULT_MAX_COST = 5.0

@@ -23,11 +23,10 @@ from ramify.engine.limits import Limits
 from ramify.engine.prompt_text import PromptExample, examples_of
 from ramify.engine.scaffold import Scaffold
 from ramify.engine.typed import CITE_INSTRUCTION, AnswerType, answer_type, cited_type
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError, NamedFields, nearest
 from ramify.sandbox.base import Session
 from ramify.types.event import AnyEvent
 from ramify.types.message import encodable
-from ramify.types.named_fields import NamedFields
 
 ModelSpec = str | Model | Client
 """A name ``provider:model``, a model with its key and settings, or a client."""

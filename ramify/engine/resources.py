@@ -27,10 +27,9 @@ from ramify.engine.prompt_text import PromptExample, examples_of
 from ramify.engine.question import ModelSpec, Question, RunOptions
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.engine.tool_set import ToolSet
-from ramify.errors import ConfigError, WeakSandboxWarning
+from ramify.errors import ConfigError, NamedFields, WeakSandboxWarning
 from ramify.logging import RoomLogger
 from ramify.sandbox.base import Sandbox, SandboxSpec, launch, open_sandbox, warning_of
-from ramify.types.named_fields import NamedFields
 
 if TYPE_CHECKING:
     from ramify.engine.reply_reuse import ReusableReplies

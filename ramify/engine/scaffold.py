@@ -21,10 +21,9 @@ from ramify.engine import observe, prompt_text, retool
 from ramify.engine.action import NATIVE_TOOLS, ParsedAction, read_action
 from ramify.engine.foreign_formats import read_any
 from ramify.engine.prompt_text import ContextFacts, PromptFacts
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, NamedFields
 from ramify.plugins import Registry
 from ramify.types.message import Message, Reply
-from ramify.types.named_fields import NamedFields
 from ramify.types.trajectory import Cell
 
 _DEFAULT_SYSTEM = """\

@@ -27,11 +27,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ramify.errors import ConfigError, RamifyError, SandboxError
+from ramify.errors import ConfigError, NamedFields, RamifyError, SandboxError
 from ramify.plugins import Registry
 from ramify.sandbox.guest.frames import pack_value, unpack_value, write_all
 from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueDecoder, ValueEncoder
-from ramify.types.named_fields import NamedFields
 from ramify.types.trajectory import Cell
 
 _serials = itertools.count()
