@@ -295,23 +295,26 @@ def _end_of_strings(text: str, start: int) -> int:
 def _fence(text: str, opening: re.Match[str], has_thought: bool) -> tuple[_Part, int, bool, bool]:
     """Return (the fence that begins with the line ``opening``, index after it, whether it was part
     of a thought, whether there was a thinking block)."""
-    start = position = min(opening.end() + 1, len(text))
+    start = position = checked = min(opening.end() + 1, len(text))
     kept = [text[opening.start() : start]]
     body: list[str] = []
     is_code = opening["language"].lower() in _LANGUAGES
     ends = _fence_marks(opening["fence"][0], len(opening["fence"]), len(opening["indent"]))
-    scanner = StringScanner(text, start)
+    scanner: StringScanner | None = None
     closed = False
     while mark := ends.search(text, position):
         position = mark.end()
-        if is_code and scanner.is_inside(mark.start()):
-            continue
+        if is_code and (scanner is not None or _may_span(text, checked, mark.start())):
+            scanner = scanner or StringScanner(text, start)
+            if scanner.is_inside(mark.start()):
+                continue
+        checked = mark.start()
         if mark["thought"] is not None and not has_thought:
             return _Part(""), position, True, has_thought
         if mark["think"]:
             body.append(text[start : mark.start()])
             start = position = _end_of_thought(text, position)
-            scanner = StringScanner(text, start)
+            scanner = None
             has_thought = True
         elif mark["close"] is not None:
             body.append(text[start : mark.start()])
@@ -324,6 +327,11 @@ def _fence(text: str, opening: re.Match[str], has_thought: bool) -> tuple[_Part,
         position = len(text)
     content = _dedented("".join(body), len(opening["indent"])).rstrip("\n")
     return _Part("".join(kept), opening, content, closed), position, False, has_thought
+
+
+def _may_span(text: str, start: int, end: int) -> bool:
+    """Whether a string between ``start`` and ``end`` may have several lines. Few codes have one."""
+    return any(text.find(part, start, end) >= 0 for part in ('"""', "'''", "\\\n"))
 
 
 @functools.lru_cache(64)

@@ -281,6 +281,7 @@ HOSTILE = [
     "</think>\n",
     "```repl\n</think>\n",
     "```repl\n<think>\n",
+    "<think></think>\n```repl\n</think>\n",
     "- " * 9,
     "1. \t",
     "\n",
