@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,8 @@ class RayLauncher:
         self._placement_slots = list(placement_slots)
         self._address = address or os.environ.get(ADDRESS, "")
         self._folder = ""
+        self._local: Callable[[], None] = lambda: None
+        """Undoes what keeps a cluster of this machine on loopback."""
         self._groups: list[Any] = []
         self._places: dict[int, tuple[Any, int]] = {}
         """Slot -> its placement group, and the index of its bundle."""
@@ -173,6 +175,7 @@ class RayLauncher:
                 with contextlib.suppress(Exception):
                     ray.util.remove_placement_group(group)
             ray.shutdown()
+        self._local()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -231,6 +234,7 @@ class RayLauncher:
             self._folder = tempfile.mkdtemp(prefix="ray", dir=root)
             # Without a token in the environment, Ray writes one to the home folder.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+            self._local = _keep_loopback()
             options |= {
                 "address": "local",
                 "num_cpus": os.cpu_count(),
@@ -367,6 +371,27 @@ class RayLauncher:
                 f"this process and computes on GPU {own_gpus[0]}: start it with "
                 f"CUDA_VISIBLE_DEVICES={','.join(slot_gpus)}"
             )
+
+
+def _keep_loopback() -> Callable[[], None]:
+    """Let Ray keep the loopback address that it is given: on Linux it replaces it by the address
+    at which other machines reach this one. Ray has this switch for Windows and macOS, and reads it
+    when a process imports it. Returns a function that undoes it."""
+    from ray._private import ray_constants
+
+    constant, variable = "ENABLE_RAY_CLUSTER", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+    before, given = getattr(ray_constants, constant, None), os.environ.get(variable)
+    os.environ[variable] = "0"
+    setattr(ray_constants, constant, False)
+
+    def undo() -> None:
+        setattr(ray_constants, constant, before)
+        if given is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = given
+
+    return undo
 
 
 def imported() -> Any:

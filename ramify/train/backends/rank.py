@@ -33,7 +33,6 @@ from ramify.errors import ConfigError
 from ramify.models.load import Policy
 from ramify.models.stored_weights import stored_tensors
 from ramify.train.backends import adapters, shards
-from ramify.train.backends.activation_memory import return_freed_memory
 from ramify.train.backends.adapters import AdapterSpec
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.layer_split import RankMesh, SplitPlan
@@ -136,8 +135,6 @@ class RankModels:
         self.device = device
         self._pulse = pulse
         self._models: dict[str, _Model] = {}
-        if device.type == "cpu":
-            return_freed_memory()
         self._members = members
         self._saving = members.formed(
             lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)), "cpu"
