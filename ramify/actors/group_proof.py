@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
+import re
 import secrets
 import sys
 import threading
@@ -29,7 +30,7 @@ from ramify.errors import TrainError
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIZE = 32
-_WAIT_S = 120.0
+_WAIT_S = 40.0
 _SETTING = threading.RLock()
 
 
@@ -126,4 +127,5 @@ def _proof(key: bytes, size: int, prover: int, verifier: int, nonce: bytes) -> b
 
 
 def _first(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0][:200]
+    text = str(error).strip().partition("\n")[0]
+    return re.sub(r"^\[[^\]]*\] ", "", text)[:200]  # without torch's place in its source

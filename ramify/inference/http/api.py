@@ -179,6 +179,8 @@ async def until_up(
     killed before it answers, it is started again up to ``restarts`` times."""
     deadline = time.monotonic() + wait_s
     while True:
+        if process is not None:
+            await asyncio.to_thread(process.check_owner)  # before the key is sent there
         try:
             return await server.healthy()
         except ModelError as error:

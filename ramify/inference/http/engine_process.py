@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ramify.actors.launcher import Launcher, SlotMember
+from ramify.actors.tcp_table import listener_user
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import VERSIONS, InferenceSpec
 from ramify.inference.weight_sync import WEIGHT_SYNCS
@@ -80,6 +81,16 @@ class EngineProcess:
         command = engine_command(self._spec, checkpoint, self._port, dtype, window, host)
         environment = engine_environment(self._spec, self._member.number)
         self._process = self._launcher.start(self._member, command, environment, self.log.resolve())
+
+    def check_owner(self) -> None:
+        """Raise ConfigError if a process of another user listens at the engine's address: it was
+        there first, and would be sent the key. Known only for this machine."""
+        user = listener_user(self._host, self._port) if self._host == _HOST else None
+        if user not in (None, os.getuid()):
+            raise ConfigError(
+                f"the engine's address {self._host}:{self._port} was taken by user {user} of this "
+                "machine: nothing was sent there; start again, or set inference.ports"
+            )
 
     @property
     def ended(self) -> int | None:
