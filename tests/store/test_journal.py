@@ -174,6 +174,14 @@ def test_appending_to_closed_journal_is_an_error(store: Store):
         journal.append(NoteAdded(call="0", text="late"))
 
 
+def test_a_journal_whose_writer_file_was_deleted_can_be_closed(store: Store):
+    journal = store.create("r1")
+    append_all(journal, short_run("r1"))
+    journal.path.with_suffix(".writer").unlink()
+    journal.close()
+    assert list(store.events("r1")) == short_run("r1")
+
+
 def test_concurrent_threads_write_whole_lines(store: Store):
     with store.create("r1") as journal:
         append_all(journal, short_run("r1")[:2])
