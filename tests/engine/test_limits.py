@@ -313,6 +313,10 @@ def test_refusals_name_both_numbers() -> None:
         held.hold(ResourceAmount(1, 600))
         held.charge(Usage(500, calls=1), None)  # it had been reserved before the hold
         assert "and 0 of 1,000 were left" in (await refused(held, ResourceAmount(1, 1)))[1]
+        held = Ledger(Limits(max_cost=1.0), priced=True)
+        held.hold(ResourceAmount(1, 0, 0.75))
+        held.charge(Usage(calls=1), 0.5)
+        assert "and $0 of $1 were left" in (await refused(held, ResourceAmount(1, 0, 0.1)))[1]
         ledger = Ledger(Limits(max_calls=2, max_tokens=1_000, max_cost=0.5), priced=True)
         ledger.charge(Usage(300, calls=1), 0.125)
         assert await refused(ledger, ResourceAmount(1, 800, 0.0)) == (
@@ -398,6 +402,7 @@ def test_an_excess_is_more_than_was_reserved(
 ) -> None:
     reserved = ResourceAmount(1, 20, 1.0)
     assert Ledger(Limits(), priced=True).is_excess(reserved, reported, cost) is is_excess
+    assert not Ledger(Limits(), priced=True).is_excess(ResourceAmount(1, 20), Usage(1, 1), None)
     without = Ledger(Limits(), priced=False)
     assert without.is_excess(reserved, reported, cost) is (reported.total_tokens > 20)
 
@@ -412,6 +417,9 @@ def test_what_a_server_charges_for_a_model_without_a_price_is_reserved_next() ->
         assert text == "m reported 55 tokens ($0) for call 7, which had reserved 20 tokens ($0)"
         ledger.excess.clear()
         first.update()
+        first.expect(Usage(50, 5, calls=1), None, "call 8")
+        assert ledger.excess.pop("m").cost == 0.0
+        assert ledger.last_excess.endswith("55 tokens for call 8, which had reserved 20 tokens")
         await first.reserve()
         text = first.settle(Usage(5, 5, calls=1), 0.3, "call 0")
         assert text == ("m reported 10 tokens ($0.3) for call 0, which had reserved 20 tokens ($0)")
