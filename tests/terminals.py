@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ramify.cli.main import COMMANDS
 from ramify.clients.scripted import ScriptedClient
 from ramify.engine.rlm import RLM
 from ramify.sandbox.base import SandboxSpec
@@ -162,28 +163,6 @@ class Shown(NamedTuple):
         return controls(self.written, is_drawn=self.is_drawn)
 
 
-COMMANDS = (
-    "ask",
-    "eval",
-    "train",
-    "init",
-    "cluster plan",
-    "cluster simulate",
-    "serve",
-    "mcp",
-    "serve-policy",
-    "view",
-    "runs",
-    "runs rm",
-    "runs review",
-    "runs prune",
-    "show",
-    "replay",
-    "plugins",
-    "doctor",
-    "",
-)
-"""Every command of ``ramify``, and none; a test compares it with the program's own list."""
 _TASK = """
 import json
 from ramify.tasks.base import Item, SimpleTask, generated
@@ -223,7 +202,7 @@ def outputs_on_terminal(machine: Machine, texts: Sequence[str]) -> Iterator[Show
     for arguments in (("runs", "review", "last", "--note", given), ("runs", "review", "last")):
         yield Shown("runs review", machine.on_terminal(*arguments))
     yield from _answers(machine, texts, given)
-    for command in COMMANDS:
+    for command in (*COMMANDS, ""):
         written = machine.on_terminal(*command.split(), f"--{given}" if command else given)
         yield Shown(f"{command} --TEXT", written, is_drawn=True)
     for command in ("ask", "eval", "mcp"):

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ramify.cli import main
 from ramify.printable import TerminalStream, clean, escaped
 from tests.terminals import (
-    COMMANDS,
     Machine,
     Shown,
     controls,
@@ -20,7 +18,6 @@ from tests.terminals import (
 
 
 def test_no_command_lets_text_control_the_terminal(tmp_path: Path) -> None:
-    assert {*COMMANDS} == {*main.COMMANDS, ""}
     shown = list(outputs_on_terminal(Machine(tmp_path), hostile_texts(30)))
     assert [(each.command, each.controls[:3]) for each in shown if each.controls] == []
     silent = [each.command for each in shown if not each.written.strip()]
