@@ -145,7 +145,8 @@ def test_secret_is_found_in_json(encode: Callable[[str], str]) -> None:
 def test_server_keys_are_redacted(tmp_path: Path) -> None:
     digest = hashlib.sha256(b"an-odd-one").hexdigest()
     keys = ApiKeys({"a": ApiKey(key="anotherodd"), "b": ApiKey(sha256=digest)})
-    keys.caller("an-odd-one")
+    assert keys.bearer_keys is not None
+    assert keys.bearer_keys.caller("an-odd-one") == "b"
     with attached(LogFile(tmp_path / "log")):
         RoomLogger("serve").info("x", "keys: anotherodd, an-odd-one")
     assert "keys: «redacted key of a», «redacted key of b»" in (tmp_path / "log").read_text()
