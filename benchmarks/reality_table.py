@@ -8,8 +8,8 @@
     python benchmarks/reality_table.py --only gzip       rows whose name contains this
     python benchmarks/reality_table.py --quick           each behaviour once, in turn
 
-Each run is one question that is answered directly, of a program with a store, against a real
-server on loopback. Waits run on a fast clock (``FastLoop``). Through LiteLLM, some behaviours have
+Each run asks one question, which the model answers directly, and is stored. Its server is a real one
+on loopback. Waits run on a fast clock (``FastLoop``). Through LiteLLM, some behaviours have
 another outcome, which ``docs/models.md`` names; their rows are counted apart.
 """
 
