@@ -447,19 +447,18 @@ async def ask_plain(
     call: LiveCall,
     prompt: str,
     kind: AnswerType | None,
-    *,
-    system: str | None = None,
+    before: Sequence[Message] = (),
 ) -> CallOutcome:
     """Ask once, and again with the error shown while the reply does not match ``kind``. Without
-    ``kind``, an empty reply or a tool call is not an answer, and the same is asked again. Never
-    raises for a failed model.
+    ``kind``, an empty reply or a tool call is not an answer, and the same is asked again.
+    ``before`` are the messages before the prompt. Never raises for a failed model.
 
     A reply that was truncated at its token limit ends with ``MAX_TOKENS``: its text is a partial
     answer, never a complete one.
     """
     run.pass_limit(call)
     question = f"{prompt}\n\n{kind.alone()}" if kind else prompt
-    new = [*([Message("system", system)] if system else []), Message("user", question)]
+    new = [*before, Message("user", question)]
     schema = kind.enforced if kind else None
     error, text, is_cut = "no reply", "", False
     reused = 0 if kind is None else None

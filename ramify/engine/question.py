@@ -26,7 +26,7 @@ from ramify.engine.typed import CITE_INSTRUCTION, AnswerType, answer_type, cited
 from ramify.errors import ConfigError, NamedFields, nearest
 from ramify.sandbox.base import Session
 from ramify.types.event import AnyEvent
-from ramify.types.message import encodable
+from ramify.types.message import Message, encodable
 
 ModelSpec = str | Model | Client
 """A name ``provider:model``, a model with its key and settings, or a client."""
@@ -207,6 +207,8 @@ class Question(msgspec.Struct, frozen=True):
     instructions: str = ""
     """Instructions of the task, which are added to those of the user."""
     examples: tuple[PromptExample, ...] = ()
+    before: tuple[Message, ...] = ()
+    """Messages before the question: a system message, few-shot examples, earlier turns."""
     warnings: tuple[str, ...] = ()
     """About the sources: files that are not in the context."""
 
@@ -230,9 +232,11 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     """Return the question of ``completion(prompt, query)``. Raises ConfigError if it is empty."""
     about, tools, on_session, warnings = "", {}, None, ()
     instructions, examples = "", tuple[PromptExample, ...]()
+    before = tuple[Message, ...]()
     if isinstance(prompt, SourceContext):
         instructions = getattr(prompt, "instructions", "")
         examples = examples_of(getattr(prompt, "examples", ()))
+        before = tuple(getattr(prompt, "messages", ()))
         on_session = getattr(prompt, "on_session", None)  # the setup of a task
         warnings = tuple(getattr(prompt, "warnings", tuple)())
         about, tools, prompt = prompt.manifest(), dict(prompt.tools), prompt.context
@@ -290,6 +294,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         on_session,
         instructions=instructions,
         examples=examples,
+        before=before,
         warnings=warnings,
     )
 
@@ -306,6 +311,15 @@ def _refuse_pictures(context: Any) -> None:
                     f"the context has a part of type '{kind}': only text is read, so give the text "
                     "of the picture or recording"
                 )
+
+
+def opening(system: str, before: Sequence[Message]) -> list[Message]:
+    """Return the messages before a question. A prompt has one system message: ``system``, and the
+    texts of those in ``before``."""
+    texts = [system, *(message.content for message in before if message.role == "system")]
+    text = "\n\n".join(filter(None, texts))
+    others = [message for message in before if message.role != "system"]
+    return [*([Message("system", text)] if text else []), *others]
 
 
 def _num_chars(context: Any) -> int:

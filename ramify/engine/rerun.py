@@ -28,6 +28,7 @@ from ramify.types.event import (
     RunEnded,
     RunStarted,
 )
+from ramify.types.message import Message
 from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
@@ -182,7 +183,10 @@ def question_of(
     if prompt is not None:
         given = question(prompt, started.question, None, False)
         resolved = msgspec.structs.replace(resolved, tools=given.tools, on_session=given.on_session)
-    return msgspec.structs.replace(resolved, about=config.get("about", ""), direct=direct)
+    before = msgspec.convert(config.get("before", ()), tuple[Message, ...])
+    return msgspec.structs.replace(
+        resolved, about=config.get("about", ""), direct=direct, before=before
+    )
 
 
 def from_record(store: Store, run: str, ended: RunEnded, kind: Any = None) -> Result:

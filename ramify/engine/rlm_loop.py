@@ -32,6 +32,7 @@ from ramify.engine.event_recorder import CallOutcome
 from ramify.engine.foreign_formats import syntax_hint
 from ramify.engine.host import CellHost
 from ramify.engine.model_requests import cut_reply
+from ramify.engine.question import opening
 from ramify.engine.reading import read_reply
 from ramify.engine.run_state import LiveCall, RunState
 from ramify.engine.typed import AnswerType, TypeMismatch
@@ -467,8 +468,7 @@ class RlmLoop:
         """Return the messages before the question: the system prompt, or the answers that earlier
         native calls still need."""
         if not self.call.messages:
-            system = self.run.system_prompt(self.call)
-            return [Message("system", system)] if system else []
+            return opening(self.run.system_prompt(self.call), self.call.before)
         return [
             Message("tool", "(answered)", tool_call_id=call.id)
             for call in self.call.messages[-1].tool_calls

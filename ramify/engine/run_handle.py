@@ -32,7 +32,7 @@ from ramify.engine.event_recorder import (
 from ramify.engine.host import ask_plain
 from ramify.engine.prompt_facts import check_instructions
 from ramify.engine.prompt_text import instructions
-from ramify.engine.question import Question
+from ramify.engine.question import Question, opening
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels, SharedResources
 from ramify.engine.rlm_loop import RlmLoop
 from ramify.engine.run_state import LiveCall, RunState
@@ -347,12 +347,14 @@ class RunHandle:
 
     def _started(self, context: SharedContext | None) -> None:
         schema = self._question.kind.schema if self._question.kind else None
+        before = self._question.before
         config = {
             **self._setup.config,
             **({"conversation": True} if self._conversation is not None else {}),
             "answer_schema": schema,
             "cite": self._question.cite,
             "about": self._question.about,
+            **({"before": msgspec.to_builtins(before)} if before else {}),
         }
         self.recorder.emit(
             RunStarted(
@@ -383,12 +385,12 @@ class RunHandle:
             run.scaffold.direct_system if question.context is not None else "",
             instructions(run.setup.instructions, run.setup.examples),
         )
-        system = "\n\n".join(filter(None, texts)) or None
+        before = opening("\n\n".join(filter(None, texts)), question.before)
         prompt = f"{prompt}\n\n{question.about}" if question.about else prompt
         run.begin(call)
         outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
         try:
-            outcome = await ask_plain(run, call, prompt, question.kind, system=system)
+            outcome = await ask_plain(run, call, prompt, question.kind, before)
         finally:
             run.end(call, outcome)
         return outcome
@@ -405,6 +407,7 @@ class RunHandle:
             0,
             self._question.text,
             context=context,
+            before=self._question.before,
         )
         loop = RlmLoop(run, call, previous)
         search = self._setup.search

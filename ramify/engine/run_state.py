@@ -416,6 +416,7 @@ class LiveCall:
         *,
         parent: Parent | None = None,
         context: SharedContext | None = None,
+        before: Sequence[Message] = (),
     ) -> None:
         self.id = id
         self.kind = kind
@@ -424,6 +425,8 @@ class LiveCall:
         self.question = encodable(question)
         self.parent = parent
         self.context = context
+        self.before = tuple(before)
+        """Messages of the caller before the question."""
         self.messages: list[Message] = []
         """Prompt and reply of every turn so far."""
         self.turn = 0

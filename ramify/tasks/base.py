@@ -43,7 +43,9 @@ import msgspec
 from ramify.errors import ConfigError, RamifyError, nearest
 from ramify.plugins import Registry
 from ramify.sandbox.base import Session
+from ramify.tasks.messages import messages_of
 from ramify.tasks.reward_loop import run_coroutine
+from ramify.types.message import Message
 from ramify.types.trajectory import Cell, Trajectory
 
 SPLITS = ("train", "validation", "test")
@@ -77,7 +79,8 @@ class Item(msgspec.Struct, frozen=True):
     1
     """
 
-    question: str
+    question: str = ""
+    """What is asked. Empty: the last of ``messages``, which is the user's, is the question."""
     context: Any = None
     """Value that the session receives as ``context``. None, or an empty text: no context."""
     gold: Any = None
@@ -93,14 +96,29 @@ class Item(msgspec.Struct, frozen=True):
     """An answer that must not score 1. None: ``validate`` uses a text that resembles no answer."""
     metadata: Mapping[str, Any] = {}
     """Further values that the score or a report needs."""
+    messages: tuple[Message, ...] = ()
+    """Messages before the question: a system message, few-shot examples, earlier turns. They may be
+    given as mappings with ``role`` and ``content``."""
 
     def __post_init__(self) -> None:
+        if self.messages:
+            self._take_messages()
         if isinstance(self.context, str) and not self.context:
             msgspec.structs.force_setattr(self, "context", None)
         for field in ("gold", "right", "wrong"):
             value = getattr(self, field)
             if hasattr(value, "tolist"):  # NumPy, PyTorch: scores compare Python's values
                 msgspec.structs.force_setattr(self, field, value.tolist())
+
+    def _take_messages(self) -> None:
+        """Raises ValueError for a message in another form, and without a question at the end."""
+        messages, question = messages_of(self.messages), self.question
+        if not question:
+            if messages[-1].role != "user":
+                raise ValueError("its last message is not the user's, and it has no question")
+            messages, question = messages[:-1], messages[-1].content
+        msgspec.structs.force_setattr(self, "messages", messages)
+        msgspec.structs.force_setattr(self, "question", question)
 
 
 class TaskStart(msgspec.Struct, kw_only=True):
@@ -117,6 +135,9 @@ class TaskStart(msgspec.Struct, kw_only=True):
     """Instructions that are added to the prompt."""
     examples: Sequence[Any] = ()
     """(question, answer) pairs that are added to the prompt."""
+    messages: Sequence[Message] = ()
+    """Messages before the question. One plain call gets them as they are; in a session, a system
+    message is added to that of the scaffold."""
     on_session: Callable[[Session], Awaitable[None]] | None = None
     """Called with each new session of the rollout before its first cell, to bind names or install
     modules, for example."""
@@ -466,7 +487,7 @@ class SimpleTask(msgspec.Struct, frozen=True):
 
     async def prepare(self, item: Item) -> TaskStart:
         if self.begin is None:
-            start = TaskStart(context=item.context)
+            start = TaskStart(context=item.context, messages=item.messages)
         else:
             start = await self.begin(item)
         start.instructions = "\n\n".join(filter(None, [self.instructions, start.instructions]))

@@ -3,6 +3,7 @@
     dataset("questions.jsonl", question="q", gold="a")                   divided 80 : 10 : 10
     dataset({"train": "train.jsonl", "test": "test.parquet"}, context="document", reward="f1")
     dataset("hf:openai/gsm8k:main", gold="answer", reward="last_number")     its own splits
+    dataset("train.parquet")                     columns of TRL, verifiers, prime-rl, SkyRL or verl
     dataset(rows, item=lambda row: Item(row["q"], gold=row["a"]), reward=lambda answer, item: …)
 
 Columns are selected by name. An error names the file, the row and the column. A single source
@@ -39,6 +40,10 @@ Row = Mapping[str, Any]
 Source = Any
 """A path to ``.jsonl`` or ``.parquet``, ``hf:NAME`` or ``hf:NAME:CONFIG``, a sequence of mappings,
 or a loaded ``datasets.Dataset`` or ``DatasetDict``."""
+_QUESTIONS = ("question", "prompt", "messages", "problem", "instruction")
+_GOLDS = ("answer", "ground_truth", "solution", "target")
+_METADATA = ("info", "extra_info", "data_source")
+"""Columns of other libraries, in the order in which they are looked for."""
 _SHARES = (("train", 0.8), ("validation", 0.1), ("test", 0.1))
 _HF_NAMES = {"dev": "validation", "valid": "validation", "val": "validation"}
 
@@ -50,48 +55,76 @@ class DatasetColumns(msgspec.Struct, frozen=True):
         DatasetColumns(question="q", gold="a", context=("log", "notes"))
     """
 
-    question: str = "question"
-    gold: str | None = "answer"
-    """Column with the gold answer. None: the rows have no gold answer."""
+    question: str = ""
+    """Column with the question: a text, or messages of which the last is the user's. Empty:
+    ``question``, or else ``prompt``, ``messages``, ``problem`` or ``instruction``."""
+    gold: str | None = ""
+    """Column with the gold answer. None: the rows have no gold answer. Empty: ``answer``, or else
+    ``ground_truth``, ``solution``, ``target``, or ``reward_model.ground_truth``."""
     context: str | tuple[str, ...] | None = None
     """Column with the context. With several columns the context is a dict."""
     kind: str | None = None
     metadata: tuple[str, ...] = ()
-    """Columns that the score needs, under their own names; ``choice`` needs ``choices``."""
+    """Columns that the score needs, under their own names; ``choice`` needs ``choices``. ``info``,
+    ``extra_info`` and ``data_source`` are among them if the rows have them."""
 
     def item(self, row: Row) -> Item:
         """Convert ``row`` to an item.
 
         Raises KeyError if a column is missing and TypeError if a value has the wrong type."""
-        question = row[self.question]
-        if not isinstance(question, str) or not question.strip():
-            raise TypeError(f"column '{self.question}' is {question!r:.60}; a question is text")
-        gold: Any = None if self.gold is None else row[self.gold]
-        if gold is None and self.gold is not None:
+        asked = self.question or _first_of(_QUESTIONS, row)
+        question = row[asked]
+        messages: Sequence[Any] = ()
+        if isinstance(question, list | tuple) and question:
+            messages, question = question, ""
+        elif not isinstance(question, str) or not question.strip():
             raise TypeError(
-                f"column '{self.gold}' is empty; every row needs a gold answer, or give gold=None"
+                f"column '{asked}' is {question!r:.60}; a question is a text or a list of messages"
             )
+        gold = self._gold(row)
         is_choice = isinstance(gold, list | tuple) and len(gold)
         context: Any = None
         if isinstance(self.context, tuple):
             context = {name: row[name] for name in self.context}
         elif self.context is not None:
             context = row[self.context]
+        named = dict.fromkeys((*self.metadata, *(name for name in _METADATA if name in row)))
         return Item(
             question,
             context,
             gold,
             str(row[self.kind]) if self.kind is not None else "",
             right=gold[0] if is_choice else None,
-            metadata={name: row[name] for name in self.metadata},
+            metadata={name: row[name] for name in named},
+            messages=tuple(messages),
         )
+
+    def _gold(self, row: Row) -> Any:
+        if self.gold is None:
+            return None
+        found = row.get("reward_model")
+        if not self.gold and isinstance(found, Mapping) and "ground_truth" in found:
+            name, gold = "reward_model.ground_truth", found["ground_truth"]
+        else:
+            name = self.gold or _first_of(_GOLDS, row)
+            gold = row[name]
+        if gold is None:
+            raise TypeError(
+                f"column '{name}' is empty; every row needs a gold answer, or give gold=None"
+            )
+        return gold
+
+
+def _first_of(names: Sequence[str], row: Row) -> str:
+    """The first of ``names`` that ``row`` has; the first of all if it has none."""
+    return next((name for name in names if name in row), names[0])
 
 
 def dataset(
     source: Source,
     *,
-    question: str = "question",
-    gold: str | None = "answer",
+    question: str = "",
+    gold: str | None = "",
     context: str | Sequence[str] | None = None,
     kind: str | None = None,
     metadata: Sequence[str] = (),
@@ -101,9 +134,11 @@ def dataset(
 ) -> SimpleTask:
     """Return a task over the rows of ``source``.
 
-    ``item`` converts a row to an item and replaces the column names. ``reward`` is the name of a
-    score in ``scoring`` or a function of (answer, item). With ``gold=None`` the rows have no gold
-    answer, and ``reward`` must be a function that does not need one.
+    ``question`` and ``gold`` are columns; without them, those of common data sets are found (see
+    ``DatasetColumns``). ``item`` converts a row to an item and replaces the column names.
+    ``reward`` is the name of a score in ``scoring`` or a function of (answer, item). With
+    ``gold=None`` the rows have no gold answer, and ``reward`` must be a function that does not need
+    one.
 
     Raises ConfigError for invalid options and SourceError for an unreadable source. A malformed row
     raises when it is accessed.
@@ -199,9 +234,8 @@ def _divided(
     indices: dict[str, list[int]] = {split: [] for split in SPLITS}
     for number in range(len(rows)):
         item = _item(name, rows, number, make)
-        digest = hashlib.sha256(
-            msgspec.json.encode((item.question, item.context), enc_hook=str)
-        ).digest()
+        asked = (item.question, item.context, *([item.messages] if item.messages else []))
+        digest = hashlib.sha256(msgspec.json.encode(asked, enc_hook=str)).digest()
         share = int.from_bytes(digest[:8], "big") / 2**64
         for split, size in _SHARES:
             share -= size

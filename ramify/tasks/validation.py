@@ -127,10 +127,10 @@ def _right_worth(task: Task, item: Item) -> float:
 def _check_once(task: Task, split: str, item: Item, seen: dict[bytes, str]) -> None:
     """Raise ConfigError if ``item`` is also in another split, which no learning curve shows.
 
-    Two items with gold answers are the same if question, context, gold answer and metadata are
-    equal; two items without are the same if their ids are equal, too.
+    Two items with gold answers are the same if question, messages, context, gold answer and
+    metadata are equal; two items without are the same if their ids are equal, too.
     """
-    same = (item.question, item.context, item.gold, item.metadata)
+    same = (item.question, item.messages, item.context, item.gold, item.metadata)
     try:
         key = msgspec.json.encode((*same, item.id if item.gold is None else ""))
     except (TypeError, ValueError):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -37,11 +37,12 @@ from ramify.sandbox.base import SandboxSpec
 from ramify.store.store import Store
 from ramify.tasks.base import DATA_SUFFIXES, Item, Task, items_of, task_of
 from ramify.tasks.data import rows_of
+from ramify.tasks.messages import WireMessage
 from ramify.train.config import Run, SftSpec
 from ramify.train.data.compile import token_sequences
 from ramify.train.data.sft_data import DEMOS, TrajectoryTokenizer, read, trajectory_of
 from ramify.train.data.stored_rows import key_of
-from ramify.types.message import Message, Reply, ToolCall
+from ramify.types.message import Message, Reply
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
 
@@ -49,32 +50,8 @@ if TYPE_CHECKING:
     from ramify.models.load import Policy
 
 
-class _Function(msgspec.Struct):
-    name: str
-    arguments: Any = ""
-
-
-class _ToolCall(msgspec.Struct):
-    function: _Function
-    id: str | None = None
-
-
-class _TextPart(msgspec.Struct):
-    text: str
-    type: Literal["text"] = "text"
-
-
-class _WireMessage(msgspec.Struct):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_TextPart] | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[_ToolCall] | None = None
-    tool_call_id: str | None = None
-    weight: float | None = None
-
-
 class _Row(msgspec.Struct):
-    messages: list[_WireMessage]
+    messages: list[WireMessage]
     reward: float | None = None
     rewards: dict[str, float | None] | None = None
 
@@ -94,7 +71,7 @@ def message_demonstrations(source: Any, num: int) -> Iterator[Trajectory]:
 
 
 def _trajectory(id: str, row: _Row) -> Trajectory:
-    messages = [_message(each) for each in row.messages]
+    messages = [each.message() for each in row.messages]
     learned = [each.role == "assistant" and each.weight != 0 for each in row.messages]
     if not any(learned) or learned[0]:
         raise ValueError(
@@ -117,25 +94,6 @@ def _turns(messages: Sequence[Message], learned: Sequence[bool]) -> Iterator[Tur
         if learned[index]:
             yield Turn(begin, tuple(messages[begin:index]), Reply(message))
             begin = index + 1
-
-
-def _message(wire: _WireMessage) -> Message:
-    content = wire.content or ""
-    return Message(
-        "system" if wire.role == "developer" else wire.role,
-        content if isinstance(content, str) else "".join(part.text for part in content),
-        wire.reasoning_content,
-        tuple(_tool_call(index, each) for index, each in enumerate(wire.tool_calls or ())),
-        wire.tool_call_id,
-    )
-
-
-def _tool_call(index: int, wire: _ToolCall) -> ToolCall:
-    arguments: Any = wire.function.arguments
-    if isinstance(arguments, Mapping):  # Parquet gives every column of any call
-        given = {name: value for name, value in arguments.items() if value is not None}
-        arguments = msgspec.json.encode(given).decode()
-    return ToolCall(wire.id or f"call_{index}", wire.function.name, str(arguments))
 
 
 _log = RoomLogger("train")

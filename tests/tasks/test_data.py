@@ -133,7 +133,7 @@ def test_empty_context_becomes_none() -> None:
         ),
         (
             '{"question": 5, "answer": 1}',
-            "x/test, row 0: column 'question' is 5; a question is text",
+            "x/test, row 0: column 'question' is 5; a question is a text or a list of messages",
         ),
         ('{"question": "a?", "answer": null}', "x/test, row 0: column 'answer' is empty"),
         ('{"question": "a?"', "x.jsonl, line 1: not JSON"),

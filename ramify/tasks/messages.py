@@ -1,0 +1,71 @@
+"""Messages as datasets write them (those of OpenAI's chat API) as messages of a call.
+
+    [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}, …]
+    content may be a list of text parts; roles: system, developer, user, assistant, tool
+
+Used for the items of a task and for demonstrations. Pictures are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from ramify.types.message import Message, ToolCall
+
+
+class _WireFunction(msgspec.Struct):
+    name: str
+    arguments: Any = ""
+
+
+class _WireToolCall(msgspec.Struct):
+    function: _WireFunction
+    id: str | None = None
+
+
+class _TextPart(msgspec.Struct):
+    text: str
+    type: Literal["text"] = "text"
+
+
+class WireMessage(msgspec.Struct):
+    """One message of a dataset."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_TextPart] | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_WireToolCall] | None = None
+    tool_call_id: str | None = None
+    weight: float | None = None
+    """0: the reply is not learned (demonstrations only)."""
+
+    def message(self) -> Message:
+        """Return it as a message of a call."""
+        content = self.content or ""
+        return Message(
+            "system" if self.role == "developer" else self.role,
+            content if isinstance(content, str) else "".join(part.text for part in content),
+            self.reasoning_content,
+            tuple(_tool_call(index, each) for index, each in enumerate(self.tool_calls or ())),
+            self.tool_call_id,
+        )
+
+
+def _tool_call(index: int, wire: _WireToolCall) -> ToolCall:
+    arguments: Any = wire.function.arguments
+    if isinstance(arguments, Mapping):  # Parquet gives every column of any call
+        given = {name: value for name, value in arguments.items() if value is not None}
+        arguments = msgspec.json.encode(given).decode()
+    return ToolCall(wire.id or f"call_{index}", wire.function.name, str(arguments))
+
+
+def messages_of(given: Sequence[Any]) -> tuple[Message, ...]:
+    """Return messages that were given as mappings or as ``Message`` objects. Raises ValueError for
+    one in another form."""
+    return tuple(
+        each if isinstance(each, Message) else msgspec.convert(each, WireMessage).message()
+        for each in given
+    )
