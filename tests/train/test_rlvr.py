@@ -9,8 +9,8 @@ import pytest
 
 from ramify.train.data.sft_data import read
 from ramify.train.recipe import load_recipe
-from tests.train.checkpoints import chat_checkpoint
 from tests.shown import train
+from tests.train.checkpoints import chat_checkpoint
 
 RECIPE = Path(__file__).parents[2] / "recipes/rlvr.py"
 ROWS = [
