@@ -7,7 +7,7 @@ session, no code.
 
 ``direct=True`` answers an item by one plain call. The prompt is the item's messages in the
 checkpoint's own chat template. The rows may have the columns of TRL, verifiers, prime-rl, SkyRL or
-verl; ``task.name=my_task.py:task`` is a task of your own, with a reward that is any function of
+verl; ``task.name=my_task.py:task`` names your task, whose reward is any function of
 (answer, item).
 """
 
