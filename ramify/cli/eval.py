@@ -19,7 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, mcp_tools, open_store, sandbox_spec
+from ramify.cli.ask import (
+    KINDS,
+    NO_MODEL,
+    SETTINGS,
+    make_rlm,
+    mcp_tools,
+    open_store,
+    read_instructions,
+    read_scaffold,
+    sandbox_spec,
+)
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.progress_screen import ProgressScreen, form_of
 from ramify.cli.settings import fill, unknown_variables
@@ -119,9 +129,44 @@ def evaluate(
         exporting(notes),
         ProgressScreen(notes, form_of(settings.get("progress"), notes)) as screen,
     ):
+        names = [name.strip() for name in (settings.get("scaffold") or "").split(",")]
+        if len(names) > 1:
+            if resume is not None or against is not None or track:
+                raise UsageError(
+                    "several scaffolds are compared with each other: remove --resume, --against "
+                    "and --track"
+                )
+            return _compare(names, settings, screen, k, concurrency, words, plan_options)
         return _Command(settings, screen, k, against, concurrency, track or []).run(
             words, resume, plan_options
         )
+
+
+def _compare(
+    names: list[str],
+    settings: dict[str, Any],
+    screen: ProgressScreen,
+    k: int | None,
+    concurrency: int,
+    words: list[str],
+    plan_options: dict[str, Any],
+) -> int:
+    """Evaluate the same items with each scaffold, and compare each with the first."""
+    for name in names:  # a wrong one is an error before any money is spent
+        read_scaffold(name, settings["model"])
+    if len({*names}) < len(names):
+        raise UsageError(f"--scaffold {','.join(names)}: name each scaffold once")
+    first: tuple[str, Evaluation] | None = None
+    for name in names:
+        one = {**settings, "scaffold": name}
+        command = _Command(one, screen, k, None, concurrency, [], is_compared=True, baseline=first)
+        code = command.run(words, None, plan_options)
+        if code is not ExitCode.ANSWERED:
+            return code
+        plan_options = {**plan_options, "validate": False}  # the task was checked
+        if first is None and command.evaluation is not None:
+            first = name, command.evaluation
+    return ExitCode.ANSWERED
 
 
 @contextlib.contextmanager
@@ -148,7 +193,17 @@ class _Command:
         against: str | None,
         concurrency: int,
         track: list[str],
+        *,
+        is_compared: bool = False,
+        baseline: tuple[str, Evaluation] | None = None,
     ) -> None:
+        """``is_compared``: it is one of several scaffolds, and ``baseline`` has the name and the
+        evaluation of the first."""
+        self.evaluation: Evaluation | None = None
+        """The finished evaluation."""
+        self._is_compared = is_compared
+        self._other = None if baseline is None else baseline[1]
+        against = against if baseline is None else baseline[0]
         self._settings = settings
         self._screen = screen
         self._notes = screen.notes
@@ -202,8 +257,8 @@ class _Command:
 
     def _baseline(self, records: Any) -> Evaluation | None:
         """Load the evaluation to compare with, before any money is spent."""
-        if self._against is None:
-            return None
+        if self._against is None or self._other is not None:
+            return self._other
         if records is None:
             raise UsageError("--against reads a stored evaluation: remove --no-store")
         evaluation: Evaluation = records.load(self._against)
@@ -223,6 +278,10 @@ class _Command:
             for name, value in self._settings.items()
             if name not in (*OUTPUT_SETTINGS, "model")
         }
+        if settings.get("instructions"):
+            settings["instructions"] = read_instructions(settings["instructions"])
+        if settings.get("examples"):
+            settings["examples"] = str(Path(settings["examples"]).expanduser().absolute())
         # Written out because plans of older versions lack it and used direct calls.
         settings.setdefault("direct", False)
         if settings.get("mcp"):
@@ -294,6 +353,7 @@ class _Command:
             self._notes.say(f"ramify: stopped after {progress.done:,} attempts{hint}")
             return ExitCode.STOPPED
         self._screen.clear()
+        self.evaluation = evaluation
         return self._shown(evaluation, record, other)
 
     def _shown(
@@ -314,8 +374,12 @@ class _Command:
                 else {"evaluation": self._against, "items": against[1], "average": against[0]}
             )
             data = msgspec.to_builtins(figures)
+            if self._is_compared:
+                data["scaffold"] = self._settings["scaffold"]
             print(json_line({"evaluation": id, **data, "against": comparison}))
         else:
+            if self._is_compared:
+                print(f"scaffold {self._settings['scaffold']}")
             print(table(figures))
             if against is not None:
                 figure, num = against

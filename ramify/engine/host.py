@@ -328,7 +328,9 @@ class CellHost:
         else:
             return
         failures = dict.fromkeys(range(num), why)
-        raise HostCallError("SubcallError", why, {"results": [None] * num, "failures": failures})
+        kinds = dict.fromkeys(range(num), "limit")
+        data = {"results": [None] * num, "failures": failures, "kinds": kinds}
+        raise HostCallError("SubcallError", why, data)
 
     async def _all(
         self,

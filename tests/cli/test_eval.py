@@ -73,6 +73,37 @@ def test_json_output_and_comparison_with_another_evaluation(shell: Shell) -> Non
     )
 
 
+def test_two_scaffolds_are_compared_over_the_same_items(shell: Shell) -> None:
+    """The model counts only if its prompt shows the beginning of the context."""
+    script = [
+        {"match": "It begins|All of it", "reply": ["```repl\nFINAL(context.count('teal'))\n```"]},
+        {"match": "", "reply": ["```repl\nFINAL(-1)\n```"]},
+    ]
+    shell.write(
+        "plain.toml", 'name = "plain"\nfirst = "{{question}}"\ndirect-chars = 0\n'.replace("-", "_")
+    )
+    asked = start(shell, script, "--items", "3")
+    asked = tuple("default,plain.toml" if each == "tiny" else each for each in asked)
+    done = shell.run(*asked)
+    assert (done.code, done.err) == (ExitCode.ANSWERED, "")
+    assert [line for line in done.out.splitlines() if line.startswith("scaffold ")] == [
+        "scaffold default",
+        "scaffold plain.toml",
+    ]
+    assert "average minus that of default: -1.000 [-1.000 -1.000] over 3 items" in done.out
+    lines = [json.loads(line) for line in shell.run(*asked, "--json").out.splitlines()]
+    assert [line["scaffold"] for line in lines] == ["default", "plain.toml"]
+    assert lines[1]["against"]["items"] == 3
+    for wrong, problem in (
+        ("default,none.toml", "the scaffold none.toml cannot be read"),
+        ("default,default", "name each scaffold once"),
+    ):
+        again = tuple(wrong if each == "default,plain.toml" else each for each in asked)
+        done = shell.run(*again)
+        assert (done.code, done.out) == (ExitCode.USAGE, "")
+        assert problem in done.err
+
+
 def test_eval_refuses_wrong_arguments(shell: Shell) -> None:
     shell.write("rows.jsonl", '{"question": "a?", "answer": 1}\n{"question": "b?", "gold": 1}\n')
     for arguments, code, message in (
