@@ -159,7 +159,7 @@ def situations(folder: Path) -> list[Situation]:
             options={"instructions": "Times are in UTC.", "examples": pairs},
             facts=("Times are in UTC.", "Which host failed last?", "web-6", "How many?"),
         ),
-        Situation("type of the answer", ask={"answer_type": list[int]}, facts=('"type":"array"',)),
+        Situation("type of the answer", ask={"answer_type": list[int]}, facts=("array", "integer")),
     ]  # fmt: skip
     return made
 
@@ -386,8 +386,8 @@ def obey(
             found.false.append(f"{most} characters do not fit the window of {alias or 'llm_query'}")
 
 
-def bytes_per_char(context: Any) -> int:
-    return len(context[0].encode()) if isinstance(context, str) else 1
+def bytes_per_char(context: Any) -> float:
+    return len(context.encode()) / len(context) if isinstance(context, str) else 1.0
 
 
 def window_of(situation: Situation, alias: str) -> int:
@@ -411,9 +411,10 @@ def named_sizes(situation: Situation, prompt: str) -> list[tuple[str, int]]:
 
 def asking(size: tuple[str, int]) -> str:
     alias, most = size
-    # Characters of the context, which may take several bytes each.
-    character = "(context[0] if isinstance(globals().get('context'), str) else 'x')"
-    return f"llm_query({character} * {most}{f', model={alias!r}' if alias else ''})"
+    # Text like that of the context, whose characters may take several bytes each.
+    text = "(context if isinstance(globals().get('context'), str) else 'x')"
+    model = f", model={alias!r}" if alias else ""
+    return f"llm_query(({text} * ({most} // len({text}) + 1))[:{most}]{model})"
 
 
 def obey_output(situation: Situation, prompt: str, found: Findings) -> None:
