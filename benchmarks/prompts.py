@@ -210,8 +210,8 @@ def named_calls(prompt: str) -> Iterator[str]:
 def _as_calls(shown: str, aliases: list[str]) -> Iterator[str]:
     """Yield Python for one piece of code in a list: a name, an assignment or a call."""
     shown = shown.partition(" -> ")[0]
-    if "=" in shown and "…" in shown:
-        yield shown.replace("…", "1")
+    if " = " in shown:
+        yield shown.replace("= value", "= 1")
         return
     name, is_call, arguments = shown.partition("(")
     if not name.isidentifier() or name in ("prompt", "model", "schema"):
@@ -560,21 +560,26 @@ with RLM(ScriptedClient(script), scaffold=Scaffold(direct_chars=0)) as rlm:
 def cpu(folder: Path, quick: bool) -> Figure:
     """CPU time of a turn, as a ratio to that of the checkout in ``folder``; the sides take turns."""
     here = Path(__file__).parents[1]
-    times: dict[Path, list[float]] = {here: [], folder: []}
-    for _ in range(7 if quick else 15):
-        for side in times:
+    ratios, theirs = [], []
+    for number in range(9 if quick else 25):
+        times = {}
+        for side in (here, folder) if number % 2 else (folder, here):
             done = subprocess.run(
                 [sys.executable, "-c", CPU_TASK, "10"],
-                cwd=side, env={"PYTHONPATH": str(side), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
-                capture_output=True, text=True, check=True,
-            )  # fmt: skip
-            times[side].append(float(done.stdout))
-    ours, theirs = (statistics.median(each) for each in times.values())
+                cwd=side,
+                env={"PYTHONPATH": str(side), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            times[side] = float(done.stdout)
+        ratios.append(times[here] / times[folder])
+        theirs.append(times[folder])
     return Figure(
         "CPU time of a turn, against the other checkout",
-        ours / theirs,
+        statistics.median(ratios),
         "ratio",
-        {"other, ms": theirs * 1e3},
+        {"other, ms": statistics.median(theirs) * 1e3},
         MOST_CPU,
     )
 

@@ -3,7 +3,8 @@
     PromptFacts ──> sections() ──> {"task": …, "example": …, "models": …}  ──> Scaffold.system
     ContextFacts ──> first_message(): the question, and the context's size, shape, head and tail
 
-A sentence appears only if it is true of this run, and every example runs in its session. This file
+A sentence appears only if it is true of this run, and every example runs in its session. The system
+message is ASCII as long as its facts are, because its bytes are counted at each turn. This file
 decides the words, the order of facts and the sizes in the examples. Not here: how the facts are
 gathered (see ``prompt_facts.py``), which markers a system message has (see ``scaffold.py``), and
 what is said after a turn (see ``observe.py``).
@@ -472,7 +473,7 @@ def _final(facts: PromptFacts) -> str:
         f"- {left}`SHOW_VARS()`: your variables. `history`: the messages so far.\n"
         '- `FINAL(value)`: give the final answer, any Python value. `FINAL_VAR("name")`: the same '
         "by variable name.\n"
-        '- `answer["content"] = …` keeps your best answer so far; `answer["ready"] = True` makes '
+        '- `answer["content"] = value` keeps your best answer so far; `answer["ready"] = True` makes '
         "it final."
     )
 
@@ -519,7 +520,7 @@ def _method(facts: PromptFacts) -> str:
         return (
             "How to work: compute with code whatever code can compute exactly, and check the "
             "result in a second way. Use language models for what needs reading or judging. Then "
-            "give the final answer with FINAL(…)."
+            "give the final answer with FINAL(value)."
         )
     text = (
         "How to work: look at the data first (size, structure, a few records). Compute with code "
@@ -535,7 +536,7 @@ def _method(facts: PromptFacts) -> str:
     )
     return (
         f"{text}Check before you answer: a quote must be in the data, numbers must add up, and a "
-        "second way must give the same. Do not guess. Give the final answer with FINAL(…), in a "
+        "second way must give the same. Do not guess. Give the final answer with FINAL(value), in a "
         "cell of its own, once you have seen what it rests on."
     )
 

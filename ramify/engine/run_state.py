@@ -93,6 +93,7 @@ class RunState:
         self._sessions: set[Session] = set()
         self._contexts: dict[tuple[str, bool], ContextFacts] = {}
         loop, limits = asyncio.get_running_loop(), setup.limits
+        self._loop = loop
         self._deadline = loop.time() + limits.max_seconds
         self._last_word_s = limits.last_word_s
         self._slowest_s = 0.0
@@ -235,7 +236,7 @@ class RunState:
     def standing(self) -> list[tuple[str, float, float]]:
         """(name, spent, limit) for each limit that all calls share."""
         most = self.setup.limits.max_seconds
-        left = self._deadline - asyncio.get_running_loop().time()
+        left = self._deadline - self._loop.time()
         return [*self.requests.ledger.state(), ("seconds", most - left, most)]
 
     def budget(self, call: LiveCall) -> dict[str, int | float]:
@@ -243,7 +244,7 @@ class RunState:
         final reply."""
         ledger, limits = self.requests.ledger, self.setup.limits
         left = ledger.limit.minus(ledger.spent).minus(ledger.held)
-        seconds = self._deadline - self._last_word_s - asyncio.get_running_loop().time()
+        seconds = self._deadline - self._last_word_s - self._loop.time()
         num_turns = call.num_turns_before + call.turn
         return {
             "turns": max(0, self.setup.max_turns(call.depth) - num_turns),
