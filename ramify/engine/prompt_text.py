@@ -473,8 +473,8 @@ def _final(facts: PromptFacts) -> str:
         f"- {left}`SHOW_VARS()`: your variables. `history`: the messages so far.\n"
         '- `FINAL(value)`: give the final answer, any Python value. `FINAL_VAR("name")`: the same '
         "by variable name.\n"
-        '- `answer["content"] = value` keeps your best answer so far; `answer["ready"] = True` makes '
-        "it final."
+        '- `answer["content"] = value` keeps your best answer so far; '
+        '`answer["ready"] = True` makes it final.'
     )
 
 
@@ -536,8 +536,8 @@ def _method(facts: PromptFacts) -> str:
     )
     return (
         f"{text}Check before you answer: a quote must be in the data, numbers must add up, and a "
-        "second way must give the same. Do not guess. Give the final answer with FINAL(value), in a "
-        "cell of its own, once you have seen what it rests on."
+        "second way must give the same. Do not guess. Give the final answer with FINAL(value), in "
+        "a cell of its own, once you have seen what it rests on."
     )
 
 
