@@ -210,7 +210,7 @@ def named_calls(prompt: str) -> Iterator[str]:
 def _as_calls(shown: str, aliases: list[str]) -> Iterator[str]:
     """Yield Python for one piece of code in a list: a name, an assignment or a call."""
     shown = shown.partition(" -> ")[0]
-    if " = " in shown:
+    if re.match(r"\w+\[.*\] = ", shown):
         yield shown.replace("= value", "= 1")
         return
     name, is_call, arguments = shown.partition("(")

@@ -57,6 +57,7 @@ FOLDERS = ("ramify", "scripts", "recipes", "examples", "benchmarks", "tests")
 RECORD = {"docs/log.md", "scripts/check_prose.py"}
 SEEN_BY_MODELS = {
     "ramify/engine/observe.py",
+    "benchmarks/prompts.py",
     "ramify/engine/prompt_text.py",
     "ramify/engine/scaffold.py",
     "ramify/engine/prelude.py",
