@@ -359,7 +359,7 @@ for step in {steps!r}:
             failed[step] = f"{{type(error).__name__}}: {{error}}"
 print("FAILED", json.dumps(failed))
 """
-"""Cell of a reader that goes on after a failure. A budget that it has used up is no contradiction."""
+"""Cell of a reader that continues after a failure. A used-up budget does not count as one."""
 
 
 def obey(
