@@ -398,6 +398,7 @@ class _Connection(asyncio.Protocol):
         """False while a part of the request has not been written."""
         self._is_streamed = False
         self._is_reading_paused = False
+        self._poll: select.poll | None = None
 
     # --- one request --------------------------------------------------------------------------
 
@@ -463,9 +464,10 @@ class _Connection(asyncio.Protocol):
         """True if an idle connection is open and nothing has arrived on it, not even its end."""
         if self._transport is None or self._transport.is_closing():
             return False
-        poll = select.poll()
-        poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
-        return not poll.poll(0)
+        if self._poll is None:
+            self._poll = select.poll()
+            self._poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return not self._poll.poll(0)
 
     async def tunnel(self, connect: bytes) -> None:
         """Ask the proxy for a connection to the server. Raises _ProxyRefused."""
@@ -542,6 +544,28 @@ class _Connection(asyncio.Protocol):
 
 class ResponseReader:
     """Reads one response from the bytes of a connection."""
+
+    __slots__ = (
+        "_begin",
+        "_has_head",
+        "_is_chunked",
+        "_left",
+        "_max_body_bytes",
+        "_num_body_bytes",
+        "_num_head_bytes",
+        "_num_headers",
+        "_num_interim",
+        "_overhead",
+        "_parser",
+        "_tail",
+        "ends_with_connection",
+        "headers",
+        "is_complete",
+        "is_streamed",
+        "keeps",
+        "status",
+        "unread",
+    )
 
     def __init__(self, max_body_bytes: int) -> None:
         self.status = 0
