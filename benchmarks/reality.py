@@ -25,6 +25,7 @@ import reality_limits
 import reality_mutations
 import reality_providers
 import reality_table
+import reality_transport
 import reality_work
 from engine import Figure, show
 
@@ -33,6 +34,7 @@ FIGURES: tuple[Callable[[bool], Iterable[Figure]], ...] = (
     reality_limits.measure,
     reality_journals.measure,
     reality_mutations.measure,
+    reality_transport.measure,
     reality_providers.outages,
     reality_work.interruptions,
     reality_work.careless_models,

@@ -3,7 +3,7 @@
     python benchmarks/reality_transport.py [--quick] [--json]
 
 ``reality.py`` calls ``measure``. What is compared with "before" is the last commit that used
-aiohttp's client for TLS and a parser of its own for plain HTTP; it is read from the history of the
+aiohttp's client for TLS and its own parser for plain HTTP. It is read from the history of the
 repository. Both sides take turns, each in its own process, against one server in a third.
 """
 

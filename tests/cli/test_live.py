@@ -10,6 +10,7 @@ import struct
 import termios
 
 from ramify.cli.live import TerminalTree, budget_row
+from ramify.progress import ArrivingText
 from ramify.types.event import (
     AnyEvent,
     CallEnded,
@@ -179,3 +180,21 @@ def test_runs_table_on_terminal_shows_markup_literally(shell: Shell) -> None:
     written = output_on_terminal(shell, "runs")
     assert "is [bold]this[/]?" in written
     assert "\t" not in written
+
+
+def test_arriving_reply_is_shown_until_it_is_whole() -> None:
+    shown = tree(
+        RunStarted(id="r", question="q", started_at=0.0),
+        call_started("0", parent=None),
+        RequestStarted(call="0", turn=0, reused=0, prompt=(), prompt_hash=""),
+    )
+    shown.arrive(ArrivingText("r", "0", 0, "let me ", "", True))
+    shown.arrive(ArrivingText("r", "0", 0, "look", "", False))
+    shown.arrive(ArrivingText("r", "0.1", 0, "of a plain call", "", True))
+    assert shown.nodes["0"].arriving == "let me look"
+    shown.arrive(ArrivingText("r", "0", 0, "again", "", True))  # another attempt
+    assert shown.nodes["0"].arriving == "again"
+    shown.apply(ReplyReceived(call="0", turn=0, reply=Reply(Message("assistant", "again"))))
+    assert shown.nodes["0"].arriving == ""
+    shown.arrive(ArrivingText("r", "0", 0, "late", "", False))
+    assert shown.nodes["0"].arriving == ""

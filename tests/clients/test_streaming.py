@@ -469,6 +469,7 @@ def test_cancelled_request_closes_its_stream():
         (b"data: a\n\ndata: b", [b"a", b"b"]),
         (b"data:  a\n\n", [b" a"]),
         (b"\n\n\n", []),
+        (b"data:\n\ndata: \n\n", []),
     ],
 )
 def test_events_are_split_wherever_they_are_cut(data, events, size):

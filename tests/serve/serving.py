@@ -53,7 +53,8 @@ async def serving(
     keys: dict[str, ApiKey] | ApiKeys | None = None,
     **options: Any,
 ) -> AsyncIterator[RunServer]:
-    client = model if isinstance(model, ScriptedClient) else ScriptedClient(model, price=price)
+    is_ready = isinstance(model, ScriptedClient | str)
+    client = model if is_ready else ScriptedClient(model, price=price)
     rlm = RLM(client, scaffold=MINIMAL, sandbox=SANDBOX, limits=limits, store=store)
     given = keys if isinstance(keys, ApiKeys) else ApiKeys(keys or {})
     async with RunServer(rlm, name="mine", keys=given, **options) as server:

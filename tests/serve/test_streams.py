@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 
 from ramify import Limits, ScriptedClient, Store
 from ramify.clients.scripted import refused
+from ramify.clients.scripted_server import chunks_of, completion
 from ramify.serve.answer_request import RunProgress
+from ramify.types.message import Message, Reply, Usage
 from tests.serve.serving import (
     LONG,
     MINIMAL,
@@ -212,5 +215,49 @@ def test_unpaired_surrogates_are_escaped() -> None:
             reasoning, content, *_ = await collect_stream(client, 1)
             assert "a\\ud800" in reasoning
             assert content == "b\\ud800"
+
+    asyncio.run(test())
+
+
+def test_reply_is_shown_while_it_arrives(tmp_path: Path) -> None:
+    """The model waits in the middle of its first reply until the caller has seen its beginning."""
+
+    async def test() -> None:
+        seen = asyncio.Event()
+
+        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", head.lower())
+            await reader.readexactly(int(length[1]))  # type: ignore[index]
+            message = Message("assistant", f"let us look\n{cell('FINAL(42)')}")
+            body = completion(Reply(message, Usage(9, 9, calls=1)), "m")
+            chunks = chunks_of(body, 9, True)
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
+            for number, chunk in enumerate(chunks):
+                writer.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+                if number == 3:
+                    await seen.wait()
+            writer.write(b"data: [DONE]\n\n")
+            writer.close()
+
+        model = await asyncio.start_server(talk, "127.0.0.1", 0)
+        name = f"vllm:m@http://127.0.0.1:{model.sockets[0].getsockname()[1]}/v1"
+        store, reasoning, content = Store(tmp_path), "", ""
+        async with serving(name, store=store) as server, asking(server) as client:
+            stream = await client.chat.completions.create(
+                model="m", stream=True, messages=[user(LONG, "n?")]
+            )
+            async for event in stream:
+                if event.choices:
+                    delta = event.choices[0].delta
+                    reasoning += getattr(delta, "reasoning_content", None) or ""
+                    content += delta.content or ""
+                if "let" in reasoning:
+                    seen.set()
+        model.close()
+        await model.wait_closed()
+        assert content == "42"
+        assert reasoning.count("let us look") == 1
+        assert reasoning.startswith("turn 1\nlet us look\n```repl\nFINAL(42)\n```\n")
 
     asyncio.run(test())
