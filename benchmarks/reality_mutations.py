@@ -1,9 +1,9 @@
 """The figures of ``reality.py`` about mutation tests of the critical modules.
 
-They are read from ``benchmarks/results/mutations.json``, which ``scripts/mutate`` writes: running all
-mutants takes hours. A module of which some were not run does not hold, whatever the share of the others. A
-mutant that changes no behaviour does not count; ``benchmarks/results/equivalent_mutants.json`` has
-the reasons.
+They are read from ``benchmarks/results/mutations.json``, which ``scripts/mutate`` writes, with the
+commit of each module: running all mutants takes hours. A module of which some were not run does not
+hold, whatever the share of the others. A mutant that changes no behaviour does not count;
+``benchmarks/results/equivalent_mutants.json`` has the reasons.
 
     python benchmarks/reality_mutations.py     print a table
 """
