@@ -120,7 +120,7 @@ def test_unsupported_sampling_options_are_refused_before_anything_starts(tmp_pat
         (
             InferenceSpec(engine="vllm"),
             r"inference\.engine=vllm cannot be started: no program 'vllm', also not on PATH: pip install "
-            r"'vllm>=0\.29,<0\.33', set inference\.command to the command that starts it, or inference\.urls to servers that already run",
+            r"'vllm>=0\.29,<0\.34', set inference\.command to the command that starts it, or inference\.urls to servers that already run",
         ),
         (
             InferenceSpec(engine="sglang"),
