@@ -37,6 +37,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import prompts_answers
 from engine import Figure, show
 
 import ramify
@@ -596,6 +597,7 @@ def measure(quick: bool, against: Path | None) -> tuple[list[Figure], list[Findi
         Figure(f"{len(findings)} situations: {name}", num, "", {}, 0) for name, num in counts
     ]
     figures += sizes()
+    figures += prompts_answers.measure(quick)
     if against is not None:
         figures.append(cpu(against, quick))
     return figures, findings
