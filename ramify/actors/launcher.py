@@ -191,7 +191,7 @@ class NodeAgent:
         log: str,
         python: str,
         folder: str,
-        stdin: bytes,
+        stdin: bytes = b"",
     ) -> int | str:
         """Start ``command`` in ``folder``, if that exists here, and return its process id, or why
         it cannot be started. If the command begins with ``python``, the caller's interpreter, it is
