@@ -203,6 +203,8 @@ class HttpConnectionPool:
             async with asyncio.timeout(self._connect_s):
                 return await self._opened(route)
         except TimeoutError:
+            if scheme == "https" and not proxy:
+                hint = "; if the server does not speak TLS at this port, write http://"
             raise Unreachable(f"{text} (no answer in {self._connect_s:g} s){hint}") from None
         except _ProxyRefused as error:
             failure = Unreachable(f"{text} ({error}){hint}")

@@ -460,3 +460,25 @@ def test_header_that_cannot_be_sent_is_refused_without_its_value(value):
 def test_header_replaces_the_default_of_the_same_name():
     lines = route_to("http://host/", {"user-agent": "mine"}).head.decode().lower().split("\r\n")
     assert [line for line in lines if line.startswith("user-agent")] == ["user-agent: mine"]
+
+
+def test_silent_server_without_tls_is_reported():
+    ended = []
+
+    async def silent(reader, writer):
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.transport.abort()
+        ended.append(True)
+
+    async def main():
+        async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+            port, network = server.sockets[0].getsockname()[1], Way(60.0, 0.1, 1000)
+            with pytest.raises(Unreachable) as caught:
+                await network.post(f"https://127.0.0.1:{port}/v1/x")
+            await network.close()
+            await until(lambda: ended)
+            await asyncio.sleep(0)
+            return str(caught.value)
+
+    assert run(main()).endswith("does not speak TLS at this port, write http://")
