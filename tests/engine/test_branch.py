@@ -14,11 +14,12 @@ from ramify.errors import ConfigError, ReplayDiverged
 from ramify.types.message import Message
 from ramify.types.trajectory import Fork
 from tests.engine.helpers import client, code, rlm
+from tests.store.test_line_checksums import without_checksums
 
 
 def test_branches_of_first_turn_are_decided_by_majority(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    model = client([code("FINAL('a')"), code("FINAL('b')"), code("FINAL('b')"), "no idea", "none"])
+    model = client([code("FINAL('a')"), code("FINAL('b')"), code("FINAL('b')"), "no", "none", "no"])
     with rlm(model, store=store) as r:
         result = r.completion("text", "?", search=4)
         assert (result.answer, result.stop) == ("b", Stop.FINAL)
@@ -29,7 +30,7 @@ def test_branches_of_first_turn_are_decided_by_majority(tmp_path: Path) -> None:
             "0": ("a", None, 1),
             "0:1": ("b", Fork("0", -1), 1),
             "0:2": ("b", Fork("0", -1), 1),
-            "0:3": ("none", Fork("0", -1), 2),
+            "0:3": (None, Fork("0", -1), 3),
         }
         assert result.trajectory.answered_by == "0:1"
         assert result.usage == model.served
@@ -183,7 +184,7 @@ def test_replay_diverging_in_a_branch_names_the_call(tmp_path: Path) -> None:
     with rlm([code("FINAL(llm_query('a'))")] * 2 + ["one", "two"], store=store, branches=2) as r:
         r.completion("text", "?")
     journal = next(tmp_path.rglob("*.jsonl"))
-    lines = journal.read_bytes().splitlines(keepends=True)
+    lines = without_checksums(journal)
     journal.write_bytes(b"".join(line for line in lines if b'"0:1.0"' not in line))
     with rlm([], store=store) as r, pytest.raises(ReplayDiverged, match=r"call 0:1\.0"):
         r.replay("last")

@@ -60,7 +60,7 @@ def test_documented_defaults() -> None:
     [
         ({"max_turns": True}, "limit max_turns=True is not a number: give one"),
         ({"max_cost": "5"}, "limit max_cost='5' is not a number: give one"),
-        ({"max_turn": 5}, "unknown limit 'max_turn': did you mean 'max_turns'"),
+        ({"max_turn": 5}, "unknown keyword 'max_turn' of Limits: did you mean 'max_turns'"),
         ({"max_seconds": 0.0}, "limit max_seconds=0.0 allows nothing: give a positive number"),
         ({"max_seconds": math.nan}, "limit max_seconds=nan allows nothing"),
         ({"max_calls": 0}, "limit max_calls=0 allows nothing: give a positive number, or omit it"),

@@ -201,7 +201,9 @@ def test_fixable_call_failure_suspends_the_run_instead_of_reaching_the_code(tmp_
 # ------------------------------------------------------------------------------------------------
 
 OTHER_PROMPT: dict[str, Any] = {
-    "scaffold": msgspec.structs.replace(SCAFFOLD, system="Another prompt.")
+    "scaffold": msgspec.structs.replace(
+        SCAFFOLD, system="Another prompt. {{tools}} {{limits}} FINAL"
+    )
 }
 WRONG: dict[str, Callable[[], dict[str, Any]]] = {
     "another prompt": lambda: OTHER_PROMPT,

@@ -270,7 +270,9 @@ def test_turns_scaffold_and_tools_can_differ_by_depth() -> None:
     def shared() -> str:
         return "x"
 
-    child = msgspec.structs.replace(SCAFFOLD, name="child", system="You are a child. {{tools}}")
+    child = msgspec.structs.replace(
+        SCAFFOLD, name="child", system="You are a child. {{tools}} {{limits}} {{final}}"
+    )
     depths = [DepthOptions(), DepthOptions(1, child, ("shared",))]
     cells = {
         "root": iter([code("n = secret()"), code("FINAL([n, rlm_query('child', 'x')])")]),

@@ -51,7 +51,7 @@ def test_description_of_the_context_is_shown_only_if_the_scaffold_asks(tmp_path:
             r.completion(loaded, "how long?")
         first_messages.append(model.requests[0].messages[0].content)
     assert first_messages[0] == "how long?\nlen 5"
-    assert first_messages[1].startswith("how long? (the text of")
+    assert first_messages[1].startswith("how long? (It is the text of")
 
 
 def test_children_get_minimal_first_messages() -> None:
