@@ -235,7 +235,7 @@ _LIMITS = re.compile(
     r"^\[limit\] \S+ of \S+ \w+ left(; answer before they are gone|: finish soon|: answer now with "
     r"FINAL\(…\))?\n"
     r"|(?<=\[turn )\d+ of \d+(?=\]$)|(?<=You have )\d+(?= turns; each)"
-    r"|^You have [\d,]+ turns? \(each of your messages is one\)\. The run, .*"
+    r"|You have [\d,]+ turns? \(each of your messages is one\)\. The run, .*"
     # Sizes that follow from the limits.
     r"|(?<=so put the text into it, at most )[\d,]+(?= characters)"
     r"|reads [\d,]+ characters and writes [\d,]+(?= tokens at most)|^size = \d+$",
