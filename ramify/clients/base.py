@@ -122,13 +122,7 @@ class Request(msgspec.Struct, frozen=True):
         No byte-level tokenizer produces more tokens than bytes. 16 per message and 64 per request
         cover the role markers.
         """
-        total = 64
-        for message in self.messages:
-            total += 16 + _num_bytes(message.content)
-            if message.reasoning:
-                total += _num_bytes(message.reasoning)
-            for call in message.tool_calls:
-                total += 16 + _num_bytes(call.name) + _num_bytes(call.arguments)
+        total = 64 + sum(map(max_tokens_of, self.messages))
         for part in (self.schema, self.tools or None):
             total += len(msgspec.json.encode(part)) if part is not None else 0
         return total
@@ -161,6 +155,16 @@ class Request(msgspec.Struct, frozen=True):
         return Usage(
             tokens, self.sampling.max_tokens, cache_write_tokens=tokens, calls=1, unknown_calls=1
         )
+
+
+def max_tokens_of(message: Message) -> int:
+    """Upper bound on the tokens of one message of a prompt."""
+    total = 16 + _num_bytes(message.content)
+    if message.reasoning:
+        total += _num_bytes(message.reasoning)
+    for call in message.tool_calls:
+        total += 16 + _num_bytes(call.name) + _num_bytes(call.arguments)
+    return total
 
 
 def _num_bytes(text: str) -> int:
@@ -287,17 +291,19 @@ def counted(
     return usage if _is_consistent(usage) else Usage()
 
 
-def believed(reply: Reply, most: Usage, window: int) -> Usage:
-    """Return the usage of ``reply``, or ``most`` if it was not reported or is impossible: neither
-    prompt nor reply can be longer than the model's ``window`` of tokens, no prompt has zero tokens,
-    and no reply that says something."""
+def believed(reply: Reply, request: Request, window: int) -> Usage:
+    """Return the usage of ``reply``, or the most that ``request`` can use if it was not reported or
+    is impossible: neither prompt nor reply can be longer than the model's ``window`` of tokens, no
+    prompt has zero tokens, and no reply that says something."""
     usage, message = reply.usage, reply.message
-    within = usage.input_tokens <= max(most.input_tokens, window) and usage.output_tokens <= max(
-        most.output_tokens, window
+    within = usage.output_tokens <= max(request.sampling.max_tokens, window) and (
+        # Counted only if necessary, since it reads the whole prompt.
+        usage.input_tokens <= window or usage.input_tokens <= request.max_input_tokens()
     )
     says = bool(message.content or message.reasoning or message.tool_calls)
     counted = usage.input_tokens > 0 and (usage.output_tokens > 0 or not says)
-    return usage if usage.calls and _is_consistent(usage) and within and counted else most
+    is_believed = usage.calls and _is_consistent(usage) and within and counted
+    return usage if is_believed else request.max_usage()
 
 
 def dollars(reported: Any) -> float | None:

@@ -596,7 +596,7 @@ def _asked_s(error: ModelError) -> float:
 
 
 def _priced(reply: Reply, client: Client, request: Request) -> Reply:
-    usage = believed(reply, request.max_usage(), client.window)
+    usage = believed(reply, request, client.window)
     cost = client.price.of(usage) if client.price is not None else dollars(reply.cost)
     is_full = reply.finish == "other" and reply.usage.output_tokens >= request.sampling.max_tokens
     finish = "length" if is_full else reply.finish

@@ -134,11 +134,12 @@ class ResourceAmount(NamedTuple):
 
 def bound(max_input_tokens: int, max_output_tokens: int, price: Price | None) -> ResourceAmount:
     """The most that one request can cost, whether or not the provider's cache is involved."""
-    usage = Usage(max_input_tokens, max_output_tokens)
-    as_cached = Usage(max_input_tokens, max_output_tokens, cached_tokens=max_input_tokens)
-    as_stored = Usage(max_input_tokens, max_output_tokens, cache_write_tokens=max_input_tokens)
-    highest = max(price.of(kind) for kind in (usage, as_cached, as_stored)) if price else 0.0
-    return ResourceAmount(1, usage.total_tokens, highest)
+    cost = 0.0
+    if price is not None:
+        rates = (price.input, price.cached, price.cache_write)
+        highest = max(rate for rate in rates if rate is not None)
+        cost = (max_input_tokens * highest + max_output_tokens * price.output) / 1e6
+    return ResourceAmount(1, max_input_tokens + max_output_tokens, cost)
 
 
 class ReportedExcess(NamedTuple):
@@ -171,6 +172,9 @@ class ReportedExcess(NamedTuple):
             input_tokens=max(self.input_tokens, most.input_tokens + self.extra_input),
             output_tokens=max(self.output_tokens, most.output_tokens + self.extra_output),
         )
+
+
+_NO_EXCESS = ReportedExcess()
 
 
 class Ledger:
@@ -361,6 +365,8 @@ class Reservation:
         self._model = model
         self._most = most
         self._price = price
+        self._excess: ReportedExcess | None = None
+        """The reports from which the amount was computed; None before the first time."""
         self.update()
 
     @property
@@ -369,9 +375,13 @@ class Reservation:
         return self.amount.cost if self._price is not None or self.amount.cost else None
 
     def update(self) -> bool:
-        """Compute the amount again, before an attempt. Returns whether it has changed."""
-        before, excess = self.amount, self._ledger.excess.get(self._model, ReportedExcess())
-        self.usage = excess.raised(self._most)
+        """Compute the amount again if the model was reported to use more since the last time.
+        Returns whether it has changed."""
+        excess = self._ledger.excess.get(self._model, _NO_EXCESS)
+        if excess is self._excess:
+            return False
+        self._excess, before = excess, self.amount
+        self.usage = self._most if excess is _NO_EXCESS else excess.raised(self._most)
         self.amount = bound(self.usage.input_tokens, self.usage.output_tokens, self._price)
         if excess.cost > self.amount.cost:
             self.amount = self.amount._replace(cost=excess.cost)
@@ -412,7 +422,7 @@ class Reservation:
 
     def expect(self, usage: Usage, cost: float | None, request: str) -> None:
         """Expect of later requests to the model that they use as much as ``request`` did."""
-        excess = self._ledger.excess.get(self._model, ReportedExcess())
+        excess = self._ledger.excess.get(self._model, _NO_EXCESS)
         self._ledger.excess[self._model] = excess.with_report(self._most, usage, cost or 0.0)
         reported, reserved = (
             f"{tokens:,} tokens" + ("" if cost is None else f" (${dollars:.3g})")

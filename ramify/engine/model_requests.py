@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.clients.base import Client, ReplyPiece, Request, Tool, reasons
+from ramify.clients.base import Client, ReplyPiece, Request, Sampling, Tool, reasons
 from ramify.clients.pool import ClientPool
 from ramify.engine import observe, retool
 from ramify.engine.limits import Ledger, Limits, Reservation, ResourceAmount
@@ -71,6 +71,10 @@ class ModelRequests:
             self.ledger.cost = None  # until a model with a known price has replied
         self._last_word: Reservation | None = None
         """What is held for the root's final request."""
+        self._sampling: dict[int, Sampling] = {}
+        """Id of a client -> sampling of its replies."""
+        self._text_limits: dict[tuple[int, int, bool], tuple[int, str]] = {}
+        """What ``_text_limit`` returned."""
         self._reasoning: dict[str, int] = {}
         """Model -> tokens of hidden reasoning that a reply may have."""
         self.under_way: set[TurnRequest] = set()
@@ -192,6 +196,14 @@ class ModelRequests:
         )
         return msgspec.structs.replace(more, message=joined)
 
+    def sampling_of(self, client: Client) -> Sampling:
+        """Return the sampling of the replies of ``client``."""
+        found = self._sampling.get(id(client))
+        if found is None:
+            found = self.run.models.sampling(client, self.sampling)
+            self._sampling[id(client)] = found
+        return found
+
     def reply_tokens(self, call: LiveCall, longer: int = 1) -> int:
         """Maximum tokens of a reply of ``call``, hidden reasoning included. ``longer`` multiplies
         the part that is not reasoning."""
@@ -205,12 +217,20 @@ class ModelRequests:
         return self._text_limit(call.client, call.depth, is_plain)
 
     def _text_limit(self, client: Client, depth: int, is_plain: bool) -> tuple[int, str]:
+        """Return ``text_limit``, computed once for each model and depth."""
+        place = id(client), depth, is_plain
+        found = self._text_limits.get(place)
+        if found is None:
+            found = self._text_limits[place] = self._find_text_limit(client, depth, is_plain)
+        return found
+
+    def _find_text_limit(self, client: Client, depth: int, is_plain: bool) -> tuple[int, str]:
         setup = self.run.setup
         limit, name = self.sampling.max_tokens, "max_reply_tokens"
         for_subs = setup.limits.max_sub_reply_tokens
         if for_subs is not None and is_plain:
             limit, name = for_subs, "max_sub_reply_tokens"
-        of_model = self.run.models.sampling(client, self.sampling).max_tokens
+        of_model = self.sampling_of(client).max_tokens
         if of_model < min(limit, self.sampling.max_tokens):
             limit, name = of_model, f"sampling.max_tokens of {client.name}"
         of_depth = setup.at(depth).max_reply_tokens
@@ -233,7 +253,7 @@ class ModelRequests:
         given = self.run.setup.limits.max_reasoning_tokens
         if given is not None:
             return given
-        thinking = self.run.models.sampling(client, self.sampling).extra.get("thinking")
+        thinking = self.sampling_of(client).extra.get("thinking")
         if isinstance(thinking, dict) and isinstance(thinking.get("budget_tokens"), int):
             return int(thinking["budget_tokens"])  # Anthropic's form
         if not reasons(client.name):
@@ -283,8 +303,7 @@ class ModelRequests:
     ) -> Stop | None:
         """Hold the cost of the final request after a turn whose reply has at most ``reply_tokens``.
         Returns the limit that this or the turn exceeds, if any."""
-        request = Request((*call.messages, *new), self.sampling)
-        prompt = call.max_input_tokens(request, len(call.messages))
+        prompt = call.max_input_tokens(len(call.messages), Request(tuple(new)))
         most = Usage(
             prompt + reply_tokens + output_tokens + 1000,
             min(self._last_word_tokens(call), reply_tokens),
@@ -404,7 +423,7 @@ class TurnRequest:
         last_word: Stop | None,
         max_tokens: int,
     ) -> None:
-        sampling = requests.run.models.sampling(call.client, requests.sampling)
+        sampling = requests.sampling_of(call.client)
         if max_tokens != sampling.max_tokens:
             sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens)
         prompt = (*call.messages[:reused], *new)
@@ -420,7 +439,7 @@ class TurnRequest:
         self._new = new
         self._reused = reused
         most = Usage(
-            call.max_input_tokens(self.request, reused),
+            call.max_input_tokens(reused, Request(new, schema=schema, tools=tools)),
             sampling.max_tokens,
             calls=1,
             unknown_calls=1,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from ramify.clients.base import Client, KnownPrefix, Request
+from ramify.clients.base import Client, KnownPrefix, Request, max_tokens_of
 from ramify.engine.event_recorder import CallOutcome, EventRecorder, context_ref, jsonable
 from ramify.engine.model_requests import ModelRequests, closed
 from ramify.engine.prompt_facts import facts_of
@@ -116,7 +116,10 @@ class RunState:
         self._slowest_s = seconds
         limits = self.setup.limits
         least = min(limits.last_word_s, _LEAST_LAST_WORD_S)
-        self._last_word_s = min(max(least, _REPLIES_KEPT * seconds), limits.max_seconds / 2)
+        last_word_s = min(max(least, _REPLIES_KEPT * seconds), limits.max_seconds / 2)
+        if last_word_s == self._last_word_s:
+            return
+        self._last_word_s = last_word_s
         if self.closing is None and self._main is not None:
             self._alarm.cancel()
             when = self._deadline - self._last_word_s
@@ -440,6 +443,8 @@ class LiveCall:
         self.num_forks = 0
         self._counted: tuple[int, int] | None = None
         """(number of messages, their tokens as counted by the server) up to the last reply."""
+        self._max_tokens = [0]
+        """Number of messages -> upper bound on their tokens, as far as it is known."""
         self._ids: tuple[int, ...] = ()
         """Token path: ids of the whole conversation so far, as the model received and sampled them.
         Empty if the last reply came without ids."""
@@ -475,22 +480,31 @@ class LiveCall:
         call.num_turns_before = self.num_turns_before + self.turn
         return call
 
-    def max_input_tokens(self, request: Request, reused: int) -> int:
-        """Upper bound on the request's prompt: the server's own count for the messages it has seen,
-        and bytes for the new ones."""
-        by_bytes = request.max_input_tokens()
+    def max_input_tokens(self, reused: int, new: Request) -> int:
+        """Upper bound on the prompt of a request that has the first ``reused`` messages before
+        those of ``new``: the server's own count for the messages it has seen, and bytes for the
+        others."""
+        num_new = new.max_input_tokens()
+        by_bytes = self._max_tokens_of_first(reused) + num_new
         if self._counted is None or self._counted[0] != reused:
             return by_bytes
-        new = msgspec.structs.replace(request, messages=request.messages[reused:])
         # 4 per message: a template may place its role markers around a reply differently from how
         # the server counted them.
-        return min(by_bytes, self._counted[1] + 4 * reused + new.max_input_tokens())
+        return min(by_bytes, self._counted[1] + 4 * reused + num_new)
+
+    def _max_tokens_of_first(self, num: int) -> int:
+        """Upper bound on the tokens of the first ``num`` messages, each of which is read once."""
+        bounds = self._max_tokens
+        for message in self.messages[len(bounds) - 1 : num]:
+            bounds.append(bounds[-1] + max_tokens_of(message))
+        return bounds[num]
 
     def continue_from(self, call: LiveCall) -> None:
         """Start with the conversation of ``call``, as the next question in the same session
         does."""
         self.messages = list(call.messages)
         self._counted = call._counted
+        self._max_tokens = list(call._max_tokens)
         self._ids = call._ids
         self._replies = list(call._replies)
 
@@ -518,6 +532,7 @@ class LiveCall:
         """Finish a turn. Its prompt was the first ``reused`` messages followed by ``new``;
         ``reply`` comes from ``without_path``."""
         self.messages = [*self.messages[:reused], *new, reply.message]
+        del self._max_tokens[reused + 1 :]
         self.turn += 1
         self._counted = (
             None
