@@ -186,7 +186,9 @@ class ScriptedClient:
     async def _next(self, request: Request) -> Step:
         try:
             step = self._script.tell(request.messages)
-            return await step if inspect.isawaitable(step) else step
+            if isinstance(step, str) or not inspect.isawaitable(step):
+                return step
+            return await step
         except RamifyError:
             raise
         except Exception as error:

@@ -331,7 +331,11 @@ def _fence(text: str, opening: re.Match[str], has_thought: bool) -> tuple[_Part,
 
 def _may_span(text: str, start: int, end: int) -> bool:
     """Whether a string between ``start`` and ``end`` may have several lines. Few codes have one."""
-    return any(text.find(part, start, end) >= 0 for part in ('"""', "'''", "\\\n"))
+    return (
+        text.find('"""', start, end) >= 0
+        or text.find("'''", start, end) >= 0
+        or text.find("\\\n", start, end) >= 0
+    )
 
 
 @functools.lru_cache(64)

@@ -260,8 +260,10 @@ class Ledger:
 
     def is_excess(self, reserved: ResourceAmount, usage: Usage, cost: float | None) -> bool:
         """Whether a reply used more than was reserved for it."""
-        is_dear = (cost or 0.0) > reserved.cost * (1 + 1e-9) and math.isfinite(self.limit.cost)
-        return is_dear or usage.total_tokens > reserved.tokens
+        if usage.total_tokens > reserved.tokens:
+            return True
+        is_dear = cost is not None and cost > reserved.cost * (1 + 1e-9)
+        return is_dear and math.isfinite(self.limit.cost)
 
     def settle(self, reserved: ResourceAmount, usage: Usage, cost: float | None) -> None:
         """Convert a reservation into spending. If it was too small, requests that are reserved but

@@ -61,11 +61,10 @@ def read_in_helper(reading: bytes) -> bytes:
 
 
 def _is_long(message: Message) -> bool:
-    calls = message.tool_calls
-    return (
-        len(message.content) + sum(len(call.arguments) for call in calls) > _LONG_CHARS
-        or len(calls) > _MANY_CALLS
-    )
+    num_chars, calls = len(message.content), message.tool_calls
+    if calls:
+        num_chars += sum(len(call.arguments) for call in calls)
+    return num_chars > _LONG_CHARS or len(calls) > _MANY_CALLS
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -92,6 +92,7 @@ class RunState:
         """Tasks that wait for a model, except those of final requests."""
         self._sessions: set[Session] = set()
         self._contexts: dict[tuple[str, bool], ContextFacts] = {}
+        self._system_prompts: dict[tuple[int, ContextFacts], str] = {}
         loop, limits = asyncio.get_running_loop(), setup.limits
         self._loop = loop
         self._deadline = loop.time() + limits.max_seconds
@@ -368,6 +369,14 @@ class RunState:
         return self._contexts[key]
 
     def system_prompt(self, call: LiveCall) -> str:
+        """Return the system message of ``call``, written once for all calls of its depth whose
+        contexts look the same."""
+        place = call.depth, self.context_facts(call)
+        if place not in self._system_prompts:
+            self._system_prompts[place] = self._new_system_prompt(call)
+        return self._system_prompts[place]
+
+    def _new_system_prompt(self, call: LiveCall) -> str:
         facts = facts_of(
             self.setup,
             self.models,

@@ -40,8 +40,9 @@ class LineChain:
 
     def sealed(self, line: bytes) -> tuple[bytes, int]:
         """Return (``line``, a JSON object with a newline, with its checksum; the checksum)."""
-        crc = crc32(line[:-2], self.crc)
-        return b'%b,"crc":"%08x"}\n' % (line[:-2], crc), crc
+        covered = line[:-2]
+        crc = crc32(covered, self.crc)
+        return covered + b',"crc":"%08x"}\n' % crc, crc
 
     def problem(self, line: bytes) -> str:
         """Return why the next line, without its newline, is damaged; empty if it is not."""
