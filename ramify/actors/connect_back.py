@@ -1,14 +1,14 @@
-"""Started processes connect back to the run that started them.
+"""Lets a process connect back to the run that started it.
 
     run      with Listener() as listener:
                  start(command, stdin=listener.ticket("worker 3"))
                  channel, name = listener.accept(str, 60.0, look)
     process  channel = connect_back()
 
-The process reads its ticket (the address, the key and its name) from its standard input, a pipe
-that it inherits: neither its environment nor its command line shows the key. A connected process
-sends heartbeats (``beat``); without them it counts as lost, whatever holds it up
-(``HeartbeatDeadline``).
+The process reads its ticket (the address, the key and its name) from its standard input, which is
+an inherited pipe. So the key appears neither in its environment nor on its command line. A
+connected process sends heartbeats (``beat``). If they stop for too long, for any reason, it counts
+as lost (``HeartbeatDeadline``).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class Ticket(msgspec.Struct, frozen=True):
     address: str
     key: bytes
     name: str
-    """The first message of its channel, with which it introduces itself."""
+    """Name of the process, which it sends as the first message of its channel."""
 
 
 class Listener(ChannelListener):
-    """Accepts the channels of processes that were started with its tickets."""
+    """Accepts the channels of processes that were started with this listener's tickets."""
 
     def ticket(self, name: str) -> bytes:
-        """The standard input of a process that calls ``connect_back``."""
+        """Encode a ticket, to be the standard input of a process that calls ``connect_back``."""
         return encode(Ticket(self.address, self.key, name))
 
 
 def read_ticket() -> Ticket:
-    """The ticket on standard input."""
+    """Read the ticket of this process from standard input."""
     ticket: Ticket = decode(sys.stdin.buffer.read(), Ticket)
     return ticket
 

@@ -1,16 +1,16 @@
-"""The connections that gloo and NCCL open between the processes of a group.
+"""Authenticates the connections that gloo and NCCL open between the processes of a group.
 
-gloo takes the first connection with the right number, which is small, for another rank: a stranger
-who connects first would be sent gradients and weights, and could send others. It has no key and, as
-it is built into torch, no TLS. So a group proves over its own connections, before it carries
-anything else, that the process at the other end of each has the run's key:
+gloo identifies a rank by a small number that any process can send. A stranger who connects first
+with that number would receive gradients and weights, and could send false ones. gloo checks no key,
+and torch builds it without TLS. So before a group's connections carry anything else, every process
+proves over them that it has the run's key:
 
     rank i ── nonce i ─────────────────────────────> rank j
            <─ nonce j, HMAC(key, j, i, nonce i) ────   both directions, every pair of the group
 
-On one machine gloo's listeners are also bound to loopback. A stranger can thus make a start fail,
-but can neither read nor change anything. Between machines the connections are neither encrypted nor
-signed afterwards.
+On one machine gloo's listeners are also bound to loopback. So a stranger can make a start fail, but
+cannot read or change anything. Between machines, the data that follows is neither encrypted nor
+signed.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ _WAIT_S = 40.0
 _SETTING = threading.RLock()
 
 
-class GroupMembers:
+class AuthenticatedGroups:
     """Forms the groups of processes that have a common key."""
 
     def __init__(self, key: bytes, is_local: bool) -> None:
-        """``is_local``: all of them are on this machine."""
+        """``is_local`` is True if all processes are on this machine."""
         self._key = key
         self._is_local = is_local
 
     def formed(self, form: Callable[[], Any], *devices: str) -> Any:
-        """The group of torch.distributed that ``form`` returns, once its members have proved the
-        key over its connections for ``devices`` (``cpu``, ``cuda``)."""
+        """Call ``form``, which creates a torch.distributed group, and return the group once its
+        members have proved the key over its connections for each of ``devices`` (``cpu``,
+        ``cuda``)."""
         with on_loopback(self._is_local):
             group = form()
         for device in devices:
@@ -52,8 +53,8 @@ class GroupMembers:
         return group
 
     def formed_mesh(self, form: Callable[[], Any], device: str) -> Any:
-        """The device mesh that ``form`` returns, once the same holds for the groups of its
-        axes."""
+        """Call ``form``, which creates a device mesh, and return the mesh once the members of the
+        group of each axis have proved the key."""
         with on_loopback(self._is_local):
             mesh = form()
         for axis in range(mesh.ndim):
@@ -68,8 +69,8 @@ class GroupMembers:
 
 
 def prove_members(group: Any, key: bytes, device: Any = "cpu") -> None:
-    """Check that every other process of ``group``, a backend's process group, has ``key``. Every
-    process of the group calls it at the same time, before it uses the group. Raises TrainError."""
+    """Check that every other process of a process group has ``key``. Every process of the group
+    must call this at the same time, before it uses the group. Raises TrainError."""
     rank, size = group.rank(), group.size()
     if size < 2:
         return
@@ -81,7 +82,7 @@ def prove_members(group: Any, key: bytes, device: Any = "cpu") -> None:
         )
     except RuntimeError as error:
         raise TrainError(
-            f"a process of the group is lost, or a stranger took its place: {_first(error)}"
+            f"a process of the group is lost, or another program took its place: {_first(error)}"
         ) from None
     for j in range(size):
         if j != rank and not hmac.compare_digest(proofs[j], _proof(key, size, j, rank, ours)):
@@ -93,9 +94,9 @@ def prove_members(group: Any, key: bytes, device: Any = "cpu") -> None:
 
 @contextlib.contextmanager
 def on_loopback(is_local: bool) -> Iterator[None]:
-    """Bind the listeners that gloo opens in the block to loopback. By default they are bound to
-    this host's name, which may be reachable from elsewhere, or not resolve. ``is_local``: all
-    processes are on this machine; if not, nothing changes."""
+    """Bind the listeners that gloo opens in the block to loopback, if ``is_local`` says that all
+    processes are on this machine. By default gloo binds them to this host's name, which may not
+    resolve, or may be reachable from other machines."""
     with _SETTING:
         if not is_local or _INTERFACE in os.environ or not sys.platform.startswith("linux"):
             yield
@@ -108,7 +109,7 @@ def on_loopback(is_local: bool) -> Iterator[None]:
 
 
 def _exchanged(group: Any, messages: list[bytes], device: Any) -> list[bytes]:
-    """Message j goes to rank j; returns the messages of all ranks to this one."""
+    """Send message j to rank j. Returns the messages that all ranks sent to this one."""
     import torch
     from torch import distributed as dist
 
@@ -128,4 +129,4 @@ def _proof(key: bytes, size: int, prover: int, verifier: int, nonce: bytes) -> b
 
 def _first(error: BaseException) -> str:
     text = str(error).strip().partition("\n")[0]
-    return re.sub(r"^\[[^\]]*\] ", "", text)[:200]  # without torch's place in its source
+    return re.sub(r"^\[[^\]]*\] ", "", text)[:200]  # without the position in torch's source

@@ -1,14 +1,14 @@
-"""Work on strangers' data in another process, so that it cannot stop the event loop.
+"""Processes untrusted data in a helper process, so that it cannot block the event loop.
 
     data ── thread ── pipe ──▶ helper process: module:function(data) ── pipe ──▶ answer
 
-Decoders and regular expressions hold the interpreter's lock, so in a thread they would stop the
-loop as well. A helper is started at the first request and kept for the next ones. The kernel ends
-it if one request takes more CPU time than a session's value may take to decode. A request that is
-cancelled ends its helper, so that no run waits for work whose result is not needed.
+Decoders and regular expressions hold the interpreter's lock, so in a thread they would block the
+loop as well. A helper is started by the first request and reused by later ones. The kernel kills a
+helper whose request exceeds the limit on CPU time. Cancelling a request also kills its helper, so
+that no run waits for a result that is no longer needed.
 
-Not here: what is large enough to be worth it (see ``clients/reply_decoding.py`` and
-``engine/reading.py``), and processes that are kept for a run (``child_process.py``).
+Not here: which data is large enough to need a helper (see ``clients/reply_decoding.py`` and
+``engine/reading.py``), and processes that live as long as a run (see ``child_process.py``).
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from typing import IO
 from ramify.actors.child_process import IdleProcesses, import_path
 
 CPU_S = 2.0
-"""Maximum CPU time of one request."""
+"""Maximum CPU seconds of one request."""
 _ANSWER_S = 60.0
-"""Maximum time for a helper to start and answer, on a machine that is busy."""
+"""Maximum seconds for a helper to start and answer. It is generous for a busy machine."""
 _MEMORY_BYTES = 2 << 30
-"""Maximum address space of a helper."""
+"""Maximum address space of a helper in bytes."""
 _NUM_HELPERS = 2
 _COMMAND = "from ramify.actors.helper_process import serve; serve()"
 _LENGTH_BYTES = 8
 
 
 class HelperError(Exception):
-    """A helper process ended, or was ended, before it answered."""
+    """A helper process exited or was killed before it answered."""
 
 
 async def in_helper(function: str, *data: bytes) -> bytes:
-    """Return the result of ``function``, named as ``module:name``, from a helper process. It takes
-    and returns bytes. Raises HelperError if it exceeds the limits on CPU time and memory, and
-    RuntimeError if it raises an exception."""
+    """Call a function in a helper process and return its result. ``function`` is its name as
+    ``module:name``; it takes and returns bytes. Raises HelperError if it exceeds the limits on CPU
+    time and memory, and RuntimeError if it raises an exception."""
     request = _HelperRequest([function.encode(), *data])
     try:
         return await asyncio.get_running_loop().run_in_executor(_threads(), request.run)
@@ -57,7 +57,7 @@ async def in_helper(function: str, *data: bytes) -> bytes:
 
 
 class _HelperRequest:
-    """One request to a helper. ``run`` blocks and belongs in a thread."""
+    """One request to a helper. ``run`` blocks, so call it in a thread."""
 
     def __init__(self, parts: list[bytes]) -> None:
         self._parts = parts

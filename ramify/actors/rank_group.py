@@ -60,7 +60,7 @@ class VerbCall(msgspec.Struct, tag=True, frozen=True):
 
 
 class Leave(msgspec.Struct, tag=True, frozen=True):
-    """The group ends; there are no more verbs."""
+    """Rank 0 ends the group: no verb follows."""
 
 
 RankRequest = VerbCall | Leave
@@ -132,7 +132,7 @@ class RankGroup:
 
 
 class _Outcome(NamedTuple):
-    """How a verb ended on one rank."""
+    """Outcome of a verb on one rank."""
 
     value: Any = None
     error: RamifyError | None = None
@@ -146,7 +146,7 @@ def _carried_out(own: Any, verb: str, arguments: Sequence[Any]) -> _Outcome:
 
 
 def _received(result: VerbResult, kind: Any) -> _Outcome:
-    """The end of a verb whose value has the type ``kind``, as another rank reports it."""
+    """Decode the outcome that another rank reports for a verb whose value has the type ``kind``."""
     if result.error is None:
         return _Outcome(decode(result.value, kind))
     return _Outcome(error=_ERRORS.get(result.error.kind, TrainError)(result.error.text))
@@ -167,19 +167,20 @@ _KINDS: tuple[type[RamifyError], ...] = (
     RemoteRankError,
 )
 _ERRORS = {kind.__name__: kind for kind in _KINDS}
-"""Errors that a rank reports as such; any other one of ours arrives as a TrainError."""
+"""Errors that keep their class when a rank reports them. Any other Ramify error becomes a
+TrainError."""
 
 
 @functools.cache
 def _types(kind: Any, verb: str) -> tuple[list[Any], Any]:
-    """(the types of a verb's parameters, that of its value)"""
+    """Return (the types of a verb's parameters, the type of its value)."""
     hints = typing.get_type_hints(getattr(kind, verb))
     value = hints.pop("return")
     return list(hints.values()), value
 
 
 def _called(own: Any, call: VerbCall) -> VerbResult:
-    """Run the verb that rank 0 has called; returns the answer."""
+    """Run the verb that rank 0 has called, and return its result."""
     parameters, _ = _types(own.__class__, call.verb)
     arguments = [decode(data, kind) for data, kind in zip(call.arguments, parameters, strict=False)]
     ended = _carried_out(own, call.verb, arguments)

@@ -1,13 +1,13 @@
-"""The store at which the processes of a group exchange the addresses of their connections: torch's
-interface, over authenticated channels.
+"""Key-value store through which the processes of a group exchange their addresses. It has torch's
+interface and uses authenticated channels.
 
     rank 0           HashStore <── StoreHost, one thread per channel <──┐
     rank 1, 2, …     ChannelStore ── SetKey, AwaitKeys, … ──────────────┘
 
-torch's own stores accept everybody who reaches them (``TCPStore``), or need a shared folder
-(``FileStore``). A process that writes into a group's store decides with whom its ranks talk, so
-it must have the run's key. Not here: the connections themselves, which gloo or NCCL open (see
-``gloo_pairs.py``).
+torch's own stores accept every process that connects (``TCPStore``), or need a shared folder
+(``FileStore``). A process that writes to a group's store decides to which addresses its ranks
+connect, so it must have the run's key. Not here: the connections themselves, which gloo or NCCL
+open (see ``group_proof.py``).
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ class SetKey(msgspec.Struct, tag=True, frozen=True):
 
 
 class GetKey(msgspec.Struct, tag=True, frozen=True):
-    """Asks for the value of a key that exists."""
+    """Request for the value of a key that exists."""
 
     key: str
 
 
 class AwaitKeys(msgspec.Struct, tag=True, frozen=True):
-    """Asks to wait until all keys exist."""
+    """Request to wait until all keys exist."""
 
     keys: list[str]
     timeout_s: float
 
 
 class CheckKeys(msgspec.Struct, tag=True, frozen=True):
-    """Asks whether all keys exist."""
+    """Request that asks whether all keys exist."""
 
     keys: list[str]
 
 
 class AddNumber(msgspec.Struct, tag=True, frozen=True):
-    """Adds a number to the one under a key; a missing key counts as 0."""
+    """Request to add a number to the value of a key. A missing key counts as 0."""
 
     key: str
     amount: int
 
 
 class CompareSet(msgspec.Struct, tag=True, frozen=True):
-    """Replaces a value if it is the expected one."""
+    """Request to replace the value of a key if it equals the expected one."""
 
     key: str
     expected: bytes
@@ -83,18 +83,18 @@ class StoreReply(msgspec.Struct, frozen=True):
 
 
 class StoreHost:
-    """Rank 0's store, which also answers the other ranks."""
+    """Holds the store in rank 0, and answers the requests of the other ranks."""
 
     def __init__(
         self, channels: Sequence[Channel], look: Callable[[], None] = lambda: None
     ) -> None:
-        """``look`` is called while a rank waits, and raises TrainError if another one has ended:
-        the wait then fails with that reason."""
+        """``look`` is called while a rank waits for keys. It should raise TrainError if another
+        rank has ended; the wait then fails with that error."""
         self._store = dist.HashStore()  # type: ignore[attr-defined]
         self._look = look
         ours, theirs = (Channel(each) for each in socket.socketpair())
         self.store = ChannelStore(ours)
-        """The store as rank 0 itself uses it."""
+        """Rank 0's own client of the store."""
         self._channels = [ours, *channels]
         for channel in (theirs, *channels):
             threading.Thread(
@@ -140,7 +140,7 @@ class StoreHost:
         return StoreReply()
 
     def _awaited(self, request: AwaitKeys, channel: Channel) -> StoreReply:
-        """Waits in short stretches, so that no thread outlives its rank for long."""
+        """Wait for the keys, in short steps, so that the thread ends soon after its rank."""
         until = time.monotonic() + request.timeout_s
         while not channel.is_ended:
             left_s = until - time.monotonic()
@@ -157,8 +157,8 @@ class StoreHost:
 
 
 class ChannelStore(dist.Store):  # type: ignore[name-defined, misc]
-    """A rank's view of rank 0's store. torch calls these methods from any thread; the caller keeps
-    the object alive as long as torch may."""
+    """A rank's client of rank 0's store. torch may call its methods from any thread. The caller
+    must keep the object alive as long as torch uses it."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class ChannelStore(dist.Store):  # type: ignore[name-defined, misc]
         return bool(self._ask(DeleteKey(key)).number)
 
     deleteKey = delete_key
-    """torch calls it by this name from its own threads."""
+    """torch's own threads call ``delete_key`` by this name."""
 
     def clone(self) -> ChannelStore:
         return self

@@ -83,25 +83,25 @@ class RankError(msgspec.Struct, frozen=True):
 
 
 class VerbResult(msgspec.Struct, frozen=True):
-    """A rank's message with its result of one verb."""
+    """Result of one verb on one rank, sent to rank 0."""
 
     value: msgspec.Raw = msgspec.Raw(b"\xc0")
     """Encoded as the verb's return type."""
     error: RankError | None = None
     broke: str = ""
-    """Any other error, after which work may not continue."""
+    """Text of a fatal error; empty if there is none."""
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True):
-    """Rank 0 lives, and asks for the heartbeat count."""
+    """Shows that rank 0 is alive, and asks for the rank's heartbeat count."""
 
 
 class StackRequest(msgspec.Struct, tag=True, frozen=True):
-    """Rank 0 asks where the rank is."""
+    """Rank 0 asks for the rank's stack trace."""
 
 
 class EndNow(msgspec.Struct, tag=True, frozen=True):
-    """The rank is to end at once."""
+    """Rank 0 tells the rank to exit at once."""
 
     reason: str
 

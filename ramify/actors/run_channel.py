@@ -5,13 +5,13 @@
              ── HMAC(key, "listener", a, b) ──────────────────>
              <═ frames: length, message (``run_messages.py``) ══════>
 
-Nothing else is sent before both sides have proved that they have the key, which never travels.
-Processes of one machine meet at a Unix socket in a folder that only their user can enter; those of
-several machines at a TCP port, to which any process may connect. Peers are authenticated at the
-same time: one that is silent, slow or a stranger does not delay the others.
+Both sides prove that they have the key before anything else is sent; the key itself is never sent.
+Processes on one machine use a Unix socket, in a folder that only their user can enter. Processes on
+several machines use a TCP port, to which any process may connect. Peers are authenticated
+concurrently, so a silent, slow or unauthorized peer does not delay the others.
 
 Not here: how the key reaches a process (``connect_back.py``). Frames are neither encrypted nor
-signed; between machines they are as safe as the network is against changes on the way.
+signed: between machines, an attacker who controls the network can read and change them.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ PROOF_S = 10.0
 _NONCE = _PROOF = 32
 _LENGTH = 8
 _MAX_FIRST = 1 << 16
-"""Bytes of a peer's first frame."""
+"""Maximum bytes of a peer's first frame."""
 _MAX_PENDING = 256
-"""Peers that are authenticated at the same time; beyond that, the oldest one is dropped."""
+"""Maximum number of peers that are authenticated at the same time. One more drops the oldest."""
 _LOOK_S = 0.5
 _POLL_S = 0.01
 _MAX_PATH = 100
-"""Bytes of a Unix socket's path that every system allows."""
+"""Length in bytes of a Unix socket's path that every system allows."""
 
 
 class Channel:
@@ -58,27 +58,27 @@ class Channel:
     def __init__(self, peer: socket.socket, key: bytes = b"") -> None:
         peer.settimeout(None)
         self.key = key
-        """The key that both sides have proved."""
+        """The key that both sides have proved to have."""
         self._peer = peer
         self._sending = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Raises OSError if the peer is gone."""
+        """Send one message. Raises OSError if the peer is gone."""
         data = encode(message)
         with self._sending:
             self._peer.sendall(len(data).to_bytes(_LENGTH, "little"))
             self._peer.sendall(data)
 
     def receive(self, kind: type[T] | Any) -> T:
-        """The next message, of the type ``kind``. Raises EOFError if the peer has ended, and
-        MsgspecError for a message of another type."""
+        """Wait for the next message and decode it as ``kind``. Raises EOFError if the peer has
+        closed the channel, and MsgspecError for a message of another type."""
         length = int.from_bytes(self._exactly(_LENGTH), "little")
         found: T = decode(self._exactly(length), kind)
         return found
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Whether a message, or the end, arrives within ``timeout_s``. Raises OSError if the
-        channel is closed."""
+        """True if a message, or the end of the channel, arrives within the timeout. Raises OSError
+        if the channel is closed."""
         if self._peer.fileno() < 0:
             raise OSError("the channel is closed")
         poll = select.poll()
@@ -87,7 +87,7 @@ class Channel:
 
     @property
     def is_ended(self) -> bool:
-        """Whether either side has closed it, and everything was received."""
+        """True if either side has closed the channel and every message was received."""
         try:
             return self._peer.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
@@ -96,7 +96,7 @@ class Channel:
             return True
 
     def shut(self) -> None:
-        """Wake everything that sends or receives, on both sides."""
+        """Shut the connection down, which wakes every thread that sends or receives on it."""
         with contextlib.suppress(OSError):
             self._peer.shutdown(socket.SHUT_RDWR)
 
@@ -122,12 +122,12 @@ class Channel:
 
 
 class ChannelListener:
-    """Accepts channels of peers that have the key."""
+    """Accepts connections of peers that have the key, as channels."""
 
     def __init__(self, host: str = LOOPBACK, port: int = 0, *, key: bytes = b"") -> None:
-        """``host``: the address at which peers reach this process; loopback stands for a Unix
-        socket, if this system has them, and ``port`` is then not used. ``key``: by default a new
-        one."""
+        """``host`` is the address at which peers reach this process. For loopback, a Unix socket is
+        used if this system has them, and ``port`` is ignored. Without ``key``, a new key is
+        generated."""
         self.key = key or secrets.token_bytes(32)
         self._folder = ""
         if host == LOOPBACK and hasattr(socket, "AF_UNIX"):
@@ -151,9 +151,10 @@ class ChannelListener:
     def accept(
         self, kind: type[T] | Any, wait_s: float, look: Callable[[], None] = lambda: None
     ) -> tuple[Channel, T]:
-        """(the channel of the next peer with the key, its first message, of the type ``kind``)
+        """Return (channel, first message) of the next peer that has the key. The message is decoded
+        as ``kind``.
 
-        ``look`` is called while waiting, and raises if the peer's process has ended. Raises
+        ``look`` is called while waiting. It should raise if the peer's process has ended. Raises
         TimeoutError after ``wait_s``.
         """
         until = time.monotonic() + wait_s
@@ -171,7 +172,8 @@ class ChannelListener:
             now = time.monotonic()
             for proof in [each for each in self._pending if now > each.until]:
                 self._drop(proof)
-            if not ready or now - looked > _LOOK_S:  # strangers must not keep it from looking
+            # Look at intervals even under a flood of unauthorized connections.
+            if not ready or now - looked > _LOOK_S:
                 looked = now
                 look()
             if now >= until:
@@ -195,7 +197,7 @@ class ChannelListener:
         for _ in range(_MAX_PENDING):
             try:
                 peer, _ = self._server.accept()
-            except OSError:  # no other peer is there, or it has left
+            except OSError:  # no other peer waits, or it has disconnected
                 return
             if len(self._pending) >= _MAX_PENDING:
                 self._drop(self._pending[0])
@@ -204,8 +206,8 @@ class ChannelListener:
             self._selector.register(peer, selectors.EVENT_READ, proof)
 
     def _advanced(self, proof: _Proof) -> bytes | None:
-        """The first frame of a peer that has just completed it; None if more is to come, or
-        nothing will."""
+        """Read from an unauthenticated peer. Returns its first frame once it is complete; None if
+        data is missing, or if the peer was dropped."""
         try:
             first = proof.advance()
         except (OSError, EOFError):
@@ -223,7 +225,7 @@ class ChannelListener:
 
 
 class _Proof:
-    """A peer that has connected to a listener, up to its first frame."""
+    """Authentication of a connected peer by a listener, up to the peer's first frame."""
 
     def __init__(self, peer: socket.socket, key: bytes) -> None:
         self.peer = peer
@@ -237,9 +239,9 @@ class _Proof:
             peer.send(self._nonce)
 
     def advance(self) -> bytes | None:
-        """Read what has arrived. Returns the first frame once it is complete. Raises EOFError or
-        OSError for a peer that has left, or has another key."""
-        # One byte more than the frame is never read: it belongs to the channel.
+        """Read the data that has arrived. Returns the first frame once it is complete. Raises
+        EOFError or OSError if the peer has disconnected or has another key."""
+        # Never read beyond the frame: the next byte belongs to the channel.
         while (missing := self._missing()) > 0:
             try:
                 block = self.peer.recv(missing)
@@ -271,8 +273,8 @@ class _Proof:
 
 
 def connect(address: str, key: bytes, first: Any, wait_s: float = PROOF_S) -> Channel:
-    """Connect to the listener at ``address``, which must prove that it has ``key``, and send it the
-    ``first`` message. Raises OSError if it is not there or has another key."""
+    """Connect to the listener at ``address``, check that it has ``key``, and send it the message
+    ``first``. Raises OSError if no listener answers there or it has another key."""
     peer = _connected(address, wait_s)
     try:
         nonce = _read(peer, _NONCE)

@@ -3,9 +3,9 @@
     encode(RolloutRequest(…))             bytes
     decode(data, RolloutRequest)          the message, or MsgspecError for anything else
 
-A message is a ``msgspec.Struct`` (several kinds: a tagged union) or built of them. Arrays and
-tensors travel as their type, shape and bytes, in fields of any type. Decides nothing else: who may
-send is proved before (``run_channel.py``).
+A message is a ``msgspec.Struct``, a tagged union of several, or a container of them. Arrays and
+tensors are sent as their type, shape and bytes, and may be in fields of any type. Not here: the
+authentication of senders (see ``run_channel.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Array = tuple[str, tuple[int, ...], memoryview]
 
 
 def encode(message: Any) -> bytes:
-    """Raises TypeError for a value of another type."""
+    """Raises TypeError for a value that messages cannot hold."""
     return msgspec.msgpack.encode(message, enc_hook=_extension)
 
 
@@ -49,7 +49,7 @@ def _extension(value: Any) -> Any:
 
 
 def _value(code: int, data: memoryview) -> Any:
-    """The array or tensor of an extension. Raises MsgspecError."""
+    """Decode the array or tensor in a MessagePack extension. Raises MsgspecError."""
     name, shape, flat = msgspec.msgpack.decode(data, type=_Array)
     try:
         if code == _ARRAY:
@@ -64,7 +64,7 @@ def _value(code: int, data: memoryview) -> Any:
 
             element = getattr(torch, name)
             if not isinstance(element, torch.dtype):
-                raise ValueError(f"{name} is not a type of elements")
+                raise ValueError(f"{name} is not an element type")
             if not len(flat):
                 return torch.empty(shape, dtype=element)
             return torch.frombuffer(bytearray(flat), dtype=element).view(shape)

@@ -24,7 +24,7 @@ HAS_LAST_BODY = False
 Blocks = list[dict[str, Any]]
 
 
-class MessageBody(msgspec.Struct):
+class MessageResponse(msgspec.Struct):
     """The fields of a server's response that are read."""
 
     content: list[dict[str, Any]] | None = None
@@ -43,10 +43,10 @@ class MessageBody(msgspec.Struct):
         return len(self.content or ())
 
 
-_decoder = msgspec.json.Decoder(MessageBody)
+_decoder = msgspec.json.Decoder(MessageResponse)
 
 
-def decode(body: bytes) -> MessageBody:
+def decode(body: bytes) -> MessageResponse:
     """Decode a response. Raises msgspec.DecodeError."""
     return decode_body(_decoder, body)
 
@@ -54,7 +54,7 @@ def decode(body: bytes) -> MessageBody:
 class _StreamEvent(msgspec.Struct):
     type: str = ""
     index: int = 0
-    message: MessageBody | None = None
+    message: MessageResponse | None = None
     content_block: dict[str, Any] | None = None
     delta: dict[str, Any] | None = None
     usage: Any = None
@@ -77,7 +77,7 @@ class MessageReplyStream:
     def __init__(self) -> None:
         self.is_done = False
         self.error: Any = None
-        self._body = MessageBody()
+        self._body = MessageResponse()
         self._blocks: dict[int, dict[str, Any]] = {}
         self._parts: dict[tuple[int, str], list[str]] = {}
         """(Index of a block, field) -> parts of its text."""
@@ -142,7 +142,7 @@ class MessageReplyStream:
 new_stream = MessageReplyStream
 
 
-def read(body: MessageBody, blocks: Blocks, model: str, seconds: float) -> Reply:
+def read(body: MessageResponse, blocks: Blocks, model: str, seconds: float) -> Reply:
     """Return ``body`` as a ``Reply``. Raises ValueError if it contradicts itself."""
     texts = [text_in(block, "text") for block in blocks if block.get("type") == "text"]
     thoughts = [text_in(block, "thinking") for block in blocks if block.get("type") == "thinking"]

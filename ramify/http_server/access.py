@@ -1,13 +1,14 @@
-"""Who may ask a server: its address, its keys, and the checks of ``Host`` and ``Origin``.
+"""Access control of a server: its address, its keys, and the checks of ``Host`` and ``Origin``.
 
-    127.0.0.1:PORT      every process of this machine can connect, so a key or a token is needed,
+    127.0.0.1:PORT      every process on this machine can connect, so a key or a token is required,
                         unless the user opens the server to this machine
     a Unix socket       in a folder that only its owner can enter; the kernel names the peer's user
-    any other address   a key is needed, whatever the user says
+    any other address   a key is always required
 
-A page of another site can make a browser send requests to this machine, under a name that it points
-here (DNS rebinding) or across origins. So an address of this machine answers only under this
-machine's names, and a request from a page of another origin is rejected, with or without a key.
+A page of another site can make a browser send requests to this machine, either across origins or
+under a host name that the site points here (DNS rebinding). So a loopback server answers only
+requests whose ``Host`` names this machine, and every server rejects requests from pages of another
+origin, with or without a key.
 Not here: budgets of keys (see serve/keys.py).
 """
 
@@ -38,7 +39,7 @@ class ListenAddress(msgspec.Struct, frozen=True):
     socket: Path | None = None
     """Unix socket to listen on instead of a port."""
     is_open: bool = False
-    """True if every process of this machine may ask without a key."""
+    """True if every process on this machine may send requests without a key."""
 
     def __post_init__(self) -> None:
         if self.is_open and (self.socket is not None or not is_loopback(self.host)):
@@ -68,30 +69,33 @@ class BearerKeys:
 
     @classmethod
     def of(cls, key: str) -> BearerKeys:
-        """The only key of a server. Logs leave ``key`` out from now on."""
+        """Accept ``key`` and no other. Logs redact the key from now on."""
         remember("key of this server", key)
         return cls({"default": digest_of(key)})
 
     def caller(self, presented: str) -> str | None:
         """Name of the caller with this key; None if no caller has it.
 
-        Every key is compared, in constant time, so the duration says nothing about the keys.
+        The presented key is compared with every accepted key, each time in constant time. So the
+        duration reveals nothing about the keys.
         """
         found, digest = None, digest_of(presented)
         for name, expected in self._digests.items():
             if hmac.compare_digest(digest, expected):
                 found = name
-                remember(f"key of {name}", presented)  # a key file may hold only its digest
+                # A key file may hold only the digest, so this is the first sight of the key.
+                remember(f"key of {name}", presented)
         return found
 
 
 def new_key() -> str:
-    """A key for one start of a server."""
+    """Generate a key that is valid until the server stops."""
     return f"rk-{secrets.token_urlsafe(24)}"
 
 
 def digest_of(key: str) -> str:
-    """SHA-256 of a key in hexadecimal. A header that is not UTF-8 holds surrogate escapes."""
+    """SHA-256 of a key in hexadecimal. The key may hold surrogate escapes, from a header that is
+    not UTF-8."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -117,7 +121,7 @@ def host_of(netloc: str) -> str:
 
 
 def check_host(http: web.Request, url: str) -> None:
-    """Reject a request under a name that is not this machine's. ``url`` is the right address."""
+    """Reject a request whose ``Host`` does not name this machine. The error suggests ``url``."""
     if not is_loopback(host_of(http.host)):
         raise RequestRejected(
             f"the host {http.host!r:.100} is not this machine: send requests to {url}, and let a "
@@ -128,11 +132,11 @@ def check_host(http: web.Request, url: str) -> None:
 
 
 def check_origin(http: web.Request) -> None:
-    """Reject a request that a page of another origin has made."""
+    """Reject a request from a page of another origin."""
     origin = http.headers.get("Origin")
     if origin is not None and _netloc(origin) != http.host:
         raise RequestRejected(
-            f"a page of {origin!r:.100} may not ask this server: send requests from a program, or "
+            f"a page of {origin!r:.100} may not use this server: send requests from a program, or "
             "from a page of this server",
             status=403,
             code="wrong_origin",

@@ -4,8 +4,8 @@
     max_connections()            so that runs keep descriptors for their journals and sessions
     max_runs()                   default of --max-runs
 
-A server that takes more than its machine has fails with status 500 in the middle of a run. One that
-knows its bounds answers 429 before it begins, and the client tries again.
+A server that exceeds its machine's resources fails with status 500 in the middle of a run. A server
+that knows its limits answers 429 before the run begins, and the client tries again.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ import resource
 from pathlib import Path
 
 MOST_DESCRIPTORS = 1 << 16
-"""Limit of open files that is enough; some programs loop over all possible descriptors."""
+"""The limit of open files is not raised above this: some programs loop over every possible
+descriptor."""
 MOST_CONNECTIONS = 4096
 MOST_RUNS = 256
 DESCRIPTORS_OF_A_RUN = 8
-"""Measured with the jail: journal, pipes and memory files of the sessions of one run."""
+"""Descriptors of one run, measured with the jail: its journal, and the pipes and memory files of
+its sessions."""
 _RESERVE = 48
 """Descriptors that the process itself uses: libraries, logs, the fork server."""
 MEMORY_OF_A_RUN = 64 << 20
-"""Bytes of a run with one session, in this process and in its sandbox."""
+"""Bytes that a run with one session needs, in this process and in its sandbox."""
 PROCESSES_OF_A_RUN = 3
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the soft limit of open files as far as the hard limit allows; returns it."""
+    """Raise the soft limit of open files as far as the hard limit allows. Returns the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -44,12 +46,12 @@ def descriptor_limit() -> int:
 
 
 def max_connections() -> int:
-    """Connections of one server: a third of the descriptors that the process may open."""
+    """Default maximum of connections: a third of the descriptors that the process may open."""
     return max(16, min(MOST_CONNECTIONS, (descriptor_limit() - _RESERVE) // 3))
 
 
 def max_runs() -> int:
-    """Runs that this machine can hold at a time, at most ``MOST_RUNS``."""
+    """Number of concurrent runs that this machine can hold, at most ``MOST_RUNS``."""
     descriptors = descriptor_limit() - _RESERVE - max_connections()
     bounds = [MOST_RUNS, descriptors // DESCRIPTORS_OF_A_RUN]
     if memory := free_memory():
@@ -85,14 +87,15 @@ def _available_memory() -> int | None:
 
 
 def _left(folder: Path, most: str, current: str) -> int | None:
-    """What a control group may still take; None without a limit."""
+    """Rest of a control group's allowance: its maximum minus its current use. None without a
+    limit."""
     with contextlib.suppress(OSError, ValueError):
         return max(0, int((folder / most).read_text()) - int((folder / current).read_text()))
     return None
 
 
 def _num_own_processes() -> int:
-    """Threads of this user: they count as processes. 0 if the system does not say."""
+    """Number of this user's threads, which the system's limit counts as processes. 0 if unknown."""
     num = 0
     with contextlib.suppress(OSError):
         for entry in os.scandir("/proc"):

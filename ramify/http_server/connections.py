@@ -1,12 +1,13 @@
-"""Connections of one server: how many there are, and how long each may take to send a head.
+"""Connections of one server: their maximum number, and how long each may take to send a request
+head.
 
     accept ──▶ waiting (no byte, or part of a head) ──▶ request in progress ──▶ waiting …
-                  │ past its time, or too large: closed
+                  │ too late or too large: closed
 
-At the maximum, a connection that has waited long for a request is closed; if there is none, the
-next one is accepted when another ends. Until then it waits in the kernel's queue, where it costs no
-descriptor. So clients that open connections and send nothing delay no other client. Not here:
-bodies (see uploads.py) and what a request may do (see shell.py).
+When the table is full, the connection that has waited longest for a request is closed to make room.
+If none has waited long enough, a new connection stays in the kernel's queue, where it costs no
+descriptor, until another one ends. So clients that open connections and send nothing cannot lock
+others out. Not here: bodies (see uploads.py), and keys and routes (see shell.py).
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ MAX_HEAD_BYTES = 64 << 10
 _LINGERING_S = 5.0
 """Seconds for which the rest of a rejected body is read, so that the client sees its answer."""
 _LINGERING_BYTES = 8 << 20
-"""Bytes of such a rest; a client that sends more costs time that others need."""
+"""Maximum bytes of a rejected body that are read. Beyond them the connection is closed, because
+reading takes time from other clients."""
 _EVICT_S = 1.0
-"""Seconds that a connection may take for its first head before another may take its place."""
+"""Seconds without a first head after which a new connection may replace this one."""
 _EVICT_IDLE_S = 5.0
-"""The same for one that has made a request before, whose client may be about to make the next."""
+"""Seconds between two requests after which a new connection may replace this one. The limit is
+longer because the client may be about to send its next request."""
 _SWEEP_S = 0.25
 _BATCH = 32
 """Maximum number of connections that are accepted in one iteration of the event loop."""
@@ -53,7 +56,7 @@ class ConnectionTable:
 
     @property
     def is_crowded(self) -> bool:
-        """True if connections should be closed after their response."""
+        """True if so many connections are open that each should be closed after its response."""
         return len(self.all) > self.most * 3 // 4
 
     async def accept(self, listener: socket.socket, web_server: web.Server) -> None:
@@ -94,7 +97,8 @@ class ConnectionTable:
                     connection.force_close()
 
     def _evict(self) -> bool:
-        """Close a connection that has waited long for a request. Returns False if there is none."""
+        """Close the connection that has waited longest for a request. Returns False if none has
+        waited long enough."""
         now = time.monotonic()
         for connection in self.waiting:
             patience = _EVICT_IDLE_S if connection.is_idle else _EVICT_S
@@ -107,7 +111,7 @@ class ConnectionTable:
 
 
 class HttpConnection(web.RequestHandler):
-    """One connection: aiohttp's protocol with limits on the time and the size of a head."""
+    """aiohttp's connection handler, with limits on the duration and the size of a head."""
 
     def __init__(
         self, table: ConnectionTable, web_server: web.Server, loop: asyncio.AbstractEventLoop
@@ -126,7 +130,7 @@ class HttpConnection(web.RequestHandler):
         self._num_drained: int | None = None
         """Bytes of a rejected body that were read; None if there is none."""
         self._is_head_read = False
-        """True from the end of a head until its request is answered."""
+        """True from the end of a request's head until the response is sent."""
         self._wait()
 
     def _wait(self) -> None:
@@ -137,11 +141,11 @@ class HttpConnection(web.RequestHandler):
 
     @property
     def is_idle(self) -> bool:
-        """True between two requests, if no byte of the next one has arrived."""
+        """True between two requests while no byte of the next request has arrived."""
         return self._has_asked and not self._num_head_bytes
 
     def request_begins(self) -> None:
-        """A request has been read: its connection waits no longer."""
+        """Mark the connection as busy: a request has been read."""
         self._is_head_read = self._has_asked = True
         self._table.waiting.pop(self, None)
 
@@ -186,7 +190,7 @@ class HttpConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer a request that is not HTTP, in the format of all errors and without a record."""
+        """Answer data that is not HTTP, in the usual error format and without a log record."""
         if request.writer.output_size > 0:
             raise ConnectionError("the response has begun: it cannot become an error")
         if status >= 500:

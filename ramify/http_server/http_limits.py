@@ -1,4 +1,4 @@
-"""Limits of one server: how much its clients may send at a time, and how long that may take."""
+"""Limits of one server: how much its clients may send at once, and how long they may take."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import msgspec
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits on connections, heads and bodies."""
+    """Limits on connections, and on the heads and bodies of requests."""
 
     max_body_bytes: int = 64 << 20
-    """Bytes of one body, and of all bodies of one key that are arriving."""
+    """Maximum bytes of one body, and of all bodies that are being received from one key."""
     max_connections: int | None = None
-    """Open connections; None for a third of the descriptors that the process may open."""
+    """Maximum open connections; None for a third of the descriptors that the process may open."""
     head_s: float = 15.0
     """Seconds from the first byte of a head to its end."""
     idle_s: float = 75.0
-    """Seconds without a request on an open connection; proxies keep theirs for 60 s."""
+    """Seconds after which a connection without a request is closed. The limit exceeds the 60 s for
+    which proxies keep their connections."""
     body_s: float = 300.0
-    """Seconds for a body to arrive."""
+    """Seconds in which a whole body must arrive."""
     stall_s: float = 15.0
-    """Seconds without a byte of a body."""
+    """Maximum pause in seconds between two parts of a body."""
 
     @property
     def max_arriving_bytes(self) -> int:
-        """Bytes of all bodies that are arriving, of all keys."""
+        """Maximum bytes of all bodies that are being received, over all keys."""
         return self.max_body_bytes + self.max_body_bytes // 2

@@ -21,7 +21,7 @@ _KINDS = {
 
 
 class RequestRejected(Exception):
-    """A request that gets an error response. ``str()`` is the message for the client."""
+    """Raised to answer a request with an error response. ``str()`` is the client's message."""
 
     def __init__(
         self,

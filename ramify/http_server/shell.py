@@ -3,12 +3,14 @@
     connection ──▶ head ──▶ Host, Origin ──▶ key or token ──▶ route ──▶ body ──▶ response
     (connections.py)        (access.py)                              (uploads.py)
 
-One shell, so that what protects one server protects all: limits on connections, heads and bodies,
-names of this machine, keys, and errors in one format. A rejected request writes no record: anyone
-could fill a disk with them. They are counted, and the counts are recorded when the server ends.
+Every front end shares this server, so all have the same protection: limits on connections, heads
+and bodies, checks of the host name and the key, and one error format. Rejected requests are not
+logged one by one, because anyone could fill a disk that way. Instead they are counted, and the
+counts are logged when the server stops.
 
-A page gets its key as a *token* in its URL, and exchanges it for a cookie, because links, live
-updates and scripts of the page cannot send a bearer. Not here: routes and their meaning.
+A page receives its key as a *token* in its URL, and exchanges the token for a cookie, because
+links, live updates and scripts of a page cannot send a bearer key. Not here: routes and their
+meaning.
 """
 
 from __future__ import annotations
@@ -36,16 +38,16 @@ from ramify.http_server.access import (
 from ramify.http_server.connections import ConnectionTable, HttpConnection
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.rejections import RequestRejected
-from ramify.http_server.uploads import Uploads
+from ramify.http_server.uploads import UploadLimiter
 from ramify.logging import RoomLogger
 from ramify.store.private_files import make_folder
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 GONE = 499
-"""Status of a request whose client disconnected; only counted, never sent."""
+"""Status under which a request is counted if its client disconnected. It is never sent."""
 CALLER = web.RequestKey("caller", str)
-"""Name of the caller whose key a request has; empty if the server needs no key."""
-_UPLOADS = web.AppKey("uploads", Uploads)
+"""Name of the caller who sent a request; empty if the server needs no key."""
+_UPLOADS = web.AppKey("uploads", UploadLimiter)
 _BACKLOG = 1024
 _LIMITS = HttpLimits()
 _log = RoomLogger("serve")
@@ -53,8 +55,8 @@ _log = RoomLogger("serve")
 
 @asynccontextmanager
 async def received(http: web.Request) -> AsyncIterator[bytes]:
-    """The body of a request, which counts against the server's memory until the block ends.
-    Raises RequestRejected."""
+    """Receive the body of a request. It counts against the server's memory limit until the block
+    ends. Raises RequestRejected."""
     async with http.app[_UPLOADS].received(http, http[CALLER]) as body:
         yield body
 
@@ -74,11 +76,11 @@ class HttpServer:
         key_help: str = "send the server's key as Authorization: Bearer KEY",
         on_response: Callable[[str, int], None] = lambda path, status: None,
     ) -> None:
-        """``keys`` are the accepted keys; None if the address needs none. With ``token``, a page
-        may also show that token in its URL or its cookie. ``public`` paths need no key.
-        ``statuses`` are the HTTP statuses of errors that routes raise; 500 for others.
-        ``key_help`` tells a client what to do without a key. ``on_response`` gets the path of each
-        route with the status of its response.
+        """``keys`` are the accepted keys, or None if the address needs no key. ``token`` is an
+        alternative for pages, which send it in a URL or a cookie. Paths in ``public`` need no key.
+        ``statuses`` maps errors that routes raise to HTTP statuses; any other error is status 500.
+        ``key_help`` tells a client without a key what to do. ``on_response`` is called after each
+        response with the path of its route and its status.
 
         Raises ConfigError for an address that needs a key if there are no ``keys``.
         """
@@ -94,7 +96,7 @@ class HttpServer:
         self._token = token
         self._public = frozenset(public)
         self._statuses = dict(statuses or {})
-        self._uploads = Uploads(limits)
+        self._uploads = UploadLimiter(limits)
         self._key_help = key_help
         self._on_response = on_response
         self._connections = ConnectionTable(limits)
@@ -159,7 +161,7 @@ class HttpServer:
         finally:
             resource = http.match_info.route.resource
             self._on_response(resource.canonical if resource else "other", status)
-        # A client that must wait needs no connection meanwhile.
+        # A client that was asked to wait does not need its connection in the meantime.
         is_busy = status in (429, 503) or self._connections.is_crowded
         if not response.prepared and (is_busy or not http.content.is_eof()):
             response.force_close()
@@ -201,7 +203,7 @@ class HttpServer:
         except RequestRejected as error:
             self.num_rejected[error.code or ""] += 1
             raise
-        # A web page may post other content types to any host without asking.
+        # Browsers let a page post other content types to any host without a preflight request.
         if http.method == "POST" and http.content_type != "application/json":
             raise RequestRejected(
                 f"the body is {http.content_type:.60}: send it as application/json", status=415
@@ -231,12 +233,13 @@ class HttpServer:
 
     @property
     def _cookie(self) -> str:
-        # Cookies ignore ports, and two servers may run on the same machine.
+        # Cookies ignore ports, so two servers on the same machine need different cookie names.
         return f"ramify-{self.port}"
 
     def _set_cookie(self) -> web.Response:
         response = web.Response(status=303, headers={"Location": "/"})
-        # Lax, so that a link in a notebook or a mail opens the page; changes check the origin.
+        # Lax lets a link in a notebook or a mail open the page. Requests that change something
+        # are protected by the check of their origin.
         response.set_cookie(self._cookie, self._token, httponly=True, samesite="Lax")
         return response
 
@@ -268,7 +271,7 @@ def _listeners(address: ListenAddress) -> list[socket.socket]:
 
 
 def _unix_listener(path: Path) -> socket.socket:
-    """Listen on a Unix socket. Its folder keeps other users out before the socket exists."""
+    """Listen on a Unix socket, in a folder that other users cannot enter."""
     folder = make_folder(path.parent)
     if folder.stat().st_mode & 0o077:
         raise ConfigError(f"{folder} can be entered by other users: run chmod 700 {folder}")

@@ -1,12 +1,13 @@
-"""Bodies of requests: how much may arrive at a time, and how long each may take.
+"""Receives request bodies, within limits on their total size and on the duration of each.
 
     async with uploads.received(http, caller) as body:      reads, or raises RequestRejected
         request = decode(body)
                                                             the body no longer counts
 
-A body is held in memory while it arrives. So its announced length is reserved before anything is
-read, for its caller and for the server; what does not fit gets status 429. A small body needs no
-reservation: connections bound their number. Not here: heads (see connections.py).
+Bodies are held in memory. So before a body is read, its announced length is reserved from the
+allowances of its caller and of the server. If it does not fit, the request gets status 429. Small
+bodies need no reservation, because the maximum number of connections already bounds them. Not
+here: heads (see connections.py).
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ SMALL_BYTES = 64 << 10
 """Largest body that needs no reservation."""
 
 
-class Uploads:
-    """Bodies that are arriving at one server."""
+class UploadLimiter:
+    """Receives the bodies of one server's requests, within its limits on memory and time."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self.limits = limits
         self._reserved: Counter[str] = Counter()
-        """Caller -> bytes that are reserved."""
+        """Caller -> bytes reserved."""
 
     @asynccontextmanager
     async def received(self, http: web.Request, caller: str) -> AsyncIterator[bytes]:
-        """Read the body of a request of ``caller``. Raises RequestRejected."""
+        """Read the body of a request from ``caller``, and keep its reservation until the block
+        ends. Raises RequestRejected."""
         if http.headers.get("Content-Encoding", "identity") != "identity":
             raise RequestRejected("send the body without Content-Encoding", status=415)
         length = http.content_length or 0
@@ -57,7 +59,7 @@ class Uploads:
             self._reserved[caller] += num_bytes
             return
         raise RequestRejected(
-            f"{whose} requests that are arriving have {most} bytes, the maximum: try again later",
+            f"{whose} request bodies in transfer exceed the maximum of {most} bytes: try again later",
             status=429,
             code="rate_limit_exceeded",
             retry_after_s=1,
@@ -70,19 +72,19 @@ class Uploads:
 
 
 class _Upload:
-    """One body that is arriving."""
+    """One body while it is being received."""
 
-    def __init__(self, uploads: Uploads, caller: str) -> None:
+    def __init__(self, uploads: UploadLimiter, caller: str) -> None:
         self._uploads = uploads
         self._caller = caller
         self._reserved = 0
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve memory for ``num_bytes`` in all."""
+        """Raise the reservation of this body to ``num_bytes``. Raises RequestRejected."""
         most = self._uploads.limits.max_body_bytes
         if num_bytes > most:
             raise RequestRejected(
-                f"the body has {num_bytes} bytes or more, and {most} are the maximum: send less",
+                f"the body has {num_bytes} bytes or more, but the maximum is {most}: send less",
                 status=413,
             )
         if num_bytes > max(SMALL_BYTES, self._reserved):
@@ -106,8 +108,8 @@ class _Upload:
                 parts.append(part)
         except TimeoutError:
             raise RequestRejected(
-                f"{num_bytes} bytes of the body arrived, and no more for {limits.stall_s:g} s (or "
-                f"not all within {limits.body_s:g} s): send it again",
+                f"the body stopped after {num_bytes} bytes (no data for {limits.stall_s:g} s, or "
+                f"not complete within {limits.body_s:g} s): send it again",
                 status=408,
             ) from None
         except (web.RequestPayloadError, ConnectionError) as error:

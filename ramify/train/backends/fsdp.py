@@ -37,7 +37,7 @@ from ramify.train.backends.adapters import AdapterSpec
 from ramify.train.backends.base import Backend, ComputeSpec, OptimizerSpec, decided
 from ramify.train.backends.fsdp_backend import FsdpBackend, ShardedReference, check_optimizer
 from ramify.train.backends.layer_split import SplitPlan
-from ramify.train.backends.rank import RankModelSpec, StoredConfig, is_of_critic
+from ramify.train.backends.rank import ModelConfigText, RankModelSpec, is_of_critic
 from ramify.train.backends.sharding import on_meta
 from ramify.train.backends.trained_model import SeparateCritic
 from ramify.train.backends.write_checkpoint import export_model
@@ -233,7 +233,12 @@ class FsdpModel:
             "make",
             key,
             RankModelSpec(
-                StoredConfig.of(config), compute, folder, lora, str(ranks.dumps.resolve()), critic
+                ModelConfigText.of(config),
+                compute,
+                folder,
+                lora,
+                str(ranks.dumps.resolve()),
+                critic,
             ),
         )
         model = ranks.own.model(key)

@@ -34,7 +34,7 @@ import msgspec
 
 from ramify.actors.child_process import ChildProcess, Process, import_path
 from ramify.actors.connect_back import Listener, Ticket, read_ticket
-from ramify.actors.group_proof import GroupMembers
+from ramify.actors.group_proof import AuthenticatedGroups
 from ramify.actors.launcher import STOPPED_S, Launcher, SlotMember
 from ramify.actors.run_channel import LOOPBACK, Channel, connect
 from ramify.errors import ConfigError, TrainError
@@ -49,7 +49,7 @@ _START_S = 120.0
 _log = RoomLogger("train")
 
 
-class RankJoin(msgspec.Struct, frozen=True):
+class RankHello(msgspec.Struct, frozen=True):
     """The first message of each of a rank's channels."""
 
     rank: int
@@ -205,7 +205,7 @@ def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = N
             [channels[rank, "store"].channel for rank in range(1, size)],
             lambda: _check_all_alive(processes),
         )
-        members = GroupMembers(listener.key, is_local)
+        members = AuthenticatedGroups(listener.key, is_local)
         local_rank = 0 if world is None else world.local_rank
         _enter(store.store, 0, settings, members, local_rank)
         own = RankModels(0, size, _device(device, local_rank), shard.timeout_s, pulse, members)
@@ -279,7 +279,7 @@ def _follow(rank: int, local_rank: int | None, channels: Mapping[str, Channel]) 
     settings: RankSettings = channels["talk"].receive(RankSettings)
     local_rank = settings.local_rank if local_rank is None else local_rank
     join_run(f"rank {rank}")
-    members = GroupMembers(channels["store"].key, settings.is_local)
+    members = AuthenticatedGroups(channels["store"].key, settings.is_local)
     store = ChannelStore(channels["store"])  # torch does not keep it alive
     _enter(store, rank, settings, members, local_rank)
     pulse = RankHeartbeat()
@@ -350,11 +350,11 @@ def _accept_ranks(
         for rank in missing():
             look(rank)
 
-    first: RankJoin
+    first: RankHello
     while ranks := missing():
         try:
             left_s = max(0.0, until - time.monotonic())
-            channel, first = listener.accept(RankJoin, left_s, look_at_missing)
+            channel, first = listener.accept(RankHello, left_s, look_at_missing)
         except TimeoutError:
             raise TrainError(f"rank {ranks[0]} did not start within {_START_S:g} s") from None
         key = first.rank, first.kind
@@ -370,7 +370,7 @@ def _channels(ticket: Ticket, rank: int) -> dict[str, Channel]:
     place = f"process {os.getpid()} on {socket.gethostname()}"
     kinds: tuple[Literal["talk", "watch", "store"], ...] = ("talk", "watch", "store")
     return {
-        kind: connect(ticket.address, ticket.key, RankJoin(rank, kind, place)) for kind in kinds
+        kind: connect(ticket.address, ticket.key, RankHello(rank, kind, place)) for kind in kinds
     }
 
 
@@ -380,7 +380,7 @@ def _torch_timeout(timeout_s: float) -> float:
 
 
 def _enter(
-    store: Any, rank: int, settings: RankSettings, members: GroupMembers, local_rank: int
+    store: Any, rank: int, settings: RankSettings, members: AuthenticatedGroups, local_rank: int
 ) -> None:
     """Join the process group of all ranks."""
     import torch

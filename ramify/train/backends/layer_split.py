@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ramify.actors.group_proof import GroupMembers
+from ramify.actors.group_proof import AuthenticatedGroups
 from ramify.errors import ConfigError
 from ramify.train.backends.adapters import AdapterSpec, chosen
 from ramify.train.backends.base import ShardSpec
@@ -112,7 +112,7 @@ class SplitPlan(NamedTuple):
 class RankMesh:
     """The device mesh of all ranks, as seen by layers and by experts."""
 
-    def __init__(self, device: str, sizes: MeshSizes, members: GroupMembers) -> None:
+    def __init__(self, device: str, sizes: MeshSizes, members: AuthenticatedGroups) -> None:
         """``members`` form the groups of the mesh."""
         from torch.distributed.device_mesh import init_device_mesh
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ramify.actors.group_proof import GroupMembers
+from ramify.actors.group_proof import AuthenticatedGroups
 from ramify.actors.rank_watch import RankHeartbeat
 from ramify.errors import ConfigError
 from ramify.models.load import Policy
@@ -42,7 +42,7 @@ from ramify.train.losses.loss import LossSpec, LossTally, PlainTally
 from ramify.types.sequence import Batch, Floats
 
 
-class StoredConfig(msgspec.Struct, frozen=True):
+class ModelConfigText(msgspec.Struct, frozen=True):
     """A Hugging Face configuration as text, which ranks read as transformers reads a file."""
 
     text: str
@@ -51,7 +51,7 @@ class StoredConfig(msgspec.Struct, frozen=True):
     """The implementation of attention, which that file does not hold."""
 
     @classmethod
-    def of(cls, config: Any) -> StoredConfig:
+    def of(cls, config: Any) -> ModelConfigText:
         """Raises ConfigError if ranks would not read the same configuration."""
         stored = cls(
             config.to_json_string(use_diff=False), getattr(config, "_attn_implementation", None)
@@ -76,7 +76,7 @@ class StoredConfig(msgspec.Struct, frozen=True):
 class RankModelSpec(NamedTuple):
     """Description of a model to create."""
 
-    config: StoredConfig
+    config: ModelConfigText
     compute: ComputeSpec
     folder: str
     """Folder from which each rank reads its shard; empty: rank 0 sends the weights with ``put``."""
@@ -128,7 +128,7 @@ class RankModels:
         device: torch.device,
         timeout_s: float,
         pulse: RankHeartbeat,
-        members: GroupMembers,
+        members: AuthenticatedGroups,
     ) -> None:
         self.index = index
         self.size = size

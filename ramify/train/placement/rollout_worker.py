@@ -65,7 +65,7 @@ class RolloutWorkerSpec(msgspec.Struct, frozen=True, tag=True):
     """Environment variables that hold the addresses of services."""
 
 
-class StoredItem(msgspec.Struct, frozen=True):
+class EncodedItem(msgspec.Struct, frozen=True):
     """An ``Item`` as it travels: its values in the codec of sessions, which keeps their types."""
 
     question: str
@@ -75,7 +75,7 @@ class StoredItem(msgspec.Struct, frozen=True):
     """Context, right answers and metadata."""
 
     @classmethod
-    def of(cls, item: Item) -> StoredItem:
+    def of(cls, item: Item) -> EncodedItem:
         """Raises ConfigError for a value that no session could receive."""
         values = {name: getattr(item, name) for name in _VALUES}
         if isinstance(item.context, SharedContext):
@@ -102,7 +102,7 @@ class RolloutRequest(msgspec.Struct, frozen=True, tag=True):
     """A request for one rollout."""
 
     id: int
-    item: StoredItem
+    item: EncodedItem
     name: str
     sampling: Sampling
     version: int

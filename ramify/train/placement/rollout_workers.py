@@ -42,11 +42,11 @@ from ramify.tasks.base import Item
 from ramify.train.placement.rollout_worker import (
     AvailableEngines,
     CancelRollout,
+    EncodedItem,
     EndWorker,
     RolloutRequest,
     RolloutWorkerSpec,
     RunMessage,
-    StoredItem,
     WorkerMessage,
 )
 from ramify.types.trajectory import Trajectory
@@ -165,7 +165,7 @@ class RolloutWorkers:
     async def attempt(self, item: Item, name: str, sampling: Sampling) -> Trajectory:
         """Sample one rollout on the worker with the least work. Raises TrainError if no worker is
         left, and RuntimeError for a bug in the worker."""
-        stored, version = StoredItem.of(item), self._engines.version
+        stored, version = EncodedItem.of(item), self._engines.version
         request = RolloutRequest(next(self._ids), stored, name, sampling, version)
         future: asyncio.Future[Trajectory] = self._loop.create_future()
         self._futures[request.id] = future
