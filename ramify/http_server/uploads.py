@@ -59,7 +59,7 @@ class UploadLimiter:
             self._reserved[caller] += num_bytes
             return
         raise RequestRejected(
-            f"{whose} request bodies in transfer exceed the maximum of {most} bytes: try again later",
+            f"{whose} request bodies in transfer exceed {most} bytes: try again later",
             status=429,
             code="rate_limit_exceeded",
             retry_after_s=1,
