@@ -58,7 +58,7 @@ class ProgressState(msgspec.Struct, frozen=True):
 
 
 class ArrivingText(msgspec.Struct, frozen=True):
-    """Part of a reply that has just arrived. The reply is recorded once it is whole."""
+    """Part of a reply that has just arrived. The journal records only complete replies."""
 
     run: str
     call: str
@@ -66,7 +66,7 @@ class ArrivingText(msgspec.Struct, frozen=True):
     text: str
     reasoning: str
     is_first: bool
-    """True for the first part of an attempt. What an earlier attempt brought no longer counts."""
+    """True for the first part of an attempt. Discard the text of earlier attempts then."""
 
 
 TextListener = Callable[[ArrivingText], None]
@@ -185,7 +185,7 @@ def report_text(run: str, call: str, turn: int, text: str, reasoning: str, is_fi
 
 @contextlib.contextmanager
 def watch_text(run: str, listener: TextListener) -> Iterator[None]:
-    """Pass the replies of ``run`` to ``listener`` as they arrive, while the block runs."""
+    """Within the block, pass the text of a run's replies to ``listener`` as it arrives."""
     _text_listeners[run] = (*_text_listeners.get(run, ()), listener)
     try:
         yield

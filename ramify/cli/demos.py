@@ -4,9 +4,9 @@
     ramify train recipe.py sft.trajectories=demos sft.algorithm.min_reward=1
 
 Demonstrations are attempts at the first items of the training split, stored in ``--out`` with their
-rewards. The same command continues where an earlier one ended, with a larger ``--num`` or
-``--max-cost`` too; nothing is asked twice. Not here: which of them a recipe learns from (see
-train/advantages/sft.py).
+rewards. Repeating the command continues where it stopped, also with a larger ``--num`` or
+``--max-cost``; finished attempts are not repeated. Not here: which demonstrations a recipe learns
+from (see train/advantages/sft.py).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _OPTIONS = (
     OptionSpec("num", int, "number of items, from the start of the training split (default: 100)"),
-    OptionSpec("out", str, "folder of the store; created, or continued", "FOLDER"),
+    OptionSpec("out", str, "folder of the store; created if it does not exist", "FOLDER"),
     OptionSpec("max_cost", float, "maximum cost in dollars of all demonstrations together"),
     OptionSpec(
         "max_run_cost",
@@ -66,7 +66,7 @@ _SETTINGS = tuple(
 )
 _KINDS = {option.name: list[str] if option.kind is list else option.kind for option in _SETTINGS}
 _SHARES = 8
-"""Default cost of one demonstration, in shares of the whole budget."""
+"""Default maximum cost of one demonstration, as a multiple of its equal share of the budget."""
 
 
 def demos(
@@ -113,8 +113,8 @@ def demos(
 
 
 def _check_is_bounded(settings: dict[str, Any], max_cost: float | None) -> None:
-    """Raise UsageError for a model that costs money without a limit over all demonstrations, and
-    for a limit that cannot be kept because no price is known."""
+    """Raise UsageError if a model costs money but no limit is given, or if a limit is given but the
+    model's price is unknown."""
     from ramify.clients.providers import PriceTable
 
     prices = PriceTable.load()
@@ -203,7 +203,7 @@ class _Demonstrations:
     def _made(
         self, store: Store, record: EvaluationRecord, budget: CostBudget | None
     ) -> Evaluation | None:
-        """Make what is missing. Returns None if Ctrl-C ended it."""
+        """Run the missing attempts. Returns None if Ctrl-C stopped them."""
         from ramify.clients.base import Sampling
         from ramify.evaluate.run import evaluate
 
@@ -277,7 +277,7 @@ class _Demonstrations:
             )
         if budget is not None and budget.is_used_up:
             error_line(
-                f"{dollars(budget.spent)} of {dollars(budget.limit)} are spent "
+                f"{dollars(budget.spent)} of {dollars(budget.limit)} have been spent "
                 f"({dollars(spent_before)} of it earlier); the same command with a higher "
                 "--max-cost continues"
             )
@@ -295,8 +295,8 @@ Ask a model for demonstrations of TASK: attempts at the first items of its train
 stored in --out with their rewards, for sft.trajectories of a recipe, and can be seen with
 ramify view FOLDER. TASK and OPTION=VALUE are as in ramify eval.
 
-The same command continues where an earlier one ended; nothing is asked twice. --max-cost is a limit
-over all demonstrations, those of earlier commands included.""",
+Repeating the command continues where it stopped; finished attempts are not repeated. --max-cost
+limits the cost of all demonstrations, including those of earlier commands.""",
     demos,
     "TASK OPTION=VALUE…",
     max_words=None,

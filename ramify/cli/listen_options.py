@@ -1,10 +1,10 @@
-"""Options of every command that serves over HTTP: its address, and what proves who a client is.
+"""Options that all HTTP servers of the command line share: the address, and the key of clients.
 
-    key    $RAMIFY_SERVE_KEY, or --key-file; otherwise a new one, which the command prints
-    none   --unix-socket (only this user's processes can connect), or --open-to-this-machine
+    a key    $RAMIFY_SERVE_KEY, or --key-file; otherwise a new one, which the command prints
+    no key   --unix-socket (only this user's processes can connect), or --open-to-this-machine
 
 No option takes a key itself, because every user of a machine can read the arguments of all
-processes. Not here: the checks (see ramify/http_server/access.py).
+processes. Not here: the checks of requests (see ramify/http_server/access.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ SERVE_KEY = "RAMIFY_SERVE_KEY"
 def listen_options(
     port: int, variable: str = SERVE_KEY, key: str = "key"
 ) -> tuple[OptionSpec, ...]:
-    """Options of a command whose default port is ``port``. ``key`` is the user's word for it."""
+    """Return the options of a command with the default port ``port``. The help calls the key
+    ``key``, such as "key" or "token"."""
     return (
         OptionSpec("host", str, "address to listen on (default: 127.0.0.1)", "HOST"),
         OptionSpec("port", int, f"port to listen on; 0 picks a free one (default: {port})"),
@@ -56,8 +57,8 @@ def listen_options(
 def listen_address(
     options: Mapping[str, Any], command: str, port: int, root: Path | None = None
 ) -> ListenAddress:
-    """Address that the options of ``command`` name. ``root`` is the folder of the store; None for
-    the default one. Raises UsageError and ConfigError."""
+    """Return the address that a command's options choose. ``root`` is the folder of the store; None
+    means the default folder. Raises UsageError and ConfigError."""
     from ramify.http_server.access import ListenAddress
 
     if not options["unix_socket"]:
@@ -79,8 +80,8 @@ def listen_address(
 def chosen_key(
     options: Mapping[str, Any], variable: str = SERVE_KEY, key: str = "key"
 ) -> str | None:
-    """The key that the user has chosen; None if there is none, or if none is needed. Raises
-    UsageError and ConfigError."""
+    """Return the key from the options or the environment; None if the user chose none, or if the
+    address needs none. Raises UsageError and ConfigError."""
     path, needs_none = options[f"{key}_file"], options["open_to_this_machine"]
     if path is None:
         return None if needs_none else os.environ.get(variable) or None
@@ -97,7 +98,7 @@ def chosen_key(
 
 
 def announce(name: str, url: str, address: ListenAddress, new_key: str) -> None:
-    """Print where a server answers, and the key that it has made for this start, if any."""
+    """Print a server's address and, if it has generated a key for this start, that key."""
     where = f" on the Unix socket {address.socket}" if address.socket is not None else ""
     stop = "open to every user of this machine; Ctrl-C" if address.is_open else "Ctrl-C"
     write(f"{name} at {url}{where} ({stop} to stop)")

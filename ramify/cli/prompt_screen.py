@@ -1,7 +1,8 @@
-"""Prints the prompt of a question, and what it would cost, for ``ramify prompt`` and
+"""Prints the prompt of a question and its expected cost, for ``ramify prompt`` and
 ``ramify ask --dry-run``.
 
-Not here: the options (see ask.py) and how the prompt is made (see engine/prompt_preview.py).
+Not here: the options (see ask.py) and the construction of the prompt (see
+engine/prompt_preview.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from ramify.sources.base import LoadedContext
 
 _SHORT_REPLY = 200
-"""Tokens of a short reply, for the lower end of a cost."""
+"""Tokens of a short reply, for the lower end of a cost estimate."""
 
 
 def show(
@@ -89,7 +90,7 @@ def _show_costs(
 
 
 def _first_turn(preview: PromptPreview, num_tokens: int) -> tuple[float | None, float | None]:
-    """Return the least and the most that the request may cost, in dollars."""
+    """Return the (minimum, maximum) cost of the request in dollars."""
     short = min(_SHORT_REPLY, preview.max_reply_tokens)
     return preview.cost(num_tokens, short), preview.cost(num_tokens, preview.max_reply_tokens)
 
@@ -102,7 +103,7 @@ def _tokenizer(folder: str) -> Any:
     """Load a tokenizer from a folder, or by its name from the local cache."""
     from ramify.models.load import load_tokenizer, model_folder
 
-    # A folder may have a tokenizer and no model.
+    # The folder may hold only a tokenizer and no model.
     tokenizer = load_tokenizer(Path(folder) if Path(folder).is_dir() else model_folder(folder))
     if not tokenizer.chat_template:
         raise ConfigError(f"the tokenizer {folder} has no chat template: give another one")

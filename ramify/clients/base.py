@@ -80,25 +80,25 @@ class KnownPrefix(msgspec.Struct, frozen=True):
 
 _CONSTANT_BYTES = 1 << 20
 _TOKEN_BYTES = 256
-"""Bytes of JSON per token of a reply. The longest tokens have about 128 characters, and some
-servers send reasoning twice."""
+"""Maximum bytes of JSON per token of a reply. The longest tokens have about 128 characters, and
+some servers send reasoning twice."""
 _LOGPROB_BYTES = 1024
-"""Bytes of JSON for one log-probability, with its token as text and as bytes."""
+"""Maximum bytes of JSON per log-probability, with its token as text and as bytes."""
 _ID_BYTES = 16
 _MOST_REPLY_BYTES = 64 << 20
 _MOST_CHARS = 4 << 20
 
 
 class ReplyBound(msgspec.Struct, frozen=True):
-    """What no honest reply to a request exceeds. A reply beyond it is refused."""
+    """Size of the largest plausible reply to a request. A larger reply is rejected."""
 
     bytes: int
     """Bytes of the response's body."""
     items: int
-    """Items of its lists together: parts of the content, token ids, log-probabilities."""
+    """Total length of the response's lists: parts of the content, token ids, log-probabilities."""
     tool_calls: int
     chars: int
-    """Characters of its text, reasoning and arguments together."""
+    """Total characters of the reply's text, reasoning and arguments."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -128,7 +128,7 @@ class Request(msgspec.Struct, frozen=True):
         return total
 
     def reply_bound(self) -> ReplyBound:
-        """Bound on the reply, from ``sampling.max_tokens`` and what else the request asks for."""
+        """Largest plausible reply to this request, given its ``max_tokens`` and other settings."""
         sampling = self.sampling
         choices, top_logprobs = (
             value if isinstance(value := sampling.extra.get(name), int) and value > 0 else default
@@ -193,14 +193,14 @@ class Price(msgspec.Struct, metaclass=NamedFields, frozen=True):
 
 
 class ReplyPiece(msgspec.Struct, frozen=True):
-    """Part of a reply that has just arrived. A piece without text is a sign of life."""
+    """Part of a reply that has just arrived. An empty piece only shows that the server is alive."""
 
     text: str = ""
     reasoning: str = ""
 
 
 OnPiece = Callable[[ReplyPiece], None]
-"""Called for each piece of a reply, in the event loop. Must return quickly."""
+"""Callback for each piece of a reply. It runs in the event loop, so it must return quickly."""
 
 
 @runtime_checkable
@@ -243,9 +243,9 @@ class RequestBudget(Protocol):
         ...
 
     def is_enough(self) -> bool:
-        """Called before each attempt is sent. Returns False if the usage of another reply showed
-        that this model may use more than was reserved. The reservation is then free again, and
-        ``reserve`` must be called again."""
+        """True if the reservation still covers an attempt. Called before each attempt. It is False
+        if another reply has shown that this model may use more than was reserved. The reservation
+        is then released, and ``reserve`` must be called again."""
         ...
 
     def settle(self, usage: Usage, cost: float | None) -> None:
@@ -379,7 +379,7 @@ def is_known_finish(reason: Any) -> bool:
 
 
 def finish_of(reason: Any, where: str) -> Finish:
-    """Return the ``Finish`` for a finish reason.
+    """Convert a server's finish reason.
 
     Raises ServerFailed, which names ``where``, if the server aborted the reply, and ValueError if
     the reason is missing (UNSET), null or unknown, because the reply may then be incomplete.

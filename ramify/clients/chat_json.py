@@ -154,7 +154,7 @@ _decoder_of_chunks = msgspec.json.Decoder(_Chunk)
 
 
 class ChatReplyStream:
-    """Puts the chunks of one streamed chat completion together: its first choice, by index."""
+    """Assembles the chunks of one streamed chat completion. Reads only choice 0."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -167,11 +167,11 @@ class ChatReplyStream:
         self._logprobs: list[_Logprob] = []
         self._ids: list[int] = []
         self._calls: dict[int, tuple[_ToolCall, list[str]]] = {}
-        """Index of a tool call -> (its id and name, parts of its arguments)."""
+        """Index of a tool call -> (its id and name, parts of its arguments)"""
 
     @property
     def is_whole(self) -> bool:
-        """Some servers end a stream without ``[DONE]``."""
+        """True if a finish reason has arrived. Some servers end a stream without ``[DONE]``."""
         return self._choice is not None and isinstance(self._choice.finish_reason, str)
 
     def add(self, event: bytes) -> tuple[str, str]:
@@ -343,7 +343,7 @@ def read(completion: ChatCompletion, choice: _Choice, model: str, seconds: float
 
 
 def named(reported: Any, model: str) -> str:
-    """Name of the model that a server reports, or ``model``, as it was asked for."""
+    """Name of the model that a server reports, or the requested name if it reports none."""
     return reported if isinstance(reported, str) and reported else model
 
 
@@ -503,7 +503,7 @@ _NO_MONEY = re.compile(
 )
 _TITLE = re.compile(r"<title[^<>]{0,200}>([^<]{1,1000})</title>", re.IGNORECASE)
 _MOST_ERROR_BYTES = 1 << 16
-"""Bytes of an error's body that are read. Messages are short."""
+"""Maximum bytes that are read of an error's body. Error messages are short."""
 _NOT_THERE = (404, 405, 501)
 """Path not found, or not available for POST: typical answers of a server that is not an API."""
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
@@ -565,8 +565,9 @@ def from_body(
     key_variable: str = "",
     secrets: Iterable[str] = (),
 ) -> ModelError:
-    """Return the error for a response with status 200 whose body has ``error``. Its code, if it is
-    an HTTP status, decides as that status does. An error beside a reply may have been billed."""
+    """Return the error for a response with status 200 whose body has an ``error``. If the error's
+    code is an HTTP status, the error is classified by it. If the body also has a reply, the reply
+    may have been billed."""
     code = error.get("code") if isinstance(error, dict) else None
     status = code if isinstance(code, int) and 400 <= code < 600 else 500
     failure = from_status(where, status, headers, body, key_variable=key_variable, secrets=secrets)

@@ -1,7 +1,7 @@
-"""Unpacking of compressed replies as they arrive, with a limit on what they unpack to.
+"""Unpacks compressed replies as they arrive, with a limit on the unpacked size.
 
-    gzip, deflate   unpacked; damage is an error that another attempt may not have
-    br, zstd, …     an error at once: the next reply would be compressed in the same way
+    gzip, deflate   unpacked; damaged data is an error that is retried
+    br, zstd, …     an error that is not retried: the next reply would be compressed in the same way
 
 Ramify asks for no compression, but some gateways compress anyway.
 """
@@ -17,7 +17,7 @@ class Unpacker:
     """Unpacks one body, piece by piece."""
 
     def __init__(self, encoding: str, max_bytes: int) -> None:
-        """``encoding`` is the value of Content-Encoding. Raises BadReply if it is not known."""
+        """``encoding`` is the value of Content-Encoding. Raises BadReply if it is not supported."""
         if encoding not in ("gzip", "x-gzip", "deflate"):
             error = BadReply(f"the reply is compressed ({encoding[:40]}), which was not asked for")
             error.transient = False
@@ -28,7 +28,7 @@ class Unpacker:
         self._zlib = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)  # recognizes gzip and zlib
 
     def feed(self, data: bytes) -> bytes:
-        """Return what the next bytes of the body unpack to. Raises BadReply."""
+        """Unpack the next bytes of the body. Raises BadReply."""
         try:
             unpacked = self._zlib.decompress(data, self._left + 1)
         except zlib.error as failure:

@@ -1,8 +1,8 @@
-"""Server-sent events: bytes of a stream in, the data of each event out.
+"""Parses server-sent events: takes the bytes of a stream and returns the data of each event.
 
-    b'data: {"a": 1}\\n\\n: ping\\n\\nda'   ->  [b'{"a": 1}']; the rest waits for more bytes
+    b'data: {"a": 1}\\n\\n: ping\\n\\nda'   ->  [b'{"a": 1}']; "da" is kept for later
 
-Names of events, ids and comments are skipped, because every provider repeats the name in the data.
+Event names, ids and comments are skipped, because every provider repeats the name in the data.
 Not here: what the data means (see ``chat_json.py``, ``responses_json.py`` and ``anthropic.py``).
 """
 
@@ -12,20 +12,20 @@ from ramify.clients.compression import too_long
 
 
 class EventStream:
-    """Splits one stream into events."""
+    """Parser that splits one stream into events."""
 
     def __init__(self, max_event_bytes: int) -> None:
         self._max_event_bytes = max_event_bytes
         self._begun: list[bytes] = []
-        """Pieces of a line that has no end yet."""
+        """Pieces of the incomplete last line."""
         self._data: list[bytes] = []
-        """Lines of data of an event that has no end yet."""
+        """Lines of data of the incomplete last event."""
         self._num_waiting = 0
         """Bytes in both lists."""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the data of the events that are complete now. Raises BadReply if one of them is
-        too long."""
+        """Add bytes, and return the data of each event that they complete. Raises BadReply if an
+        event is too long."""
         *lines, rest = data.split(b"\n")
         events: list[bytes] = []
         for line in lines:
@@ -40,7 +40,7 @@ class EventStream:
         return events
 
     def end(self) -> list[bytes]:
-        """Return the data of a last event whose end is missing."""
+        """Return the data of a last event that the stream did not terminate."""
         return self.feed(b"\n\n") if self._begun or self._data else []
 
     def _read_line(self, line: bytes, events: list[bytes]) -> None:
@@ -50,7 +50,7 @@ class EventStream:
             self._count(len(line))
         elif not line and self._data:
             data = self._data[0] if len(self._data) == 1 else b"\n".join(self._data)
-            if data:  # an event without data means nothing
+            if data:  # an event without data has no meaning
                 events.append(data)
             self._data.clear()
             self._num_waiting = 0

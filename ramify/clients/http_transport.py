@@ -7,12 +7,12 @@
     send ── idle or new connection ── head and body ── head of the response ── its body ── keep it
                     └─ TCP ── CONNECT, through a proxy ── TLS
 
-Every client that speaks HTTP uses this module. ``httptools`` checks the grammar; this file decides
-how bodies are delimited, what is bounded, and when a connection may carry another request: only
-after a complete response, and only while nothing arrives on it. Unsolicited bytes close it. A
-request that is cancelled, or fails, closes its connection, so that a late response can never answer
-another request. Redirects are not followed. A body is unpacked if a gateway compressed it unasked.
-Anything else is an error, never a guess.
+Every client that speaks HTTP uses this module. ``httptools`` checks the grammar. This file decides
+how bodies are delimited, which sizes are bounded, and when a connection may be reused: only after a
+complete response, and only if no unsolicited bytes have arrived on it. A request that is cancelled
+or fails closes its connection, so that a late response can never answer another request. Redirects
+are not followed. A body is unpacked if a gateway compressed it unasked. Any other deviation is an
+error.
 
 Not here: certificate authorities (see ``tls.py``), proxies (see ``addresses.py``), what a request
 and a reply contain (see ``chat_json.py``), time-outs of replies, and retries (see ``pool.py``).
@@ -40,17 +40,17 @@ from ramify.clients.tls import tls_context, tls_failure
 from ramify.errors import BadReply, ConfigError, ModelError, ReplyLost, Unreachable
 
 _MOST_HEAD_BYTES = 1 << 16
-"""Limit for the head with the interim responses before it."""
+"""Maximum bytes of the head and the interim responses before it."""
 _MOST_HEADERS = 256
 _MOST_INTERIM = 16
 _MOST_CHUNK_OVERHEAD_BYTES = 1 << 13
-"""Limit for all chunk extensions, superfluous zeros and trailers of a body."""
+"""Maximum bytes of all chunk extensions, superfluous zeros and trailers of a body."""
 _CHUNK_FRAME_BYTES = 24
-"""Longest frame of one chunk without extensions: 16 digits, and three line ends."""
+"""Bytes of the longest chunk frame without extensions: 16 digits and three line ends."""
 _UNREAD_BYTES = 1 << 20
-"""Bytes of a streamed body that may wait for their reader before the sender has to wait."""
+"""Bytes of a streamed body that may be unread before receiving pauses."""
 _PIECE_BYTES = 1 << 18
-"""A body is sent in pieces of this size, so that encrypting it does not block the event loop."""
+"""Bytes of each piece in which a body is sent, so that encryption does not block the event loop."""
 _JSON = "application/json"
 _HEADERS = {"User-Agent": "ramify", "Accept": _JSON}
 _HEADER = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+: [\t\x20-\x7e\x80-\xff]*")
@@ -79,8 +79,7 @@ class RequestRoute(msgspec.Struct, frozen=True):
     """Request line and headers, without Content-Length. Includes the key, so it is never
     printed."""
     connect: bytes = b""
-    """Request that asks the proxy for a connection to the server, if it needs one. May include the
-    proxy's password."""
+    """CONNECT request to the proxy, if the route needs one. May include the proxy's password."""
 
     def __repr__(self) -> str:
         return f"RequestRoute({self.url!r})"
@@ -125,11 +124,12 @@ def _ascii_host(host: str) -> str:
 def _head(line: str, fields: Mapping[str, str]) -> bytes:
     lines = {"": line}
     for name, value in fields.items():
-        if not _HEADER.fullmatch(text := f"{name}: {value}"):  # its value may be a key
+        # The error does not show the value, because it may be a key.
+        if not _HEADER.fullmatch(text := f"{name}: {value}"):
             raise ConfigError(
                 f"the header {name!r:.60} contains characters that cannot be sent; copy it again"
             )
-        lines[name.lower()] = text  # the caller's headers come last and replace ours
+        lines[name.lower()] = text  # the caller's headers are last, so they replace ours
     return "".join(f"{each}\r\n" for each in lines.values()).encode("latin-1")
 
 
@@ -148,15 +148,15 @@ def _shown_proxy(proxy: str) -> str:
 
 
 class HttpConnectionPool:
-    """Keeps connections open to any number of servers. Bound to the event loop of its first
-    request."""
+    """Keeps connections to any number of servers open for reuse. The pool belongs to the event loop
+    of its first request."""
 
     def __init__(
         self, keepalive_s: float = 4.0, connect_s: float = 30.0, max_body_bytes: int = 64 << 20
     ) -> None:
-        """Common servers close idle connections after five seconds, so one that has been idle for
-        ``keepalive_s`` is not used again. ``connect_s`` includes TLS and the way through a
-        proxy."""
+        """``connect_s`` limits the time to connect, including the proxy and TLS. A connection that
+        was idle for ``keepalive_s`` is not reused, because common servers close idle connections
+        after five seconds."""
         self._keepalive_s = keepalive_s
         self._connect_s = connect_s
         self._max_body_bytes = max_body_bytes
@@ -166,8 +166,8 @@ class HttpConnectionPool:
     def send(
         self, where: str, route: RequestRoute, body: bytes = b"", max_body_bytes: int | None = None
     ) -> HttpExchange:
-        """Return the exchange that sends ``body`` along ``route`` when it is entered. ``where``
-        names the model in errors. ``max_body_bytes`` lowers the pool's limit for this response."""
+        """Return an exchange that sends ``body`` when it is entered. ``where`` names the model in
+        errors. ``max_body_bytes`` lowers the pool's limit for this response."""
         most = min(self._max_body_bytes, max_body_bytes or self._max_body_bytes)
         return HttpExchange(self, where, route, body, most)
 
@@ -175,7 +175,7 @@ class HttpConnectionPool:
         for connection in list(self._open):
             connection.abort()
         self._idle.clear()
-        for _ in range(5):  # lets the transports notice; TLS needs several rounds
+        for _ in range(5):  # transports close in the loop's next iterations; TLS needs several
             await asyncio.sleep(0)
 
     async def take(self, where: str, route: RequestRoute) -> _Connection:
@@ -265,7 +265,7 @@ class HttpConnectionPool:
 
 
 def _reason(error: OSError) -> str:
-    """Return why a connection failed. An error about several addresses has no number itself."""
+    """Return why a connection failed. If several addresses were tried, the error has no errno."""
     number = error.errno or next(map(int, re.findall(r"\[Errno (\d+)\]", str(error))), 0)
     return os.strerror(number).lower() if number > 0 else error.strerror or str(error)
 
@@ -279,8 +279,9 @@ class _ProxyRefused(Exception):
 
 
 class HttpExchange:
-    """One request and its response. ``async with`` sends the request and waits for the head of the
-    response; leaving it closes the connection, unless the response is complete."""
+    """One request and its response. Entering the ``async with`` block sends the request and waits
+    for the head of the response. Leaving the block closes the connection, unless the response is
+    complete."""
 
     status: int
     headers: dict[str, str]
@@ -342,7 +343,7 @@ class HttpExchange:
                 await connection.more()
             body = reader.take()
             if self._unpacker is not None:
-                # Unpacking may take long, and lets other threads run meanwhile.
+                # Unpacking may take long, and zlib releases the interpreter's lock.
                 body = await asyncio.to_thread(self._unpacker.feed, body)
                 self._unpacker.end()
         except ModelError as error:
@@ -350,8 +351,8 @@ class HttpExchange:
         return HttpResponse(self.status, self.headers, body)
 
     async def receive(self) -> bytes:
-        """Return more of the body as soon as it arrives, and b"" at its end. What waits to be
-        received is bounded; the whole body is not."""
+        """Return the next part of the body as soon as it arrives, and b"" at the end. The unread
+        part is bounded; the length of the whole body is not."""
         connection, reader = self._connection, self._reader
         assert connection is not None
         connection.streams()
@@ -392,7 +393,7 @@ class _Connection(asyncio.Protocol):
         self._all = all
         self._transport: asyncio.Transport | None = None
         self._reader: ResponseReader | None = None
-        """The response that is awaited, if there is one."""
+        """Reader of the pending response, or None."""
         self._error: ModelError | None = None
         self._wake: asyncio.Future[None] | None = None
         self._is_sending_paused = False
@@ -405,8 +406,8 @@ class _Connection(asyncio.Protocol):
     # --- one request --------------------------------------------------------------------------
 
     async def ask(self, head: bytes, body: bytes, reader: ResponseReader) -> None:
-        """Send a request, whose response goes to ``reader``. A response that arrives early ends the
-        sending."""
+        """Send a request, and pass its response to ``reader``. If the response arrives before the
+        whole request is sent, the rest is not sent."""
         transport = self._transport
         if transport is None or transport.is_closing():
             raise Unreachable("the server closed the connection before the request was sent")
@@ -421,7 +422,7 @@ class _Connection(asyncio.Protocol):
             while self._is_sending_paused and not reader.status:
                 await self.more()
             if reader.status or self._error is not None:
-                return  # the server has already answered; what is unsent will close the connection
+                return  # the server has already answered; an unsent rest closes the connection
             transport.write(view[at : at + _PIECE_BYTES])
             await asyncio.sleep(0)
         self._is_sent = True
@@ -445,7 +446,7 @@ class _Connection(asyncio.Protocol):
             raise self._error
 
     def streams(self) -> None:
-        """Bound the part of the response that waits to be read, instead of the whole."""
+        """From now on, bound the unread part of the response instead of its whole length."""
         self._is_streamed = True
         if self._reader is not None:
             self._reader.is_streamed = True
@@ -463,7 +464,7 @@ class _Connection(asyncio.Protocol):
         return is_whole and is_open and self._is_sent and self._error is None
 
     def is_quiet(self) -> bool:
-        """True if an idle connection is open and nothing has arrived on it, not even its end."""
+        """True if an idle connection is open and no data has arrived on it."""
         if self._transport is None or self._transport.is_closing():
             return False
         if self._poll is None:
@@ -490,7 +491,7 @@ class _Connection(asyncio.Protocol):
             raise _ProxyRefused(f"the proxy answered {status}", transient=status >= 500)
 
     def replaced(self) -> None:
-        """Leave the transport to another connection, which encrypts it."""
+        """Hand the transport over to the TLS connection that replaces this one."""
         self._all.discard(self)
         self._transport = None
 
@@ -519,7 +520,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         reader = self._reader
         if reader is None or self._error is not None:
-            self.abort()  # no request is pending, so these bytes are not a response
+            self.abort()  # no request is pending, so these bytes cannot be a response
             return
         try:
             reader.feed(data)
@@ -574,28 +575,28 @@ class ResponseReader:
         """0 until the head has arrived."""
         self.headers: dict[str, str] = {}
         self.unread = bytearray()
-        """Body that has arrived and was not taken. Not a list: a body may arrive in chunks of one
-        byte."""
+        """Part of the body that has arrived and was not taken. It is not a list, because chunks may
+        be as small as one byte."""
         self.is_complete = False
         self.keeps = False
         """True if the connection can carry another request after this response."""
         self.ends_with_connection = False
-        """True if the body ends where the connection does."""
+        """True if only the end of the connection marks the end of the body."""
         self.is_streamed = False
-        """True if the body is taken as it arrives, so that its whole length has no limit."""
+        """True if the body is taken as it arrives. Its whole length then has no limit."""
         self._max_body_bytes = max_body_bytes
         self._num_body_bytes = 0
         self._left = -1
-        """Bytes of the body that are missing; -1 if its length is not known in advance."""
+        """Bytes of the body that have not arrived; -1 if its length is not known in advance."""
         self._is_chunked = False
         self._overhead = 0
-        """Bytes of chunks beyond their data and a minimal frame."""
+        """Bytes of chunks beyond their data and their minimal frames."""
         self._num_head_bytes = 0
         self._num_interim = 0
         self._num_headers = 0
         self._has_head = False
         self._begin = b""
-        """First bytes of the head, as many as ``_STARTS`` has."""
+        """First bytes of the head, to compare with ``_STARTS``."""
         self._tail = b""
         """Last bytes of an incomplete head, at most three."""
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
@@ -629,7 +630,7 @@ class ResponseReader:
             self._take(data)
 
     def _read_head(self, data: bytes) -> bytes:
-        """Read as far as the head goes. Returns the bytes behind it."""
+        """Read the head. Returns the bytes that follow it."""
         while data and not self.status:
             if len(self._begin) < len(_STARTS):
                 self._begin = (self._begin + data)[: len(_STARTS)]
@@ -670,7 +671,7 @@ class ResponseReader:
         """Determine how the body is delimited."""
         headers = self.headers
         if self.status in (204, 304):
-            self.is_complete = True  # never a body, whatever the headers say
+            self.is_complete = True  # such a response has no body, whatever its headers say
         elif "transfer-encoding" in headers:
             codings = [
                 item.strip(" \t") for item in headers["transfer-encoding"].lower().split(",")
@@ -700,7 +701,7 @@ class ResponseReader:
         except BadReply:
             if not self.is_complete:
                 raise
-            self.keeps = False  # the bytes behind the response are not another one
+            self.keeps = False  # no request was sent that the extra bytes could answer
         if self._overhead > _MOST_CHUNK_OVERHEAD_BYTES:
             raise _malformed(
                 f"chunk extensions and trailers of more than {_MOST_CHUNK_OVERHEAD_BYTES} bytes"

@@ -1,16 +1,16 @@
-"""Requests to a provider's JSON API: sent once, answered whole or as a stream of events, checked.
+"""Sends one request to a provider's JSON API, and checks the reply, which may be streamed.
 
     fields ── POST ──┬── application/json                     ──┬── body ── decode_reply ──> Reply
                      ├── text/event-stream   ── ReplyStream ────┘
                      │                             └── on_piece, for each piece
                      └── any other status                     ── ModelError
 
-The clients of all providers use it, so statuses, redirects, web pages and broken streams mean the
-same everywhere. Replies are streamed unless the user says otherwise: a long reply then has an idle
-time-out instead of a total one, and a request that is cancelled stops costing. A stream is put
-together to the body that the server would have sent without streaming, so both are read by the same
-code. A server that refuses to stream, or whose streams do not count tokens, is asked without
-streaming from then on, because a budget needs the count.
+The clients of all providers use this module, so statuses, redirects, web pages and broken streams
+are handled in one way. Replies are streamed unless the user disables it: a long reply then has an
+idle time-out instead of a total one, and cancelling a request stops its cost. The events of a
+stream are assembled into the body that the server would have sent without streaming, so the same
+code reads both. If a server refuses to stream, or its streams do not count tokens, later requests
+do not stream, because a budget needs the count.
 
 Not here: what requests and replies contain (see ``chat_json.py``, ``responses_json.py`` and
 ``messages_json.py``), bounds on replies (see ``reply_decoding.py``), and time-outs (see
@@ -42,9 +42,11 @@ from ramify.types.message import Reply
 
 _log = RoomLogger("clients")
 _END_S = 0.25
-"""Seconds that the end of the body may take after the last event, to keep the connection."""
+"""Seconds to wait for the end of the body after the last event, so that the connection can be
+reused."""
 _MOST_OVERHEAD = 16
-"""Bytes of a stream for each byte of the longest honest body: every token has an event."""
+"""Maximum bytes of a stream for each byte of the longest plausible body. A stream is much longer
+than a body, because every token has its own event."""
 _ABOUT_STREAMS = re.compile(r"\bstream(ing|ed|_options)?\b", re.IGNORECASE)
 _REFUSALS = (400, 404, 405, 406, 415, 422, 501)
 _STATUS_OF_ERROR = {
@@ -54,20 +56,20 @@ _STATUS_OF_ERROR = {
     "rate_limit_error": 429,
     "overloaded_error": 529,
 }
-"""Names of errors that arrive within a stream -> the status that they would have had before it."""
+"""Name of an error within a stream -> the status that the error has outside a stream."""
 
 
 class ReplyStream(Protocol):
-    """Puts the events of one streamed reply together."""
+    """Assembles the events of one streamed reply."""
 
     @property
     def is_done(self) -> bool:
-        """True after the event that says so."""
+        """True once the event that ends the stream has arrived."""
         ...
 
     @property
     def is_whole(self) -> bool:
-        """True if the reply is complete although no event says so."""
+        """True if the reply is complete even without the event that ends the stream."""
         ...
 
     @property
@@ -76,7 +78,8 @@ class ReplyStream(Protocol):
         ...
 
     def add(self, event: bytes) -> tuple[str, str]:
-        """Return the (text, reasoning) that the event adds. Raises msgspec.DecodeError."""
+        """Process one event. Returns the (text, reasoning) that it adds. Raises
+        msgspec.DecodeError."""
         ...
 
     def body(self) -> bytes:
@@ -85,7 +88,7 @@ class ReplyStream(Protocol):
 
 
 class JsonApi:
-    """One URL of one provider, with the form of its answers."""
+    """Client of one URL of a provider's JSON API."""
 
     def __init__(
         self,
@@ -96,9 +99,9 @@ class JsonApi:
         *,
         streams: bool = True,
     ) -> None:
-        """``format`` is a module such as ``chat_json.py``: with ``decode`` and ``read`` for whole
-        bodies, ``new_stream``, ``STREAM_FIELDS``, which ask for a stream that counts its tokens,
-        and ``KIND``, the name of an answer in errors."""
+        """``format`` is a module such as ``chat_json.py``. It has ``decode`` and ``read`` for whole
+        bodies, ``new_stream``, the request's ``STREAM_FIELDS`` for a stream that counts its tokens,
+        and ``KIND``, which names a reply in errors."""
         is_named = endpoint.url.removesuffix("/chat/completions") in name
         self.where = name if is_named else f"{name} at {endpoint.url}"
         """Model and address. A name of the form ``provider:model@URL`` already contains both."""
@@ -117,8 +120,8 @@ class JsonApi:
         *,
         whole: bool = False,
     ) -> tuple[Reply, bytes]:
-        """Send ``fields`` and return (reply, body that it was read from). Raises ModelError.
-        ``whole`` asks for this reply without streaming."""
+        """Send a request and return (reply, body of the response). ``whole`` disables streaming for
+        this request. Raises ModelError."""
         is_streamed = self._streams and not whole and "stream" not in fields
         if is_streamed:
             fields = {**fields, **self._format.STREAM_FIELDS}
@@ -172,7 +175,8 @@ class JsonApi:
     async def _streamed(
         self, exchange: HttpExchange, bound: ReplyBound, on_piece: OnPiece | None
     ) -> bytes:
-        """Read a stream to its end, report the pieces as they arrive, and return the body."""
+        """Read a stream to its end and report its pieces as they arrive. Returns the assembled
+        body."""
         stream: ReplyStream = self._format.new_stream()
         events, num_bytes, num_chars = EventStream(bound.bytes), 0, 0
         while not stream.is_done:
@@ -201,13 +205,14 @@ class JsonApi:
         return stream.body()
 
     def _added(self, stream: ReplyStream, events: list[bytes]) -> ReplyPiece:
-        """Add ``events`` to ``stream`` and return what they add together."""
+        """Add events to a stream, and return all the text that they add as one piece."""
         texts, thoughts = list[str](), list[str]()
         for event in events:
             if stream.is_done:
                 break
             if not self._format.HAS_LAST_BODY and is_large(event):
-                # Decoding it would stop the event loop. A whole body is decoded elsewhere.
+                # Decoding it would block the event loop. Whole bodies that are this large are
+                # decoded in a helper process.
                 self._stop_streaming(f"one event has {len(event):,} bytes")
                 raise self._bad(f"sent an event of {len(event):,} bytes in a stream")
             try:

@@ -1,9 +1,10 @@
 """Client for every provider that LiteLLM supports (``pip install 'ramify[litellm]'``).
 
 Models are named ``litellm:provider/model``, such as ``litellm:bedrock/…``. LiteLLM returns OpenAI's
-format, which ``chat_json.py`` reads. If the provider has that format, too, finish reason and usage
-are those that it sent: LiteLLM turns a missing or unknown reason into "stop" and a missing usage
-into zeros. Keys come from the environment variables that LiteLLM documents for each provider.
+format, which ``chat_json.py`` reads. If the provider itself uses that format, the finish reason and
+the usage are read from its original reply, because LiteLLM turns a missing or unknown reason into
+"stop" and a missing usage into zeros. Keys come from the environment variables that LiteLLM
+documents for each provider.
 Prices and context windows that our table lacks come from LiteLLM's packaged table; downloading a
 newer one at import is disabled. LiteLLM's retries are disabled too: see ``pool.py``.
 """
@@ -74,7 +75,8 @@ class LiteLLMClient:
         except ImportError:
             raise ConfigError(f"{name} needs LiteLLM: pip install 'ramify[litellm]'") from None
         litellm.suppress_debug_info = True
-        # Its aiohttp transport gives bytes that arrive on an idle connection to the next request.
+        # Its aiohttp transport would read bytes that arrive on an idle connection as the reply to
+        # the next request.
         litellm.disable_aiohttp_transport = True
         self._litellm: Any = litellm
         self.name = name
@@ -156,11 +158,11 @@ class LiteLLMClient:
                 raise BadReply(f"{self.name}: LiteLLM returned a reply without choices")
             if found is not None and found.choices:
                 first = found.choices[0]
-                if len(found.choices) > 1:  # LiteLLM numbers them in the order in which they came
+                if len(found.choices) > 1:  # LiteLLM renumbers the choices in order of arrival
                     completion.choices[0] = first
-                elif not is_known_finish(first.finish_reason):  # null or missing is "stop" there
+                elif not is_known_finish(first.finish_reason):  # LiteLLM reports null as "stop"
                     completion.choices[0].finish_reason = first.finish_reason
-                completion.choices[0].message.refusal = first.message.refusal  # dropped there
+                completion.choices[0].message.refusal = first.message.refusal  # LiteLLM drops it
                 completion.usage = found.usage
             elif isinstance(completion.usage, dict) and not completion.usage.get("total_tokens"):
                 completion.usage = None  # LiteLLM fills in zeros if the server reported no usage

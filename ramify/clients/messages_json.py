@@ -1,4 +1,4 @@
-"""JSON of Anthropic's messages API: a body, or the events of a stream, to a ``Reply``.
+"""Turns JSON of Anthropic's messages API, a body or the events of a stream, into a ``Reply``.
 
     {"content": [{"type": "text", "text": "hi"}], "stop_reason": "end_turn"}  ->  Reply(…, "stop")
 
@@ -25,7 +25,7 @@ Blocks = list[dict[str, Any]]
 
 
 class MessageResponse(msgspec.Struct):
-    """The fields of a server's response that are read."""
+    """Body of a response, with the fields that Ramify reads."""
 
     content: list[dict[str, Any]] | None = None
     stop_reason: str | msgspec.UnsetType | None = msgspec.UNSET
@@ -35,7 +35,7 @@ class MessageResponse(msgspec.Struct):
 
     @property
     def choices(self) -> list[Any]:
-        """What the server sent as its reply. It may be empty, but not missing."""
+        """The content as a list of one choice, or an empty list if the content is missing."""
         return [] if self.content is None else [self.content]
 
     @property
@@ -68,11 +68,11 @@ _DELTAS = {
     "signature_delta": "signature",
     "input_json_delta": "partial_json",
 }
-"""Kind of a delta -> its field with text to append."""
+"""Kind of a delta -> the field that holds its text."""
 
 
 class MessageReplyStream:
-    """Puts the events of one streamed message together."""
+    """Assembles the events of one streamed message."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -80,7 +80,7 @@ class MessageReplyStream:
         self._body = MessageResponse()
         self._blocks: dict[int, dict[str, Any]] = {}
         self._parts: dict[tuple[int, str], list[str]] = {}
-        """(Index of a block, field) -> parts of its text."""
+        """(index of a block, field) -> parts of the field's text"""
 
     @property
     def is_whole(self) -> bool:
@@ -106,7 +106,7 @@ class MessageReplyStream:
             case "error":
                 self.error = part.error or {}
             case _:
-                pass  # a sign of life, or the end of a block
+                pass  # a keepalive, or the end of a block
         return "", ""
 
     def body(self) -> bytes:
@@ -132,7 +132,8 @@ class MessageReplyStream:
         return (text if field == "text" else ""), (text if field == "thinking" else "")
 
     def _count(self, usage: Any) -> None:
-        """Take the last counts. They are totals, and those that do not change may be missing."""
+        """Update the token counts from an event. Each count is a total; counts that have not
+        changed may be missing."""
         if isinstance(usage, dict):
             before = self._body.usage if isinstance(self._body.usage, dict) else {}
             known = {name: count for name, count in usage.items() if count is not None}
@@ -143,7 +144,7 @@ new_stream = MessageReplyStream
 
 
 def read(body: MessageResponse, blocks: Blocks, model: str, seconds: float) -> Reply:
-    """Return ``body`` as a ``Reply``. Raises ValueError if it contradicts itself."""
+    """Convert a response into a ``Reply``. Raises ValueError if its fields are contradictory."""
     texts = [text_in(block, "text") for block in blocks if block.get("type") == "text"]
     thoughts = [text_in(block, "thinking") for block in blocks if block.get("type") == "thinking"]
     message = Message(
@@ -178,7 +179,7 @@ def thoughts_in(body: bytes) -> Blocks:
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """Return the arguments of a tool call as the API wants them."""
+    """Return the arguments of a tool call as the object that the API requires."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError:
@@ -186,7 +187,8 @@ def arguments_of(text: str) -> dict[str, Any]:
 
 
 def _usage(reported: Any) -> Usage:
-    """Usage of a reply. The prompt is the sum of fresh, cache-read and cache-written tokens."""
+    """Usage of a reply. Its prompt tokens are the sum of the fresh, cache-read and cache-written
+    tokens."""
     fields = reported if isinstance(reported, dict) else {}
     parts = [
         fields.get("input_tokens"),

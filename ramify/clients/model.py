@@ -1,4 +1,4 @@
-"""A model and how it is reached, as one object: name, key, address, price and sampling.
+"""A model as one object: its name, key, address, price and sampling.
 
     ramify.RLM(ramify.Model("openai:gpt-5-mini", api_key=key_of_tenant, alias="mini"))
 
@@ -7,12 +7,12 @@
     api-key = "$TENANT_KEY"
 
 The key and the other variables of a provider are read from the environment once, when the object is
-made. What the environment says later is another object's business, so a program can serve several
-tenants. No text of the object contains a key: not its ``repr``, not an error, not the journal. It
+created. Later changes of the environment do not affect it, so one program can serve several
+tenants. The key never appears in the object's ``repr``, in an error or in the journal. The object
 cannot be pickled or given to a session.
 
-Not here: the providers (see ``providers.py``), the requests (see ``pool.py``), and which model
-answers at which depth (see ``engine/resources.py``).
+Not here: the providers (see ``providers.py``), the requests (see ``pool.py``), and the choice of a
+model for each depth (see ``engine/resources.py``).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _FIELDS = {
 
 
 class Model:
-    """A language model, how it is reached, and what it costs.
+    """A language model with its address, key, price and settings.
 
     >>> ramify.Model("openai:gpt-5-mini", api_key="sk-0123456789", alias="mini")
     Model('openai:gpt-5-mini', alias='mini')
@@ -98,21 +98,21 @@ class Model:
     provider: str
     """The part of the name before the colon."""
     base_url: str | None
-    """Base URL that was given; None means the one of the provider."""
+    """Base URL; None means the provider's default."""
     alias: str | None
-    """Short name by which a session chooses the model; None means one that is made from its
-    name."""
+    """Short name by which a session chooses the model; None means that one is derived from the
+    model's name."""
     window: int | None
-    """Context window (tokens of prompt and reply together); None means the one of the price
+    """Context window (tokens of prompt and reply together); None means the value in the price
     table."""
     price: Price | None
-    """None means the price of the price table."""
+    """Price per token; None means the price in the price table."""
     sampling: Sampling | None
-    """Settings of this model's replies. Those that are set replace the ones of the run."""
+    """Sampling of this model. Each field that is set overrides the run's sampling."""
     vision: bool | None
     """Whether the model reads images; None if that is unknown."""
     stream: bool
-    """False asks for each reply as a whole. By default, replies are streamed if the server can."""
+    """False disables streaming. By default, replies are streamed if the server supports it."""
 
     def __init__(
         self,
@@ -130,9 +130,8 @@ class Model:
         environ: Mapping[str, str] = os.environ,
         **unknown: Any,
     ) -> None:
-        """``environ`` has the variables of the provider, which are read now. ``price`` is a
-        ``Price`` or a text such as ``"$0.25 in, $2 out per million tokens"``. Raises
-        ConfigError."""
+        """``price`` is a ``Price`` or a text such as ``"$0.25 in, $2 out per million tokens"``. The
+        provider's variables are read from ``environ``, now and not later. Raises ConfigError."""
         check_keywords("Model", unknown, _KEYWORDS)
         if not isinstance(name, str):
             raise ConfigError(f"the model is a {type(name).__name__}: give 'provider:model'")
@@ -160,13 +159,11 @@ class Model:
         self.stream = stream
 
     def secrets(self) -> tuple[str | None, Mapping[str, str], Mapping[str, str]]:
-        """Return (key that was given, headers that were given, variables of the provider), for the
-        client that sends them."""
+        """Return (api_key, headers, the provider's variables) for the client that sends them."""
         return self._key, self._headers, self._environ
 
     def settings(self) -> dict[str, Any]:
-        """Return what was given in addition to the name, as plain data without secrets, for the
-        journal."""
+        """Return all arguments except the name as plain data without secrets, for the journal."""
         given = {
             "alias": self.alias,
             "window": self.window,
@@ -179,7 +176,7 @@ class Model:
         return {name: value for name, value in given.items() if value is not None}
 
     def sampled_as(self, run: Sampling) -> Sampling:
-        """Return the sampling of a request to this model in a run with the sampling ``run``."""
+        """Return the sampling for this model's requests, given the sampling of the run."""
         own, default = self.sampling, Sampling()
         if own is None:
             return run
@@ -222,8 +219,8 @@ class Model:
 
 
 def check_aliases(models: Sequence[Any]) -> None:
-    """Raise ConfigError if the alias of one of ``models`` also names another one. Clients have
-    no alias."""
+    """Raise ConfigError if the alias of a model also names another model. Clients in the list are
+    skipped, because they have no alias."""
     distinct: list[Any] = []
     for model in models:
         if not any(model is other or model == other for other in distinct):
@@ -236,7 +233,7 @@ def check_aliases(models: Sequence[Any]) -> None:
             if other is not model and model.alias in names:
                 raise ConfigError(
                     f"the alias '{model.alias}' stands for two models, {model.name} and "
-                    f"{other.name}: give each its own"
+                    f"{other.name}: give each a different alias"
                 )
 
 
@@ -246,7 +243,7 @@ def bare_name(name: str) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return ``value``; of a struct, the fields that differ from their defaults."""
+    """``repr`` of a value. A struct shows only the fields that differ from their defaults."""
     if not isinstance(value, msgspec.Struct):
         return repr(value)
     defaults = dict(
@@ -258,7 +255,7 @@ def _short(value: Any) -> str:
 
 
 def _bound(provider: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the client of ``provider`` reads."""
+    """Return the environment variables that the provider's client reads."""
     names: Sequence[str] = _ANTHROPIC if provider == "anthropic" else ()
     found = PROVIDERS.get(provider) if provider in CLIENTS.ours else CLIENTS.of(provider)
     if isinstance(found, ProviderSpec):
@@ -272,7 +269,7 @@ def _bound(provider: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _with_url(name: str, provider: str, base_url: str | None) -> str:
-    """Return ``name`` with ``base_url`` after an ``@``, as it can also be written."""
+    """Append the base URL to a model's name: ``provider:model@URL``."""
     if base_url is None:
         return name
     if provider in _WITHOUT_KEY:
@@ -327,8 +324,8 @@ def _checked_alias(name: str, alias: str | None) -> str | None:
 
 
 def _price_of(name: str, given: Any) -> Price | None:
-    """Return a price from ``Model(price=…)``. A number is ambiguous: providers quote prices per
-    thousand and per million tokens."""
+    """Parse the ``price`` argument. A bare number is rejected as ambiguous, because providers quote
+    prices per thousand or per million tokens."""
     if given is None or isinstance(given, Price):
         return given
     if not isinstance(given, str):

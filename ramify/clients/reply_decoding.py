@@ -1,17 +1,17 @@
-"""Decoding of a server's replies within bounds, without stopping the event loop.
+"""Decodes a server's replies within bounds, without blocking the event loop.
 
     body ── small ──────────────────▶ _decode_in_place ──▶ Reply
        └─── large ──▶ helper process: _decode_in_place ──▶ Reply
 
-A reply is as hostile as a session's value. It may be many bytes, or few bytes that decode to many
-objects. ``Request.reply_bound`` says how much an honest reply can hold, and anything longer is
-refused. Large bodies are decoded in another process, since a decoder holds the interpreter's lock.
-A body is large if it has many bytes, or so many commas that decoding it takes long.
+Replies are untrusted. A reply may be very long, or a short one may decode to very many objects.
+``Request.reply_bound`` is the largest plausible reply, and anything larger is rejected. Large
+bodies are decoded in another process, because a decoder holds the interpreter's lock. A body is
+large if it has many bytes, or so many commas that decoding may take long.
 
 Every client that reads HTTP bodies uses ``decode_reply``. A format is a module such as
 ``chat_json.py``: its ``decode`` returns an object with ``choices``, ``error`` and ``num_items``,
-and its ``read`` a reply. Not here: how many bytes are received at all (see
-``http_transport.py``), and what the fields mean (see the formats).
+and its ``read`` turns that object into a reply. Not here: the limit on received bytes (see
+``http_transport.py``), and the meaning of the fields (see the formats).
 """
 
 from __future__ import annotations
@@ -30,30 +30,31 @@ from ramify.errors import BadReply, ServerFailed
 from ramify.types.message import Reply
 
 LARGE_BYTES = 1 << 18
-"""Longer bodies are decoded in a helper process."""
+"""Bodies with more bytes are decoded in a helper process."""
 _LARGE_COMMAS = 2048
-"""Bodies with more commas are, too: each may stand for a slow number or an object."""
+"""Bodies with more commas are also decoded in a helper process: between two commas there may be an
+object or a number that is slow to decode."""
 
 
 class Undecodable(Exception):
-    """A body is not a reply of the format."""
+    """A body does not have the expected format."""
 
 
 class NoReply(Exception):
-    """A response without a reply, or with an error beside it."""
+    """A response has no reply, or it has an error in addition to the reply."""
 
     def __init__(self, code: int | None, *, has_error: bool, is_beside_reply: bool) -> None:
         super().__init__("no reply")
         self.code = code
-        """Code of the error, if it has one that may be an HTTP status."""
+        """Code of the error, if it looks like an HTTP status."""
         self.has_error = has_error
         self.is_beside_reply = is_beside_reply
-        """True if the response with an error also has a reply, or counts tokens."""
+        """True if the response has an error and also a reply or a token count."""
 
 
 class _Task(msgspec.Struct, array_like=True):
     format: str
-    """Name of the format's module."""
+    """Module name of the format."""
     model: str
     bound: ReplyBound
 
@@ -61,7 +62,7 @@ class _Task(msgspec.Struct, array_like=True):
 class _Decoded(msgspec.Struct, array_like=True):
     reply: Reply | None = None
     failed: str = ""
-    """Kind of the failure: a key of ``_FAILURES``, or ``no reply``."""
+    """Kind of failure: a key of ``_FAILURES``, or ``no reply``. Empty for a success."""
     text: str = ""
     code: int | None = None
     has_error: bool = False
@@ -79,8 +80,9 @@ _FAILURES: dict[str, type[Exception]] = {
 async def decode_reply(format: ModuleType, body: bytes, model: str, bound: ReplyBound) -> Reply:
     """Return the reply in ``body``.
 
-    Raises Undecodable, NoReply, ValueError if the reply contradicts itself, ServerFailed if the
-    server broke it off, and BadReply, which no other attempt can avoid, if it is over ``bound``.
+    Raises Undecodable or NoReply; ValueError if fields of the reply contradict each other;
+    ServerFailed if the server aborted the reply; and BadReply, which is not retried, if the reply
+    exceeds ``bound``.
     """
     if len(body) > bound.bytes:
         raise too_long(bound.bytes)
@@ -91,12 +93,12 @@ async def decode_reply(format: ModuleType, body: bytes, model: str, bound: Reply
         answer = await in_helper(f"{__name__}:{decode_in_helper.__name__}", task, body)
     except HelperError as error:
         return _reply(_Decoded(None, "too much", f"the reply cannot be decoded: {error}"))
-    # A long text takes long to build. In a thread, this delays the loop but no callback of it.
+    # Building a long text takes long. In a thread it may slow the loop, but it blocks no callback.
     return _reply(await asyncio.to_thread(_decode_answer, answer))
 
 
 def is_large(body: bytes) -> bool:
-    """True if decoding ``body`` may take so long that it must not happen in the event loop."""
+    """True if decoding a body may take too long for the event loop."""
     return len(body) > LARGE_BYTES or body.count(b",") > _LARGE_COMMAS
 
 

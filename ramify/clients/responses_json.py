@@ -44,7 +44,7 @@ class ResponseBody(msgspec.Struct):
 
     @property
     def num_items(self) -> int:
-        """Number of items of the output and of their parts."""
+        """Number of output items plus the number of their parts."""
         items = self.output or []
         return len(items) + sum(
             len(parts)
@@ -63,7 +63,8 @@ def decode(body: bytes) -> ResponseBody:
 
 
 class _StreamEvent(msgspec.Struct):
-    """The parts are decoded only if they are needed: the last event may be large."""
+    """One event of a stream. Its larger fields are decoded only if they are needed, because the
+    last event holds the whole response."""
 
     type: str = ""
     delta: msgspec.Raw = msgspec.Raw()
@@ -80,7 +81,7 @@ _REASONING = ("response.reasoning_summary_text.delta", "response.reasoning_text.
 
 
 class ResponseReplyStream:
-    """Reads the events of one streamed response. The last one has the whole response."""
+    """Assembles the events of one streamed response. The last event has the whole response."""
 
     def __init__(self) -> None:
         self.is_done = False

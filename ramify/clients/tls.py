@@ -1,9 +1,9 @@
 """TLS to model servers: which certificate authorities are trusted.
 
-They are those of the system, or of ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``. ``REQUESTS_CA_BUNDLE``,
-``CURL_CA_BUNDLE`` and ``NODE_EXTRA_CA_CERTS`` add to them. Every server must prove its host name.
-Reading the authorities takes some hundredths of a second, so the process does it once, and not in
-the event loop. Not here: connections (see ``http_transport.py``).
+By default these are the system's authorities. ``SSL_CERT_FILE`` and ``SSL_CERT_DIR`` replace them;
+``REQUESTS_CA_BUNDLE``, ``CURL_CA_BUNDLE`` and ``NODE_EXTRA_CA_CERTS`` add to them. Every server
+must prove its host name. Reading the certificates takes some hundredths of a second, so it happens
+once per process, and not in the event loop. Not here: connections (see ``http_transport.py``).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _NOT_TLS = (
     "RECORD_LAYER_FAILURE",
     "PACKET_LENGTH_TOO_LONG",
 )
-"""What OpenSSL calls an answer that is not TLS."""
+"""OpenSSL's reasons for an answer that is not TLS."""
 _contexts: dict[tuple[str | None, ...], ssl.SSLContext] = {}
-"""Values of the variables -> the context that was made for them."""
+"""Values of the environment variables -> the context for these values"""
 _lock = threading.Lock()
 
 
 def tls_context() -> ssl.SSLContext:
-    """Return the context for connections under the current environment. Blocks while files are
-    read. Raises ConfigError for a variable that names something unusable."""
+    """Return the TLS context for the current environment. Blocks while it reads files. Raises
+    ConfigError if a variable names a file or folder that cannot be used."""
     values = tuple(os.environ.get(name) for name in (*_REPLACING, *_ADDING))
     with _lock:
         if values not in _contexts:
@@ -39,7 +39,7 @@ def tls_context() -> ssl.SSLContext:
 
 
 def tls_failure(error: Exception) -> tuple[str, str]:
-    """Return (what OpenSSL saw, what to do) for a connection that could not be secured."""
+    """Return (OpenSSL's reason, advice for the user) for a failed TLS handshake."""
     reason = " ".join(str(getattr(error, "verify_message", "") or error).split())[:200]
     if isinstance(error, ssl.SSLCertVerificationError):
         return reason, "name your certificate authority in SSL_CERT_FILE"
@@ -68,8 +68,8 @@ def _new_context() -> ssl.SSLContext:
 
 
 def _check_replacing() -> None:
-    """Raise ConfigError if OpenSSL could not read what these variables name. OpenSSL itself ignores
-    this silently, and then every connection fails."""
+    """Raise ConfigError if ``SSL_CERT_FILE`` or ``SSL_CERT_DIR`` cannot be read. OpenSSL ignores
+    the problem silently, and then every connection fails."""
     file, folders = (os.environ.get(name) for name in _REPLACING)
     if file:
         try:

@@ -1,15 +1,16 @@
-"""Strings, comments and brackets of Python, found in text that may be anything.
+"""Finds strings, comments and brackets of Python code in arbitrary text.
 
     call_end('3) (approx)', 0)           1: the parenthesis that closes the call
     call_end('"a) b", [1])', 0)          11
     call_end('it is "unclosed)', 0)      None: Python cannot read it
 
-Decides where a call ends, and whether a place is inside a string. One pass over the text, at the
-speed of ``re``: the standard ``tokenize`` takes some 60 times as long, and reads broken text
-differently in each version of Python, which would make replays depend on it. For text that
-``tokenize`` can read, both agree (``tests/engine/test_action.py``).
+This file decides where a call ends, and whether a position is inside a string. It makes one pass
+over the text with ``re``. The standard ``tokenize`` takes about 60 times as long, and its reading
+of invalid text depends on the version of Python, so replays would depend on it, too. Both agree on
+text that ``tokenize`` can read (``tests/engine/test_action.py``).
 
-An apostrophe directly behind a word, as in ``it's``, begins no string: Python has no such token.
+An apostrophe directly after a word, as in ``it's``, does not begin a string: Python has no such
+token.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _RUN = rf"""(?:
     | \#[^\n]*+
 """
 _PLAIN = re.compile(rf"{_RUN})++", re.DOTALL | re.VERBOSE)
-"""Text without strings and brackets."""
+"""Matches text without strings and brackets."""
 _UNQUOTED = re.compile(rf"{_RUN} | [()\[\]{{}}]++)++", re.DOTALL | re.VERBOSE)
-"""Text without strings."""
+"""Matches text without strings."""
 _STRING = re.compile(
     rf"""{_PREFIX}?(?:
       \"\"\"(?:[^"\\]++|\\.|"(?!""))*+\"\"\"
@@ -43,12 +44,12 @@ _STRING = re.compile(
 _TRIPLE = re.compile(rf"{_PREFIX}?(?:\"\"\"|''')")
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 _MAX_DEPTH = 200
-"""Nesting of brackets that Python itself accepts."""
+"""Maximum nesting of brackets, as in Python itself."""
 
 
 def call_end(text: str, start: int) -> int | None:
-    """Return the index of the parenthesis that closes the call whose arguments begin at ``start``,
-    or None if there is none, or if Python cannot read the text before it."""
+    """Return the index of the parenthesis that closes a call whose arguments begin at ``start``.
+    Returns None if the call is not closed, or if the text in between is not valid Python."""
     expected = [")"]
     position = start
     while position < len(text):
@@ -77,10 +78,10 @@ def call_end(text: str, start: int) -> int | None:
 
 
 class StringScanner:
-    """Says whether places of a text are inside strings of the code that begins at ``start``.
+    """Tells whether positions in a text are inside string literals. The code begins at ``start``.
 
-    The places are asked in ascending order. Code with a string that never ends is not Python from
-    there on, and the places behind it count as outside.
+    Positions must be queried in ascending order. After the start of a triple-quoted string that
+    never ends, every position counts as outside, because the rest is not Python.
     """
 
     def __init__(self, text: str, start: int) -> None:
@@ -88,7 +89,7 @@ class StringScanner:
         self._position = start
 
     def is_inside(self, place: int) -> bool:
-        """True if ``place`` is inside a string."""
+        """True if the position ``place`` is inside a string literal."""
         text = self._text
         while self._position < place:
             if unquoted := _UNQUOTED.match(text, self._position, place):

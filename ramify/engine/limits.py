@@ -6,15 +6,15 @@ cost is settled. A limit is therefore never exceeded, however many calls are in 
     spent + outstanding + held <= limit            for calls, tokens and dollars
 
 where ``held`` is the cost of one final request of the root, so that "answer with what you have"
-always fits. A request that does not fit now waits while other reservations may still be freed, and
-is refused once they cannot be.
+always fits. A request that does not fit waits while other reservations may still be released, and
+is refused once none remains.
 
     limit 10 calls, 8 spent, 1 held, 1 outstanding:
         reserve -> waits;  then release -> admitted,  or settle -> LimitReached
 
-Only a provider can break this, by reporting more than was reserved. Every later request to that
-model then reserves as much more, and none is sent until those in flight are settled. So a run
-exceeds a limit by no more than what the requests in flight at that moment report.
+Only a provider can break this rule, by reporting more usage than was reserved. Every later request
+to that model then reserves correspondingly more, and no request is sent until those in flight are
+settled. So a run exceeds a limit by at most the excess of the requests that were in flight.
 
     600 tokens reserved, 60,600 reported:  later requests reserve 60,000 tokens more
 
@@ -61,8 +61,8 @@ class Limits(msgspec.Struct, metaclass=NamedFields, frozen=True, forbid_unknown_
     max_cost: float | None = None
     """Dollars for the whole tree. None means 5 if any model has a price, and no limit otherwise."""
     max_seconds: float = 1800.0
-    """Seconds from question to answer. Some of them are reserved for the final answer: a tenth, at
-    most 30 s, and then what the measured replies need."""
+    """Seconds from question to answer. Part of this time is reserved for the final answer: at first
+    a tenth, but at most 30 s; later, the time that measured replies have taken."""
     max_concurrency: int = 64
     """Requests in flight at once, over the whole tree."""
     max_children: int = 64
@@ -143,8 +143,7 @@ def bound(max_input_tokens: int, max_output_tokens: int, price: Price | None) ->
 
 
 class ReportedExcess(NamedTuple):
-    """The most that the replies of one model were reported to use, of those that were reported to
-    use more than was reserved for them."""
+    """Largest usage that one model reported for replies that exceeded their reservations."""
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -156,7 +155,7 @@ class ReportedExcess(NamedTuple):
     """Dollars of one reply."""
 
     def with_report(self, most: Usage, reported: Usage, cost: float) -> ReportedExcess:
-        """Include a reply that was expected to use at most ``most``."""
+        """Return the excess with one more reply, whose expected maximum was ``most``."""
         return ReportedExcess(
             max(self.input_tokens, reported.input_tokens),
             max(self.output_tokens, reported.output_tokens),
@@ -166,7 +165,7 @@ class ReportedExcess(NamedTuple):
         )
 
     def raised(self, most: Usage) -> Usage:
-        """Raise the upper bound of a request."""
+        """Raise a request's upper bound ``most`` by the excess."""
         return msgspec.structs.replace(
             most,
             input_tokens=max(self.input_tokens, most.input_tokens + self.extra_input),
@@ -197,11 +196,11 @@ class Ledger:
         self.reported: set[tuple[Stop, str]] = set()
         """(a limit, the call that has it; empty if all calls share it), once that is in the log."""
         self.excess: dict[str, ReportedExcess] = {}
-        """Model -> its reports of more than was reserved."""
+        """Model -> its largest reported excess over its reservations."""
         self.last_excess = ""
-        """A sentence with both numbers about the last such report."""
+        """Sentence about the latest excess, with the reported and the reserved amount."""
         self.is_draining = False
-        """True while nothing is admitted, until all outstanding requests are settled."""
+        """True while no request is admitted, because outstanding ones must be settled first."""
         self._waiting: deque[tuple[ResourceAmount, asyncio.Future[None]]] = deque()
 
     def _first_exceeded(self, total: ResourceAmount) -> Stop | None:
@@ -266,8 +265,8 @@ class Ledger:
         return is_dear and math.isfinite(self.limit.cost)
 
     def settle(self, reserved: ResourceAmount, usage: Usage, cost: float | None) -> None:
-        """Convert a reservation into spending. If it was too small, requests that are reserved but
-        not settled may use too much, too: nothing is admitted before they are settled."""
+        """Convert a reservation into spending. If the reservation was too small, other outstanding
+        ones may be too small as well, so no request is admitted until they are settled."""
         self.outstanding = self.outstanding.minus(reserved)
         self.is_draining = self.is_draining or self.is_excess(reserved, usage, cost)
         self.charge(usage, cost)
@@ -355,13 +354,13 @@ class Ledger:
 
 
 class Reservation:
-    """What one request reserves of a ledger for each of its attempts: the most that it can use,
-    given what its model was reported to use so far."""
+    """Reserves the maximum usage of one request in a ledger, separately for each attempt. The
+    maximum takes the model's earlier reports into account."""
 
     def __init__(self, ledger: Ledger, model: str, most: Usage, price: Price | None) -> None:
-        """``most`` is the upper bound for a model that keeps to what it is asked for."""
+        """``most`` is the upper bound if the model respects the limits in the request."""
         self.usage = most
-        """Usage of an attempt whose usage is unknown."""
+        """Usage to record for an attempt that reports none."""
         self.amount = ResourceAmount()
         self._ledger = ledger
         self._model = model
@@ -373,7 +372,8 @@ class Reservation:
 
     @property
     def cost(self) -> float | None:
-        """Dollars of an attempt whose usage is unknown; None if the model has no price."""
+        """Dollars to record for an attempt that reports no usage; None if the model has no
+        price."""
         return self.amount.cost if self._price is not None or self.amount.cost else None
 
     def update(self) -> bool:
@@ -390,18 +390,17 @@ class Reservation:
         return self.amount != before
 
     async def reserve(self) -> None:
-        """Reserve for one attempt. Raises LimitReached if it can never fit."""
+        """Reserve the amount for one attempt. Raises LimitReached if it can never fit."""
         self.update()
         while True:
             reserved = self.amount
             await self._ledger.reserve(reserved)
             if not self.update():
                 return
-            self._ledger.free(reserved)  # a report that came meanwhile showed that it is too little
+            self._ledger.free(reserved)  # a report in the meantime showed that it is too small
 
     def is_enough(self) -> bool:
-        """Whether an attempt may be sent on its reservation now. If not, the reservation is free
-        again."""
+        """True if the reservation still covers an attempt. If not, the reservation is released."""
         if not self._ledger.is_draining:
             return True
         self.free()
@@ -412,8 +411,8 @@ class Reservation:
         self._ledger.free(self.amount)
 
     def settle(self, usage: Usage, cost: float | None, request: str) -> str:
-        """Book the usage of an attempt; the upper bound if it is unknown. Returns a sentence about
-        ``request`` if more was reported than was reserved."""
+        """Record the usage of an attempt, or the upper bound if the usage is unknown. If the report
+        exceeds the reservation, returns a sentence that says so; ``request`` names the request."""
         if usage.unknown_calls:
             usage, cost = self.usage, self.cost
         reserved, is_excess = self.amount, self._ledger.is_excess(self.amount, usage, cost)

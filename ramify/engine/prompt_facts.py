@@ -1,10 +1,10 @@
-"""Gathers the facts that a call's prompt states from the settings, models and limits of its run.
+"""Gathers the facts for a call's prompt from the settings, models and limits of its run.
 
     RlmSetup, RunModels, limits, sandbox, tools, context ──> PromptFacts ──> prompt_text.sections()
 
-This file decides how many characters of a prompt are promised to fit a model: those of its window
-after its longest reply, and of half the run's budget, from which the engine reserves the most that
-a request can cost. Not here: the sentences (see ``prompt_text.py``).
+This file decides how many characters the prompt says a model can read. They must fit the model's
+window together with its longest reply. They must also fit half the run's budget, because the engine
+reserves the most that a request can cost. Not here: the sentences (see ``prompt_text.py``).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ramify.errors import ConfigError
 from ramify.sandbox.base import SandboxCapabilities, SandboxSpec
 
 ReplyLimits = Callable[[Client, int, bool], tuple[int, int]]
-"""(model, depth, whether it answers a plain call) -> (tokens of a reply, tokens of hidden reasoning
-in addition)."""
+"""(model, depth, True for a plain call) -> (tokens of a reply, additional tokens of hidden
+reasoning)"""
 
 
 def facts_of(
@@ -89,8 +89,8 @@ def facts_of(
 
 
 def check_instructions(setup: RlmSetup, models: RunModels) -> None:
-    """Raise ConfigError if the user's instructions cannot be added to each prompt: they exceed a
-    model's window, or the scaffold has no system message."""
+    """Raise ConfigError if the user's instructions cannot be added to every prompt, because they
+    exceed a model's window or the scaffold has no system message."""
     num = len(instructions(setup.instructions, setup.examples))
     if not num:
         return
@@ -118,8 +118,8 @@ def _mounts(spec: SandboxSpec) -> tuple[MountFacts, ...]:
 def _fitting_chars(
     model: ModelFacts, reply_tokens: int, limit: ResourceAmount, bytes_per_char: float
 ) -> int:
-    """Characters of a prompt that ``model`` reads, with room for its reply, and for which half of
-    the run's budget pays. The engine reserves a token for each byte."""
+    """Length in characters of the longest prompt that leaves the model room for its reply and costs
+    at most half of the run's budget. The engine reserves a token for each byte."""
     by_window = CHARS_PER_TOKEN * (model.window - reply_tokens)
     by_tokens = limit.tokens // 2 - reply_tokens
     fitting = [by_window, by_tokens]

@@ -1,11 +1,11 @@
-"""The prompt that a model would be sent, without sending it.
+"""Shows the prompt that a run would send to a model, without sending it.
 
-    RLM.prompt(context, query) ──> the run itself, over a pool that sends nothing ──> PromptPreview
+    RLM.prompt(context, query) ──> a run over a pool that sends nothing ──> PromptPreview
 
-The question takes the whole path of a run: its context is encoded, its facts are gathered, and its
-first request is made. The pool keeps that request instead of sending it, so a preview cannot differ
-from the prompt of a run. For the prompt of a child, the pool answers for the levels above it with
-one cell that calls ``rlm_query``. Not here: the words (see ``prompt_text.py``).
+A preview is a real run up to its first request: the context is encoded, the facts are gathered, and
+the request is built. The pool keeps that request instead of sending it, so a preview cannot differ
+from the prompt of a run. To reach the prompt of a child, the pool answers the calls above it with a
+cell that calls ``rlm_query``. Not here: the text of prompts (see ``prompt_text.py``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _UNUSED_KEY = "no-key-is-needed-for-a-preview"
 
 
 class PromptPreview(msgspec.Struct, frozen=True):
-    """The first request of a call, as it would be sent.
+    """The first request of a call, exactly as a run would send it.
 
     Example:
         preview = rlm.prompt(text, "Which host failed?")
@@ -44,7 +44,7 @@ class PromptPreview(msgspec.Struct, frozen=True):
     """``provider:model``"""
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
-    """Native tools that are offered with it."""
+    """Native tools that the request offers to the model."""
     is_direct: bool = False
     """True if one plain call answers the question, without a session."""
     window: int = 0
@@ -59,7 +59,7 @@ class PromptPreview(msgspec.Struct, frozen=True):
 
     @property
     def estimated_tokens(self) -> int:
-        """Tokens of the prompt if four bytes are one token, as in English text."""
+        """Estimated tokens of the prompt, at four bytes per token, as in English text."""
         return (
             sum(len(message.content.encode("utf-8", "replace")) for message in self.messages) // 4
         )
@@ -74,7 +74,7 @@ class PromptPreview(msgspec.Struct, frozen=True):
         return self.text()
 
     def rendered(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Return the text that the chat template of ``tokenizer`` makes of the messages."""
+        """Render the messages with the tokenizer's chat template."""
         tools: Any = [
             {"type": "function", "function": msgspec.to_builtins(tool)} for tool in self.tools
         ]
@@ -95,11 +95,11 @@ class PromptPreview(msgspec.Struct, frozen=True):
 
 
 class _PreviewEnd(ModelError):
-    """Ends the run after its request was kept."""
+    """Raised to end the run once its request is recorded."""
 
 
 class _PreviewPool(ClientPool):
-    """Pool that keeps the first request at a depth and sends nothing."""
+    """Pool that sends nothing. It records the first request at one depth."""
 
     def __init__(self, max_in_flight: int, depth: int, reply_above: Reply) -> None:
         """``reply_above`` is the reply to calls above ``depth``."""
@@ -112,7 +112,8 @@ class _PreviewPool(ClientPool):
         try:
             return super().bound(model)
         except ConfigError:
-            # A key may be missing, since nothing is sent; anything else is reported again.
+            # A missing key is no problem, since nothing is sent. Any other error occurs again
+            # below and is reported there.
             given = {
                 name: getattr(model, name) for name in ("alias", "window", "price", "sampling")
             }
@@ -134,7 +135,7 @@ class _PreviewPool(ClientPool):
         call: Any = getattr(account, "call")  # noqa: B009 -- the engine's account of one turn
         if self.kept is None and call.depth < self._depth:
             assert on_send is not None
-            on_send()  # the record has no reply without a request
+            on_send()  # the journal must show a request before its reply
             return self._reply_above
         if self.kept is None:
             self.kept = PromptPreview(
@@ -150,8 +151,8 @@ class _PreviewPool(ClientPool):
 
 
 async def preview(setup: RlmSetup, question: Question, depth: int) -> PromptPreview:
-    """Return the first request of a call at ``depth``. Raises ConfigError as a run would, and if
-    there is no such call."""
+    """Return the first request of a call at ``depth``. Raises ConfigError if no call has this
+    depth, and for every setting that a run would reject."""
     most = setup.limits.max_depth
     if not 0 <= depth <= most:
         raise ConfigError(f"depth {depth} has no calls: max_depth is {most}")

@@ -1,10 +1,10 @@
-"""Reading of a model's reply into an action, without stopping the event loop.
+"""Parses a model's reply into an action, without blocking the event loop.
 
     short reply ─────────────────▶ Scaffold.read ───────────▶ ReadReply
     long reply ──▶ helper process: Scaffold.read, prose_of ──▶ ReadReply
 
-A reply is a stranger's text, and reading it searches the whole text several times. Decides which
-replies are long. Not here: how a reply is read (see ``action.py``).
+A reply is untrusted text, and parsing it searches the whole text several times. This file decides
+which replies are long. Not here: the rules of parsing (see ``action.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ramify.engine.scaffold import Scaffold
 from ramify.types.message import Message, sendable
 
 _LONG_CHARS = 100_000
-"""Longer replies are read in a helper process. An honest one of 8,192 tokens has some 30,000."""
+"""Longer replies are parsed in a helper process. A usual reply of 8,192 tokens has about 30,000
+characters."""
 _MANY_CALLS = 100
 
 
@@ -28,16 +29,16 @@ class _Reading(msgspec.Struct, array_like=True):
 
 
 class ReadReply(msgspec.Struct, array_like=True):
-    """What a model's reply asks for, and its words."""
+    """A parsed reply: the action that it asks for, and its prose."""
 
     action: ParsedAction
     prose: str | None = None
-    """The words of a long reply, without code and thinking. None for a short one, whose words are
-    read when they are needed."""
+    """Text of a long reply, without code and thinking. None for a short reply, whose prose is
+    extracted only when it is needed."""
 
 
 async def read_reply(scaffold: Scaffold, message: Message, is_cut: bool = False) -> ReadReply:
-    """Read a reply. One that takes too long to read asks for nothing, and has no words."""
+    """Parse a reply. If parsing takes too long, the result has an empty action and no prose."""
     if not _is_long(message):
         return ReadReply(scaffold.read(message, is_cut))
     try:

@@ -23,7 +23,7 @@ from ramify.engine import observe
 from ramify.errors import RamifyError
 from ramify.store.call_cache import CallCache, ReplyPlace
 from ramify.store.journal import decode_line, lines
-from ramify.store.line_checksums import LineChain
+from ramify.store.line_checksums import ChecksumChain
 from ramify.types.event import CallStarted, ReplyReceived, RequestStarted, RunStarted
 from ramify.types.message import Message, Reply
 
@@ -70,7 +70,7 @@ class ReusableReplies:
             return None
         path = self._runs / f"{place.run}.jsonl"
         with contextlib.suppress(RamifyError, OSError):  # the run was deleted
-            chain = LineChain(place.crc_before)
+            chain = ChecksumChain(place.crc_before)
             event = decode_line(next(lines(path, place.offset), b""), path, 0, chain)
             if isinstance(event, ReplyReceived):
                 return event.reply
@@ -87,7 +87,7 @@ def request_key(model: str, messages: tuple[Message, ...], sampling: Sampling) -
 
 def _places(path: Path) -> Iterator[tuple[str, ReplyPlace]]:
     """(key, place) of each reply in a journal that can be reused, up to the first damaged line."""
-    replies, offset, chain = _RepliesOfRun(), 0, LineChain()
+    replies, offset, chain = _RepliesOfRun(), 0, ChecksumChain()
     with contextlib.suppress(RamifyError, LookupError, msgspec.MsgspecError, UnicodeEncodeError):
         for number, line in enumerate(lines(path), 1):
             if chain.problem(line):

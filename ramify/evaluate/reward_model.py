@@ -1,14 +1,14 @@
-"""A reward model behind HTTP as the reward of a task: batches, several at once, with retries.
+"""Rewards from a reward model behind HTTP, requested in concurrent batches with retries.
 
     RewardModel("http://gpu1:8000/classify", model="my-rm")        vLLM and SGLang: POST /classify
     RewardModel("http://gpu1:8000/pooling", model="my-rm")         vLLM: POST /pooling
     RewardModel("http://gpu1:8080/predict", label="good")          text-embeddings-inference
 
-    answers of rollouts that end ── BatchedReward ── one request per batch ──> numbers
+    answers of finished rollouts ── BatchedReward ── one request per batch ──> numbers
 
-The last part of the URL decides the form of request and reply; ``form`` says it if a path is
-another one. Transient failures (no connection, 429, 5xx, unusable replies) are retried with growing
-waits, five attempts in all; then the rollouts of the batch have no reward, and the error names the
+The last part of the URL decides the format of requests and replies; ``form`` sets it for other
+paths. Transient failures (no connection, 429, 5xx, unusable replies) are retried with growing
+delays. After five failed attempts the rollouts of the batch have no reward, and the error names the
 server. Not here: judges that answer in words (see ``tasks/scoring/rubric.py``).
 """
 
@@ -38,12 +38,12 @@ _LONGEST_WAIT_S = 5.0
 
 
 def question_and_answer(question: str, answer: str) -> str:
-    """The text of a rollout for a reward model that has no template."""
+    """Join question and answer into the text for a reward model that has no chat template."""
     return f"{question}\n\n{answer}"
 
 
 class RewardModel:
-    """Reward of a task that a model behind HTTP computes from the question and the answer.
+    """Reward function that asks a reward model behind HTTP to score a question and its answer.
 
     Example:
         reward = evaluate.RewardModel("http://gpu1:8000/classify", model="my-rm", label="good")
@@ -63,12 +63,12 @@ class RewardModel:
         concurrency: int = 8,
         timeout_s: float = 60.0,
     ) -> None:
-        """``label``: the name or number of the class whose number is the reward. ``text`` makes the
-        text that is scored from the question and the answer. ``key_variable`` is the environment
-        variable with the server's key, if it needs one. At most ``concurrency`` requests of
-        ``max_batch`` answers are sent at once, each for at most ``timeout_s`` seconds.
+        """``label`` is the name or number of the class whose score is the reward. ``text`` builds
+        the text to score from the question and the answer. ``key_variable`` names the environment
+        variable with the server's key, if it needs one. Up to ``concurrency`` requests run at once.
+        Each has at most ``max_batch`` answers and may take ``timeout_s`` seconds.
 
-        Raises ConfigError for an unknown form, a URL that is not HTTP, and a key that is missing.
+        Raises ConfigError for an unknown form, a URL that is not HTTP, and a missing key.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -108,8 +108,8 @@ class RewardModel:
         self._batched = BatchedReward(self._ask, max_batch=max_batch, concurrency=concurrency)
 
     def __call__(self, answer: Any, item: Item) -> float:
-        """Return the reward of one answer; waits for its batch. Raises RamifyError if the server
-        gave none."""
+        """Return the reward of one answer, after waiting for its batch. Raises RamifyError if the
+        server did not return a score."""
         return self._batched(answer, item)
 
     async def _ask(self, completions: Sequence[str], prompts: Sequence[str]) -> list[float]:
@@ -154,7 +154,7 @@ class RewardModel:
         return self._rewards(where, answer, len(texts))
 
     def _connections(self) -> HttpConnectionPool:
-        """Connections of the running event loop."""
+        """Connection pool of the running event loop."""
         loop = asyncio.get_running_loop()
         if self._pool is None or self._pool[0] is not loop:
             self._pool = loop, HttpConnectionPool()
@@ -175,7 +175,7 @@ class RewardModel:
         return rewards
 
     def _reward(self, row: Any) -> float:
-        """The number of the label in one row."""
+        """Score of the label in one row."""
         if self._form == "predict":  # [{"label": "good", "score": 0.9}, …]
             if isinstance(self._label, int):
                 return float(row[self._label]["score"])
@@ -186,7 +186,7 @@ class RewardModel:
 
 
 def _in_order(reply: Any) -> list[Any]:
-    """The rows of vLLM's or SGLang's reply, in the order of the texts."""
+    """Return the rows of a vLLM or SGLang reply in the order of the texts."""
     rows = reply["data"] if isinstance(reply, Mapping) and "data" in reply else reply
     rows = rows if isinstance(rows, list) else [rows]
     return sorted(rows, key=lambda row: row.get("index", 0))

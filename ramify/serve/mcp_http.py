@@ -1,11 +1,12 @@
-"""The MCP server over HTTP, behind the shell of all servers: ``ramify mcp --http``.
+"""The MCP server over HTTP, with the protection of all our servers: ``ramify mcp --http``.
 
     POST, GET, DELETE /mcp    MCP's streamable HTTP transport
 
     aiohttp request ──▶ shell: key, Host, Origin, body ──▶ ASGI ──▶ the application of the MCP SDK
 
-The SDK's application speaks the protocol, and the shell decides who may speak to it. So the SDK's
-own check of names, which knows only ports, is off. Not here: the tool (see mcp_server.py).
+The SDK's application handles the protocol. The shell (``http_server/shell.py``) authenticates
+clients and checks the host name. So the SDK's own check of host names, which supports only ports,
+is disabled. Not here: the tool (see mcp_server.py).
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ class McpHttpServer:
         address: ListenAddress | None = None,
         key: str | None = None,
     ) -> None:
-        """``key`` is the bearer key that clients must send; by default the server makes one for
-        this start, if its ``address`` needs one. Raises ConfigError for a root that does not
+        """``key`` is the bearer key that clients must send. By default the server generates one for
+        this start, if its address needs a key. Raises ConfigError for a root that does not
         exist."""
         self.address = address = address or ListenAddress()
         self.key = key or (new_key() if address.needs_key else "")
-        """The key that clients must send; empty if the address needs none."""
+        """The key that clients must send; empty if the address needs no key."""
         self._rlm = rlm
         self._app = server(rlm, roots).streamable_http_app(
             streamable_http_path=PATH,
@@ -97,7 +98,7 @@ class McpHttpServer:
             self._num_in_progress -= http.method == "POST"
 
     async def _exchange(self, http: web.Request, body: bytes) -> web.StreamResponse:
-        """Give a request to the ASGI application, and its response to the client."""
+        """Pass a request to the ASGI application, and its response to the client."""
         response = web.StreamResponse()
         parts = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -1,10 +1,10 @@
-"""Runs that ended with their server, before they had an answer, and that can be continued.
+"""Keeps track of runs that a stopped server left without an answer, so that they can be continued.
 
     run begins ──▶ STORE/serving/RUN_ID ──▶ removed when the run has ended
                         └── server stops, or is killed ──▶ listed at the next start
 
-A mark is an empty file, because a server may be killed at any time and two may share a store. Not
-here: how a run continues (see RLM.restart).
+Each run in progress has an empty file as its mark, because a server may be killed at any time, and
+two servers may share a store. Not here: how a run continues (see RLM.restart).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class UnfinishedRuns:
 
     def begin(self, run: str) -> None:
         if self._folder is not None:
-            with contextlib.suppress(OSError):  # it is only an offer
+            with contextlib.suppress(OSError):  # without its mark a run still works
                 (self._folder / run).touch(FILE_MODE)
 
     def end(self, run: str) -> None:
@@ -40,7 +40,7 @@ class UnfinishedRuns:
                 (self._folder / run).unlink(missing_ok=True)
 
     def left(self) -> list[str]:
-        """Ids of the runs that can be continued, oldest first. Forgets those that have ended."""
+        """Ids of the runs that can be continued, oldest first. Removes marks of finished runs."""
         if self._folder is None or self._store is None:
             return []
         runs = []
@@ -51,13 +51,13 @@ class UnfinishedRuns:
                     runs.append(name)
                 else:
                     self.end(name)
-            except RamifyError:  # in progress elsewhere, removed, or damaged
+            except RamifyError:  # in progress in another process, removed, or damaged
                 continue
         return runs
 
     def recorded(self, run: str, caller: str) -> Trajectory:
-        """The run that ``caller`` wants to continue. Raises RequestRejected for a run that this
-        caller did not start."""
+        """Return the recorded run that a caller wants to continue. Raises RequestRejected if this
+        caller did not start the run."""
         if self._store is not None and _ID.fullmatch(run):
             with contextlib.suppress(RamifyError):
                 recorded = self._store.load(run)

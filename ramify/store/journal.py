@@ -30,7 +30,7 @@ import msgspec
 
 from ramify.errors import RunInUse, StoreError
 from ramify.secrets import SecretRedactor
-from ramify.store.line_checksums import LineChain, has_checksum
+from ramify.store.line_checksums import ChecksumChain, has_checksum
 from ramify.store.private_files import (
     FILE_MODE,
     BlobStore,
@@ -71,7 +71,7 @@ class Journal:
         blobs: BlobStore,
         flusher: FsyncFlusher,
         secrets: SecretRedactor,
-        chain: LineChain,
+        chain: ChecksumChain,
     ) -> None:
         """``chain`` has the checksum of the last line."""
         self.id = path.stem
@@ -255,11 +255,11 @@ def cut_torn_line(fd: int) -> int:
     return size - end
 
 
-def chain_at_end(fd: int, path: Path) -> LineChain:
+def chain_at_end(fd: int, path: Path) -> ChecksumChain:
     """The checksum after the last line of a journal without an incomplete line. Raises StoreError
     if the last line should have one but has none."""
     size = os.fstat(fd).st_size
-    chain, tail = LineChain(), os.pread(fd, 64, max(0, size - 64))[:-1]
+    chain, tail = ChecksumChain(), os.pread(fd, 64, max(0, size - 64))[:-1]
     if has_checksum(tail):
         chain.advance(tail)
         return chain
@@ -377,7 +377,7 @@ def blocks(path: Path, offset: int = 0) -> Iterator[bytes]:
 def read_events(path: Path) -> Iterator[AnyEvent]:
     """The events of the journal at ``path``, in order. Raises StoreError at the first damaged
     line."""
-    chain, fold = LineChain(), TrajectoryFold()
+    chain, fold = ChecksumChain(), TrajectoryFold()
     for number, line in enumerate(lines(path), start=1):
         event = decode_line(line, path, number, chain)
         if not chain.is_checked:  # then only its sense shows that a line is missing before it
@@ -399,7 +399,9 @@ def damaged(path: Path, number: int, why: object) -> StoreError:
     )
 
 
-def decode_line(line: bytes, path: Path, number: int, chain: LineChain | None = None) -> AnyEvent:
+def decode_line(
+    line: bytes, path: Path, number: int, chain: ChecksumChain | None = None
+) -> AnyEvent:
     """The event in a line. Raises StoreError, which names the file and the line. With ``chain``,
     its checksum is compared, and the chain continues after it."""
     problem = "" if chain is None else chain.problem(line)
@@ -440,7 +442,7 @@ async def follow(path: Path, poll_s: float = 0.1) -> AsyncIterator[AnyEvent]:
     """
     import asyncio  # slow to import, and only used here
 
-    offset, number, failures, inode, chain = 0, 0, 0, 0, LineChain()
+    offset, number, failures, inode, chain = 0, 0, 0, 0, ChecksumChain()
     while True:
         alive = writer(path) is not None  # first: its last lines are still read below
         try:

@@ -1,12 +1,12 @@
-"""Checks a journal for damage, and repairs it: what is whole before the damage becomes the journal
-again, so that the run can be resumed from there.
+"""Checks a journal for damage, and repairs it by cutting it before the damage, so that the run can
+be resumed from there.
 
     RUN.jsonl ── check ──> JournalCheck: the damaged lines, an incomplete last line, lost contexts
-              ── repair ─> RUN.jsonl, up to the damage;  RUN.damaged, as it was
+              ── repair ─> RUN.jsonl, up to the damage;  RUN.damaged, a copy of the original
 
-Damage is a line whose checksum does not match, a line that cannot be decoded, and, in a journal
-without checksums, one that does not fit the lines before it. Not here: how checksums are computed
-(see ``line_checksums.py``).
+A line is damaged if its checksum does not match or it cannot be decoded. In a journal without
+checksums, a line is also damaged if it contradicts the lines before it. Not here: the computation
+of checksums (see ``line_checksums.py``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ramify.store.journal import (
     writer,
     writer_file,
 )
-from ramify.store.line_checksums import CHANGED, LineChain, has_checksum
+from ramify.store.line_checksums import CHANGED, ChecksumChain, has_checksum
 from ramify.store.private_files import FILE_MODE, BlobStore, Fsync, sync_folder, write_all
 from ramify.types.event import (
     AnyEvent,
@@ -40,9 +40,9 @@ from ramify.types.event import (
 from ramify.types.trajectory import Stop
 
 _MAX_NAMED = 20
-"""Damaged lines that a check describes; the others are only counted."""
+"""Number of damaged lines that a check describes. Further ones are only counted."""
 _MAX_COMPARED_BYTES = 1 << 28
-"""Bytes that are summed to find the place of a line that is in another order."""
+"""Maximum bytes to process in the search for the original place of a misplaced line."""
 _REPLY = b'{"type":"Replied"'
 _MESSAGE = b'"reply":{"message"'
 
@@ -51,14 +51,14 @@ class LineDamage(msgspec.Struct, frozen=True):
     """A damaged line of a journal."""
 
     number: int
-    """From 1."""
+    """Line number, starting at 1."""
     offset: int
     """First byte of the line in the file."""
     reason: str
 
 
 class JournalCheck(msgspec.Struct):
-    """What a check found in one journal."""
+    """Result of checking one journal."""
 
     id: str
     num_lines: int = 0
@@ -67,13 +67,14 @@ class JournalCheck(msgspec.Struct):
     """Lines that have a checksum."""
     num_damaged: int = 0
     damage: list[LineDamage] = []
-    """The first damaged lines."""
+    """The first damaged lines, in order."""
     torn_bytes: int = 0
-    """Length of an incomplete last line, which a killed writer left; a resume cuts it off."""
+    """Length in bytes of an incomplete last line, left by a killed writer. Resuming the run cuts
+    the line off."""
     stop: Stop | None = None
     """How the run ended; None if it was killed, or is in progress."""
     is_written: bool = False
-    """Whether a process is writing the journal now."""
+    """True if a process is writing to the journal now."""
     lost_contexts: list[str] = []
     """Sentences about stored contexts that are missing or damaged."""
 
@@ -83,23 +84,23 @@ class JournalCheck(msgspec.Struct):
 
 
 class JournalRepair(msgspec.Struct, frozen=True):
-    """What a repair has done."""
+    """Result of repairing one journal."""
 
     id: str
     damage: LineDamage
     """The first damage."""
     num_kept: int
-    """Lines before it."""
+    """Number of lines before the damage, which the repaired journal keeps."""
     num_lost_replies: int
-    """Replies from there on that were sent for; a resume asks for them again."""
+    """Number of model replies after the cut. Resuming the run requests them again."""
     backup: Path
-    """The journal as it was."""
+    """Copy of the damaged journal."""
 
 
 def check_journal(path: Path, blobs: BlobStore | None = None) -> JournalCheck:
-    """Check the journal at ``path``, and with ``blobs`` the contexts that it refers to."""
+    """Check a journal. If ``blobs`` is given, also check the stored contexts that it refers to."""
     check = JournalCheck(path.stem, is_written=writer(path) is not None)
-    chain, fold = LineChain(), TrajectoryFold()
+    chain, fold = ChecksumChain(), TrajectoryFold()
     offset, crcs, digests = 0, [0], dict[str, None]()
     for number, line in enumerate(lines(path), start=1):
         reason = chain.problem(line)
@@ -140,8 +141,8 @@ def _note(check: JournalCheck, event: AnyEvent, digests: dict[str, None]) -> Non
         digests[event.context.digest] = None
 
 
-def _place_of(line: bytes, chain: LineChain, crcs: list[int]) -> str:
-    """Say after which line of the journal ``line`` belongs, if it is whole but in another place."""
+def _place_of(line: bytes, chain: ChecksumChain, crcs: list[int]) -> str:
+    """Say after which line a misplaced line belongs. Empty if it fits nowhere."""
     if len(line) * len(crcs) > _MAX_COMPARED_BYTES:
         return ""
     after = next((at for at, crc in enumerate(crcs) if chain.fits(line, crc)), None)
@@ -165,7 +166,7 @@ def _lost(digests: dict[str, None], blobs: BlobStore) -> list[str]:
 
 
 def repair_journal(path: Path, fsync: Fsync = os.fsync) -> JournalRepair:
-    """Cut the journal at ``path`` before its first damage, and keep the whole file beside it."""
+    """Cut a journal before its first damage. A copy of the whole file is kept next to it."""
     try:
         fd = open_locked(path, 0)
     except OSError as error:
@@ -198,7 +199,7 @@ def repair_journal(path: Path, fsync: Fsync = os.fsync) -> JournalRepair:
 
 
 def backups(path: Path) -> list[Path]:
-    """Journals from before the repairs of the journal at ``path``."""
+    """Copies that repairs of this journal have kept."""
     return sorted(
         each
         for each in path.parent.glob(f"{path.stem}.damaged*")
@@ -213,8 +214,8 @@ def _free_name(path: Path) -> Path:
 
 
 def _count_replies(path: Path, damage: LineDamage) -> int:
-    """Number of replies that are recorded from the damage on, and not before, and that no cache
-    gave. A reply that cannot be decoded counts, too."""
+    """Number of replies that are recorded only after the damage and did not come from a cache.
+    Replies that cannot be decoded count, too."""
     kept, lost, num_unknown = set[tuple[str, int]](), set[tuple[str, int]](), 0
     for number, line in enumerate(lines(path), start=1):
         is_changed = number == damage.number and damage.reason == CHANGED
@@ -232,7 +233,7 @@ def _count_replies(path: Path, damage: LineDamage) -> int:
 
 
 def _copy(fd: int, to: Path, num_bytes: int, fsync: Fsync) -> None:
-    """Copy the beginning of the open file ``fd`` to a new file, and flush that to disk."""
+    """Copy the first bytes of the open file ``fd`` to a new file, and flush it to disk."""
     copy = os.open(to, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
     try:
         offset = 0

@@ -41,7 +41,7 @@ from ramify.store.journal import (
     writer,
     writer_file,
 )
-from ramify.store.line_checksums import LineChain
+from ramify.store.line_checksums import ChecksumChain
 from ramify.store.private_files import (
     BlobStore,
     Fsync,
@@ -147,7 +147,7 @@ _glance = msgspec.json.Decoder(_Glance)
 def summarise(path: Path) -> RunSummary:
     """Read the journal at ``path`` for its summary: the same numbers as ``TrajectoryFold``, several
     times faster."""
-    summary, number, chain = RunSummary(path.stem), 0, LineChain()
+    summary, number, chain = RunSummary(path.stem), 0, ChecksumChain()
     try:
         for line in lines(path):
             number += 1
@@ -349,7 +349,9 @@ class Store:
             ) from None
         except OSError as error:
             raise StoreError(f"cannot create {path}: {error.strerror}") from error
-        journal = Journal(path, fd, self.blobs, self._flusher, SecretRedactor(secrets), LineChain())
+        journal = Journal(
+            path, fd, self.blobs, self._flusher, SecretRedactor(secrets), ChecksumChain()
+        )
         self._flusher.flush(self._runs, journal)  # the file's name
         return journal
 

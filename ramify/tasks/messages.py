@@ -1,9 +1,9 @@
-"""Messages as datasets write them (those of OpenAI's chat API) as messages of a call.
+"""Converts messages of datasets, in the format of OpenAI's chat API, into messages of a call.
 
     [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}, …]
     content may be a list of text parts; roles: system, developer, user, assistant, tool
 
-Used for the items of a task and for demonstrations. Pictures are refused.
+Used for the items of a task and for demonstrations. Images are rejected.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _TextPart(msgspec.Struct):
 
 
 class WireMessage(msgspec.Struct):
-    """One message of a dataset."""
+    """One message of a dataset, in the format of OpenAI's chat API."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[_TextPart] | None = None
@@ -40,10 +40,10 @@ class WireMessage(msgspec.Struct):
     tool_calls: list[_WireToolCall] | None = None
     tool_call_id: str | None = None
     weight: float | None = None
-    """0: the reply is not learned (demonstrations only)."""
+    """0 excludes this reply from training (demonstrations only)."""
 
     def message(self) -> Message:
-        """Return it as a message of a call."""
+        """Convert it into a message of a call."""
         content = self.content or ""
         return Message(
             "system" if self.role == "developer" else self.role,
@@ -56,15 +56,15 @@ class WireMessage(msgspec.Struct):
 
 def _tool_call(index: int, wire: _WireToolCall) -> ToolCall:
     arguments: Any = wire.function.arguments
-    if isinstance(arguments, Mapping):  # Parquet gives every column of any call
+    if isinstance(arguments, Mapping):  # Parquet fills in the arguments of all other tools as None
         given = {name: value for name, value in arguments.items() if value is not None}
         arguments = msgspec.json.encode(given).decode()
     return ToolCall(wire.id or f"call_{index}", wire.function.name, str(arguments))
 
 
 def messages_of(given: Sequence[Any]) -> tuple[Message, ...]:
-    """Return messages that were given as mappings or as ``Message`` objects. Raises ValueError for
-    one in another form."""
+    """Convert mappings into messages; ``Message`` objects are kept. Raises ValueError for a message
+    in another form."""
     return tuple(
         each if isinstance(each, Message) else msgspec.convert(each, WireMessage).message()
         for each in given

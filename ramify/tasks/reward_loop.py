@@ -1,10 +1,10 @@
-"""The event loop of async rewards: one daemon thread per process, started at the first of them.
+"""Event loop of async rewards. It runs in a daemon thread that the first async reward starts.
 
     reward thread ── run_coroutine(reward(answer, item)) ──> loop thread ──> result or error
 
-One loop lets an async client of the user keep its connections from one answer to the next. Not
-here: time limits (see ``run_score.py``). If a coroutine that was given up still blocks the loop,
-later ones get a new loop.
+All rewards share the loop, so a user's async client can keep its connections from one answer to the
+next. If an abandoned coroutine still blocks the loop, later ones get a new loop. Not here: time
+limits (see ``run_score.py``).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 _STEP_S = 0.2
-"""A waiting thread becomes active this often, because only a running thread can be stopped."""
+"""Seconds between wake-ups of a waiting thread, because only a running thread can be stopped."""
 _ANSWER_S = 1.0
-"""A loop that does not answer for this time is blocked."""
+"""Seconds without a response after which a loop counts as blocked."""
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _process = 0
 
 
 def run_coroutine(work: Coroutine[Any, Any, _T]) -> _T:
-    """Run ``work`` on the event loop of rewards and wait for its result. Do not call it on that
-    loop."""
+    """Run a coroutine on the event loop of rewards and wait for its result. Must not be called on
+    that loop."""
     loop = _running_loop()
     future = asyncio.run_coroutine_threadsafe(work, loop)
     try:

@@ -1,11 +1,11 @@
-"""Runs the score of a task, which is the user's code, with a time limit.
+"""Runs the score function of a task, which is the user's code, with a time limit.
 
     scored_in_time(task, item, trajectory, 30) ──own thread──> scored(…) ──> rewards and metrics
 
-A score that does not end is named with its current line, and stopped: an exception is raised in
-its thread at its next Python instruction. A thread that waits outside Python (a system call) cannot
-be stopped; it is left behind. ``os._exit`` would end the whole run without a message, so in the
-thread of a score it raises an error that says so. Not here: what a score returns (see ``base.py``).
+If a score takes too long, the error names its current line, and an exception is raised in its
+thread at the next Python instruction. A thread that waits outside Python (a system call) cannot be
+stopped and is abandoned. ``os._exit`` would end the whole run without a message, so in the thread
+of a score it raises an error instead. Not here: the values that a score returns (see ``base.py``).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep
 _OURS = os.path.dirname(__file__) + os.sep
 _exit_process = os._exit
 _scoring = threading.local()
-"""Has ``process``, the id of the process, in a thread that runs a score."""
+"""In a thread that runs a score, its attribute ``process`` is the id of the process."""
 
 
 class ScoreStopped(BaseException):
-    """Raised inside a score that took too long. Not an Exception: a score that catches everything
-    must end, too."""
+    """Raised inside a score that takes too long. It is not an Exception, so that it also ends a
+    score that catches every Exception."""
 
 
 def scored_in_time(task: Task, item: Item, trajectory: Trajectory, timeout_s: float) -> Trajectory:
-    """Store the rewards in ``trajectory``, as ``scored`` does, within ``timeout_s`` seconds. Raises
-    RamifyError, which names the task, the item and, for a score that did not end, its line."""
+    """Score a trajectory within ``timeout_s`` seconds, and return it with its rewards. Raises
+    RamifyError, which names the task, the item and, after a time-out, the current line."""
     os._exit = _exit_unless_scoring
     outcome: list[Trajectory | BaseException] = []
     context = contextvars.copy_context()
@@ -64,7 +64,7 @@ def scored_in_time(task: Task, item: Item, trajectory: Trajectory, timeout_s: fl
 
 
 def _place(thread: threading.Thread) -> str:
-    """Line of the user's code at which the thread is, as ``, at score.py:12 (score)``."""
+    """Describe the line of user code that a thread is running: ``, at score.py:12 (score)``."""
     frame = sys._current_frames().get(thread.ident or 0)
     stack = traceback.extract_stack(frame) if frame is not None else []
     for entry in reversed(stack):
@@ -80,6 +80,7 @@ def _stop(thread: threading.Thread) -> None:
 
 
 def _exit_unless_scoring(status: int) -> NoReturn:
-    if getattr(_scoring, "process", None) == os.getpid():  # not in a child that the score forked
+    # A child process that the score has forked may exit.
+    if getattr(_scoring, "process", None) == os.getpid():
         raise SystemExit(f"os._exit({status}), which would have ended the whole run")
     _exit_process(status)

@@ -1,13 +1,14 @@
-"""A test double of a disk that forgets what was not synced, as a machine does that loses power.
+"""A test double of a disk that loses all data that was not synced, as in a power failure.
 
     disk = ForgetfulDisk(folder)
     store = Store(folder / "store", fsync=disk.fsync)
     …                                      # runs, and then the power fails:
     disk.lose_power(elsewhere)
-    Store(elsewhere / "store")             # has what had reached the disk
+    Store(elsewhere / "store")             # has only the synced data
 
-A file has the content of its last ``fsync``. It has a name only if its folder was synced after it
-got that name. What exists when the double is created is on the disk.
+After a power failure, a file has the content of its last ``fsync``. It has its name only if its
+folder was synced after the file got that name. Files that exist when the double is created count as
+synced.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 
 
 class ForgetfulDisk:
-    """The disk of one folder.
+    """Simulates the disk under one folder.
 
     Example:
         store = ramify.Store(folder / "store", fsync=testing.ForgetfulDisk(folder).fsync)
@@ -42,7 +43,7 @@ class ForgetfulDisk:
                     os.close(fd)
 
     def fsync(self, fd: int) -> None:
-        """Put the open file or folder on the disk: a substitute of ``os.fsync``."""
+        """Store the open file or folder on the disk. Use this in place of ``os.fsync``."""
         status = os.fstat(fd)
         with self._changed:
             if stat.S_ISDIR(status.st_mode):
@@ -54,21 +55,21 @@ class ForgetfulDisk:
             self._changed.notify_all()
 
     def wait_for(self, is_synced: Callable[[], bool], timeout_s: float = 60.0) -> bool:
-        """Wait until ``is_synced`` returns True after an ``fsync``; returns False if it does not in
-        time."""
+        """Wait until ``is_synced`` returns True; it is called after each ``fsync``. Returns False
+        after a time-out."""
         with self._changed:
             return self._changed.wait_for(is_synced, timeout_s)
 
     def content(self, path: str | Path) -> bytes:
-        """Content of ``path`` on the disk; empty if none of it was synced."""
+        """Content of a file on the disk; empty if none of it was synced."""
         return self._files.get(os.stat(path).st_ino, b"")
 
     def names(self, folder: str | Path) -> list[str]:
-        """Names in ``folder`` on the disk."""
+        """Names that a folder has on the disk."""
         return [*self._folders.get(os.stat(folder).st_ino, {})]
 
     def lose_power(self, to: str | Path) -> None:
-        """Copy what is on the disk to the folder ``to``, which is created."""
+        """Copy the content of the disk to the folder ``to``, which is created."""
         with self._changed:
             self._copy(self.root.stat().st_ino, Path(to))
 
@@ -83,7 +84,7 @@ class ForgetfulDisk:
 
 
 def _content(fd: int, size: int) -> bytes:
-    """All bytes of an open file, which may not be open for reading."""
+    """All bytes of an open file, even if it is not open for reading."""
     again = os.open(f"/dev/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.pread(again, size, 0)

@@ -28,7 +28,7 @@ import msgspec
 
 from ramify.errors import StoreError
 from ramify.store.journal import check_version, decode_line
-from ramify.store.line_checksums import LineChain
+from ramify.store.line_checksums import ChecksumChain
 from ramify.types.call_tree import CallNode, CallTree
 from ramify.types.event import (
     AnyEvent,
@@ -113,7 +113,7 @@ class DamagedLine(msgspec.Struct, frozen=True):
 
 
 def glances(
-    block: bytes, path: Path, chain: LineChain
+    block: bytes, path: Path, chain: ChecksumChain
 ) -> Iterator[tuple[AnyGlance | DamagedLine, int]]:
     """Decode ``block``, complete lines of the journal at ``path``, after those of ``chain``.
 

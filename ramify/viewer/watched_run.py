@@ -17,7 +17,7 @@ import msgspec
 
 from ramify.errors import StoreError
 from ramify.store.journal import blocks, writer
-from ramify.store.line_checksums import LineChain
+from ramify.store.line_checksums import ChecksumChain
 from ramify.store.reviews import RunReview, read_reviews
 from ramify.types.call_tree import CallNode
 from ramify.types.event import CallEnded, CallStarted, RunStarted
@@ -62,7 +62,7 @@ class WatchedRun:
         self._inode = 0
         self._stamp: tuple[int, int] | None = None
         self._details = CallDetails(self.path)
-        self._chain = LineChain()
+        self._chain = ChecksumChain()
         """Checksum of the last line that was read."""
 
     @property
@@ -153,7 +153,7 @@ class WatchedRun:
 
     def _begin_again(self) -> None:
         self.tree, self._details = RunTree(), CallDetails(self.path)
-        self._chain = LineChain()
+        self._chain = ChecksumChain()
         self.offset, self.damage, self._num_damaged, self._suspect_offset = 0, "", 0, -1
         self.generation += 1
 

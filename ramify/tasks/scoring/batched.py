@@ -1,13 +1,13 @@
-"""A reward function over many answers at once, in the form of TRL's reward functions.
+"""A reward function that scores many answers at once, with the signature of TRL's reward functions.
 
     def shorter(completions, gold, **columns):           one list per column, all of equal length
         return [float(len(text) <= len(right)) for text, right in zip(completions, gold)]
 
     SimpleTask("short", splits, BatchedReward(shorter, max_batch=32, concurrency=8))
 
-Rollouts end one by one, so a batch is what waits at the moment: the first answer is scored at once,
-and those that arrive while ``concurrency`` batches are running form the next ones. A reward must
-therefore not depend on which answers are in its batch. Not here: time limits (see
+Rollouts end one by one. The first answer is scored at once. Answers that arrive while the maximum
+number of batches is running wait and form the next batch. So a reward must not depend on the other
+answers in its batch. Not here: time limits (see
 ``tasks/run_score.py``).
 """
 
@@ -25,11 +25,11 @@ from ramify.tasks.reward_loop import run_coroutine
 from ramify.tasks.scoring.answer_text import as_text
 
 BatchFunction = Callable[..., Sequence[Any] | Coroutine[Any, Any, Sequence[Any]]]
-"""``function(completions, **columns)``, async or not -> one reward for each completion."""
+"""``function(completions, **columns)``, async or not; it returns one reward per completion."""
 
 
 class BatchedReward:
-    """Reward of a task that is computed for many answers at once.
+    """Reward function of a task that is called for many answers at once.
 
     Example:
         same = lambda completions, gold: [float(a == b) for a, b in zip(completions, gold)]
@@ -39,9 +39,10 @@ class BatchedReward:
     def __init__(
         self, function: BatchFunction, *, max_batch: int = 1024, concurrency: int = 1
     ) -> None:
-        """``function`` gets ``completions`` (the answers as text, empty for none) and the columns
-        that it has parameters for: ``prompts`` (the questions), ``gold``, ``kind``, and the keys of
-        the items' metadata. At most ``concurrency`` batches of ``max_batch`` answers run at once.
+        """``function`` receives ``completions`` (the answers as text, empty if there is none) and
+        every column that is one of its parameters: ``prompts`` (the questions), ``gold``, ``kind``,
+        and keys of the items' metadata. Up to ``concurrency`` batches, each of at most
+        ``max_batch`` answers, run at once.
 
         Raises ConfigError if ``function`` has no parameter ``completions``.
         """
@@ -66,8 +67,8 @@ class BatchedReward:
         self._waiting: list[tuple[Any, Item, Future[float]]] = []
 
     def __call__(self, answer: Any, item: Item) -> float:
-        """Return the reward of one answer; waits for the batch that contains it. Raises RamifyError
-        if the function failed for this batch."""
+        """Return the reward of one answer, after waiting for its batch. Raises RamifyError if the
+        function failed for this batch."""
         future: Future[float] = Future()
         with self._lock:
             self._waiting.append((answer, item, future))
@@ -80,7 +81,7 @@ class BatchedReward:
             return len(self._waiting)
 
     def _run_batches(self) -> None:
-        """Run batches in this thread while answers wait and fewer than ``concurrency`` run."""
+        """Run batches in this thread, until no answer waits or enough other threads run batches."""
         while True:
             with self._lock:
                 if not self._waiting or self._running == self._concurrency:
@@ -106,7 +107,7 @@ class BatchedReward:
                     "completions"
                 )
         except BaseException as error:  # noqa: BLE001 -- raised again by each waiting thread
-            if not isinstance(error, Exception):  # the score of one answer was stopped, or exits
+            if not isinstance(error, Exception):  # ScoreStopped, or SystemExit
                 error = RamifyError(f"{_name(self._function)} was stopped: {error!r}")
             for _, _, future in batch:
                 future.set_exception(error)
