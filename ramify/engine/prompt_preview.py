@@ -112,7 +112,7 @@ class _PreviewPool(ClientPool):
         try:
             return super().bound(model)
         except ConfigError:
-            # A missing key is no problem, since nothing is sent. Any other error occurs again
+            # A missing key does not matter, since nothing is sent. Any other error occurs again
             # below and is reported there.
             given = {
                 name: getattr(model, name) for name in ("alias", "window", "price", "sampling")
