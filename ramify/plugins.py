@@ -394,8 +394,8 @@ def _place(entry: Any) -> str:
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    """Whether two entries are one object of one file, which may be imported twice: as a module and
-    as ``file.py:name``."""
+    """True if two entries are the same object of one file. A file may be imported twice: as a
+    module and as ``file.py:name``."""
     if _place(first) == _place(second):
         return True
     places = [

@@ -102,7 +102,7 @@ def remember(name: str, value: str) -> None:
 
 @functools.lru_cache(256)
 def forms_of(value: str) -> tuple[str, ...]:
-    """``value`` as it is, and as URLs, JSON, ``repr`` and base64 write it."""
+    """Return a secret as it is, and as URLs, JSON, ``repr`` and base64 encode it."""
     clean = _clean(value)
     in_json = msgspec.json.encode(clean).decode()[1:-1]
     forms = (
@@ -122,9 +122,9 @@ def forms_of(value: str) -> tuple[str, ...]:
 
 
 def _in_base64(value: bytes) -> Iterator[str]:
-    """Yield what every base64 text that contains ``value`` has in common, such as one of
-    ``user:value``. Three bytes become four characters, so there is one text for each position in
-    such a group."""
+    """Yield the characters that every base64 text around ``value`` has in common, such as one of
+    ``user:value``. Three bytes become four characters, so there is one text for each of the three
+    offsets."""
     for before in range(3):
         encoded = base64.b64encode(bytes(before) + value)
         # The first and last characters also depend on the bytes around the value.

@@ -304,7 +304,8 @@ def _duplicate(descriptor: int, stack: contextlib.ExitStack) -> int:
 
 
 def _pipe_with(data: bytes, stack: contextlib.ExitStack) -> int:
-    """The end for reading of a pipe that holds ``data``, at most ``select.PIPE_BUF`` bytes."""
+    """Return the read end of a pipe that holds ``data``, which has at most ``select.PIPE_BUF``
+    bytes."""
     assert len(data) <= select.PIPE_BUF, "more would block"
     reading, writing = os.pipe()
     stack.callback(os.close, reading)

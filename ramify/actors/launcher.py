@@ -106,9 +106,9 @@ class Launcher(Protocol):
         log: Path,
         stdin: bytes = b"",
     ) -> Process:
-        """Start a process on the slot of ``member``. ``environment`` is added to that of its
-        machine; ``log`` receives all its output; ``stdin`` as in ``ChildProcess``. Raises
-        ConfigError if it cannot be started."""
+        """Start a process on the slot of ``member``. ``environment`` is added to the machine's
+        environment, ``log`` receives all output, and ``stdin`` is as in ``ChildProcess``. Raises
+        ConfigError if the process cannot be started."""
         ...
 
     def address_of(self, member: SlotMember) -> str:

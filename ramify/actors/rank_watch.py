@@ -75,7 +75,7 @@ class RankConnection(NamedTuple):
 
 
 class RankError(msgspec.Struct, frozen=True):
-    """An error that every rank has, after which work may continue."""
+    """An error that every rank reports. Work may continue after it."""
 
     kind: str
     """Name of its class."""

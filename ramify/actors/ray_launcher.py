@@ -374,9 +374,9 @@ class RayLauncher:
 
 
 def _keep_loopback() -> Callable[[], None]:
-    """Let Ray keep the loopback address that it is given: on Linux it replaces it by the address
-    at which other machines reach this one. Ray has this switch for Windows and macOS, and reads it
-    when a process imports it. Returns a function that undoes it."""
+    """Make Ray keep a loopback address. On Linux, Ray replaces the given address with one that
+    other machines can reach. Ray's switch against this is meant for Windows and macOS, and is read
+    when a process imports Ray. Returns a function that undoes the change."""
     from ray._private import ray_constants
 
     constant, variable = "ENABLE_RAY_CLUSTER", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"

@@ -1,5 +1,5 @@
-"""The kernel's table of TCP sockets, which says whose process is at each end of a connection on
-this machine.
+"""Reads the kernel's table of TCP sockets, to find which user's process is at the other end of a
+connection on this machine.
 
 Decides nothing: ``listener_user`` answers who listens at an address, before a key is sent there.
 Linux only; elsewhere nothing is known.
@@ -45,7 +45,7 @@ def tcp_sockets() -> list[TcpSocket]:
 
 
 def listener_user(host: str, port: int) -> int | None:
-    """The user whose process listens at an address of this machine; None if that is not known."""
+    """Id of the user whose process listens at an address of this machine; None if unknown."""
     places = {host, *_ANYWHERE}
     return next(
         (
@@ -58,7 +58,8 @@ def listener_user(host: str, port: int) -> int | None:
 
 
 def _address(text: str) -> Address:
-    """``0100007F:A51D`` is 127.0.0.1, 42269. An IPv4 address in IPv6 form counts as IPv4."""
+    """Decode an address: ``0100007F:A51D`` is 127.0.0.1, 42269. An IPv4 address in IPv6 form
+    becomes IPv4."""
     host, _, port = text.partition(":")
     raw = b"".join(struct.pack("=I", int(host[at : at + 8], 16)) for at in range(0, len(host), 8))
     if raw.startswith(b"\0" * 10 + b"\xff\xff"):

@@ -488,7 +488,7 @@ def read_scaffold(given: str | None, model: str) -> Any:
 
 
 def read_instructions(given: str | None) -> str:
-    """Return the text of instructions, which is given as it is or as a file."""
+    """Return instructions that are given as text or as the name of a file."""
     if not given:
         return ""
     if "\n" not in given and os.path.isfile(os.path.expanduser(given)):

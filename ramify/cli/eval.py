@@ -197,8 +197,8 @@ class _Command:
         is_compared: bool = False,
         baseline: tuple[str, Evaluation] | None = None,
     ) -> None:
-        """``is_compared``: it is one of several scaffolds, and ``baseline`` has the name and the
-        evaluation of the first."""
+        """``is_compared`` is True if several scaffolds are evaluated. ``baseline`` is then the name
+        and the evaluation of the first."""
         self.evaluation: Evaluation | None = None
         """The finished evaluation."""
         self._is_compared = is_compared
@@ -489,7 +489,7 @@ class EvaluationProgress:
 
 
 def task_for(plan: EvaluationPlan, validates: bool, notes: StderrNotes) -> Task:
-    """The task of ``plan``, checked as ``ramify eval`` does."""
+    """Return the task of ``plan``, after the checks of ``ramify eval``."""
     from ramify.tasks.base import items_of, task_of
     from ramify.tasks.validation import validate
 

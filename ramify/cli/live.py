@@ -133,7 +133,8 @@ class TerminalTree:
                 pass
 
     def arrive(self, text: ArrivingText) -> None:
-        """Show a part of a reply that has just arrived. Plain sub-calls have no row."""
+        """Show a part of a reply that has just arrived. Plain sub-calls have no row, so their text
+        is not shown."""
         row = self.nodes.get(text.call)
         if row is not None and row.call.asking == text.turn:
             before = "" if text.is_first else row.arriving

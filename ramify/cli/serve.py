@@ -48,8 +48,8 @@ _LARGE_BLOCK_BYTES = 1 << 20
 
 
 def _map_large_blocks() -> None:
-    """Return blocks from 1 MB to the system as soon as they are freed. Otherwise the GNU C library
-    keeps up to 64 MB for each thread that read a large context."""
+    """Return freed blocks of 1 MB or more to the system at once. Otherwise the GNU C library may
+    keep up to 64 MB for each thread that has read a large context."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
 

@@ -135,7 +135,8 @@ def _model(path: Path, alias: str, table: dict[str, Any], environ: Mapping[str, 
 
 
 def _secret(where: str, value: Any, environ: Mapping[str, str]) -> Any:
-    """Return the value of the variable that ``"$NAME"`` names; other values as they are."""
+    """Resolve ``"$NAME"`` to the value of that environment variable. Other values are returned
+    unchanged."""
     if not isinstance(value, str) or not value.startswith("$"):
         return value
     if not environ.get(value[1:]):
@@ -187,7 +188,7 @@ def _from_file(
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """Return the file's tables and keys; none if the file does not exist."""
+    """Return the file's content as a dict; empty if the file does not exist."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:

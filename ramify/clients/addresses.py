@@ -30,7 +30,7 @@ def is_http_url(url: str) -> bool:
 
 
 def proxy_variable(url: str) -> str:
-    """Return the environment variable that names the proxy for ``url``, or the one that would."""
+    """Return the environment variable that sets the proxy for ``url``, or that could set it."""
     scheme = urlsplit(url).scheme
     names = (f"{scheme}_proxy", f"{scheme.upper()}_PROXY", "all_proxy", "ALL_PROXY")
     return next((name for name in names if os.environ.get(name)), names[1])

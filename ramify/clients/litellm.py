@@ -47,7 +47,7 @@ class OriginalReply:
             self.body = body
 
     def completion(self) -> chat_json.ChatCompletion | None:
-        """The body as a chat completion; None if the provider has another format."""
+        """Return the body as a chat completion; None if the provider uses another format."""
         try:
             found = chat_json.decode(self.body.encode("utf-8", "replace"))
         except (msgspec.DecodeError, UnicodeDecodeError):

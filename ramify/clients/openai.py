@@ -30,7 +30,7 @@ class OpenAIClient:
         price: Price | None = None,
         streams: bool = True,
     ) -> None:
-        """``streams=False`` asks for replies as a whole."""
+        """``streams=False`` disables streaming."""
         self.name = name
         self.window = window
         self.price = price

@@ -136,7 +136,7 @@ class ClientPool:
         return client
 
     def bound(self, model: Model) -> Client:
-        """Return the client of ``model``, with the key that it was made with."""
+        """Return the client of ``model``, with the key that the model was created with."""
         for known, client in self._bound:
             if known == model:
                 return client
@@ -334,7 +334,8 @@ class ClientPool:
 
 
 class _Arrival:
-    """Arrival of one reply: a time-out that each sign of life puts off."""
+    """Idle time-out of one reply. Every piece restarts it, except that pieces without text may do so
+    only for a limited time."""
 
     def __init__(self, timeout_s: float, on_piece: OnPiece | None) -> None:
         self._timeout_s = timeout_s
@@ -581,7 +582,7 @@ def _record_wait(client: Client, reason: str, wait_s: float) -> None:
 
 
 def _unexpected(client: Client, error: Exception) -> BadReply:
-    """The error for an exception that no client should raise. Its traceback is logged."""
+    """Return the error for an exception that no client should raise, and log its traceback."""
     text = " ".join(redacted(without_secrets(str(error))).split())[:200]
     bad = BadReply(
         f"{client.name}: the reply could not be read ({type(error).__name__}: {text}); the log has "

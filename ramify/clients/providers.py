@@ -223,9 +223,9 @@ _loaded: set[str] = set()
 
 
 async def load_clients(providers: Iterable[str]) -> None:
-    """Import the clients of ``providers`` in a thread. Some SDKs take half a minute to import on a
-    busy machine, which would stop the event loop. What cannot be imported is reported when a client
-    is made."""
+    """Import the clients of ``providers`` in a thread, because some SDKs take half a minute to
+    import on a busy machine and would block the event loop. Import errors are reported when a
+    client is created."""
     for provider in dict.fromkeys(providers):
         if provider not in PROVIDERS and provider not in _loaded:
             await asyncio.to_thread(_load, provider)
@@ -322,8 +322,8 @@ def resolve(
     headers: Mapping[str, str] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Endpoint:
-    """Resolve ``name`` to an endpoint. ``key`` and ``base_url`` take precedence over ``@URL`` in
-    the name, which takes precedence over the environment. ``headers`` are sent in addition."""
+    """Resolve a model's name to an endpoint. The order of precedence is ``key`` and ``base_url``,
+    then ``@URL`` in the name, then the environment. ``headers`` are added to each request."""
     provider_name, model = split_name(name)
     provider: ProviderSpec = CLIENTS.of(provider_name)
     model, named_url = split_url(model)

@@ -252,7 +252,7 @@ class ScriptedServer:
         exchange.end()
 
     def _send_half(self, exchange: LoopbackExchange, parsed: _RequestBody, text: str) -> None:
-        """Send the first half of the stream of ``text``, and close the connection."""
+        """Send the first half of a stream with the given text, and close the connection."""
         chunks = chunks_of(completion(Reply(Message("assistant", text)), parsed.model), 8, False)
         exchange.begin("text/event-stream")
         exchange.piece(b"".join(map(_event, chunks[: len(chunks) // 2])))
@@ -334,8 +334,8 @@ def completion(reply: Reply, model: str) -> dict[str, Any]:
 
 
 def chunks_of(sent: dict[str, Any], pieces: int, with_usage: bool) -> list[dict[str, Any]]:
-    """Return the body of a chat completion as the chunks of a stream, with its text in
-    ``pieces``."""
+    """Split the body of a chat completion into the chunks of a stream. Its text is split into
+    ``pieces`` parts."""
     head = {name: value for name, value in sent.items() if name not in ("choices", "usage")}
     head["object"] = "chat.completion.chunk"
     (choice,) = sent["choices"]

@@ -91,7 +91,7 @@ class FinalAnswer(msgspec.Struct, frozen=True):
     """True if ``text`` is the answer itself, neither a variable name nor a Python literal."""
 
     def literal(self) -> Any:
-        """Return the value if the text is JSON or a Python literal, otherwise the text.
+        """Return the text's value as JSON or a Python literal, or the text itself if it is neither.
 
         >>> FinalAnswer('{"a": [true, NaN]}').literal(), FinalAnswer("{1: (2,)}").literal()
         ({'a': [True, nan]}, {1: (2,)})
@@ -224,7 +224,7 @@ def fences(text: str) -> Iterator[tuple[str, str, bool]]:
 
 
 class _Part(NamedTuple):
-    """A stretch of prose, or a fence, without the thinking in it."""
+    """A section of prose, or a fence, without the thinking in it."""
 
     text: str
     fence: re.Match[str] | None = None

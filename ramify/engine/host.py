@@ -227,7 +227,7 @@ class CellHost:
         kwargs: Mapping[str, Any],
         call: Callable[[str, Sequence[Any], Mapping[str, Any]], Awaitable[Any]],
     ) -> Any:
-        """Return the result of ``call``, or the one in the record that is repeated."""
+        """Return the result of a call, taken from the record if the run is being repeated."""
         ordinal, self._num_tool_calls = self._num_tool_calls, self._num_tool_calls + 1
         with _arguments_of(name):
             arguments = repr((name, args, sorted(kwargs.items()))).encode()
@@ -372,7 +372,7 @@ class CellHost:
 
 
 def _partial(outcome: CallOutcome) -> str:
-    """Return what arrived of an answer, or the words that a child ended with."""
+    """Return the incomplete answer of a child, or the prose of its last message."""
     return outcome.failure.text if isinstance(outcome.failure, ReplyCut) else outcome.partial
 
 

@@ -239,8 +239,8 @@ class ModelRequests:
         return limit, name
 
     def reply_limits(self, client: Client, depth: int, is_plain: bool) -> tuple[int, int]:
-        """Return (tokens of a reply of ``client``, tokens of hidden reasoning in addition).
-        ``is_plain``: in a call of a session's ``llm_query``."""
+        """Return (maximum tokens of a reply, additional tokens of hidden reasoning) for ``client``.
+        ``is_plain`` is True for a call of a session's ``llm_query``."""
         return self._text_limit(client, depth, is_plain)[0], self._reasoning_tokens(client)
 
     def _reasoning_tokens(self, client: Client) -> int:
@@ -336,7 +336,7 @@ class ModelRequests:
         return limit
 
     def raise_last_word(self) -> None:
-        """Hold more for the root's final request, if its model was reported to use more."""
+        """Hold more budget for the root's final request if its model reported excess usage."""
         if self.ledger.held.calls and self._last_word is not None and self._last_word.update():
             self.ledger.hold(self._last_word.amount)
 
@@ -504,7 +504,7 @@ class TurnRequest:
         call.advance(self._reused, self._new, reply, reused_ids)
 
     def take_piece(self, piece: ReplyPiece) -> None:
-        """Show the next part of a reply that is arriving. It is recorded when it is whole, or when
+        """Report a part of a reply that has arrived. The reply is recorded once it is complete or
         the attempt fails."""
         if piece.text or piece.reasoning:
             run, call = self._requests.run.recorder.id, self.call
@@ -543,7 +543,7 @@ class TurnRequest:
         self._attempted(error, usage, cost)
 
     def book_recorded(self, reply: Reply) -> None:
-        """Book a reply that the run had received before it was cut off."""
+        """Count a reply that the run had received before it was interrupted."""
         ledger, usage = self._requests.ledger, reply.usage
         if not usage.unknown_calls and ledger.is_excess(
             self._reservation.amount, usage, reply.cost

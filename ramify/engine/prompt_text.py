@@ -102,14 +102,14 @@ class BudgetFacts(msgspec.Struct, frozen=True):
 
 
 class PromptExample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A question with the answer that the user wants to such a question."""
+    """A question, and the answer that the user wants for questions of this kind."""
 
     question: str
     answer: Any
 
 
 class MountFacts(msgspec.Struct, frozen=True):
-    """A file or folder of the user that the session can read."""
+    """One of the user's files or folders that the session can read."""
 
     path: str
     """Its path in the session."""
@@ -297,7 +297,7 @@ def _shape_of_list(kind: ContextKind, value: Sequence[Any], size: str) -> str:
 
 
 def _items(value: Sequence[Any]) -> str:
-    """Types and lengths of the items, if they can be looked at quickly."""
+    """Describe the types and lengths of the items, if they can be inspected quickly."""
     if not value or len(value) > _MANY_ITEMS:
         return ""
     types = list(dict.fromkeys(type(item).__name__ for item in value))
@@ -335,7 +335,7 @@ def first_message(question: str, context: ContextFacts, about: str = "") -> str:
 
 
 def sections(facts: PromptFacts) -> dict[str, str]:
-    """Return the text of each marker of a system message; empty if there is nothing to say."""
+    """Return the text for each marker of a system message; empty if the marker has no text."""
     return {
         "task": _task(facts),
         "example": fenced(first_example(facts)),

@@ -104,8 +104,9 @@ class RunOptions(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_only=Tru
     def updated(
         self, options: RunOptions | None, changes: Mapping[str, Any], more: Iterable[str] = ()
     ) -> RunOptions:
-        """Return these options with those that ``options`` sets, and then with ``changes``. Raises
-        ConfigError for an unknown name, with the nearest option or keyword of ``more``."""
+        """Return a copy with the options that are set in ``options``, and then with ``changes``.
+        Raises ConfigError for an unknown name, and suggests the nearest option or keyword in
+        ``more``."""
         if options is not None and not isinstance(options, RunOptions):
             raise ConfigError(
                 f"options is a {type(options).__name__}: give a ramify.RunOptions(…), or keyword "
@@ -300,8 +301,8 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
 
 
 def _refuse_pictures(context: Any) -> None:
-    """Raise ConfigError for messages with parts that are not text: the session would get them as
-    text, and each would cost thousands of tokens."""
+    """Raise ConfigError for messages with parts that are not text. A session would receive them as
+    text, which costs thousands of tokens per image."""
     for message in context if isinstance(context, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         for part in [message, *(content if isinstance(content, list) else ())]:
@@ -314,8 +315,8 @@ def _refuse_pictures(context: Any) -> None:
 
 
 def opening(system: str, before: Sequence[Message]) -> list[Message]:
-    """Return the messages before a question. A prompt has one system message: ``system``, and the
-    texts of those in ``before``."""
+    """Return the messages before a question. A prompt has only one system message, so ``system``
+    and the system messages in ``before`` are joined."""
     texts = [system, *(message.content for message in before if message.role == "system")]
     text = "\n\n".join(filter(None, texts))
     others = [message for message in before if message.role != "system"]

@@ -95,7 +95,7 @@ class RunModels:
         return None
 
     def facts(self, client: Client) -> ModelFacts:
-        """What is known about the model of ``client``."""
+        """Return the facts about a client's model."""
         bound = self._bound.get(id(client))
         vision = getattr(client, "vision", None) if bound is None else bound.vision
         return ModelFacts(
@@ -103,13 +103,13 @@ class RunModels:
         )
 
     def sampling(self, client: Client, run: Sampling) -> Sampling:
-        """Sampling of the replies of ``client`` in a run with the sampling ``run``."""
+        """Return the sampling for a client's requests, given the sampling of the run."""
         bound = self._bound.get(id(client))
         return run if bound is None else bound.sampled_as(run)
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """What a prompt may say about one model of a run."""
+    """Facts that a prompt may state about one model of a run."""
 
     alias: str
     """Short name by which a session chooses it; unique in the run unless clients share a name."""
@@ -124,8 +124,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 def _aliases(clients: Sequence[Client], bound: Mapping[int, Model]) -> dict[int, str]:
-    """Return the alias of each client by its id: the one that was given, or else the shortest part
-    of its name that no other one has."""
+    """Map each client's id to its alias: the given alias, or else the shortest part of its name
+    that is unique."""
     given = {id(c): bound[id(c)].alias for c in clients if id(c) in bound}
     aliases: dict[int, str] = {}
     for client in clients:
@@ -146,8 +146,8 @@ def _parts(name: str) -> tuple[str, str]:
 
 
 def as_models(spec: ModelSpec | Sequence[ModelSpec]) -> tuple[Model | Client, ...]:
-    """Return ``spec`` as models, whose keys are bound now, and clients. Raises ConfigError for
-    anything else."""
+    """Convert a specification into models and clients. The models' keys are read now. Raises
+    ConfigError for anything else."""
     specs = [spec] if isinstance(spec, str | Client) or not isinstance(spec, Sequence) else spec
     models: list[Model | Client] = []
     for item in specs:
@@ -204,7 +204,8 @@ class SharedResources:
     def __init__(
         self, max_in_flight: int, spec: SandboxSpec, make_pool: MakePool = ClientPool
     ) -> None:
-        """``make_pool`` makes the pool of each loop from the most requests in flight."""
+        """``make_pool`` creates the pool of each event loop; its argument is the maximum of
+        requests in flight."""
         self._make_pool = make_pool
         self._max_in_flight = max_in_flight
         self._spec = spec
@@ -347,7 +348,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(setup, config={**config, **setup._instructions()})
 
     def with_task(self, question: Question) -> RlmSetup:
-        """Return these settings with the instructions that come with ``question`` added."""
+        """Return these settings with the instructions of ``question`` added."""
         if not question.instructions and not question.examples:
             return self
         text = "\n\n".join(filter(None, [self.instructions, question.instructions]))
@@ -359,7 +360,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
         return self.instructed(config.get("instructions", ""), examples)
 
     def _instructions(self) -> dict[str, Any]:
-        """Return the plain data of instructions and examples that there are."""
+        """Return the non-empty instructions and examples as plain data."""
         both = {"instructions": self.instructions, "examples": self.examples}
         given = {name: value for name, value in both.items() if value}
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(given))

@@ -266,9 +266,9 @@ class RLM:
         depth: int = 0,
         **changes: Unpack[RunKeywords],
     ) -> PromptPreview:
-        """Return the first request that ``completion`` would send, without sending it: of the root,
-        or of a child at ``depth``. No key is needed and nothing is stored. A session may be
-        started. Raises the same ConfigError as ``completion``."""
+        """Return the first request of a completion without sending it: the root's, or that of a
+        child at ``depth``. No key is needed and nothing is stored, but a session may be started.
+        Raises the same ConfigError as ``completion``."""
         options = self._options.updated(options, changes)
         resolved = msgspec.structs.replace(
             question(prompt, query, options.answer_type, options.cite), direct=options.direct

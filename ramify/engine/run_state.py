@@ -110,8 +110,8 @@ class RunState:
         return self.setup.scaffold
 
     def measure_reply(self, call: LiveCall, seconds: float) -> None:
-        """Keep as much time for the root's final reply as its model needs. Before the first reply,
-        a tenth of the run's time is kept."""
+        """Reserve as much time for the root's final reply as its model has needed. Before the first
+        reply, a tenth of the run's time is reserved."""
         if call.parent is not None or seconds <= self._slowest_s:
             return
         self._slowest_s = seconds
@@ -238,7 +238,7 @@ class RunState:
         return self.recording is not None and self.recording.was_skipped(call.id, turn, cell)
 
     def standing(self) -> list[tuple[str, float, float]]:
-        """(name, spent, limit) for each limit that all calls share."""
+        """Return (name, spent, limit) for each limit that all calls share."""
         most = self.setup.limits.max_seconds
         left = self._deadline - self._loop.time()
         return [*self.requests.ledger.state(), ("seconds", most - left, most)]
@@ -337,8 +337,8 @@ class RunState:
         self.recorder.emit(NoteAdded(at_s=self.recorder.now(), call=call.id, text=text))
 
     def warn_of_excess(self, call: LiveCall, text: str) -> None:
-        """Record that a reply used more than was reserved. Only the first one is a warning: a model
-        whose reports grow would give many."""
+        """Record that a reply used more than was reserved. Only the first time is a warning,
+        because a model may do this at every reply."""
         is_first, self._has_excess = not self._has_excess, True
         prefix = "warning: " if is_first else ""
         note = f"{prefix}{text}; later requests to it reserve as much"

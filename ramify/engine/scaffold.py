@@ -86,7 +86,7 @@ _MARKER = re.compile(r"(?<=\n\n)\{\{(\w+)\}\}\n\n|^\{\{(\w+)\}\}\n|\{\{(\w+)\}\}
 
 
 def _filled(found: re.Match[str], filled: Mapping[str, str]) -> str:
-    """Return the text that replaces a marker. One without a text disappears with its line. Other
+    """Return the text that replaces a marker. A marker without text is removed with its line. Other
     words in double braces stay."""
     name = found[1] or found[2] or found[3]
     if name not in filled:
@@ -173,7 +173,7 @@ class Scaffold(msgspec.Struct, metaclass=NamedFields, frozen=True, forbid_unknow
             )
 
     def _check_system(self, field: str, text: str) -> None:
-        """Raise ConfigError if a system message would lose what every session needs."""
+        """Raise ConfigError if a system message lacks text that every session needs."""
         losses = {
             "tools": "which tools there are",
             "limits": "its limits",
@@ -189,7 +189,8 @@ class Scaffold(msgspec.Struct, metaclass=NamedFields, frozen=True, forbid_unknow
                 )
 
     def system_prompt(self, facts: PromptFacts | None = None) -> str:
-        """Return the system message of a call. Without ``facts``, it states none."""
+        """Return the system message of a call. Without ``facts``, it states no facts about the
+        run."""
         text = self.child_system if facts and facts.depth and self.child_system else self.system
         if not text:
             return ""

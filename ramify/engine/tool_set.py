@@ -95,7 +95,7 @@ class ToolSet:
         return ToolSet({**self._given(), **tools})
 
     def _given(self) -> dict[str, Any]:
-        """Return the tools as they can be given again."""
+        """Return the tools in the form in which they were passed."""
         return {
             name: {"tool": tool, "description": self.descriptions[name]}
             if name in self.descriptions

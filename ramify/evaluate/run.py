@@ -318,7 +318,7 @@ class EvaluationRecords:
         return read_evaluation(self.path(id))
 
     def paths(self) -> list[Path]:
-        """The files of all evaluations, oldest first."""
+        """Return the files of all evaluations, oldest first."""
         return sorted(self._folder.glob("*.jsonl"))
 
     def path(self, id: str) -> Path:

@@ -331,7 +331,7 @@ class RunProgress:
         return encodable(self._text(event))
 
     def arrived(self, part: ArrivingText) -> str:
-        """Return the progress text of a part of a reply; empty if it is not one of the root's."""
+        """Return the progress text for a part of a reply; empty if the reply is not the root's."""
         if part.call not in self._roots:
             return ""
         self.has_reply = True
@@ -386,7 +386,7 @@ class RunProgress:
 
 
 class _ArrivedReply:
-    """Progress text of one reply of the root, as it arrives."""
+    """Progress text of one reply of the root while it arrives."""
 
     def __init__(self) -> None:
         self.is_shown = False

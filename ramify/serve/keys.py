@@ -194,12 +194,13 @@ class ApiKeys:
 
     @classmethod
     def generated(cls) -> tuple[ApiKeys, str]:
-        """One new key without limits, for one start of a server; returns it, too."""
+        """Return (keys, key) with one new key without limits, which is valid until the server
+        stops."""
         key = new_key()
         return cls({"default": ApiKey(key=key)}), key
 
     def caller(self, name: str) -> ApiCaller:
-        """Return the caller of this name, or the one for servers without keys."""
+        """Return the caller with this name, or the caller of a server without keys."""
         return self.callers.get(name, self._anyone)
 
     def save(self) -> None:

@@ -176,7 +176,7 @@ class PolicyServer:
     async def _counted(
         self, answer: Callable[[], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Run ``answer`` as a counted request, and convert its errors to rejections."""
+        """Call ``answer`` as a counted request. Its errors become rejections."""
         if self._in_flight + self._waiting >= _MAX_IN_FLIGHT:
             raise RequestRejected(
                 f"{self._in_flight + self._waiting} requests are in progress: try again later",

@@ -235,7 +235,8 @@ class ServedQuestions:
 
     @contextmanager
     def admitted(self, caller: ApiCaller) -> Iterator[None]:
-        """Count a request of ``caller``, from before its body is read until its answer.
+        """Count a request of ``caller`` as active, from before its body is read until its response
+        is sent.
 
         Raises RequestRejected if the server is stopping, or if it or the key has too many.
         """

@@ -140,7 +140,7 @@ class RunServer:
         return self._questions.num_active
 
     def unfinished_runs(self) -> list[str]:
-        """Ids of runs in the store that ended with their server and can be continued."""
+        """Ids of stored runs that a stopped server left unfinished and that can be continued."""
         return self._questions.unfinished.left()
 
     # --- start and shutdown

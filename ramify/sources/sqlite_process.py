@@ -111,7 +111,8 @@ def serve() -> None:
 
 
 def _encoded_query(path: Path, query: str, params: Params, limit_s: float) -> bytes:
-    """Raises ValueError for a parameter that SQLite cannot store."""
+    """Encode a query for the helper process. Raises ValueError for a parameter that SQLite cannot
+    store."""
     given = dict(params) if isinstance(params, Mapping) else list(params)
     try:
         return encode(SqlQuery(str(path), query, given, limit_s))

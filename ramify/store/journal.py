@@ -190,7 +190,7 @@ def open_locked(path: Path, flags: int) -> int:
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """Whether ``fd`` is open on the file that is at ``path`` now."""
+    """True if the open file ``fd`` is the file that is at ``path`` now."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
@@ -256,8 +256,8 @@ def cut_torn_line(fd: int) -> int:
 
 
 def chain_at_end(fd: int, path: Path) -> ChecksumChain:
-    """The checksum after the last line of a journal without an incomplete line. Raises StoreError
-    if the last line should have one but has none."""
+    """Return the checksum after the last line of a journal, which must be complete. Raises
+    StoreError if the last line lacks a checksum that it must have."""
     size = os.fstat(fd).st_size
     chain, tail = ChecksumChain(), os.pread(fd, 64, max(0, size - 64))[:-1]
     if has_checksum(tail):
@@ -392,7 +392,7 @@ MISFIT = "it does not fit the lines before it, some of which must be missing"
 
 
 def damaged(path: Path, number: int, why: object) -> StoreError:
-    """The error for a line that was changed, or that other lines are missing before."""
+    """Return the error for a line that was changed, or before which lines are missing."""
     return StoreError(
         f"{path}, line {number} is damaged: {why}; the events before it can be read, and `ramify "
         f"runs repair {path.stem}` keeps them"

@@ -269,7 +269,7 @@ class RecordedReplies:
             self._forget(id, first, is_recorded=False)
 
     def continue_past_interruption(self) -> None:
-        """Forget a last word that a run was asked for before it was cancelled, and did not give."""
+        """Forget an unanswered final request that a run sent before it was cancelled."""
         for (id, turn), request in list(self._requests.items()):
             is_unanswered = request.last_word is Stop.CANCELLED and (id, turn) not in self._replies
             if is_unanswered and self._parents.get(id) is None:

@@ -311,7 +311,7 @@ class Store:
     """The runs in one folder. Safe for several threads and processes at once."""
 
     def __init__(self, root: str | Path | None = None, *, fsync: Fsync = os.fsync) -> None:
-        """``fsync`` flushes an open file to disk; a test passes that of a
+        """``fsync`` flushes an open file to disk. Tests pass the method of a
         ``testing.ForgetfulDisk``."""
         folder = Path(root).expanduser() if root is not None else default_root()
         self.root = make_folder(folder, fsync)
@@ -372,8 +372,8 @@ class Store:
         return Journal(path, fd, self.blobs, self._flusher, SecretRedactor(secrets), chain)
 
     def check(self, run: str | Path) -> JournalCheck:
-        """Compare the checksums of a run's journal and its stored contexts; also while it is being
-        written."""
+        """Check the checksums of a run's journal and its stored contexts. This also works while the
+        run is being written."""
         return check_journal(self.path(run), self.blobs)
 
     def repair(self, run: str | Path) -> JournalRepair:

@@ -111,7 +111,8 @@ class Item(msgspec.Struct, frozen=True):
                 msgspec.structs.force_setattr(self, field, value.tolist())
 
     def _take_messages(self) -> None:
-        """Raises ValueError for a message in another form, and without a question at the end."""
+        """Read the item's question from its messages. Raises ValueError for a message in another
+        form, or if no question is at the end."""
         messages, question = messages_of(self.messages), self.question
         if not question:
             if messages[-1].role != "user":
@@ -504,8 +505,8 @@ class SimpleTask(msgspec.Struct, frozen=True):
 
 
 def as_score(worth: Worth | Coroutine[Any, Any, Worth]) -> Score:
-    """Convert the result of a reward function; that of an async one is awaited. A single number
-    becomes the reward ``correct``."""
+    """Convert the result of a reward function into a score; the result of an async function is
+    awaited first. A single number becomes the reward ``correct``."""
     if isinstance(worth, Coroutine):
         worth = run_coroutine(worth)
     if isinstance(worth, Score):

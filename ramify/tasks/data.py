@@ -116,7 +116,7 @@ class DatasetColumns(msgspec.Struct, frozen=True):
 
 
 def _first_of(names: Sequence[str], row: Row) -> str:
-    """The first of ``names`` that ``row`` has; the first of all if it has none."""
+    """Return the first of ``names`` that the row has, or ``names[0]`` if it has none of them."""
     return next((name for name in names if name in row), names[0])
 
 

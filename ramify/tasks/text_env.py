@@ -101,7 +101,7 @@ def env_task(
 
 
 def _registered(name: str, id: str) -> Callable[[Item], Any]:
-    """Return a function that makes Gymnasium's environment ``id``."""
+    """Return a function that creates the registered Gymnasium environment with this id."""
     try:
         gymnasium = importlib.import_module("gymnasium")
     except ImportError:

@@ -193,7 +193,7 @@ def assemble(recipe: Run, checkpoint: Path | None = None, out: Path | None = Non
 
 
 def _stored_rows(run: Run, checkpoint: Path | None) -> list[TokenSequence] | None:
-    """The rows of supervised fine-tuning that the run of ``checkpoint`` has kept."""
+    """Return the rows of supervised fine-tuning that the checkpoint's run has stored."""
     if run.sft is None or checkpoint is None:
         return None
     return read_rows(checkpoint.resolve().parents[1] / ROWS_FILE, _rows_key(run))

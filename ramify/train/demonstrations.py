@@ -207,7 +207,7 @@ def demonstrate(
 
 
 def _kept(store: Store, outcome: AttemptOutcome) -> Trajectory:
-    """The stored run of an attempt, with its rewards."""
+    """Return the stored run of an attempt, with its rewards."""
     if not outcome.run:
         return Trajectory("", "", task=outcome.item, errors=[outcome.error])
     trajectory = store.load(outcome.run)

@@ -115,7 +115,8 @@ class DamagedLine(msgspec.Struct, frozen=True):
 def glances(
     block: bytes, path: Path, chain: ChecksumChain
 ) -> Iterator[tuple[AnyGlance | DamagedLine, int]]:
-    """Decode ``block``, complete lines of the journal at ``path``, after those of ``chain``.
+    """Decode a block of complete lines of the journal at ``path``. They follow the lines that
+    ``chain`` covers.
 
     Gives (event, length of its line in bytes) for each line. The chain continues after a line when
     the next one is taken. At a line of a newer version, StoreError is raised after the events

@@ -334,7 +334,7 @@ def _check_shown(located: LocatedRun) -> None:
 
 
 async def _decoded(request: web.Request, type: type[B]) -> B:
-    """The body of a request as a struct. Raises RequestRejected."""
+    """Decode the body of a request as a struct. Raises RequestRejected."""
     async with received(request) as body:
         try:
             return msgspec.json.decode(body, type=type)

@@ -83,8 +83,8 @@ class EngineProcess:
         self._process = self._launcher.start(self._member, command, environment, self.log.resolve())
 
     def check_owner(self) -> None:
-        """Raise ConfigError if a process of another user listens at the engine's address: it was
-        there first, and would be sent the key. Known only for this machine."""
+        """Raise ConfigError if the process that listens at the engine's address belongs to another
+        user, who would otherwise receive the key. Only addresses of this machine can be checked."""
         user = listener_user(self._host, self._port) if self._host == _HOST else None
         if user not in (None, os.getuid()):
             raise ConfigError(

@@ -162,8 +162,8 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 def check_version(engine: str, where: str, version: str) -> None:
-    """Raise ConfigError for a version with an older protocol; warn about one that was not
-    checked."""
+    """Raise ConfigError for a version with an older protocol, and warn about a version that was not
+    tested."""
     first, beyond = VERSIONS[engine]
     found = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
     low, high = (".".join(map(str, each)) for each in (first, beyond))

@@ -235,7 +235,7 @@ class _GroupSpec(NamedTuple):
 
 
 def _group(spec: _GroupSpec, store: Any, key: bytes) -> Any:
-    """Raises TrainError if a member does not have ``key``."""
+    """Form the group. Raises TrainError if a member does not have ``key``."""
     timeout = timedelta(seconds=spec.timeout_s)
     if spec.backend == "gloo":
         gloo: Any = dist.ProcessGroupGloo

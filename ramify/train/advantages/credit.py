@@ -360,7 +360,7 @@ def was_cut_off(call: Call) -> bool:
 
 
 def ends_in_cut_reply(call: Call) -> bool:
-    """Whether the last reply of the call was cut at its token limit, and no limit of the run ended
+    """True if the last reply of the call was cut at its token limit, and no limit of the run ended
     the call."""
     by_limit = call.stop is not None and call.stop.is_truncated()
     return bool(call.turns) and call.turns[-1].reply.finish == "length" and not by_limit

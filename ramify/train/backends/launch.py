@@ -267,8 +267,8 @@ def follow(world: RankInfo) -> NoReturn:
 
 
 def _follow(rank: int, local_rank: int | None, channels: Mapping[str, Channel]) -> NoReturn:
-    """Run as a rank that has reached rank 0. Raises EOFError or OSError if rank 0 ends before the
-    group is complete."""
+    """Run as a rank that is connected to rank 0. Raises EOFError or OSError if rank 0 ends before
+    the group is complete."""
     import torch.distributed as dist
 
     from ramify.actors.rank_group import follow
@@ -301,7 +301,7 @@ _COMMAND = (sys.executable, "-m", "ramify.train.backends.launch")
 def _started(
     hosts: Launcher | None, rank: int, size: int, listener: Listener, stacks: Path
 ) -> Process:
-    """Start a rank: here, or in its placement slot, which exposes only its own GPUs."""
+    """Start a rank on this machine, or in its placement slot, which exposes only its own GPUs."""
     import torch
 
     threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // size))}
@@ -334,8 +334,8 @@ class _RankChannel(NamedTuple):
 def _accept_ranks(
     listener: Listener, size: int, look: Callable[[int], None]
 ) -> dict[tuple[int, str], _RankChannel]:
-    """(rank, kind) -> channel of every other rank. ``look`` is called with each missing rank, and
-    raises if it has exited. Raises TrainError if a rank does not join in time."""
+    """Return (rank, kind) -> channel for every other rank. ``look`` is called with each missing
+    rank, and raises if that rank has exited. Raises TrainError if a rank does not join in time."""
     joined: dict[tuple[int, str], _RankChannel] = {}
     wanted = [(rank, kind) for rank in range(1, size) for kind in ("talk", "watch", "store")]
     until = time.monotonic() + _START_S

@@ -113,7 +113,7 @@ class RankMesh:
     """The device mesh of all ranks, as seen by layers and by experts."""
 
     def __init__(self, device: str, sizes: MeshSizes, members: AuthenticatedGroups) -> None:
-        """``members`` form the groups of the mesh."""
+        """``members`` forms the groups of the mesh."""
         from torch.distributed.device_mesh import init_device_mesh
 
         def mesh(shape: tuple[int, ...], *names: str) -> Any:

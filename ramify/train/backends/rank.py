@@ -43,7 +43,8 @@ from ramify.types.sequence import Batch, Floats
 
 
 class ModelConfigText(msgspec.Struct, frozen=True):
-    """A Hugging Face configuration as text, which ranks read as transformers reads a file."""
+    """A Hugging Face model configuration as text, which ranks parse as transformers parses a
+    file."""
 
     text: str
     """JSON, as in ``config.json``."""
@@ -52,7 +53,8 @@ class ModelConfigText(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, config: Any) -> ModelConfigText:
-        """Raises ConfigError if ranks would not read the same configuration."""
+        """Convert a configuration to text. Raises ConfigError if parsing the text would give a
+        different configuration."""
         stored = cls(
             config.to_json_string(use_diff=False), getattr(config, "_attn_implementation", None)
         )

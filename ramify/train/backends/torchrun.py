@@ -1,4 +1,5 @@
-"""Where ranks that ``torchrun`` started find rank 0, attempt after attempt, and who may join them.
+"""Lets ranks that ``torchrun`` started find rank 0 in each attempt, and decides which processes may
+join.
 
     all ranks on one machine     a ticket file in a folder that only this user can enter; rank 0
                                  writes a new one in each attempt
@@ -50,7 +51,7 @@ class RankInfo(NamedTuple):
 
     @classmethod
     def of_environment(cls) -> RankInfo | None:
-        """As torchrun put it; None outside torchrun."""
+        """Read the variables that torchrun sets; None outside torchrun."""
         if any(name not in os.environ for name in _VARIABLES):
             return None
         rank, size, address, port = (os.environ[name] for name in _VARIABLES)
@@ -60,7 +61,7 @@ class RankInfo(NamedTuple):
 
 
 class TorchrunMeeting:
-    """The place where the ranks of one torchrun meet."""
+    """Publishes and finds the address of rank 0 for the ranks of one torchrun."""
 
     def __init__(self, world: RankInfo) -> None:
         """Raises ConfigError if ranks are on several machines and no key is given."""
@@ -74,7 +75,7 @@ class TorchrunMeeting:
             )
 
     def listen(self) -> Listener:
-        """As rank 0: the listener that the other ranks of this attempt will find."""
+        """Called by rank 0: open and publish the listener for the other ranks of this attempt."""
         world = self._world
         if world.is_local:
             listener = Listener()
@@ -94,8 +95,8 @@ class TorchrunMeeting:
         return listener
 
     def find(self) -> Ticket | None:
-        """As another rank: the way to rank 0, perhaps of an earlier attempt; None if there is none
-        yet."""
+        """Called by other ranks: return the address of rank 0, perhaps that of an earlier attempt;
+        None if none is published yet."""
         world = self._world
         if world.is_local:
             try:
@@ -107,15 +108,15 @@ class TorchrunMeeting:
         return Ticket(address, self._key, "") if address else None
 
     def began(self) -> bool:
-        """Whether rank 0 of an earlier attempt passed its checks and waited for other ranks.
-        torchrun's restart count alone does not tell: it differs between machines."""
+        """True if rank 0 of an earlier attempt passed its checks and waited for other ranks.
+        torchrun's restart count does not show this, because it differs between machines."""
         is_restarted = os.environ.get(_RESTARTS, "0") not in ("", "0")
         if self._world.is_local:
             return is_restarted and self._file.exists()
         return bool(self._published()) if _is_agents() else is_restarted
 
     def forget(self) -> None:
-        """As rank 0: remove what ``listen`` left, since no attempt will follow."""
+        """Called by rank 0 when no attempt follows: remove the data that ``listen`` published."""
         if self._world.is_local:
             self._file.unlink(missing_ok=True)
 
@@ -126,7 +127,7 @@ class TorchrunMeeting:
         return make_folder(default_root() / "torchrun") / name
 
     def _published(self) -> str:
-        """Rank 0's address in torchrun's store; empty if there is none with our signature."""
+        """Return rank 0's address from torchrun's store; empty if none has our signature."""
         assert self._key is not None
         store = self._store()
         if not store.check([_PUBLISHED]):
@@ -157,8 +158,8 @@ class TorchrunMeeting:
 
 
 def _is_agents() -> bool:
-    """Whether the store at MASTER_ADDR belongs to torchrun's agent, and lives as long as it
-    does."""
+    """True if the store at MASTER_ADDR belongs to torchrun's agent. Such a store lives as long as
+    the agent does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

@@ -30,7 +30,7 @@ _OPTIONAL = ("ce", "kd")
 
 
 def key_of(config: Any) -> str:
-    """Return a digest of the settings that decide the rows."""
+    """Return a digest of the settings that determine the rows."""
     return hashlib.sha256(
         msgspec.json.encode(config, enc_hook=repr, order="deterministic")
     ).hexdigest()
@@ -63,8 +63,8 @@ def write_rows(path: Path, rows: Sequence[TokenSequence], key: str) -> None:
 
 
 def read_rows(path: Path, key: str) -> list[TokenSequence] | None:
-    """Return the rows of ``path``; None if there are none for ``key``. A damaged file is reported
-    and ignored."""
+    """Read the rows at ``path``; None if they were stored for another key. A damaged file is
+    reported and ignored."""
     if not path.exists():
         return None
     try:

@@ -139,9 +139,9 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         )
 
     def stored(self) -> dict[str, Any]:
-        """This loss as plain data, from which another process can make it (``restored``): a formula
-        of a plug-in is named by its place. Raises ConfigError for a formula that is not a
-        struct."""
+        """Return this loss as plain data, from which ``restored`` in another process creates it
+        again. A plug-in's formula is named by its location. Raises ConfigError for a formula that
+        is not a struct."""
         try:
             data: dict[str, Any] = msgspec.to_builtins(self)
         except TypeError as error:

@@ -66,7 +66,8 @@ class RolloutWorkerSpec(msgspec.Struct, frozen=True, tag=True):
 
 
 class EncodedItem(msgspec.Struct, frozen=True):
-    """An ``Item`` as it travels: its values in the codec of sessions, which keeps their types."""
+    """An ``Item`` in the form in which it is sent to a worker. Its values use the codec of
+    sessions, which keeps their types."""
 
     question: str
     kind: str
@@ -76,7 +77,7 @@ class EncodedItem(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, item: Item) -> EncodedItem:
-        """Raises ConfigError for a value that no session could receive."""
+        """Encode an item. Raises ConfigError for a value that no session could receive."""
         values = {name: getattr(item, name) for name in _VALUES}
         if isinstance(item.context, SharedContext):
             values["context"] = item.context.value
@@ -116,13 +117,13 @@ class AvailableEngines(msgspec.Struct, frozen=True, tag=True):
 
 
 class CancelRollout(msgspec.Struct, frozen=True, tag=True):
-    """The rollout of a request is not needed any more."""
+    """Cancels the rollout of a request, because its result is no longer needed."""
 
     id: int
 
 
 class EndWorker(msgspec.Struct, frozen=True, tag=True):
-    """The last message."""
+    """The last message to a worker, which then exits."""
 
 
 RunMessage = RolloutWorkerSpec | RolloutRequest | AvailableEngines | CancelRollout | EndWorker

@@ -95,7 +95,7 @@ class _Worker:
         threading.Thread(target=self._write, daemon=True, name="ramify to a rollout worker").start()
 
     def send(self, message: RunMessage) -> None:
-        """Queue a message without waiting, because a stalled worker reads nothing. Messages keep
+        """Queue a message without waiting, because a stalled worker does not read. Messages keep
         their order."""
         self._outbox.put(message)
 
