@@ -334,8 +334,8 @@ class ClientPool:
 
 
 class _Arrival:
-    """Idle time-out of one reply. Every piece restarts it, except that pieces without text may do so
-    only for a limited time."""
+    """Idle time-out of one reply. Every piece restarts it, but pieces without text do so only for
+    a limited time."""
 
     def __init__(self, timeout_s: float, on_piece: OnPiece | None) -> None:
         self._timeout_s = timeout_s

@@ -1,4 +1,4 @@
-"""TLS to model servers: which certificate authorities are trusted.
+"""TLS to model servers: decides which certificate authorities are trusted.
 
 By default these are the system's authorities. ``SSL_CERT_FILE`` and ``SSL_CERT_DIR`` replace them;
 ``REQUESTS_CA_BUNDLE``, ``CURL_CA_BUNDLE`` and ``NODE_EXTRA_CA_CERTS`` add to them. Every server
