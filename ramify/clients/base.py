@@ -292,9 +292,9 @@ def counted(
 
 
 def believed(reply: Reply, request: Request, window: int) -> Usage:
-    """Return the usage of ``reply``, or the most that ``request`` can use if it was not reported or
-    is impossible: neither prompt nor reply can be longer than the model's ``window`` of tokens, no
-    prompt has zero tokens, and no reply that says something."""
+    """Return the reported usage of a reply, or the maximum for the request if the usage is missing
+    or impossible. A prompt or a reply longer than the model's ``window`` is impossible; so are zero
+    tokens for a prompt or for a reply with text."""
     usage, message = reply.usage, reply.message
     within = usage.output_tokens <= max(request.sampling.max_tokens, window) and (
         # Counted only if necessary, since it reads the whole prompt.

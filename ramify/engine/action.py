@@ -330,7 +330,7 @@ def _fence(text: str, opening: re.Match[str], has_thought: bool) -> tuple[_Part,
 
 
 def _may_span(text: str, start: int, end: int) -> bool:
-    """Whether a string between ``start`` and ``end`` may have several lines. Few codes have one."""
+    """True if a string between ``start`` and ``end`` may span several lines, which is rare."""
     return (
         text.find('"""', start, end) >= 0
         or text.find("'''", start, end) >= 0

@@ -377,8 +377,8 @@ class Reservation:
         return self.amount.cost if self._price is not None or self.amount.cost else None
 
     def update(self) -> bool:
-        """Compute the amount again if the model was reported to use more since the last time.
-        Returns whether it has changed."""
+        """Recompute the amount if the model has reported a larger excess since the last time.
+        Returns True if the amount has changed."""
         excess = self._ledger.excess.get(self._model, _NO_EXCESS)
         if excess is self._excess:
             return False
@@ -422,7 +422,7 @@ class Reservation:
         return self._ledger.last_excess if is_excess else ""
 
     def expect(self, usage: Usage, cost: float | None, request: str) -> None:
-        """Expect of later requests to the model that they use as much as ``request`` did."""
+        """Make later requests to the model reserve as much as this attempt used."""
         excess = self._ledger.excess.get(self._model, _NO_EXCESS)
         self._ledger.excess[self._model] = excess.with_report(self._most, usage, cost or 0.0)
         reported, reserved = (

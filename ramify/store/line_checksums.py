@@ -39,7 +39,7 @@ class ChecksumChain:
         """True once a line had a checksum. Every later line must then have one, too."""
 
     def sealed(self, line: bytes) -> tuple[bytes, int]:
-        """Return (``line``, a JSON object with a newline, with its checksum; the checksum)."""
+        """Return (line with its checksum, checksum). A line is a JSON object and a newline."""
         covered = line[:-2]
         crc = crc32(covered, self.crc)
         return covered + b',"crc":"%08x"}\n' % crc, crc

@@ -94,7 +94,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
         (KEY | {"Host": "127.0.0.1.evil.example"}, 403, "wrong_host", "is not this machine"),
         (KEY | {"Origin": "http://evil.example"}, 403, "wrong_origin", "may not use this server"),
         (KEY | {"Origin": "null"}, 403, "wrong_origin", "'null' may not use"),
-        (KEY | {"Origin": "http://[evil"}, 403, "wrong_origin", "may not ask"),
+        (KEY | {"Origin": "http://[evil"}, 403, "wrong_origin", "may not use"),
         (KEY | {"Content-Type": "text/plain"}, 415, None, "send it as application/json"),
         (KEY | {"Content-Encoding": "gzip"}, 415, None, "without Content-Encoding"),
     ],
