@@ -234,7 +234,8 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     about, tools, on_session, warnings = "", {}, None, ()
     instructions, examples = "", tuple[PromptExample, ...]()
     before = tuple[Message, ...]()
-    if isinstance(prompt, SourceContext):
+    # Most prompts are texts, and the check of a protocol looks at each of its attributes.
+    if not isinstance(prompt, str) and isinstance(prompt, SourceContext):
         instructions = getattr(prompt, "instructions", "")
         examples = examples_of(getattr(prompt, "examples", ()))
         before = tuple(getattr(prompt, "messages", ()))
