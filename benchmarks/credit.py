@@ -1,4 +1,4 @@
-"""Bias of the objective on trees: two toy problems whose exact gradient is known.
+"""Bias of the objective on trees: three toy problems whose exact gradient is known.
 
     python benchmarks/credit.py [--quick] [--json]
 
@@ -12,7 +12,16 @@ child's choice matters: it is right with probability .5 and the tree's reward fo
 is the mean of (weight · advantage · ±1) at that child in trees of eight children over that in trees
 of one; 1 is unbiased. In its second form the children are rewarded separately.
 
-Both run the package's own estimators on trajectories, with the state that they carry from step to
+Toy 3, m of n. The root recurses with probability q, and m of the group's eight trees then have one
+child. The child is right with probability .5. The tree succeeds with probability .3 without a
+child, .9 with a right and .2 with a wrong one, so root and child both decide. The gradient of the
+expected reward in the logits of the two choices is q (1 - q) (.55 - .3) for the root and
+q .25 (.9 - .2) for the child; in the second form a right child also has a reward of its own, which
+makes the child's q .25 (.9 - .2 + 1). The figure is the L1 distance of the mean update's direction
+from it, for q = .2 and q = .5. A second figure is by how much the child's mean signal in groups with
+the same m differs from that of all children, for the m that differs most; 0 is unbiased.
+
+All run the package's own estimators on trajectories, with the state that they carry from step to
 step. At the end, presets are compared with the other trainers' code (``presets.py``). Decides the
 toys. Not here: what is learnt with each of them (see ``learning.py``).
 """
@@ -25,7 +34,8 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
 
 import presets
 from engine import Figure, show
@@ -42,8 +52,14 @@ ROOT_TOKENS, CHILD_TOKENS = 20, 50
 MEAN = sum(map(lambda p, r: p * r, CHOICE, SUCCESS))
 TRUTH = [p * (r - MEAN) for p, r in zip(CHOICE, SUCCESS, strict=True)]
 
-Contribution = Callable[[Trajectory, float], None]
-"""(a rollout, the signed update of its marked token) is added to the figure."""
+DIRECT, RIGHT, WRONG = 0.3, 0.9, 0.2
+"""Toy 3: the tree's probability of success without a child, with a right and with a wrong one."""
+BOTH = (RIGHT + WRONG) / 2
+ENOUGH = 2_000
+"""Toy 3: children from which a mean signal is taken; its standard error is then about .04."""
+
+Contribution = Callable[[Trajectory, str, float], None]
+"""(a rollout, a call, the signed update of its first token) is added to the figure."""
 
 
 def trajectory(
@@ -73,9 +89,9 @@ _LOGPROBS = {num: (-0.5,) * num for num in (ROOT_TOKENS, CHILD_TOKENS)}
 
 
 def updates(
-    algorithm: Any, groups: Iterator[list[Trajectory]], call: str, add: Contribution
+    algorithm: Any, groups: Iterator[list[Trajectory]], calls: Sequence[str], add: Contribution
 ) -> None:
-    """Give ``add`` the weight times the advantage of each rollout's first token of ``call``."""
+    """Give ``add`` the weight times the advantage of the first token of each of ``calls``."""
     memory: dict[str, float] = {}
     for index, trajectories in enumerate(groups):
         assigned = remembering(algorithm, memory).assign_advantages(
@@ -83,9 +99,10 @@ def updates(
         )
         memory = assigned.memory
         for rollout in assigned.rollouts:
-            if (credit := rollout.credits.get((call, 0))) is not None:
-                value = credit.rl[0] * credit.advantages[0] / assigned.denominators["rl"]
-                add(rollout.trajectory, value)
+            for call in calls:
+                if (credit := rollout.credits.get((call, 0))) is not None:
+                    value = credit.rl[0] * credit.advantages[0] / assigned.denominators["rl"]
+                    add(rollout.trajectory, call, value)
 
 
 def width(algorithm: Any, num_groups: int, seed: int = 0) -> list[float]:
@@ -101,11 +118,11 @@ def width(algorithm: Any, num_groups: int, seed: int = 0) -> list[float]:
                 for choice in choices
             ]
 
-    def add(rollout: Trajectory, value: float) -> None:
+    def add(rollout: Trajectory, call: str, value: float) -> None:
         for index in range(3):
             update[index] += value * (float(int(rollout.id) == index) - CHOICE[index])
 
-    updates(algorithm, groups(), "0", add)
+    updates(algorithm, groups(), ("0",), add)
     return normalised(update)
 
 
@@ -113,9 +130,9 @@ def normalised(update: Sequence[float]) -> list[float]:
     return [value / sum(map(abs, update)) for value in update]
 
 
-def distance(direction: Sequence[float]) -> float:
-    truth = normalised(TRUTH)
-    return sum(abs(ours - exact) for ours, exact in zip(direction, truth, strict=True))
+def distance(direction: Sequence[float], truth: Sequence[float] = TRUTH) -> float:
+    exact = normalised(truth)
+    return sum(abs(ours - theirs) for ours, theirs in zip(direction, exact, strict=True))
 
 
 def siblings(algorithm: Any, num_groups: int, own_rewards: bool = False, seed: int = 0) -> float:
@@ -127,12 +144,69 @@ def siblings(algorithm: Any, num_groups: int, own_rewards: bool = False, seed: i
         for _ in range(num_groups):
             yield [_toy_tree(draw, own_rewards) for _ in range(4)]
 
-    def add(rollout: Trajectory, value: float) -> None:
+    def add(rollout: Trajectory, call: str, value: float) -> None:
         signals[len(rollout.calls) - 1].append(value * (1 if rollout.id == "right" else -1))
 
-    updates(algorithm, groups(), "0.0", add)
+    updates(algorithm, groups(), ("0.0",), add)
     one, eight = (sum(signals[num]) / len(signals[num]) for num in (1, 8))
     return eight / one
+
+
+class Recursed(NamedTuple):
+    """What toy 3 measures with one estimator."""
+
+    direction: list[float]
+    """The mean update of the root's and the child's logit, L1-normalised."""
+    spread: list[float]
+    """Standard deviation of the two updates over the groups, relative to the sum of the means."""
+    by_number: dict[int, float]
+    """m -> the child's mean signal in groups with m children over that of all children, for those
+    m of which at least ``ENOUGH`` children were drawn."""
+
+
+def m_of_n(algorithm: Any, num_groups: int, q: float, own: bool = False, seed: int = 0) -> Recursed:
+    """Toy 3, with a child that is rewarded separately if ``own``."""
+    draw = random.Random(seed)
+    signals: dict[int, list[float]] = defaultdict(list)
+    numbers: list[int] = []
+    sums: list[list[float]] = []
+
+    def groups() -> Iterator[list[Trajectory]]:
+        for _ in range(num_groups):
+            sums.append([0.0, 0.0])
+            group = [_recursing_tree(draw, q, own) for _ in range(8)]
+            numbers.append(sum(len(tree.calls) > 1 for tree in group))
+            yield group
+
+    def add(rollout: Trajectory, call: str, value: float) -> None:
+        if call == "0":
+            sums[-1][0] += value * (float(len(rollout.calls) > 1) - q)
+        else:
+            signal = value * (0.5 if rollout.id == "right" else -0.5)
+            sums[-1][1] += signal
+            signals[numbers[-1]].append(signal)
+
+    updates(algorithm, groups(), ("0", "0.0"), add)
+    both = [[each[index] for each in sums] for index in range(2)]
+    means = [fmean(values) for values in both]
+    whole = fmean(value for values in signals.values() for value in values)
+    return Recursed(
+        normalised(means),
+        [stdev(values) / sum(means) for values in both],
+        {num: fmean(own) / whole for num, own in sorted(signals.items()) if len(own) >= ENOUGH},
+    )
+
+
+def exact_m_of_n(q: float, own: bool) -> list[float]:
+    return [q * (1 - q) * (BOTH - DIRECT), q * 0.25 * (RIGHT - WRONG + own)]
+
+
+def _recursing_tree(draw: random.Random, q: float, own: bool) -> Trajectory:
+    if draw.random() >= q:
+        return trajectory("direct", 0, float(draw.random() < DIRECT))
+    right = draw.random() < 0.5
+    reward = float(draw.random() < (RIGHT if right else WRONG))
+    return trajectory("right" if right else "wrong", 1, reward, [float(right)] if own else ())
 
 
 def among_all_calls(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
@@ -192,7 +266,41 @@ def figures(num_groups: int) -> Iterator[Figure]:
     yield Figure(
         "toy 2, DrGRPO per_role as it was: eight children / one", siblings(before, num), "", {}
     )
+    yield from _recursing(num_groups)
     yield from presets.figures()
+
+
+def _recursing(num_groups: int) -> Iterator[Figure]:
+    """Toy 3, with limits for the default."""
+    named: dict[str, Any] = {"the default": RlSpec(steps=1).algorithm}
+    for estimator in (RLOO, GRPO):
+        named[f"{estimator.__name__} per_role"] = estimator()
+    for credit in ("root", "hierarchical", "leave_one_child_out"):
+        named[f"DrGRPO {credit}"] = DrGRPO(credit=credit)
+    for name, algorithm in named.items():
+        is_default = name == "the default"
+        for q in (0.2, 0.5):
+            for own in (False, True) if is_default or "root" not in name else (False,):
+                measured = m_of_n(algorithm, num_groups, q, own)
+                what = f"toy 3, {name}, q = {q}" + (", own rewards" if own else "")
+                yield Figure(
+                    f"{what}: L1 distance",
+                    distance(measured.direction, exact_m_of_n(q, own)),
+                    "",
+                    {
+                        "spread of root and child": ", ".join(
+                            f"{value:.2f}" for value in measured.spread
+                        )
+                    },
+                    0.03 if is_default else None,
+                )
+                yield Figure(
+                    f"{what}: largest difference of the child's signal by m",
+                    max(abs(ratio - 1) for ratio in measured.by_number.values()),
+                    "",
+                    {f"m = {num}": ratio for num, ratio in measured.by_number.items()},
+                    0.1 if is_default else None,
+                )
 
 
 def _ratio(name: str, ratio: float) -> Iterator[Figure]:

@@ -25,7 +25,6 @@ weight.py).
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from math import fsum
 from statistics import fmean
@@ -78,57 +77,52 @@ def root(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[
 
 
 def per_role(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
-    """Compare a call's return with the calls of the same role and depth in the *other* trees: a
-    call is good if it did better than its peers at the same position. If no other tree has such a
-    call, it gets γ · its parent's advantage + its own reward.
+    """Add to the parent's advantage how much better the call's own reward is than those of the
+    calls of the same role and depth in the *other* trees. If no other tree has such a call, its own
+    reward counts as it is.
 
-    child returns 5, 7 in one tree and 0, 0 in the other, less the others' mean: 5, 7, -6, -6."""
-    return _against_other_trees(trees, baseline, gamma, _role)
+    roots 4 and 0; child rewards 1, 3 in one tree and 1, 5 in the other; γ = 1; less the others'
+    mean: the roots get ±4, and the children 4 + (1-3), 4 + (3-3) and -4 + (1-2), -4 + (5-2)."""
+    by_role = _Peers(trees, _role)
+    return _advantages(trees, baseline, gamma, by_role.across)
 
 
 def hierarchical(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
-    """Compare returns among attempts at the same sub-task: the same question over the same context,
-    asked by other trees of the group. This has less variance than ``per_role`` if parents split
-    their work alike. A sub-task that no other tree attempted is compared with the attempts of its
-    own tree by own rewards, or else as in ``per_role``."""
-    numbers = _against_other_trees(trees, baseline, gamma, _role, _subtask)
-    num_trees = Counter(key for tree in trees for key in set(map(_subtask, tree.values())))
-    for tree, own in zip(trees, numbers, strict=True):
-        attempts: dict[Hashable, list[str]] = defaultdict(list)
-        for id, node in tree.items():
-            attempts[_subtask(node)].append(id)
-        for key, ids in attempts.items():
-            if len(ids) > 1 and num_trees[key] == 1:
-                rewards = baseline(
-                    [tree[id].reward for id in ids], [tree[id].num_tokens for id in ids]
-                )
-                for id, value in zip(ids, rewards, strict=True):
-                    own[id] = gamma * own.get(tree[id].parent or "", 0.0) + value
-    return numbers
+    """As ``per_role``, but compare own rewards among attempts at the same sub-task: the same
+    question over the same context, asked by other trees of the group. This has less variance if
+    parents split their work alike. A sub-task that no other tree attempted is compared with the
+    other attempts of its own tree, or else as in ``per_role``."""
+    if len(trees) == 1:
+        return [_single_tree(trees[0], gamma, _subtask)]
+    by_subtask, by_role = _Peers(trees, _subtask), _Peers(trees, _role)
+
+    def rewards(index: int, id: str) -> list[float] | None:
+        return (
+            by_subtask.across(index, id)
+            or by_subtask.within(index, id)
+            or by_role.across(index, id)
+        )
+
+    return _advantages(trees, baseline, gamma, rewards)
 
 
 def leave_one_child_out(
     trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0
 ) -> list[Numbers]:
-    """A(child) = γ·A(parent) + r(child) - mean of r over its siblings; roots get their advantage
-    from ``baseline``.
+    """As ``per_role``, but compare a call's own reward with those of its siblings.
 
     A parent's success is passed to all its children, and better children get more. An only child
     is compared with the calls of its role and depth in other trees. Unbiased if siblings do not
-    depend on each other, as in one batch. Parent's A = 2, γ = 1, children's rewards 1, 3, 5:
-    2 + (1-4) = -1, 2 + (3-3) = 2, 2 + (5-2) = 5."""
-    numbers = root(trees, baseline, gamma)
-    by_role = _against_other_trees(trees, _less_others, 0.0, _role)
-    for tree, own, alone in zip(trees, numbers, by_role, strict=True):
-        children: dict[str | None, list[str]] = defaultdict(list)
-        for id, node in tree.items():
-            children[node.parent].append(id)
-        for id, node in tree.items():
-            if node.parent is not None:
-                others = [tree[other].reward for other in children[node.parent] if other != id]
-                better = node.reward - sum(others) / len(others) if others else alone[id]
-                own[id] = gamma * own[node.parent] + better
-    return numbers
+    depend on each other, as in one batch. Parent's A = 2, γ = 1, children's rewards 1, 3, 5, less
+    the others' mean: 2 + (1-4) = -1, 2 + (3-3) = 2, 2 + (5-2) = 5."""
+    if len(trees) == 1:
+        return [_single_tree(trees[0], gamma, _parent)]
+    siblings, by_role = _Peers(trees, _parent), _Peers(trees, _role)
+
+    def rewards(index: int, id: str) -> list[float] | None:
+        return siblings.within(index, id) or by_role.across(index, id)
+
+    return _advantages(trees, baseline, gamma, rewards)
 
 
 CREDITS = Registry(
@@ -149,18 +143,16 @@ Example:
 """
 
 
-def _less_others(returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
-    """R_i - mean of the others."""
-    total, num = fsum(returns), len(returns) - 1
-    return [value - (total - value) / num for value in returns]
-
-
 def _role(node: CreditNode) -> Hashable:
     return (node.role, node.depth)
 
 
 def _subtask(node: CreditNode) -> Hashable:
-    return (node.role, node.depth, None if node.parent is None else node.subtask)
+    return (node.role, node.depth, node.subtask)
+
+
+def _parent(node: CreditNode) -> Hashable:
+    return node.parent
 
 
 def _root(tree: Tree) -> str:
@@ -177,56 +169,99 @@ def returns_of(tree: Tree, gamma: float) -> Numbers:
     return returns
 
 
-def _against_other_trees(
-    trees: Sequence[Tree],
-    baseline: Baseline,
-    gamma: float,
-    *peers: Callable[[CreditNode], Hashable],
+OwnRewards = Callable[[int, str], list[float] | None]
+"""(index of a tree, id of a call below its root) -> the own reward that each tree of the group has
+in the place of that call, which has its own there; None if nothing is comparable."""
+
+
+def _advantages(
+    trees: Sequence[Tree], baseline: Baseline, gamma: float, own_rewards: OwnRewards
 ) -> list[Numbers]:
-    """Compare each call with its peers in other trees, by the last of ``peers`` that finds some.
+    """Compare each call's return with what every other tree of the group has in its place: γ times
+    what it has in the place of the parent, plus its own reward.
 
-    The call stands for its own tree, and the mean of its peers for each other tree."""
-    returns = [returns_of(tree, gamma) for tree in trees]
-    numbers: list[Numbers] = [{} for _ in trees]
-    for peer in peers:
-        for ids in _cohorts(trees, peer):
-            means = [fmean(returns[index][id] for id in ids[index]) for index in ids]
-            lengths = [sum(trees[index][id].num_tokens for id in ids[index]) for index in ids]
-            for place, index in enumerate(ids):
-                for id in ids[index]:
-                    compared = [*means[:place], returns[index][id], *means[place + 1 :]]
-                    numbers[index][id] = baseline(compared, lengths)[place]
-    return [
-        _completed(tree, own, gamma, is_compared=len(trees) > 1)
-        for tree, own in zip(trees, numbers, strict=True)
-    ]
-
-
-def _cohorts(
-    trees: Sequence[Tree], peer: Callable[[CreditNode], Hashable]
-) -> list[dict[int, list[str]]]:
-    """Index of the tree -> ids of its calls, for all calls with an equal key that at least two
-    trees have."""
-    cohorts: dict[Hashable, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    So a call is compared among as many returns as its root, whether or not the other trees
+    recursed, and its advantage has its root's scale. With ``dr_grpo`` and ``rloo`` it is γ times
+    its parent's advantage plus its own reward less the others', times (n-1)/n or 1."""
+    rewards = [tree[_root(tree)].reward for tree in trees]
+    lengths = [tree[_root(tree)].num_tokens for tree in trees]
+    numbers: list[Numbers] = []
     for index, tree in enumerate(trees):
+        returns: dict[str, list[float]] = {}
         for id, node in tree.items():
-            cohorts[peer(node)][index].append(id)
-    return [cohort for cohort in cohorts.values() if len(cohort) > 1]
+            if node.parent is None:
+                returns[id] = rewards
+                continue
+            own = own_rewards(index, id) or [
+                node.reward if place == index else 0.0 for place in range(len(trees))
+            ]
+            returns[id] = [
+                gamma * of_parent + reward
+                for of_parent, reward in zip(returns[node.parent], own, strict=True)
+            ]
+        numbers.append({id: baseline(row, lengths)[index] for id, row in returns.items()})
+    return numbers
 
 
-def _completed(tree: Tree, numbers: Numbers, gamma: float, is_compared: bool) -> Numbers:
-    """``numbers`` in the order of ``tree``, with a number for each call without peers: nothing but
-    its parent's advantage says how good its parent's return was, and its own reward counts as it
-    is. All 0 in a group of one tree."""
-    completed: Numbers = {}
+class _Peers:
+    """Own rewards of all calls below the roots of a group, by a key that comparable calls share."""
+
+    def __init__(self, trees: Sequence[Tree], key: Callable[[CreditNode], Hashable]) -> None:
+        self._trees, self._key = trees, key
+        self._rewards: dict[Hashable, dict[int, list[float]]] = {}
+        for index, tree in enumerate(trees):
+            for node in tree.values():
+                if node.parent is not None:
+                    by_tree = self._rewards.setdefault(key(node), {})
+                    by_tree.setdefault(index, []).append(node.reward)
+        self._means = {
+            shared: {index: fmean(rewards) for index, rewards in by_tree.items()}
+            for shared, by_tree in self._rewards.items()
+        }
+
+    def across(self, index: int, id: str) -> list[float] | None:
+        """The call's own reward in the place of its tree, and each other tree's mean over its
+        peers. A tree without peers has the mean of those trees that have some."""
+        node = self._trees[index][id]
+        means = self._means[self._key(node)]
+        others = [mean for place, mean in means.items() if place != index]
+        if not others:
+            return None
+        expected = fmean(others)
+        by_tree = [means.get(place, expected) for place in range(len(self._trees))]
+        by_tree[index] = node.reward
+        return by_tree
+
+    def within(self, index: int, id: str) -> list[float] | None:
+        """The call's own reward in the place of its tree, and in all other places the mean over
+        its peers in its own tree."""
+        expected = self.mean_within(index, id)
+        if expected is None:
+            return None
+        by_tree = [expected] * len(self._trees)
+        by_tree[index] = self._trees[index][id].reward
+        return by_tree
+
+    def mean_within(self, index: int, id: str) -> float | None:
+        """Mean own reward of the call's peers in its own tree."""
+        node = self._trees[index][id]
+        rewards = self._rewards[self._key(node)][index]
+        num = len(rewards) - 1
+        return (fsum(rewards) - node.reward) / num if num else None
+
+
+def _single_tree(tree: Tree, gamma: float, key: Callable[[CreditNode], Hashable]) -> Numbers:
+    """The advantages in a group of one tree, whose root has none: own rewards less the mean of
+    peers in the same tree, plus γ · the parent's advantage."""
+    peers, numbers = _Peers([tree], key), dict[str, float]()
     for id, node in tree.items():
-        if id in numbers:
-            completed[id] = numbers[id]
-        elif node.parent is None or not is_compared:
-            completed[id] = 0.0
-        else:
-            completed[id] = gamma * completed[node.parent] + node.reward
-    return completed
+        if node.parent is None:
+            numbers[id] = 0.0
+            continue
+        expected = peers.mean_within(0, id)
+        better = 0.0 if expected is None else node.reward - expected
+        numbers[id] = gamma * numbers[node.parent] + better
+    return numbers
 
 
 Overlong = Literal["punish", "mask"]

@@ -81,7 +81,7 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     tokens, makes wide trees count less."""
     rollout_tokens: int | None = None
     """L of ``reduction=constant``: tokens per rollout that the loss is divided by; None: a running
-    mean over the steps before."""
+    mean over the steps before (in a run's first step, its own mean)."""
     share: Share = "token"
     """How a rollout's weight is divided among its calls."""
     kl_reduction: Reduction | None = None
@@ -212,7 +212,7 @@ def judged(
     kept = with_signal if options.drop_zero_variance and has_baseline else rollouts
     counts = [[_counts(rollout, options) for rollout in group] for group in kept]
     mean_tokens = MeanTokens.of_memory(options.memory)
-    divisor = options.rollout_tokens or mean_tokens.value
+    divisor = options.rollout_tokens or mean_tokens.divisor(counts)
     weights, denominator = token_weights(counts, options.reduction, options.share, divisor)
     kl_shares: Sequence[Sequence[Weights]] = [[{} for _ in group] for group in counts]
     if options.kl_reduction is not None:

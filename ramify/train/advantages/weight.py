@@ -110,32 +110,34 @@ def shares_of(other: StepWeights, base: StepWeights) -> list[list[Weights]]:
     ]
 
 
-FIRST_ROLLOUT_TOKENS = 1000.0
-"""L of a run's first step, unless the run sets it."""
 _SLOWEST = 0.1
 """Weight of the latest step in the running mean of tokens per rollout, after ten steps."""
 
 
 class MeanTokens(NamedTuple):
     """L as a running mean over the steps before: the plain mean of ten steps, then an exponential
-    one. It never depends on the step that it divides, and changes slowly, so that clipping by norm
-    means the same for narrow and wide trees.
+    one. It changes slowly, so that clipping by norm means the same for narrow and wide trees. It
+    does not depend on the step that it divides, except in a run's first step, which has none
+    before it and is divided by its own mean.
 
-    steps of 100 and 300 tokens per rollout: 1000 divides the first, 100 the second, 200 the third
+    steps of 100 and 300 tokens per rollout: 100 divides the first two, 200 the third
     """
 
-    value: float = FIRST_ROLLOUT_TOKENS
+    value: float = 1.0
     steps: int = 0
+    """Number of steps in the mean; 0: ``value`` means nothing."""
 
     @classmethod
     def of_memory(cls, memory: Mapping[str, float]) -> MeanTokens:
-        first = cls()
-        return cls(
-            memory.get("rollout_tokens", first.value), int(memory.get("rollout_tokens_steps", 0))
-        )
+        steps = int(memory.get("rollout_tokens_steps", 0))
+        return cls(memory["rollout_tokens"], steps) if steps else cls()
 
     def memory(self) -> dict[str, float]:
         return {"rollout_tokens": self.value, "rollout_tokens_steps": float(self.steps)}
+
+    def divisor(self, groups: Sequence[Sequence[Counts]]) -> float:
+        """L of a step with these rollouts."""
+        return self.value if self.steps else self.after(groups).value
 
     def after(self, groups: Sequence[Sequence[Counts]]) -> MeanTokens:
         """The mean after a step with these rollouts."""

@@ -97,19 +97,19 @@ def test_step_of_two_tasks_matches_hand_computation() -> None:
         "zero_variance": pytest.approx(1 / 4),
         "failed_rollouts": 0.0,
         "calls_per_rollout": 1.0,
-        "loss_rollout_tokens": 1000.0,
+        "loss_rollout_tokens": 2.75,
         "task.sums/reward": 0.75,
         "task.sums/groups_with_signal": 1.0,
         "task.sums/zero_variance": 0.5,
         "task.sums/failed_rollouts": 0.0,
         "task.sums/calls_per_rollout": 1.0,
-        "task.sums/loss_rollout_tokens": 1000.0,
+        "task.sums/loss_rollout_tokens": 3.0,
         "task.texts/reward": 2.0,
         "task.texts/groups_with_signal": 2.0,
         "task.texts/zero_variance": 0.0,
         "task.texts/failed_rollouts": 0.0,
         "task.texts/calls_per_rollout": 1.0,
-        "task.texts/loss_rollout_tokens": 1000.0,
+        "task.texts/loss_rollout_tokens": 2.5,
     }
 
 
@@ -135,7 +135,8 @@ def test_each_task_has_the_loss_of_its_algorithm_used_alone(sums: Any) -> None:
 def test_same_algorithm_for_every_task_equals_that_algorithm_used_alone(
     name: str, reduction: str
 ) -> None:
-    algorithm = ALGORITHMS.build({"name": name, "reduction": reduction})
+    """With one L for all tasks; otherwise each task has its own."""
+    algorithm = ALGORITHMS.build({"name": name, "reduction": reduction, "rollout_tokens": 10})
     alone = algorithm.assign_advantages(groups(), {})
     by_task = ByTask(other=algorithm).assign_advantages(groups(), {})
     assert loss_shares(by_task) == {

@@ -1,5 +1,4 @@
-"""Credit on call trees. Every expected number was worked out by hand; all are integers under
-the mean baseline.
+"""Credit on call trees. Expected numbers were worked out by hand, or are exact gradients.
 
 Group of two rollouts of one task:
 
@@ -8,6 +7,9 @@ Group of two rollouts of one task:
 """
 
 from __future__ import annotations
+
+import itertools
+import math
 
 import pytest
 
@@ -21,7 +23,7 @@ from ramify.train.advantages.credit import (
     returns_of,
     root,
 )
-from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
+from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO, MaxRL, PassAtK
 
 mean = DrGRPO().compare
 FIRST = {
@@ -50,13 +52,13 @@ def test_root_credit_gives_every_call_the_advantage_of_its_root() -> None:
 
 def test_per_role_compares_calls_at_the_same_depth_across_trees() -> None:
     # γ = 1: roots 4, 0; children 5, 7 (mean 6) | 1, 5 (mean 3). Only the first tree has a
-    # grandchild; it gets its parent's advantage plus its own reward.
+    # grandchild; its return, 9, is compared with 3, what the second has in its parent's place.
     assert per_role(GROUP, RLOO().compare, 1) == [
         {"0": 4, "0.0": 2, "0.1": 4, "0.1.0": 6},
         {"0": -4, "0.0": -5, "0.1": -1},
     ]
     assert per_role(GROUP, mean, 1) == [
-        {"0": 2, "0.0": 1, "0.1": 2, "0.1.0": 4},
+        {"0": 2, "0.0": 1, "0.1": 2, "0.1.0": 3},
         {"0": -2, "0.0": -2.5, "0.1": -0.5},
     ]
     # γ = 0: children 1, 3 (mean 2) | 1, 5 (mean 3)
@@ -94,8 +96,74 @@ def test_per_role_does_not_compare_lm_calls_with_rlm_calls() -> None:
         {"0": CreditNode(None, 0, 2), "0.0": CreditNode("0", 1, 8, "lm")},
         {"0": CreditNode(None, 0, 0), "0.0": CreditNode("0", 1, 1)},
     ]
-    assert per_role(trees, mean, 0) == [{"0": 1, "0.0": 8}, {"0": -1, "0.0": 1}]
-    assert per_role(trees, mean, 1) == [{"0": 1, "0.0": 9}, {"0": -1, "0.0": 0}]
+    assert per_role(trees, RLOO().compare, 0) == [{"0": 2, "0.0": 8}, {"0": -2, "0.0": 1}]
+    assert per_role(trees, RLOO().compare, 1) == [{"0": 2, "0.0": 10}, {"0": -2, "0.0": -1}]
+
+
+@pytest.mark.parametrize(
+    "baseline", [mean, RLOO().compare, GRPO().compare, MaxRL().compare, PassAtK().compare]
+)
+@pytest.mark.parametrize("num", [1, 2, 3, 7, 8])
+def test_scale_does_not_depend_on_how_many_trees_recursed(baseline: Baseline, num: int) -> None:
+    """Eight trees, of which ``num`` have a child without a reward of its own: what the tree's
+    reward says about the root, it says about the child."""
+    rewards = (1, 0, 0, 1, 1, 0, 1, 0)
+    trees = [
+        {"0": CreditNode(None, 0, reward), **({"0.0": CreditNode("0", 1)} if i < num else {})}
+        for i, reward in enumerate(rewards)
+    ]
+    wanted = baseline(rewards)
+    for credit in (per_role, hierarchical, leave_one_child_out):
+        found = credit(trees, baseline, 1)
+        assert found == [dict.fromkeys(tree, wanted[i]) for i, tree in enumerate(trees)]
+
+
+RECURSES, DIRECT, RIGHT, WRONG = 0.3, 0.4, 0.9, 0.2
+"""How likely the root has a child, and success without a child, with a right and with a wrong one.
+A child is right with probability ½."""
+OUTCOMES = [
+    *(
+        (False, False, success, (1 - RECURSES) * (DIRECT if success else 1 - DIRECT))
+        for success in (0, 1)
+    ),
+    *(
+        (True, right, success, RECURSES / 2 * (p if success else 1 - p))
+        for right, p in ((True, RIGHT), (False, WRONG))
+        for success in (0, 1)
+    ),
+]
+"""(whether the root has a child, whether that is right, the tree's reward, the probability)"""
+
+
+@pytest.mark.parametrize(("baseline", "scale"), [(mean, 2 / 3), (RLOO().compare, 1)])
+@pytest.mark.parametrize("own", [0.0, 0.5])
+@pytest.mark.parametrize("num", [1, 2])
+@pytest.mark.parametrize("name", CREDITS)
+def test_expected_update_of_three_trees_is_the_gradient_of_the_expected_reward(
+    name: str, num: int, own: float, baseline: Baseline, scale: float
+) -> None:
+    """Over all groups of three trees: root and child both decide the tree's reward, and a right
+    child also has the reward ``own``. A recursing tree has ``num`` children, all alike except
+    that only the first one counts."""
+    if name == "root" and own:
+        pytest.skip("this credit ignores rewards of calls")
+    update = [0.0, 0.0]
+    for group in itertools.product(OUTCOMES, repeat=3):
+        trees: list[dict[str, CreditNode]] = []
+        for recurses, right, success, _ in group:
+            children = {
+                f"0.{i}": CreditNode("0", 1, own * (right if i == 0 else 0.5)) for i in range(num)
+            }
+            trees.append({"0": CreditNode(None, 0, success), **(children if recurses else {})})
+        probability = math.prod(outcome[3] for outcome in group)
+        for (recurses, right, *_), numbers in zip(
+            group, CREDITS[name](trees, baseline, 1), strict=True
+        ):
+            update[0] += probability * numbers["0"] * (recurses - RECURSES)
+            update[1] += probability * numbers.get("0.0", 0) * (right - 0.5)
+    of_root = RECURSES * (1 - RECURSES) * ((RIGHT + WRONG) / 2 - DIRECT)
+    of_child = RECURSES * 0.25 * (RIGHT - WRONG + own)
+    assert update == pytest.approx([3 * scale * of_root, 3 * scale * of_child], abs=1e-12)
 
 
 def test_hierarchical_compares_calls_with_the_same_subtask() -> None:
@@ -107,23 +175,35 @@ def test_hierarchical_compares_calls_with_the_same_subtask() -> None:
 
 
 def test_hierarchical_compares_repeated_subtasks_of_one_parent() -> None:
+    """Rewards 6, 0, 3 of one sub-task, less the mean of the other two attempts. In a group of two
+    trees the estimator's scale, here ½, and the parent's advantage of ½ are the same as elsewhere.
+    """
     tree = {
         "0": CreditNode(None, 0, 1),
         **{f"0.{i}": CreditNode("0", 1, r, subtask="same") for i, r in enumerate((6, 0, 3))},
     }
-    assert hierarchical([tree], mean, 1) == [{"0": 0, "0.0": 3, "0.1": -3, "0.2": 0}]
+    assert hierarchical([tree], mean, 1) == [{"0": 0, "0.0": 4.5, "0.1": -4.5, "0.2": 0}]
+    other = {"0": CreditNode(None, 0, 0)}
+    assert hierarchical([tree, other], mean, 1) == [
+        {"0": 0.5, "0.0": 0.5 + 2.25, "0.1": 0.5 - 2.25, "0.2": 0.5},
+        {"0": -0.5},
+    ]
 
 
 def test_leave_one_child_out_compares_each_child_with_its_siblings() -> None:
-    # first: 2 + (1-3), 2 + (3-1); the grandchild has neither siblings nor peers: 4 + 2
-    assert leave_one_child_out(GROUP, mean, 1) == [
-        {"0": 2, "0.0": 0, "0.1": 4, "0.1.0": 6},
-        {"0": -2, "0.0": -6, "0.1": 2},
+    # first: 4 + (1-3), 4 + (3-1); the grandchild has neither siblings nor peers: 6 + 2
+    baseline = RLOO().compare
+    assert leave_one_child_out(GROUP, baseline, 1) == [
+        {"0": 4, "0.0": 2, "0.1": 6, "0.1.0": 8},
+        {"0": -4, "0.0": -8, "0.1": 0},
     ]
-    assert leave_one_child_out(GROUP, mean, 0)[0] == {"0": 2, "0.0": -2, "0.1": 2, "0.1.0": 2}
+    assert leave_one_child_out(GROUP, mean, 1)[0] == {"0": 2, "0.0": 1, "0.1": 3, "0.1.0": 4}
+    assert leave_one_child_out(GROUP, baseline, 0)[0] == {"0": 4, "0.0": -2, "0.1": 2, "0.1.0": 2}
     # an only child is compared with the other tree's children, whose mean is 3
     only = {"0": CreditNode(None, 0, 4), "0.0": CreditNode("0", 1, 5)}
-    assert leave_one_child_out([only, SECOND], mean, 1)[0] == {"0": 2, "0.0": 2 + (5 - 3)}
+    assert leave_one_child_out([only, SECOND], baseline, 1)[0] == {"0": 4, "0.0": 4 + (5 - 3)}
+    # in a group of one tree, the siblings are all there is to compare with
+    assert leave_one_child_out([FIRST], mean, 1) == [{"0": 0, "0.0": -2, "0.1": 2, "0.1.0": 2}]
 
 
 @pytest.mark.parametrize("name", CREDITS)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.train.advantages.base import AssignedStep, remembering
+from ramify.train.advantages.base import AssignedStep
 from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
 from ramify.train.advantages.weight import MeanTokens
 from ramify.types.trajectory import Group, Stop, Trajectory
@@ -57,7 +57,7 @@ def test_streams_and_metrics_of_the_known_batch(algorithm: Any, up: float, down:
         "failed_rollouts": 0,
         "calls_per_rollout": 1.25,
         "child_reward": 0,
-        "loss_rollout_tokens": 1000,
+        "loss_rollout_tokens": 5,
     }
     assert found.no_signal == ""
 
@@ -230,15 +230,35 @@ def test_every_token_keeps_calls_with_zero_advantage() -> None:
 
 
 def test_constant_reduction_divides_by_mean_tokens_of_earlier_steps() -> None:
-    """The first step has no history and divides by 1000; later steps divide by the mean number of
-    trained tokens per rollout of the steps before."""
-    first = DrGRPO(credit="root").assign_advantages(known_batch(), {})
-    assert first.rollouts[0].credits["0", 0].rl == pytest.approx([0.001] * 2)
-    assert first.memory == {"rollout_tokens": 5, "rollout_tokens_steps": 1}
-    again = remembering(DrGRPO(credit="root", drop_zero_variance=False), first.memory)
+    """The mean number of trained tokens per rollout of the steps before, not that of this step."""
+    history = {"rollout_tokens": 8.0, "rollout_tokens_steps": 1.0}
+    again = DrGRPO(credit="root", drop_zero_variance=False, memory=history)
     second = again.assign_advantages(known_batch(), {}, every_token=True)
-    assert second.rollouts[0].credits["0", 0].rl == pytest.approx([1 / 5] * 2)
-    assert second.memory == {"rollout_tokens": 5, "rollout_tokens_steps": 2}  # (6 + 4 + 5 + 5) / 4
+    assert second.rollouts[0].credits["0", 0].rl == pytest.approx([1 / 8] * 2)
+    # (8 + (6 + 4 + 5 + 5) / 4) / 2
+    assert second.memory == {"rollout_tokens": 6.5, "rollout_tokens_steps": 2}
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [{}, {"rollout_tokens": 1000.0, "rollout_tokens_steps": 0.0}],
+    ids=["new", "of an earlier version that had learnt nothing yet"],
+)
+def test_first_step_divides_by_its_own_mean_tokens(memory: dict[str, float]) -> None:
+    """Trees of 6 and 4 tokens, and the same trees 100 times as long: the same loss."""
+    for times in (1, 100):
+        first = tree(call("0", 2 * times, times), call("0.0", 3 * times), reward=1)
+        batch = [group(first, tree(call("0", 4 * times), reward=0))]
+        step = DrGRPO(credit="root", memory=memory).assign_advantages(batch, {})
+        assert step.rollouts[0].credits["0", 0].rl == pytest.approx([0.2 / times] * 2 * times)
+        assert step.memory == {"rollout_tokens": 5 * times, "rollout_tokens_steps": 1}
+    equal = [group(tree(call("0", 4), reward=1), tree(call("0", 4), reward=1))]
+    nothing = DrGRPO(memory=memory).assign_advantages(equal, {})
+    assert (nothing.rollouts, nothing.memory["rollout_tokens_steps"]) == ([], 0)
+
+
+def test_fixed_rollout_tokens_divide_every_step() -> None:
+    first = DrGRPO(credit="root").assign_advantages(known_batch(), {})
     fixed = DrGRPO(credit="root", rollout_tokens=20, memory=first.memory)
     assert fixed.assign_advantages(known_batch(), {}).rollouts[0].credits[
         "0", 0
