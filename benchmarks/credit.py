@@ -16,7 +16,7 @@ Toy 3, m of n. The root recurses with probability q, and m of the group's eight 
 child. The child is right with probability .5. The tree succeeds with probability .3 without a
 child, .9 with a right and .2 with a wrong one, so root and child both decide. The gradient of the
 expected reward in the logits of the two choices is q (1 - q) (.55 - .3) for the root and
-q .25 (.9 - .2) for the child; in the second form a right child also has a reward of its own, which
+q .25 (.9 - .2) for the child; in the second form a right child also has its own reward, which
 makes the child's q .25 (.9 - .2 + 1). The figure is the L1 distance of the mean update's direction
 from it, for q = .2 and q = .5. A second figure is by how much the child's mean signal in groups with
 the same m differs from that of all children, for the m that differs most; 0 is unbiased.
@@ -281,7 +281,7 @@ def _recursing(num_groups: int) -> Iterator[Figure]:
         is_default = name == "the default"
         for q in (0.2, 0.5):
             for own in (False, True) if is_default or "root" not in name else (False,):
-                measured = m_of_n(algorithm, num_groups, q, own)
+                measured = m_of_n(algorithm, num_groups if is_default else num_groups // 4, q, own)
                 what = f"toy 3, {name}, q = {q}" + (", own rewards" if own else "")
                 yield Figure(
                     f"{what}: L1 distance",
@@ -309,7 +309,9 @@ def _ratio(name: str, ratio: float) -> Iterator[Figure]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="the same numbers: they take a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="the same numbers: they take a few minutes"
+    )
     parser.add_argument("--json", action="store_true", help="print figures as the last line")
     parser.add_argument("--groups", type=int, default=20_000, help="groups of toy 1")
     options = parser.parse_args()

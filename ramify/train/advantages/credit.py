@@ -91,7 +91,7 @@ def hierarchical(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) 
     """As ``per_role``, but compare own rewards among attempts at the same sub-task: the same
     question over the same context, asked by other trees of the group. This has less variance if
     parents split their work alike. A sub-task that no other tree attempted is compared with the
-    other attempts of its own tree, or else as in ``per_role``."""
+    other attempts in the same tree, or else as in ``per_role``."""
     if len(trees) == 1:
         return [_single_tree(trees[0], gamma, _subtask)]
     by_subtask, by_role = _Peers(trees, _subtask), _Peers(trees, _role)

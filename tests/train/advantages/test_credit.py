@@ -105,7 +105,7 @@ def test_per_role_does_not_compare_lm_calls_with_rlm_calls() -> None:
 )
 @pytest.mark.parametrize("num", [1, 2, 3, 7, 8])
 def test_scale_does_not_depend_on_how_many_trees_recursed(baseline: Baseline, num: int) -> None:
-    """Eight trees, of which ``num`` have a child without a reward of its own: what the tree's
+    """Eight trees, of which ``num`` have a child without its own reward: what the tree's
     reward says about the root, it says about the child."""
     rewards = (1, 0, 0, 1, 1, 0, 1, 0)
     trees = [
