@@ -26,7 +26,7 @@
     train/signals/test_judges.py::test_hindsight_picks_one_hint_and_counts_rejected_ones
     train/signals/test_teacher.py::test_overlap_chooses_the_hint_whose_teacher_agrees_most_with_the_policy
  8  rollouts get longer until they are cut off
-    train/advantages/test_estimators.py::test_every_estimator_can_mask_cut_off_rollouts
+    train/advantages/test_estimators.py::test_every_estimator_can_mask_cut_replies
     train/test_guards.py::test_each_alarm_is_raised_and_can_be_disabled
     train/signals/test_judges.py::test_hindsight_skips_solved_cut_off_and_unscored_rollouts
     train/signals/test_compose.py::test_early_tokens_weigh_more
