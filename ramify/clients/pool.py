@@ -254,7 +254,8 @@ class ClientPool:
         return reply
 
     async def _reserve(self, client: Client, account: RequestBudget, gate: Limiter) -> int:
-        """Reserve the budget of an attempt, then its slots. Returns the round of ``gate``."""
+        """Reserve the budget of an attempt, and then its slots. Returns the gate's current
+        round."""
         began = time.perf_counter()
         try:
             await account.reserve()

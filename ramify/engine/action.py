@@ -340,7 +340,8 @@ def _may_span(text: str, start: int, end: int) -> bool:
 
 @functools.lru_cache(64)
 def _fence_marks(character: str, num: int, indent: int) -> re.Pattern[str]:
-    """Return the pattern of what may end a fence of ``num`` times ``character``."""
+    """Return a pattern for lines that may end a fence opened by ``num`` times ``character``:
+    closing lines and thinking tags."""
     return re.compile(
         rf"^(?:(?P<close>[ \t]{{0,{indent + 3}}}+{re.escape(character)}{{{num},}}+[ \t]*+$)"
         r"|[ \t]*+(?P<think><think>)|(?P<thought>[ \t]*+</think>[ \t]*+$))",
@@ -349,7 +350,7 @@ def _fence_marks(character: str, num: int, indent: int) -> re.Pattern[str]:
 
 
 def _fenced(text: str, is_cut: bool = False) -> tuple[list[str], str, list[str]]:
-    """Return (codes, the text outside all fences and thinking, what was ignored)."""
+    """Return (code of each fence, text outside all fences and thinking, ignored parts)."""
     codes: list[str] = []
     prose: list[str] = []
     ignored: list[str] = []

@@ -114,8 +114,9 @@ class CellHost:
         return outcome
 
     def _does_not_fit(self, call: LiveCall, prompt: str) -> str:
-        """Return why ``prompt`` is not sent, or nothing. It is certain to exceed the window of the
-        model: some servers cut such a prompt silently, and all of it is paid for."""
+        """Return why a prompt must not be sent; empty if it may. A prompt is not sent if it
+        certainly exceeds the model's window, because some servers cut such a prompt silently and
+        bill all of it."""
         run, window = self._run, call.client.window
         is_recorded = run.recording is not None and run.recording.request(call.id, 0) is not None
         if len(prompt) <= _MOST_CHARS_PER_TOKEN * window or is_recorded:
@@ -451,9 +452,9 @@ async def ask_plain(
     kind: AnswerType | None,
     before: Sequence[Message] = (),
 ) -> CallOutcome:
-    """Ask once, and again with the error shown while the reply does not match ``kind``. Without
-    ``kind``, an empty reply or a tool call is not an answer, and the same is asked again.
-    ``before`` are the messages before the prompt. Never raises for a failed model.
+    """Ask a model a plain question. While the reply does not match ``kind``, ask again and show the
+    error. Without ``kind``, repeat the request after an empty reply or a tool call. ``before`` are
+    the messages before the prompt. Never raises for a failed model.
 
     A reply that was truncated at its token limit ends with ``MAX_TOKENS``: its text is a partial
     answer, never a complete one.

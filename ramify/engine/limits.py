@@ -98,8 +98,8 @@ class Limits(msgspec.Struct, metaclass=NamedFields, frozen=True, forbid_unknown_
 
     @property
     def last_word_s(self) -> float:
-        """Seconds before the deadline at which work is cancelled, so that an answer can still be
-        given; once the root has replied, twice its slowest reply, at least 5 s if this is more."""
+        """Seconds before the deadline at which other work is cancelled, so that the root can still
+        answer. Used until the root has replied; then the time that its replies take decides."""
         return min(30.0, 0.1 * self.max_seconds)
 
     @property

@@ -451,9 +451,9 @@ class TurnRequest:
         """A sentence, if the reply used more than was reserved."""
 
     def adopt(self, recording: RecordedReplies) -> None:
-        """Use the recorded prompt if this one differs from it only in limits and the rest of
-        them. If the limits are others now, a system message may differ: its other facts follow
-        from settings, which were compared when the run was repeated."""
+        """Replace this prompt by the recorded one if they differ only in the limits that they
+        state. If the run's limits have changed, system messages may differ as a whole: their other
+        facts follow from settings, which were compared when the run was repeated."""
         recorded = recording.request(self.call.id, self.call.turn)
         if recorded is None or self._reused != recorded.reused:
             return

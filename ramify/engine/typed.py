@@ -70,7 +70,7 @@ class AnswerType(msgspec.Struct, frozen=True):
             raise
 
     def from_words(self, text: str) -> Any:
-        """Return the value of words that were not given as an answer, or None if they are none of
+        """Interpret prose that was not given as an answer. Returns None if it is not a value of
         this type, or if any text would be one."""
         with contextlib.suppress(TypeMismatch):
             value = self.read(text)

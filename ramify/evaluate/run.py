@@ -306,8 +306,8 @@ class EvaluationRecords:
         return EvaluationRecord(self.path(id))
 
     def continued(self, plan: EvaluationPlan) -> EvaluationRecord:
-        """Open the record of an earlier evaluation that differs from ``plan`` at most in its number
-        of items and attempts, or start a new one."""
+        """Continue the record of an earlier evaluation, or start a new one. The earlier plan may
+        differ from ``plan`` only in its number of items and attempts."""
         for path in self.paths():
             before = read_evaluation(path, []).plan
             if msgspec.structs.replace(before, items=plan.items, attempts=plan.attempts) == plan:
