@@ -93,6 +93,23 @@ class SecretRedactor:
                 text = text.replace(value, f"«redacted {name}»")
         return text
 
+    def without_beginning(self, text: str) -> str:
+        """``text`` without an end that may become a secret, such as ``sk-1`` of ``sk-123…``, for
+        text that is shown while it arrives."""
+        cut = len(text)
+        for value in self._names:
+            start = text.find(value[:_MIN_BEGINNING], max(0, len(text) - len(value)))
+            while start >= 0:
+                if value.startswith(text[start:]):
+                    cut = min(cut, start)
+                    break
+                start = text.find(value[:_MIN_BEGINNING], start + 1)
+        return text[:cut]
+
+
+_MIN_BEGINNING = 4
+"""Characters of a secret that are shown by chance."""
+
 
 def remember(name: str, value: str) -> None:
     """Redact ``value`` from now on, in every log and journal: a key that was given in code."""

@@ -38,6 +38,7 @@ from ramify.types.trajectory import ContextRef, Stop, Trajectory
 if TYPE_CHECKING:
     from ramify.engine.question import Listener
     from ramify.store.journal import Journal
+    from ramify.store.live_text import LiveTextWriter
 
 _log = RoomLogger("engine")
 
@@ -99,6 +100,10 @@ class EventRecorder:
     @property
     def is_stored(self) -> bool:
         return self._journal is not None
+
+    def live_text(self) -> LiveTextWriter | None:
+        """The file that shows replies as they arrive; None for a run that is not stored."""
+        return None if self._journal is None else self._journal.live_text()
 
     @property
     def trajectory(self) -> Trajectory:

@@ -21,6 +21,7 @@ import msgspec
 from ramify.clients.base import Client, ReplyPiece, Request, Sampling, Tool, reasons
 from ramify.clients.pool import ClientPool
 from ramify.engine import observe, retool
+from ramify.engine.arriving_replies import arriving_reply
 from ramify.engine.limits import Ledger, Limits, Reservation, ResourceAmount
 from ramify.errors import (
     ConfigError,
@@ -39,6 +40,7 @@ from ramify.types.trajectory import Stop
 if TYPE_CHECKING:
     from ramify.engine.reply_reuse import ReusableReplies
     from ramify.engine.run_state import LiveCall, RunState
+    from ramify.store.live_text import ArrivingReply
     from ramify.store.recorded_replies import RecordedReplies
 
 
@@ -140,6 +142,14 @@ class ModelRequests:
         if reply.finish == "content_filter":
             raise _filtered(call.client.name, reply)
         return reply
+
+    def arriving(self) -> list[ArrivingReply]:
+        """The replies that have arrived in part."""
+        return [
+            arriving_reply(turn.call.id, turn.call.turn, turn.arrived)
+            for turn in self.under_way
+            if turn.arrived
+        ]
 
     def over(self, turn: TurnRequest) -> None:
         """Note that the outcome of ``turn`` is recorded."""
@@ -445,8 +455,8 @@ class TurnRequest:
             unknown_calls=1,
         )
         self._reservation = Reservation(requests.ledger, call.client.name, most, call.client.price)
-        self._arrived: list[str] = []
-        """Text of the attempt in progress, as far as it has arrived."""
+        self.arrived: list[ReplyPiece] = []
+        """Reply to the attempt in progress, as far as it has arrived."""
         self._excess = ""
         """A sentence, if the reply used more than was reserved."""
 
@@ -508,14 +518,14 @@ class TurnRequest:
         the attempt fails."""
         if piece.text or piece.reasoning:
             run, call = self._requests.run.recorder.id, self.call
-            is_first = not self._arrived
-            self._arrived.append(piece.text)
+            is_first = not self.arrived
+            self.arrived.append(piece)
             report_text(run, call.id, self.call.turn, piece.text, piece.reasoning, is_first)
 
     # --- the ``RequestBudget`` of each attempt ----------------------------------------------------
 
     async def reserve(self) -> None:
-        self._arrived.clear()
+        self.arrived.clear()
         await self._reservation.reserve()
         if self._requests.run.suspension is not None:
             self._reservation.free()
@@ -576,7 +586,7 @@ class TurnRequest:
                 error=error,
                 usage=usage,
                 cost=cost,
-                text=encodable("".join(self._arrived)),
+                text=encodable("".join(piece.text for piece in self.arrived)),
             )
         )
         self._requests.over(self)

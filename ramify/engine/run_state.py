@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from ramify.clients.base import Client, KnownPrefix, Request, max_tokens_of
+from ramify.engine.arriving_replies import ArrivingReplies
 from ramify.engine.event_recorder import CallOutcome, EventRecorder, context_ref, jsonable
 from ramify.engine.model_requests import ModelRequests, closed
 from ramify.engine.prompt_facts import facts_of
@@ -100,6 +101,8 @@ class RunState:
         self._slowest_s = 0.0
         """Longest time that a reply of the root's model took."""
         self._alarm = loop.call_at(self._deadline - self._last_word_s, self.close_in, Stop.DEADLINE)
+        live_text = recorder.live_text()
+        self._arriving = ArrivingReplies(self.requests.arriving, live_text) if live_text else None
 
     @property
     def cell_s(self) -> float:
@@ -141,6 +144,8 @@ class RunState:
     def finish(self) -> None:
         """Release the event-loop resources of the finished run."""
         self._alarm.cancel()
+        if self._arriving is not None:
+            self._arriving.close()
         self._main = None
 
     def suspend(self, error: RamifyError) -> None:

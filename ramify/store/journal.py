@@ -31,6 +31,7 @@ import msgspec
 from ramify.errors import RunInUse, StoreError
 from ramify.secrets import SecretRedactor
 from ramify.store.line_checksums import ChecksumChain, has_checksum
+from ramify.store.live_text import LiveTextWriter
 from ramify.store.private_files import (
     FILE_MODE,
     BlobStore,
@@ -141,6 +142,10 @@ class Journal:
         os.close(self._fd)
         if self._failure is not None:
             raise _not_on_disk(self.path, self._failure)
+
+    def live_text(self) -> LiveTextWriter:
+        """The file beside the journal for replies that are arriving."""
+        return LiveTextWriter(self.path, self._secrets)
 
     def flush_failed(self, error: OSError) -> None:
         self._failure = error

@@ -20,6 +20,7 @@ import msgspec
 
 from ramify.errors import StoreError
 from ramify.store.journal import open_locked, writer, writer_file
+from ramify.store.live_text import delete_unused, live_file
 from ramify.store.private_files import EVALUATIONS, BlobStore, StoreSize, remove_file
 from ramify.store.repair import backups
 from ramify.store.reviews import review_file
@@ -134,6 +135,8 @@ class StorePruner:
         for path in self._runs.glob("*.writer"):
             if not path.with_suffix(".jsonl").exists() and path.stat().st_mtime < stale:
                 remove_file(path)
+        for path in self._runs.glob("*.live"):
+            delete_unused(path)
 
     def _collect(self, candidates: dict[str, float]) -> int:
         """Delete the candidates (digest -> keep it if put after this time) that no journal refers
@@ -162,6 +165,7 @@ def _delete(path: Path) -> tuple[os.stat_result, dict[str, float]]:
         remove_file(path)
         remove_file(writer_file(path))
         remove_file(review_file(path))
+        remove_file(live_file(path))
         for backup in backups(path):
             remove_file(backup)
         fcntl.flock(fd, fcntl.LOCK_UN)

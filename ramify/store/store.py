@@ -3,6 +3,7 @@
     ROOT/runs/RUN_ID.jsonl      a run's events, one per line, append-only  (journal.py)
     ROOT/runs/RUN_ID.review.json  labels, a note and corrected scores      (reviews.py)
     ROOT/runs/RUN_ID.writer     the process that writes it now
+    ROOT/runs/RUN_ID.live       replies that are arriving, while a page follows  (live_text.py)
     ROOT/runs/RUN_ID.damaged    the journal from before a repair           (repair.py)
     ROOT/blobs/ab/DIGEST        contexts and long outputs, stored once     (private_files.py)
     ROOT/index.sqlite           summaries for a listing; may be deleted

@@ -1,6 +1,7 @@
 """Feeds of runs and training folders: one task polls each file, however many pages follow it.
 
     file grows ── polled every 12 ms while a page follows ──> refresh ──> message to each page
+    replies arrive ── polled every 0.1 s meanwhile ──> {"arriving": […]} to each page
 
 A page that connects late, or reconnects, names the version that it has and receives the changes
 since then. This file decides how often files are polled and what stays in memory. Not here: HTTP
@@ -16,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from ramify.store.live_text import LiveTextReader
 from ramify.viewer.picture import changes
 from ramify.viewer.run_locations import LocatedRun
 from ramify.viewer.training import TrainingCurves
@@ -27,6 +29,8 @@ IDLE_INTERVAL_S = 0.25
 """Seconds between polls of a file without a writer."""
 _POLLS_PER_WRITER_CHECK = 40
 """Polls between checks that the writer of a file is still alive."""
+_POLLS_PER_LIVE_READ = 8
+"""Polls between reads of the replies that are arriving."""
 _SMALL_BYTES = 1 << 18
 """Maximum bytes to read directly; more is read in a thread, so that other pages do not wait."""
 MAX_OPEN = 12
@@ -45,6 +49,8 @@ class FileFeed(Generic[T]):
         """Held while the file is read, or while a thread uses ``watched``."""
         self._queues: set[asyncio.Queue[Any]] = set()
         self._task: asyncio.Task[None] | None = None
+        self._arriving: dict[str, Any] | None = None
+        """Last message about replies that are arriving, for pages that connect later."""
 
     async def fresh(self) -> T:
         """Return ``watched`` after reading everything new from its file."""
@@ -65,6 +71,8 @@ class FileFeed(Generic[T]):
             missed = await self._missed(version)
             if missed is not None:
                 yield missed
+            if self._arriving is not None:
+                yield self._arriving
             if self._task is None or self._task.done():
                 self._task = asyncio.create_task(self._poll())
             while (message := await queue.get()) is not None:
@@ -96,6 +104,15 @@ class FileFeed(Generic[T]):
         Polls are frequent while the file has a writer. Without one they are rare, but continue: a
         run may be scored long after its end, or resumed.
         """
+        live_text = LiveTextReader(self.watched.path) if _is_journal(self.watched) else None
+        try:
+            await self._poll_with(live_text)
+        finally:
+            self._arriving = None
+            if live_text is not None:
+                live_text.close()
+
+    async def _poll_with(self, live_text: LiveTextReader | None) -> None:
         polls = 0
         while True:
             is_live = isinstance(self.watched, TrainingCurves) or self.watched.is_alive
@@ -110,7 +127,18 @@ class FileFeed(Generic[T]):
                         else self.watched.refresh()
                     )
                     self._notify(changed)
+            if live_text is not None and polls % _POLLS_PER_LIVE_READ == 0:
+                self._read_arriving(live_text, is_live)
             await asyncio.sleep(INTERVAL_S if is_live else IDLE_INTERVAL_S)
+
+    def _read_arriving(self, live_text: LiveTextReader, is_live: bool) -> None:
+        if not is_live:
+            live_text.close()
+            self._arriving = None
+        elif (replies := live_text.read()) is not None:
+            self._arriving = {"arriving": replies}
+            for queue in self._queues:
+                queue.put_nowait(self._arriving)
 
     def _notify(self, changed: set[int] | bool) -> None:
         if not self._queues:
@@ -160,6 +188,10 @@ class FileFeeds:
             await run.close()
         for training in self._trainings.values():
             await training.close()
+
+
+def _is_journal(watched: WatchedRun | TrainingCurves) -> bool:
+    return isinstance(watched, WatchedRun) and watched.line is None
 
 
 def _unread(watched: WatchedRun | TrainingCurves) -> int:

@@ -10,7 +10,7 @@
     GET /api/request?key=        the exact request of one turn (&id=&turn=)
     GET /api/tokens?key=         tokens of one turn
     GET /api/search?key=         full-text search in a run
-    GET /api/events?key=         changes of a run since the page's version
+    GET /api/events?key=         changes of a run since the page's version, and arriving replies
     GET /api/journal?key=        download of the file of a run or an evaluation
     GET /api/training?key=       training curves; /api/training/events sends their changes
     GET /api/samples?key=        saved rollouts of a step
@@ -22,8 +22,10 @@
     POST /api/review             save labels, a note and corrected scores of a run
 
 Only the last two change anything, and not if every process of this machine may ask (see
-run_again.py and store/reviews.py). Static files are served from memory. Not here: access (see
-ramify/http_server/) and how scripts are bundled (see page_script.py).
+run_again.py and store/reviews.py). While a page follows a run in progress, a file beside its
+journal asks the run for arriving replies (see store/live_text.py). Static files are served from
+memory. Not here: access (see ramify/http_server/), and how scripts are bundled (see
+page_script.py).
 """
 
 from __future__ import annotations

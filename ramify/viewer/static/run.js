@@ -197,6 +197,7 @@ class RunView {
   }
 
   apply(message) {
+    if (message.arriving) return this.transcript.arrive(message.arriving);
     if (message.head.generation !== this.run.head.generation) return location.reload();  // the file was truncated or replaced
     const fresh = !this.run.calls.length, changed = this.run.apply(message);
     this.picture.changed();

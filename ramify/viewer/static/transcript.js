@@ -7,6 +7,7 @@ import { textBlock } from "./code.js";
 import { Provenance } from "./provenance.js";
 import { count, dollars, hasMarkup, number, oneLine, seconds, stopWords } from "./format.js";
 import { fillSubcalls } from "./subcalls.js";
+import { ArrivingReply } from "./arriving.js";
 import { marksOf, noteLine, textOf, told, turnElement } from "./turn.js";
 
 export class Transcript {
@@ -19,6 +20,7 @@ export class Transcript {
     this.foot = h("div.call-foot");
     this.element = h("article.transcript", { tabindex: "-1", "aria-label": "transcript" }, this.head, this.turns, this.foot);
     this.provenance = new Provenance(this, actions.go);
+    this.arriving = new ArrivingReply();
     this.id = null;
     this.wanted = null;  // first turn to fetch
     this.loading = null;
@@ -35,6 +37,7 @@ export class Transcript {
       fill(this.head, h("p.quiet", null, "Loading …"));
       fill(this.turns);
       fill(this.foot);
+      this.waiting = null;
       this.element.scrollTop = 0;
     }
     await this.load(0);
@@ -170,13 +173,20 @@ export class Transcript {
     const asked = this.call.pending;
     if (this.waiting) this.waiting.remove();
     this.waiting = null;
-    if (!asked || this.call.stop) return;
+    if (!asked || this.call.stop) return void this.arriving.leave();
     const late = this.call.notes.filter((note) => note.turn === asked.turn);
     this.waiting = h("section.turn.pending", { id: `turn-${asked.turn}` },
       h("header.turn-head", null, h("span.turn-no", null, this.call.kind === "rlm" ? `turn ${asked.turn + 1}` : "request"),
         h("span.turn-facts", null, this.run.alive ? h("span.live", null, "asking the model …") : "was asking the model when the run was interrupted")),
-      late.map(noteLine), told(this, { index: asked.turn, prompt: asked.prompt }));
+      late.map(noteLine), told(this, { index: asked.turn, prompt: asked.prompt }), this.arriving.element);
     this.turns.append(this.waiting);
+    this.arriving.show(this.id, asked.turn);
+  }
+
+  // Replies of any calls that have arrived in part.
+  arrive(replies) {
+    this.arriving.take(replies);
+    if (this.waiting) this.arriving.show(this.id, this.call.pending.turn);
   }
 
   // --- sub-calls ------------------------------------------------------------------------------------------------

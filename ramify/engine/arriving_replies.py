@@ -1,0 +1,77 @@
+"""When a run writes the replies that are arriving for the pages that follow it.
+
+    no page:   two looks per second for the file that a page creates, and nothing per piece
+    a page:    replies under way ── at most four times a second ──> ``store/live_text.py``
+
+Pages read journals, and a journal has a reply once it is whole. What is written here is deleted
+when the run ends. Not here: replies in this process (see ``progress.watch_text``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from ramify.clients.base import ReplyPiece
+from ramify.store.live_text import MAX_CHARS, ArrivingReply, LiveTextWriter
+
+_LOOK_S = 0.5
+"""Seconds between two looks whether a page follows the run."""
+_WRITE_S = 0.25
+"""Seconds between two writes."""
+_TAIL_CHARS = 2 * MAX_CHARS
+"""Characters that are searched for secrets: more than are shown, so that none is cut in two."""
+
+
+class ArrivingReplies:
+    """Writes the replies of one run as they arrive. Lives on the run's event loop."""
+
+    def __init__(
+        self, replies: Callable[[], Sequence[ArrivingReply]], file: LiveTextWriter
+    ) -> None:
+        """``replies`` returns those that have arrived in part."""
+        self._replies = replies
+        self._file = file
+        self._num_ticks = 0
+        self._is_followed = False
+        self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._tick)
+
+    def close(self) -> None:
+        """End: every reply is recorded."""
+        self._timer.cancel()
+        self._file.end()
+
+    def _tick(self) -> None:
+        try:
+            looks = not self._is_followed or self._num_ticks % round(_LOOK_S / _WRITE_S) == 0
+            if looks:
+                self._is_followed = self._file.is_followed()
+            self._num_ticks += 1
+            if self._is_followed:
+                self._file.write(sorted(self._replies(), key=lambda reply: reply.call))
+        except OSError:  # such as a full disk: a page must not end a run
+            self._is_followed = False
+            self._file.close()
+        seconds = _WRITE_S if self._is_followed else _LOOK_S
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._tick)
+
+
+def arriving_reply(call: str, turn: int, pieces: Sequence[ReplyPiece]) -> ArrivingReply:
+    """The end of what has arrived: of the text, and of the reasoning unless that is far back."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    num_chars = num_thoughts = 0
+    for piece in reversed(pieces):
+        if max(num_chars, num_thoughts) >= _TAIL_CHARS:
+            if num_chars >= _TAIL_CHARS:
+                thoughts = []
+            is_cut = True
+            break
+        texts.append(piece.text)
+        thoughts.append(piece.reasoning)
+        num_chars += len(piece.text)
+        num_thoughts += len(piece.reasoning)
+    else:
+        is_cut = False
+    text, reasoning = ("".join(reversed(parts)) for parts in (texts, thoughts))
+    return ArrivingReply(call, turn, text, reasoning, is_cut)

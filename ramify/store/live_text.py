@@ -1,0 +1,203 @@
+"""``RUN_ID.live`` beside a journal: the replies that are arriving, while a page follows the run.
+
+    page's server                            process that runs
+    creates it, holds a shared lock ──────>  looks for it twice a second
+    reads it            <──────────────────  overwrites it, at most four times a second
+    closes              ──────────────────>  finds no lock, and deletes it
+
+A lock ends with its process, so nobody writes for a page that was killed. The last one that uses
+the file deletes it: the run at its end, or a page whose run was killed. If both were killed,
+``prune`` deletes it, and the next page empties it.
+
+The file holds one line: the end of each reply, without secrets, and a checksum, since it may be
+read while it is overwritten. It is not part of the run's record: no reader of journals reads it.
+Not here: when the run writes (see ``engine/arriving_replies.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from ramify.secrets import SecretRedactor
+from ramify.store.line_checksums import LineChain, has_checksum
+from ramify.store.private_files import FILE_MODE
+from ramify.types.message import encodable
+
+MAX_CHARS = 4_000
+"""Maximum characters of one reply in the file; of a longer one, its end is there."""
+MAX_ALL_CHARS = 64_000
+"""Maximum characters of all replies in the file."""
+_MAX_BYTES = 1 << 20
+"""Maximum bytes that a reader reads."""
+_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class ArrivingReply(msgspec.Struct, frozen=True):
+    """A reply that is arriving, as far as it is there."""
+
+    call: str
+    turn: int
+    text: str
+    reasoning: str = ""
+    is_cut: bool = False
+    """Whether earlier characters of the reply are left out."""
+
+
+class _Snapshot(msgspec.Struct):
+    replies: Sequence[ArrivingReply] = ()
+
+
+class LiveTextFile:
+    """The file beside a journal, open or not."""
+
+    def __init__(self, journal: Path) -> None:
+        self.path = live_file(journal)
+        self._fd: int | None = None
+
+    def open_existing(self) -> None:
+        """Open the file without its lock. Raises FileNotFoundError if it does not exist."""
+        self._fd = os.open(self.path, _FLAGS)
+
+    def close(self) -> None:
+        """Stop using the file, and delete it if nobody else uses it. Idempotent."""
+        if self._fd is None:
+            return
+        fd, self._fd = self._fd, None
+        with contextlib.suppress(OSError):
+            if _is_alone(fd):
+                self._unlink(fd)
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a process forked from this one may hold it, too
+        os.close(fd)
+
+    def _is_at_path(self, fd: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(fd), os.stat(self.path))
+        except OSError:
+            return False
+
+    def _unlink(self, fd: int) -> None:
+        if self._is_at_path(fd):
+            os.unlink(self.path)
+
+
+class LiveTextWriter(LiveTextFile):
+    """Writes the replies of a run while a page follows it. Raises OSError as the system does."""
+
+    def __init__(self, journal: Path, secrets: SecretRedactor) -> None:
+        super().__init__(journal)
+        self._secrets = secrets
+        self._written = b""
+
+    def is_followed(self) -> bool:
+        """Whether a page follows the run now. Deletes the file that a killed page left."""
+        if self._fd is None:
+            try:
+                self.open_existing()
+            except FileNotFoundError:
+                return False
+            self._written = b""
+        assert self._fd is not None
+        if _is_alone(self._fd) or not self._is_at_path(self._fd):
+            self.close()
+        return self._fd is not None
+
+    def write(self, replies: Sequence[ArrivingReply]) -> None:
+        """Replace the content of the file, if it differs. ``is_followed`` was true before."""
+        assert self._fd is not None
+        most = min(MAX_CHARS, MAX_ALL_CHARS // max(1, len(replies)))
+        line = msgspec.json.encode(_Snapshot([self._shown(reply, most) for reply in replies]))
+        if line != self._written:
+            sealed, _ = LineChain().sealed(line + b"\n")
+            os.pwrite(self._fd, sealed, 0)
+            os.ftruncate(self._fd, len(sealed))
+            self._written = line
+
+    def end(self) -> None:
+        """Delete the file: no reply will arrive any more."""
+        if self._fd is not None:
+            with contextlib.suppress(OSError):
+                self._unlink(self._fd)
+        self.close()
+
+    def _shown(self, reply: ArrivingReply, most: int) -> ArrivingReply:
+        text, reasoning = map(self._public, (reply.text, reply.reasoning))
+        is_cut = reply.is_cut or len(text) > most or len(reasoning) > most
+        return ArrivingReply(reply.call, reply.turn, text[-most:], reasoning[-most:], is_cut)
+
+    def _public(self, text: str) -> str:
+        """``text`` without secrets, and without an end that may become one."""
+        return self._secrets.without_beginning(self._secrets.redact(encodable(text)))
+
+
+class LiveTextReader(LiveTextFile):
+    """Reads the replies that are arriving, for a page. The run writes as long as this is open."""
+
+    def __init__(self, journal: Path) -> None:
+        super().__init__(journal)
+        self._read_state: tuple[int, int] | None = None
+        """Size and time of the file when it was last read."""
+
+    def read(self) -> Sequence[ArrivingReply] | None:
+        """Return the replies that are arriving, or None if nothing is new. Creates the file if it
+        does not exist; without the right to do so, nothing is ever new."""
+        try:
+            if self._fd is not None and not self._is_at_path(self._fd):
+                self.close()  # the run has ended; its conversation may go on
+            if self._fd is None and not self._open():
+                return None
+            assert self._fd is not None
+            stat = os.fstat(self._fd)
+            state = (stat.st_size, stat.st_mtime_ns)
+            if state == self._read_state or not stat.st_size:
+                return None
+            line, end, _ = os.pread(self._fd, _MAX_BYTES, 0).partition(b"\n")
+            if not end or not has_checksum(line) or LineChain().problem(line):
+                return None  # it is being overwritten: the next time
+            self._read_state = state
+            return msgspec.json.decode(line, type=_Snapshot).replies
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            return None
+
+    def _open(self) -> bool:
+        """Open the file and take its lock. Returns False if another process is deleting it."""
+        fd = os.open(self.path, _FLAGS | os.O_CREAT, FILE_MODE)
+        try:
+            if _is_alone(fd):
+                os.ftruncate(fd, 0)  # of a run that was killed
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if self._is_at_path(fd):
+                self._fd, fd, self._read_state = fd, -1, None
+        except BlockingIOError:
+            pass
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        return self._fd is not None
+
+
+def live_file(journal: Path) -> Path:
+    """The file of the replies that are arriving."""
+    return journal.with_suffix(".live")
+
+
+def delete_unused(path: Path) -> None:
+    """Delete the ``.live`` file at ``path``, unless a page follows its run."""
+    file = LiveTextFile(path.with_suffix(".jsonl"))
+    with contextlib.suppress(OSError):
+        file.open_existing()
+        file.close()
+
+
+def _is_alone(fd: int) -> bool:
+    """Whether nobody else has a lock on the file. If so, this process has it to itself now."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
