@@ -5,7 +5,7 @@
     reads it            <──────────────────  overwrites it, at most four times a second
     closes              ──────────────────>  finds no lock, and deletes it
 
-A lock ends with its process, so nobody writes for a page that was killed. The last one that uses
+A lock ends with its process, so a run does not write for a page that was killed. The last one that uses
 the file deletes it: the run at its end, or a page whose run was killed. If both were killed,
 ``prune`` deletes it, and the next page empties it.
 
@@ -65,7 +65,7 @@ class LiveTextFile:
         self._fd = os.open(self.path, _FLAGS)
 
     def close(self) -> None:
-        """Stop using the file, and delete it if nobody else uses it. Idempotent."""
+        """Stop using the file, and delete it if no other process uses it. Idempotent."""
         if self._fd is None:
             return
         fd, self._fd = self._fd, None
@@ -148,7 +148,7 @@ class LiveTextReader(LiveTextFile):
         does not exist; without the right to do so, nothing is ever new."""
         try:
             if self._fd is not None and not self._is_at_path(self._fd):
-                self.close()  # the run has ended; its conversation may go on
+                self.close()  # the run has ended; its conversation may continue
             if self._fd is None and not self._open():
                 return None
             assert self._fd is not None
@@ -195,7 +195,7 @@ def delete_unused(path: Path) -> None:
 
 
 def _is_alone(fd: int) -> bool:
-    """Whether nobody else has a lock on the file. If so, this process has it to itself now."""
+    """Whether no other open file has a lock on this one. If so, ``fd`` has an exclusive one now."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
