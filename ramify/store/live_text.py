@@ -5,9 +5,9 @@
     reads it            <──────────────────  overwrites it, at most four times a second
     closes              ──────────────────>  finds no lock, and deletes it
 
-A lock ends with its process, so a run does not write for a page that was killed. The last one that uses
-the file deletes it: the run at its end, or a page whose run was killed. If both were killed,
-``prune`` deletes it, and the next page empties it.
+A lock ends with its process, so a run does not write for a page that was killed. The last process
+that uses the file deletes it: the run at its end, or a page whose run was killed. If both were
+killed, ``prune`` deletes it, and the next page empties it.
 
 The file holds one line: the end of each reply, without secrets, and a checksum, since it may be
 read while it is overwritten. It is not part of the run's record: no reader of journals reads it.
@@ -110,7 +110,7 @@ class LiveTextWriter(LiveTextFile):
     def write(self, replies: Sequence[ArrivingReply]) -> None:
         """Replace the content of the file, if it differs. ``is_followed`` was true before."""
         assert self._fd is not None
-        most = min(MAX_CHARS, MAX_ALL_CHARS // max(1, len(replies)))
+        most = max(1, min(MAX_CHARS, MAX_ALL_CHARS // max(1, len(replies))))
         line = msgspec.json.encode(_Snapshot([self._shown(reply, most) for reply in replies]))
         if line != self._written:
             sealed, _ = LineChain().sealed(line + b"\n")
