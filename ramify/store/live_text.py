@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from ramify.secrets import SecretRedactor
-from ramify.store.line_checksums import LineChain, has_checksum
+from ramify.store.line_checksums import ChecksumChain, has_checksum
 from ramify.store.private_files import FILE_MODE
 from ramify.types.message import encodable
 
@@ -113,7 +113,7 @@ class LiveTextWriter(LiveTextFile):
         most = max(1, min(MAX_CHARS, MAX_ALL_CHARS // max(1, len(replies))))
         line = msgspec.json.encode(_Snapshot([self._shown(reply, most) for reply in replies]))
         if line != self._written:
-            sealed, _ = LineChain().sealed(line + b"\n")
+            sealed, _ = ChecksumChain().sealed(line + b"\n")
             os.pwrite(self._fd, sealed, 0)
             os.ftruncate(self._fd, len(sealed))
             self._written = line
@@ -157,7 +157,7 @@ class LiveTextReader(LiveTextFile):
             if state == self._read_state or not stat.st_size:
                 return None
             line, end, _ = os.pread(self._fd, _MAX_BYTES, 0).partition(b"\n")
-            if not end or not has_checksum(line) or LineChain().problem(line):
+            if not end or not has_checksum(line) or ChecksumChain().problem(line):
                 return None  # it is being overwritten: the next time
             self._read_state = state
             return msgspec.json.decode(line, type=_Snapshot).replies
