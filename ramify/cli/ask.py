@@ -496,6 +496,8 @@ def read_instructions(given: str | None) -> str:
         if not text.strip():
             raise ConfigError(f"the instructions {given} are empty")
         return text
+    if " " not in given.strip() and os.path.isdir(os.path.expanduser(given)):
+        raise ConfigError(f"the instructions {given} are a folder: give a file or a text")
     if " " not in given.strip() and Path(given).suffix in (".md", ".txt", ".rst"):
         raise ConfigError(f"the instructions {given} cannot be read: there is no such file")
     return given
@@ -508,13 +510,18 @@ def read_examples(given: str | None) -> list[Any]:
     data = _read(given, "the examples")
     if given.endswith(".jsonl"):
         lines = [line for line in data.splitlines() if line.strip()]
-        return [_decoded(line, f"{given}, example {num}") for num, line in enumerate(lines, 1)]
-    examples = _decoded(data, given)
+        examples: Any = [
+            _decoded(line, f"{given}, example {num}") for num, line in enumerate(lines, 1)
+        ]
+    else:
+        examples = _decoded(data, given)
     if not isinstance(examples, list):
         raise ConfigError(
             f"{given} has a {type(examples).__name__}: give a list of objects with question and "
             "answer, or .jsonl"
         )
+    if not examples:
+        raise ConfigError(f"the examples {given} are empty: give at least one, or omit the option")
     return examples
 
 

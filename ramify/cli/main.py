@@ -14,6 +14,7 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Collection
 from difflib import get_close_matches
 
 from ramify import __version__
@@ -99,16 +100,29 @@ def run(arguments: list[str]) -> int:
 
 
 def command(name: str) -> CommandSpec:
-    """Import a command's module and return its specification."""
+    """Import a command's module and return its specification. Its help ends with the commands
+    that begin with its name, such as ``runs check``."""
     module = importlib.import_module(COMMANDS[name][0])
     specs: tuple[CommandSpec, ...] = getattr(module, "COMMANDS", None) or (module.COMMAND,)
-    return next(spec for spec in specs if spec.name == name)
+    spec = next(spec for spec in specs if spec.name == name)
+    if lines := _listed(subcommands(name)):
+        spec = spec._replace(epilog="\n".join([*filter(None, [spec.epilog]), "see also:", *lines]))
+    return spec
+
+
+def subcommands(name: str) -> list[str]:
+    return [known for known in COMMANDS if known.startswith(f"{name} ")]
+
+
+def _listed(names: Collection[str]) -> list[str]:
+    """A line for each command: its name and what it does."""
+    width = max(map(len, names), default=0)
+    return [f"  {name:<{width}}  {COMMANDS[name][1]}" for name in names]
 
 
 def overview() -> str:
     """Text of ``ramify --help``."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items()]
+    lines = _listed(COMMANDS)
     return "\n".join(
         [
             "usage: ramify COMMAND …",
@@ -141,10 +155,11 @@ def _run(arguments: list[str]) -> int:
     elif name.startswith("-"):
         raise UsageError(unknown_option(name, ("--help", "--version")))
     else:
-        subcommands = [known for known in COMMANDS if known.startswith(f"{name} ")]
-        close = (
-            ["' or '".join(subcommands)] if subcommands else get_close_matches(name, COMMANDS, n=1)
-        )
+        longer = subcommands(name)
+        if longer and options[:1] in (["--help"], ["-h"]):
+            print("\n".join([f"usage: ramify {name} COMMAND …", "", *_listed(longer)]))
+            return ExitCode.ANSWERED
+        close = ["' or '".join(longer)] if longer else get_close_matches(name, COMMANDS, n=1)
         hint = (
             f"did you mean '{close[0]}'?" if close else f"to ask a question: ramify ask {name!r} …"
         )

@@ -203,8 +203,12 @@ def unknown_option(given: str, known: Iterable[str]) -> str:
     name = given.partition("=")[0]
     known = sorted(known)
     # An option that was split, such as --token into --token-file, is nearer than a similar word.
-    longer = [option for option in known if option.startswith(f"{name}-")]
-    close = longer or get_close_matches(name, known, n=1)
+    close = [option for option in known if option.startswith(f"{name}-")]
+    if not close:
+        # So is the only one with a word in common: --key-file instead of --keys for --api-key.
+        words = set(name.strip("-").split("-"))
+        sharing = [option for option in known if words & set(option.strip("-").split("-"))]
+        close = sharing if len(sharing) == 1 else get_close_matches(name, known, n=1)
     return f"unknown option {given}" + (f": did you mean {close[0]}?" if close else "")
 
 

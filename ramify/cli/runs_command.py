@@ -24,6 +24,7 @@ from ramify.cli.terminal_text import (
     seconds,
     size,
 )
+from ramify.store.journal import NOTHING_KEPT
 from ramify.store.repair import JournalCheck
 from ramify.store.reviews import RunReview
 from ramify.store.store import RunSummary, Store
@@ -102,7 +103,9 @@ def check(words: list[str], all: bool | None) -> int:
             print(f"  and {many(found.num_damaged - len(found.damage), 'more damaged line')}")
         for text in found.lost_contexts:
             print(f"  {text}")
-        if found.num_damaged:
+        if found.damage and found.damage[0].number == 1:
+            print(f"  {NOTHING_KEPT}; delete it: ramify runs rm {found.id}")
+        elif found.num_damaged:
             print(f"  keep what is before the damage: ramify runs repair {found.id}")
     if not words:
         print(f"{many(len(paths), 'run')} checked, {num_damaged} damaged")
@@ -110,7 +113,9 @@ def check(words: list[str], all: bool | None) -> int:
 
 
 def _verdict(found: JournalCheck) -> str:
-    if found.num_damaged:
+    if not found.num_lines:
+        state = "nothing is recorded"
+    elif found.num_damaged:
         state = f"damaged at {many(found.num_damaged, 'line')} of {found.num_lines:,}"
     else:
         state = f"{many(found.num_lines, 'line')}, whole"

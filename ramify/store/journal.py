@@ -398,10 +398,18 @@ MISFIT = "it does not fit the lines before it, some of which must be missing"
 
 def damaged(path: Path, number: int, why: object) -> StoreError:
     """Return the error for a line that was changed, or before which lines are missing."""
-    return StoreError(
-        f"{path}, line {number} is damaged: {why}; the events before it can be read, and `ramify "
-        f"runs repair {path.stem}` keeps them"
-    )
+    return StoreError(f"{path}, line {number} is damaged: {why}; {_rest(path.stem, number)}")
+
+
+def _rest(run_id: str, number: int) -> str:
+    """Say what can be done with a run whose first damaged line is ``number``."""
+    if number == 1:
+        return f"{NOTHING_KEPT}: delete it with `ramify runs rm {run_id}`"
+    return f"the events before it can be read, and `ramify runs repair {run_id}` keeps them"
+
+
+NOTHING_KEPT = "it says what the run is about, so nothing can be kept"
+"""Why a journal whose first line is damaged cannot be repaired."""
 
 
 def decode_line(

@@ -20,6 +20,7 @@ import msgspec
 from ramify.errors import StoreError
 from ramify.store.journal import (
     MISFIT,
+    damaged,
     decode_line,
     lines,
     open_locked,
@@ -177,10 +178,7 @@ def repair_journal(path: Path, fsync: Fsync = os.fsync) -> JournalRepair:
             raise StoreError(f"{path} is whole: there is nothing to repair")
         damage = check.damage[0]
         if damage.number == 1:
-            raise StoreError(
-                f"{path}, line 1 is damaged, which says what the run is about: nothing can be "
-                f"kept; delete it with `ramify runs rm {path.stem}`"
-            )
+            raise damaged(path, 1, damage.reason)
         num_lost = _count_replies(path, damage)
         backup = _free_name(path)
         temporary = path.with_name(f".{path.stem}.{os.getpid()}.repaired")

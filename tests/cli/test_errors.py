@@ -175,6 +175,14 @@ def test_time_limit_during_rate_limit_names_the_last_error(shell: Shell) -> None
     )
 
 
+def test_help_names_the_commands_that_begin_with_a_command(shell: Shell) -> None:
+    for name, longer in (("runs", "runs check"), ("cluster", "cluster plan")):
+        for words in ([name, "--help"], ["help", name]):
+            done = shell.run(*words)
+            assert (done.code, done.err) == (0, "")
+            assert f"  {longer} " in done.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
     [

@@ -54,12 +54,16 @@ def test_instructions_and_examples_come_from_files_or_text(shell: Shell) -> None
     shell.write("log.txt", "one line\n" * 9000)
     shell.write("rules.md", "Count only errors.\n")
     shell.write("pairs.jsonl", '{"question": "how many warnings?", "answer": 3}\n')
+    shell.write("empty.jsonl", "\n")
+    shell.write("notes/a.txt", "Count.\n")
     given = ("--instructions", "rules.md", "--examples", "pairs.jsonl")
     done = shell.ask([code("FINAL(history[0]['content'])")], "how many?", "log.txt", *given)
     assert "Instructions of the user:\nCount only errors.\n" in done.out
     assert done.out.endswith("Question: how many warnings?\nAnswer: 3\n")
     for wrong, problem in (
         (("--instructions", "rulez.md"), "rulez.md cannot be read: there is no such file"),
+        (("--instructions", "notes"), "notes are a folder: give a file or a text"),
+        (("--examples", "empty.jsonl"), "the examples empty.jsonl are empty"),
         (("--examples", "rules.md"), "rules.md does not parse"),
         (("--examples", "none.jsonl"), "the examples none.jsonl cannot be read"),
     ):

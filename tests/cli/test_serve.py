@@ -101,7 +101,7 @@ def test_keys_are_checked_and_their_budget_persists(shell: Shell) -> None:
             "0.0.0.0 is reachable from other machines",
         ),
         (["--model", "scripted:script.json", "--unix-socket"], "remove --port"),
-        (["--model", "scripted:script.json", "--api-key", "k"], "unknown option --api-key"),
+        (["--model", "scripted:script.json", "--api-key", "k"], "did you mean --key-file?"),
         (
             ["--model", "scripted:script.json", "--key-file", "nowhere"],
             "--key-file nowhere cannot be read",

@@ -97,7 +97,7 @@ def test_every_damage_is_found(store: Store, journal: Path) -> None:
     for what, data in damaged_copies(journal.read_bytes(), 400):
         journal.write_bytes(data)
         assert not store.check("last").is_whole, what
-        with pytest.raises(StoreError, match=r"line \d+ is damaged: .*`ramify runs repair "):
+        with pytest.raises(StoreError, match=r"line \d+ is damaged: .*`ramify runs (rm|repair) "):
             store.load("last")
         (summary,) = store.runs()
         assert summary.problem or summary.stop is None, what
@@ -192,6 +192,10 @@ def test_runs_check_names_damaged_runs(
     assert capsys.readouterr().out == "2 runs checked, 0 damaged\n"
     assert command(["runs", "check", "other"]) == 0
     assert capsys.readouterr().out == "other: 7 lines, whole; final\n"
+    (journal.parent / "empty.jsonl").touch()
+    assert command(["runs", "check", "empty"]) == 0
+    assert capsys.readouterr().out == "empty: nothing is recorded; not ended\n"
+    (journal.parent / "empty.jsonl").unlink()
     journal.write_bytes(journal.read_bytes().replace(b"re p1", b"re p7", 1))
     assert command(["runs", "check", "--all"]) == 1
     printed = capsys.readouterr().out
@@ -223,11 +227,19 @@ def test_a_lost_context_is_named(store: Store, journal: Path) -> None:
     assert not store.check("last").is_whole
 
 
-def test_the_first_line_and_a_running_run_cannot_be_repaired(store: Store, journal: Path) -> None:
+def test_the_first_line_and_a_running_run_cannot_be_repaired(
+    store: Store, journal: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole = journal.read_bytes()
     journal.write_bytes(whole.replace(b'"question"', b'"Question"', 1))
-    with pytest.raises(StoreError, match=r"line 1 is damaged, .*: nothing can be kept; delete it"):
+    hopeless = r"line 1 is damaged: .*so nothing can be kept: delete it with `ramify runs rm "
+    with pytest.raises(StoreError, match=hopeless):
         store.repair("last")
+    with pytest.raises(StoreError, match=hopeless):
+        store.load("last")
+    assert command(["runs", "check", "last"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.endswith(f"nothing can be kept; delete it: ramify runs rm {journal.stem}\n")
     assert journal.read_bytes() == whole.replace(b'"question"', b'"Question"', 1)
     with store.create("r1"), pytest.raises(RunInUse):
         store.repair("r1")
