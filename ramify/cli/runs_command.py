@@ -128,7 +128,11 @@ def _verdict(found: JournalCheck) -> str:
 
 
 def repair(words: list[str]) -> int:
-    done = Store().repair(words[0])
+    store = Store()
+    if not store.check(words[0]).num_damaged:
+        print(f"{store.path(words[0]).stem} is whole: there is nothing to repair")
+        return ExitCode.ANSWERED
+    done = store.repair(words[0])
     damage = done.damage
     print(f"line {damage.number} is damaged: {one_line(damage.reason, 200)}")
     replies = f"{done.num_lost_replies:,} later repl{'y' if done.num_lost_replies == 1 else 'ies'}"

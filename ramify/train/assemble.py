@@ -116,6 +116,11 @@ class RunParts:
             write=lambda out: copy_checkpoint(source, out, serving.config, serving.dtype),
         )
 
+    def keep_rows(self, out: Path) -> None:
+        """Write the rows of supervised fine-tuning into the run's folder ``out``."""
+        if self.rows:
+            write_rows(out / ROWS_FILE, self.rows, _rows_key(self.run))
+
     def num_members(self, role: str) -> int:
         """Number of processes of ``role`` that have a slot."""
         return sum(member.role == role for slot in self.placement_slots for member in slot.members)
@@ -129,11 +134,10 @@ class RunParts:
         check_weights(self.serving.model, read_weights(folder), str(folder))
 
 
-def assemble(recipe: Run, checkpoint: Path | None = None, out: Path | None = None) -> RunParts:
+def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
     """The parts of the run that ``recipe`` describes. ``checkpoint``: where it will continue; a
     tokenizer that was trained is taken from there, and the rows of supervised fine-tuning from its
-    run. ``out``: the run's folder, in which these rows are kept. Raises ConfigError for mistakes in
-    the recipe."""
+    run. Raises ConfigError for mistakes in the recipe."""
     check_policies(recipe)
     run, placement_slots = settled(with_policy_defaults(recipe))
     check_device(run)
@@ -170,8 +174,6 @@ def assemble(recipe: Run, checkpoint: Path | None = None, out: Path | None = Non
     note_missing_template(policy)
     if rows is None and run.sft is not None:
         rows = sft_rows(run.sft, demonstrations, policy, scaffold, task.weights)
-    if rows and out is not None:
-        write_rows(out / ROWS_FILE, rows, _rows_key(run))
     rows = rows or []
     fixed = _fixed_stages(run, policy, rows)
     parts = RunParts(

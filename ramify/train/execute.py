@@ -150,10 +150,11 @@ def _train(
 
     async def execute() -> CheckpointState:
         with report_progress("preparing", note="task, demonstrations and policy"):
-            parts = assemble(run, checkpoint, out)
+            parts = assemble(run, checkpoint)
         async with opened_run(
             parts, out, checkpoint, listener=measured, on_stall=on_stall, on_start=log.begin
         ) as trainer:
+            parts.keep_rows(out)
             trainers.append(trainer)
             with (
                 trackers.opened(run.name, out, plain(run), resumed_at),

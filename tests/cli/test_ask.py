@@ -54,7 +54,14 @@ def test_json_output_is_one_object(shell: Shell) -> None:
     done = shell.ask(SESSION_SCRIPT, *SESSION, "--json")
     answer = json.loads(done.out)
     seconds, run, usage = answer.pop("seconds"), answer.pop("run"), answer.pop("usage")
-    assert answer == {"answer": 3, "stop": "final", "error": None, "citations": [], "cost": None}
+    assert answer == {
+        "answer": 3,
+        "stop": "final",
+        "error": None,
+        "partial": None,
+        "citations": [],
+        "cost": None,
+    }
     assert (usage["calls"], usage["unknown_calls"], 0 < seconds < 250, run[:2]) == (
         2,
         0,
@@ -215,7 +222,10 @@ def test_sub_model_answers_llm_query(shell: Shell) -> None:
 
 
 def test_scaffold_is_loaded_from_file(shell: Shell) -> None:
-    shell.write("mine.toml", 'name = "mine"\nsystem = "Say the magic word."\ndirect_chars = 0\n')
+    shell.write(
+        "mine.toml",
+        'name = "mine"\nsystem = "Say the magic word. {{tools}} {{limits}} FINAL"\ndirect_chars = 0\n',
+    )
     shell.write("log.txt", "abc")
     shell.ask(SESSION_SCRIPT, "how long?", "log.txt", "--scaffold", "mine.toml")
     assert "Say the magic word." in shell.run("show", "last", "--call", "0").out

@@ -46,6 +46,13 @@ WRONG = {
         (["--resume", "last", "--code", "x.py"], "give --from TURN too"),
         (["--resume", "last", "--max-depth", "2"], "remove --max-depth"),
     ),
+    "prompt": (
+        ([], "give QUESTION"),
+        ([*M, "q", "--examples", "nowhere.json"], "the examples nowhere.json cannot be read"),
+        ([*M, "q", "--depth", "-1"], "depth -1 has no calls"),
+        ([*M, "q", "--tokenizer", "nowhere"], "nowhere"),
+        ([*M, "q", "--tokens"], "--tokens"),
+    ),
     "eval": (
         ([], "no task: ramify eval"),
         ([*M, "nedle"], "unknown task 'nedle'"),
@@ -119,6 +126,11 @@ WRONG = {
         (["--export", "x.html"], "--export writes one run"),
     ),
     "runs": ((["--limit", "-1"], "--limit -1"),),
+    "runs check": (
+        ([], "give a RUN to check, or --all"),
+        (["x"], "has no runs"),
+    ),
+    "runs repair": (([], "give RUN"), (["x"], "has no runs")),
     "runs rm": (([], "give RUN"), (["x"], "has no runs")),
     "runs review": (([], "give RUN"), (["x"], "has no runs")),
     "runs prune": (
@@ -178,6 +190,7 @@ def test_wrong_command_line_exits_with_usage_error(
 VALID_ARGUMENTS = {
     "ask": [*M, "q"],
     "eval": [*M, "needle"],
+    "prompt": [*M, "q"],
     "demos": ["-m", "tiny", "needle", "--out", "demos", "--max-cost", "1"],
     "train": [R],
     "cluster plan": [R],
@@ -198,6 +211,8 @@ WRONG_VALUES = {
     **dict.fromkeys(("max_seconds", "max_turns", "max_tokens", "max_reply_tokens"), "0"),
     **dict.fromkeys(("max_concurrency", "branches", "items", "n", "k", "concurrency"), "0"),
     **dict.fromkeys(("num", "attempts"), "0"),
+    **dict.fromkeys(("examples", "tokenizer"), "nowhere.json"),
+    "depth": "-1",
     "max_run_cost": "-1",
     "min_reward": "nan",
     **dict.fromkeys(("restarts", "nodes", "devices", "engine_devices", "engines", "slots"), "0"),
@@ -230,6 +245,10 @@ WRONG_VALUES = {
 ANY_VALUE = {("eval", "seed"), ("demos", "seed"), ("cluster simulate", "seed"), ("view", "export")}
 ANY_VALUE |= {(each, "name") for each in ("serve", "serve-policy")}
 ANY_VALUE |= {("runs review", "label"), ("runs review", "note")}
+ANY_VALUE |= {  # any text is an instruction
+    (each, "instructions") for each in ("ask", "prompt", "eval", "demos", "serve", "mcp")
+}
+ANY_VALUE |= {("prompt", "progress"), ("prompt", "concurrency")}  # nothing is run
 ANY_VALUE |= {("train", "resume")}  # covered in WRONG: it replaces the recipe
 
 
