@@ -473,7 +473,7 @@ def test_silent_server_without_tls_is_reported():
 
     async def main():
         async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
-            port, network = server.sockets[0].getsockname()[1], Way(60.0, 0.1, 1000)
+            port, network = server.sockets[0].getsockname()[1], Way(60.0, 1.0, 1000)
             with pytest.raises(Unreachable) as caught:
                 await network.post(f"https://127.0.0.1:{port}/v1/x")
             await network.close()
