@@ -92,6 +92,8 @@ def check_settings(started: RunStarted, setup: RlmSetup, options: RunOptions) ->
 def _differences(
     recorded: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]
 ) -> Iterator[str]:
+    # Tools of the sources are recorded with the sources, and given again as tools.
+    of_sources = (recorded.get("sources") or {}).get("tools", ())
     for name in names:
         # A run without tools records none.
         absent: dict[str, Any] | None = {} if name == "tools" else None
@@ -99,7 +101,8 @@ def _differences(
         if before is None or before == after:
             continue
         if isinstance(before, dict) and isinstance(after, dict):
-            for field in sorted(before.keys() | (after.keys() if name != "scaffold" else ())):
+            added = after.keys() - (of_sources if name == "tools" else ())
+            for field in sorted(before.keys() | (added if name != "scaffold" else set())):
                 if before.get(field) != after.get(field):
                     yield _difference(f"{name}.{field}", before.get(field), after.get(field))
         else:
