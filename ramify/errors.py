@@ -334,12 +334,14 @@ def cannot_listen(host: str, port: int, error: OSError | OverflowError) -> Confi
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: ``"did you mean 'a'? known: a, b"``."""
+    """The end of an error about an unknown name: ``"did you mean 'a'? known: a, b"``. Case does not
+    matter."""
     names: Sequence[str] = sorted(known)
     if not names:
         return "there are none"
-    close = get_close_matches(name, names, n=1)
-    hint = f"did you mean '{close[0]}'? " if close else ""
+    by_folded = {each.casefold(): each for each in reversed(names)}
+    close = get_close_matches(name.casefold(), by_folded, n=1)
+    hint = f"did you mean '{by_folded[close[0]]}'? " if close else ""
     return f"{hint}known: {', '.join(names)}"
 
 

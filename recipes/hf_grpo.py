@@ -1,8 +1,7 @@
 """Reinforcement learning of any Hugging Face checkpoint, including child calls, on a GPU.
 
     ramify train recipes/hf_grpo.py policy.path=Qwen/Qwen3-0.6B --out runs/qwen
-    ramify train recipes/hf_grpo.py policy.path=Qwen/Qwen3-8B \\
-        'policy.lora={"rank": 32, "alpha": 64}'
+    ramify train recipes/hf_grpo.py policy.path=Qwen/Qwen3-8B 'policy.lora={"rank": 32}'
     ramify train recipes/hf_grpo.py policy.path=… task.name=my_task.py:task rl.algorithm.credit=root
 
 The checkpoint must be on disk (``hf download NAME``); its own chat template is used. On a GPU, the

@@ -25,7 +25,7 @@ def run() -> train.Run:
         name="qwen3-8b-1gpu",
         policy=train.PolicySpec(
             path="Qwen/Qwen3-8B",
-            lora=train.LoraSpec(rank=32, alpha=64.0),
+            lora=train.LoraSpec(rank=32),
             slots=64,
             cache_bytes=12_000_000_000,
         ),
