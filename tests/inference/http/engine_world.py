@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import torch
 from aiohttp import web
 
@@ -72,6 +73,11 @@ async def world(num: int = 2, engine: str = "ramify", **options: Any) -> AsyncIt
         await made.engines.start(Path("unused"), lambda _: None)
         stack.push_async_callback(made.engines.close)
         yield made
+
+
+def engine_session() -> aiohttp.ClientSession:
+    """Session whose requests present the key of the engines, as the trainer's do."""
+    return aiohttp.ClientSession(headers={"Authorization": f"Bearer {ENGINE_KEY}"})
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

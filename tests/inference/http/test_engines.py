@@ -9,7 +9,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 import torch
@@ -24,7 +23,7 @@ from ramify.models.weights import fingerprint, fingerprint_of
 from ramify.train.backends.lora import attach, merged, unmerged
 from ramify.types.message import Message, VersionSpan
 from tests.inference.helpers import WINDOW, pauses, policy
-from tests.inference.http.engine_world import USER, request, run, world
+from tests.inference.http.engine_world import USER, engine_session, request, run, world
 
 
 def test_http_engine_gives_the_same_reply_as_the_embedded_engine() -> None:
@@ -106,7 +105,7 @@ def test_engines_merge_adapters_bit_exactly_even_after_a_restart() -> None:
                     "model.layers.0.mlp.up_proj.weight"
                 ).zero_()
             await update(3)  # a merged weight is written in full
-            async with aiohttp.ClientSession() as asking:
+            async with engine_session() as asking:
                 url = made.servers[1].url.removesuffix("/v1")
                 async with asking.post(f"{url}/shutdown_weight_transfer_engine", json={}) as answer:
                     assert answer.status == 200
@@ -306,7 +305,7 @@ def test_restarted_engine_gets_all_weights() -> None:
             base = made.servers[1].url.removesuffix("/v1")
             info = made.engines._sync._weight_sync.open(1)[0]
             async with (
-                aiohttp.ClientSession() as http,
+                engine_session() as http,
                 http.post(
                     f"{base}/init_weight_transfer_engine", json={"init_info": info}
                 ) as answer,
@@ -343,7 +342,7 @@ def test_torn_weight_file_stops_at_the_last_good_version(tmp_path: Path) -> None
             ):
                 await made.train(2)
             async with (
-                aiohttp.ClientSession() as http,
+                engine_session() as http,
                 http.post(f"{made.servers[0].url}/completions", json={"prompt": [5]}) as answer,
             ):
                 assert (answer.status, "half of the weights are new" in await answer.text()) == (

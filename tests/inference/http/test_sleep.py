@@ -29,7 +29,7 @@ from ramify.models.weights import fingerprint
 from ramify.serve.policy import PolicyServer
 from ramify.types.message import VersionSpan
 from tests.inference.helpers import ENGINE_KEY, policy
-from tests.inference.http.engine_world import World, other_server, request, run
+from tests.inference.http.engine_world import World, engine_session, other_server, request, run
 from tests.shown import heard
 
 UPDATE = {
@@ -68,6 +68,8 @@ async def recording_proxy(url: str, seen: list[str]) -> AsyncIterator[str]:
             tags = msgspec.json.decode(body or b"{}").get("tags")
             seen.append(http.path_qs + (f" {','.join(tags)}" if tags else ""))
         headers = {"Content-Type": "application/json"}
+        if "Authorization" in http.headers:
+            headers["Authorization"] = http.headers["Authorization"]
         async with session.request(
             http.method, url + http.path_qs, data=body or None, headers=headers
         ) as answer:
@@ -124,7 +126,7 @@ async def sleep_world(
 
 
 async def fetch_json(url: str, body: Any = None) -> tuple[int, Any]:
-    async with aiohttp.ClientSession() as session:
+    async with engine_session() as session:
         asked = session.get(url) if body is None else session.post(url, json=body)
         async with asked as answer:
             return answer.status, await answer.json()
