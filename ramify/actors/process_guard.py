@@ -38,7 +38,8 @@ _TICK_S = 1.0
 _SOCKET = 0
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_RESTORED = (*_PASSED_ON, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ)
+_RESTORED = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+"""A shell script, for example, lets its background jobs ignore SIGINT and SIGQUIT."""
 
 
 class ProcessGuard:
