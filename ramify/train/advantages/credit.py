@@ -99,7 +99,7 @@ def hierarchical(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) 
     def rewards(index: int, id: str) -> list[float] | None:
         return (
             by_subtask.across(index, id)
-            or by_subtask.within(index, id)
+            or by_subtask.within(index, id, by_role)
             or by_role.across(index, id)
         )
 
@@ -120,7 +120,7 @@ def leave_one_child_out(
     siblings, by_role = _Peers(trees, _parent), _Peers(trees, _role)
 
     def rewards(index: int, id: str) -> list[float] | None:
-        return siblings.within(index, id) or by_role.across(index, id)
+        return siblings.within(index, id, by_role) or by_role.across(index, id)
 
     return _advantages(trees, baseline, gamma, rewards)
 
@@ -232,14 +232,18 @@ class _Peers:
         by_tree[index] = node.reward
         return by_tree
 
-    def within(self, index: int, id: str) -> list[float] | None:
-        """The call's own reward in the place of its tree, and in all other places the mean over
-        its peers in its own tree."""
+    def within(self, index: int, id: str, spread: _Peers) -> list[float] | None:
+        """The call's own reward in the place of its tree. The other trees have, in the mean, what
+        its peers in its own tree have, and differ from that mean as their peers by ``spread`` do:
+        an estimator that divides by the standard deviation needs one."""
         expected = self.mean_within(index, id)
         if expected is None:
             return None
-        by_tree = [expected] * len(self._trees)
-        by_tree[index] = self._trees[index][id].reward
+        others = spread.across(index, id) or [0.0] * len(self._trees)
+        del others[index]
+        centre = fmean(others)
+        by_tree = [expected + other - centre for other in others]
+        by_tree.insert(index, self._trees[index][id].reward)
         return by_tree
 
     def mean_within(self, index: int, id: str) -> float | None:
