@@ -65,9 +65,9 @@ def test_zero_variance_group_with_a_signal_is_kept() -> None:
     assert (len(with_signal.rollouts), with_signal.denominators) == (3, {"rl": 4.0})
     assert advantages(with_signal)["r0"] == [1.0, 0.0]
     weights = {each.trajectory.id: each.credits["0", 0].rl for each in with_signal.rollouts}
-    assert (
-        weights["r0"] == [1 / 1000] * 2
-    )  # the same weight as the outcome's algorithm gives each token
+    # The same weight as the outcome's algorithm gives each token: the first step divides by its own
+    # mean, here of rollouts of 3, 3, 2 and 2 tokens.
+    assert weights["r0"] == pytest.approx([1 / 2.5] * 2)
 
 
 def test_weights_follow_their_schedule_and_signals_with_zero_weight_are_skipped() -> None:
@@ -203,7 +203,7 @@ def test_teacher_scores_become_loss_streams_with_into_loss() -> None:
     assert assigned.denominators == {"rl": 2.0, "kd": 2.0}
     rows = token_sequences(assigned.rollouts)
     assert rows[0].kd is not None
-    assert rows[0].kd.tolist() == pytest.approx([0, 0, 5e-4, 5e-4, 0, 0, 0])
+    assert rows[0].kd.tolist() == pytest.approx([0, 0, 0.5 / 3, 0.5 / 3, 0, 0, 0])
     assert rows[0].streams["teacher_ids"].tolist() == [[0, 0]] * 2 + [[5, 6], [6, 7]] + [[0, 0]] * 3
     assert rows[0].streams["student_logprobs"][3].tolist() == pytest.approx([-0.4, -1.0])
     assert not rows[1].streams["teacher_ids"].any()
