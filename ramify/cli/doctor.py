@@ -39,6 +39,7 @@ EXTRAS = {
     "train": "torch",
     "datasets": "datasets",
     "ray": "ray",
+    "vllm": "vllm",
     "tensorboard": "tensorboardX",
     "lora": "peft",
     "wandb": "wandb",

@@ -153,12 +153,16 @@ def output_on_terminal(shell: Shell, *arguments: str) -> str:
 
 def test_live_view_neutralizes_control_sequences_and_markup(shell: Shell) -> None:
     evil = "[bold]not markup[/] \x1b]0;stolen title\x07\x1b[2Jwiped"
-    sub = shell.model([{"match": "", "reply": evil}], "sub.json")
+    # The child lasts until the view has shown it.
+    wait = (
+        "import os, time\nfor _ in range(1000):\n"
+        f"    if not os.path.exists({str(shell.folder / 'shown')!r}): time.sleep(0.05)\n"
+    )
+    child = {"match": r"\[dim\]child", "reply": code(f"{wait}FINAL('seen')")}
+    sub = shell.model([child, {"match": "", "reply": evil}], "sub.json")
     first = code(
-        f"import os, time\n# {evil}\nreplies = llm_query_batched(['x'] * 20)\n"
-        "child = rlm_query('[dim]child[/]', context='y')\n"
-        f"for _ in range(1000):\n    if not os.path.exists({str(shell.folder / 'shown')!r}): "
-        "time.sleep(0.05)"
+        f"# {evil}\nreplies = llm_query_batched(['x'] * 20)\n"
+        f"child = rlm_query('[dim]child[/]', context='y')\n{wait}"
     )
     shell.write("log.txt", "abc")
     model = shell.model([first, code(f"FINAL({evil!r})")])
