@@ -739,19 +739,26 @@ BEHAVIOURS: list[Behaviour] = [*REPLIES, *BODIES, *STATUSES, *HTTP, *STREAMS]
 
 WEAKER |= {
     "unparsed": Weakness(
-        "A web page in place of a reply is booked as a reply that was lost.", RETRIED
+        "A web page in place of a reply, and a response with the status 408 or 5xx, are counted as a lost reply.",
+        RETRIED,
     ),
-    "failed": Weakness("So is an answer with the status 408 or 5xx.", RETRIED),
-    "failed for good": Weakness("So is an answer with the status 408 or 5xx.", REFUSED_PAID),
+    "failed": Weakness(
+        "A web page in place of a reply, and a response with the status 408 or 5xx, are counted as a lost reply.",
+        RETRIED,
+    ),
+    "failed for good": Weakness(
+        "A web page in place of a reply, and a response with the status 408 or 5xx, are counted as a lost reply.",
+        REFUSED_PAID,
+    ),
     "usage": Weakness(
-        "A usage that is not an object of whole numbers makes the reply unusable.", RETRIED
+        "Usage that is not an object of whole numbers makes the reply unusable.", RETRIED
     ),
-    "moved": Weakness("Redirects are followed, also to another host.", REFUSED),
+    "moved": Weakness("Redirects are followed, even to another host.", REFUSED),
     "lenient": Weakness(
         "Replies in UTF-16, with both a length and chunks, or with an unknown `Content-Encoding` are read.",
         RIGHT,
     ),
-    "unbounded": Weakness("No reply is too long, compressed or not.", RETRIED),
+    "unbounded": Weakness("The length of replies is not limited, compressed or not.", RETRIED),
 }
 
 

@@ -20,6 +20,7 @@ import importlib
 import os
 import resource
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -67,20 +68,35 @@ class _HelperRequest:
 
     def run(self) -> bytes:
         try:
-            with _helpers.one() as process:
-                self._hold(process)
-                try:
-                    failed, answer = self._ask(process)
-                finally:
-                    self._hold(None)
+            answered = self._answer() or self._answer()
         except TimeoutError:
             raise HelperError(f"it was not done within {_ANSWER_S:g} s") from None
-        except (EOFError, OSError):
-            limits = f"{CPU_S:g} s of CPU time or {_MEMORY_BYTES >> 30} GiB of memory"
-            raise HelperError(f"it takes more than {limits}") from None
+        if answered is None:
+            raise HelperError("its helper process was killed twice")
+        failed, answer = answered
         if failed:
             raise RuntimeError(answer.decode())
         return answer
+
+    def _answer(self) -> tuple[bytes, bytes] | None:
+        """Ask a helper. Returns None if another process killed it, so that a second one can be
+        asked. Raises HelperError if it exceeded its limits."""
+        process = None
+        try:
+            with _helpers.one() as process:
+                self._hold(process)
+                try:
+                    return self._ask(process)
+                finally:
+                    self._hold(None)
+        except (EOFError, OSError) as error:
+            if isinstance(error, TimeoutError):
+                raise
+            is_killed = process is not None and process.wait(_ANSWER_S) == -signal.SIGKILL
+            if is_killed and not self._is_cancelled:
+                return None
+            limits = f"{CPU_S:g} s of CPU time or {_MEMORY_BYTES >> 30} GiB of memory"
+            raise HelperError(f"it takes more than {limits}") from None
 
     def cancel(self) -> None:
         with self._lock:
