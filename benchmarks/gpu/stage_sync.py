@@ -154,8 +154,9 @@ async def _canary(policy: Policy, url: str) -> float:
     ours = list(ended.logprobs)
     await client.close()
     body = {"model": "model", "prompt": ids, "max_tokens": 16, "temperature": 0, "logprobs": 0}
+    headers = {"Authorization": f"Bearer {os.environ[KEY_VARIABLE]}"}
     async with (
-        aiohttp.ClientSession() as session,
+        aiohttp.ClientSession(headers=headers) as session,
         session.post(f"{url}/completions", json=body) as got,
     ):
         answered = await got.json()

@@ -16,7 +16,8 @@ def large_texts() -> list[str]:
         type(holder).__name__
         for holder in gc.get_objects()
         for held in gc.get_referents(holder)
-        if isinstance(held, str | bytes | bytearray) and len(held) >= BIG
+        # Not isinstance: some objects of torch warn when their __class__ is read.
+        if issubclass(type(held), str | bytes | bytearray) and len(held) >= BIG
     ]
 
 
@@ -30,7 +31,7 @@ def test_context_of_a_run_is_freed_when_it_ends() -> None:
             try:
                 result = await r.acompletion("x" * BIG, "How long?")
                 assert result.answer == BIG
-                assert large_texts() <= before
+                assert len(large_texts()) <= len(before)
             finally:
                 gc.enable()
 

@@ -204,8 +204,8 @@ def test_runs_check_names_damaged_runs(
     assert command(["runs", "check"]) == 2
     assert command(["runs", "check", "other", "--all"]) == 2
     capsys.readouterr()
-    assert command(["runs", "repair", "other"]) == 1
-    assert "is whole: there is nothing to repair" in capsys.readouterr().err
+    assert command(["runs", "repair", "other"]) == 0
+    assert "is whole: there is nothing to repair" in capsys.readouterr().out
 
 
 def test_a_killed_run_is_whole_but_not_ended(store: Store, journal: Path) -> None:
