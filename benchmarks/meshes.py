@@ -38,7 +38,8 @@ from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.models.load import Policy
 from ramify.models.weights import fingerprint_of
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
-from ramify.train.backends.fsdp import FsdpModel, FsdpRanks
+from ramify.train.backends.fsdp import FsdpRanks
+from ramify.train.backends.fsdp_model import FsdpModel
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import PolicySpec, RlSpec, Run
 from ramify.train.data.pack import PackingSpec, pack

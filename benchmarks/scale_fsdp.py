@@ -29,7 +29,8 @@ from ramify.errors import TrainError
 from ramify.models.dense import DenseModel
 from ramify.models.load import Policy
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
-from ramify.train.backends.fsdp import FsdpBackend, FsdpModel, FsdpRanks
+from ramify.train.backends.fsdp import FsdpRanks
+from ramify.train.backends.fsdp_model import FsdpBackend, FsdpModel
 from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.losses.loss import LossSpec

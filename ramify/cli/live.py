@@ -23,15 +23,16 @@ from typing import Literal
 import msgspec
 from rich.text import Text
 
-from ramify.cli.ask_runner import StepLines
 from ramify.cli.progress_screen import ProgressScreen
+from ramify.cli.step_lines import StepLines
 from ramify.cli.terminal_text import count, dollars, one_line, seconds, ticking
 from ramify.clients.pool import RETRYING
 from ramify.engine.action import read_action
 from ramify.engine.run_handle import RunHandle
 from ramify.printable import clean
 from ramify.progress import ArrivingText, watch_text
-from ramify.types.call_tree import CallNode, CallTree
+from ramify.types.call_node import CallNode
+from ramify.types.call_tree import CallTree
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,

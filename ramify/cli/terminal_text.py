@@ -37,7 +37,8 @@ from ramify.errors import OldNameWarning
 from ramify.log_outputs import current_console
 from ramify.logging import RoomLogger
 from ramify.printable import TerminalStream, clean, clean_line, escaped
-from ramify.types.call_tree import CallNode, CallTree
+from ramify.types.call_node import CallNode
+from ramify.types.call_tree import CallTree
 from ramify.types.trajectory import Stop, Trajectory
 
 if TYPE_CHECKING:

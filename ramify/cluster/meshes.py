@@ -18,18 +18,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from ramify.cluster import memory
 from ramify.cluster.shape import DeviceEfficiency, DeviceSpec, ModelShape, num_experts
+from ramify.cluster.step_work import StepTokens, forward_flop, num_passes
 from ramify.errors import ConfigError
 from ramify.train.backends.mesh import MeshSizes, check_model
 from ramify.train.config import Run
-
-if TYPE_CHECKING:
-    from ramify.cluster.steps import StepTokens
 
 NODE_GPUS = 8
 """GPUs that the fast links of a machine connect."""
@@ -137,8 +135,6 @@ def learning_seconds(
     sent: SentBytes | None = None,
 ) -> float:
     """Seconds of learning in one step on this mesh."""
-    from ramify.cluster.steps import forward_flop, num_passes
-
     flop = num_passes(run) * forward_flop(shape, tokens.mean_length)
     products = _most_tokens(sizes, tokens) * flop / sizes.tensor
     products_s = products / (device.tflops * 1e12 * shares.train)

@@ -25,7 +25,8 @@ from ramify.cluster.shape import (
     device_of,
     shape_of,
 )
-from ramify.cluster.steps import StepSeconds, StepTokens
+from ramify.cluster.step_work import StepTokens
+from ramify.cluster.steps import StepSeconds
 from ramify.errors import ConfigError
 from ramify.train.config import Run
 from ramify.train.metrics import FILE

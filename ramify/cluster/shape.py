@@ -124,8 +124,8 @@ def shape_of(config: Any, lora: LoraSpec | None = None) -> ModelShape:
     """Return the sizes of the model that a Hugging Face configuration describes."""
     from ramify.models.load import window_of
     from ramify.train.backends.activation_memory import layers_of
+    from ramify.train.backends.meta_model import on_meta
     from ramify.train.backends.optimizers import is_inside
-    from ramify.train.backends.sharding import on_meta
 
     model = on_meta(config)
     params = dict(model.named_parameters())

@@ -26,48 +26,13 @@ import msgspec
 from ramify.cluster.memory import itemsize_of, slots
 from ramify.cluster.meshes import learning_seconds, sent_bytes
 from ramify.cluster.shape import DeviceEfficiency, DeviceSpec, ModelShape
+from ramify.cluster.step_work import StepTokens, forward_flop, num_passes
 from ramify.errors import ConfigError
-from ramify.train.advantages.base import needs_of
 from ramify.train.config import Run
 from ramify.train.metrics import read_metrics
 
 LINK_GB_PER_S = 10.0
 """Bandwidth between trainer and engines in 10^9 bytes per second."""
-
-
-class StepTokens(msgspec.Struct, frozen=True):
-    """Tokens of one step, over all rollouts."""
-
-    sampled: float
-    given: float
-    """Prompt tokens. A turn's common prefix with the previous turn counts once."""
-    rollouts: float
-    why: str
-    """Origin of the numbers."""
-
-    @property
-    def learnt(self) -> float:
-        return self.sampled + self.given
-
-    @property
-    def mean_length(self) -> float:
-        return self.learnt / max(self.rollouts, 1)
-
-    @classmethod
-    def assumed(cls, run: Run, window: int) -> StepTokens:
-        """Assume half of the turns that a rollout may take, each with half of the longest reply and
-        a prompt of the same size, within the window."""
-        rl = run.rl
-        if rl is None:
-            return cls(0, 0, 0, "no reinforcement learning")
-        rollouts = rl.sample.items * (rl.rollout.group + needs_of(rl.algorithm).greedy)
-        turns = max(1.0, run.limits.max_turns / 2)
-        reply = min(run.limits.max_reply_tokens / 2, window / (2 * turns))
-        why = (
-            f"assumed: {rollouts} rollouts of {turns:g} turns, each of {reply:g} tokens after as "
-            "many prompt tokens"
-        )
-        return cls(rollouts * turns * reply, rollouts * turns * reply, rollouts, why)
 
 
 class MeasuredSpeeds(msgspec.Struct, frozen=True):
@@ -188,19 +153,6 @@ def _learning(
     return took, why
 
 
-def num_passes(run: Run) -> float:
-    """Return the passes of a step's tokens, in forward passes."""
-    return 3.0 + run.compute.recompute + _more_passes(run)
-
-
-def _more_passes(run: Run) -> int:
-    """Return the number of additional forward passes for reference and old log-probabilities."""
-    if run.rl is None:
-        return 0
-    streams = needs_of(run.rl.algorithm).streams
-    return bool(run.rl.loss.kl_beta or "ref_logprobs" in streams) + (run.rl.loss.old == "pass")
-
-
 def _sampling(
     run: Run,
     shape: ModelShape,
@@ -227,9 +179,3 @@ def _sampling(
         f"{'bandwidth' if by_bandwidth >= by_products else 'products'}; "
         f"{tokens.given:.3g} read before"
     )
-
-
-def forward_flop(shape: ModelShape, length: float) -> float:
-    """Return the FLOP of one token's forward pass in a sequence of ``length`` tokens, half of which
-    precede it on average."""
-    return 2 * shape.products + 4 * shape.layers * shape.heads * shape.head_size * length / 2

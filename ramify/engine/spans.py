@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.engine.question import Listener
-from ramify.types.call_tree import CallNode, CallTree
+from ramify.types.call_node import CallNode
+from ramify.types.call_tree import CallTree
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,

@@ -29,8 +29,8 @@ from ramify.sandbox.forkserver_channel import locate
 from ramify.sandbox.guest.frames import SharedMemoryBuffers
 from ramify.sandbox.guest.guest import Guest
 from ramify.sandbox.guest.output import MemoryOutputSpool
-from ramify.sandbox.running_cell import SessionHooks, limits_of
-from ramify.sandbox.session import GuestSession
+from ramify.sandbox.running_cell import limits_of
+from ramify.sandbox.session import GuestSession, SessionHooks
 from ramify.sandbox.transport import SCRATCH_BYTES, SocketStream
 
 WARNING = (

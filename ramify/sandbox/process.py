@@ -33,8 +33,8 @@ from ramify.sandbox.forkserver_channel import (
     start_server,
 )
 from ramify.sandbox.process_transport import ProcessTransport, SessionMemoryFiles, SessionProcess
-from ramify.sandbox.running_cell import SessionHooks, limits_of
-from ramify.sandbox.session import GuestSession
+from ramify.sandbox.running_cell import limits_of
+from ramify.sandbox.session import GuestSession, SessionHooks
 from ramify.sandbox.transport import ReadBuffers
 
 WARNING = (

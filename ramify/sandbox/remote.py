@@ -27,8 +27,8 @@ from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpe
 from ramify.sandbox.forkserver_channel import ENVIRONMENT, LOADER, texts
 from ramify.sandbox.guest.frames import SharedMemoryBuffers
 from ramify.sandbox.guest.values import ProtocolError
-from ramify.sandbox.running_cell import SessionHooks, limits_of
-from ramify.sandbox.session import GuestSession
+from ramify.sandbox.running_cell import limits_of
+from ramify.sandbox.session import GuestSession, SessionHooks
 from ramify.sandbox.session_supervisor import (
     DATA,
     END,

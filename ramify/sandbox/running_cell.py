@@ -17,7 +17,7 @@ import functools
 import marshal
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ramify.errors import HostCallError, SessionDied
 from ramify.sandbox.base import Answer, CellResult, SandboxSpec
@@ -32,9 +32,6 @@ from ramify.sandbox.session_wire import (
 )
 from ramify.sandbox.transport import ignored
 from ramify.types.trajectory import Cell
-
-if TYPE_CHECKING:
-    from ramify.sandbox.session import GuestSession
 
 MAX_CALLS = 1024
 """Concurrent calls of one cell; beyond this limit its frames wait in the socket."""
@@ -398,14 +395,6 @@ def limits_of(spec: SandboxSpec) -> SessionLimits:
     return SessionLimits(spec.cell_s, spec.grace_s, spec.max_output_bytes)
 
 
-class SessionHooks(NamedTuple):
-    """What a provider wants to know of its sessions."""
-
-    on_close: Callable[[GuestSession], None] = lambda session: None
-    on_fork: Callable[[GuestSession], None] = lambda session: None
-    """Called with each new branch."""
-
-
 def marshalled(source: str, name: str) -> bytes:
     """Compile a module for sessions with the same Python. Returns nothing if it cannot be compiled:
     the session that installs it reports the error."""
@@ -417,7 +406,6 @@ def marshalled(source: str, name: str) -> bytes:
 
 compiled_module = functools.lru_cache(64)(marshalled)
 """Compiles a module once for all sessions."""
-NO_HOOKS = SessionHooks()
 
 
 class SessionState(enum.Enum):

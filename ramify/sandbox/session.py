@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 from ramify.errors import HostCallError, SandboxError, SessionDied
 from ramify.sandbox import session_wire
 from ramify.sandbox.base import Answer, CellResult, SandboxCapabilities
 from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueEncoder
 from ramify.sandbox.running_cell import (
-    NO_HOOKS,
     CellAlarm,
     GuestRefused,
     RunningCell,
-    SessionHooks,
     SessionLimits,
     SessionState,
     compiled_module,
@@ -40,6 +39,17 @@ _FORK_S = 10.0
 _INTERRUPTS = 5
 """Number of times an interrupt is sent within the grace time: it may arrive before the cell begins,
 or the cell may catch it."""
+
+
+class SessionHooks(NamedTuple):
+    """What a provider wants to know of its sessions."""
+
+    on_close: Callable[[GuestSession], None] = lambda session: None
+    on_fork: Callable[[GuestSession], None] = lambda session: None
+    """Called with each new branch."""
+
+
+NO_HOOKS = SessionHooks()
 
 
 class GuestSession:

@@ -23,7 +23,7 @@ import msgspec
 
 from ramify.actors.child_process import IdleProcesses, import_path
 from ramify.actors.run_messages import decode, encode
-from ramify.sources.sqlite import QUERY_S, Params, run_query
+from ramify.sources.sqlite_query import QUERY_S, Params, run_query
 
 GRACE_S = 10.0
 """Time beyond a query's limit to start the process and send the rows."""

@@ -439,7 +439,7 @@ def read_in_parts(run: Run) -> Path | None:
     has to read all of it."""
     from ramify.models.load import model_folder, read_config
     from ramify.models.stored_weights import is_read_in_parts
-    from ramify.train.backends.sharding import on_meta
+    from ramify.train.backends.meta_model import on_meta
 
     if not run.policy.path or not is_read_in_parts(on_meta(read_config(path_of(run)))):
         return None

@@ -68,7 +68,7 @@ def check_embedded(config: Any, dtype: str, device: str) -> None:
     import torch
 
     from ramify.models.load import stored_dtype
-    from ramify.train.backends.sharding import on_meta
+    from ramify.train.backends.meta_model import on_meta
 
     kind = stored_dtype(config, device) if dtype == "auto" else getattr(torch, dtype)
     parameters = sum(each.numel() for each in on_meta(config).parameters())

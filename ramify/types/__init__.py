@@ -1,7 +1,8 @@
 """Data types that flow through Ramify. They do no I/O and have no behavior beyond views."""
 
 from ramify.types.message import Message, Reply, ToolCall, Usage, VersionSpan
-from ramify.types.sequence import Batch, Segment, TokenPath, TokenSequence, TokenSpan
+from ramify.types.sequence import Batch, Segment, TokenSequence
+from ramify.types.token_path import TokenPath, TokenSpan
 from ramify.types.trajectory import (
     Call,
     Cell,

@@ -12,40 +12,19 @@ here: drawing (see viewer/static) and the tree (see call_tree.py).
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from ramify.types.call_tree import CallNode
+from ramify.types.call_node import CallNode, number_in
 
 MIN_SIBLINGS = 4
 """Fewer siblings are compared only if they were asked the same question."""
+_MAX_SHOWN = 40
 _DEVIATIONS = 3.0
 _SCALE = 1.4826
 """Standard deviation of a normal distribution, in median deviations."""
-_NUMBER = re.compile(r"\s*[$€£]?\s*([-+]?\d[\d,_]*(?:\.\d+)?(?:[eE][-+]?\d+)?)\s*%?\s*\.?\s*")
-_MAX_SHOWN = 40
 _NAMES = {"number": "a number", "text": "text", "list": "a list", "dict": "a dict"}
-
-
-def number_in(text: str) -> float | None:
-    """The number that ``text`` consists of, such as ``$1,234.50``; None for other text."""
-    match = _NUMBER.fullmatch(text) if len(text) <= _MAX_SHOWN else None
-    return float(match[1].replace(",", "").replace("_", "")) if match else None
-
-
-def kind_of_answer(answer: Any, text: str) -> str:
-    """``number``, ``text``, ``list``, ``dict`` or ``none``; a text may consist of a number."""
-    if answer is None:
-        return "none"
-    if isinstance(answer, list | tuple):
-        return "list"
-    if isinstance(answer, dict):
-        return "dict"
-    return "text" if isinstance(answer, bool) or number_in(text) is None else "number"
 
 
 class SiblingGroups:

@@ -13,13 +13,6 @@ Each keeps its own entry with its own advantage and weight.
 Arrays are numpy arrays that are created elsewhere. This module only checks their lengths, so it
 needs no tensor library. Legend: T tokens of a sequence or batch, E entries, k teacher tokens per
 position, S segments, M ids in all kept sets.
-
-``TokenPath`` is a call as one sequence of ids, exactly those that the model processed. A turn holds
-the ids that its prompt adds to the path so far, and the ids that were sampled:
-
-    turn 0   prompt_ids 1 2 3   token_ids 7 8   reused_ids 0   path  1 2 3 7 8
-    turn 1   prompt_ids 4       token_ids 9     reused_ids 5   path  1 2 3 7 8 4 9
-    turn 2   prompt_ids 5       token_ids 6     reused_ids 3   path  1 2 3 5 6   (not an extension)
 """
 
 from __future__ import annotations
@@ -38,8 +31,6 @@ if TYPE_CHECKING:
     Bools = npt.NDArray[np.bool_]
 else:  # numpy is installed only with the trainer
     Ints = Floats = Bools = Any
-if TYPE_CHECKING:
-    from ramify.types.trajectory import Turn
 
 
 class SamplingSupport(msgspec.Struct):
@@ -212,111 +203,3 @@ def call_of(name: str) -> str:
 def path_group(name: str, index: int) -> str | int:
     """The key that the paths of one call share; ``index`` for a sequence without a name."""
     return call_of(name) or index
-
-
-class TokenSpan(msgspec.Struct, frozen=True):
-    """Tokens ``[start, end)`` of a path were sampled as the reply of ``turn`` of ``call``."""
-
-    call: str
-    turn: int
-    start: int
-    end: int
-
-
-class TokenPath(msgspec.Struct, frozen=True):
-    """One sequence of tokens, from the first prompt token to the last sampled token."""
-
-    ids: tuple[int, ...]
-    """[T]"""
-    sampled: tuple[bool, ...]
-    """[T] True if the model sampled the token; False for prompt tokens."""
-    logprobs: tuple[float, ...] | None
-    """[T] log-probability at sampling time, 0 for prompt tokens; None if some reply had none."""
-    versions: tuple[int, ...]
-    """[T] policy version that sampled the token; -1 for prompt tokens and unknown versions."""
-    spans: tuple[TokenSpan, ...]
-    """Sampled spans in order, each with the turn that sampled it. Paths of one tree may share
-    spans."""
-    kept: tuple[tuple[int, ...], ...] | None = None
-    """[T] ids that top-p and top-k left to draw the token from; empty for the whole vocabulary.
-    None if no reply reports them."""
-    routes: tuple[tuple[int, ...], ...] | None = None
-    """[T] experts that the token before was sent to; empty for unknown. None if no reply reports
-    them."""
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-
-class TokenPathBuilder:
-    """Builds the path up to the last turn that was added. Takes time linear in the ids stored in
-    the turns."""
-
-    def __init__(self) -> None:
-        self._ids: list[int] = []
-        self._spans: list[TokenSpan] = []
-        self._logprobs: list[tuple[float, ...] | None] = []
-        self._versions: list[list[int]] = []
-        self._kept: list[tuple[tuple[int, ...], ...] | None] = []
-        self._routes: list[tuple[tuple[int, ...], ...] | None] = []
-
-    def is_extended_by(self, turn: Turn) -> bool:
-        """True if the path with ``turn`` starts with the whole current path."""
-        return turn.num_ids is not None and turn.reused_ids == len(self._ids)
-
-    def add(self, call: str, index: int, turn: Turn) -> None:
-        """Add ``turn``, which is number ``index`` of ``call``. A turn without ids makes the path
-        unknown until the next turn that has them."""
-        reply = turn.reply
-        if reply.prompt_ids is None or reply.token_ids is None:
-            self._cut(0)
-            return
-        self._cut(turn.reused_ids)
-        start, num = turn.reused_ids + len(reply.prompt_ids), len(reply.token_ids)
-        self._ids += [*reply.prompt_ids, *reply.token_ids]
-        self._spans.append(TokenSpan(call, index, start, start + num))
-        self._logprobs.append(reply.logprobs)
-        self._kept.append(reply.kept)
-        self._routes.append(reply.routes)
-        versions = [-1] * num
-        for span in reply.versions or ():
-            versions[span.start : span.end] = [span.version] * (span.end - span.start)
-        self._versions.append(versions)
-
-    def built(self) -> TokenPath | None:
-        """Return the path so far, or None if it is unknown."""
-        if not self._ids:
-            return None
-        length = len(self._ids)
-        sampled, versions, logprobs = [False] * length, [-1] * length, [0.0] * length
-        kept: list[tuple[int, ...]] = [()] * length
-        routes: list[tuple[int, ...]] = [()] * length
-        for index, span in enumerate(self._spans):
-            at = slice(span.start, span.end)
-            num = span.end - span.start
-            sampled[at], versions[at] = [True] * num, self._versions[index][:num]
-            logprobs[at] = (self._logprobs[index] or [0.0] * num)[:num]
-            kept[at] = (self._kept[index] or [()] * num)[:num]
-            routes[at] = (self._routes[index] or [()] * num)[:num]
-        has_logprobs = all(logprobs is not None for logprobs in self._logprobs)
-        has_kept = any(kept_sets is not None for kept_sets in self._kept)
-        return TokenPath(
-            tuple(self._ids),
-            tuple(sampled),
-            tuple(logprobs) if has_logprobs else None,
-            tuple(versions),
-            tuple(self._spans),
-            tuple(kept) if has_kept else None,
-            tuple(routes) if any(self._routes) else None,
-        )
-
-    def _cut(self, length: int) -> None:
-        """Keep the first ``length`` ids and shorten a span that extends beyond them."""
-        del self._ids[length:]
-        self._spans = [
-            TokenSpan(span.call, span.turn, span.start, min(span.end, length))
-            for span in self._spans
-            if span.start < length
-        ]
-        for values in (self._logprobs, self._versions, self._kept, self._routes):
-            del values[len(self._spans) :]

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.types.message import Message, Reply, Usage
-from ramify.types.sequence import TokenPath, TokenPathBuilder
+from ramify.types.token_path import TokenPath, TokenPathBuilder
 
 SCHEMA_VERSION = 2
 """Version of events and trajectories on disk. Readers reject newer versions and accept older ones.
@@ -277,7 +277,7 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
         """
         path = TokenPathBuilder()
         for owner, index, step in self._steps(call, turn):
-            path.add(owner, index, step)
+            path.add(owner, index, step.reply, step.reused_ids)
         return path.built()
 
     def paths(self, call: Call) -> list[TokenPath]:
@@ -288,12 +288,12 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
         the turn and call that sampled them.
         """
         path = TokenPathBuilder()
-        path = TokenPathBuilder()
         paths = []
         for owner, index, step in self._steps(call, None):
-            if owner == call.id and index > 0 and not path.is_extended_by(step):
+            is_extended = path.is_extended_by(step.reply, step.reused_ids)
+            if owner == call.id and index > 0 and not is_extended:
                 paths.append(path.built())
-            path.add(owner, index, step)
+            path.add(owner, index, step.reply, step.reused_ids)
         last = path.built() if call.turns else None
         return [known for known in (*paths, last) if known is not None]
 

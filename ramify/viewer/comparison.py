@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from ramify.types.call_tree import CallNode
+from ramify.types.call_node import CallNode
 from ramify.viewer.picture import head
 from ramify.viewer.watched_run import WatchedRun
 

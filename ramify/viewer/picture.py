@@ -20,7 +20,8 @@ import msgspec
 
 from ramify.errors import StoreError
 from ramify.store.reviews import RunReview
-from ramify.types.call_tree import CallNode, ending
+from ramify.types.call_node import CallNode
+from ramify.types.call_tree import ending
 from ramify.types.trajectory import as_text, cut
 from ramify.viewer.watched_run import WatchedRun
 

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import StoreError
-from ramify.types.call_tree import CallNode
+from ramify.types.call_node import CallNode
 from ramify.types.trajectory import Call, Turn, as_text
 from ramify.viewer.data_flow import NOTHING, CellFlow, DataFlow, Flow, union
 from ramify.viewer.returned_values import (

@@ -29,7 +29,8 @@ import msgspec
 from ramify.errors import StoreError
 from ramify.store.journal import check_version, decode_line
 from ramify.store.line_checksums import ChecksumChain
-from ramify.types.call_tree import CallNode, CallTree
+from ramify.types.call_node import CallNode
+from ramify.types.call_tree import CallTree
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,

@@ -19,7 +19,7 @@ from ramify.errors import StoreError
 from ramify.store.journal import blocks, writer
 from ramify.store.line_checksums import ChecksumChain
 from ramify.store.reviews import RunReview, read_reviews
-from ramify.types.call_tree import CallNode
+from ramify.types.call_node import CallNode
 from ramify.types.event import CallEnded, CallStarted, RunStarted
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory
 from ramify.viewer.run_locations import LocatedRun, kind_of, newer

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from ramify.errors import StoreError
 from ramify.models.stored_weights import disk_tensors, is_read_in_parts, raw_tensors, stored_tensors
-from ramify.train.backends.sharding import on_meta
+from ramify.train.backends.meta_model import on_meta
 from tests.train.backends.small import CONFIG
 from tests.train.backends.test_meshes import MIXTRAL, MOE
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ramify.types.call_tree import CallNode
+from ramify.types.call_node import CallNode
 from ramify.types.trajectory import Parent, Stop
 from ramify.viewer.comparison import rows_of
 

@@ -18,11 +18,11 @@ from typing import Any
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities
+from ramify.sandbox.jail.fork import JailFork
 from ramify.sandbox.jail.watch import ForkRequestListener, kill_strays
 from ramify.sandbox.process_transport import (
     BranchTransport,
     ProcessTransport,
-    SessionMemoryFiles,
     SessionProcess,
     pid_of,
 )
@@ -51,7 +51,7 @@ class ForkingInJail(ProcessTransport):
         if self.listener is None or pid <= 0:
             raise SandboxError("the session cannot be forked: it has ended")
         fork = JailFork(self, pid, moved)
-        transport = fork.transport()
+        transport = JailBranchTransport(self.caps, self.buffers, fork.branch())
         try:
             self.listener.grant_one(pid, fork)
             self.stream.write_with(frame, ())
@@ -188,99 +188,3 @@ class JailBranchTransport(ForkingInJail, BranchTransport):
 
     async def prepare_branch(self) -> None:
         """Nothing to prepare: a branch's files are read-only from the start."""
-
-
-class JailFork:
-    """One fork in progress: the connections that the host gives to its two processes.
-
-    fork request ──> begin: old wire closed ──fork──┬─> origin asks: gets its new wire, moved
-                                                    └─> branch asks: gets its wire, hello
-    """
-
-    __slots__ = ("_branch", "_is_begun", "_moved", "_new", "_origin", "old", "pid", "taker")
-
-    def __init__(self, origin: ForkingInJail, pid: int, moved: Callable[[], None]) -> None:
-        self.pid = pid
-        self._origin = origin
-        self._moved = moved
-        self._is_begun = False
-        self.taker = -1
-        """The process that has taken the branch's wire."""
-        self.old: list[SessionMemoryFiles] = []
-        """The files that both processes inherited."""
-        self._branch = _private_ends(origin)
-        try:
-            self._new = _private_ends(origin)
-        except BaseException:
-            _close(self._branch)
-            raise
-        self._new[0].setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
-
-    def transport(self) -> JailBranchTransport:
-        """Return the host's end of the branch."""
-        host_end, _, files = self._branch
-        branch = SessionProcess(host_end, files, self._origin.channel)
-        return JailBranchTransport(self._origin.caps, self._origin.buffers, branch)
-
-    def begin(self) -> None:
-        """Close the old stream: data on the wire that both processes inherit is ignored from now
-        on. The process that is about to fork is blocked until this returns."""
-        if not self._is_begun:
-            self._is_begun = True
-            self._origin.stream.drain()
-            self._origin.stream.close()
-
-    def wire_for(self, pid: int) -> int:
-        """Return the socket for ``pid``, on which its files were sent; -1 if it gets none."""
-        if pid != self.pid and self.taker >= 0:
-            return -1
-        return (self._new if pid == self.pid else self._branch)[1].fileno()
-
-    def took(self, pid: int) -> None:
-        """Note that ``pid`` has its wire."""
-        if pid != self.pid:
-            self.taker = pid
-            self._branch[1].close()  # otherwise the end of its stream would not show
-        elif not self.old:
-            self._new[1].close()
-            self.old.append(self._origin.move(self._new[0], self._new[2]))
-            self._moved()
-
-    def give_up_branch(self) -> None:
-        """Give no wire to the branch any more: the end of its stream shows then."""
-        self._branch[1].close()
-
-    def end(self) -> None:
-        """Close the ends that were not used."""
-        self.give_up_branch()
-        self._new[1].close()
-        for files in self.old:
-            files.close()
-        if not self.old:
-            self._new[0].close()
-            self._new[2].close()
-
-
-_Ends = tuple[socket.socket, socket.socket, SessionMemoryFiles]
-"""Host's end, other end, files."""
-
-
-def _private_ends(origin: ForkingInJail) -> _Ends:
-    """Create a socket on which a process finds its standard input (a separate open file, since
-    the flags of one would be shared), its output and its buffers. Raises SandboxError."""
-    ends = origin.branch_ends()
-    spool, *buffers = ends[2].descriptors()
-    try:
-        with open(os.devnull, "rb", 0) as null:
-            socket.send_fds(ends[0], [b"\0"], [null.fileno(), spool, spool, *buffers])
-    except OSError as error:
-        _close(ends)
-        raise SandboxError(
-            f"the session cannot be forked: nothing to reach a branch by: {error}"
-        ) from None
-    return ends
-
-
-def _close(ends: _Ends) -> None:
-    for end in ends:
-        end.close()

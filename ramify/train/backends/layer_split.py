@@ -94,7 +94,7 @@ class SplitPlan(NamedTuple):
     def check(config: Any, shard: ShardSpec, num_ranks: int, adapted: AdapterSpec | None) -> None:
         """Raise ConfigError if the model of a Hugging Face configuration, or its adapters, cannot
         be split over the mesh; nothing is started or allocated."""
-        from ramify.train.backends.sharding import on_meta
+        from ramify.train.backends.meta_model import on_meta
 
         sizes = shard.mesh(num_ranks)
         check_model(config, sizes, shard.tensor_plan, shard.expert_plan)

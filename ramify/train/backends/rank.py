@@ -36,7 +36,8 @@ from ramify.train.backends import adapters, shards
 from ramify.train.backends.adapters import AdapterSpec
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.layer_split import RankMesh, SplitPlan
-from ramify.train.backends.sharding import ShardedLayout, on_meta
+from ramify.train.backends.meta_model import on_meta
+from ramify.train.backends.sharding import ShardedLayout
 from ramify.train.backends.single import VALUE_HEAD, SingleBackend, value_head
 from ramify.train.losses.loss import LossSpec, LossTally, PlainTally
 from ramify.types.sequence import Batch, Floats

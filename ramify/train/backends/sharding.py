@@ -17,9 +17,8 @@ precision, offloading and NCCL need GPUs; gloo on CPUs uses the same calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
-from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -35,7 +34,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from ramify.errors import ConfigError
-from ramify.models.dense import DenseModel, unsupported
+from ramify.models.dense import DenseModel
 from ramify.train.backends.activation_memory import layers_of
 from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.layer_split import RankMesh, SplitPlan
@@ -44,21 +43,6 @@ from ramify.train.backends.single import VALUE_HEAD
 
 T = TypeVar("T")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def on_meta(config: Any, *, splits_layers: bool = False) -> nn.Module:
-    """The model of a Hugging Face configuration without its weights. Computed buffers (rotations)
-    have their values. ``splits_layers``: as transformers' own module, which has plans for it."""
-    if unsupported(config) is None and not splits_layers:
-        with torch.device("meta"):
-            return DenseModel(config).eval()
-    from transformers import AutoModelForCausalLM
-
-    with _parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    if unsupported(config) is None:  # the padding token learns as it does in our own model
-        model.get_input_embeddings().padding_idx = None
-    return cast(nn.Module, model.eval())
 
 
 class ShardedMuon(Muon):
@@ -266,24 +250,6 @@ def _give_memory(root: nn.Module, parameters: torch.device, buffers: torch.devic
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(buffers)
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Move parameters to the meta device as modules register them inside; buffers keep their
-    values, which are not in any checkpoint."""
-    register = nn.Module.register_parameter
-
-    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = to_meta  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _names(model: nn.Module) -> set[str]:

@@ -20,7 +20,8 @@ from itertools import accumulate, chain
 import numpy as np
 
 from ramify.train.advantages.base import AssignedRollout, TokenCredit
-from ramify.types.sequence import Floats, Ints, SamplingSupport, TokenPath, TokenSequence, TokenSpan
+from ramify.types.sequence import Floats, Ints, SamplingSupport, TokenSequence
+from ramify.types.token_path import TokenPath, TokenSpan
 from ramify.types.trajectory import Call
 
 _WEIGHTS = ("rl", "ce", "kd")

@@ -41,7 +41,7 @@ from ramify.train.signals.base import (
 )
 from ramify.train.signals.hindsight import TrajectoryHints, hints_of
 from ramify.types.message import Message
-from ramify.types.sequence import TokenPath, TokenSpan
+from ramify.types.token_path import TokenPath, TokenSpan
 from ramify.types.trajectory import Call, Group, Trajectory
 
 _log = RoomLogger("train")

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from ramify.train.backends.base import ComputeSpec, ShardSpec
-from ramify.train.backends.fsdp import FsdpBackend, FsdpModel, FsdpRanks
+from ramify.train.backends.fsdp import FsdpRanks
+from ramify.train.backends.fsdp_model import FsdpBackend, FsdpModel
 from ramify.train.backends.single import SingleBackend
 from ramify.train.losses import DppoTv
 from ramify.train.losses.loss import LossSpec

@@ -26,7 +26,8 @@ from ramify.errors import ConfigError, TrainError
 from ramify.models.load import Policy
 from ramify.train.backends.adapters import AdapterSpec
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
-from ramify.train.backends.fsdp import FsdpBackend, FsdpModel, FsdpRanks
+from ramify.train.backends.fsdp import FsdpRanks
+from ramify.train.backends.fsdp_model import FsdpBackend, FsdpModel
 from ramify.train.backends.lora import attach, merged
 from ramify.train.backends.single import SingleBackend
 from ramify.train.backends.trained_model import SeparateCritic

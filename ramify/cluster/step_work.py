@@ -1,0 +1,68 @@
+"""The work of one step: its tokens, and the floating-point operations that each of them costs.
+
+A token costs, in a forward pass, 2 FLOP per weight that multiplies it and 4 per pair of tokens and
+element of the heads. A backward pass costs twice that, and recomputation of layers costs another
+forward pass. Not here: how long the work takes (``steps.py``, ``meshes.py``).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ramify.cluster.shape import ModelShape
+from ramify.train.advantages.base import needs_of
+from ramify.train.config import Run
+
+
+class StepTokens(msgspec.Struct, frozen=True):
+    """Tokens of one step, over all rollouts."""
+
+    sampled: float
+    given: float
+    """Prompt tokens. A turn's common prefix with the previous turn counts once."""
+    rollouts: float
+    why: str
+    """Origin of the numbers."""
+
+    @property
+    def learnt(self) -> float:
+        return self.sampled + self.given
+
+    @property
+    def mean_length(self) -> float:
+        return self.learnt / max(self.rollouts, 1)
+
+    @classmethod
+    def assumed(cls, run: Run, window: int) -> StepTokens:
+        """Assume half of the turns that a rollout may take, each with half of the longest reply and
+        a prompt of the same size, within the window."""
+        rl = run.rl
+        if rl is None:
+            return cls(0, 0, 0, "no reinforcement learning")
+        rollouts = rl.sample.items * (rl.rollout.group + needs_of(rl.algorithm).greedy)
+        turns = max(1.0, run.limits.max_turns / 2)
+        reply = min(run.limits.max_reply_tokens / 2, window / (2 * turns))
+        why = (
+            f"assumed: {rollouts} rollouts of {turns:g} turns, each of {reply:g} tokens after as "
+            "many prompt tokens"
+        )
+        return cls(rollouts * turns * reply, rollouts * turns * reply, rollouts, why)
+
+
+def num_passes(run: Run) -> float:
+    """Return the passes of a step's tokens, in forward passes."""
+    return 3.0 + run.compute.recompute + _more_passes(run)
+
+
+def _more_passes(run: Run) -> int:
+    """Return the number of additional forward passes for reference and old log-probabilities."""
+    if run.rl is None:
+        return 0
+    streams = needs_of(run.rl.algorithm).streams
+    return bool(run.rl.loss.kl_beta or "ref_logprobs" in streams) + (run.rl.loss.old == "pass")
+
+
+def forward_flop(shape: ModelShape, length: float) -> float:
+    """Return the FLOP of one token's forward pass in a sequence of ``length`` tokens, half of which
+    precede it on average."""
+    return 2 * shape.products + 4 * shape.layers * shape.heads * shape.head_size * length / 2

@@ -1,0 +1,109 @@
+"""One fork of a session of the jail, as the host sees it: the wires that its two processes get.
+
+Not here: which process may ask for a wire (``watch.py``), and when a fork begins and ends
+(``jail_transport.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+
+from ramify.errors import SandboxError
+from ramify.sandbox.process_transport import ProcessTransport, SessionMemoryFiles, SessionProcess
+
+
+class JailFork:
+    """One fork in progress: the connections that the host gives to its two processes.
+
+    fork request ──> begin: old wire closed ──fork──┬─> origin asks: gets its new wire, moved
+                                                    └─> branch asks: gets its wire, hello
+    """
+
+    __slots__ = ("_branch", "_is_begun", "_moved", "_new", "_origin", "old", "pid", "taker")
+
+    def __init__(self, origin: ProcessTransport, pid: int, moved: Callable[[], None]) -> None:
+        self.pid = pid
+        self._origin = origin
+        self._moved = moved
+        self._is_begun = False
+        self.taker = -1
+        """The process that has taken the branch's wire."""
+        self.old: list[SessionMemoryFiles] = []
+        """The files that both processes inherited."""
+        self._branch = _private_ends(origin)
+        try:
+            self._new = _private_ends(origin)
+        except BaseException:
+            _close(self._branch)
+            raise
+        self._new[0].setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
+
+    def branch(self) -> SessionProcess:
+        """The branch, by the host's end of its wire."""
+        host_end, _, files = self._branch
+        return SessionProcess(host_end, files, self._origin.channel)
+
+    def begin(self) -> None:
+        """Close the old stream: data on the wire that both processes inherit is ignored from now
+        on. The process that is about to fork is blocked until this returns."""
+        if not self._is_begun:
+            self._is_begun = True
+            self._origin.stream.drain()
+            self._origin.stream.close()
+
+    def wire_for(self, pid: int) -> int:
+        """Return the socket for ``pid``, on which its files were sent; -1 if it gets none."""
+        if pid != self.pid and self.taker >= 0:
+            return -1
+        return (self._new if pid == self.pid else self._branch)[1].fileno()
+
+    def took(self, pid: int) -> None:
+        """Note that ``pid`` has its wire."""
+        if pid != self.pid:
+            self.taker = pid
+            self._branch[1].close()  # otherwise the end of its stream would not show
+        elif not self.old:
+            self._new[1].close()
+            self.old.append(self._origin.move(self._new[0], self._new[2]))
+            self._moved()
+
+    def give_up_branch(self) -> None:
+        """Give no wire to the branch any more: the end of its stream shows then."""
+        self._branch[1].close()
+
+    def end(self) -> None:
+        """Close the ends that were not used."""
+        self.give_up_branch()
+        self._new[1].close()
+        for files in self.old:
+            files.close()
+        if not self.old:
+            self._new[0].close()
+            self._new[2].close()
+
+
+_Ends = tuple[socket.socket, socket.socket, SessionMemoryFiles]
+"""Host's end, other end, files."""
+
+
+def _private_ends(origin: ProcessTransport) -> _Ends:
+    """Create a socket on which a process finds its standard input (a separate open file, since
+    the flags of one would be shared), its output and its buffers. Raises SandboxError."""
+    ends = origin.branch_ends()
+    spool, *buffers = ends[2].descriptors()
+    try:
+        with open(os.devnull, "rb", 0) as null:
+            socket.send_fds(ends[0], [b"\0"], [null.fileno(), spool, spool, *buffers])
+    except OSError as error:
+        _close(ends)
+        raise SandboxError(
+            f"the session cannot be forked: nothing to reach a branch by: {error}"
+        ) from None
+    return ends
+
+
+def _close(ends: _Ends) -> None:
+    for end in ends:
+        end.close()

@@ -1,0 +1,407 @@
+"""One model over ranks: its weights, and which rank computes what while it trains.
+
+    weights, unmerged, export   one tensor at a time, gathered from all ranks
+    load_weights                one tensor at a time, to the ranks that hold parts of it
+
+    batches of a step ── dealt, longest first ──> group 0  group 1  …   each: forward, backward
+    metrics, log-probabilities               <──  group 0  group 1  …
+
+A verb is sent to all ranks, with each rank's batches. A group is the ranks that split a layer
+together (``compute.shard.tensor``); its first rank answers. Not here: starting ranks (``fsdp.py``),
+how weights are sharded (``sharding.py``), and what a rank does (``rank.py``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Many
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Union
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from ramify.actors.rank_group import RankGroup
+from ramify.errors import ConfigError
+from ramify.inference.weight_sync.base import AdaptedMatrix, FrozenTensor
+from ramify.models.load import Policy
+from ramify.models.stored_weights import stored_tensors
+from ramify.models.weights import check_weights
+from ramify.train.backends import adapters, launch, shards
+from ramify.train.backends.adapters import AdapterSpec
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
+from ramify.train.backends.mesh import MeshSizes
+from ramify.train.backends.meta_model import on_meta
+from ramify.train.backends.rank import ModelConfigText, RankModelSpec, dealt, idle, is_of_critic
+from ramify.train.backends.single import check_window
+from ramify.train.backends.write_checkpoint import export_model
+from ramify.train.data.pack import PackingSpec
+from ramify.train.losses import loss as losses
+from ramify.train.losses.loss import LossSpec, LossTally
+from ramify.types.sequence import Batch, Floats
+
+_STATE = "trainer.pt"
+_AT_ONCE = 16 << 20
+"""Bytes of tensors gathered or sent at once; a larger tensor is handled alone."""
+Source = Union[Path, Mapping[str, Tensor], "FsdpModel"]
+"""Source of a model's weights: a folder that all ranks can read, tensors of this process, or a
+model over the same mesh."""
+
+
+def check_optimizer(optim: OptimizerSpec, shard: ShardSpec) -> None:
+    """Raise ConfigError if ``optim`` cannot step a model with this mesh."""
+    if optim.kind == "muon" and shard.tensor > 1:
+        raise ConfigError(
+            f"optim.kind=muon needs the whole columns of a matrix on a rank, but "
+            f"compute.shard.tensor={shard.tensor} splits them: use optim.kind=adamw, or tensor=1"
+        )
+
+
+class FsdpBackend:
+    """Implements ``Backend`` over ranks."""
+
+    def __init__(self, model: FsdpModel, optim: OptimizerSpec, critic: bool = False) -> None:
+        self._model = model
+        check_optimizer(optim, model.compute.shard)
+        self._optim = optim
+        self._critic = critic
+        self._call("stage", optim, critic)
+        self._steps = 0
+
+    @property
+    def packing(self) -> PackingSpec:
+        packing: PackingSpec = self._own.packing
+        return msgspec.structs.replace(packing, multiple=self._mesh.num_batches)
+
+    @property
+    def version(self) -> int:
+        return self._steps
+
+    def forward_backward(self, batches: Many[Batch], loss: LossSpec) -> dict[str, float]:
+        if loss.is_over_sequences:
+            losses.check_whole(batches)
+        if losses.chooses(loss) and batches:
+            batches = losses.choose(batches, loss, self.logprobs(batches))
+        tally = LossTally()
+        if batches:
+            _, each = self._shares(batches)
+            formula = loss.stored()
+            measured = self._call("add", each=[(part, formula, idle(batches[0])) for part in each])
+            for one in measured[:: self._mesh.tensor]:
+                tally.merge(one)
+        return tally.metrics()
+
+    def optim_step(self) -> dict[str, float]:
+        try:
+            metrics: dict[str, float] = self._call("optim_step")[0]
+        finally:
+            self._steps = self._own.version
+        return metrics
+
+    def check_gradient(self) -> None:
+        self._call("check_gradient")
+
+    def clear_gradient(self) -> None:
+        self._call("clear_gradient")
+
+    def logprobs(self, batches: Many[Batch]) -> list[Floats]:
+        return self.of(batches, base=False)
+
+    def base(self) -> ShardedReference:
+        """The model without its adapters, as a reference."""
+        return ShardedReference(self)
+
+    def values(self, batches: Many[Batch]) -> list[Floats]:
+        if not self._critic:
+            raise ConfigError("this backend has no critic: create it with one, as rl.critic does")
+        return self._collect("values", batches)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, copy of the full tensor); each is gathered when it is requested."""
+        return self._model.weights()
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        self._model.load_weights(weights)
+
+    def save(self, folder: Path) -> Callable[[], None] | None:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_async = self._model.compute.shard.save_async
+        random = self._call("save", str(folder.resolve()), is_async)
+        state = {
+            "num_steps": self._steps,
+            "optim": msgspec.json.encode(self._optim).decode(),
+            "random": [tuple(each) for each in random],
+        }
+        torch.save(state, folder / _STATE)
+        if is_async:
+            wait: Callable[[], None] = self._model.own.saving.wait
+            return wait
+        self._model.rank_group.call("wait")
+        return None
+
+    def load(self, folder: Path) -> None:
+        """Like ``Backend.load``. Bit by bit if the number of ranks is the same; otherwise sums are
+        rounded differently."""
+        try:
+            state = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
+        except FileNotFoundError:
+            raise ConfigError(f"{folder} holds no state of ranks: {_STATE} is missing") from None
+        there, here = msgspec.json.decode(state["optim"]), self._optim.kind
+        packed = self._model.own.model(self._model.key).sharded.packed
+        weights, optimizers = self._own.trained
+        shards.check(folder, shards.ShardedState(weights, optimizers, packed))
+        if there["kind"] != here:
+            raise ConfigError(
+                f"{folder} is from another optimizer: optim.kind is {there['kind']} there and "
+                f"{here} here"
+            )
+        random = [shards.RandomState(*each) for each in state["random"]]
+        self._call("load", str(folder.resolve()), state["num_steps"], random)
+        self._steps = state["num_steps"]
+
+    def of(self, batches: Many[Batch], base: bool) -> list[Floats]:
+        """``logprobs``; with ``base`` those of the model without its adapters."""
+        return self._collect("logprobs", batches, base)
+
+    def _collect(self, verb: str, batches: Many[Batch], *options: Any) -> list[Floats]:
+        """The ranks' results for each batch, in the order of ``batches``."""
+        if not batches:
+            return []
+        shares, each = self._shares(batches)
+        by_index: dict[int, Floats] = {}
+        values = self._call(verb, each=[(part, idle(batches[0]), *options) for part in each])
+        for share, columns in zip(shares, values[:: self._mesh.tensor], strict=True):
+            by_index |= zip(share, columns, strict=True)
+        return [by_index[index] for index in range(len(batches))]
+
+    def _shares(self, batches: Many[Batch]) -> tuple[list[list[int]], list[list[Batch | None]]]:
+        """(``tensor`` group -> indices of its batches, rank -> these batches, padded with None to
+        the longest list)"""
+        for batch in batches:
+            check_window(batch, self._model.policy.window)
+        shares = dealt(batches, self._mesh.num_batches)
+        rounds = max(map(len, shares))
+        return shares, [
+            [batches[index] for index in each] + [None] * (rounds - len(each))
+            for each in shares
+            for _ in range(self._mesh.tensor)
+        ]
+
+    @property
+    def _own(self) -> Any:
+        return self._model.own.of(self._model.key)
+
+    @property
+    def _mesh(self) -> MeshSizes:
+        return self._model.compute.shard.mesh(self._model.rank_group.size)
+
+    def _call(
+        self, verb: str, *shared: Any, each: Many[tuple[Any, ...]] | None = None
+    ) -> list[Any]:
+        return self._model.rank_group.call(verb, self._model.key, *shared, each=each)
+
+
+class ShardedReference:
+    """The model without its adapters, as a reference; implements ``ReferenceModel``."""
+
+    def __init__(self, trained: FsdpBackend) -> None:
+        self._trained = trained
+
+    @property
+    def packing(self) -> PackingSpec:
+        return self._trained.packing
+
+    def logprobs(self, batches: Many[Batch]) -> list[Floats]:
+        return self._trained.of(batches, base=True)
+
+
+class FsdpModelParts(NamedTuple):
+    """The parts of a model over ranks."""
+
+    config: Any
+    source: Source
+    lora: AdapterSpec | None
+    compute: ComputeSpec
+    critic: bool
+    holds_base: bool
+
+
+class FsdpModel:
+    """Rank 0's handle of one model over all ranks."""
+
+    def __init__(
+        self, ranks: launch.JoinedRanks, dumps: Path, key: str, parts: FsdpModelParts
+    ) -> None:
+        config, source, lora, compute, critic, holds_base = parts
+        self.rank_group: RankGroup = ranks.rank_group
+        self.own: Any = ranks.rank
+        """The ``RankModels`` of this process."""
+        self.key = key
+        self.config = config
+        self.lora = lora
+        self.compute = compute
+        folder = str(source.resolve()) if isinstance(source, Path) else ""
+        self.rank_group.call(
+            "make",
+            key,
+            RankModelSpec(
+                ModelConfigText.of(config),
+                compute,
+                folder,
+                lora,
+                str(dumps.resolve()),
+                critic,
+            ),
+        )
+        model = self.own.model(key)
+        self._shapes: dict[str, torch.Size] = {
+            name: each.shape for name, each in model.sharded.parameters.items()
+        }
+        self._adapted: list[str] = model.names
+        self._buffers: dict[str, Tensor] = model.sharded.buffers
+        self._named = {*self.shapes, *self._buffers}
+        self.policy: Policy = model.policy
+        if isinstance(source, FsdpModel):
+            self.rank_group.call("copy", key, source.key)
+        elif not isinstance(source, Path):
+            self._put(source)
+        self._own_names = {
+            adapters.plain(name): name for name in self._shapes if not adapters.is_adapter(name)
+        }
+        self._frozen: dict[str, nn.Parameter] = {}
+        """Name -> weight that adapters are added to, if this process keeps them."""
+        if lora is not None and holds_base:
+            assert not isinstance(source, FsdpModel)
+            initial: Mapping[str, Any] = (
+                stored_tensors(source, on_meta(config)) if isinstance(source, Path) else source
+            )
+            self._frozen = {
+                name: nn.Parameter(initial[name][...].float().clone(), requires_grad=False)
+                for name in self.shapes
+            }
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every parameter of the policy, as in the model without adapters."""
+        policy = {name: shape for name, shape in self._shapes.items() if not is_of_critic(name)}
+        return {
+            adapters.plain(n): tuple(s) for n, s in policy.items() if not adapters.is_adapter(n)
+        }
+
+    def backend(self, optim: OptimizerSpec | None = None, *, critic: bool = False) -> FsdpBackend:
+        """Begin training the model with a fresh optimizer. ``critic``: train its value head too, if
+        it was created with one."""
+        return FsdpBackend(self, optim or OptimizerSpec(), critic)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) on the CPU, one at a time. With adapters, these are added to the
+        initial weights, which are gathered too unless this process keeps them."""
+        if self.lora is None:
+            yield from self._gathered(list(self.shapes))
+            return
+        for name, base, make in self.unmerged():
+            yield name, base.detach() if make is None else make()
+
+    def unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
+        """(name, tensor of its shape, function that gathers it, or None if it is frozen and
+        here)"""
+        matrices = {f"{name}.weight" for name in self._adapted}
+        for name, shape in self.shapes.items():
+            blank = torch.empty(shape, device="meta")
+            if self.lora is None:
+                yield name, blank, partial(self._one, name)
+            elif name in matrices:
+                yield name, self._frozen.get(name, blank), self._with_adapter(name)
+            elif name in self._frozen:
+                yield name, self._frozen[name], None
+            else:
+                yield name, blank, FrozenTensor(partial(self._base, name), (id(self), name))
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of every A and B: everything that changes."""
+        yield from self._gathered([name for name in self._shapes if adapters.is_adapter(name)])
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full accumulated gradient) of every trained parameter, for diagnosis."""
+        trained = self.own.of(self.key).trained[0]
+        yield from self._gathered(list(trained), gradients=True)
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Load full tensors of this process, one at a time."""
+        if self.lora is not None:
+            raise ConfigError(
+                "a model with adapters keeps its initial base weights: it accepts no others"
+            )
+        check_weights(on_meta(self.config), weights, "the update")
+        self._put(weights)
+
+    def export(self, folder: Path, dtype: torch.dtype | None = None, tokenizer: Any = None) -> None:
+        """Write the model as a plain Hugging Face folder, one tensor at a time, in ``dtype``
+        (default fp32). With adapters, the folder holds the merged weights, and its subfolder
+        ``adapter`` the adapters in peft's format."""
+        buffers = {name: tuple(each.shape) for name, each in self._buffers.items()}
+        tensors = itertools.chain(self.weights(), self._buffers.items())
+        shapes = {**self.shapes, **buffers}
+        export_model(folder, self.config, on_meta(self.config), shapes, tensors, dtype)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        if self.lora is not None:
+            adapters.save(folder / "adapter", self.lora, self._adapted, self.adapters())
+
+    def drop(self) -> None:
+        """Free the model on all ranks."""
+        self.rank_group.call("drop", self.key)
+
+    def _put(self, weights: Mapping[str, Tensor]) -> None:
+        for names in _groups({name: each for name, each in weights.items() if name in self._named}):
+            named = [(name, weights[name]) for name in names]
+            blank: list[tuple[str, Tensor | None]] = [(name, None) for name in names]
+            each = [(named,), *[(blank,)] * (self.rank_group.size - 1)]
+            self.rank_group.call("put", self.key, each=each)
+
+    def _one(self, name: str) -> Tensor:
+        ((_, tensor),) = self._gathered([name])
+        return tensor
+
+    def _with_adapter(self, name: str) -> AdaptedMatrix:
+        assert self.lora is not None
+
+        def pair() -> tuple[Tensor, Tensor]:
+            (_, a), (_, b) = self._gathered(list(adapters.pair(name)))
+            return a, b
+
+        scale = self.lora.alpha / self.lora.rank
+        return AdaptedMatrix(partial(self._base, name), pair, scale, torch.float32)
+
+    def _base(self, name: str) -> Tensor:
+        """A weight of the model without adapters."""
+        if name in self._frozen:
+            return self._frozen[name].detach()
+        return self._one(self._own_names[name])
+
+    def _gathered(self, names: list[str], gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
+        empty = {name: torch.empty(self._shapes[name], device="meta") for name in names}
+        for group in _groups(empty):
+            yield from zip(
+                group,
+                self.rank_group.call("gather", self.key, group, gradients)[0],
+                strict=True,
+            )
+
+
+def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Names in order, in groups that are small enough to handle at once."""
+    group: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        num = tensor.numel() * 4
+        if group and size + num > _AT_ONCE:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += num
+    if group:
+        yield group

@@ -1,0 +1,48 @@
+"""A model without its weights: its modules and shapes, from its configuration, on the meta device.
+
+Ranks create it before they split and fill it; checks ask it what a model consists of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ramify.models.dense import DenseModel, unsupported
+
+
+def on_meta(config: Any, *, splits_layers: bool = False) -> nn.Module:
+    """The model of a Hugging Face configuration without its weights. Computed buffers (rotations)
+    have their values. ``splits_layers``: as transformers' own module, which has plans for it."""
+    if unsupported(config) is None and not splits_layers:
+        with torch.device("meta"):
+            return DenseModel(config).eval()
+    from transformers import AutoModelForCausalLM
+
+    with _parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    if unsupported(config) is None:  # the padding token learns as it does in our own model
+        model.get_input_embeddings().padding_idx = None
+    return cast(nn.Module, model.eval())
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move parameters to the meta device as modules register them inside; buffers keep their
+    values, which are not in any checkpoint."""
+    register = nn.Module.register_parameter
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = to_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

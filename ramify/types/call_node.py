@@ -1,0 +1,105 @@
+"""One call of a run's tree as views show it: its state, times, costs and the kind of its answer.
+
+Texts are shortened. Not here: how events change a node (``call_tree.py``), and which nodes differ
+from their siblings (``outliers.py``).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from ramify.types.trajectory import Annotation, Fork, Parent, Stop, as_text, cut
+
+MAX_NUMBER_CHARS = 40
+"""A longer text is not read as a number."""
+_NUMBER = re.compile(r"\s*[$€£]?\s*([-+]?\d[\d,_]*(?:\.\d+)?(?:[eE][-+]?\d+)?)\s*%?\s*\.?\s*")
+
+
+def number_in(text: str) -> float | None:
+    """The number that ``text`` consists of, such as ``$1,234.50``; None for other text."""
+    match = _NUMBER.fullmatch(text) if len(text) <= MAX_NUMBER_CHARS else None
+    return float(match[1].replace(",", "").replace("_", "")) if match else None
+
+
+def kind_of_answer(answer: Any, text: str) -> str:
+    """``number``, ``text``, ``list``, ``dict`` or ``none``; a text may consist of a number."""
+    if answer is None:
+        return "none"
+    if isinstance(answer, list | tuple):
+        return "list"
+    if isinstance(answer, dict):
+        return "dict"
+    return "text" if isinstance(answer, bool) or number_in(text) is None else "number"
+
+
+class CallNode(msgspec.Struct, gc=False):
+    """One call of the tree.
+
+    There may be many thousands, most of them plain calls, so fields that those lack default to a
+    shared empty tuple.
+    """
+
+    index: int
+    """Position in order of creation."""
+    id: str
+    kind: str
+    model: str
+    depth: int
+    question: str
+    """Shortened, as are ``answer`` and ``error``."""
+    parent: Parent | None = None
+    fork: Fork | None = None
+    started_s: float = 0.0
+    ended_s: float | None = None
+    stop: Stop | None = None
+    answer: str = ""
+    error: str = ""
+    reason: str = ""
+    """One sentence on why it ended; empty for a final answer."""
+    answer_kind: str = ""
+    """``number``, ``text``, ``list``, ``dict`` or ``none``."""
+    answer_chars: int = 0
+    """Length of the whole answer."""
+    answer_hash: int = 0
+    """Hash of the whole answer."""
+    subject: int = 0
+    """Hash of its whole question and context: siblings with the same one must agree."""
+    outlier: str = ""
+    """How its answer differs from those of its siblings; empty if it does not."""
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cost: float | None = None
+    num_turns: int = 0
+    """Number of turns that have a reply."""
+    asking: int = -1
+    """Turn with a pending request; -1 for none."""
+    is_running: bool = False
+    """Whether the code of the last reply is running."""
+    spans: tuple[float, ...] = ()
+    """Times of each request and reply of a session in turn, in seconds since the run began. The
+    number is odd while a request is pending."""
+    tools: tuple[tuple[float, bool], ...] = ()
+    """(time, whether it failed) of each answer of a user's tool."""
+    marks: tuple[Annotation, ...] = ()
+    version: int = 0
+    """Version of the run at the last change of this call."""
+    last_line: int = -1
+    """Its last line in the journal, from 0. ``RunTree.lines_of`` follows the lines back from it."""
+    active_s: float = 0.0
+    """Time of its start, last reply or last cell, whichever came last."""
+
+    def take_answer(self, answer: Any) -> None:
+        text = as_text(answer)
+        self.answer, self.answer_chars = cut(text), len(text)
+        self.answer_hash = hash(text)
+        self.answer_kind = kind_of_answer(answer, text)
+
+    @property
+    def has_failed(self) -> bool:
+        """True if it ended with an error, or without an answer."""
+        return self.stop is Stop.ERROR or (
+            self.stop not in (None, Stop.FINAL) and self.answer_kind == "none"
+        )
