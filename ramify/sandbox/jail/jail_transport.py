@@ -18,7 +18,7 @@ from typing import Any
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities
-from ramify.sandbox.jail.fork import JailFork
+from ramify.sandbox.jail.jail_fork import JailFork
 from ramify.sandbox.jail.watch import ForkRequestListener, kill_strays
 from ramify.sandbox.process_transport import (
     BranchTransport,

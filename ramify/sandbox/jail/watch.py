@@ -36,7 +36,7 @@ from ramify.sandbox.jail.primitives import CONTINUE, FORKS_APART, ListenerReques
 from ramify.sandbox.process_transport import read_proc
 
 if TYPE_CHECKING:
-    from ramify.sandbox.jail.fork import JailFork
+    from ramify.sandbox.jail.jail_fork import JailFork
     from ramify.sandbox.session import GuestSession
 
 _EVERY_S = 0.25
