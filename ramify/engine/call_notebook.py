@@ -26,7 +26,7 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -34,11 +34,8 @@ from ramify.engine import observe
 from ramify.engine.run_state import LiveCall, RunState
 from ramify.errors import HostCallError, ReplayDiverged, SessionDied
 from ramify.logging import RoomLogger
-from ramify.sandbox.base import CellResult, Session
+from ramify.sandbox.base import Answer, CellResult, Session
 from ramify.types.trajectory import Cell
-
-if TYPE_CHECKING:
-    from ramify.engine.host import CellHost
 
 _log = RoomLogger("engine")
 MAX_DEATHS = 3
@@ -99,15 +96,16 @@ class Notebook:
         return self._session
 
     async def execute(
-        self, code: str, host: Callable[[], CellHost], *, died: bool = False
+        self, code: str, answer: Callable[[], Answer], *, died: bool = False
     ) -> CellResult:
-        """Run ``code`` and pass its calls to ``host``, which is made at the first of them.
+        """Run ``code``. Its calls are answered by what ``answer`` returns, which is asked at the
+        first of them.
 
         If the session dies in the cell, ``CellResult.cell.died`` is set and the next cell gets a
         new session. ``died`` means that the recorded cell lost its session, so this one must too.
         """
         session = await self.session()
-        answers = _RecordingHost(host)
+        answers = _RecordingHost(answer)
         reason = None
         try:
             ran = await session.run(code, answer=answers.answer, timeout_s=self.run.cell_s)
@@ -334,8 +332,8 @@ def _outcome(ran: CellResult) -> int:
 class _RecordingHost:
     """Passes a cell's calls to its host, and records the answers."""
 
-    def __init__(self, host: Callable[[], CellHost]) -> None:
-        self._host = host
+    def __init__(self, answer: Callable[[], Answer]) -> None:
+        self._answer = answer
         self.given: list[RecordedHostCall] = []
         """Answers so far, in order."""
         self.fatal: ReplayDiverged | None = None
@@ -345,7 +343,7 @@ class _RecordingHost:
         """The cell's ``sandbox.base.Answer``."""
         arguments_hash = fingerprint(name, args, kwargs)
         try:
-            value = await self._host().answer(name, args, kwargs)
+            value = await self._answer()(name, args, kwargs)
         except HostCallError as error:
             self.given.append(RecordedHostCall(arguments_hash, error=error))
             raise

@@ -16,7 +16,7 @@ import contextlib
 import hashlib
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -43,9 +43,8 @@ from ramify.types.event import ToolAnswered
 from ramify.types.message import Message
 from ramify.types.trajectory import Parent, Stop
 
-if TYPE_CHECKING:
-    from ramify.engine.rlm_loop import RlmLoop
-
+RunChild = Callable[[LiveCall], Awaitable[CallOutcome]]
+"""Runs a child with its own session from start to end."""
 MAX_QUESTION_CHARS = 20_000
 """A longer prompt to a child without a context becomes that child's context."""
 MAX_PROMPTS = 10_000
@@ -60,13 +59,22 @@ _MOST_CHARS_PER_TOKEN = 5
 class CellHost:
     """Answers the calls of one cell."""
 
-    def __init__(self, loop: RlmLoop, turn: int, cell: int, closed_by: Stop | None = None) -> None:
-        """``closed_by`` is the limit because of which no model is asked any more."""
-        self._loop = loop
+    def __init__(
+        self,
+        run: RunState,
+        call: LiveCall,
+        turn: int,
+        cell: int,
+        run_child: RunChild,
+        closed_by: Stop | None = None,
+    ) -> None:
+        """``call`` is the call that the cell belongs to. ``closed_by`` is the limit because of
+        which no model is asked any more."""
+        self._run_child = run_child
         self._closed_by = closed_by
-        self._run = loop.run
-        self._call = loop.call
-        self._where = Parent(loop.call.id, turn, cell)
+        self._run = run
+        self._call = call
+        self._where = Parent(call.id, turn, cell)
         self._num_tool_calls = 0
 
     async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -163,7 +171,7 @@ class CellHost:
         if not deep:
             return await self._all(calls, self._too_deep)
         slots = asyncio.Semaphore(self._run.setup.limits.max_children)
-        return await self._all(calls, self._loop.run_child, slots)
+        return await self._all(calls, self._run_child, slots)
 
     def _question_and_context(self, prompt: str, value: Any) -> tuple[str, SharedContext | None]:
         if value is not None:

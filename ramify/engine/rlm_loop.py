@@ -45,6 +45,7 @@ from ramify.errors import (
     SandboxError,
     SessionDied,
 )
+from ramify.sandbox.base import Answer
 from ramify.types.event import CellRan
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Cell, Fork, Stop
@@ -56,6 +57,33 @@ that fits is used."""
 
 _HINT_CHARS = 100_000
 """Characters of a cell's code in which the reason for a syntax error is looked for."""
+
+
+class TurnState(msgspec.Struct):
+    """What the turns of one call have changed, apart from its messages and its session."""
+
+    pending: list[Message] = []
+    """Messages that the next request adds to the conversation."""
+    reused: int | None = None
+    """Number of messages that the next request keeps; None: all."""
+    deferred: Any = _NOTHING
+    """Final answer that the model must confirm, because it has not seen the output of its cell."""
+    partial: Any = None
+    """Best answer so far that the model has named as such."""
+    last_text: str = ""
+    """Last message, if it had neither code nor an answer."""
+    last_prose: str | None = None
+    """Words of the last message if they have been read already."""
+    is_cut: bool = False
+    """True if the last reply was truncated at its token limit."""
+    num_idle: int = 0
+    """Messages in a row without code or answer."""
+    told: dict[str, int] = {}
+    """Limit -> how urgent the last line about it was."""
+
+    def copy(self) -> TurnState:
+        """Return the state of a second continuation from here."""
+        return msgspec.structs.replace(self, pending=list(self.pending), told=dict(self.told))
 
 
 class RlmLoop:
@@ -71,18 +99,7 @@ class RlmLoop:
         if previous is not None:
             self.notebook.take_over(previous.notebook)
         self._kind: AnswerType | None = None
-        self._pending: list[Message] = []
-        self._reused: int | None = None
-        self._deferred: Any = _NOTHING
-        self._partial: Any = None
-        self._last_text = ""
-        self._last_prose: str | None = None
-        """Words of the last message if they have been read already."""
-        self._is_cut = False
-        """True if the last reply was truncated at its token limit."""
-        self._num_idle = 0
-        self._told: dict[str, int] = {}
-        """Limit -> how urgent the last line about it was."""
+        self._state = TurnState()
         self._closed_by: Stop | None = None  # at which the last cell runs, which makes no calls
         self._is_root = call.parent is None
 
@@ -98,7 +115,7 @@ class RlmLoop:
         """Prepare the first turn of ``answer``."""
         self._kind = kind
         text = f"{question}\n\n{kind.instruction()}" if kind else question
-        self._pending = [*self._before_question(), Message("user", text)]
+        self._state.pending = [*self._before_question(), Message("user", text)]
         self.notebook.begin_to_open()
 
     async def run_child(self, call: LiveCall) -> CallOutcome:
@@ -131,15 +148,7 @@ class RlmLoop:
         fork = RlmLoop(self.run, call)
         if origin.messages:
             fork.notebook = await self.notebook.fork(call)
-        fork._kind = self._kind
-        fork._pending = list(self._pending)
-        fork._reused = self._reused
-        fork._deferred = self._deferred
-        fork._partial = self._partial
-        fork._last_text, fork._last_prose = self._last_text, self._last_prose
-        fork._is_cut = self._is_cut
-        fork._num_idle = self._num_idle
-        fork._told = dict(self._told)
+        fork._kind, fork._state = self._kind, self._state.copy()
         self.run.begin(call, Fork(origin.id, origin.turn - 1))
         return fork
 
@@ -154,7 +163,7 @@ class RlmLoop:
         run.pass_limit(call)
         stop = run.must_stop(call)
         if stop is None and self._is_root and self.scaffold.last_word:
-            stop = run.requests.hold_last_word(call, self._pending)
+            stop = run.requests.hold_last_word(call, self._state.pending)
         if stop in (Stop.MAX_TOKENS, Stop.MAX_COST) and not call.messages and run.closing is None:
             # Nothing was seen yet, so a final request would be answered blindly.
             why = run.requests.ledger.refusals.get(stop, f"the run's limit is reached ({stop})")
@@ -164,7 +173,7 @@ class RlmLoop:
         try:
             reply = await self._ask_within_window(tools=self.scaffold.tools())
             if self.scaffold.takes_words:
-                reply = await run.requests.whole(call, reply, self._pending)
+                reply = await run.requests.whole(call, reply, self._state.pending)
         except LimitReached as reached:
             return await self._last_word(Stop(reached.stop))
         except ModelError as error:
@@ -177,11 +186,11 @@ class RlmLoop:
             # A history that is never summarized ends at the window.
             stop = Stop.MAX_TOKENS if outgrown else Stop.ERROR
             return CallOutcome(stop, self._best(use_prose=False), str(error), error)
-        self._reused = None
-        self._is_cut = reply.finish == "length"
-        read = await read_reply(self.scaffold, reply.message, self._is_cut)
-        action, self._last_prose = read.action, read.prose
-        self._last_text = "" if action.was_attempted else reply.message.content
+        self._state.reused = None
+        self._state.is_cut = reply.finish == "length"
+        read = await read_reply(self.scaffold, reply.message, self._state.is_cut)
+        action, self._state.last_prose = read.action, read.prose
+        self._state.last_text = "" if action.was_attempted else reply.message.content
         run.pass_limit(call)
         try:
             outcome, messages = await self._act(action)
@@ -190,7 +199,7 @@ class RlmLoop:
             answer = outcome.answer if outcome.answer is not None else self._best(use_prose=False)
             return CallOutcome(Stop.ERROR, answer, str(died), died)
         if outcome is None:
-            self._pending = messages
+            self._state.pending = messages
             await self._compact_if_long()
         return outcome
 
@@ -200,18 +209,18 @@ class RlmLoop:
 
         Raises what ``ModelRequests.ask`` raises, and Refused if even a few characters do not fit.
         """
-        run, full = self.run, self._pending
+        run, full = self.run, self._state.pending
         error: Refused | None = None
         for share in _SHARES if self.call.turn else _SHARES[:1]:  # a question is never shortened
             pending = [
                 observe.shortened(message, share, self.scaffold.terse_chars) for message in full
             ]
-            if error is not None and pending == self._pending:
+            if error is not None and pending == self._state.pending:
                 continue
-            self._pending = pending
+            self._state.pending = pending
             try:
                 reply = await run.requests.ask(
-                    self.call, [*pending, *after], reused=self._reused, tools=tools
+                    self.call, [*pending, *after], reused=self._state.reused, tools=tools
                 )
             except Refused as refused:
                 error = refused
@@ -224,7 +233,7 @@ class RlmLoop:
                     f"the window had room for one part in {share} of what the last cells gave",
                 )
             return reply
-        self._pending = full
+        self._state.pending = full
         assert error is not None
         raise error
 
@@ -232,7 +241,7 @@ class RlmLoop:
         """Execute what the model asked for. Returns an outcome, or the messages to show next."""
         notes = list(action.ignored)
         turn = self.call.turn - 1
-        deferred, self._deferred = self._deferred, _NOTHING
+        deferred, self._state.deferred = self._state.deferred, _NOTHING
         if not action.codes and (codes := expressions(action.final)):
             _, final = await self._run_cells(msgspec.structs.replace(action, codes=codes), turn, [])
             reports = list[str]()
@@ -242,13 +251,13 @@ class RlmLoop:
             final = await self._text_final(action.final, notes)
         if final is _NOTHING and not action.codes:
             return self._idle(action, deferred, notes)
-        self._num_idle = 0
+        self._state.num_idle = 0
         if final is not _NOTHING:
             outcome = self._conclude(final, reports, notes, confirmed=deferred is not _NOTHING)
             if outcome is not None:
                 return outcome, []
         elif deferred is not _NOTHING:
-            self._partial = deferred
+            self._state.partial = deferred
         return None, self._observation(action, reports, notes)
 
     def _idle(
@@ -257,28 +266,28 @@ class RlmLoop:
         """Handle a message without code or answer: accept a deferred answer, or else remind the
         model; after ``max_idle`` such messages, the call ends without an answer."""
         if action.was_attempted and not action.tool_call_ids:
-            self._deferred = deferred
+            self._state.deferred = deferred
             return None, self._observation(action, [observe.NOT_RUN], notes)
         if deferred is not _NOTHING:
             outcome = self._conclude(deferred, [], notes, confirmed=True)
             return outcome, [] if outcome else self._observation(action, [], notes)
-        self._num_idle += 1
-        if self._num_idle >= self.scaffold.max_idle:
+        self._state.num_idle += 1
+        if self._state.num_idle >= self.scaffold.max_idle:
             return self._prose_outcome(), []
-        reminder = observe.nudge(self._num_idle, self.scaffold.max_idle)
+        reminder = observe.nudge(self._state.num_idle, self.scaffold.max_idle)
         return None, self._observation(action, [reminder], notes)
 
     def _prose_outcome(self) -> CallOutcome:
         """Return the outcome of a call whose last messages were words. They may be a plan, so they
         are no answer, unless they fit a type that not every text fits."""
-        best, words = self._best(use_prose=False), prose_of(self._last_text)
-        if best is None and self._kind is not None and not self._is_cut:
+        best, words = self._best(use_prose=False), prose_of(self._state.last_text)
+        if best is None and self._kind is not None and not self._state.is_cut:
             best = self._kind.from_words(words)
         if best is not None:
             return CallOutcome(Stop.NO_CODE, best)
-        if not self._is_cut:
+        if not self._state.is_cut:
             return CallOutcome(Stop.NO_CODE, partial=words)
-        cut = cut_reply(self.run.requests, self.call, self._last_text)
+        cut = cut_reply(self.run.requests, self.call, self._state.last_text)
         stop = Stop.MAX_TOKENS if words else Stop.NO_CODE
         return CallOutcome(stop, None, str(cut) if words else None, cut, words)
 
@@ -297,7 +306,7 @@ class RlmLoop:
             return None
         unseen = any(report not in ("", "(no output)") for report in reports)
         if unseen and self.scaffold.defer_final and not confirmed:
-            self._deferred = final
+            self._state.deferred = final
             notes.append(observe.DEFERRED)
             return None
         return CallOutcome(Stop.FINAL, value)
@@ -321,7 +330,7 @@ class RlmLoop:
             cell, note = await self._run_cell(code, turn, index, notes)
             reports.append(self.scaffold.report(cell))
             final = note.get("final", final)
-            self._partial = note.get("partial", self._partial)
+            self._state.partial = note.get("partial", self._state.partial)
             if cell.error and self.scaffold.takes_words:
                 notes += filter(None, [syntax_hint(code[:_HINT_CHARS], cell.error)])
             if cell.error is not None and index + 1 < len(action.codes):
@@ -336,9 +345,14 @@ class RlmLoop:
         self, code: str, turn: int, index: int, notes: list[str]
     ) -> tuple[Cell, dict[str, Any]]:
         run, place = self.run, (self.call.id, turn, index)
-        host = functools.cache(lambda: CellHost(self, turn, index, self._closed_by))
+
+        @functools.cache
+        def answer() -> Answer:
+            host = CellHost(run, self.call, turn, index, self.run_child, self._closed_by)
+            return host.answer
+
         recorded = run.recording.cell(*place) if run.recording is not None else None
-        ran = await self.notebook.execute(code, host, died=recorded is not None and recorded.died)
+        ran = await self.notebook.execute(code, answer, died=recorded is not None and recorded.died)
         if ran.interrupted == "time":
             state = "there" if (await self.notebook.session()).caps.interrupt else "undone"
             notes.append(
@@ -382,13 +396,13 @@ class RlmLoop:
         """Return the best answer so far that passes its check: a deferred one, a partial one, or
         the prose of the last message."""
         prose = ""
-        if use_prose and self.scaffold.takes_words and self._last_text:
-            known = self._last_prose
-            prose = prose_of(self._last_text) if known is None else known
-        for candidate in (self._deferred, self._partial, prose or None):
+        if use_prose and self.scaffold.takes_words and self._state.last_text:
+            known = self._state.last_prose
+            prose = prose_of(self._state.last_text) if known is None else known
+        for candidate in (self._state.deferred, self._state.partial, prose or None):
             if candidate is _NOTHING or candidate is None:
                 continue
-            is_text = candidate is prose and not self._is_cut
+            is_text = candidate is prose and not self._state.is_cut
             with contextlib.suppress(TypeMismatch):
                 kind = self._kind
                 return (kind.read if is_text else kind.convert)(candidate) if kind else candidate
@@ -402,13 +416,13 @@ class RlmLoop:
         if not self._is_root and stop not in (Stop.MAX_TURNS, Stop.ERROR):
             return self._cut_short(stop)
         request = Message("user", observe.last_word(stop, self.notebook.num_deaths))
-        prompts = [[*self._pending, request]]
+        prompts = [[*self._state.pending, request]]
         if self.call.messages:
             prompts.append([request])  # without the observation, which may be too long to fit
         for prompt in prompts:
             try:
                 reply = await self.run.requests.ask(
-                    self.call, prompt, reused=self._reused, last_word=stop
+                    self.call, prompt, reused=self._state.reused, last_word=stop
                 )
             except LimitReached:
                 continue
@@ -416,11 +430,11 @@ class RlmLoop:
                 if isinstance(error, Refused) and error.too_long and prompt is not prompts[-1]:
                     continue
                 return CallOutcome(stop, self._best(), str(error), error)
-            self._last_text, self._last_prose = reply.message.content, None
-            self._is_cut = reply.finish == "length"
+            self._state.last_text, self._state.last_prose = reply.message.content, None
+            self._state.is_cut = reply.finish == "length"
             answer = await self._last_answer(reply.message, stop)
-            if self._is_cut:
-                cut = cut_reply(self.run.requests, self.call, self._last_text)
+            if self._state.is_cut:
+                cut = cut_reply(self.run.requests, self.call, self._state.last_text)
                 return CallOutcome(stop, answer, str(cut), cut)
             return CallOutcome(stop, answer)
         return self._cut_short(stop)
@@ -436,7 +450,7 @@ class RlmLoop:
             action = read_action(message)
         else:
             read = await read_reply(self.scaffold, message)
-            action, self._last_prose = read.action, read.prose
+            action, self._state.last_prose = read.action, read.prose
         value = await self._last_cells(action, stop)
         if value is _NOTHING and action.final is not None:
             value = await self._text_final(action.final, [])
@@ -489,7 +503,7 @@ class RlmLoop:
             self.run.setup.max_turns(self.call.depth),
         )
         standing = [*self.run.standing(), ("turns", float(turn), float(most))]
-        warnings = observe.running_low(standing, self._told)
+        warnings = observe.running_low(standing, self._state.told)
         text = observe.observation(reports, notes, turn, most, warnings)
         if not action.tool_call_ids:
             return [Message("user", text)]
@@ -507,7 +521,7 @@ class RlmLoop:
         if not self.scaffold.compact_at:
             return
         known = call.known_tokens()
-        unknown = self._pending if known else [*call.messages, *self._pending]
+        unknown = self._state.pending if known else [*call.messages, *self._state.pending]
         tokens = known + sum(len(message.content) for message in unknown) // 3
         most = self.scaffold.compact_at * call.client.window
         if tokens + run.requests.sampling.max_tokens <= most or len(call.messages) <= 3:
@@ -522,5 +536,7 @@ class RlmLoop:
         except (LimitReached, ModelError) as error:
             run.note(call, f"the summary failed ({error}); continuing with the full history")
             return
-        self._reused = 2
-        self._pending = [Message("user", observe.CONTINUE.format(summary=reply.message.content))]
+        self._state.reused = 2
+        self._state.pending = [
+            Message("user", observe.CONTINUE.format(summary=reply.message.content))
+        ]
