@@ -27,6 +27,7 @@ import os
 import pkgutil
 import re
 import sys
+import traceback
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -177,13 +178,22 @@ class Registry(Mapping[str, Any]):
         if name not in self._loaded:
             points = [point for point in self._points() if point.name == name]
             if not points:
-                raise ConfigError(
-                    f"unknown {self.kind} '{name}': {nearest(name, self)}; or give {self._others}"
-                )
+                raise self._unknown(name)
             if problem := self._clash(points):
                 raise ConfigError(f"{self.kind} '{name}' {problem}")
             self._loaded[name] = self._installed(points[0])
         return self._loaded[name]
+
+    def check(self, name: str) -> None:
+        """Raise ConfigError, with the nearest name, if ``name`` stands for nothing. Nothing is
+        imported."""
+        if name not in self and not is_reference(name):
+            raise self._unknown(name)
+
+    def _unknown(self, name: str) -> ConfigError:
+        return ConfigError(
+            f"unknown {self.kind} '{name}': {nearest(name, self)}; or give {self._others}"
+        )
 
     def build(self, value: Any) -> Any:
         """``value`` itself, or an instance of what it describes: a name, or a mapping with ``name``
@@ -360,19 +370,42 @@ def _load(location: str, what: str) -> Any:
     except ModuleNotFoundError as error:
         if os.path.isfile(location):
             raise ConfigError(f"{what} is a file, not an object: write file.py:name") from error
-        raise ConfigError(f"{what} cannot be loaded: {error}") from error
-    except AttributeError as error:
-        raise ConfigError(f"{what} cannot be loaded: {error}{_alike(error)}") from error
+        raise ConfigError(f"{what} cannot be loaded{_line_in(place, error)}: {error}") from error
     except (Exception, SystemExit) as error:  # a user's module may raise anything
+        line = _line_in(place, error)
+        if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType | type):
+            lacks = _lacks(error.obj, error.name or name)
+            raise ConfigError(f"{what} cannot be loaded{line}: {lacks}") from error
         is_plain = isinstance(error, ImportError | AttributeError | SyntaxError | OSError)
         reason = " ".join(str(error).split()) if is_plain else repr(error)
-        raise ConfigError(f"{what} cannot be loaded: {reason}") from error
+        raise ConfigError(f"{what} cannot be loaded{line}: {reason}") from error
 
 
-def _alike(error: AttributeError) -> str:
-    """The end of an error about a module's attribute that does not exist: the nearest name."""
-    close = get_close_matches(error.name or "", getattr(error.obj, "__dict__", ()), n=1)
-    return f"; did you mean '{close[0]}'?" if close else ""
+def _lacks(owner: ModuleType | type, name: str) -> str:
+    """Say that a module or class has no attribute ``name``, with the nearest one that it has."""
+    file = getattr(owner, "__file__", None) or ""
+    is_file = owner.__name__ == _module_name(Path(file))
+    short = os.path.relpath(file) if is_file else f"'{owner.__name__}'"
+    where = file if short.startswith("..") else short
+    own = [
+        known
+        for known, value in vars(owner).items()
+        if not known.startswith("_") and not isinstance(value, ModuleType)
+    ]
+    close = get_close_matches(name, own, n=1)
+    hint = f"; did you mean '{close[0]}'?" if close else ""
+    return f"{where} has no attribute '{name}'{hint}"
+
+
+def _line_in(place: str, error: BaseException) -> str:
+    """`` in line 3``: the last line of the file ``place`` that ran before ``error``; empty if it is
+    unknown, or if the error names it."""
+    if not place.endswith(".py") or isinstance(error, SyntaxError):
+        return ""
+    path = str(Path(place).expanduser().absolute())
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == path]
+    return f" in line {lines[-1]}" if lines else ""
 
 
 def _moved(location: str) -> str:

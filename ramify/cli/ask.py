@@ -410,6 +410,11 @@ def make_rlm(
     limits = Limits(**limit_fields(settings))
     named = named_models()
     given = (settings["model"], *(settings.get("sub_model") or ()))
+    for name in given:
+        if name in ("tiny",) or name.startswith("local:"):
+            from ramify.inference.local import check_local_model
+
+            check_local_model(name)
     model, *sub_models = (named.get(name, name) for name in given)
     scaffold = read_scaffold(settings.get("scaffold"), getattr(model, "name", model))
     if settings.get("direct") is False:
@@ -427,6 +432,25 @@ def make_rlm(
         branches=settings.get("branches", 1),
         tools=tools,
     )
+
+
+def check_prices(settings: Mapping[str, Any], max_cost: float | None) -> None:
+    """Raise UsageError for a maximum cost if a model has no known price. A provider from another
+    package may know its own prices."""
+    from ramify.clients.providers import PROVIDERS, PriceTable
+
+    if max_cost is None or not math.isfinite(max_cost):
+        return
+    named, table = named_models(), PriceTable.load()
+    for given in (settings["model"], *(settings.get("sub_model") or ())):
+        model = named.get(given)
+        name = given if model is None else model.name
+        price = (model.price if model is not None else None) or table.price(name)
+        if price is None and name.partition(":")[0] in PROVIDERS:
+            raise UsageError(
+                f"--max-cost {max_cost:g} cannot be kept: {given} has no known price; remove it, or"
+                " add the price to a table (RAMIFY_PRICES, docs/prices.md)"
+            )
 
 
 def limit_fields(settings: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ramify.cli.ask import SETTINGS, make_rlm, mcp_tools, sandbox_spec
+from ramify.cli.ask import SETTINGS, check_prices, make_rlm, mcp_tools, sandbox_spec
 from ramify.cli.eval import (
     OUTPUT_SETTINGS,
     EvaluationProgress,
@@ -117,17 +117,13 @@ def _check_is_bounded(settings: dict[str, Any], max_cost: float | None) -> None:
     model's price is unknown."""
     from ramify.clients.providers import PriceTable
 
+    check_prices(settings, max_cost)
     prices = PriceTable.load()
     for name in (settings["model"], *(settings.get("sub_model") or ())):
         price = prices.price(name)
         if max_cost is None and price is not None and (price.input or price.output):
             raise UsageError(
                 f"{name} costs money: give --max-cost, in dollars for all demonstrations together"
-            )
-        if max_cost is not None and price is None:
-            raise UsageError(
-                f"--max-cost cannot be kept: {name} has no known price; remove it, or add the "
-                "price to a table (RAMIFY_PRICES)"
             )
 
 

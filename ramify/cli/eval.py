@@ -23,6 +23,7 @@ from ramify.cli.ask import (
     KINDS,
     NO_MODEL,
     SETTINGS,
+    check_prices,
     make_rlm,
     mcp_tools,
     open_store,
@@ -304,6 +305,7 @@ class _Command:
         other: Evaluation | None,
     ) -> ExitCode:
         settings = {**plan.settings, "model": plan.model}
+        check_prices(settings, settings.get("max_cost"))
         # The plan's copy of the servers lacks the values of environment variables.
         servers = self._settings.get("mcp") or settings.get("mcp")
         with mcp_tools({"mcp": servers}) as tools:

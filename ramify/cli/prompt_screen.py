@@ -101,7 +101,8 @@ def _dollars(amount: float | None) -> str:
 
 def _tokenizer(folder: str) -> Any:
     """Load a tokenizer from a folder, or by its name from the local cache."""
-    from ramify.models.load import load_tokenizer, model_folder
+    from ramify.models.checkpoint_files import model_folder
+    from ramify.models.load import load_tokenizer
 
     # The folder may hold only a tokenizer and no model.
     tokenizer = load_tokenizer(Path(folder) if Path(folder).is_dir() else model_folder(folder))

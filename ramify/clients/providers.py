@@ -264,6 +264,11 @@ def split_name(name: str) -> tuple[str, str]:
     if name == "tiny":
         return name, name
     provider, colon, model = name.partition(":")
+    first, slash, rest = name.partition("/")
+    if colon and slash and not provider.endswith(".py") and "/" in provider:  # openai/gpt-5@http:…
+        alike = get_close_matches(first, CLIENTS, n=1)
+        hint = f"; did you mean '{alike[0]}:{rest}'?" if alike else ""
+        raise ConfigError(f"model '{name}' has no provider: write provider:model{hint}")
     if colon and is_reference(provider):  # my_package.clients:connect:MODEL
         attribute, colon, model = model.partition(":")
         provider = f"{provider}:{attribute}"

@@ -25,6 +25,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ramify.errors import ConfigError, StoreError
+from ramify.models.checkpoint_files import WINDOWS, check_tokenizer, model_folder
 from ramify.models.checksums import check_model, drop
 from ramify.models.dense import DenseModel, DenseShape, unsupported
 from ramify.models.renderer import Renderer, renderer_of
@@ -226,44 +227,11 @@ def load_into(policy: Policy, folder: str | Path) -> None:
         policy.model.load_state_dict(_module(folder, policy.dtype).state_dict())
 
 
-def model_folder(path_or_name: str | Path) -> Path:
-    """The folder of a model: a path, or the place of a hub name in the cache. Raises
-    ConfigError."""
-    folder = Path(path_or_name).expanduser()
-    if (folder / "config.json").is_file():
-        return folder
-    if (folder / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"{folder} holds adapters without their model: merge them into it first "
-            "(merge_and_unload of peft), or give the model, and policy.lora for new adapters"
-        )
-    if folder.exists():
-        raise ConfigError(f"{folder} is not a model: it has no config.json")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(str(path_or_name), local_files_only=True))
-    except LocalEntryNotFoundError:
-        raise ConfigError(
-            f"found no folder '{path_or_name}', and no model of that name in the Hugging Face "
-            f"cache: give a folder, or download it first (hf download {path_or_name})"
-        ) from None
-    except HFValidationError:
-        raise ConfigError(
-            f"found no folder '{path_or_name}': give one with a config.json and weights"
-        ) from None
-
-
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of tokenizer.json as it is. ``AutoTokenizer`` would use a class of the model's
     family, which may split text differently. Raises ConfigError if the file is missing or
     unusable."""
-    if not (folder / "tokenizer.json").is_file():
-        raise ConfigError(
-            f"{folder} has no tokenizer.json: save its tokenizer as a fast one (use_fast=True) "
-            "first"
-        )
+    check_tokenizer(folder)
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:  # noqa: BLE001 (the tokenizers library raises this class itself)
@@ -444,7 +412,7 @@ def window_of(config: Any) -> int:
     """Maximum tokens of prompt and reply together. Raises ConfigError if the configuration does not
     say."""
     inner = config.get_text_config()
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+    for name in WINDOWS:
         if (window := getattr(inner, name, None)) is not None:
             return int(window)
     raise ConfigError(

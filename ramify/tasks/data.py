@@ -212,36 +212,47 @@ class DatasetItems(LazySequence[Item]):
 def _item(name: str, rows: Sequence[Row], number: int, make: Callable[[Row], Item]) -> Item:
     """Convert row ``number`` to an item. Raises ConfigError that names the row."""
     row = rows[number]
+    where = rows.place(number) if isinstance(rows, JsonlRows) else f"{name}, row {number}"
     if not isinstance(row, Mapping):
-        raise ConfigError(
-            f"{name}, row {number}: it is a {type(row).__name__}; each row must be a mapping"
-        )
+        raise ConfigError(f"{where}: it is a {type(row).__name__}; each row must be a mapping")
     try:
         return make(row)
     except KeyError as error:
         raise ConfigError(
-            f"{name}, row {number}: it has no column {error}; its columns are "
-            f"{', '.join(map(str, row))}"
+            f"{where}: it has no column {error}; its columns are {', '.join(map(str, row))}; "
+            "name yours with the options question=… and gold=…"
         ) from None
     except (TypeError, ValueError, IndexError, AttributeError) as error:
-        raise ConfigError(f"{name}, row {number}: {error}") from error
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _divided(
     name: str, rows: Sequence[Row], make: Callable[[Row], Item]
 ) -> dict[str, Sequence[Item]]:
-    """Divide rows into three splits by a hash of question and context."""
-    indices: dict[str, list[int]] = {split: [] for split in SPLITS}
+    """Divide rows into three splits by a hash of question and context. Few rows may leave a split
+    empty, which then gets the question with the largest hash of the largest split."""
+    same: dict[bytes, list[int]] = {}
     for number in range(len(rows)):
         item = _item(name, rows, number, make)
         asked = (item.question, item.context, *([item.messages] if item.messages else []))
         digest = hashlib.sha256(msgspec.json.encode(asked, enc_hook=str)).digest()
-        share = int.from_bytes(digest[:8], "big") / 2**64
+        same.setdefault(digest[:8], []).append(number)
+    divided: dict[str, list[bytes]] = {split: [] for split in SPLITS}
+    for digest in sorted(same):
+        share = int.from_bytes(digest, "big") / 2**64
         for split, size in _SHARES:
             share -= size
             if share < 0 or split == SPLITS[-1]:
-                indices[split].append(number)
+                divided[split].append(digest)
                 break
+    for empty in [split for split in SPLITS if not divided[split]]:
+        largest = max(divided.values(), key=len)
+        if len(largest) > 1:
+            divided[empty].append(largest.pop())
+    indices = {
+        split: sorted(number for digest in digests for number in same[digest])
+        for split, digests in divided.items()
+    }
     return {
         split: DatasetItems(f"{name}/{split}", rows, make, numbers)
         for split, numbers in indices.items()
@@ -329,18 +340,22 @@ class JsonlRows(LazySequence[Row]):
     def __len__(self) -> int:
         return len(self._lines)
 
+    def place(self, index: int) -> str:
+        """Where a row is, for errors: ``rows.jsonl, line 3``."""
+        return f"{self._path}, line {self._lines[index][0]}"
+
     def at(self, index: int) -> Row:
-        number, start, size = self._lines[index]
+        _, start, size = self._lines[index]
         with self._path.open("rb") as file:
             file.seek(start)
             line = file.read(size)
         try:
             row = msgspec.json.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise SourceError(f"{self._path}, line {number}: not JSON: {error}") from None
+            raise SourceError(f"{self.place(index)}: not JSON: {error}") from None
         if not isinstance(row, dict):
             raise SourceError(
-                f"{self._path}, line {number}: a {type(row).__name__}; every line must be an object"
+                f"{self.place(index)}: a {type(row).__name__}; every line must be an object"
             )
         return row
 

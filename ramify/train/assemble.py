@@ -1,7 +1,7 @@
 """Assembling a run: its parts, loaded and checked in the order that finds mistakes before anything
 is spent.
 
-    Run ── assemble ──> RunParts ── open_run.py: start processes ──> Trainer
+    Run ── resolve ── assemble ──> RunParts ── open_run.py: start processes ──> Trainer
 
 No process is started and nothing is written. Not here: what is done with the parts
 (``open_run.py``), and resuming (``execute.py``).
@@ -21,7 +21,6 @@ import msgspec
 from ramify.actors.launcher import PlacementSlot
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.errors import ConfigError
-from ramify.inference.base import TINY
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.logging import RoomLogger
 from ramify.progress import report_progress
@@ -43,13 +42,16 @@ from ramify.train.preflight import (
     check_device,
     check_embedded,
     check_inference,
+    check_names,
     check_policies,
+    check_policy_files,
     check_prompts,
     check_schedules,
     check_signals,
     check_task,
     note_missing_template,
     note_rewritten_history,
+    path_of,
 )
 from ramify.train.resource_counts import settled, sleeping
 from ramify.train.stages import SftStage, TrainingStage, WarmUpStage
@@ -104,7 +106,8 @@ class RunParts:
 
     def save_policy(self, folder: Path) -> None:
         """Write the initial policy, as engines load it."""
-        from ramify.models.load import model_folder, save_policy
+        from ramify.models.checkpoint_files import model_folder
+        from ramify.models.load import save_policy
         from ramify.train.backends.write_checkpoint import copy_checkpoint
 
         if self.policy.device.type != "meta":
@@ -134,25 +137,50 @@ class RunParts:
         check_weights(self.serving.model, read_weights(folder), str(folder))
 
 
-def assemble(recipe: Run, checkpoint: Path | None = None) -> RunParts:
+@dataclasses.dataclass(frozen=True)
+class ResolvedRun:
+    """What a run's names stand for, as far as no tensor library is needed."""
+
+    task: Task
+    """Its first items and their scores are checked."""
+    scaffold: Scaffold
+
+
+def resolve(run: Run) -> ResolvedRun:
+    """Check everything that needs no weights, and load the task and the scaffold.
+
+    Raises ConfigError for mistakes in the recipe. Imports no tensor library, so that a mistake is
+    reported at once."""
+    check_policies(run)
+    check_names(run)
+    check_policy_files(run)
+    scaffold = scaffold_of(run.scaffold)
+    check_scaffolds(run.depths, scaffold)
+    check_models(run.depths, run.frozen)
+    check_inference(run)
+    check_signals(run)
+    check_deterministic(run)
+    task = task_of(run.task.name, **run.task.options)
+    check_task(run, task)
+    return ResolvedRun(task, scaffold)
+
+
+def assemble(
+    recipe: Run, checkpoint: Path | None = None, resolved: ResolvedRun | None = None
+) -> RunParts:
     """The parts of the run that ``recipe`` describes. ``checkpoint``: where it will continue; a
     tokenizer that was trained is taken from there, and the rows of supervised fine-tuning from its
-    run. Raises ConfigError for mistakes in the recipe."""
-    check_policies(recipe)
+    run. ``resolved``: the result of ``resolve``, if that was called before. Raises ConfigError for
+    mistakes in the recipe."""
+    resolved = resolved or resolve(recipe)
+    task, scaffold = resolved.task, resolved.scaffold
     run, placement_slots = settled(with_policy_defaults(recipe))
     check_device(run)
     device = device_of(run)
     kind: Any = BACKENDS.of(run.compute.backend)
     is_elsewhere = run.placement is not None and run.placement.kind == "ray" and not kind.is_here
     kind.check(run.compute, device, **({"elsewhere": True} if is_elsewhere else {}))
-    task, scaffold = task_of(run.task.name, **run.task.options), scaffold_of(run.scaffold)
-    check_task(run, task)
-    check_inference(run)
-    check_signals(run)
     check_schedules(run)
-    check_deterministic(run)
-    check_scaffolds(run.depths, scaffold)
-    check_models(run.depths, run.frozen)
     precision = precision_of(run, _stored(run), device, has_bf16=has_bf16(device))
     engines = sleeping(run, device)
     rows = _stored_rows(run, checkpoint)
@@ -428,16 +456,11 @@ def _shape(
     return shape
 
 
-def path_of(run: Run) -> str | Path:
-    """Where the run's policy begins, if it has a path."""
-    path = run.policy.path
-    return TINY if path == "tiny" and not Path("tiny").exists() else path
-
-
 def read_in_parts(run: Run) -> Path | None:
     """The folder from which each rank can read its own part of the policy; None if this process
     has to read all of it."""
-    from ramify.models.load import model_folder, read_config
+    from ramify.models.checkpoint_files import model_folder
+    from ramify.models.load import read_config
     from ramify.models.stored_weights import is_read_in_parts
     from ramify.train.backends.meta_model import on_meta
 

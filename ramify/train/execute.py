@@ -20,7 +20,7 @@ from ramify.errors import ConfigError
 from ramify.log_outputs import RUN_LOG, LogFile, run_log
 from ramify.logging import RoomLogger
 from ramify.progress import report_progress
-from ramify.train.assemble import assemble
+from ramify.train.assemble import assemble, resolve
 from ramify.train.backends import launch
 from ramify.train.checkpoint import (
     FOLDER,
@@ -119,6 +119,8 @@ def _train(
 ) -> CheckpointState:
     """``train`` in the process that holds the folder's lock."""
     check_types(run)
+    trackers = RunTrackers(run.trackers, run.tracker_options)
+    resolved = resolve(run)
     given, run = run, with_policy_defaults(run)
     checkpoint = find(resume) if resume is not None else None
     if checkpoint is not None:
@@ -131,8 +133,6 @@ def _train(
     if not is_of_out and any(out.glob(f"{FOLDER}/step-*")):
         raise ConfigError(f"{out} already contains a run: resume it, or give another folder")
     check_folder(out)
-    trackers = RunTrackers(run.trackers, run.tracker_options)
-    report_policy_defaults(given, run, resumed=checkpoint is not None)
     resumed_at = read_state(checkpoint).step if checkpoint is not None else None
 
     def measured(metrics: StepMetrics) -> None:
@@ -150,7 +150,8 @@ def _train(
 
     async def execute() -> CheckpointState:
         with report_progress("preparing", note="task, demonstrations and policy"):
-            parts = assemble(run, checkpoint)
+            parts = assemble(run, checkpoint, resolved)
+        report_policy_defaults(given, run, resumed=checkpoint is not None)
         async with opened_run(
             parts, out, checkpoint, listener=measured, on_stall=on_stall, on_start=log.begin
         ) as trainer:

@@ -180,7 +180,8 @@ def _tokenizer(policy: PolicySpec) -> PreTrainedTokenizerFast | None:
     """The tokenizer of a checkpoint; None from scratch, and without a usable one."""
     if not is_pretrained(policy):
         return None
-    from ramify.models.load import load_tokenizer, model_folder
+    from ramify.models.checkpoint_files import model_folder
+    from ramify.models.load import load_tokenizer
 
     try:
         return load_tokenizer(Path(model_folder(policy.path)))

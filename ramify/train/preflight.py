@@ -10,16 +10,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ramify.engine import observe
+from ramify.engine.limits import Limits
 from ramify.engine.prompt_text import PromptFacts, context_facts
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError
+from ramify.inference.base import TINY
 from ramify.inference.http.engine_process import check_program
 from ramify.logging import RoomLogger
-from ramify.tasks.base import Item, Task, items_of
+from ramify.models.checkpoint_files import (
+    check_model_type,
+    check_tokenizer,
+    config_of,
+    model_folder,
+    window_in,
+)
+from ramify.sandbox.base import check_provider
+from ramify.tasks.base import DATA_SUFFIXES, Item, Task, items_of
+from ramify.tasks.data import rows_of
 from ramify.tasks.mixture import MixtureTask
 from ramify.tasks.validation import validate
 from ramify.train.advantages.by_task import ByTask
+from ramify.train.backends.base import BACKENDS
 from ramify.train.config import Run
+from ramify.train.data.sft_data import DEMOS
 from ramify.train.signals.teacher import needed
 from ramify.train.stages import scheduled
 from ramify.types.message import Message
@@ -28,6 +41,61 @@ if TYPE_CHECKING:
     from ramify.models.load import Policy
 
 _log = RoomLogger("train")
+DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
+"""Kinds of devices that a policy can be on."""
+
+
+def check_names(run: Run) -> None:
+    """Check the names of what is loaded later: the backend, the sandbox, and the sources of what
+    is imitated. Nothing of theirs is imported."""
+    BACKENDS.check(run.compute.backend)
+    check_provider(run.sandbox)
+    if run.sft is None:
+        return
+    if run.sft.demos.endswith(DATA_SUFFIXES):
+        rows_of(run.sft.demos)
+    elif run.sft.demos:
+        DEMOS.check(run.sft.demos)
+    if run.sft.trajectories and not Path(run.sft.trajectories).expanduser().exists():
+        raise ConfigError(
+            f"sft.trajectories={run.sft.trajectories} does not exist: give a JSONL file, a run's "
+            "folder rollouts, or the store that `ramify demos --out` made"
+        )
+
+
+def path_of(run: Run) -> str | Path:
+    """Where the run's policy begins, if it has a path."""
+    path = run.policy.path
+    return TINY if path == "tiny" and not Path("tiny").exists() else path
+
+
+def check_policy_files(run: Run) -> None:
+    """Check the files of the policy that are not weights: its folder, configuration and tokenizer.
+    A reply has to fit into its window."""
+    spec = run.policy
+    if spec.device.partition(":")[0] not in DEVICES:
+        raise ConfigError(
+            f"policy.device={spec.device}: give one of {', '.join(DEVICES)}, with an index if "
+            "there are several, as in cuda:1"
+        )
+    if spec.path:
+        folder = model_folder(path_of(run))
+        config, where = config_of(folder), f"{folder}/config.json"
+        check_tokenizer(folder)
+    else:
+        config, where = spec.shape, "policy.shape"
+        if spec.tokenizer:
+            try:
+                check_tokenizer(Path(spec.tokenizer))
+            except ConfigError as error:
+                raise ConfigError(f"policy.tokenizer={spec.tokenizer}: {error}") from None
+    check_model_type(config, where)
+    window, reply = window_in(config), run.limits.max_reply_tokens
+    if window is not None and reply >= window and reply != Limits().max_reply_tokens:
+        raise ConfigError(
+            f"limits.max_reply_tokens={reply} leaves no room for a prompt: the policy's window has "
+            f"{window} tokens ({where}): give less, or leave it out"
+        )
 
 
 def check_task(run: Run, task: Task) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import traceback
+import typing
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from ramify.plugins import load_file
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.checkpoint import find, read_state
 from ramify.train.config import CHOICES, Run, plain
-from ramify.train.config_fields import cut_out
+from ramify.train.config_fields import check_types, cut_out
 from ramify.train.override import new_name, override
 
 
@@ -41,23 +43,51 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     except Exception as error:
         unknown = re.match(r"Unexpected keyword argument '(\w+)'", str(error))
         now_called = new_name(unknown[1]) if unknown else None
-        advice = (
-            f"{unknown[1]} is called {now_called} now"
-            if unknown and now_called
-            else "RAMIFY_DEBUG=1 shows where"
-        )
+        advice = "RAMIFY_DEBUG=1 shows where"
+        if unknown and now_called:
+            advice = f"{unknown[1]} is called {now_called} now"
+        elif unknown and (close := get_close_matches(unknown[1], _fields_of(Run), n=1)):
+            advice = f"did you mean '{close[0]}'?"
         lines = [
             frame.lineno
             for frame in traceback.extract_tb(error.__traceback__)
             if Path(frame.filename) == path.resolve()
         ]
         where = f" in line {lines[-1]}" if lines else ""
+        if isinstance(error, SyntaxError) and error.filename == str(path.absolute()):
+            where, reason = f" in line {error.lineno}", f"SyntaxError: {error.msg}"
+        else:
+            reason = _wrong_type(error) or repr(error)
         raise ConfigError(
-            f"the recipe {path} cannot be executed{where}: {error!r}; {advice}"
+            f"the recipe {path} cannot be executed{where}: {reason}; {advice}"
         ) from error
     if not isinstance(run, Run):
         raise ConfigError(f"{path} has no `def run() -> Run` (ramify.train.Run)")
     return override(run, overrides, CHOICES)
+
+
+def _fields_of(kind: Any) -> set[str]:
+    """Names of the fields of a configuration's class and of the classes in it."""
+    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        return set().union(*map(_fields_of, typing.get_args(kind)))
+    inner = typing.get_type_hints(kind).values()
+    return {*kind.__struct_fields__}.union(*map(_fields_of, inner))
+
+
+def _wrong_type(error: Exception) -> str:
+    """The field of another type for which the constructor of a struct raised ``error``; empty if
+    there is none. A constructor compares its fields before ``check_types`` sees them."""
+    if not isinstance(error, TypeError) or error.__traceback__ is None:
+        return ""
+    frame, _ = list(traceback.walk_tb(error.__traceback__))[-1]
+    owner = frame.f_locals.get("self")
+    if not isinstance(owner, msgspec.Struct):
+        return ""
+    try:
+        check_types(owner, type(owner).__name__)
+    except ConfigError as wrong:
+        return str(wrong)
+    return ""
 
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:

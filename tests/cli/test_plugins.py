@@ -165,7 +165,7 @@ def test_installed_plugins_are_listed(machine: Shell) -> None:
             "absent",
             "broken-plugins 0.1",
             "",
-            "module 'broken_plugins' has no attribute 'nothing'",
+            "'broken_plugins' has no attribute 'nothing'",
         ],
         ["task", "colors", "acme-plugins 1.2", "Count colors", ""],
         [
@@ -283,7 +283,10 @@ def test_every_plugin_kind_loads_from_file_or_module(
     assert registry.of("own_things:Thing").part == 7
     for name, problem in [
         ("nowhere.py:Thing", rf"{kind} 'nowhere\.py:Thing': file .*/nowhere\.py does not exist"),
-        ("own_things.py:Thin", rf"{kind} 'own_things\.py:Thin' cannot be loaded: module .* has no"),
+        (
+            "own_things.py:Thin",
+            rf"{kind} 'own_things\.py:Thin' cannot be loaded: own_things\.py has no",
+        ),
         ("no.such:Thing", rf"{kind} 'no\.such:Thing' cannot be loaded: No module named 'no'"),
         ("", rf"unknown {kind} '': known: "),
     ]:

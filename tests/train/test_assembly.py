@@ -70,10 +70,13 @@ def changed(part: str, **fields: Any) -> Run:
             "task 'even' has no split 'tset': did you mean 'test'?",
         ),
         (
-            changed("policy", shape={**SHAPE, "max_position_embeddings": 6}),
+            changed("policy", shape={**SHAPE, "max_position_embeddings": 9}),
             "does not fit the policy: its prompt has",
         ),
-        (changed("policy", tokenizer="nowhere"), "nowhere has no tokenizer.json"),
+        (
+            changed("policy", tokenizer="nowhere"),
+            "policy.tokenizer=nowhere: nowhere does not exist",
+        ),
         (
             changed("sft", demos="tests.train.test_assembly:of_another_task"),
             "cannot demonstrate the task 'ledger': KeyError('colour') at ",
