@@ -4,7 +4,7 @@ that says what to do, within two seconds, and before PyTorch is imported.
     python benchmarks/bring_your_own_mistakes.py              print each answer
 
 Decides which mistakes are made and what their answers have to say (``MISTAKES``). The part of
-``bring_your_own.py`` gives each mistake a process of its own, as a user does; the tests share one
+``bring_your_own.py`` gives each mistake its own process, as a user does; the tests share one
 interpreter, which forks for each. Not here: the checks, which are in the package.
 """
 
@@ -344,7 +344,7 @@ def fault(mistake: Mistake, answer: Answer) -> str:
 
 
 def measure(quick: bool) -> list[Figure]:
-    """Figures of all mistakes, each in a process of its own."""
+    """Figures of all mistakes, each in its own process."""
     faults, times, helps = [], [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -103,7 +103,7 @@ def check_model_type(config: Mapping[str, Any], where: str) -> None:
 @functools.cache
 def _model_types() -> frozenset[str]:
     """The types of models that the installed transformers knows. They are read from the text of its
-    table, since importing it imports PyTorch. Empty if the table is not where it was."""
+    table, since importing it imports PyTorch. Empty if the table has moved."""
     spec = find_spec("transformers")
     names: set[str] = set()
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
