@@ -41,7 +41,7 @@ PUBLIC = {
     "ramify.evaluate": """
         AttemptOutcome AttemptTotals Evaluation EvaluationPlan EvaluationReport MeanEstimate
         ReportRow RewardModel TaskEnv difference evaluate harness majority_at_k mean_with_interval
-        paired_difference pass_at_k report table taskset text_env
+        paired_difference pass_at_k report table taskset text_env verifiers_task
     """,
     "ramify.inference": """
         BadReply CachePressure Client EngineLost InferenceClient InferenceSpec KnownPrefix

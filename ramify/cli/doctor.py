@@ -47,6 +47,7 @@ EXTRAS = {
     "trackio": "trackio",
     "otel": "opentelemetry.sdk",
     "cluster": "simpy",
+    "verifiers": "verifiers",
 }
 """Optional extra -> the module that it installs."""
 _OTHER_KEYS = {"anthropic": ("ANTHROPIC_API_KEY",)}

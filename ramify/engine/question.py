@@ -203,6 +203,8 @@ class Question(msgspec.Struct, frozen=True):
     cite: bool = False
     on_session: Callable[[Session], Awaitable[None]] | None = None
     """Prepares each new session before its first cell."""
+    conduct: Callable[[Any], Awaitable[Any]] | None = None
+    """Holds the conversations with the model in place of the engine's loop."""
     direct: bool = True
     """True if one direct call may answer it. If False, the root always has a session."""
     instructions: str = ""
@@ -231,7 +233,7 @@ class Question(msgspec.Struct, frozen=True):
 
 def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     """Return the question of ``completion(prompt, query)``. Raises ConfigError if it is empty."""
-    about, tools, on_session, warnings = "", {}, None, ()
+    about, tools, on_session, warnings, conduct = "", {}, None, (), None
     instructions, examples = "", tuple[PromptExample, ...]()
     before = tuple[Message, ...]()
     # Most prompts are texts, and the check of a protocol looks at each of its attributes.
@@ -240,6 +242,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         examples = examples_of(getattr(prompt, "examples", ()))
         before = tuple(getattr(prompt, "messages", ()))
         on_session = getattr(prompt, "on_session", None)  # the setup of a task
+        conduct = getattr(prompt, "conduct", None)
         warnings = tuple(getattr(prompt, "warnings", tuple)())
         about, tools, prompt = prompt.manifest(), dict(prompt.tools), prompt.context
     if isinstance(prompt, os.PathLike):
@@ -294,6 +297,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         kind,
         cite,
         on_session,
+        conduct,
         instructions=instructions,
         examples=examples,
         before=before,

@@ -185,7 +185,9 @@ def question_of(
     direct = config.get("direct") is not False
     if prompt is not None:
         given = question(prompt, started.question, None, False)
-        resolved = msgspec.structs.replace(resolved, tools=given.tools, on_session=given.on_session)
+        resolved = msgspec.structs.replace(
+            resolved, tools=given.tools, on_session=given.on_session, conduct=given.conduct
+        )
     before = msgspec.convert(config.get("before", ()), tuple[Message, ...])
     return msgspec.structs.replace(
         resolved, about=config.get("about", ""), direct=direct, before=before

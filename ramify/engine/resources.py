@@ -1,5 +1,5 @@
 """What the runs of one ``RLM`` share: settings, models, and, for each event loop, one connection
-pool and one sandbox.
+pool, one sandbox, and what tasks open once for all of their rollouts.
 
 Pool and sandbox are opened by the first run that needs them and closed by the last one that ends,
 unless they are pinned by ``async with`` or by the synchronous API, which keeps them until
@@ -12,8 +12,8 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ramify.store.private_files import BlobStore
     from ramify.store.store import Store
 
+T = TypeVar("T")
 _log = RoomLogger("engine")
 _opened: set[str] = set()
 """Providers whose sandbox this process has already opened."""
@@ -164,12 +165,24 @@ MakePool = Callable[[int], ClientPool]
 
 
 class LoopResources:
-    """One pool and one sandbox."""
+    """One pool, one sandbox, and what tasks share."""
 
     def __init__(self, max_in_flight: int, spec: SandboxSpec, make_pool: MakePool) -> None:
         self.pool = make_pool(max_in_flight)
         self._spec = spec
         self._sandbox: Sandbox | None = None
+        self._shared: dict[object, Any] = {}
+        self._entered = AsyncExitStack()
+        self._entering = asyncio.Lock()
+
+    async def shared(self, key: object, open: Callable[[], AbstractAsyncContextManager[T]]) -> T:
+        """Enter ``open()`` at the first call with ``key``, and return its value at every call. It
+        is left before the pool closes."""
+        async with self._entering:
+            if key not in self._shared:
+                self._shared[key] = await self._entered.enter_async_context(open())
+        value: T = self._shared[key]
+        return value
 
     def sandbox(self) -> Sandbox:
         """Return the sandbox, opened at the first call. The jail then tests its isolation, once per
@@ -193,9 +206,12 @@ class LoopResources:
             launch(self._spec)
 
     async def close(self) -> None:
-        if self._sandbox is not None:
-            await self._sandbox.close()
-        await self.pool.close()
+        try:
+            await self._entered.aclose()
+        finally:
+            if self._sandbox is not None:
+                await self._sandbox.close()
+            await self.pool.close()
 
 
 class SharedResources:

@@ -14,7 +14,7 @@ import html
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,6 +30,7 @@ from ramify.engine.event_recorder import (
     typed_record,
 )
 from ramify.engine.host import ask_plain
+from ramify.engine.model_conversations import ModelConversations
 from ramify.engine.prompt_facts import check_instructions
 from ramify.engine.prompt_text import instructions
 from ramify.engine.question import Question, opening
@@ -64,6 +65,7 @@ _log = RoomLogger("sources")
 _engine_log = RoomLogger("engine")
 _SHOWN_CHARS = 60
 """Characters of an answer in the ``repr`` of its result."""
+WayToAnswer = Callable[[RunState, Client, SharedContext | None], Awaitable[CallOutcome]]
 _CLOSE_S = 5.0
 """Maximum time to close the journal of a run whose event loop is blocked."""
 
@@ -162,6 +164,7 @@ class RunHandle:
         self._cache = cache
         self._earlier = earlier
         self._run: RunState | None = None
+        self._resources: LoopResources | None = None
         self._answered_by = ""
         self._requested_stop: Stop | None = None
         self._thread = threading.get_ident()
@@ -225,12 +228,13 @@ class RunHandle:
         watch: LoopWatch | None = None
         try:
             async with self._shared.use() as resources:
+                self._resources = resources
                 await self._repeat_earlier()
                 context = await self._context(resources)
                 models = await self._setup.connect(resources)
                 check_instructions(self._setup, models)
-                is_direct = self._is_direct(models)
-                if not is_direct:
+                answer = self._way_to_answer(models)
+                if answer == self._answer_by_loop:
                     # Without a sandbox, nothing is asked and nothing is recorded.
                     resources.sandbox()
                 # Limits that cannot be enforced are rejected here, before the first event.
@@ -248,7 +252,6 @@ class RunHandle:
                 self._started(context)
                 if self._requested_stop is not None:
                     run.close_in(self._requested_stop)
-                answer = self._answer_directly if is_direct else self._answer_by_loop
                 outcome = await answer(run, models.rlm(0), context)
         except asyncio.CancelledError:
             outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
@@ -368,12 +371,37 @@ class RunHandle:
             )
         )
 
-    def _is_direct(self, models: RunModels) -> bool:
-        """True if one plain call is enough."""
+    def _way_to_answer(self, models: RunModels) -> WayToAnswer:
+        """Choose the task's own conversations, one plain call if it is enough, or the loop."""
+        if self._question.conduct is not None:
+            return self._answer_by_conversations
         if self._conversation is not None or self._setup.search is not None:
-            return False
+            return self._answer_by_loop
         has_tools = bool(self._setup.tools.functions or self._setup.tools.values)
-        return self._question.is_direct(self._setup.scaffold, models.rlm(0).window, has_tools)
+        window = models.rlm(0).window
+        is_direct = self._question.is_direct(self._setup.scaffold, window, has_tools)
+        return self._answer_directly if is_direct else self._answer_by_loop
+
+    async def _answer_by_conversations(
+        self, run: RunState, client: Client, context: SharedContext | None
+    ) -> CallOutcome:
+        """Let the task's own code hold the conversations."""
+        conduct = self._question.conduct
+        assert conduct is not None
+        assert self._resources is not None
+        conversations = ModelConversations(run, self._resources, self._question.text)
+        outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
+        try:
+            outcome = CallOutcome(Stop.FINAL, await conduct(conversations))
+        except RamifyError as error:
+            outcome = self._failed(error)
+        except Exception as error:  # noqa: BLE001 -- code of the task, which may raise anything
+            failure = RamifyError(f"the task's conversations ended with {error!r}")
+            failure.__cause__ = error
+            outcome = self._failed(failure)
+        finally:
+            conversations.end(outcome)
+        return outcome
 
     async def _answer_directly(
         self, run: RunState, client: Client, context: SharedContext | None

@@ -435,7 +435,9 @@ class LiveCall:
         parent: Parent | None = None,
         context: SharedContext | None = None,
         before: Sequence[Message] = (),
+        keeps_ids: bool = True,
     ) -> None:
+        """With ``keeps_ids=False``, replies are recorded without token ids."""
         self.id = id
         self.kind = kind
         self.client = client
@@ -445,6 +447,7 @@ class LiveCall:
         self.context = context
         self.before = tuple(before)
         """Messages of the caller before the question."""
+        self._keeps_ids = keeps_ids
         self.messages: list[Message] = []
         """Prompt and reply of every turn so far."""
         self.turn = 0
@@ -537,6 +540,9 @@ class LiveCall:
     def without_path(self, reply: Reply) -> tuple[Reply, int]:
         """Return (``reply`` with only the new prompt ids, number of ids of the path that its prompt
         reuses)."""
+        if not self._keeps_ids:
+            names = ("prompt_ids", "token_ids", "logprobs", "versions", "kept", "routes")
+            return msgspec.structs.replace(reply, **dict.fromkeys(names)), 0
         if reply.prompt_ids is None:
             return reply, 0
         reused_ids = _num_common(self._ids, reply.prompt_ids)

@@ -10,6 +10,7 @@
     statistics    pass_at_k majority_at_k mean_with_interval paired_difference MeanEstimate
     rewards       RewardModel (behind HTTP)
     for others    text_env TaskEnv (SkyRL-gym, Gymnasium), taskset harness (verifiers)
+    from others   verifiers_task (environments of verifiers, played as they are)
 
 These are all the public names (``__all__``); modules below this package are private.
 """

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from ramify.http_server import completions
 from ramify.http_server.rejections import RequestRejected
-from ramify.serve import completions
 from ramify.serve.answer_request import (
     AnswerRequest,
     Content,

@@ -29,14 +29,15 @@ from aiohttp import web
 
 from ramify.clients.base import KnownPrefix, Request
 from ramify.errors import ConfigError, ModelError, RamifyError, Refused
+from ramify.http_server import completions
 from ramify.http_server.access import BearerKeys, ListenAddress, new_key
+from ramify.http_server.completions import CompletionRequest
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.rejections import RequestRejected, error_body
 from ramify.http_server.shell import HttpServer, received
 from ramify.inference.http.engine_server import pressure_text
 from ramify.inference.local.local_client import LocalClient
-from ramify.serve import completions, token_completions
-from ramify.serve.completions import CompletionRequest
+from ramify.serve import token_completions
 from ramify.serve.server_metrics import METRICS_TYPE
 from ramify.serve.weight_routes import WAIT_S, WeightRoutes, facts
 from ramify.types.message import Message, Reply

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ramify.http_server.completions import encode
 from ramify.http_server.rejections import RequestRejected
 from ramify.serve.answer_request import (
     AnswerRequest,
@@ -29,7 +30,6 @@ from ramify.serve.answer_request import (
     schema_of,
 )
 from ramify.serve.caller_tools import OfferedFunction, offer_of
-from ramify.serve.completions import encode
 from ramify.serve.questions import ServedAnswer
 from ramify.types.message import Usage
 

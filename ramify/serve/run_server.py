@@ -29,13 +29,13 @@ from ramify.engine.rlm import RLM
 from ramify.engine.spans import continued
 from ramify.http_server.access import ListenAddress
 from ramify.http_server.capacity import max_runs as runs_of_this_machine
+from ramify.http_server.completions import encode
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.rejections import RequestRejected
 from ramify.http_server.shell import CALLER, HttpServer, received
 from ramify.serve import chat_completions, responses
 from ramify.serve.answer_request import AnswerRequest
 from ramify.serve.chat_completions import ChatStream
-from ramify.serve.completions import encode
 from ramify.serve.keys import ApiKeys
 from ramify.serve.prompt import LONG_CHARS, RunPrompt, prompt_of
 from ramify.serve.questions import ServedAnswer, ServedQuestion, ServedQuestions

@@ -21,9 +21,9 @@ import msgspec
 
 from ramify.clients.base import Sampling
 from ramify.errors import Refused
+from ramify.http_server.completions import read_fields
 from ramify.inference.local.generation import Generation
 from ramify.inference.local.local_client import LocalClient
-from ramify.serve.completions import read_fields
 
 _NOT_HERE = {
     "n": 1,

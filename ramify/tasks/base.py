@@ -67,9 +67,10 @@ TASKS = Registry(
         "programs": "ramify.tasks.programs.task:programs",
         "toolmath": "ramify.tasks.toolmath.task:toolmath",
     },
-    others="file.py:name, module:name, rows in a .jsonl or .parquet file, or hf:NAME",
+    others="file.py:name, module:name, rows in a .jsonl or .parquet file, hf:NAME, or verifiers:ID",
 )
 """Task name -> a task, or the function that makes it."""
+_VERIFIERS = "verifiers:"
 DATA_SUFFIXES = (".jsonl", ".parquet")
 """Suffixes of files whose rows can be loaded as a task."""
 
@@ -144,6 +145,10 @@ class TaskStart(msgspec.Struct, kw_only=True):
     on_session: Callable[[Session], Awaitable[None]] | None = None
     """Called with each new session of the rollout before its first cell, to bind names or install
     modules, for example."""
+    conduct: Callable[[Any], Awaitable[Any]] | None = None
+    """Holds the rollout's conversations in place of the engine's loop, and returns the answer: an
+    environment with its own loop, or an agent. Its argument is the run's ``ModelConversations``
+    (``ramify/engine/model_conversations.py``). None: a session, or one plain call."""
     on_end: Callable[[Any], Mapping[str, Any]] | None = None
     """Called once when the rollout has ended for any reason, with the answer (None if there is
     none). Its result is stored in the trajectory's ``metadata`` for the score."""
@@ -332,15 +337,20 @@ def task_of(name: str, /, **options: Any) -> Task:
     """Return the task called ``name``.
 
     ``name`` is one of ``TASKS``; ``module:attribute`` or ``file.py:attribute``, which is a task or
-    a function that makes one from ``options``; or a file of rows (``.jsonl``, ``.parquet``,
-    ``hf:NAME``), with the options of ``data.dataset``. Raises ConfigError for an unknown name, with
-    the nearest known one.
+    a function that makes one from ``options``; a file of rows (``.jsonl``, ``.parquet``,
+    ``hf:NAME``), with the options of ``data.dataset``; or ``verifiers:ID``, an installed taskset of
+    that library, with the options of ``evaluate.verifiers_task``. Raises ConfigError for an unknown
+    name, with the nearest known one.
 
     >>> tasks.task_of("ledger", multi=1.0).name
     'ledger'
     """
     if name.startswith("hf:") or name.endswith(DATA_SUFFIXES):
         name, options = "ramify.tasks.data:dataset", {"source": name, **options}
+    elif name.startswith(_VERIFIERS):
+        taskset = name.removeprefix(_VERIFIERS)
+        name = "ramify.evaluate.verifiers_task:verifiers_task"
+        options = {"taskset": taskset, **options}
     task = TASKS.of(name)
     if not isinstance(task, Task):
         task = _from_factory(name, task, options)

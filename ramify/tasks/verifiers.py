@@ -7,9 +7,10 @@ The taskset's prompt is the question. Its ``@reward`` and ``@metric`` methods sc
 reply, the answer; rewards arrive weighted. ``context`` extracts the session's context from a row.
 Without it, a prompt that is too long for a question becomes the context.
 
-Not supported, and refused: tasksets that need a container, tool servers, a conversation of several
-turns (their own ``Env``), code before or after the reply (``setup``, ``finalize``), and rewards
-that need a runtime. For the opposite direction see ``evaluate/verifiers_env.py``.
+Refused: tasksets that need a container, tool servers, a conversation of several turns (their own
+``Env``), code before or after the reply (``setup``, ``finalize``), or a runtime for their rewards.
+``evaluate/verifiers_task.py`` plays those as they are. For the opposite direction see
+``evaluate/verifiers_env.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import importlib
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ramify.errors import ConfigError, RamifyError
@@ -39,7 +40,7 @@ _LONG = "The task and its data are in `context`. Read it and do what it asks."
 
 
 def verifiers_v1() -> Any:
-    """Import the library. Raises ConfigError if it is not installed or too old.
+    """Import the library. Raises ConfigError if it is not installed, or too old.
 
     Example:
         tasks.verifiers_v1().Taskset
@@ -48,7 +49,7 @@ def verifiers_v1() -> Any:
         return importlib.import_module("verifiers.v1")
     except ImportError as error:
         raise ConfigError(
-            f"this needs the package verifiers, 0.4 or later: pip install verifiers ({error})"
+            f"this needs verifiers, 0.4: pip install 'ramify[verifiers]' ({error})"
         ) from None
 
 
@@ -80,7 +81,8 @@ def from_verifiers(
         or taskset.toolsets(taskset.config)
     ):
         raise ConfigError(
-            f"taskset '{name}' needs its own container or tool servers: it cannot be a task here"
+            f"taskset '{name}' needs its own container or tool servers: play it with "
+            "ramify.evaluate.verifiers_task"
         )
     hooks = [
         hook for hook in ("setup", "finalize") if getattr(kind, hook) is not getattr(vf.Task, hook)
@@ -88,7 +90,7 @@ def from_verifiers(
     if hooks:
         raise ConfigError(
             f"taskset '{name}' runs its own code around a reply ({' and '.join(hooks)} of "
-            f"{kind.__name__}), which needs a runtime: it cannot be a task here"
+            f"{kind.__name__}), which needs a runtime: play it with ramify.evaluate.verifiers_task"
         )
     rows = VerifiersItems(f"{name}/{split}", taskset, context, right)
 
@@ -98,29 +100,69 @@ def from_verifiers(
     return SimpleTask(name, {split: rows}, WholeTrajectoryReward(score))
 
 
-def _installed(id: str) -> Any:
-    """Load the installed taskset ``id`` with its own configuration. Raises ConfigError if it cannot
-    be loaded or needs more than one reply."""
+def taskset_of(taskset: Any, config: Mapping[str, Any] | None = None) -> Any:
+    """Return ``taskset``, or load the installed one that it names, with the fields in ``config``.
+    Raises ConfigError if it cannot be loaded.
+
+    Example:
+        tasks.taskset_of("gsm8k-v1", {"system_prompt": None})
+    """
+    if not isinstance(taskset, str):
+        if config:
+            raise ConfigError(
+                f"a taskset object has its configuration already: make it with {', '.join(config)}"
+            )
+        return taskset
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
     try:
-        env = loaders.environment_class(id)
-        taskset = loaders.load_taskset(loaders.taskset_config_type(id)(id=id))
+        given = {**(config or {}), "id": taskset}
+        return loaders.load_taskset(loaders.taskset_config_type(taskset).model_validate(given))
     except (ImportError, TypeError, ValueError) as error:  # pydantic's errors are ValueErrors
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"taskset '{id}' of verifiers cannot be loaded: {reason}; install it, or give the "
+            f"taskset '{taskset}' of verifiers cannot be loaded: {reason}; install it, or give the "
             "taskset object with its configuration"
         ) from None
+
+
+def _installed(id: str) -> Any:
+    """Load the installed taskset ``id``. Raises ConfigError if it needs more than one reply."""
+    taskset = taskset_of(id)
+    loaders = importlib.import_module("verifiers.v1.utils.loaders")
+    env = loaders.environment_class(id)
     if env is not loaders.environment_class(""):
         raise ConfigError(
             f"taskset '{id}' runs its tasks in its own environment ({env.__name__}), not with one "
-            "reply: it cannot be a task here"
+            "reply: play it with ramify.evaluate.verifiers_task"
         )
     return taskset
 
 
+class VerifiersRows:
+    """The tasks of a taskset, which is read only as far as they are accessed."""
+
+    def __init__(self, taskset: Any) -> None:
+        self.is_endless = not taskset.bounded
+        self._unread: Iterator[Any] = iter(taskset)
+        self._tasks: list[Any] = []
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return ENDLESS if self.is_endless else len(self._read(None))
+
+    def task(self, number: int) -> Any:
+        """Return the taskset's own task at position ``number``."""
+        return self._read(number)[number]
+
+    def _read(self, upto: int | None) -> list[Any]:
+        with self._lock:
+            missing = None if upto is None else max(0, upto + 1 - len(self._tasks))
+            self._tasks += itertools.islice(self._unread, missing)
+            return self._tasks
+
+
 class VerifiersItems(LazySequence[Item]):
-    """Tasks of a taskset as items. The taskset is read only as far as it is accessed."""
+    """Tasks of a taskset as questions."""
 
     def __init__(
         self,
@@ -132,16 +174,13 @@ class VerifiersItems(LazySequence[Item]):
         self._name = name
         self._context = context
         self._right = right
-        self._unread: Iterator[Any] = iter(taskset)
-        self._tasks: list[Any] = []
-        self._lock = threading.Lock()
-        self._is_endless = not taskset.bounded
+        self._rows = VerifiersRows(taskset)
 
     def __len__(self) -> int:
-        return ENDLESS if self._is_endless else len(self._read(None))
+        return len(self._rows)
 
     def at(self, index: int) -> Item:
-        data = self._read(index)[index].data
+        data = self._rows.task(index).data
         prompt = "\n\n".join(filter(None, [data.system_prompt, data.prompt_text]))
         context = None if self._context is None else self._context(data)
         if context is None and len(prompt) > MAX_QUESTION_CHARS:
@@ -151,14 +190,7 @@ class VerifiersItems(LazySequence[Item]):
 
     def task(self, item: Item) -> Any:
         """Return the taskset's own task for ``item``."""
-        number = int(item.id.rpartition("/")[2])
-        return self._read(number)[number]
-
-    def _read(self, upto: int | None) -> list[Any]:
-        with self._lock:
-            missing = None if upto is None else max(0, upto + 1 - len(self._tasks))
-            self._tasks += itertools.islice(self._unread, missing)
-            return self._tasks
+        return self._rows.task(int(item.id.rpartition("/")[2]))
 
 
 async def _scored(vf: Any, task: Any, trajectory: Trajectory) -> Score:

@@ -115,6 +115,8 @@ def test_shell_block_runs(block: Block, reader):
 @pytest.mark.parametrize("page", PYTHON)
 def test_python_blocks_of_page_run(page, reader):
     """The blocks of a page in order, in one namespace, as a reader would paste them."""
+    if page == "environments.md":
+        pytest.importorskip("verifiers")
     namespace = {"__name__": "__main__"}
     for block in RUN:
         if (block.page, block.language) == (page, "python"):
@@ -138,6 +140,7 @@ def test_python_blocks_of_page_run(page, reader):
     elif page == "environments.md":
         start = asyncio.run(namespace["task"].prepare(namespace["splits"]["test"][3]))
         assert start.about.startswith("row 0, column 0: S\n`step(action)` does one action")
+        assert namespace["sums"].splits["train"][8].question == "10 + 2?"
     elif page == "placement.md":
         assert namespace["placement"].rollouts.count == 8
         assert namespace["services"]["judge"].variable == "VLLM_BASE_URL"

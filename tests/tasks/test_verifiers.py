@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::R
     importlib.util.find_spec("verifiers") is not None, reason="verifiers is installed"
 )
 def test_missing_verifiers_library_gives_install_hint() -> None:
-    with pytest.raises(ConfigError, match="pip install verifiers"):
+    with pytest.raises(ConfigError, match=r"pip install 'ramify\[verifiers\]'"):
         from_verifiers("gsm8k")
 
 
@@ -130,7 +130,7 @@ def test_tasksets_that_need_a_container_or_runtime_are_rejected() -> None:
             yield Boxed(vf.TaskData(prompt="?"))
 
     with pytest.raises(
-        ConfigError, match="taskset 'Boxes' needs a container or tool servers of its own"
+        ConfigError, match="taskset 'Boxes' needs its own container or tool servers: play it with"
     ):
         from_verifiers(Boxes(vf.TasksetConfig()))
 

@@ -1,10 +1,10 @@
-"""The chat completions API for a served policy: reads requests, and writes replies and streams.
+"""The chat completions API for a single model: reads requests, and writes replies and streams.
 
     body ──read──> CompletionRequest ──request_of──> Request       Reply ──> body or events
 
 Fields without an effect here (``user``, ``metadata``, …) are accepted and ignored. A field that
 would change the answer but is not supported is rejected by name, so that no client believes that it
-had an effect. Not here: chat completions for runs (see chat_completions.py).
+had an effect. Not here: chat completions for runs (see serve/chat_completions.py).
 """
 
 from __future__ import annotations

@@ -1,0 +1,402 @@
+"""Environments of the ``verifiers`` library (0.4, ``verifiers.v1``) as tasks, played as they are.
+
+    task = verifiers_task("gsm8k-v1")                          an installed taskset by its id
+    task = verifiers_task("verifiers:gsm8k-v1")                the same in a recipe: task.name=…
+    task = verifiers_task(MyTaskset(MyConfig()), env=MyEnv)    objects and classes of a program
+
+    attempt ── conduct ──> vf.Env.run_episode ── its agents' requests ──> ModelEndpoint ──> the run
+                           setup, tools, turns, finalize, rewards              trained by tokens
+            ── score <──── rewards and metrics of the episode's traces
+
+The library itself plays each rollout: its environment, its tool servers, its runtime, and the code
+around the reply (``setup``, ``finalize``). Rewards, metrics and judges are computed by its own
+code, while the runtime still exists. Only the model is ours: every request becomes a turn of a call
+of the rollout, with the exact ids that were sampled.
+
+A conversation whose agent is not trainable (``agents.user.trainable = False``) is recorded without
+ids, so nothing is learned from it. The model below the root answers it: ``depths[1]`` of a recipe,
+``sub_model`` of an RLM, or else the policy. The same model can answer the judges of a rubric.
+
+Not here: tasksets as questions for an RLM with a session (see tasks/verifiers.py), and tasks of
+ours in that library (see verifiers_env.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import secrets
+import sys
+import types
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from ramify.engine.model_conversations import ModelConversations
+from ramify.errors import ConfigError, RamifyError
+from ramify.evaluate.model_endpoint import MODEL, EndpointSeat, ModelEndpoint
+from ramify.evaluate.verifiers_harness import register_chat_harness
+from ramify.tasks.base import (
+    ENDLESS,
+    Item,
+    LazySequence,
+    Score,
+    SimpleTask,
+    TaskStart,
+    WholeTrajectoryReward,
+)
+from ramify.tasks.verifiers import VerifiersRows, taskset_of, verifiers_v1
+from ramify.types.trajectory import Trajectory
+
+FROZEN = "frozen"
+_KEY = "verifiers"
+_PERIOD = 10
+"""One task of ten is kept for validation, and one for test."""
+_NO_KEY = "RAMIFY_NO_API_KEY"
+"""Variable that the library reads a key from: there is none, since the endpoint has its own."""
+_OPENS = "(the environment opens the conversation)"
+
+
+def verifiers_task(
+    taskset: Any,
+    *,
+    env: Any = "",
+    config: Mapping[str, Any] | None = None,
+    harness: str = "",
+    runtime: str = "",
+    judge: str = "",
+    name: str = "",
+) -> SimpleTask:
+    """Return a task that plays ``taskset``: an object, or the id of an installed one.
+
+    ``env`` is an ``Env`` class or the id of an installed one; by default the taskset's own, or one
+    agent. ``config``: fields of the environment's configuration, as in the library's TOML files:
+    ``{"agent": {"max_turns": 4}, "taskset": {"split": "train"}}``.
+
+    ``harness`` and ``runtime`` are those of seats that name none. By default a seat gets the
+    library's chat program in this process and the ``subprocess`` runtime, or ``docker`` if the task
+    needs a container. ``judge`` is where the judges of a rubric ask: the base URL of a server,
+    ``frozen`` for the model below the root, or by default what their own configuration names.
+
+    Of ten tasks, eight are in the split ``train``, one in ``validation`` and one in ``test``.
+    Fewer than three are in each. Raises ConfigError if verifiers is missing, or if it refuses the
+    configuration.
+
+    Example:
+        task = evaluate.verifiers_task("alphabet-sort", config={"taskset": {"max_turns": 2}})
+    """
+    played = PlayedEnv(taskset, env, dict(config or {}), harness, runtime, judge, name)
+    splits = {
+        split: VerifiersSplit(played, split, kept) for split, kept in played.positions().items()
+    }
+    return SimpleTask(
+        played.name, splits, WholeTrajectoryReward(played.score), begin=played.prepare
+    )
+
+
+class VerifiersSplit(LazySequence[Item]):
+    """The items of one split: every task of the taskset whose position is in ``kept``."""
+
+    def __init__(self, played: PlayedEnv, split: str, kept: Sequence[int]) -> None:
+        """``kept``: positions within each period of the taskset's tasks."""
+        self._played = played
+        self._split = split
+        self._kept = kept
+
+    def __len__(self) -> int:
+        rows, period = self._played.rows, self._played.period
+        if rows.is_endless:
+            return ENDLESS
+        whole, rest = divmod(len(rows), period)
+        return whole * len(self._kept) + sum(position < rest for position in self._kept)
+
+    def at(self, index: int) -> Item:
+        turn, number = divmod(index, len(self._kept))
+        place = turn * self._played.period + self._kept[number]
+        data = self._played.rows.task(place).data
+        question = data.prompt_text or data.description or data.name or _OPENS
+        return Item(
+            question,
+            kind=str(data.name or ""),
+            id=f"{self._played.name}/{self._split}/{index}",
+            metadata={"row": place},
+        )
+
+
+class ServedEnv(msgspec.Struct):
+    """An environment while it is being served."""
+
+    env: Any
+    endpoint: ModelEndpoint
+
+
+class PlayedEnv:
+    """One environment, its tasks, and how an attempt at one of them is played and scored."""
+
+    def __init__(
+        self,
+        taskset: Any,
+        env: Any,
+        config: dict[str, Any],
+        harness: str,
+        runtime: str,
+        judge: str,
+        name: str,
+    ) -> None:
+        self._vf = verifiers_v1()
+        self._harness = harness
+        self._runtime = runtime
+        self._judge = judge
+        if judge and judge != FROZEN and "://" not in judge:
+            raise ConfigError(
+                f"judge={judge!r}: give the base URL of a server, or '{FROZEN}' for the model "
+                "below the root (depths[1] of a recipe, sub_model of an RLM)"
+            )
+        given, taskset = taskset, taskset_of(taskset, config.pop("taskset", None))
+        self.name = name or (given if isinstance(given, str) else taskset.config.id)
+        self.name = self.name or type(taskset).__name__
+        self._taskset = taskset
+        env_class = _env_class(self._vf, env, taskset)
+        self._env_class = env_class
+        self._config = self._resolved(config)
+        self.rows = VerifiersRows(taskset)
+        self.period = _PERIOD if self.rows.is_endless else min(_PERIOD, len(self.rows))
+        if not self.period:
+            raise ConfigError(f"taskset '{self.name}' has no tasks")
+
+    def positions(self) -> dict[str, Sequence[int]]:
+        """Split -> the positions of its tasks within a period."""
+        every = range(self.period)
+        if self.period < 3:
+            return {"train": every, "validation": every, "test": every}
+        return {"train": every[:-2], "validation": every[-2:-1], "test": every[-1:]}
+
+    def _resolved(self, config: dict[str, Any]) -> Any:
+        """The environment's configuration. Every seat has a harness and a runtime that work
+        here."""
+        loaders = importlib.import_module("verifiers.v1.utils.loaders")
+        agents = importlib.import_module("verifiers.v1.configs.agent")
+        kind = loaders.concrete_type(self._env_class, self._vf.EnvConfig, origin=self._vf.Env)
+        kind = kind or self._vf.EnvConfig
+        try:
+            own = self._taskset.config.model_copy(update={"id": known_as(self._taskset)})
+            resolved = kind.model_validate({**config, "taskset": own})
+            seats = agents.agent_config_fields(resolved)
+            return resolved.model_copy(
+                update={seat: self._seat_config(seat, spec) for seat, spec in seats.items()}
+            )
+        except (ValueError, TypeError, ImportError) as error:
+            raise ConfigError(f"environment of '{self.name}': {_one_line(error)}") from error
+
+    def _seat_config(self, seat: str, spec: Any) -> Any:
+        agents = importlib.import_module("verifiers.v1.configs.agent")
+        update: dict[str, Any] = {}
+        if spec.harness is None:
+            own = self._taskset_harness()
+            update["harness"] = {"id": self._harness or own or register_chat_harness()}
+        if self._runtime or "runtime" not in spec.model_fields_set:
+            needs_container = type(self._taskset).task_type().NEEDS_CONTAINER
+            default = "docker" if needs_container else "subprocess"
+            update["runtime"] = {"type": self._runtime or default}
+        checked = agents.AgentConfig.model_validate({**spec.model_dump(), **update})
+        return spec.model_copy(update={key: getattr(checked, key) for key in update})
+
+    def _taskset_harness(self) -> str:
+        """Id of the harness that the taskset brings; empty if it brings none."""
+        loaders = importlib.import_module("verifiers.v1.utils.loaders")
+        id = self._taskset.config.id
+        found = str(loaders.default_harness_id(id)) if id else "bash"
+        return "" if found == "bash" else found
+
+    def _make(self, max_turns: int) -> Any:
+        """A new environment over the taskset, whose seats have at most ``max_turns`` turns."""
+        agents = importlib.import_module("verifiers.v1.configs.agent")
+        seats = {
+            seat: spec.model_copy(update={"max_turns": min(spec.max_turns or max_turns, max_turns)})
+            for seat, spec in agents.agent_config_fields(self._config).items()
+        }
+        env = self._env_class(self._config.model_copy(update=seats))
+        env.taskset = self._taskset
+        return env
+
+    @asynccontextmanager
+    async def _served(self, max_turns: int) -> AsyncIterator[ServedEnv]:
+        env = self._make(max_turns)
+        async with ModelEndpoint() as endpoint, env.serving():
+            yield ServedEnv(env, endpoint)
+
+    # --- one attempt ------------------------------------------------------------------------------
+
+    async def prepare(self, item: Item) -> TaskStart:
+        """The start of an attempt, whose conversations the environment holds."""
+        attempt = EpisodeAttempt(self, item)
+        return TaskStart(conduct=attempt.conduct, on_end=attempt.record)
+
+    def score(self, item: Item, trajectory: Trajectory) -> Score:
+        record = trajectory.metadata.get(_KEY)
+        if record is None:
+            raise RamifyError(
+                f"task '{self.name}', item {item.id}: only an episode of its environment can be "
+                "scored, and this answer comes from none"
+            )
+        return Score(record["rewards"], record["calls"], record["metrics"])
+
+    async def play(self, item: Item, conversations: ModelConversations) -> tuple[Any, Any]:
+        """Play one episode. Returns (the episode, what is recorded of it)."""
+        max_turns = conversations.max_turns
+        served = await conversations.shared(self, lambda: self._served(max_turns))
+        vf, task = self._vf, self.rows.task(item.metadata["row"]).with_data()
+        client = vf.EvalClientConfig(
+            base_url=served.endpoint.url(),
+            api_key_var=_NO_KEY,
+            headers=served.endpoint.headers,
+        )
+        with served.endpoint.seats() as seats:
+
+            def take_seat(trace: Any) -> None:
+                learns = trace.agent.trainable
+                seats[trace.id] = EndpointSeat(
+                    conversations, trace.id, depth=0 if learns else 1, learns=learns
+                )
+
+            if self._judge:
+                name = f"judge-{secrets.token_hex(8)}"
+                seats[name] = EndpointSeat(conversations, name, depth=1, learns=False)
+                task.config = self._with_judge(task.config, served.endpoint, name)
+            episode = await served.env.run_episode(
+                task, vf.ModelContext(model=MODEL, client=client), on_trace=take_seat
+            )
+        if not served.env.complete(episode):
+            raise RamifyError(f"task '{self.name}', item {item.id}: {_failure(episode)}")
+        return episode, _record(self.name, item, episode, conversations)
+
+    def _with_judge(self, config: Any, endpoint: ModelEndpoint, seat: str) -> Any:
+        if self._judge == FROZEN:
+            update = {
+                "base_url": endpoint.url(seat),
+                "api_key_var": _NO_KEY,
+                "headers": endpoint.headers,
+            }
+        else:
+            update = {"base_url": self._judge}
+        return _with_judges(self._vf, config, update)
+
+
+class EpisodeAttempt:
+    """One attempt: plays the episode, and keeps its rewards for the score."""
+
+    def __init__(self, played: PlayedEnv, item: Item) -> None:
+        self._played = played
+        self._item = item
+        self._record: dict[str, Any] | None = None
+
+    async def conduct(self, conversations: ModelConversations) -> str:
+        """Play the episode, and return the last reply of its first trained agent."""
+        episode, self._record = await self._played.play(self._item, conversations)
+        trained = [trace for trace in episode.traces if trace.agent.trainable]
+        return str((trained or episode.traces)[0].last_reply or "")
+
+    def record(self, answer: Any) -> Mapping[str, Any]:
+        return {} if self._record is None else {_KEY: self._record}
+
+
+def _record(
+    name: str, item: Item, episode: Any, conversations: ModelConversations
+) -> dict[str, Any]:
+    """Rewards and metrics of an episode: those of its only trained trace, or the mean of each over
+    all trained ones, and those of each trace for its own calls."""
+    traces = [trace for trace in episode.traces if trace.agent.trainable] or episode.traces
+    rewards = [_rewards(name, item, trace) for trace in traces]
+    calls = {
+        call: own
+        for trace, own in zip(traces, rewards, strict=True)
+        for call in conversations.calls(trace.id)
+    }
+    metrics = [
+        {key: float(value) for key, value in trace.metrics.items() if value is not None}
+        | {"turns": float(trace.num_turns)}
+        for trace in traces
+    ]
+    return {
+        "rewards": _means(rewards),
+        "calls": calls if len(traces) > 1 else {},
+        "metrics": _means(metrics),
+        "traces": [
+            {"agent": trace.agent.name, "stop": trace.stop_condition, "rewards": own}
+            for trace, own in zip(traces, rewards, strict=True)
+        ],
+    }
+
+
+def _rewards(name: str, item: Item, trace: Any) -> dict[str, float]:
+    """Reward name -> its weighted value. Raises RamifyError if one is missing."""
+    missing = [key for key, reward in trace.rewards.items() if reward is None]
+    if missing or not trace.rewards:
+        what = f"its reward '{missing[0]}' returned nothing" if missing else "it has no rewards"
+        raise RamifyError(f"task '{name}', item {item.id}, agent '{trace.agent.name}': {what}")
+    return {key: float(reward.value) for key, reward in trace.rewards.items()}
+
+
+def _means(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each name over those that have it."""
+    names = dict.fromkeys(name for each in values for name in each)
+    return {name: fmean(each[name] for each in values if name in each) for name in names}
+
+
+def _failure(episode: Any) -> str:
+    """Why an episode cannot be scored, in one line."""
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not errors:
+        return "its episode did not end well, and gives no reason"
+    return f"its episode failed: {errors[0].type}: {_one_line(errors[0].message)}"
+
+
+def _one_line(error: Any) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 400 else f"{text[:200]} … {text[-199:]}"
+
+
+def _with_judges(vf: Any, config: Any, update: Mapping[str, Any]) -> Any:
+    """A copy of a configuration in which all judges have the fields in ``update``."""
+    if isinstance(config, vf.JudgeConfig):
+        return config.model_copy(update=update)
+    if isinstance(config, list):
+        return [_with_judges(vf, each, update) for each in config]
+    if not hasattr(config, "model_copy"):
+        return config
+    changed = {name: _with_judges(vf, value, update) for name, value in config}
+    return config.model_copy(update=changed)
+
+
+def _env_class(vf: Any, env: Any, taskset: Any) -> type:
+    """The class of the environment. Raises ConfigError if there is none."""
+    loaders = importlib.import_module("verifiers.v1.utils.loaders")
+    if isinstance(env, type) and issubclass(env, vf.Env):
+        return env
+    if not isinstance(env, str):
+        raise ConfigError(f"env is {env!r:.80}: give an Env class of verifiers, or its id")
+    try:
+        found: type = loaders.environment_class(taskset.config.id, env)
+    except (ImportError, TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(f"environment '{env}': {_one_line(error)}") from error
+    return found
+
+
+def known_as(taskset: Any) -> str:
+    """The id of a taskset. One that was made in a program gets an id, under which the library finds
+    its class."""
+    if taskset.config.id:
+        return str(taskset.config.id)
+    kind = type(taskset)
+    id = f"ramify_taskset_{kind.__name__.lower()}_{id_of(kind)}"
+    if id not in sys.modules:
+        module = types.ModuleType(id)
+        module.__dict__.update({kind.__name__: kind, "__all__": [kind.__name__]})
+        sys.modules[id] = module
+    return id
+
+
+def id_of(kind: type) -> str:
+    return f"{id(kind):x}"
