@@ -4,7 +4,7 @@ Each shows one thing that environments of that library do: several weighted rewa
 tools, tools with state, code around the reply, a runtime, a comparison of several attempts, a
 judge, few-shot messages, a simulated user, an endless taskset, and rewritten replies.
 ``ramify.evaluate.verifiers_task`` plays them as they are. ``ENVIRONMENTS`` names them all. None
-needs a network, a container or a data set. Tool servers are modules of their own
+needs a network, a container or a data set. Tool servers are separate modules
 (``atlas_tools.py``, ``cart_tools.py``), since the library starts them with ``python -m``.
 """
 

@@ -57,7 +57,7 @@ class ModelEndpoint:
     def __init__(self) -> None:
         self._seats: dict[str, EndpointSeat] = {}
         self._key = secrets.token_urlsafe(24)
-        # The key is checked here instead of in the shell: programs send one of their own, which
+        # The key is checked here instead of in the shell: programs send another one, which
         # they read from a variable, as Authorization.
         self._http = HttpServer(
             ListenAddress(is_open=True), limits=HttpLimits(max_body_bytes=_MAX_BODY_BYTES)

@@ -4,7 +4,7 @@ program, run in this process.
 The library's ``null`` harness starts this program in a new process for each segment of a rollout,
 in an environment that ``uv`` installs. Here the same code runs in the event loop of the run, so the
 conversation is the same, and a rollout needs no process, no network and no ``uv``. The program asks
-models, calls the tools of the task, and has no tools of its own: it executes no code.
+models, calls the tools of the task, and adds no tools: it executes no code.
 
 Not here: which harness a seat of an environment gets (see verifiers_task.py).
 """
