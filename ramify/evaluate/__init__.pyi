@@ -19,4 +19,4 @@ from ramify.evaluate.task_env import TaskEnv as TaskEnv
 from ramify.evaluate.task_env import text_env as text_env
 from ramify.evaluate.verifiers_env import harness as harness
 from ramify.evaluate.verifiers_env import taskset as taskset
-from ramify.evaluate.verifiers_task import verifiers_task as verifiers_task
+from ramify.evaluate.verifiers_episodes import verifiers_task as verifiers_task

@@ -6,7 +6,7 @@ in an environment that ``uv`` installs. Here the same code runs in the event loo
 conversation is the same, and a rollout needs no process, no network and no ``uv``. The program asks
 models, calls the tools of the task, and adds no tools: it executes no code.
 
-Not here: which harness a seat of an environment gets (see verifiers_task.py).
+Not here: which harness a seat of an environment gets (see verifiers_episodes.py).
 """
 
 from __future__ import annotations

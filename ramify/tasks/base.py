@@ -349,7 +349,7 @@ def task_of(name: str, /, **options: Any) -> Task:
         name, options = "ramify.tasks.data:dataset", {"source": name, **options}
     elif name.startswith(_VERIFIERS):
         taskset = name.removeprefix(_VERIFIERS)
-        name = "ramify.evaluate.verifiers_task:verifiers_task"
+        name = "ramify.evaluate.verifiers_episodes:verifiers_task"
         options = {"taskset": taskset, **options}
     task = TASKS.of(name)
     if not isinstance(task, Task):

@@ -9,7 +9,7 @@ Without it, a prompt that is too long for a question becomes the context.
 
 Refused: tasksets that need a container, tool servers, a conversation of several turns (their own
 ``Env``), code before or after the reply (``setup``, ``finalize``), or a runtime for their rewards.
-``evaluate/verifiers_task.py`` plays those as they are. For the opposite direction see
+``evaluate/verifiers_episodes.py`` plays those as they are. For the opposite direction see
 ``evaluate/verifiers_env.py``.
 """
 

@@ -119,7 +119,7 @@ def test_group_rubric_sees_all_attempts_of_its_episode() -> None:
 def test_judge_and_simulated_user_ask_the_model_below_the_root() -> None:
     from examples.verifiers_environments import made
     from ramify.evaluate.attempt import attempt
-    from ramify.evaluate.verifiers_task import verifiers_task
+    from ramify.evaluate.verifiers_episodes import verifiers_task
     from tests.evaluate.verifiers_play import SPEC
 
     def frozen(messages: tuple[Message, ...]) -> str:
@@ -151,7 +151,7 @@ def test_judge_and_simulated_user_ask_the_model_below_the_root() -> None:
 def test_attempts_share_an_environment_and_run_at_once() -> None:
     from examples.verifiers_environments import made
     from ramify.evaluate.attempt import attempt
-    from ramify.evaluate.verifiers_task import verifiers_task
+    from ramify.evaluate.verifiers_episodes import verifiers_task
     from tests.evaluate.verifiers_play import SPEC, scripted
 
     async def play() -> Any:
@@ -172,7 +172,7 @@ def test_attempts_share_an_environment_and_run_at_once() -> None:
 def test_limit_of_turns_ends_an_episode_which_is_scored() -> None:
     from examples.verifiers_environments import made
     from ramify.evaluate.attempt import attempt
-    from ramify.evaluate.verifiers_task import verifiers_task
+    from ramify.evaluate.verifiers_episodes import verifiers_task
     from tests.evaluate.verifiers_play import SPEC
 
     async def play(limits: Limits) -> Any:
@@ -192,7 +192,7 @@ def test_limit_of_turns_ends_an_episode_which_is_scored() -> None:
 
 def test_splits_are_disjoint_and_bad_input_is_named() -> None:
     from examples.verifiers_environments import Sums, made
-    from ramify.evaluate.verifiers_task import verifiers_task
+    from ramify.evaluate.verifiers_episodes import verifiers_task
 
     task = verifiers_task(made("sums")[0], name="sums")
     assert {split: len(items) for split, items in task.splits.items()} == {

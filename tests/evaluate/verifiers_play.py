@@ -10,8 +10,8 @@ from examples.verifiers_environments import made
 from ramify import RLM, Limits, SandboxSpec, ScriptedClient
 from ramify.clients.scripted_server import ScriptedServer
 from ramify.evaluate.attempt import attempt
+from ramify.evaluate.verifiers_episodes import verifiers_task
 from ramify.evaluate.verifiers_harness import register_chat_harness
-from ramify.evaluate.verifiers_task import verifiers_task
 from ramify.types.message import Message, Reply, ToolCall
 from ramify.types.trajectory import Trajectory
 
@@ -92,7 +92,7 @@ async def played_by_library(
 
 
 def known_id(taskset: Any) -> str:
-    from ramify.evaluate.verifiers_task import known_as
+    from ramify.evaluate.verifiers_episodes import known_as
 
     return known_as(taskset)
 
