@@ -37,6 +37,10 @@ COMMANDS = {
         "ramify.cli.cluster",
         "predict the speed of a finished run on other hardware",
     ),
+    "launch": (
+        "ramify.cli.launch",
+        "write and submit a recipe's job files: Slurm, Kubernetes, SkyPilot, Ray",
+    ),
     "serve": ("ramify.cli.serve", "serve recursive runs over an OpenAI-compatible API"),
     "mcp": (
         "ramify.cli.serve",

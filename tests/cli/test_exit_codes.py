@@ -102,6 +102,22 @@ WRONG = {
         ([R, "--nodes", "0"], "--nodes 0"),
         ([R, "--mfu", "7"], "--mfu 7: give a fraction"),
     ),
+    "launch": (
+        ([R], "--on is missing: give one of slurm, k8s, skypilot, ray"),
+        ([R, "--on", "slrum"], "--on slrum: did you mean 'slurm'?"),
+        (["--on", "slurm"], "give RECIPE"),
+        (["nowhere.py", "--on", "slurm"], "nowhere.py is not a recipe"),
+        ([R, "--on", "slurm", "--nodes", "0"], "--nodes 0: give more than 0"),
+        ([R, "--on", "slurm", "--nodes", "2"], "--nodes 2: a recipe without placement.pools"),
+        ([R, "--on", "slurm", "--restarts", "-1"], "--restarts -1: give 0 or more"),
+        ([R, "--on", "slurm", "--image", "x"], "--image has no meaning for --on slurm"),
+        ([R, "--on", "slurm", "--secret", "sk-12"], "--secret sk-12: give the name of a variable"),
+        ([R, "--on", "slurm", "--option", "=x"], "--option =x: give NAME=VALUE"),
+        ([R, "--on", "slurm", "--device", "h10"], "unknown device 'h10': did you mean 'h100'?"),
+        ([R, "--on", "k8s"], "--on k8s needs --image IMAGE"),
+        ([R, "--on", "skypilot"], "--on skypilot needs --shared BUCKET"),
+        ([R, "--on", "ray", "--secret", "KEY"], "KEY cannot be given to it"),
+    ),
     "cluster simulate": (
         (["nowhere"], "nowhere is not a run's folder"),
         (["nowhere", "--engines", "x"], "--engines x"),
@@ -194,6 +210,7 @@ VALID_ARGUMENTS = {
     "demos": ["-m", "tiny", "needle", "--out", "demos", "--max-cost", "1"],
     "train": [R],
     "cluster plan": [R],
+    "launch": [R, "--on", "slurm"],
     "cluster simulate": ["nowhere"],
     "serve": M,
     "mcp": M,
@@ -241,6 +258,12 @@ WRONG_VALUES = {
     "dtype": "float7",
     "weight_sync": "nowhere:Sync",
     "call": "9.9",
+    "on": "moon",
+    "hours": "0",
+    "files": "log.txt",
+    "secret": "sk-12",
+    "option": "=x",
+    **dict.fromkeys(("image", "shared"), "of no use to Slurm"),
 }
 ANY_VALUE = {("eval", "seed"), ("demos", "seed"), ("cluster simulate", "seed"), ("view", "export")}
 ANY_VALUE |= {(each, "name") for each in ("serve", "serve-policy")}
@@ -249,6 +272,7 @@ ANY_VALUE |= {  # any text is an instruction
     (each, "instructions") for each in ("ask", "prompt", "eval", "demos", "serve", "mcp")
 }
 ANY_VALUE |= {("prompt", "progress"), ("prompt", "concurrency")}  # nothing is run
+ANY_VALUE |= {("launch", "restarts"), ("launch", "workdir")}  # 0 of them; a folder elsewhere
 ANY_VALUE |= {("train", "resume")}  # covered in WRONG: it replaces the recipe
 
 

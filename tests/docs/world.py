@@ -74,6 +74,7 @@ def furnish(folder: Path) -> None:
             "create table orders (id integer, due text); insert into orders values (1, "
             "'2026-03-01')"
         )
+    (folder / "recipes").symlink_to(Path(__file__).parents[2] / "recipes")
     (folder / "bin").mkdir()
     for name, options in (("ramify", "-m ramify"), ("python", "")):
         command = folder / "bin" / name

@@ -1,0 +1,249 @@
+"""``ramify launch``: the job files of a recipe for Slurm, Kubernetes, SkyPilot or Ray, and their
+submission.
+
+    ramify launch recipes/tiny.py --on slurm --option partition=gpu
+        launch/tiny/job.sbatch, launch/tiny/node.sh: 2 nodes of 8 GPUs and 64 CPUs
+        submit: sbatch launch/tiny/job.sbatch
+
+Not here: the plan (``cluster/plan.py``), the job (``cluster/launch_job.py``) and the files
+(``cluster/job_files.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets as random_keys
+import shlex
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ramify.actors.run_channel import KEY
+from ramify.cli.cluster import recipe_of
+from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
+from ramify.cli.terminal_text import write
+from ramify.errors import ConfigError
+from ramify.secrets import SecretRedactor
+
+if TYPE_CHECKING:
+    from ramify.cluster.job_files import JobFiles, SubmitCommand
+
+_RUN_S = 600.0
+"""Seconds that one command of a scheduler may take."""
+
+
+def launch(
+    words: list[str],
+    on: str | None = None,
+    submit: bool | None = None,
+    out: str | None = None,
+    files: str | None = None,
+    nodes: int | None = None,
+    device: str | None = None,
+    restarts: int | None = None,
+    hours: float | None = None,
+    image: str | None = None,
+    shared: str | None = None,
+    workdir: str | None = None,
+    secret: list[str] | None = None,
+    option: list[str] | None = None,
+) -> int:
+    from ramify.cluster.job_files import SCHEDULERS, JobOptions, default_folders, job_files
+    from ramify.cluster.launch_job import job_of
+    from ramify.cluster.plan import PlanOptions, plan
+    from ramify.cluster.shape import device_of
+    from ramify.errors import nearest
+
+    if on is None:
+        raise UsageError(f"--on is missing: give one of {', '.join(SCHEDULERS)}")
+    if on not in SCHEDULERS:
+        raise UsageError(f"--on {on}: {nearest(on, SCHEDULERS)}")
+    for name, number in (("nodes", nodes), ("hours", hours)):
+        if number is not None and not number > 0:
+            raise UsageError(f"--{name} {number:g}: give more than 0")
+    if restarts is not None and restarts < 0:
+        raise UsageError(f"--restarts {restarts}: give 0 or more")
+    recipe, overrides = recipe_of(words), [word for word in words if "=" in word]
+    options = JobOptions(
+        hours=hours,
+        image=image or "",
+        shared=shared or "",
+        secrets=tuple(_variable(each) for each in secret or ()),
+        settings=dict(_setting(each) for each in option or ()),
+    )
+    from ramify.train.recipe import load_recipe
+
+    run = load_recipe(recipe, overrides)
+    pools = run.placement.pools if run.placement is not None else {}
+    engine_gpus = run.inference.gpus if run.inference is not None else ()
+    has_gpus = bool(engine_gpus) or any(pool.gpus for pool in pools.values())
+    device = device or ("h100" if has_gpus else "cpu")
+    planned = plan(run, PlanOptions(device=device, nodes=nodes if pools else None))
+    for sentence in planned.too_large:
+        write(f"too large: {sentence}")
+    default_workdir, default_out = default_folders(on, run.name)
+    job = job_of(
+        run,
+        planned,
+        device_of(device),
+        recipe=recipe,
+        overrides=overrides,
+        out=out or default_out,
+        workdir=workdir or default_workdir,
+        restarts=3 if restarts is None else restarts,
+        nodes=nodes,
+    )
+    folder = Path(files or f"launch/{job.name}").absolute()
+    for name, path in (("out", Path(job.out)), ("files", folder)):
+        if path.is_file():
+            raise UsageError(f"--{name} {path} is a file: give a folder")
+    made = job_files(on, job, options, str(folder))
+    paths = _write(made, folder)
+    print(f"{', '.join(paths)}: {' and '.join(map(str, job.groups))}")
+    for command in made.commands:
+        if submit:
+            _submit(command, folder)
+        else:
+            print(f"submit: {command}")
+    return ExitCode.ANSWERED
+
+
+def _variable(name: str) -> str:
+    if not name.isidentifier():
+        raise UsageError(f"--secret {name[:20]}: give the name of a variable, not its value")
+    return name
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    if not name.strip("-"):
+        raise UsageError(f"--option {text}: give NAME=VALUE, such as partition=gpu")
+    return name.lstrip("-"), value
+
+
+def _write(made: JobFiles, folder: Path) -> list[str]:
+    """Write the files and return their paths. Raises ConfigError if a text has a secret."""
+    redactor = SecretRedactor()
+    for name, text in made.texts.items():
+        if redactor.redact(text) != text:
+            raise ConfigError(
+                f"{name} would contain a key of this environment: take it out of the command, and "
+                "name its variable with --secret"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in made.texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [os.path.relpath(folder / name) for name in made.texts]
+
+
+def _submit(command: SubmitCommand, folder: Path) -> None:
+    """Run one command of the scheduler. Raises ConfigError with its own message."""
+    environment = dict(os.environ)
+    if command.unless and _call(command.unless, "", environment).returncode == 0:
+        return
+    for name in command.variables:
+        if not environment.get(name) and name != KEY:
+            raise ConfigError(f"--secret {name}: the variable is not set here")
+        environment.setdefault(name, random_keys.token_hex(32))
+    keys = {name: environment[name] for name in command.variables}
+    done = _call(command.words, keys.get(command.stdin, ""), environment)
+    redactor = SecretRedactor(keys)
+    if done.returncode:
+        said = redactor.redact(" ".join((done.stderr or done.stdout).split()))[-400:]
+        raise ConfigError(
+            f"{shlex.join(command.words)} failed with exit code {done.returncode}: {said}; the "
+            f"files are in {folder}"
+        )
+    if done.stdout.strip():
+        print(redactor.redact(done.stdout.strip()))
+
+
+def _call(
+    words: tuple[str, ...], given: str, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            words,
+            input=given,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_RUN_S,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{words[0]} is not installed here: submit the files on a machine that has it"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{shlex.join(words)} did not end within {_RUN_S:g} s") from None
+
+
+COMMAND = CommandSpec(
+    name="launch",
+    about="""\
+Write the files with which a scheduler trains RECIPE: nodes, GPUs, ports, keys, restarts and resume,
+as `ramify cluster plan` places its processes.
+
+FIELD=VALUE overrides a field of the recipe, as in placement.pools.main.gpus=8.""",
+    run=launch,
+    words="RECIPE [FIELD=VALUE…]",
+    min_words=1,
+    max_words=None,
+    options=(
+        OptionSpec("on", str, "scheduler", "slurm|k8s|skypilot|ray"),
+        OptionSpec("submit", bool, "submit the job with the scheduler's own command", has_no=False),
+        OptionSpec(
+            "out",
+            str,
+            "the run's folder, on a file system that all nodes share (default: runs/NAME)",
+            "DIR",
+        ),
+        OptionSpec("files", str, "folder for the files (default: launch/NAME)", "DIR"),
+        OptionSpec(
+            "nodes",
+            int,
+            "number of nodes: of the recipe's pool, or, without pools, of torchrun",
+        ),
+        OptionSpec(
+            "device",
+            str,
+            "device type: cpu, l4, a100, h100, … (default: h100 if the recipe names GPUs, else "
+            "cpu)",
+            "DEVICE",
+        ),
+        OptionSpec(
+            "restarts",
+            int,
+            "restart failed training from the last checkpoint, up to N times without progress "
+            "(default: 3)",
+        ),
+        OptionSpec("hours", float, "time limit (default: the scheduler's)"),
+        OptionSpec("image", str, "container image with Ramify (k8s; optional for skypilot)"),
+        OptionSpec(
+            "shared",
+            str,
+            "PersistentVolumeClaim (k8s) or bucket URL (skypilot) that is mounted at /shared",
+        ),
+        OptionSpec(
+            "workdir",
+            str,
+            "folder on the nodes from which the recipe's path is valid (default: this folder; "
+            "/shared for k8s)",
+            "DIR",
+        ),
+        OptionSpec(
+            "secret",
+            list,
+            "environment variable with a key that the run needs; repeat for more",
+            "VARIABLE",
+        ),
+        OptionSpec(
+            "option",
+            list,
+            "setting of the scheduler: an option of sbatch, a label of Kubernetes' nodes, or a "
+            "field of SkyPilot's resources; repeat for more",
+            "NAME=VALUE",
+        ),
+    ),
+)

@@ -1,0 +1,429 @@
+"""The files with which a scheduler runs a job, and the commands that submit it.
+
+    slurm       job.sbatch, node.sh            sbatch
+    k8s         job.yaml                       kubectl: a Service, and one Job per kind of node
+    skypilot    task.yaml                      sky jobs launch
+    ray         node.sh                        ray job submit, to a cluster that is running
+
+The run's key is never in a file that is written here. Slurm's script makes it in a file that only
+its owner can read, Kubernetes reads it from a Secret, and SkyPilot from its own secrets. Other keys
+(``secrets``) are names of variables, whose values are looked up where the job is submitted.
+
+Not here: the job (``launch_job.py``) and the command (``cli/launch.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from ramify.actors.run_channel import KEY
+from ramify.cluster.launch_job import LaunchJob, NodeGroup, node_script
+from ramify.cluster.shape import DeviceSpec
+from ramify.errors import ConfigError, nearest
+
+_PORT = 6379
+"""Port at which the head listens, where the job does not share its address with others."""
+_GRACE_S = 300
+"""Seconds that a run gets to save its steps."""
+_SHARED = "/shared"
+"""Where the shared file system is on the nodes of Kubernetes and SkyPilot."""
+_SCRIPTS = "/ramify"
+"""Where pods have ``node.sh``."""
+
+
+class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a recipe does not say about a scheduler."""
+
+    hours: float | None = None
+    """Time limit; None: the scheduler's own."""
+    image: str = ""
+    """Container image with Ramify. Kubernetes needs it."""
+    shared: str = ""
+    """File system that all nodes share: a PersistentVolumeClaim of Kubernetes, or a bucket's URL
+    for SkyPilot."""
+    secrets: tuple[str, ...] = ()
+    """Names of environment variables that hold keys, such as OPENAI_API_KEY."""
+    settings: Mapping[str, str] = {}
+    """Further settings of the scheduler: options of sbatch, labels of Kubernetes' nodes, or fields
+    of SkyPilot's ``resources``."""
+
+
+class SubmitCommand(msgspec.Struct, frozen=True):
+    """One command that submits a job or prepares for it."""
+
+    words: tuple[str, ...]
+    variables: tuple[str, ...] = ()
+    """Environment variables with keys that the command reads. ``RAMIFY_RUN_KEY`` is made if it is
+    not set."""
+    stdin: str = ""
+    """Variable whose value is written to the command's standard input; empty: nothing."""
+    unless: tuple[str, ...] = ()
+    """The command is left out if this one succeeds, because what it would create exists."""
+
+    def __str__(self) -> str:
+        """The command as one types it into a shell."""
+        text = shlex.join(self.words)
+        made = "$(openssl rand -hex 32)"
+        if self.stdin:
+            value = made if self.stdin == KEY else f"${self.stdin}"
+            return f'printf %s "{value}" | {text}'
+        return f"{KEY}={made} {text}" if KEY in self.variables else text
+
+
+class JobFiles(msgspec.Struct, frozen=True):
+    """Files of a job, and how it is submitted from the folder in which they are."""
+
+    texts: dict[str, str]
+    """File name -> its text."""
+    commands: tuple[SubmitCommand, ...]
+
+
+def job_files(kind: str, job: LaunchJob, options: JobOptions, folder: str) -> JobFiles:
+    """The files for scheduler ``kind``, to be written to ``folder``. Raises ConfigError for an
+    unknown kind, and if the scheduler needs something that ``options`` lack."""
+    if kind not in SCHEDULERS:
+        raise ConfigError(f"--on {kind}: {nearest(kind, SCHEDULERS)}")
+    return SCHEDULERS[kind](job, options, folder)
+
+
+# --- Slurm
+
+
+def _slurm(job: LaunchJob, options: JobOptions, folder: str) -> JobFiles:
+    _refuse("slurm", options, "image", "shared")
+    lines = ["#!/usr/bin/env bash", f"# {job.recipe}, written by `ramify launch --on slurm`"]
+    for index, group in enumerate(job.groups):
+        # Options of a component of a heterogeneous job do not hold for the next one.
+        lines += ["#SBATCH hetjob"] if index else [f"#SBATCH --job-name={job.name}"]
+        lines += [f"#SBATCH {text}" for text in _component(group)]
+        lines += [f"#SBATCH --time={_hms(options.hours)}"] if options.hours else []
+        lines += [
+            f"#SBATCH --{name}{f'={value}' if value else ''}"
+            for name, value in options.settings.items()
+        ]
+        if not index:
+            lines += [
+                f"#SBATCH --output={folder}/%j.log",
+                "#SBATCH --open-mode=append",
+                "#SBATCH --requeue",
+                f"#SBATCH --signal=B:TERM@{_GRACE_S}",
+            ]
+    lines += ["set -uo pipefail", *_asked(options.secrets)]
+    script = shlex.quote(f"{folder}/node.sh")
+    if job.needs_key:
+        key = shlex.quote(f"{folder}/run.key")
+        lines += [
+            f"export RAMIFY_RUN_KEY_FILE={key}",
+            "# The key of this run: only its owner can read the file.",
+            f"[ -s {key} ] || (umask 077 && head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n' > "
+            f"{key})",
+            'export HEAD="${HEAD:-$(hostname)}" PORT=$((20000 + SLURM_JOB_ID % 20000))',
+            "# The other nodes. This script is on the first one, and runs the head itself.",
+            _others(job, script),
+            "others=$!",
+        ]
+    # Ranks of torchrun end together. The nodes of a Ray cluster must stay until the run has saved.
+    ending = "$head $others" if job.by == "torchrun" else "$head"
+    first = job.groups[0]
+    lines += [
+        f"NODE_RANK=0 bash {script} {first.cpus} {first.gpus} &",
+        "head=$!",
+        "is_ending=",
+        f"trap 'is_ending=1; kill -TERM {ending}' TERM",
+        "code=0",
+        'wait "$head" || code=$?',
+        'while kill -0 "$head" 2> /dev/null; do code=0; wait "$head" || code=$?; done',
+        "# At the time limit the run has saved its steps, and continues in the queue.",
+        'if [ -n "$is_ending" ] && [ "$code" -ne 0 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+        'exit "$code"',
+    ]
+    texts = {"job.sbatch": "\n".join(lines) + "\n", "node.sh": node_script(job)}
+    return JobFiles(texts, (SubmitCommand(("sbatch", f"{folder}/job.sbatch")),))
+
+
+def _component(group: NodeGroup) -> list[str]:
+    """Options of sbatch for the nodes of one size."""
+    options = [f"--nodes={group.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={group.cpus}"]
+    options += [f"--gpus-per-node={group.gpus}"] if group.gpus else []
+    return options + ([f"--mem={group.memory_gb}G"] if group.memory_gb else [])
+
+
+def _others(job: LaunchJob, script: str) -> str:
+    """The command that starts all nodes but the head."""
+    parts = []
+    for index, group in enumerate(job.groups):
+        start = f"NODE_RANK=$SLURM_PROCID exec bash {script} {group.cpus} {group.gpus}"
+        inner = shlex.quote(f'[ "$SLURM_PROCID" -eq 0 ] || {start}')
+        where = f"--het-group={index} " if len(job.groups) > 1 else ""
+        # srun does not take over --cpus-per-task of the job.
+        cpus = f"--cpus-per-task={group.cpus} --cpu-bind=none"
+        parts.append(f"{where}--ntasks-per-node=1 {cpus} --overlap bash -c {inner}")
+    return f"srun {' : '.join(parts)} &"
+
+
+def _hms(hours: float | None) -> str:
+    seconds = round((hours or 0) * 3600)
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+def _asked(secrets: Sequence[str]) -> list[str]:
+    return [f': "${{{name}:?set {name} before the job is submitted}}"' for name in secrets]
+
+
+# --- Kubernetes
+
+
+def _kubernetes(job: LaunchJob, options: JobOptions, folder: str) -> JobFiles:
+    if not options.image or not options.shared:
+        raise ConfigError(
+            "--on k8s needs --image IMAGE, with Ramify in it, and --shared CLAIM, a "
+            f"PersistentVolumeClaim that all pods mount at {_SHARED} (ReadWriteMany)"
+        )
+    head = f"{job.name}-head"
+    script = _object("v1", "ConfigMap", f"{job.name}-script", None)
+    objects = [{**script, "data": {"node.sh": node_script(job)}}]
+    if job.nodes > 1:
+        labels = {"ramify/job": head}
+        # Without an address of its own, the name leads to the pod, at every port.
+        spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels}
+        objects.append(_object("v1", "Service", head, spec))
+    for index, group in enumerate(job.groups):
+        if not index:
+            objects.append(_kubernetes_job(job, options, head, group, 0, 1))
+        rest = group.nodes - (not index)
+        if rest:
+            first = sum(each.nodes for each in job.groups[:index]) or 1
+            name = f"{job.name}-nodes-{index}"
+            objects.append(_kubernetes_job(job, options, name, group, first, rest))
+    text = "---\n".join(f"{to_yaml(each)}\n" for each in objects)
+    secret = ("kubectl", "create", "secret", "generic")
+    commands = [
+        SubmitCommand(
+            (*secret, _secret_name(job, name), f"--from-file={name}=/dev/stdin"),
+            variables=(name,),
+            stdin=name,
+            unless=("kubectl", "get", "secret", _secret_name(job, name)),
+        )
+        for name in (*([KEY] if job.needs_key else []), *options.secrets)
+    ]
+    apply = SubmitCommand(("kubectl", "apply", "-f", f"{folder}/job.yaml"))
+    return JobFiles({"job.yaml": text}, (*commands, apply))
+
+
+def _kubernetes_job(
+    job: LaunchJob, options: JobOptions, name: str, group: NodeGroup, first: int, count: int
+) -> dict[str, object]:
+    """A Job of ``count`` pods, whose ranks begin with ``first``."""
+    amounts: dict[str, object] = {"cpu": str(group.cpus)}
+    if group.memory_gb:
+        amounts["memory"] = f"{group.memory_gb}G"
+    limits = dict(amounts)
+    if group.gpus:
+        limits[_gpu_resource(job.device)] = str(group.gpus)
+    environment: list[dict[str, object]] = [
+        {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": variable}}}
+        for variable in (*([KEY] if job.needs_key else []), *options.secrets)
+        for secret in (_secret_name(job, variable),)
+    ]
+    if job.nodes > 1:
+        environment += [
+            {"name": "HEAD", "value": f"{job.name}-head"},
+            {"name": "PORT", "value": str(_PORT)},
+        ]
+    rank = "0" if not first else f"$((JOB_COMPLETION_INDEX + {first}))"
+    # exec: the signals of Kubernetes reach the script, which passes them to the run.
+    start = f"NODE_RANK={rank} exec bash {_SCRIPTS}/node.sh {group.cpus} {group.gpus}"
+    container = {
+        "name": "node",
+        "image": options.image,
+        "command": ["bash", "-c", start],
+        "env": environment,
+        "resources": {"requests": amounts, "limits": limits},
+        "volumeMounts": [
+            {"name": "shared", "mountPath": _SHARED},
+            {"name": "script", "mountPath": _SCRIPTS},
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ],
+    }
+    pod: dict[str, object] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": _GRACE_S,
+        "containers": [container],
+        "volumes": [
+            {"name": "shared", "persistentVolumeClaim": {"claimName": options.shared}},
+            {"name": "script", "configMap": {"name": f"{job.name}-script"}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    if options.settings:
+        pod["nodeSelector"] = dict(options.settings)
+    spec: dict[str, object] = {
+        "completions": count,
+        "parallelism": count,
+        "completionMode": "Indexed",
+        # A pod that is evicted or fails is started again, and resumes.
+        "backoffLimit": job.restarts * count,
+        "template": {"metadata": {"labels": {"ramify/job": name}}, "spec": pod},
+    }
+    if options.hours:
+        spec["activeDeadlineSeconds"] = round(options.hours * 3600)
+    return _object("batch/v1", "Job", name, spec)
+
+
+def _object(version: str, kind: str, name: str, spec: object) -> dict[str, object]:
+    made: dict[str, object] = {"apiVersion": version, "kind": kind, "metadata": {"name": name}}
+    return {**made, "spec": spec} if spec else made
+
+
+def _gpu_resource(device: DeviceSpec) -> str:
+    return "amd.com/gpu" if device.name.startswith("mi") else "nvidia.com/gpu"
+
+
+def _secret_name(job: LaunchJob, variable: str) -> str:
+    """``OPENAI_API_KEY`` -> ``tiny-openai-api-key``"""
+    return f"{job.name}-{variable.lower().replace('_', '-')}"
+
+
+# --- SkyPilot
+
+_ACCELERATORS = {"a100": "A100-80GB", "rtx4090": "RTX4090"}
+"""Device -> SkyPilot's name, where that is not the device's in capitals."""
+
+
+def _skypilot(job: LaunchJob, options: JobOptions, folder: str) -> JobFiles:
+    if len(job.groups) > 1:
+        shown = " and ".join(map(str, job.groups))
+        raise ConfigError(
+            f"--on skypilot: its clusters have nodes of one size, and the recipe's pools have "
+            f"{shown}: use one pool, or --on k8s or slurm"
+        )
+    if not options.shared:
+        raise ConfigError(
+            "--on skypilot needs --shared BUCKET (s3://…, gs://…), where the run's folder outlives "
+            "its machines"
+        )
+    (group,) = job.groups
+    resources: dict[str, object] = {"cpus": f"{group.cpus}+"}
+    if group.gpus:
+        name = _ACCELERATORS.get(job.device.name, job.device.name.upper())
+        resources["accelerators"] = f"{name}:{group.gpus}"
+    if group.memory_gb:
+        resources["memory"] = f"{group.memory_gb}+"
+    if options.image:
+        resources["image_id"] = f"docker:{options.image}"
+    resources["job_recovery"] = {"max_restarts_on_errors": job.restarts}
+    resources |= {name: _typed(value) for name, value in options.settings.items()}
+    secrets = (*([KEY] if job.needs_key else []), *options.secrets)
+    start = [
+        f"export NODE_RANK=$SKYPILOT_NODE_RANK PORT={_PORT}",
+        'export HEAD=$(head -n 1 <<< "$SKYPILOT_NODE_IPS")',
+    ]
+    text = shlex.quote(node_script(job))
+    task: dict[str, object] = {
+        "name": job.name,
+        "num_nodes": group.nodes,
+        "resources": resources,
+        "workdir": ".",
+        "file_mounts": {_SHARED: {"source": options.shared, "mode": "MOUNT"}},
+    }
+    if secrets:
+        task["secrets"] = dict.fromkeys(secrets)
+    limit = f"timeout -s TERM {round(options.hours * 3600)} " if options.hours else ""
+    if not options.image:
+        task["setup"] = "pip install 'ramify[train,ray]'\n"
+    task["run"] = "\n".join([*start, f"{limit}bash -c {text} node {group.cpus} {group.gpus}\n"])
+    words = ["sky", "jobs", "launch", "--yes", "--detach-run"]
+    words += [word for name in secrets for word in ("--secret", name)]
+    command = SubmitCommand((*words, f"{folder}/task.yaml"), variables=secrets)
+    return JobFiles({"task.yaml": f"{to_yaml(task)}\n"}, (command,))
+
+
+def _typed(text: str) -> object:
+    """``"true"`` -> True, ``"50"`` -> 50; other texts as they are."""
+    try:
+        value: object = json.loads(text)
+    except json.JSONDecodeError:
+        return text
+    return value if isinstance(value, bool | int | float) else text
+
+
+# --- Ray
+
+
+def _ray(job: LaunchJob, options: JobOptions, folder: str) -> JobFiles:
+    _refuse("ray", options, "image", "shared", "hours", "settings")
+    if options.secrets:
+        raise ConfigError(
+            f"--on ray: the variables of a job are shown on Ray's dashboard, so "
+            f"{options.secrets[0]} cannot be given to it: set it where the cluster's nodes are "
+            "started"
+        )
+    script = f"{folder}/node.sh"
+    words = ("ray", "job", "submit", "--no-wait", "--", "bash", script)
+    return JobFiles({"node.sh": node_script(job, is_in_cluster=True)}, (SubmitCommand(words),))
+
+
+SCHEDULERS: dict[str, Callable[[LaunchJob, JobOptions, str], JobFiles]] = {
+    "slurm": _slurm,
+    "k8s": _kubernetes,
+    "skypilot": _skypilot,
+    "ray": _ray,
+}
+
+
+def default_folders(kind: str, name: str) -> tuple[str, str]:
+    """(folder of the recipe, folder of the run) on the nodes of scheduler ``kind``."""
+    if kind == "k8s":
+        return _SHARED, f"{_SHARED}/runs/{name}"
+    if kind == "skypilot":  # the folder is copied there
+        return ".", f"{_SHARED}/runs/{name}"
+    return os.getcwd(), f"runs/{name}"
+
+
+def _refuse(kind: str, options: JobOptions, *names: str) -> None:
+    """Raise ConfigError for options that have no meaning for a scheduler."""
+    for name in names:
+        if getattr(options, name):
+            shown = "option" if name == "settings" else name
+            raise ConfigError(f"--{shown} has no meaning for --on {kind}: leave it out")
+
+
+_PLAIN_KEY = re.compile(r"[A-Za-z_/][\w./-]*")
+
+
+def to_yaml(value: object, indent: int = 0) -> str:
+    """YAML of mappings, lists and scalars. Texts of several lines are blocks, to be readable."""
+    pad = " " * indent
+    if isinstance(value, dict):
+        return "\n".join(
+            f"{pad}{key if _PLAIN_KEY.fullmatch(key) else json.dumps(key)}:"
+            f"{_after_key(each, indent)}"
+            for key, each in value.items()
+        )
+    assert isinstance(value, list)
+    return "\n".join(f"{pad}-{_after_dash(each, indent)}" for each in value)
+
+
+def _after_key(value: object, indent: int) -> str:
+    if isinstance(value, dict | list) and value:
+        return f"\n{to_yaml(value, indent + 2)}"
+    return f" {_scalar(value, indent + 2)}"
+
+
+def _after_dash(value: object, indent: int) -> str:
+    if isinstance(value, dict | list) and value:
+        return f" {to_yaml(value, indent + 2).lstrip(' ')}"
+    return f" {_scalar(value, indent + 2)}"
+
+
+def _scalar(value: object, indent: int) -> str:
+    if isinstance(value, str) and value.endswith("\n") and not value.endswith("\n\n"):
+        lines = value[:-1].split("\n")
+        return "\n".join(["|", *(f"{' ' * indent}{line}" if line else "" for line in lines)])
+    return json.dumps(value)
