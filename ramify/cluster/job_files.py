@@ -190,7 +190,7 @@ def _kubernetes(job: LaunchJob, options: JobOptions, folder: str) -> JobFiles:
     objects = [{**script, "data": {"node.sh": node_script(job)}}]
     if job.nodes > 1:
         labels = {"ramify/job": head}
-        # Without an address of its own, the name leads to the pod, at every port.
+        # Without a cluster address, the name leads to the pod, at every port.
         spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels}
         objects.append(_object("v1", "Service", head, spec))
     for index, group in enumerate(job.groups):
@@ -293,7 +293,7 @@ def _secret_name(job: LaunchJob, variable: str) -> str:
 # --- SkyPilot
 
 _ACCELERATORS = {"a100": "A100-80GB", "rtx4090": "RTX4090"}
-"""Device -> SkyPilot's name, where that is not the device's in capitals."""
+"""Device -> SkyPilot's name if it differs from the device in capitals."""
 
 
 def _skypilot(job: LaunchJob, options: JobOptions, folder: str) -> JobFiles:

@@ -53,7 +53,7 @@ def run():
 
 
 def placed(**pools: NodePool) -> Run:
-    """Eight ranks and eight engines share GPUs; rollout workers have nodes of their own."""
+    """Eight ranks and eight engines share GPUs; rollout workers have separate nodes."""
     pools = pools or {"cpus": CPUS, "gpus": GPUS}
     workers = RoleSpec(pool="cpus", count=8, cpus=8) if "cpus" in pools else RoleSpec()
     spec = PlacementSpec(
