@@ -38,7 +38,7 @@ COMMANDS = {
         "predict the speed of a finished run on other hardware",
     ),
     "launch": (
-        "ramify.cli.launch",
+        "ramify.cli.launch_command",
         "write and submit a recipe's job files: Slurm, Kubernetes, SkyPilot, Ray",
     ),
     "serve": ("ramify.cli.serve", "serve recursive runs over an OpenAI-compatible API"),
