@@ -22,7 +22,7 @@ from it, for q = .2 and q = .5. A second figure is by how much the child's mean 
 the same m differs from that of all children, for the m that differs most; 0 is unbiased.
 
 All run the package's own estimators on trajectories, with the state that they carry from step to
-step. At the end, presets are compared with the other trainers' code (``presets.py``). Decides the
+step. At the end, presets are compared with the other trainers' code (``objectives_table.py``). Decides the
 toys. Not here: what is learnt with each of them (see ``learning.py``).
 """
 
@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-import presets
+import objectives_table
 from engine import Figure, show
 
 from ramify.train.advantages.base import remembering
@@ -267,7 +267,7 @@ def figures(num_groups: int) -> Iterator[Figure]:
         "toy 2, DrGRPO per_role as it was: eight children / one", siblings(before, num), "", {}
     )
     yield from _recursing(num_groups)
-    yield from presets.figures()
+    yield from objectives_table.figures()
 
 
 def _recursing(num_groups: int) -> Iterator[Figure]:

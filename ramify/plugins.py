@@ -121,11 +121,14 @@ class Registry(Mapping[str, Any]):
         *,
         structs: bool = False,
         others: str = _OTHERS,
+        aliases: Mapping[str, str] | None = None,
+        elsewhere: Mapping[str, str] | None = None,
     ) -> None:
         """``kind`` names an entry in errors; ``group`` is the group of entry points. ``table``: our
         names, with objects or locations (``module:name``, or a module). ``structs``: an entry must
         be a struct whose tag is its name, so that a checkpoint can name it. ``others``: what can be
-        given instead of a name, for errors."""
+        given instead of a name, for errors. ``aliases``: another name, in lower case -> ours.
+        ``elsewhere``: a name that is none here, in lower case -> what to do instead."""
         self.kind = kind
         self.group = group
         self._table = dict(table)
@@ -133,6 +136,8 @@ class Registry(Mapping[str, Any]):
         """Names that need no package but this one."""
         self._structs = structs
         self._others = others
+        self._aliases = dict(aliases or {})
+        self._elsewhere = dict(elsewhere or {})
         self._loaded: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
@@ -170,6 +175,7 @@ class Registry(Mapping[str, Any]):
 
         Raises ConfigError: with the nearest name for an unknown one, with its own error and its
         package for one that cannot be imported, and with both packages if two have the name."""
+        name = self.canonical(name)
         if name in self._table:
             entry = self._table[name]
             return _load(entry, f"{self.kind} '{name}'") if isinstance(entry, str) else entry
@@ -187,13 +193,18 @@ class Registry(Mapping[str, Any]):
     def check(self, name: str) -> None:
         """Raise ConfigError, with the nearest name, if ``name`` stands for nothing. Nothing is
         imported."""
+        name = self.canonical(name)
         if name not in self and not is_reference(name):
             raise self._unknown(name)
 
     def _unknown(self, name: str) -> ConfigError:
-        return ConfigError(
-            f"unknown {self.kind} '{name}': {nearest(name, self)}; or give {self._others}"
-        )
+        hint = self._elsewhere.get(name.lower())
+        advice = hint or f"{nearest(name, self)}; or give {self._others}"
+        return ConfigError(f"unknown {self.kind} '{name}': {advice}")
+
+    def canonical(self, name: str) -> str:
+        """Our name for an alias; other names stay as they are."""
+        return self._aliases.get(name.lower(), name)
 
     def build(self, value: Any) -> Any:
         """``value`` itself, or an instance of what it describes: a name, or a mapping with ``name``

@@ -1,5 +1,5 @@
-"""Write the tables of `docs/algorithms.md` and `docs/presets.md` from the registries and the
-presets: `scripts/algorithms_page.py [--check]`.
+"""Write the tables of `docs/algorithms.md`, `docs/presets.md` and `docs/objectives.md` from the
+registries, the presets and the objectives: `scripts/algorithms_page.py [--check]`.
 
 Each row runs one estimator, loss, correction, KL or reduction on the same small batch and shows the
 result. With `--check` nothing is written, and an outdated page is an error. Decides the batch and
@@ -28,12 +28,15 @@ from ramify.train.losses.base import LossStep, SequenceSums, TokenSelectingLoss
 from ramify.train.losses.corrections import CORRECTIONS
 from ramify.train.losses.critic import CriticTokens, ValueLoss
 from ramify.train.losses.loss import kl_estimate
+from ramify.train.objectives import OBJECTIVES
+from ramify.train.override import override
 from ramify.train.presets import PRESETS, choices, with_preset
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
 
 PAGE = Path(__file__).parents[1] / "docs/algorithms.md"
 PRESETS_PAGE = PAGE.with_name("presets.md")
+OBJECTIVES_PAGE = PAGE.with_name("objectives.md")
 
 # --- the batch: two items with four and two rollouts of one call each -----------------------------
 
@@ -190,7 +193,7 @@ def reductions() -> Iterator[Sequence[str]]:
     yield "name", "as others call it", "weight of a token of each rollout", "divided by"
     counts = [[{"0": num} for num in lengths] for lengths in LENGTHS]
     others = {ours: theirs for theirs, ours in ALSO.items()}
-    for name in ("rollout", "token", "constant", "group", "prompt", "sum"):
+    for name in ("rollout", "call", "token", "constant", "group", "prompt", "sum"):
         per_group, denominator = weights(counts, name, rollout_tokens=10)  # type: ignore[arg-type]
         column = [rollout["0"] for group in per_group for rollout in group]
         yield (
@@ -280,6 +283,60 @@ def _pick(value: Any, options: set[str]) -> str:
     return ", ".join(f"{name}={_shown(getattr(value, name))}" for name in names)
 
 
+# --- objectives -----------------------------------------------------------------------------------
+
+
+def objective_list() -> Iterator[Sequence[str]]:
+    """Every objective in a line, and the presets that have it."""
+    yield "objective", "when", *(f"`{name}`" for name in PRESETS)
+    for name, objective in OBJECTIVES.items():
+        has = ("yes" if name in preset.objectives else "" for preset in PRESETS.values())
+        yield f"[`{name}`](#{name})", objective.when.rstrip("."), *has
+
+
+def objective_sections() -> str:
+    """A section for each objective: paper, formula, what it sets, and what trainers make of it."""
+    sections = []
+    for name, objective in OBJECTIVES.items():
+        lines = [
+            f"### {name}",
+            f"{objective.title}. {objective.when}",
+            "",
+            f"- Minimizes: `{objective.formula}`",
+            f"- Sets: {_set_by(name, None)}",
+        ]
+        lines += [f"- Note: {objective.note}"] if objective.note else []
+        for preset, theirs in PRESETS.items():
+            if name in theirs.objectives:
+                cell = theirs.objectives[name]
+                note = f" {cell.note}" if cell.note else ""
+                trainer = theirs.trainer.partition(" (")[0].partition(",")[0]
+                lines.append(
+                    f"- {trainer}, `{cell.name}` (`--preset {preset}`): {_set_by(name, preset)}"
+                    f"{note and '.'}{note}"
+                )
+        sections.append("\n".join(lines))
+    return "\n\n".join(sections)
+
+
+def _set_by(objective: str, preset: str | None) -> str:
+    """The options of ``rl`` that an objective sets to other values than the defaults, or than the
+    preset has without it."""
+    run = Run(policy=PolicySpec(path="tiny"), rl=RlSpec())
+    base = run if preset is None else with_preset(run, preset)
+    rl = override(base, [f"rl.objective={objective}"], choices(preset)).rl
+    assert rl is not None
+    usual = _flat(RlSpec(algorithm=type(rl.algorithm)())) | (_flat(base.rl) if preset else {})
+    names = ("rl.algorithm", "rl.loss.")
+    shown = [
+        f"`{option}={value}`"
+        for option, value in _flat(rl).items()
+        if option.startswith(names)
+        and (option in ("rl.algorithm", "rl.loss.policy") or usual.get(option) != value)
+    ]
+    return ", ".join(shown)
+
+
 TABLES: dict[str, Callable[[], Iterator[Sequence[str]]]] = {
     "estimators": estimators,
     "losses": losses,
@@ -291,7 +348,14 @@ TABLES: dict[str, Callable[[], Iterator[Sequence[str]]]] = {
 
 
 PRESET_TABLES = {"options": preset_options, "names": preset_names, "notes": preset_notes}
-Tables = Mapping[str, Callable[[], Iterator[Sequence[str]]]]
+OBJECTIVE_TABLES = {"objectives": objective_list, "sections": objective_sections}
+Tables = Mapping[str, Callable[[], Iterator[Sequence[str]] | str]]
+"""Name of a place in a page -> its rows, or its text."""
+PAGES: Sequence[tuple[Path, Tables]] = (
+    (PAGE, TABLES),
+    (PRESETS_PAGE, PRESET_TABLES),
+    (OBJECTIVES_PAGE, OBJECTIVE_TABLES),
+)
 
 
 def written(text: str, tables: Tables = TABLES) -> str:
@@ -303,7 +367,9 @@ def written(text: str, tables: Tables = TABLES) -> str:
                 f"a page has no place for the table '{name}': add {begin} and {end} to it"
             )
         head, _, tail = text.partition(begin)
-        text = f"{head}{begin}\n{_table(list(rows()))}\n{end}{tail.partition(end)[2]}"
+        made = rows()
+        content = made if isinstance(made, str) else _table(list(made))
+        text = f"{head}{begin}\n{content}\n{end}{tail.partition(end)[2]}"
     return text
 
 
@@ -338,7 +404,7 @@ def _first_sentence(doc: str | None) -> str:
 
 def main() -> int:
     outdated = 0
-    for page, tables in ((PAGE, TABLES), (PRESETS_PAGE, PRESET_TABLES)):
+    for page, tables in PAGES:
         text = page.read_text(encoding="utf-8")
         current = written(text, tables)
         if "--check" not in sys.argv[1:]:

@@ -59,7 +59,8 @@ PUBLIC = {
     "ramify.train": """
         ALGORITHMS Algorithm AlgorithmNeeds AnnealSchedule AssignedRollout AssignedStep
         Backend Batch ByTask CORRECTIONS CREDITS Cispo ClipCov CollapseAlarms ComputeSpec
-        CreditNode CriticOnlyLoss CriticSpec Decoupled DemonstrationHints DepthSpec DppoKl DppoTv
+        CreditNode CriticOnlyLoss CriticSpec DAPO Decoupled DecoupledGspo DemonstrationHints
+        DepthSpec DppoCapped DppoKl DppoTv
         DrGRPO DualClip EvaluateSpec FeedbackHints FormatSignal FrozenSpec FsdpRanks GDPO GRPO
         GeometricMask Gmpo Group GroupOptions GroupRecords Gspo Hierarchical Hindsight
         HintFilter HintJudge Hybrid HybridTerm IcePop ImportanceSampling Judge JudgeVerdict
@@ -68,12 +69,12 @@ PUBLIC = {
         OutcomeSignal POLICY_LOSSES PPO PassAtK PlacementSpec PolicyLoss PolicySpec PpoClip
         ProcessRewardSignal ProxApprox RAE RLOO ReMax ReinforcePP ReinforcePPBaseline RlSpec
         RoleSpec RolloutIs RolloutOptions Rollouter RuleJudge Run RunInfo SFT Sapo Schedule
-        ScoringRow SequenceMask SequenceSums SequenceTis ServiceSpec SftSpec ShardSpec ShuffledHints
+        ScoringRow SequenceClip SequenceMask SequenceSums SequenceTis ServiceSpec SftSpec ShardSpec ShuffledHints
         Signal SignalContext SignalScore SingleBackend StepJudge StepMetrics StepRules
         StepSampleSpec TaskSpec TeacherSignal TokenCredit TokenScorer TokenScores
         TokenSequence TokenTis ToolUseSignal TopKCandidates Tracker TrainedModel
         TrainedPolicySpec TrainingGuard TrajectoryHints WarmUpSpec WorstTokenMask demonstrate kl_estimate load_recipe pack
-        ratio read_group_records read_metrics token_sequences train with_preset
+        ratio read_group_records read_metrics token_sequences train with_objective with_preset
     """,
 }
 """Namespace -> its public names."""

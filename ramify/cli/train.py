@@ -319,7 +319,7 @@ COMMAND = CommandSpec(
     about="""\
 Train a policy from RECIPE, a Python file whose run() returns a ramify.train.config.Run.
 
-FIELD=VALUE overrides a field of the run, as in rl.optim.lr=1e-4 or rl.algorithm=grpo.""",
+FIELD=VALUE overrides a field of the run, as in rl.optim.lr=1e-4 or rl.objective=gspo.""",
     run=train,
     words="RECIPE [FIELD=VALUE…]",
     max_words=None,
@@ -352,7 +352,7 @@ FIELD=VALUE overrides a field of the run, as in rl.optim.lr=1e-4 or rl.algorithm
             str,
             "the defaults of another trainer for the objective and the optimizer; see "
             "docs/presets.md",
-            "trl|skyrl|prime|verl",
+            "trl|skyrl|prime|verl|areal",
         ),
         OptionSpec(
             "track",

@@ -10,6 +10,7 @@ from ramify.train.advantages.credit import CREDITS as CREDITS
 from ramify.train.advantages.credit import CreditNode as CreditNode
 from ramify.train.advantages.gdpo import GDPO as GDPO
 from ramify.train.advantages.group import GroupOptions as GroupOptions
+from ramify.train.advantages.group_estimators import DAPO as DAPO
 from ramify.train.advantages.group_estimators import GRPO as GRPO
 from ramify.train.advantages.group_estimators import OPO as OPO
 from ramify.train.advantages.group_estimators import RLOO as RLOO
@@ -41,6 +42,7 @@ from ramify.train.config import SftSpec as SftSpec
 from ramify.train.config import TaskSpec as TaskSpec
 from ramify.train.config import TrainedPolicySpec as TrainedPolicySpec
 from ramify.train.config import WarmUpSpec as WarmUpSpec
+from ramify.train.config import with_objective as with_objective
 from ramify.train.data.compile import token_sequences as token_sequences
 from ramify.train.data.pack import pack as pack
 from ramify.train.demonstrations import demonstrate as demonstrate
@@ -69,7 +71,9 @@ from ramify.train.losses.cov import ClipCov as ClipCov
 from ramify.train.losses.cov import KlCov as KlCov
 from ramify.train.losses.critic import CriticOnlyLoss as CriticOnlyLoss
 from ramify.train.losses.decoupled import Decoupled as Decoupled
+from ramify.train.losses.decoupled import DecoupledGspo as DecoupledGspo
 from ramify.train.losses.decoupled import ProxApprox as ProxApprox
+from ramify.train.losses.dppo import DppoCapped as DppoCapped
 from ramify.train.losses.dppo import DppoKl as DppoKl
 from ramify.train.losses.dppo import DppoTv as DppoTv
 from ramify.train.losses.gmpo import Gmpo as Gmpo
@@ -81,6 +85,7 @@ from ramify.train.losses.ppo_clip import DualClip as DualClip
 from ramify.train.losses.ppo_clip import PpoClip as PpoClip
 from ramify.train.losses.rollout_is import RolloutIs as RolloutIs
 from ramify.train.losses.sapo import Sapo as Sapo
+from ramify.train.losses.sequence_clip import SequenceClip as SequenceClip
 from ramify.train.metrics import StepMetrics as StepMetrics
 from ramify.train.metrics import read_metrics as read_metrics
 from ramify.train.placement.placement_spec import NodePool as NodePool

@@ -38,6 +38,15 @@ from ramify.train.depth_models import DepthSpec, FrozenSpec, check_depths
 from ramify.train.guards import TrainingGuard
 from ramify.train.losses import POLICY_LOSSES
 from ramify.train.losses.loss import LossSpec
+from ramify.train.objectives import (
+    OBJECTIVES,
+    algorithm_of,
+    estimator_of,
+    loss_of,
+    objective_named,
+    within,
+)
+from ramify.train.override import Choices
 from ramify.train.placement.placement_spec import PlacementSpec
 from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
@@ -226,6 +235,10 @@ class CriticSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Optimizer of a separate critic; None: same as the policy's."""
 
 
+_ALGORITHM, _LOSS = DrGRPO(), LossSpec()
+"""Defaults of ``RlSpec``. A field that still holds one of these objects was not given."""
+
+
 class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Reinforcement learning.
 
@@ -236,7 +249,11 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     steps: int = 45
     sample: StepSampleSpec = StepSampleSpec()
     rollout: RolloutOptions = RolloutOptions()
-    algorithm: Any = DrGRPO()
+    objective: str = ""
+    """The objective that ``algorithm`` and ``loss`` were set by, a name in docs/objectives.md; it
+    sets those of the two that are not given. In an override, single fields may be changed with it.
+    Empty: none."""
+    algorithm: Any = _ALGORITHM
     """Implements ``advantages.base.Algorithm``. A text is a name from ``docs/algorithms.md`` or a
     dotted path."""
     signals: dict[str, Any] = {}
@@ -247,7 +264,7 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Budget of all judge calls of this run together."""
     judge_cache: str = ""
     """A folder that caches judge replies, so that repeating a run does not pay for them again."""
-    loss: LossSpec = LossSpec()
+    loss: LossSpec = _LOSS
     critic: CriticSpec = CriticSpec()
     optim: OptimizerSpec = OptimizerSpec()
 
@@ -257,6 +274,15 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 f"rl.steps={self.steps} must be at least 1; for no reinforcement learning set rl "
                 "to null"
             )
+        if self.objective:
+            name = objective_named(self.objective)
+            msgspec.structs.force_setattr(self, "objective", name)
+            objective = OBJECTIVES[name]
+            if self.algorithm is _ALGORITHM:
+                own = algorithm_of(objective, _ALGORITHM)
+                msgspec.structs.force_setattr(self, "algorithm", own)
+            if self.loss is _LOSS:
+                msgspec.structs.force_setattr(self, "loss", loss_of(objective, _LOSS))
         if isinstance(self.algorithm, str):  # by name, as for a loss
             msgspec.structs.force_setattr(self, "algorithm", ALGORITHMS.build(self.algorithm))
         if not isinstance(self.algorithm, Mapping | type):
@@ -397,7 +423,30 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
             raise ConfigError(f"run '{self.name}' has no stage: give warmup, sft or rl")
 
 
-CHOICES = {"rl.algorithm": ALGORITHMS, "rl.loss.policy": POLICY_LOSSES}
+def with_objective(run: Run, name: str) -> Run:
+    """``run`` with the objective ``name`` in its stage ``rl``, as its paper has it: ``grpo``,
+    ``dapo``, ``gspo`` … (docs/objectives.md). A hybrid keeps its terms around it. Raises
+    ConfigError for an unknown name, or a run without that stage.
+
+    Example:
+        return train.with_objective(run, "gspo")     # in a recipe; rl.objective=gspo as an override
+    """
+    if run.rl is None:
+        raise ConfigError(f"run '{run.name}' has no rl stage, which an objective would set")
+    name = objective_named(name)
+    objective = OBJECTIVES[name]
+    before = run.rl.algorithm
+    algorithm = within(before, algorithm_of(objective, estimator_of(before)))
+    loss = loss_of(objective, run.rl.loss)
+    rl = msgspec.structs.replace(run.rl, objective=name, algorithm=algorithm, loss=loss)
+    return msgspec.structs.replace(run, rl=rl)
+
+
+CHOICES: Choices = {
+    "rl.objective": with_objective,
+    "rl.algorithm": ALGORITHMS,
+    "rl.loss.policy": POLICY_LOSSES,
+}
 """Field that holds one of several classes -> name -> class."""
 
 

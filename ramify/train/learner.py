@@ -192,8 +192,8 @@ class Learner:
         """One optimizer step."""
         backend = self.publisher.backend
         assert backend is not None
-        whole_calls = stage.loss.is_over_sequences
-        batches = pack(part.rows, backend.packing, part.denominators, whole_calls=whole_calls)
+        whole = stage.loss.sequence if stage.loss.is_over_sequences else None
+        batches = pack(part.rows, backend.packing, part.denominators, whole=whole)
         if self.publisher.check is not None:
             self.publisher.check.weights(part.rows, batches)
         measured = backend.forward_backward(batches, stage.loss)

@@ -20,7 +20,7 @@ Not here: modules that moved (``ramify/plugins.py``), and classes that were rena
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -132,8 +132,11 @@ class NameChoice(Protocol):
         ...
 
 
-Choices = Mapping[str, NameChoice]
-"""Dotted name of a field -> what its names stand for."""
+Bundle = Callable[[Any, str], Any]
+"""(configuration, name) -> the configuration with all fields that the name stands for."""
+Choices = Mapping[str, NameChoice | Bundle]
+"""Dotted name of a field -> what its names stand for. A ``Bundle`` sets several fields and applies
+before all other assignments, which may then change some of them."""
 
 
 class Assignment(NamedTuple):
@@ -165,6 +168,14 @@ def override(config: T, assignments: Sequence[str], choices: Choices | None = No
                 f"'{assignment}' is not an override: write FIELD=VALUE, as in rl.optim.lr=1e-4"
             )
         parsed.append(Assignment(tuple(name.split(".")), text))
+    for each in parsed:
+        bundle = (choices or {}).get(each.name)
+        if callable(bundle):
+            try:
+                config = bundle(config, each.text)
+            except ConfigError as error:
+                raise ConfigError(f"override {each}: {error}") from error
+    parsed = [each for each in parsed if not callable((choices or {}).get(each.name))]
     return _set(config, parsed, 0, choices or {}) if parsed else config
 
 
@@ -235,8 +246,9 @@ def _named(
 
 def _value(owner: msgspec.Struct, field: str, assignment: Assignment, choices: Choices) -> Any:
     text = assignment.text
-    if assignment.name in choices and text not in ("null", "none", ""):
-        return choices[assignment.name].build(text)
+    choice = choices.get(assignment.name)
+    if choice is not None and not callable(choice) and text not in ("null", "none", ""):
+        return choice.build(text)
     kind = typing.get_type_hints(type(owner)).get(field, Any)
     tagged = _by_tag(kind, text)
     if tagged is not None:

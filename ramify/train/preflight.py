@@ -29,10 +29,15 @@ from ramify.tasks.base import DATA_SUFFIXES, Item, Task, items_of
 from ramify.tasks.data import rows_of
 from ramify.tasks.mixture import MixtureTask
 from ramify.tasks.validation import validate
+from ramify.train.advantages.base import needs_of
 from ramify.train.advantages.by_task import ByTask
+from ramify.train.advantages.weight import ALSO
 from ramify.train.backends.base import BACKENDS
 from ramify.train.config import Run
 from ramify.train.data.sft_data import DEMOS
+from ramify.train.losses import SEQUENCE_MEANS
+from ramify.train.objectives import estimator_of, why_impossible
+from ramify.train.presets import policy_losses_of
 from ramify.train.signals.teacher import needed
 from ramify.train.stages import scheduled
 from ramify.types.message import Message
@@ -116,6 +121,7 @@ def check_task(run: Run, task: Task) -> None:
                 f"'{run.task.name}' is one task: set task.name=mixture, or choose one algorithm"
             )
         run.rl.algorithm.check(task.tasks, task.trained)
+    check_objective(run)
     if run.rl is not None and run.rl.rollout.group == 1 and run.rl.algorithm.has_group_baseline:
         _log.warn(
             "a group of one has no other rollout to compare with: every advantage is 0, and "
@@ -128,6 +134,49 @@ def check_task(run: Run, task: Task) -> None:
             "keep the policy near it; use k2 or k3+, or rl.algorithm.kl_reward, which uses k1",
             stacklevel=2,
         )
+
+
+def check_objective(run: Run) -> None:
+    """Reject an objective that the policy cannot have. Report a policy loss that is not the
+    objective's, and a reduction that is not the loss's."""
+    if run.rl is None:
+        return
+    rl, name = run.rl, run.rl.objective
+    loss = _tag(rl.loss.policy)
+    if name:
+        wants_critic = needs_of(rl.algorithm).values  # asking a backend loads PyTorch
+        has_critic = wants_critic and hasattr(BACKENDS.of(run.compute.backend), "with_critic")
+        why = why_impossible(name, rl.algorithm, rl.rollout.group, has_critic=has_critic)
+        if why:
+            raise ConfigError(why)
+        usual = policy_losses_of(name)
+        if loss not in usual:
+            _log.warn(
+                f"rl.objective={name}, but rl.loss.policy={loss}: the loss of {name} is "
+                f"{' or '.join(usual)}; give the objective as an override, or with with_objective",
+                stacklevel=3,
+            )
+    reduction = getattr(estimator_of(rl.algorithm), "reduction", None)
+    reduction = ALSO.get(str(reduction), reduction)
+    if rl.loss.reduction is not None and reduction not in ("constant", "call", "rollout"):
+        _log.warn(
+            f"rl.algorithm.reduction={reduction} is not used: rl.loss.policy={loss} averages over "
+            f"each {rl.loss.reduction}, as its paper does; set rl.loss.policy.sequence_mean=false "
+            "to use it",
+            stacklevel=3,
+        )
+    is_changed = getattr(rl.loss.policy, "sequence_mean", True) is False
+    if is_changed and loss in SEQUENCE_MEANS and reduction not in ("call", "rollout"):
+        _log.warn(
+            f"rl.loss.policy.sequence_mean=false: the paper of {loss} averages over sequences, and "
+            f"rl.algorithm.reduction={reduction} gives long ones more weight",
+            stacklevel=3,
+        )
+
+
+def _tag(part: Any) -> str:
+    config = getattr(part, "__struct_config__", None)
+    return str(getattr(config, "tag", None) or type(part).__name__)
 
 
 def check_embedded(config: Any, dtype: str, device: str) -> None:

@@ -1,12 +1,14 @@
 """The defaults of other trainers, for a recipe of ours: ``ramify train RECIPE --preset trl``.
 
     recipe ── with_preset(run, "trl") ──> rl.algorithm, rl.loss, rl.optim … as TRL sets them
-           ── overrides ────────────────> rl.loss.policy=cispo: CISPO as TRL clips it
+           ── overrides ────────────────> rl.objective=gspo: GSPO as TRL's code has it
+                                          rl.loss.policy=cispo: only the loss, as TRL clips it
 
 A preset sets the objective and the optimizer completely. The task, the model, the limits and the
 number of items and steps stay those of the recipe. Names that an override chooses afterwards have
-the options that they have in the other trainer. ``docs/presets.md`` lists all of it, and
-``tests/train/test_presets.py`` compares losses and gradients with the other trainers' code.
+the options that they have in the other trainer: those of its code if only the objective's name is
+given there, and nothing else. ``docs/presets.md`` and ``docs/objectives.md`` list all of it, and
+``benchmarks/objectives_table.py`` compares losses and gradients with the other trainers' code.
 
 Not here: the meaning of an option (see config.py).
 """
@@ -20,13 +22,26 @@ import msgspec
 
 from ramify.errors import ConfigError, nearest
 from ramify.plugins import Registry
-from ramify.train.advantages.by_task import ByTask
+from ramify.train.advantages import ALGORITHMS
 from ramify.train.config import CHOICES, CriticSpec, Run
+from ramify.train.losses import POLICY_LOSSES
 from ramify.train.losses.critic import ValueLoss
+from ramify.train.objectives import OBJECTIVES, PLAIN_LOSS, Options, objective_named, within
 from ramify.train.override import Choices
-from ramify.train.signals.compose import Hybrid
 
-Options = Mapping[str, Any]
+
+class TrainerObjective(msgspec.Struct, frozen=True):
+    """An objective as a trainer's code has it."""
+
+    name: str
+    """How the trainer's configuration names it."""
+    algorithm: Options
+    """The estimator, and options that differ from those of ``Preset.each_algorithm``."""
+    policy: Options
+    """The policy loss."""
+    loss: Options = {}
+    """Options of ``rl.loss`` that differ from those of the preset."""
+    note: str = ""
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +61,8 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
     """Policy loss -> options."""
     loss: Options = {}
     """Other options of ``rl.loss``."""
+    objectives: Mapping[str, TrainerObjective]
+    """Objective -> what it is in this trainer. Others do not exist there."""
     optim: Options
     """Options of ``rl.optim``."""
     critic: Options = {}
@@ -64,6 +81,12 @@ _EVEN_CLIP: Options = {"clip_low": 0.2, "clip_high": 0.2}
 _CLIPPED: Mapping[str, Options] = dict.fromkeys(
     ("ppo_clip", "dual_clip", "gspo", "clip_cov"), _EVEN_CLIP
 )
+_AREAL_CLIP: Options = {"clip_low": 0.4, "clip_high": 0.4}
+_DECOUPLED: Options = {"name": "decoupled", **_AREAL_CLIP, "cap": 5.0, "drop": True}
+_GRPO: Options = {"name": "grpo"}
+_PER_ROLLOUT: Options = {"reduction": "rollout"}
+_PPO_CLIP: Options = {"name": "ppo_clip", **_EVEN_CLIP}
+_DUAL_CLIP: Options = {"name": "dual_clip", **_EVEN_CLIP, "bound": 3.0}
 _DECAY = "Its weight decay also applies to norms, biases and embeddings; here these do not decay."
 _MINIBATCH = (
     "It divides each minibatch by the tokens of that minibatch; here by those of the step over "
@@ -81,8 +104,66 @@ PRESETS: Mapping[str, Preset] = {
             "gdpo": {"epsilon": 1e-4},
             "dr_grpo": {"reduction": "constant", "rollout_tokens": 512},
         },
-        policies={**_CLIPPED, "cispo": {"clip_low": 1.0, "clip_high": -0.8}},
-        loss={"corrections": [{"name": "sequence_mask", "high": 3.0}], "kl": "k3"},
+        policies={
+            **_CLIPPED,
+            "gspo": {**_EVEN_CLIP, "sequence_mean": False},
+            "cispo": {"cap": 0.2},
+        },
+        loss={
+            "corrections": [{"name": "sequence_mask", "high": 3.0}],
+            "kl": "k3",
+            "sequence": "rollout",
+        },
+        objectives={
+            "grpo": TrainerObjective(
+                "loss_type='grpo'", {**_GRPO, "epsilon": 1e-4, **_PER_ROLLOUT}, _PPO_CLIP
+            ),
+            "dr_grpo": TrainerObjective(
+                "loss_type='dr_grpo', scale_rewards='none'",
+                {"name": "dr_grpo", "reduction": "constant", "rollout_tokens": 512},
+                _PPO_CLIP,
+                note="512 is its max_completion_length.",
+            ),
+            "dapo": TrainerObjective(
+                "loss_type='dapo'",
+                {**_GRPO, "epsilon": 1e-4},
+                _PPO_CLIP,
+                note="The default. Its help for DAPO also sets epsilon_high=0.28.",
+            ),
+            "gspo": TrainerObjective(
+                "importance_sampling_level='sequence', loss_type='grpo'",
+                {**_GRPO, "epsilon": 1e-4, **_PER_ROLLOUT},
+                {"name": "gspo", **_EVEN_CLIP},
+                note="Its help for GSPO also sets epsilon=3e-4 and epsilon_high=4e-4.",
+            ),
+            "cispo": TrainerObjective(
+                "loss_type='cispo'",
+                {**_GRPO, "epsilon": 1e-4},
+                {"name": "cispo", "cap": 0.2},
+                note="Its help recommends epsilon_high=5: `rl.loss.policy.cap=5`.",
+            ),
+            "sapo": TrainerObjective(
+                "loss_type='sapo'", {**_GRPO, "epsilon": 1e-4, **_PER_ROLLOUT}, {"name": "sapo"}
+            ),
+            "gmpo": TrainerObjective(
+                "trl.experimental.gmpo.GMPOTrainer",
+                {**_GRPO, "epsilon": 1e-4, **_PER_ROLLOUT},
+                {"name": "gmpo"},
+                {"corrections": ()},
+            ),
+            "gdpo": TrainerObjective(
+                "multi_objective_aggregation='normalize_then_sum'",
+                {"name": "gdpo", "epsilon": 1e-4},
+                _PPO_CLIP,
+            ),
+            "rloo": TrainerObjective(
+                "RLOOTrainer",
+                {"name": "rloo", "kl_reward": 0.05, "kl_over": "rollout", **_PER_ROLLOUT},
+                {"name": "sequence_clip"},
+                {"corrections": (), "old": "pass"},
+                note="It keeps a reference policy, and its default group has 2 rollouts.",
+            ),
+        },
         optim={
             **_ADAMW,
             "weight_decay": 0.0,
@@ -93,10 +174,8 @@ PRESETS: Mapping[str, Preset] = {
         },
         rollout={"group": 8, "temperature": 1.0, "top_p": None, "top_k": None},
         differences=(
-            "Each call of a tree is a separate sequence for the correction; there, a rollout is "
-            "one sequence.",
             "CISPO has an upper bound alone, which is 0.2 unless it is set: its help recommends "
-            "5, here `rl.loss.policy.clip_high=4`.",
+            "5, here `rl.loss.policy.cap=5`.",
             "A KL penalty, off by default, is multiplied there by the ratio to the old policy "
             "(`use_bias_correction_kl`).",
             "Its default batch is one item per device, and replies have at most 512 tokens; here "
@@ -110,11 +189,70 @@ PRESETS: Mapping[str, Preset] = {
         each_algorithm={**_TOKEN_MEAN, "kl_reduction": "rollout"},
         policies={
             **_CLIPPED,
+            "gspo": {**_EVEN_CLIP, "sequence_mean": False},
+            "sapo": {"sequence_mean": False},
             "rollout_is": _EVEN_CLIP,
             "cispo": {"clip_low": 1.0, "clip_high": 4.0},
+            "dppo_tv": {"pull": 0.0},
+            "dppo_kl": {"delta": 0.2},
             "kl_cov": {"share": 0.2},
         },
+        objectives={
+            "grpo": TrainerObjective(
+                "advantage_estimator=grpo", _GRPO, _PPO_CLIP, note="The default."
+            ),
+            "dr_grpo": TrainerObjective(
+                "grpo_norm_by_std=false, loss_reduction=seq_mean_token_sum_norm",
+                {"name": "dr_grpo", "reduction": "constant"},
+                _PPO_CLIP,
+                note="It has no default of max_seq_len: set `rl.algorithm.rollout_tokens`.",
+            ),
+            "dapo": TrainerObjective(
+                "examples/train/algorithms/dapo",
+                {"name": "dapo", "drop_zero_variance": True},
+                {"name": "dual_clip", "clip_low": 0.2, "clip_high": 0.28, "bound": 10.0},
+                {"kl_beta": 0.0},
+            ),
+            "gspo": TrainerObjective(
+                "policy_loss_type=gspo, loss_reduction=sequence_mean",
+                {**_GRPO, **_PER_ROLLOUT},
+                {"name": "gspo", **_EVEN_CLIP},
+            ),
+            "cispo": TrainerObjective(
+                "policy_loss_type=cispo",
+                _GRPO,
+                {"name": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+            ),
+            "ppo": TrainerObjective(
+                "advantage_estimator=gae",
+                {"name": "ppo", "value_reduction": "rollout"},
+                _PPO_CLIP,
+            ),
+            "rloo": TrainerObjective("advantage_estimator=rloo", {"name": "rloo"}, _PPO_CLIP),
+            "reinforce_pp": TrainerObjective(
+                "advantage_estimator=reinforce++", {"name": "reinforce_pp"}, _PPO_CLIP
+            ),
+            "maxrl": TrainerObjective("advantage_estimator=maxrl", {"name": "maxrl"}, _PPO_CLIP),
+            "sapo": TrainerObjective(
+                "policy_loss_type=sapo, loss_reduction=sequence_mean",
+                {**_GRPO, **_PER_ROLLOUT},
+                {"name": "sapo"},
+            ),
+            "dppo": TrainerObjective(
+                "policy_loss_type=dppo", _GRPO, {"name": "dppo_tv", "pull": 0.0}
+            ),
+            "dppo_kl": TrainerObjective(
+                "policy_loss_type=dppo, dppo_type=binary_kl",
+                _GRPO,
+                {"name": "dppo_kl", "delta": 0.2},
+                note="Its help recommends thresholds of 0.05.",
+            ),
+            "rollout_is": TrainerObjective(
+                "policy_loss_type=rollout_is", _GRPO, {"name": "rollout_is", **_EVEN_CLIP}
+            ),
+        },
         loss={
+            "sequence": "rollout",
             "corrections": (),
             "old": "pass",
             "kl_beta": 1e-3,
@@ -130,7 +268,8 @@ PRESETS: Mapping[str, Preset] = {
             _DECAY,
             "Its default batch is 1,024 items, in minibatches of 256; here the recipe says how "
             "many (`rl.sample.items`).",
-            "With a critic, it averages the value loss by rollout and not by token.",
+            "With a critic, it averages the value loss by rollout: here with "
+            "`rl.algorithm.value_reduction=rollout`, as its objective `ppo` has it.",
         ),
     ),
     "prime": Preset(
@@ -138,8 +277,24 @@ PRESETS: Mapping[str, Preset] = {
         algorithm="dr_grpo",
         policy="dppo_tv",
         each_algorithm={**_TOKEN_MEAN, "drop_zero_variance": "calls"},
+        algorithms={"maxrl": {"epsilon": 0.0}, "rae": {"update": "rollout"}},
         policies={"dppo_tv": {"delta": 0.2, "pull": 1e-3}},
-        loss={"corrections": ()},
+        loss={"corrections": (), "sequence": "rollout"},
+        objectives={
+            "grpo": TrainerObjective(
+                "algo.type=grpo",
+                {"name": "dr_grpo"},
+                {"name": "dppo_tv"},
+                note="The default. Its GRPO does not divide by the standard deviation.",
+            ),
+            "maxrl": TrainerObjective(
+                "algo.type=max_rl", {"name": "maxrl", "epsilon": 0.0}, {"name": "dppo_tv"}
+            ),
+            "rae": TrainerObjective(
+                "algo.type=rae", {"name": "rae", "update": "rollout"}, {"name": "dppo_tv"}
+            ),
+            "dppo": TrainerObjective("loss.type=default", {"name": "dr_grpo"}, {"name": "dppo_tv"}),
+        },
         optim={**_ADAMW, **_FLAT, "weight_decay": 0.01},
         rollout={"temperature": 1.0, "top_p": None, "top_k": None},
         differences=(
@@ -163,9 +318,81 @@ PRESETS: Mapping[str, Preset] = {
             "dual_clip": {**_EVEN_CLIP, "bound": 3.0},
             "cispo": _EVEN_CLIP,
             "gmpo": _EVEN_CLIP,
+            "dppo_tv": {"pull": 0.0},
+            "dppo_kl": {"delta": 0.2},
+            "dppo_capped": {"cap": 3.0},
             "kl_cov": {"beta": 0.1},
         },
+        objectives={
+            "grpo": TrainerObjective("adv_estimator=grpo", _GRPO, _DUAL_CLIP),
+            "dr_grpo": TrainerObjective(
+                "norm_adv_by_std_in_grpo=false, loss_agg_mode=seq-mean-token-sum-norm",
+                {"name": "dr_grpo", "reduction": "constant"},
+                _DUAL_CLIP,
+                note=(
+                    "It divides by data.max_response_length unless loss_scale_factor is set: set "
+                    "`rl.algorithm.rollout_tokens`."
+                ),
+            ),
+            "dapo": TrainerObjective(
+                "adv_estimator=grpo, clip_ratio_high=0.28",
+                _GRPO,
+                {**_DUAL_CLIP, "clip_high": 0.28},
+                note="From its docs/algo/dapo.md; overlong replies are scored by its reward manager.",
+            ),
+            "gspo": TrainerObjective(
+                "adv_estimator=grpo, policy_loss.loss_mode=gspo",
+                {**_GRPO, **_PER_ROLLOUT, "kl_reduction": "token"},
+                {"name": "gspo", **_EVEN_CLIP},
+                note="Its example scripts set 3e-4 and 4e-4.",
+            ),
+            "cispo": TrainerObjective(
+                "adv_estimator=grpo, policy_loss.loss_mode=cispo",
+                _GRPO,
+                {"name": "cispo", **_EVEN_CLIP},
+            ),
+            "ppo": TrainerObjective(
+                "adv_estimator=gae", {"name": "ppo"}, _DUAL_CLIP, note="The default."
+            ),
+            "rloo": TrainerObjective("adv_estimator=rloo", {"name": "rloo"}, _DUAL_CLIP),
+            "reinforce_pp": TrainerObjective(
+                "adv_estimator=reinforce_plus_plus", {"name": "reinforce_pp"}, _DUAL_CLIP
+            ),
+            "reinforce_pp_baseline": TrainerObjective(
+                "adv_estimator=reinforce_plus_plus_baseline",
+                {"name": "reinforce_pp_baseline"},
+                _DUAL_CLIP,
+            ),
+            "remax": TrainerObjective("adv_estimator=remax", {"name": "remax"}, _DUAL_CLIP),
+            "opo": TrainerObjective("adv_estimator=opo", {"name": "opo"}, _DUAL_CLIP),
+            "gdpo": TrainerObjective(
+                "adv_estimator=gdpo", {"name": "gdpo", "over": "tokens"}, _DUAL_CLIP
+            ),
+            "sapo": TrainerObjective(
+                "adv_estimator=grpo, policy_loss.loss_mode=sapo",
+                {**_GRPO, **_PER_ROLLOUT, "kl_reduction": "token"},
+                {"name": "sapo"},
+            ),
+            "gmpo": TrainerObjective(
+                "adv_estimator=grpo, policy_loss.loss_mode=geo_mean",
+                {**_GRPO, **_PER_ROLLOUT, "kl_reduction": "token"},
+                {"name": "gmpo", **_EVEN_CLIP},
+            ),
+            "dppo": TrainerObjective(
+                "adv_estimator=grpo, policy_loss.loss_mode=dppo_tv",
+                _GRPO,
+                {"name": "dppo_capped", "cap": 3.0},
+                note="Its default clip_ratio_c=3 bounds the ratio; its code recommends 20.",
+            ),
+            "dppo_kl": TrainerObjective(
+                "adv_estimator=grpo, policy_loss.loss_mode=dppo_kl",
+                _GRPO,
+                {"name": "dppo_capped", "cap": 3.0, "divergence": "kl"},
+                note="Its default clip_ratio_c=3 bounds the ratio; its code recommends 20.",
+            ),
+        },
         loss={
+            "sequence": "rollout",
             "corrections": (),
             "old": "pass",
             "kl": "k3",
@@ -178,15 +405,84 @@ PRESETS: Mapping[str, Preset] = {
         differences=(
             "Its configuration begins with PPO and a critic; for GRPO with its options: "
             "`rl.algorithm=grpo rl.rollout.group=8`.",
-            "DPPO caps the ratio at 20 there.",
             _MINIBATCH,
             _DECAY,
             "Its default batch is 1,024 items, in minibatches of 256; here the recipe says how "
             "many (`rl.sample.items`).",
         ),
     ),
+    "areal": Preset(
+        trainer="AReaL at 4aef98d (2026-05-21), its examples/math",
+        algorithm="grpo",
+        policy="decoupled",
+        each_algorithm={**_TOKEN_MEAN, "normalise": True, "normalise_epsilon": 1e-5},
+        algorithms={
+            "dr_grpo": {"normalise_epsilon": 1e-6},
+            "rloo": {"normalise_epsilon": 1e-6},
+        },
+        policies={
+            **dict.fromkeys(("ppo_clip", "decoupled_gspo"), _AREAL_CLIP),
+            "gspo": {**_AREAL_CLIP, "sequence_mean": False},
+            "decoupled": {**_AREAL_CLIP, "cap": 5.0, "drop": True},
+            "decoupled_gspo": {**_AREAL_CLIP, "cap": 5.0, "drop": True},
+            "prox_approx": _AREAL_CLIP,
+            "sapo": {"sequence_mean": False},
+        },
+        objectives={
+            "grpo": TrainerObjective("gsm8k_grpo.yaml", _GRPO, _DECOUPLED),
+            "dr_grpo": TrainerObjective(
+                "gsm8k_drgrpo.yaml",
+                {"name": "dr_grpo", "normalise_epsilon": 1e-6},
+                _DECOUPLED,
+            ),
+            "dapo": TrainerObjective(
+                "gsm8k_dapo_dynamic_bs.yaml",
+                _GRPO,
+                {**_DECOUPLED, "clip_low": 0.2, "clip_high": 0.28},
+                note=(
+                    "It punishes the last 512 tokens: `rl.algorithm.overlong_buffer=512` and "
+                    "`max_rollout_tokens`."
+                ),
+            ),
+            "gspo": TrainerObjective(
+                "gsm8k_gspo.yaml", _GRPO, {**_DECOUPLED, "name": "decoupled_gspo"}
+            ),
+            "ppo": TrainerObjective("gsm8k_ppo.yaml", {"name": "ppo"}, _DECOUPLED),
+            "rloo": TrainerObjective(
+                "gsm8k_rloo.yaml", {"name": "rloo", "normalise_epsilon": 1e-6}, _DECOUPLED
+            ),
+            "sapo": TrainerObjective(
+                "gsm8k_sapo.yaml",
+                _GRPO,
+                {"name": "sapo", "sequence_mean": False},
+                {"old": "sampler"},
+                note="It averages over tokens.",
+            ),
+            "decoupled": TrainerObjective(
+                "use_decoupled_loss", _GRPO, _DECOUPLED, note="All of its examples but sapo use it."
+            ),
+        },
+        loss={
+            "corrections": (),
+            "old": "pass",
+            "kl": "k3",
+            "sequence": "rollout",
+            "value": ValueLoss(weight=1.0, clip=0.5),
+        },
+        optim={**_ADAMW, **_FLAT, "lr": 1.7e-5, "weight_decay": 0.017},
+        critic={"lr": 1.7e-5},
+        rollout={"group": 4, "temperature": 1.0, "top_p": None, "top_k": None},
+        differences=(
+            "Its examples shift rewards by -0.5 and multiply them by 10 before they are compared; "
+            "what is left of that is the epsilon beside standard deviations.",
+            "It is asynchronous: `rl.sample.max_staleness=2`.",
+            _DECAY,
+        ),
+    ),
 }
 """Name -> preset."""
+ALIASES = {"prime_rl": "prime", "prime-rl": "prime"}
+"""Another name, in lower case -> preset."""
 
 
 class PresetChoices(msgspec.Struct, frozen=True):
@@ -200,35 +496,81 @@ class PresetChoices(msgspec.Struct, frozen=True):
         """As ``Registry.build``, with the preset's options for a name."""
         if not isinstance(value, str):
             return self.registry.build(value)
-        known = getattr(self.registry.of(value), "__struct_fields__", ())
-        chosen = {**self.each, **self.options.get(value, {})}
+        known = _fields(self.registry.of(value))
+        chosen = {**self.each, **self.options.get(self.registry.canonical(value), {})}
         options = {name: option for name, option in chosen.items() if name in known}
         return self.registry.build({"name": value, **options})
 
 
 def preset_named(name: str) -> Preset:
     """The preset called ``name``. Raises ConfigError with the nearest name."""
-    if name not in PRESETS:
+    found = ALIASES.get(name.lower(), name.lower())
+    if found not in PRESETS:
         raise ConfigError(f"unknown preset '{name}': {nearest(name, PRESETS)}")
-    return PRESETS[name]
+    return PRESETS[found]
 
 
 def choices(name: str | None) -> Choices:
     """What overrides may choose by name, with the options of the preset ``name``."""
     if name is None:
         return CHOICES
-    preset = preset_named(name)
     return {
-        "rl.algorithm": PresetChoices(
-            CHOICES["rl.algorithm"], preset.each_algorithm, preset.algorithms
-        ),
-        "rl.loss.policy": PresetChoices(CHOICES["rl.loss.policy"], {}, preset.policies),
+        "rl.objective": lambda run, objective: with_preset_objective(run, name, objective),
+        **_named(preset_named(name)),
     }
 
 
+def _named(preset: Preset) -> dict[str, PresetChoices]:
+    return {
+        "rl.algorithm": PresetChoices(ALGORITHMS, preset.each_algorithm, preset.algorithms),
+        "rl.loss.policy": PresetChoices(POLICY_LOSSES, {}, preset.policies),
+    }
+
+
+def with_preset_objective(run: Run, name: str, objective: str) -> Run:
+    """``run`` with an objective as the trainer of the preset ``name`` has it. Raises ConfigError
+    with those that it has for another one."""
+    preset = preset_named(name)
+    objective = objective_named(objective)
+    rl = run.rl
+    if rl is None:
+        raise ConfigError(f"run '{run.name}' has no rl stage, which an objective would set")
+    if objective not in preset.objectives:
+        raise ConfigError(
+            f"{preset.trainer.split()[0]} has no objective {objective}, but "
+            f"{', '.join(sorted(preset.objectives))}: choose one of them, or leave out --preset "
+            f"{name} for {objective} as its paper has it"
+        )
+    theirs = preset.objectives[objective]
+    kind = ALGORITHMS.of(theirs.algorithm["name"])
+    each = {key: value for key, value in preset.each_algorithm.items() if key in _fields(kind)}
+    algorithm = within(rl.algorithm, ALGORITHMS.build({**each, **theirs.algorithm}))
+    policy = POLICY_LOSSES.build(theirs.policy)
+    loss = msgspec.structs.replace(
+        rl.loss, policy=policy, **{**PLAIN_LOSS, **preset.loss, **theirs.loss}
+    )
+    rl = msgspec.structs.replace(rl, objective=objective, algorithm=algorithm, loss=loss)
+    return msgspec.structs.replace(run, rl=rl)
+
+
+def policy_losses_of(objective: str) -> list[str]:
+    """Names of the policy losses that the objective has, as its paper or a trainer has it."""
+    theirs = [
+        each.objectives[objective] for each in PRESETS.values() if objective in each.objectives
+    ]
+    policies = [OBJECTIVES[objective].policy, *(each.policy for each in theirs)]
+    return list(dict.fromkeys(str(policy["name"]) for policy in policies))
+
+
+def _fields(kind: Any) -> tuple[str, ...]:
+    fields: tuple[str, ...] = getattr(kind, "__struct_fields__", ())
+    return fields
+
+
 def with_preset(run: Run, name: str) -> Run:
-    """``run`` with the defaults of another trainer (``trl``, ``skyrl``, ``prime`` or ``verl``) in
-    its stage ``rl``. Raises ConfigError for an unknown name, or a run without that stage.
+    """``run`` with the defaults of another trainer (``trl``, ``skyrl``, ``prime``, ``verl`` or
+    ``areal``) in its stage ``rl``. Raises ConfigError for an unknown name, or a run without that
+    stage.
 
     Example:
         return train.with_preset(run, "trl")      # in a recipe; --preset trl on the command line
@@ -237,19 +579,16 @@ def with_preset(run: Run, name: str) -> Run:
     rl = run.rl
     if rl is None:
         raise ConfigError(f"preset {name}: run '{run.name}' has no rl stage, which it would set")
-    named = choices(name)
-    outcome = named["rl.algorithm"].build(preset.algorithm)
+    named = _named(preset)
     # What wraps others keeps what the recipe chose, around or beside the preset's algorithm.
-    algorithm = outcome
-    if isinstance(rl.algorithm, Hybrid):
-        algorithm = msgspec.structs.replace(rl.algorithm, outcome=outcome)
-    elif isinstance(rl.algorithm, ByTask):
-        algorithm = msgspec.structs.replace(rl.algorithm, other=outcome)
-    plain = {"old": "auto", "kl_beta": 0.0, "entropy": 0.0}
+    algorithm = within(rl.algorithm, named["rl.algorithm"].build(preset.algorithm))
     fields = {
+        "objective": "",
         "algorithm": algorithm,
         "loss": msgspec.structs.replace(
-            rl.loss, policy=named["rl.loss.policy"].build(preset.policy), **{**plain, **preset.loss}
+            rl.loss,
+            policy=named["rl.loss.policy"].build(preset.policy),
+            **{**PLAIN_LOSS, **preset.loss},
         ),
         "optim": msgspec.convert(preset.optim, type(rl.optim)),
         "rollout": msgspec.structs.replace(rl.rollout, **preset.rollout),

@@ -29,6 +29,7 @@ from ramify.train.advantages.base import (
     AssignedStep,
     finish,
     needs_of,
+    reduced,
     remembering,
 )
 from ramify.train.backends.base import OptimizerSpec
@@ -278,7 +279,7 @@ class RlStage:
         self._task = task
         self._items = items_of(task, "train")
         self._rollouts = rollouts
-        self._algorithm = algorithm
+        self._algorithm = reduced(algorithm, self.loss.reduction)
         self._sample = spec.sample
         self._temperature = spec.rollout.temperature if temperature is None else temperature
         self._signals = signals

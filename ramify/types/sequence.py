@@ -18,7 +18,7 @@ position, S segments, M ids in all kept sets.
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -200,6 +200,17 @@ def call_of(name: str) -> str:
     return name.partition("/path=")[0]
 
 
-def path_group(name: str, index: int) -> str | int:
-    """The key that the paths of one call share; ``index`` for a sequence without a name."""
-    return call_of(name) or index
+def rollout_of(name: str) -> str:
+    """The rollout that a sequence belongs to: ``7c1f/call=0.3/path=1`` -> ``7c1f``."""
+    return name.partition("/call=")[0]
+
+
+SequenceUnit = Literal["call", "rollout"]
+"""What a loss over sequences takes as one sequence: the tokens that one call sampled, or those that
+all calls of a rollout sampled."""
+
+
+def path_group(name: str, index: int, unit: SequenceUnit = "call") -> str | int:
+    """The key that the paths of one call, or of one rollout, share; ``index`` for a sequence
+    without a name."""
+    return (call_of(name) if unit == "call" else rollout_of(name)) or index

@@ -1,5 +1,5 @@
 """Presets: the options they set, and the same loss and gradients as the other trainers on random
-batches in fp64. ``benchmarks/presets.py`` has the other trainers' formulas."""
+batches in fp64. ``benchmarks/objectives_table.py`` has the other trainers' formulas."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ramify.cli.parser import UsageError
 from ramify.cli.train import train as train_command
 from ramify.errors import ConfigError
 from ramify.train.config import Run
+from ramify.train.objectives import OBJECTIVES
 from ramify.train.override import override
 from ramify.train.presets import PRESETS, choices, with_preset
 from tests.docs.pages import ROOT, script
@@ -29,7 +30,7 @@ BASE = Run(policy=train.PolicySpec(path="tiny"), rl=train.RlSpec(steps=7))
 def peers() -> ModuleType:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        return importlib.import_module("presets")
+        return importlib.import_module("objectives_table")
     finally:
         sys.path.pop(0)
 
@@ -49,12 +50,51 @@ def test_preset_matches_loss_and_gradients_of_the_other_trainer(
         assert peers.apart(peers.ours(name, batch), peers.theirs(name, batch)) <= 1e-6
 
 
-def test_random_batches_distinguish_the_presets(peers: ModuleType) -> None:
-    batch = peers.random_batch(0)
-    results = {name: peers.ours(name, batch) for name in PRESETS}
-    for name, result in results.items():
-        for other in results.keys() - {name}:
-            assert peers.apart(result, peers.theirs(other, batch)) > 1e-3
+CELLS = [("", each) for each in OBJECTIVES] + [
+    (name, each) for name, preset in PRESETS.items() for each in preset.objectives
+]
+
+
+@pytest.mark.parametrize(("preset", "objective"), CELLS, ids=lambda each: each or "paper")
+def test_objective_matches_the_formula_of_its_paper_or_trainer(
+    preset: str, objective: str, peers: ModuleType
+) -> None:
+    assert (preset, objective) in list(peers.cells())
+    for seed in (0, 9):
+        assert peers.difference(preset, objective, peers.random_batch(seed)) <= 1e-6
+
+
+@pytest.mark.parametrize("preset", ["", *PRESETS])
+def test_random_batches_distinguish_the_objectives(preset: str, peers: ModuleType) -> None:
+    """Otherwise an objective that is another one by mistake would not be noticed."""
+    # Normalised over the step, a factor of n / (n - 1) makes no difference.
+    same = {
+        "prime": [{"grpo", "dppo"}],
+        "areal": [{"grpo", "decoupled"}, {"dr_grpo", "rloo"}],
+    }
+    names = [each for name, each in peers.cells() if name == preset]
+    batches = [peers.random_batch(seed) for seed in (0, 1, 9)]
+    found = {
+        each: [peers.ours(preset, batch, *peers.words(preset, each)) for batch in batches]
+        for each in names
+    }
+    for place, one in enumerate(names):
+        for other in names[place + 1 :]:
+            pairs = zip(found[one], found[other], strict=True)
+            if {one, other} not in same.get(preset, []):
+                assert max(peers.apart(*pair) for pair in pairs) > 1e-4, (one, other)
+
+
+@WITH_TRL
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # its configuration
+@pytest.mark.parametrize("objective", PRESETS["trl"].objectives)
+def test_objective_under_the_trl_preset_matches_the_installed_trl(
+    objective: str, peers: ModuleType
+) -> None:
+    for seed in BATCHES:
+        batch = peers.random_batch(seed)
+        ours = peers.ours("trl", batch, f"rl.objective={objective}")
+        assert peers.apart(ours, peers.trl_cell(objective, batch)) <= 1e-6
 
 
 @WITH_TRL
@@ -65,13 +105,11 @@ def test_random_batches_distinguish_the_presets(peers: ModuleType) -> None:
         ((), {}),
         (("rl.loss.policy=cispo",), {"loss_type": "cispo"}),
         (("rl.loss.policy=gspo",), {"importance_sampling_level": "sequence"}),
-        (("rl.loss.policy=sapo", "rl.algorithm.reduction=rollout"), {"loss_type": "sapo"}),
-        (("rl.algorithm=gdpo",), {"multi_objective_aggregation": "normalize_then_sum"}),
-        (("rl.algorithm=dr_grpo",), {"loss_type": "dr_grpo", "scale_rewards": "none"}),
+        (("rl.loss.policy=sapo",), {"loss_type": "sapo"}),
     ],
     ids=lambda each: "+".join(each) if isinstance(each, tuple) else "",
 )
-def test_trl_preset_matches_the_installed_trl(
+def test_loss_alone_under_the_trl_preset_matches_the_installed_trl(
     overrides: tuple[str, ...], changes: dict[str, Any], peers: ModuleType
 ) -> None:
     for seed in BATCHES:
@@ -116,6 +154,7 @@ def test_preset_keeps_the_recipes_task_policy_and_steps() -> None:
         policy=train.PpoClip(clip_high=0.2),
         corrections=(train.SequenceMask(high=3.0),),
         kl="k3",
+        sequence="rollout",
     )
 
 
@@ -154,5 +193,6 @@ def test_unknown_preset_and_run_without_rl_are_rejected() -> None:
 
 def test_algorithms_page_is_up_to_date() -> None:
     page = script("algorithms_page")
-    text = page.PRESETS_PAGE.read_text(encoding="utf-8")
-    assert page.written(text, page.PRESET_TABLES) == text, "run: scripts/algorithms_page.py"
+    for path, tables in page.PAGES:
+        text = path.read_text(encoding="utf-8")
+        assert page.written(text, tables) == text, "run: scripts/algorithms_page.py"

@@ -142,7 +142,7 @@ def test_overrides_of_a_run_suggest_the_nearest_name() -> None:
     for word, message in [
         ("rl.loss.policy=gsop", "did you mean 'gspo'"),
         ("rl.algorithm=GDP", "did you mean 'gdpo'"),
-        ("rl.algorithm=REINFORCE++", "did you mean 'reinforce_pp'"),
+        ("rl.algorithm=REINFORCE_P", "did you mean 'reinforce_pp'"),
         ("rl.loss.policy.name=x", "no field 'name'"),
         ("rl.algorithm.credit=per_rule", "did you mean 'per_role'"),
         ('rl.loss.corrections=["token_tsi"]', "did you mean 'token_tis'"),

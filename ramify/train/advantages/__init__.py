@@ -16,6 +16,7 @@ ALGORITHMS = Registry(
     {
         "dr_grpo": f"{_HERE}.group_estimators:DrGRPO",
         "grpo": f"{_HERE}.group_estimators:GRPO",
+        "dapo": f"{_HERE}.group_estimators:DAPO",
         "rloo": f"{_HERE}.group_estimators:RLOO",
         "maxrl": f"{_HERE}.group_estimators:MaxRL",
         "opo": f"{_HERE}.group_estimators:OPO",
@@ -32,6 +33,22 @@ ALGORITHMS = Registry(
         "sft": f"{_HERE}.sft:SFT",
     },
     structs=True,
+    aliases={
+        "drgrpo": "dr_grpo",
+        "dr-grpo": "dr_grpo",
+        "dr.grpo": "dr_grpo",
+        "reinforce++": "reinforce_pp",
+        "reinforce_plus_plus": "reinforce_pp",
+        "reinforce++_baseline": "reinforce_pp_baseline",
+        "reinforce++-baseline": "reinforce_pp_baseline",
+        "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+        "max_rl": "maxrl",
+        "gae": "ppo",
+    },
+    elsewhere={
+        name: f"it is a loss with GRPO's estimator: set rl.objective={name}"
+        for name in ("gspo", "cispo", "sapo", "gmpo", "dppo", "dppo_kl", "rollout_is")
+    },
 )
 """Name -> the class that implements ``base.Algorithm``, or its import path.
 

@@ -164,8 +164,25 @@ def remembering(algorithm: T, memory: Mapping[str, float]) -> T:
     return algorithm
 
 
-_NEUTRAL = {"kl_share": 1.0}
-"""Streams whose missing values are not 0: a token of usual weight in the KL."""
+def reduced(algorithm: T, reduction: str | None) -> T:
+    """``algorithm``, and what it wraps, with the reduction that a loss carries
+    (``LossSpec.reduction``); ``algorithm`` itself for a loss that carries none."""
+    if reduction is None:
+        return algorithm
+    fields = getattr(algorithm, "__struct_fields__", ())
+    if "reduction" in fields:
+        algorithm = _replaced(algorithm, "reduction", reduction)
+    for field in {"outcome", "other"} & set(fields):
+        algorithm = _replaced(algorithm, field, reduced(getattr(algorithm, field), reduction))
+    if "tasks" in fields:
+        tasks: Mapping[str, Any] = algorithm.tasks  # type: ignore[attr-defined]
+        own = {name: reduced(each, reduction) for name, each in tasks.items()}
+        algorithm = _replaced(algorithm, "tasks", own)
+    return algorithm
+
+
+_NEUTRAL = {"kl_share": 1.0, "value_share": 1.0}
+"""Streams whose missing values are not 0: a token of usual weight in the KL and for the critic."""
 _BY_TRAINER = ("ref_logprobs",)
 """Streams that the trainer computes for the rows that lack them."""
 

@@ -71,7 +71,9 @@ class GDPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="gdpo"):
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         is_late = self.normalise and self.over == "tokens"
-        return row_math.add_kl(rows, self.kl_reward, 1.0, normalise=is_late)
+        return row_math.add_kl(
+            rows, self.kl_reward, 1.0, normalise=is_late, epsilon=self.normalise_epsilon
+        )
 
 
 def _names(group: Group) -> list[str]:

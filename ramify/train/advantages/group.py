@@ -104,6 +104,11 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Weight of the length penalty, relative to the group's mean reward; 0: no penalty."""
     normalise: bool = False
     """Normalise the advantages of all tokens of a step to mean 0 and standard deviation 1."""
+    normalise_epsilon: float | None = None
+    """Added to the standard deviation that ``normalise`` divides by; None: 1e-8 is added to the
+    variance."""
+    value_reduction: Reduction | None = None
+    """How much each token weighs in the critic's loss; None: as ``reduction`` says."""
     kl_reward: float = 0.0
     """β of the KL penalty in the reward: each token's k1 estimate of the KL to the reference
     policy (o - ref), times β, is subtracted from its advantage and from those of the tokens before
@@ -124,8 +129,11 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         lengths |= {"max_rollout_tokens": self.max_rollout_tokens}
         check_optional("algorithm", "a running mean", rollout_tokens=self.rollout_tokens)
         check_optional("algorithm", "no punishment", **lengths)
-        if min(self.gamma_tree, self.length_weight, self.kl_reward) < 0:
-            raise ConfigError("gamma_tree, length_weight and kl_reward cannot be negative")
+        distances = (self.gamma_tree, self.length_weight, self.kl_reward)
+        if min(*distances, self.normalise_epsilon or 0.0) < 0:
+            raise ConfigError(
+                "gamma_tree, length_weight, kl_reward and normalise_epsilon cannot be negative"
+            )
 
     @property
     def has_group_baseline(self) -> bool:
@@ -171,7 +179,9 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         """Add the KL penalty in the reward, and then normalise if that had to wait for it."""
-        return row_math.add_kl(rows, self.kl_reward, 1.0, normalise=self.normalise)
+        return row_math.add_kl(
+            rows, self.kl_reward, 1.0, normalise=self.normalise, epsilon=self.normalise_epsilon
+        )
 
 
 Judge = Callable[[Group, Sequence[Mapping[str, CreditNode]]], Sequence[Numbers]]
@@ -214,10 +224,14 @@ def judged(
     mean_tokens = MeanTokens.of_memory(options.memory)
     divisor = options.rollout_tokens or mean_tokens.divisor(counts)
     weights, denominator = token_weights(counts, options.reduction, options.share, divisor)
-    kl_shares: Sequence[Sequence[Weights]] = [[{} for _ in group] for group in counts]
-    if options.kl_reduction is not None:
-        of_kl = token_weights(counts, options.kl_reduction, options.share, divisor)
-        kl_shares = shares_of(of_kl, (weights, denominator))
+    shares: dict[str, Sequence[Sequence[Weights]]] = {}
+    for stream, other in (
+        ("kl_share", options.kl_reduction),
+        ("value_share", options.value_reduction),
+    ):
+        if other is not None:
+            of_other = token_weights(counts, other, options.share, divisor)
+            shares[stream] = shares_of(of_other, (weights, denominator))
     by_token = [
         [
             _per_token(rollout.numbers, count, gamma)
@@ -228,13 +242,20 @@ def judged(
     # With a KL penalty in the reward, ``finish`` normalises after it has added the penalty.
     if options.normalise and rescale is None and not options.kl_reward:
         row_math.whiten_all(
-            [values for group in by_token for calls in group for values in calls.values()]
+            [values for group in by_token for calls in group for values in calls.values()],
+            options.normalise_epsilon,
         )
     every_token = every_token or options.normalise or bool(options.kl_reward) or not has_baseline
     assigned = [
-        _assigned(rollout, weight, values, shares, every_token)
-        for group, weighed, valued, shared in zip(kept, weights, by_token, kl_shares, strict=True)
-        for rollout, weight, values, shares in zip(group, weighed, valued, shared, strict=True)
+        _assigned(
+            rollout,
+            weights[place][index],
+            by_token[place][index],
+            {name: each[place][index] for name, each in shares.items()},
+            every_token,
+        )
+        for place, group in enumerate(kept)
+        for index, rollout in enumerate(group)
     ]
     assigned = [rollout for rollout in assigned if rollout.credits]
     return AssignedStep(
@@ -368,10 +389,11 @@ def _assigned(
     rollout: _Rollout,
     weights: Weights,
     values: Mapping[str, list[float]],
-    kl_shares: Weights,
+    shares: Mapping[str, Weights],
     every_token: bool,
 ) -> AssignedRollout:
-    """Token credit for every turn that has a weight and, unless ``every_token``, an advantage."""
+    """Token credit for every turn that has a weight and, unless ``every_token``, an advantage.
+    ``shares``: stream -> weight of each call's tokens in one term of the loss."""
     credits: Stamps = {}
     for call in rollout.trajectory.calls:
         weight, start = weights[call.id], 0
@@ -380,8 +402,8 @@ def _assigned(
             start += num
             if every_token or any(abs(value) > NO_ADVANTAGE for value in advantages):
                 credit = TokenCredit(advantages=advantages, rl=[weight] * num)
-                if kl_shares:
-                    credit.streams["kl_share"] = [kl_shares[call.id]] * num
+                for name, of_calls in shares.items():
+                    credit.streams[name] = [of_calls[call.id]] * num
                 credits[call.id, index] = credit
     return AssignedRollout(rollout.trajectory, credits)
 

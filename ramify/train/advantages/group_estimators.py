@@ -15,8 +15,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import Literal
 
+from ramify.train.advantages import token_arithmetic as row_math
+from ramify.train.advantages.credit import Overlong
 from ramify.train.advantages.group import EPSILON, GroupOptions
+from ramify.train.advantages.weight import Reduction
+from ramify.types.sequence import TokenSequence, rollout_of
 
 
 def above_mean(returns: Sequence[float]) -> list[float]:
@@ -59,6 +64,20 @@ class GRPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="grpo"
         return [value / (std + self.epsilon) for value in centred]
 
 
+class DAPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="dapo"):
+    """DAPO's estimator (2503.14476): GRPO's, averaged over all tokens of the step, without calls
+    whose last reply was cut at its token limit.
+
+    rewards 1, 0, 0, 0: advantages 1.5, -0.5, -0.5, -0.5. ``rl.objective=dapo`` sets its loss, too.
+
+    Example:
+        train.RlSpec(algorithm=train.DAPO(), loss=train.LossSpec(policy=train.PpoClip()))
+    """
+
+    reduction: Reduction = "token"
+    overlong: Overlong = "mask"
+
+
 class RLOO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="rloo"):
     """RLOO (2402.14740): a rollout's reward minus the mean of the other rollouts of its group.
 
@@ -66,22 +85,57 @@ class RLOO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="rloo"
 
     rewards 1, 0, 0, 0: advantages 1, -1/3, -1/3, -1/3"""
 
+    kl_over: Literal["token", "rollout"] = "token"
+    """What ``kl_reward`` is charged to. ``token``: each token, and those before it in its call,
+    after the comparison. ``rollout``: the rollout's reward, by the sum over its tokens, before the
+    comparison, as in the paper; set ``drop_zero_variance`` to false, so that groups of equal
+    rewards stay in the step."""
+
     def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
         scale = len(returns) / max(len(returns) - 1, 1)
         return [value * scale for value in above_mean(returns)]
+
+    def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
+        if self.kl_over == "token" or not self.kl_reward:
+            return super().finish(rows)
+        # The comparison is linear, so the charges are compared by themselves.
+        charges: dict[str, dict[str, float]] = {}
+        calls = list(row_math.lines(rows))
+        for line in calls:
+            row = line.parts[0][0]
+            group = charges.setdefault(row.item, {})
+            kl = float((line.read("old_logprobs") - line.read("ref_logprobs")).sum())
+            name = rollout_of(row.name)
+            group[name] = group.get(name, 0.0) + kl
+        extra = {
+            name: self.kl_reward * value
+            for group in charges.values()
+            for name, value in zip(group, self.compare(list(group.values())), strict=True)
+        }
+        for line in calls:
+            name = rollout_of(line.parts[0][0].name)
+            line.write("advantages", line.read("advantages") - extra[name])
+        if self.normalise:
+            row_math.normalise_lines(calls, self.normalise_epsilon)
+        num = sum(len(tokens) for line in calls for _, tokens in line.parts)
+        total = sum(value for group in charges.values() for value in group.values())
+        return {"reward_kl": total / num if num else 0.0}
 
 
 class MaxRL(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="maxrl"):
     """MaxRL (2602.02710): a rollout's reward minus the mean of its group, divided by that mean.
 
-        A_i = (R_i - mean(R)) / (mean(R) + 1e-6), or 0 if the mean is not positive
+        A_i = (R_i - mean(R)) / (mean(R) + epsilon), or 0 if the mean is not positive
 
     rewards 1, 0, 0, 0: advantages 3, -1, -1, -1. With rewards of 0 and 1 this follows the gradient
     of the log of the pass rate: the rarer a success, the larger its advantage."""
 
+    epsilon: float = EPSILON
+
     def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
         centre = statistics.fmean(returns) if returns else 0.0
-        return [value / (centre + EPSILON) if centre > 0 else 0.0 for value in above_mean(returns)]
+        shift = centre + self.epsilon
+        return [value / shift if centre > 0 else 0.0 for value in above_mean(returns)]
 
 
 class OPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="opo"):

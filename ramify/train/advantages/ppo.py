@@ -95,7 +95,7 @@ class PPO(
             returns.append(advantages + values)
             residuals.append(advantages)
         if self.normalise:
-            row_math.normalise_lines(calls)
+            row_math.normalise_lines(calls, self.normalise_epsilon)
         metrics = {"explained_variance": _explained_variance(returns, residuals)}
         return {**metrics, "reward_kl": float(np.concatenate(kls).mean())} if kls else metrics
 

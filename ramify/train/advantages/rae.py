@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import Literal
 
 import msgspec
 
@@ -33,6 +34,9 @@ class RAE(
     """
 
     decay: float = 0.95
+    update: Literal["step", "rollout"] = "step"
+    """When the running mean is updated: ``step`` once, with all returns of the step, whose order
+    then does not matter; ``rollout`` after each rollout, in their order."""
     memory: dict[str, float] = msgspec.field(default_factory=dict)
     """Role -> initial running mean: ``rlm@0`` is the root, ``rlm@1`` its children, ``lm@1`` plain
     calls. Roles that are not listed start at 0."""
@@ -52,21 +56,37 @@ class RAE(
         returns_by_role: dict[str, list[float]] = defaultdict(list)
 
         def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
-            return [self._against_memory(tree, returns_by_role) for tree in trees]
+            numbers = []
+            for tree in trees:
+                numbers.append(self._against(means, tree, returns_by_role))
+                if self.update == "rollout":
+                    means.update(self._updated(means, returns_by_role))
+                    returns_by_role.clear()
+            return numbers
 
+        means = dict(self.memory)
         assigned = judged(groups, weights, self, judge, every_token)
-        assigned.memory |= {
-            role: self.decay * self.memory.get(role, 0.0) + (1 - self.decay) * fmean(returns)
-            for role, returns in returns_by_role.items()
-        }
+        means.update(self._updated(means, returns_by_role))
+        assigned.memory |= {role: mean for role, mean in means.items() if "@" in role}
         return assigned
 
-    def _against_memory(
-        self, tree: Mapping[str, CreditNode], returns_by_role: dict[str, list[float]]
+    def _updated(
+        self, means: Mapping[str, float], returns_by_role: Mapping[str, Sequence[float]]
+    ) -> dict[str, float]:
+        return {
+            role: self.decay * means.get(role, 0.0) + (1 - self.decay) * fmean(returns)
+            for role, returns in returns_by_role.items()
+        }
+
+    def _against(
+        self,
+        means: Mapping[str, float],
+        tree: Mapping[str, CreditNode],
+        returns_by_role: dict[str, list[float]],
     ) -> Numbers:
         advantages: Numbers = {}
         for call, value in returns_of(tree, self.gamma_tree).items():
             role = f"{tree[call].role}@{tree[call].depth}"
             returns_by_role[role].append(value)
-            advantages[call] = value - self.memory.get(role, 0.0)
+            advantages[call] = value - means.get(role, 0.0)
         return advantages

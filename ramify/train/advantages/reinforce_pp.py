@@ -55,4 +55,10 @@ class ReinforcePP(
         )
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
-        return row_math.add_kl(rows, self.kl_reward, self.gamma, normalise=self.normalise)
+        return row_math.add_kl(
+            rows,
+            self.kl_reward,
+            self.gamma,
+            normalise=self.normalise,
+            epsilon=self.normalise_epsilon,
+        )

@@ -92,19 +92,23 @@ def gae(rewards: Doubles, values: Doubles, gamma: float, lam: float) -> Doubles:
     return to_go(deltas, gamma * lam)
 
 
-def whiten(values: Doubles) -> Doubles:
-    """(x - mean) / std, with the unbiased std; all 0 if the values do not differ."""
+def whiten(values: Doubles, epsilon: float | None = None) -> Doubles:
+    """(x - mean) / std, with the unbiased std; all 0 if the values do not differ. ``epsilon`` is
+    added to the std; None: 1e-8 is added to the variance."""
     if len(values) < 2:
         return np.zeros_like(values)
-    whitened: Doubles = (values - values.mean()) / np.sqrt(values.var(ddof=1) + _TINY)
+    variance = values.var(ddof=1)
+    std = np.sqrt(variance + _TINY) if epsilon is None else np.sqrt(variance) + epsilon
+    whitened: Doubles = (values - values.mean()) / std if std else np.zeros_like(values)
     return whitened
 
 
-def whiten_all(parts: Sequence[list[float]]) -> None:
+def whiten_all(parts: Sequence[list[float]], epsilon: float | None = None) -> None:
     """Whiten all numbers of ``parts`` together, in place."""
     if not parts:
         return
-    whitened = whiten(np.concatenate([np.asarray(part, np.float64) for part in parts])).tolist()
+    together = np.concatenate([np.asarray(part, np.float64) for part in parts])
+    whitened = whiten(together, epsilon).tolist()
     start = 0
     for part in parts:
         part[:] = whitened[start : start + len(part)]
@@ -112,7 +116,12 @@ def whiten_all(parts: Sequence[list[float]]) -> None:
 
 
 def add_kl(
-    rows: Sequence[TokenSequence], beta: float, gamma: float, *, normalise: bool
+    rows: Sequence[TokenSequence],
+    beta: float,
+    gamma: float,
+    *,
+    normalise: bool,
+    epsilon: float | None = None,
 ) -> dict[str, float]:
     """Subtract β (o - ref) from the advantage of each token and, discounted by γ, of the tokens
     before it in its call; then normalise over the step if asked to. The metric ``reward_kl`` is
@@ -123,16 +132,16 @@ def add_kl(
         charges.append(line.read("old_logprobs") - line.read("ref_logprobs"))
         line.write("advantages", line.read("advantages") + to_go(-beta * charges[-1], gamma))
     if normalise:
-        normalise_lines(calls)
+        normalise_lines(calls, epsilon)
     num = sum(map(len, charges))
     return {"reward_kl": sum(float(charge.sum()) for charge in charges) / num if num else 0.0}
 
 
-def normalise_lines(calls: Sequence[CallTokens]) -> None:
+def normalise_lines(calls: Sequence[CallTokens], epsilon: float | None = None) -> None:
     """Whiten the advantages of all tokens of ``calls`` together."""
     if not calls:
         return
-    whitened = whiten(np.concatenate([line.read("advantages") for line in calls]))
+    whitened = whiten(np.concatenate([line.read("advantages") for line in calls]), epsilon)
     start = 0
     for line in calls:
         num = sum(len(tokens) for _, tokens in line.parts)

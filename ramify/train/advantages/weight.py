@@ -8,6 +8,7 @@ it. Two rollouts, of 4 tokens (one call) and of 12 (three calls of 4), which for
     constant    1/L                  1/L             2   rollouts                     (Dr.GRPO)
     token       1                    1               16  tokens                       (DAPO)
     rollout     1/4                  1/12            2   rollouts
+    call        1/4                  1/4             4   calls: each has one vote
     group       1/8                  1/24            1   group of weight 1
     prompt      1/16                 1/16            1   group of weight 1, by token  (ScaleRL)
     sum         1                    1               1   (not divided)
@@ -16,6 +17,8 @@ Biases, all measured in ``benchmarks/credit.py``:
 
 - ``rollout`` and ``group`` divide the root's decision to spawn children by the tokens that these
   children wrote, so wide trees learn less from their success and their failure.
+- ``call`` gives wide trees more votes, and divides by the calls of this step. It does not divide a
+  call by what others wrote, so a loss over sequences is averaged like this (``LossSpec.sequence``).
 - ``token`` and ``prompt`` divide by the tokens of this step or group, which depend on what is
   learnt from: less biased the more rollouts there are.
 - ``share="call"`` gives each token of a long call less weight than one of a short call.
@@ -37,6 +40,7 @@ from typing import Literal, NamedTuple
 
 Reduction = Literal[
     "rollout",
+    "call",
     "token",
     "constant",
     "group",
@@ -77,8 +81,10 @@ def weights(
     sizes = [_size(group) for group in groups]
     num_rollouts = sum(size.rollouts for size in sizes)
     num_groups = sum(1 for size in sizes if size.tokens)
+    num_calls = sum(1 for group in groups for counts in group for num in counts.values() if num)
     denominators = {
         "rollout": num_rollouts,
+        "call": num_calls,
         "constant": num_rollouts,
         "group": num_groups,
         "prompt": num_groups,
@@ -170,6 +176,8 @@ def _rollout_weights(
     calls = sum(1 for count in counts.values() if count)
     if not total:
         return dict.fromkeys(counts, 0.0)
+    if reduction == "call":
+        return {id: 1 / count if count else 0.0 for id, count in counts.items()}
     mass = {
         "rollout": 1.0,
         "group": 1.0 / group.rollouts,

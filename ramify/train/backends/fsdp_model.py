@@ -82,7 +82,7 @@ class FsdpBackend:
 
     def forward_backward(self, batches: Many[Batch], loss: LossSpec) -> dict[str, float]:
         if loss.is_over_sequences:
-            losses.check_whole(batches)
+            losses.check_whole(batches, loss.sequence)
         if losses.chooses(loss) and batches:
             batches = losses.choose(batches, loss, self.logprobs(batches))
         tally = LossTally()

@@ -46,7 +46,7 @@ from ramify.train.data.pack import PackingSpec
 from ramify.train.losses import CriticOnlyLoss
 from ramify.train.losses import loss as losses
 from ramify.train.losses.loss import LossEntries, LossSpec, LossTally
-from ramify.types.sequence import Batch, Floats
+from ramify.types.sequence import Batch, Floats, SequenceUnit
 
 _STATE = "backend.pt"
 VALUE_HEAD = "value_head"
@@ -116,7 +116,7 @@ class SingleBackend:
 
     def forward_backward(self, batches: Many[Batch], loss: LossSpec) -> dict[str, float]:
         if loss.is_over_sequences:
-            losses.check_whole(batches)
+            losses.check_whole(batches, loss.sequence)
         if losses.chooses(loss):
             batches = losses.choose(batches, loss, self.logprobs(batches))
         self.prepare(batches, loss)
@@ -143,7 +143,7 @@ class SingleBackend:
     def add(self, batch: Batch, loss: LossSpec) -> LossTally:
         """``forward_backward`` of one batch, after ``prepare``; returns its metrics."""
         with self._trunk.scope(), self._routed(batch):
-            entries = self._entries(batch, _output_of(loss, batch))
+            entries = self._entries(batch, _output_of(loss, batch), loss.sequence)
             value, measured = losses.compute(loss, entries)
             is_finite = bool(torch.isfinite(value))
             if not self._spread.agree(is_finite):
@@ -279,21 +279,23 @@ class SingleBackend:
             else self._balance.passing(batch, self._device)
         )
 
-    def _entries(self, batch: Batch, entropy: EntryOutput) -> LossEntries:
+    def _entries(
+        self, batch: Batch, entropy: EntryOutput, unit: SequenceUnit = "call"
+    ) -> LossEntries:
         check_window(batch, self._window)
         heartbeat()
         streams = {name: self._tensor(column) for name, column in batch.streams.items()}
         logprobs, entropies, values = self._spread.run(
             lambda: self._run_model(batch, streams, entropy)
         )
-        calls, num_calls = losses.calls_of(batch)
+        places, num_sequences = losses.sequences_of(batch, unit)
         return LossEntries(
             logprobs=logprobs[:, 0],
             streams=streams,
             denominators=batch.denominators,
             entropy=entropies if entropy in ("value", "gradient") else None,
             teacher_ids_logprobs=logprobs[:, 1:] if logprobs.shape[1] > 1 else None,
-            sequences=(self._tensor(calls), num_calls),
+            sequences=(self._tensor(places), num_sequences),
             values=None if values is None else values[:, 0],
         )
 

@@ -36,7 +36,7 @@ from ramify.train.data.batch import (
     entries,
     forest,
 )
-from ramify.types.sequence import Batch, Floats, TokenSequence, path_group
+from ramify.types.sequence import Batch, Floats, SequenceUnit, TokenSequence, path_group
 
 Unit = str | int
 """Key of sequences that must be in one batch."""
@@ -80,10 +80,11 @@ def pack(
     packing: PackingSpec | None = None,
     denominators: Mapping[str, float] | None = None,
     *,
-    whole_calls: bool = False,
+    whole: SequenceUnit | None = None,
 ) -> list[Batch]:
     """The batches of one optimizer step, of about equal cost. Sequences without any weight are
-    dropped. ``whole_calls``: keep all paths of a call in one batch, as losses over sequences need.
+    dropped. ``whole``: keep all paths of a call, or of a rollout, in one batch, as losses over
+    sequences need (``LossSpec.sequence``).
 
     ``denominators``: the divisor of each component's sum; by default the sum of its weights over
     all sequences. Raises ValueError if a component has weights but no positive denominator, if a
@@ -100,7 +101,8 @@ def pack(
     found = forest([sequences[index] for index in learning])
     trees = _shared(found, packing)
     units = [
-        path_group(sequences[index].name, index) if whole_calls else index for index in learning
+        index if whole is None else path_group(sequences[index].name, index, whole)
+        for index in learning
     ]
     pieces = _pieces(trees, units, packing)
     fill_tokens = min(packing.fill_tokens or packing.max_tokens, packing.max_tokens)

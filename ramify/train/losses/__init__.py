@@ -12,21 +12,25 @@ from ramify.train.losses.base import LossFormula, LossTokens, PolicyLoss, ratio
 from ramify.train.losses.cispo import Cispo
 from ramify.train.losses.cov import ClipCov, KlCov
 from ramify.train.losses.critic import CriticOnlyLoss
-from ramify.train.losses.decoupled import Decoupled, ProxApprox
-from ramify.train.losses.dppo import DppoKl, DppoTv
+from ramify.train.losses.decoupled import Decoupled, DecoupledGspo, ProxApprox
+from ramify.train.losses.dppo import DppoCapped, DppoKl, DppoTv
 from ramify.train.losses.gmpo import Gmpo
 from ramify.train.losses.gspo import Gspo
 from ramify.train.losses.importance_sampling import ImportanceSampling
 from ramify.train.losses.ppo_clip import DualClip, PpoClip
 from ramify.train.losses.rollout_is import RolloutIs
 from ramify.train.losses.sapo import Sapo
+from ramify.train.losses.sequence_clip import SequenceClip
 
 __all__ = [
     "POLICY_LOSSES",
+    "SEQUENCE_MEANS",
     "Cispo",
     "ClipCov",
     "CriticOnlyLoss",
     "Decoupled",
+    "DecoupledGspo",
+    "DppoCapped",
     "DppoKl",
     "DppoTv",
     "DualClip",
@@ -41,6 +45,7 @@ __all__ = [
     "ProxApprox",
     "RolloutIs",
     "Sapo",
+    "SequenceClip",
     "ratio",
 ]
 
@@ -57,17 +62,27 @@ POLICY_LOSSES = Registry(
         "sapo": Sapo,
         "dppo_tv": DppoTv,
         "dppo_kl": DppoKl,
+        "dppo_capped": DppoCapped,
         "clip_cov": ClipCov,
         "kl_cov": KlCov,
         "decoupled": Decoupled,
+        "decoupled_gspo": DecoupledGspo,
         "prox_approx": ProxApprox,
         "importance_sampling": ImportanceSampling,
+        "sequence_clip": SequenceClip,
         "critic": CriticOnlyLoss,
     },
     structs=True,
+    aliases={"dppo": "dppo_tv", "geo_mean": "gmpo", "ppo": "ppo_clip"},
+    elsewhere={
+        name: f"it is an estimator, and as an objective also a loss: set rl.objective={name}"
+        for name in ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "maxrl", "remax", "opo")
+    },
 )
 """Name -> class. In a configuration: ``{"name": "ppo_clip", "clip_high": 0.3}``.
 
 Example:
     rl.loss.policy=gspo                     # in a recipe, by name
 """
+SEQUENCE_MEANS = ("gspo", "gmpo", "sapo", "sequence_clip")
+"""Policy losses whose papers average over sequences."""

@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 
 class Cispo(LossFormula, frozen=True, kw_only=True, tag="cispo"):
-    """-sg(clip(r, 1 - low, 1 + high)) A l   (2506.13585): every token keeps a gradient, with a
-    bounded weight.
+    """-sg(clip(r, 1 - low, 1 + high)) A l, or with ``cap`` -sg(min(r, cap)) A l   (2506.13585):
+    every token keeps a gradient, with a bounded weight.
+
+    The paper sets no effective lower bound, as ``cap`` does.
 
     Example:
         train.LossSpec(policy=train.Cispo(clip_high=0.3))
@@ -22,6 +24,9 @@ class Cispo(LossFormula, frozen=True, kw_only=True, tag="cispo"):
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     clip_low: float = 0.2
     clip_high: float = 0.28
+    cap: float | None = None
+    """Upper bound of the weight itself, without a lower one, instead of the two above: ScaleRL's
+    epsilon_max, which is 5 there (2510.13786). None: the bounds above."""
     anchor: str = "old"
     """Policy that r is computed against: ``old`` or ``sampler``."""
 
@@ -30,12 +35,17 @@ class Cispo(LossFormula, frozen=True, kw_only=True, tag="cispo"):
             raise ConfigError(f"cispo anchor '{self.anchor}' is neither 'old' nor 'sampler'")
 
     def per_token(self, tokens: LossTokens) -> Tensor:
-        weight = self._ratio(tokens).clamp(1 - self.clip_low, 1 + self.clip_high)
+        low, high = self._bounds
+        weight = self._ratio(tokens).clamp(low, high)
         return -weight * tokens.advantages * tokens.now
 
     def clipped(self, tokens: LossTokens) -> Tensor:
-        r = self._ratio(tokens)
-        return (r > 1 + self.clip_high) | (r < 1 - self.clip_low)
+        r, (low, high) = self._ratio(tokens), self._bounds
+        return (r > high) | (r < low)
+
+    @property
+    def _bounds(self) -> tuple[float, float]:
+        return (1 - self.clip_low, 1 + self.clip_high) if self.cap is None else (0.0, self.cap)
 
     def _ratio(self, tokens: LossTokens) -> Tensor:
         return ratio(tokens.now.detach(), tokens.old if self.anchor == "old" else tokens.sampler)

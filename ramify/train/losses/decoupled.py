@@ -1,11 +1,12 @@
 """Decoupled PPO: the policy of the importance weights and the policy of the trust region differ, so
 stale rollouts do not narrow the trust region.
 
-    w · ppo_clip(r = exp(l - x)),   w = min(exp(x - m), cap)
+    w · ppo_clip(r = exp(l - x)),   w = min(exp(x - m), cap), or 0 above the cap
         m the sampler, x the proximal policy, around which updates are clipped
 
 ``decoupled`` recomputes x at the start of the step (2505.24298). ``prox_approx`` interpolates it
-between the sampler and the current policy by staleness, which saves that pass:
+between the sampler and the current policy by staleness, which saves that pass;
+``decoupled_gspo`` clips the geometric mean of a sequence's ratios:
 
     x = m + a (sg(l) - m),   a = staleness / (staleness + 1)    staleness 0: x = m, 1: halfway
 """
@@ -38,9 +39,12 @@ class Decoupled(LossFormula, frozen=True, kw_only=True, tag="decoupled"):
     clip_low: float = 0.2
     clip_high: float = 0.28
     cap: float = 5.0
+    drop: bool = False
+    """Give tokens above the cap the weight 0, as AReaL's rejection sampling does, instead of the
+    cap."""
 
     def per_token(self, tokens: LossTokens) -> Tensor:
-        weight = ratio(tokens.old, tokens.sampler).clamp(max=self.cap)
+        weight = self._weight(tokens)
         r = ratio(tokens.now, tokens.old)
         return weight * clipped_surrogate(r, tokens.advantages, self.clip_low, self.clip_high)
 
@@ -48,6 +52,41 @@ class Decoupled(LossFormula, frozen=True, kw_only=True, tag="decoupled"):
         return is_clipped(
             ratio(tokens.now, tokens.old), tokens.advantages, self.clip_low, self.clip_high
         )
+
+    def _weight(self, tokens: LossTokens) -> Tensor:
+        weight = ratio(tokens.old, tokens.sampler)
+        return (
+            weight.masked_fill(weight > self.cap, 0.0) if self.drop else weight.clamp(max=self.cap)
+        )
+
+
+class DecoupledGspo(Decoupled, frozen=True, kw_only=True, tag="decoupled_gspo"):
+    """``decoupled`` with r = exp(mean over the sequence of (l - o)) and the mean advantage of the
+    sequence, both over tokens whose weight is not 0   (AReaL's importance_sampling_level=sequence)
+
+    Example:
+        train.LossSpec(policy=train.DecoupledGspo(clip_low=0.4, clip_high=0.4, drop=True))
+    """
+
+    whole: ClassVar[bool] = True
+    sequence_mean: bool = False
+    """Average over each sequence, and then over the sequences. False: weigh tokens as
+    ``rl.algorithm.reduction`` says, as AReaL does."""
+
+    def per_token(self, tokens: LossTokens) -> Tensor:
+        weight = self._weight(tokens)
+        r, advantages = self._means(tokens, weight)
+        return weight * clipped_surrogate(r, advantages, self.clip_low, self.clip_high)
+
+    def clipped(self, tokens: LossTokens) -> Tensor:
+        r, advantages = self._means(tokens, self._weight(tokens))
+        return is_clipped(r.detach(), advantages, self.clip_low, self.clip_high)
+
+    def _means(self, tokens: LossTokens, weight: Tensor) -> tuple[Tensor, Tensor]:
+        kept = (weight > 0).to(tokens.now.dtype)
+        num = tokens.sequences.sum(kept).clamp(min=1.0)
+        gap = tokens.sequences.sum((tokens.now - tokens.old) * kept) / num
+        return ratio(gap, gap.new_zeros(())), tokens.sequences.sum(tokens.advantages * kept) / num
 
 
 class ProxApprox(LossFormula, frozen=True, kw_only=True, tag="prox_approx"):

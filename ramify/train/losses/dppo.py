@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ramify.train.losses.base import LossFormula, LossTokens, ratio
 
@@ -34,6 +34,29 @@ class DppoTv(LossFormula, frozen=True, kw_only=True, tag="dppo_tv"):
         return ((tokens.advantages > 0) & (moved > self.delta)) | (
             (tokens.advantages < 0) & (-moved > self.delta)
         )
+
+
+class DppoCapped(LossFormula, frozen=True, kw_only=True, tag="dppo_capped"):
+    """-sg(min(r, cap)) A l at tokens that ``dppo_tv`` (or ``dppo_kl``) with r and o for rho and m
+    does not mask: the ratio is a bounded weight, as in verl
+
+    Example:
+        train.LossSpec(policy=train.DppoCapped(cap=20.0))
+    """
+
+    reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
+    delta: float = 0.2
+    cap: float = 20.0
+    divergence: Literal["tv", "kl"] = "tv"
+
+    def per_token(self, tokens: LossTokens) -> Tensor:
+        weight = ratio(tokens.now.detach(), tokens.old).clamp(max=self.cap)
+        kept = (~self.clipped(tokens)).to(weight.dtype)
+        return -weight * tokens.advantages * tokens.now * kept
+
+    def clipped(self, tokens: LossTokens) -> Tensor:
+        formula = DppoTv if self.divergence == "tv" else DppoKl
+        return formula(delta=self.delta).clipped(tokens._replace(sampler=tokens.old))
 
 
 class DppoKl(LossFormula, frozen=True, kw_only=True, tag="dppo_kl"):

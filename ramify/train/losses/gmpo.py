@@ -24,6 +24,9 @@ class Gmpo(LossFormula, frozen=True, kw_only=True, tag="gmpo"):
     whole: ClassVar[bool] = True
     clip_low: float = 0.4
     clip_high: float = 0.4
+    sequence_mean: bool = True
+    """Average over each sequence, which ``rl.loss.sequence`` defines, and then over the sequences,
+    as the paper does. False: weigh tokens as ``rl.algorithm.reduction`` says."""
 
     def per_token(self, tokens: LossTokens) -> Tensor:
         mean = tokens.sequences.mean(tokens.advantages)

@@ -28,6 +28,9 @@ class Gspo(LossFormula, frozen=True, kw_only=True, tag="gspo"):
     whole: ClassVar[bool] = True
     clip_low: float = 3e-4
     clip_high: float = 4e-4
+    sequence_mean: bool = True
+    """Average over each sequence, which ``rl.loss.sequence`` defines, and then over the sequences,
+    as the paper does. False: weigh tokens as ``rl.algorithm.reduction`` says."""
 
     def per_token(self, tokens: LossTokens) -> Tensor:
         return clipped_surrogate(

@@ -13,10 +13,11 @@ from, and added to the batch:
     choose        tokens that some losses treat differently (``cov.py``), selected
                   by means over the whole step and by random numbers keyed by sequence and
                   position, so that the cut and the order of the step do not matter
-    calls_of      for a loss over sequences: which entries belong to one call. A call whose history
-                  was cut or rendered again has several paths; its sequence is then all its
-                  sampled tokens, each counted once, on whichever path it carries weight
-    check_whole   for such a loss: each call is whole, in one batch
+    sequences_of  for a loss over sequences: which entries belong to one call, or to one rollout
+                  (``LossSpec.sequence``). A call whose history was cut or rendered again has
+                  several paths; its sequence is then all its sampled tokens, each counted once, on
+                  whichever path it carries weight
+    check_whole   for such a loss: each sequence is whole, in one batch
 
 Not here: log-probabilities (``models/trunk.py``), weights and advantages (``advantages/``).
 
@@ -50,7 +51,7 @@ from ramify.train.losses.base import (
 from ramify.train.losses.corrections import CORRECTIONS
 from ramify.train.losses.critic import CriticTokens, ValueLoss
 from ramify.train.losses.distil_losses import KdKind, forward_kl, reverse_kl, surrogate
-from ramify.types.sequence import Batch, Floats, Ints, path_group
+from ramify.types.sequence import Batch, Floats, Ints, SequenceUnit, path_group
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,6 +71,9 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     corrections: tuple[Any, ...] = ()
     """Factors on the policy loss that correct for a sampler other than the trainer; configured like
     ``policy``, with names in ``CORRECTIONS``."""
+    sequence: SequenceUnit = "call"
+    """What losses and corrections over sequences (``gspo``, ``gmpo``, ``sequence_mask`` …) take as
+    one sequence: the tokens of a ``call``, or those of all calls of a ``rollout``."""
     old: Old = "auto"
     """Source of ``o``, for a loss that uses it. ``pass``: the trainer recomputes it at the start of
     each step. ``now``: l itself, which is equal if a step is a single optimizer step. ``sampler``:
@@ -126,6 +130,11 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def is_over_sequences(self) -> bool:
         """Whether a part of the loss reads whole sequences, so that none may be split."""
         return any(getattr(part, "whole", False) for part in (self.policy, *self.corrections))
+
+    @property
+    def reduction(self) -> SequenceUnit | None:
+        """The reduction that the policy loss carries; None: as ``rl.algorithm.reduction`` says."""
+        return self.sequence if getattr(self.policy, "sequence_mean", False) else None
 
     @property
     def wants_every_token(self) -> bool:
@@ -271,7 +280,7 @@ def _reinforce(loss: LossSpec, entries: LossEntries, tally: LossTally) -> Tensor
             CriticTokens(entries.values, streams["values"], streams["returns"])
         )
         tally.mean("value_loss", value_loss.detach(), has_weight)
-        value = value + loss.value.weight * value_loss
+        value = value + loss.value.weight * value_loss * streams.get("value_share", 1.0)
     return value
 
 
@@ -472,29 +481,30 @@ def choose(batches: Many[Batch], loss: LossSpec, logprobs: Many[Floats]) -> list
     return chosen_batches
 
 
-def calls_of(batch: Batch) -> tuple[Ints, int]:
-    """([E] index of each entry's call, from 0; the number of calls). Paths of one call have the
-    same index."""
+def sequences_of(batch: Batch, unit: SequenceUnit = "call") -> tuple[Ints, int]:
+    """([E] index of each entry's sequence, from 0; the number of sequences). Paths of one call, or
+    of one rollout, have the same index."""
     owners, places = np.unique(batch.owners[:, 0], return_inverse=True)
     numbers: dict[str | int, int] = {}
-    calls = [
-        numbers.setdefault(path_group(batch.sequences[owner], owner), len(numbers))
+    found = [
+        numbers.setdefault(path_group(batch.sequences[owner], owner, unit), len(numbers))
         for owner in owners.tolist()
     ]
-    return np.array(calls, np.int64)[places], len(numbers)
+    return np.array(found, np.int64)[places], len(numbers)
 
 
-def check_whole(batches: Many[Batch]) -> None:
-    """Raise TrainError if a call with policy-gradient weight occurs in two batches."""
+def check_whole(batches: Many[Batch], unit: SequenceUnit = "call") -> None:
+    """Raise TrainError if a call, or a rollout, with policy-gradient weight occurs in two
+    batches."""
     places = Counter[str | int]()
     for batch in batches:
         learnt = np.unique(batch.owners[batch.streams["rl"] != 0, 0]).tolist()
-        places.update({path_group(batch.sequences[index], index) for index in learnt})
+        places.update({path_group(batch.sequences[index], index, unit) for index in learnt})
     for name, num in places.items():
         if num > 1:
             raise TrainError(
-                f"the loss reads whole calls, and {name} is in {num} batches: pack them with "
-                "whole_calls=True"
+                f"the loss reads whole {unit}s, and {name} is in {num} batches: pack them with "
+                f"whole='{unit}'"
             )
 
 

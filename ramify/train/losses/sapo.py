@@ -20,6 +20,9 @@ class Sapo(LossFormula, frozen=True, kw_only=True, tag="sapo"):
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     tau_positive: float = 1.0
     tau_negative: float = 1.05
+    sequence_mean: bool = True
+    """Average over each sequence, which ``rl.loss.sequence`` defines, and then over the sequences,
+    as the paper does. False: weigh tokens as ``rl.algorithm.reduction`` says."""
 
     def per_token(self, tokens: LossTokens) -> Tensor:
         r, advantages = ratio(tokens.now, tokens.old), tokens.advantages

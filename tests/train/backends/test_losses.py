@@ -143,7 +143,7 @@ def test_loss_and_gradient_do_not_depend_on_packing(
         split(rows),
         PackingSpec(max_tokens=50, cost=FREE),
         pack(rows)[0].denominators,
-        whole_calls=loss.is_over_sequences,
+        whole="call" if loss.is_over_sequences else None,
     )
     assert len(parts) > 3
     check_same(learn(parts, loss, critic=critic), wanted)

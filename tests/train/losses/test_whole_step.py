@@ -93,11 +93,11 @@ def test_paths_of_a_call_stay_together_in_one_batch() -> None:
     cut = PackingSpec(max_tokens=50)
     with pytest.raises(TrainError, match=r"reads whole calls, and t/call=0 is in 2 batches"):
         losses.check_whole(pack(rows, cut))
-    batches = pack(rows, cut, whole_calls=True)
+    batches = pack(rows, cut, whole="call")
     losses.check_whole(batches)
     assert len(batches) > 3
     (both,) = (batch for batch in batches if {2, 8} <= batch.sequences.keys())
-    calls, num = losses.calls_of(both)
+    calls, num = losses.sequences_of(both)
     assert num == len(both.sequences) - 1
     assert len(set(calls[np.isin(both.owners[:, 0], [2, 8])].tolist())) == 1
     rows[8].rl[:] = 0  # CE only, so the policy loss does not read it

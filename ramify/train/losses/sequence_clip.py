@@ -1,0 +1,47 @@
+"""PPO with one action per sequence: the ratio of whole sequences, not their mean per token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from ramify.train.losses.base import (
+    LossFormula,
+    LossTokens,
+    clipped_surrogate,
+    is_clipped,
+    ratio,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SequenceClip(LossFormula, frozen=True, kw_only=True, tag="sequence_clip"):
+    """-min(s Ā, clip(s, 1 - low, 1 + high) Ā), s = exp(sum over the sequence of (l - o)): the loss
+    of TRL's ``RLOOTrainer``.
+
+    Ā is the mean advantage of the sequence. Every token of the sequence gets this value.
+
+    Example:
+        train.LossSpec(policy=train.SequenceClip(clip_high=0.28))
+    """
+
+    reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
+    whole: ClassVar[bool] = True
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    sequence_mean: bool = True
+    """Average over each sequence, which ``rl.loss.sequence`` defines, and then over the sequences.
+    False: weigh tokens as ``rl.algorithm.reduction`` says."""
+
+    def per_token(self, tokens: LossTokens) -> Tensor:
+        mean = tokens.sequences.mean(tokens.advantages)
+        return clipped_surrogate(self._ratio(tokens), mean, self.clip_low, self.clip_high)
+
+    def clipped(self, tokens: LossTokens) -> Tensor:
+        mean = tokens.sequences.mean(tokens.advantages)
+        return is_clipped(self._ratio(tokens).detach(), mean, self.clip_low, self.clip_high)
+
+    def _ratio(self, tokens: LossTokens) -> Tensor:
+        gap = tokens.sequences.sum(tokens.now - tokens.old)
+        return ratio(gap, gap.new_zeros(()))
