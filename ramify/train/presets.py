@@ -338,7 +338,7 @@ PRESETS: Mapping[str, Preset] = {
                 "adv_estimator=grpo, clip_ratio_high=0.28",
                 _GRPO,
                 {**_DUAL_CLIP, "clip_high": 0.28},
-                note="From its docs/algo/dapo.md; overlong replies are scored by its reward manager.",
+                note="From its docs/algo/dapo.md; its reward manager scores overlong replies.",
             ),
             "gspo": TrainerObjective(
                 "adv_estimator=grpo, policy_loss.loss_mode=gspo",
