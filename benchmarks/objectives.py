@@ -9,7 +9,7 @@
                             to 1e-6 to formulas written from the papers and from each trainer's code
     objectives_doctor.py    broken and healthy runs: is the fault named, and soon
 
-The exit code is 1 if a figure misses its limit. TRL's own code takes part where it is installed
+The exit code is 1 if a figure misses its limit. TRL's own code takes part if it is installed
 (``requirements-trl.txt``).
 """
 

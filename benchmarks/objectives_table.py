@@ -53,7 +53,7 @@ ITEMS, GROUP, PROMPT, MOST, VOCAB = 3, 4, 2, 6, 7
 ROWS = ITEMS * GROUP
 EPSILON = 1e-6
 LENGTH = 512
-"""Tokens that a constant reduction divides by in TRL; SkyRL and verl have no number of their own."""
+"""Tokens that a constant reduction divides by in TRL; SkyRL and verl have no default."""
 DEFAULTS = {"trl": "dapo", "skyrl": "grpo", "prime": "grpo", "verl": "ppo", "areal": "grpo"}
 """Preset -> the objective that it has if none is named."""
 
@@ -232,7 +232,7 @@ def _others(rewards: Tensor) -> Tensor:
 
 
 def _over_mean(rewards: Tensor, epsilon: float) -> Tensor:
-    """[B] rewards less the mean of their group, divided by it; 0 where it is 0."""
+    """[B] rewards less the mean of their group, divided by it; 0 for a mean of 0."""
     mean = _groups_of(rewards).mean(1, keepdim=True)
     found = (_groups_of(rewards) - mean) / (mean + epsilon)
     return torch.where(mean > 0, found, 0.0).flatten()

@@ -474,7 +474,7 @@ PRESETS: Mapping[str, Preset] = {
         rollout={"group": 4, "temperature": 1.0, "top_p": None, "top_k": None},
         differences=(
             "Its examples shift rewards by -0.5 and multiply them by 10 before they are compared; "
-            "what is left of that is the epsilon beside standard deviations.",
+            "only the epsilons beside standard deviations depend on that, and have it here.",
             "It is asynchronous: `rl.sample.max_staleness=2`.",
             _DECAY,
         ),
@@ -538,7 +538,7 @@ def with_preset_objective(run: Run, name: str, objective: str) -> Run:
     if objective not in preset.objectives:
         raise ConfigError(
             f"{preset.trainer.split()[0]} has no objective {objective}, but "
-            f"{', '.join(sorted(preset.objectives))}: choose one of them, or leave out --preset "
+            f"{', '.join(sorted(preset.objectives))}: choose one of them, or remove --preset "
             f"{name} for {objective} as its paper has it"
         )
     theirs = preset.objectives[objective]
