@@ -372,6 +372,48 @@ def test_reward_kl_is_charged_to_each_token_and_the_tokens_before_it() -> None:
         finish(discounted, [row])
 
 
+def test_reward_kl_of_a_rollout_is_compared_in_its_group() -> None:
+    """old - ref = 0.5 at each token, β = 0.1: a rollout of 3 + 3 tokens in two calls is charged
+    0.3, and one of 4 tokens 0.2. Of the rewards 1 - 0.3 and 0 - 0.2, each less the other: ±0.9."""
+    rloo = RLOO(kl_reward=0.1, kl_over="rollout")
+    groups = batch()[:1]
+    rows = rows_of(rloo, groups, old_logprobs=-1.0, ref_logprobs=-1.5)
+    measured = finish(rloo, rows)
+    found = {row.name: set(np.round(trained_values(row, "advantages"), 6)) for row in rows}
+    assert found == {"a0/call=0": {0.9}, "a0/call=0.0": {0.9}, "a1/call=0": {-0.9}}
+    assert measured == {"reward_kl": pytest.approx(0.5)}
+
+
+def test_rae_may_update_its_mean_after_each_rollout() -> None:
+    """decay 0.5 from 0: rewards 1, 1, 0 are compared with 0, 0.5 and 0.75."""
+    groups = roots(1, 1, 0)
+    found = RAE(decay=0.5, update="rollout").assign_advantages(groups, {})
+    values = [next(iter(each.credits.values())).advantages[0] for each in found.rollouts]
+    assert values == pytest.approx([1, 0.5, -0.75])
+    assert found.memory["rlm@0"] == pytest.approx(0.375)
+    once = RAE(decay=0.5).assign_advantages(groups, {})
+    assert once.memory["rlm@0"] == pytest.approx(1 / 3)
+
+
+def test_critics_loss_may_weigh_tokens_in_another_way() -> None:
+    """Rollouts of 6 and 4 tokens, one vote per token in the policy's loss and one per rollout in
+    the critic's: of ten tokens in two rollouts, one counts 10 / (2 · 6) and 10 / (2 · 4)."""
+    ppo = PPO(reduction="token", value_reduction="rollout")
+    rows = rows_of(ppo, batch()[:1], values=0.0)
+    found = {row.name: set(np.round(trained_values(row, "value_share"), 4)) for row in rows}
+    assert found == {"a0/call=0": {0.8333}, "a0/call=0.0": {0.8333}, "a1/call=0": {1.25}}
+
+
+def test_normalisation_may_add_to_the_standard_deviation() -> None:
+    """±0.5 has the standard deviation 0.7071; with 1 added to it, ±0.5 / 1.7071."""
+    one, groups = 0.5 / 1.7071068, roots(1, 0)
+    found = DrGRPO(normalise=True, normalise_epsilon=1.0).assign_advantages(groups, {})
+    values = [next(iter(each.credits.values())).advantages[0] for each in found.rollouts]
+    assert values == pytest.approx([one, -one])
+    with pytest.raises(ConfigError, match="normalise_epsilon cannot be negative"):
+        DrGRPO(normalise_epsilon=-1.0)
+
+
 def test_reinforce_pp_discounts_by_sampled_tokens() -> None:
     found = ReinforcePP(gamma=0.5).assign_advantages(
         [

@@ -21,6 +21,7 @@ ONE_GROUP = [[{"0": 4}, {"0": 4, "0.0": 4, "0.1": 4}]]
     ("reduction", "first", "second", "denominator"),
     [
         ("rollout", 1 / 4, 1 / 12, 2),
+        ("call", 1 / 4, 1 / 4, 4),
         ("token", 1.0, 1.0, 16),
         ("constant", 1 / 100, 1 / 100, 2),
         ("group", 1 / 8, 1 / 24, 1),
@@ -52,6 +53,21 @@ def test_rollout_weight_does_not_depend_on_number_of_calls(share: Share) -> None
     ]
     assert masses == pytest.approx([1, 1, 0, 1])
     assert divided_by == 3
+
+
+@pytest.mark.parametrize("share", ["token", "call"])
+def test_call_reduction_gives_each_call_one_vote(share: Share) -> None:
+    groups = [[{"0": 3, "0.0": 5, "0.1": 0}, {"0": 40}, {"0": 0}], [{"0": 1, "0.0": 9}]]
+    found, divided_by = weights(groups, "call", share)
+    votes = [
+        weight[id] * num
+        for group, weighed in zip(groups, found, strict=True)
+        for counts, weight in zip(group, weighed, strict=True)
+        for id, num in counts.items()
+        if num
+    ]
+    assert votes == pytest.approx([1.0] * 5)
+    assert divided_by == 5
 
 
 def test_prompt_mean_weighs_every_prompt_equally() -> None:

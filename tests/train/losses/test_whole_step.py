@@ -100,5 +100,15 @@ def test_paths_of_a_call_stay_together_in_one_batch() -> None:
     calls, num = losses.sequences_of(both)
     assert num == len(both.sequences) - 1
     assert len(set(calls[np.isin(both.owners[:, 0], [2, 8])].tolist())) == 1
+    # With the rollout as the sequence, its other calls belong to it, too.
+    rows[5].name = "t/call=0.0"
+    together = pack(rows, cut, whole="rollout")
+    losses.check_whole(together, "rollout")
+    (all_three,) = (batch for batch in together if {2, 5, 8} <= batch.sequences.keys())
+    sequences, num = losses.sequences_of(all_three, "rollout")
+    assert num == len(all_three.sequences) - 2
+    assert len(set(sequences[np.isin(all_three.owners[:, 0], [2, 5, 8])].tolist())) == 1
+    with pytest.raises(TrainError, match=r"reads whole rollouts, and t is in \d batches"):
+        losses.check_whole(pack(rows, cut), "rollout")
     rows[8].rl[:] = 0  # CE only, so the policy loss does not read it
     losses.check_whole(pack(rows, cut))
