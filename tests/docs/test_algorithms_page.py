@@ -70,10 +70,12 @@ def test_reduction_table_has_the_weight_of_each_token():
     assert column("reductions", 2) == {
         "rollout": pytest.approx([1 / 2, 1, 1 / 3, 1 / 2, 1, 1], abs=6e-4), "token": [1] * 6, "constant": [0.1] * 6,
         "group": pytest.approx([1 / 8, 1 / 4, 1 / 12, 1 / 8, 1 / 2, 1 / 2], abs=6e-4),
+        "call": pytest.approx([1 / 2, 1, 1 / 3, 1 / 2, 1, 1], abs=6e-4),
         "prompt": pytest.approx([1 / 8] * 4 + [1 / 2] * 2, abs=6e-4), "sum": [1] * 6,
     }  # fmt: skip
     divided = {
         "rollout": [6],
+        "call": [6],
         "token": [10],
         "constant": [6],
         "group": [2],

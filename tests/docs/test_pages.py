@@ -59,6 +59,7 @@ def test_every_block_is_run_or_states_a_reason():
         "evaluate.md",
         "library.md",
         "models.md",
+        "objectives.md",
         "own-algorithm.md",
         "placement.md",
         "plugins.md",
@@ -146,6 +147,8 @@ def test_python_blocks_of_page_run(page, reader):
         assert namespace["services"]["judge"].variable == "VLLM_BASE_URL"
     elif page == "plugins.md":
         assert namespace["task"].name == "colors"
+    elif page == "objectives.md":
+        assert namespace["rl"].steps == 200
     elif page == "own-algorithm.md":
         # Remove what the page registered, so that later tests do not find it.
         for table, name in (
