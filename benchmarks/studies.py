@@ -22,14 +22,22 @@ from ramify.train.checkpoint import CheckpointStore
 ROOT = Path(__file__).parents[1]
 
 
-def python(*arguments: str) -> None:
-    """Run a Python command with one thread. Raises SystemExit if it fails."""
+def python(*arguments: str, quiet: bool = False) -> float:
+    """Run a Python command with one thread, and return the CPU seconds of its process and of all
+    its children. Raises SystemExit if it fails."""
     command = [sys.executable, *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL if quiet else None,
     )
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed with {done.returncode}")
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed with {process.returncode}")
+    return usage.ru_utime + usage.ru_stime
 
 
 def is_trained(folder: Path) -> bool:

@@ -73,7 +73,8 @@ SETTINGS = (
     OptionSpec(
         "scaffold",
         str,
-        "prompts: default, minimal, tiny, bare, retool, or a .toml or .json file",
+        "prompts and form of replies: a name (`ramify plugins scaffold` lists them), or a .toml or "
+        ".json file",
         "NAME|FILE",
     ),
     OptionSpec("instructions", str, "instructions that are added to every prompt", "FILE|TEXT"),

@@ -575,4 +575,5 @@ def _num_common(path: tuple[int, ...], prompt: tuple[int, ...]) -> int:
     """Length of the common prefix of both."""
     if prompt[: len(path)] == path:
         return len(path)
-    return next(index for index, (a, b) in enumerate(zip(path, prompt, strict=False)) if a != b)
+    differ = (index for index, (a, b) in enumerate(zip(path, prompt, strict=False)) if a != b)
+    return next(differ, min(len(path), len(prompt)))  # a question that is asked again is a prefix

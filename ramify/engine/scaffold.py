@@ -267,10 +267,11 @@ TINY = Scaffold(
     last_word=False,
     compact_at=0.0,
 )
-"""For policies of a few hundred thousand parameters: as few tokens as possible, nothing that needs
-reading skills."""
+"""For policies of a few hundred thousand parameters, trained with it: each reply is code and runs
+as it is; the prompt is the question and the length of the context."""
 BARE = msgspec.structs.replace(TINY, name="bare", first="{{question}}")
-"""The same for questions without a context: the question and nothing else."""
+"""For policies trained with it on questions without a context: each reply is code and runs as it
+is; the prompt is the question alone."""
 RETOOL = Scaffold(
     name="retool",
     system=_RETOOL_SYSTEM.format(how=_RETOOL_TAGS),
@@ -284,7 +285,8 @@ RETOOL = Scaffold(
     last_word=False,
     compact_at=0.0,
 )
-"""Mathematics with a Python tool in tags, for models without native tool calls."""
+"""For mathematics: thoughts, Python code in tags, and a boxed answer; for models without native tool
+calls."""
 RETOOL_NATIVE = msgspec.structs.replace(
     RETOOL,
     name="retool_native",
@@ -292,11 +294,12 @@ RETOOL_NATIVE = msgspec.structs.replace(
     native_tools=True,
     stop=("</code>", "</tool_call>"),
 )
-"""The same with native tool calls."""
+"""For mathematics: thoughts, Python code in native tool calls, and a boxed answer."""
 DEFAULT = Scaffold()
-"""Code in Markdown blocks, for any capable model."""
+"""For any model that follows instructions: text with code in Markdown blocks, which runs; the prompt
+states the facts of the run."""
 MINIMAL = Scaffold(name="minimal", system=_MINIMAL_SYSTEM)
-"""The same with the shortest instructions."""
+"""For small models: text with code in Markdown blocks, which runs, and the shortest instructions."""
 _HERE = "ramify.engine.scaffold"
 SCAFFOLDS = Registry(
     "scaffold",

@@ -38,6 +38,9 @@ FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 EVALUATIONS = "evaluations"
 """Folder of a store with one file per evaluation; ``evaluate/run.py`` writes them."""
+TOKENIZED = "tokenized"
+"""Folder of a store with token ids of its conversations; ``train/data/stored_tokens.py`` writes
+it."""
 Bytes = bytes | bytearray | memoryview
 Fsync = Callable[[int], object]
 """``os.fsync``, or a test's substitute."""

@@ -1,4 +1,4 @@
-"""Deletion of runs, evaluations, and blobs that no journal refers to.
+"""Deletion of runs, evaluations, blobs that no journal refers to, and stored token ids.
 
 The journals show which blobs are needed: every quoted string of 64 hexadecimal digits counts as a
 reference. A run puts a blob (which renews the blob's time) just before it refers to it. So a blob
@@ -21,7 +21,7 @@ import msgspec
 from ramify.errors import StoreError
 from ramify.store.journal import open_locked, writer, writer_file
 from ramify.store.live_text import delete_unused, live_file
-from ramify.store.private_files import EVALUATIONS, BlobStore, StoreSize, remove_file
+from ramify.store.private_files import EVALUATIONS, TOKENIZED, BlobStore, StoreSize, remove_file
 from ramify.store.repair import backups
 from ramify.store.reviews import review_file
 
@@ -54,7 +54,7 @@ class StorePruner:
         """Delete this journal and the blobs that only it refers to; returns the bytes freed. Raises
         StoreError while it is being written."""
         stat, candidates = _delete(path)
-        return stat.st_size + self._collect(candidates)
+        return stat.st_size + self._delete_tokens() + self._collect(candidates)
 
     def prune(
         self,
@@ -98,11 +98,17 @@ class StorePruner:
             except StoreError:
                 continue
             removed.append(path.stem)
+            self._delete_tokens()
             candidates |= {
                 name: max(ended, candidates.get(name, 0.0)) for name, ended in named.items()
             }
         self._collect(candidates)
         return removed
+
+    def _delete_tokens(self) -> int:
+        """Delete the token ids of conversations, since they may be those of a deleted run; returns
+        the bytes freed. Training makes them again."""
+        return sum(map(remove_file, (self._root / TOKENIZED).glob("*")))
 
     def _fit(self, max_bytes: int, oldest_first: list[Path], removed: PruneResult) -> None:
         """Delete until the store fits ``max_bytes``, and add the ids to ``removed``."""

@@ -130,6 +130,7 @@ class TaskStart(msgspec.Struct, kw_only=True):
     The engine accepts it as a context."""
 
     context: Any = None
+    """Value that the session receives as ``context``. None, or an empty text: no context."""
     tools: Mapping[str, Any] = {}
     """Functions and values in the session of the root and of its children. Functions run in the
     host process."""
@@ -152,6 +153,10 @@ class TaskStart(msgspec.Struct, kw_only=True):
     on_end: Callable[[Any], Mapping[str, Any]] | None = None
     """Called once when the rollout has ended for any reason, with the answer (None if there is
     none). Its result is stored in the trajectory's ``metadata`` for the score."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.context, str) and not self.context:
+            self.context = None
 
     def manifest(self) -> str:
         """Return ``about``; the engine calls this method."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.actors.launcher import PlacementSlot
+from ramify.clients.base import Tool
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
@@ -28,7 +29,12 @@ from ramify.tasks.base import Task, task_of
 from ramify.train.backends.base import BACKENDS, ComputeSpec, OptimizerSpec, has_bf16
 from ramify.train.config import PolicySpec, Run, plain
 from ramify.train.data.stored_rows import ROWS_FILE, key_of, read_rows, write_rows
-from ramify.train.demonstrations import demonstrations_of, sft_rows
+from ramify.train.demonstrations import (
+    DemonstrationSet,
+    demonstrations_of,
+    sft_rows,
+    tokenised,
+)
 from ramify.train.depth_models import check_models, check_scaffolds
 from ramify.train.policy_defaults import (
     RunPrecision,
@@ -59,6 +65,8 @@ from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from ramify.models.load import Policy
 
 _log = RoomLogger("train")
@@ -184,11 +192,11 @@ def assemble(
     precision = precision_of(run, _stored(run), device, has_bf16=has_bf16(device))
     engines = sleeping(run, device)
     rows = _stored_rows(run, checkpoint)
-    demonstrations = list(demonstrations_of(run, task, scaffold)) if rows is None else []
+    demonstrations = demonstrations_of(run, task, scaffold) if rows is None else []
     _check_model(run, kind, device)
     # Engine and trainer of a deterministic run share weights in fp32.
     dtype = "float32" if run.deterministic else precision.engine
-    policy = policy_of(run, demonstrations, dtype, checkpoint)
+    policy = policy_of(run, demonstrations, dtype, checkpoint, scaffold.tools())
     if not run.policy.path:
         _check_model(run, kind, device, policy.config)
     compute = msgspec.structs.replace(
@@ -374,10 +382,14 @@ def _stored(run: Run) -> str:
 
 
 def policy_of(
-    run: Run, demonstrations: Sequence[Trajectory], dtype: str, checkpoint: Path | None = None
+    run: Run,
+    demonstrations: Sequence[DemonstrationSet],
+    dtype: str,
+    checkpoint: Path | None = None,
+    tools: Sequence[Tool] = (),
 ) -> Policy:
     """The initial policy of ``run`` in precision ``dtype``, with its tokenizer: that of
-    ``checkpoint``, if given and if one was trained."""
+    ``checkpoint``, if given and if one was trained. ``tools``: native tools of the scaffold."""
     import torch
     from transformers import AutoConfig
 
@@ -395,11 +407,11 @@ def policy_of(
         tokenizer = word_tokenizer(spec.words)
     elif checkpoint is not None:
         tokenizer = load_tokenizer(checkpoint / "policy")
-    elif demonstrations:
+    elif shown := [each for one in demonstrations for each in one.trajectories]:
         with report_progress("tokenizer", note="trained on the demonstrations"):
             tokenizer = train_tokenizer(
-                _texts(demonstrations[:NUM_TOKENIZER_TEXTS]),
-                spec.vocab_size or _usual_vocabulary(spec, demonstrations),
+                _texts(shown[:NUM_TOKENIZER_TEXTS]),
+                spec.vocab_size or _usual_vocabulary(spec, shown),
                 is_exact=spec.vocab_size is not None or bool(spec.shape),
             )
     else:
@@ -413,7 +425,7 @@ def policy_of(
             "bos_token_id": None,
             "eos_token_id": tokenizer.eos_token_id,
             "pad_token_id": tokenizer.pad_token_id,
-            **(spec.shape or _shape(tokenizer, demonstrations, checkpoint)),
+            **(spec.shape or _shape(tokenizer, demonstrations, checkpoint, tools)),
         }
     )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -427,20 +439,21 @@ def _usual_vocabulary(spec: PolicySpec, demonstrations: Sequence[Trajectory]) ->
 
 
 def _shape(
-    tokenizer: Any, demonstrations: Sequence[Trajectory], checkpoint: Path | None
+    tokenizer: PreTrainedTokenizerFast,
+    demonstrations: Sequence[DemonstrationSet],
+    checkpoint: Path | None,
+    tools: Sequence[Tool],
 ) -> dict[str, Any]:
     """The shape that follows from the demonstrations, or that of the checkpoint, since a resumed
     run may have other demonstrations."""
     from ramify.models.load import read_config
+    from ramify.models.renderer import renderer_of
 
     if checkpoint is not None:
         config: dict[str, Any] = read_config(checkpoint / "policy").to_dict()
         return config
-    lengths = [
-        sum(len(tokenizer.encode(text)) + 2 for text in texts)
-        for trajectory in demonstrations
-        for texts in _calls(trajectory)
-    ]
+    shown = tokenised(demonstrations, tokenizer, renderer_of(tokenizer), tools)
+    lengths = [len(path.ids) for each in shown for call in each.calls for path in each.paths(call)]
     if not lengths:
         raise ConfigError("policy: no demonstrations, from which the sizes of a new model follow")
     shape = shape_for(sum(lengths), max(lengths))

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from ramify.clients.base import Tool
 from ramify.clients.scripted import ScriptedClient
 from ramify.engine.limits import Limits
 from ramify.engine.rlm import RLM
@@ -34,20 +35,32 @@ from ramify.evaluate.run import AttemptOutcome, EvaluationPlan, EvaluationRecord
 from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.sandbox.base import SandboxSpec
-from ramify.store.store import Store
+from ramify.store.private_files import TOKENIZED
+from ramify.store.store import Store, default_root
 from ramify.tasks.base import DATA_SUFFIXES, Item, Task, items_of, task_of
 from ramify.tasks.data import rows_of
 from ramify.tasks.messages import WireMessage
 from ramify.train.config import Run, SftSpec
 from ramify.train.data.compile import token_sequences
-from ramify.train.data.sft_data import DEMOS, TrajectoryTokenizer, read, trajectory_of
+from ramify.train.data.sft_data import (
+    DEMOS,
+    TrajectoryTokenizer,
+    form_of,
+    is_store,
+    read,
+    trajectory_of,
+)
 from ramify.train.data.stored_rows import key_of
+from ramify.train.data.stored_tokens import StoredTokens
 from ramify.types.message import Message, Reply
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from ramify.models.load import Policy
+    from ramify.models.renderer import Renderer
 
 
 class _Row(msgspec.Struct):
@@ -99,30 +112,64 @@ def _turns(messages: Sequence[Message], learned: Sequence[bool]) -> Iterator[Tur
 _log = RoomLogger("train")
 
 
-def demonstrations_of(run: Run, task: Task, scaffold: Scaffold) -> Iterator[Trajectory]:
+class DemonstrationSet(NamedTuple):
+    """Trajectories from one source."""
+
+    trajectories: list[Trajectory]
+    tokens: Path | None = None
+    """Folder that keeps their token ids (``data/stored_tokens.py``); None: they are not stored
+    themselves, so they are tokenized whenever they are made."""
+
+
+class StoredRuns(list[Trajectory]):
+    """Runs that are kept in the store at ``root``."""
+
+    def __init__(self, runs: Iterable[Trajectory], root: Path) -> None:
+        super().__init__(runs)
+        self.root = root
+
+
+def demonstrations_of(run: Run, task: Task, scaffold: Scaffold) -> list[DemonstrationSet]:
     """The trajectories to imitate: newly made demonstrations, then stored trajectories."""
     spec = run.sft
-    if spec is None:
-        return
-    if spec.demos:
-        demonstrations = _shown(run, spec, task, scaffold)
-        with report_progress("demonstrations", spec.num, "items") as work:
-            for shown in demonstrations:
-                yield shown if isinstance(shown, Trajectory) else trajectory_of(shown)
-                work.more()
-    if spec.trajectories:
-        yield from read(Path(spec.trajectories))
+    sets: list[DemonstrationSet] = []
+    if spec is not None and spec.demos:
+        sets.append(_demonstrated(run, spec, task, scaffold))
+    if spec is not None and spec.trajectories:
+        path = Path(spec.trajectories)
+        root = path if is_store(path) else default_root()
+        sets.append(DemonstrationSet(list(read(path)), root / TOKENIZED))
+    return sets
 
 
-def _shown(run: Run, spec: SftSpec, task: Task, scaffold: Scaffold) -> Iterator[Any]:
+def _demonstrated(run: Run, spec: SftSpec, task: Task, scaffold: Scaffold) -> DemonstrationSet:
     """The demonstrations of a file, or of a function."""
-    if spec.demos.endswith(DATA_SUFFIXES):
-        yield from message_demonstrations(spec.demos, spec.num)
-        return
+    with report_progress("demonstrations", spec.num, "items") as work:
+
+        def taken(each: Any) -> Trajectory:
+            work.more()
+            return each if isinstance(each, Trajectory) else trajectory_of(each)
+
+        if spec.demos.endswith(DATA_SUFFIXES):
+            rows = message_demonstrations(spec.demos, spec.num)
+            return DemonstrationSet([taken(row) for row in rows], default_root() / TOKENIZED)
+        return _made(run, spec, task, scaffold, taken)
+
+
+def _made(
+    run: Run,
+    spec: SftSpec,
+    task: Task,
+    scaffold: Scaffold,
+    taken: Callable[[Any], Trajectory],
+) -> DemonstrationSet:
+    """The demonstrations of a function."""
     make = DEMOS.of(spec.demos)
     demo_task = task_of(spec.task.name, **spec.task.options) if spec.task is not None else task
     try:
-        yield from make(demo_task, spec.num, run.seed, scaffold, **spec.options)
+        made = make(demo_task, spec.num, run.seed, scaffold, **spec.options)
+        folder = made.root / TOKENIZED if isinstance(made, StoredRuns) else None
+        return DemonstrationSet([taken(each) for each in made], folder)
     except RamifyError:
         raise
     except Exception as error:
@@ -176,8 +223,9 @@ def demonstrate(
 
             return list(await asyncio.gather(*map(one, items)))
 
-    async def ask_once(model: str) -> list[Trajectory]:
-        kept = Store(store)
+    kept = Store(store) if isinstance(expert, str) else None
+
+    async def ask_once(model: str, kept: Store) -> list[Trajectory]:
         rlm = RLM(model, scaffold=scaffold, limits=limits, sandbox=sandbox, store=kept)
         first = key_of([(each.question, each.context, each.gold) for each in items[:1]])
         plan = EvaluationPlan(
@@ -196,14 +244,14 @@ def demonstrate(
         return [_kept(kept, outcome) for outcome in made.outcomes]
 
     with ThreadPoolExecutor(1) as thread:  # the caller may be on an event loop
-        work = ask_once(expert) if isinstance(expert, str) else ask()
+        work = ask() if kept is None else ask_once(str(expert), kept)
         runs = thread.submit(asyncio.run, work).result()
     shown = [each for each in runs if each.rewards]
     if runs and not shown:
         raise ConfigError(
             f"all {len(runs)} demonstrations failed, the first with: {runs[0].errors}"
         )
-    return shown
+    return shown if kept is None else StoredRuns(shown, kept.root)
 
 
 def _kept(store: Store, outcome: AttemptOutcome) -> Trajectory:
@@ -217,21 +265,57 @@ def _kept(store: Store, outcome: AttemptOutcome) -> Trajectory:
     return trajectory
 
 
+def tokenised(
+    demonstrations: Sequence[DemonstrationSet],
+    tokenizer: PreTrainedTokenizerFast,
+    renderer: Renderer,
+    tools: Sequence[Tool],
+) -> list[Trajectory]:
+    """The trajectories of all sets, with token ids: those that were kept, and new ones, which are
+    kept for the next run."""
+    trajectories: list[Trajectory] = []
+    num = sum(len(each.trajectories) for each in demonstrations)
+    num_found = num_calls = 0
+    with report_progress("tokenising", num, "trajectories") as work:
+        for each in demonstrations:
+            stored = (
+                None
+                if each.tokens is None
+                else StoredTokens(each.tokens, tokenizer, form_of(renderer, tools))
+            )
+            tokeniser = TrajectoryTokenizer(renderer, tools, stored)
+            for trajectory in each.trajectories:
+                trajectories.append(tokeniser.tokenised(trajectory))
+                work.more()
+            if stored is not None:
+                stored.save()
+                num_found += stored.num_found
+                num_calls += stored.num_found + stored.num_new
+    if num_calls:
+        _log.info(
+            "stored_tokens",
+            f"{num_found:,} of {num_calls:,} stored calls had token ids from before",
+            found=num_found,
+            of=num_calls,
+        )
+    return trajectories
+
+
 def sft_rows(
     spec: SftSpec,
-    demonstrations: Sequence[Trajectory],
+    demonstrations: Sequence[DemonstrationSet],
     policy: Policy,
     scaffold: Scaffold,
     weights: Mapping[str, float],
 ) -> list[TokenSequence]:
     """The sequences of ``demonstrations`` that fit the policy's window. Raises ConfigError if
     nothing is left to learn."""
-    tokeniser = TrajectoryTokenizer(policy.renderer, scaffold.tools())
-    groups = []
-    with report_progress("tokenising", len(demonstrations), "trajectories") as work:
-        for trajectory in demonstrations:
-            groups.append(Group(trajectory.task, [tokeniser.tokenised(trajectory)]))
-            work.more()
+    groups = [
+        Group(trajectory.task, [trajectory])
+        for trajectory in tokenised(
+            demonstrations, policy.tokenizer, policy.renderer, scaffold.tools()
+        )
+    ]
     assigned = spec.algorithm.assign_advantages(groups, weights)
     if assigned.no_signal:
         raise ConfigError(f"sft has nothing to learn from: {assigned.no_signal}")

@@ -286,3 +286,19 @@ def test_scripted_ids_are_one_per_byte(keeps_ids: bool) -> None:
     second = ids.added_to(reply, Request((user, reply.message, more), known=known))
     extended = (257, 104, 105, 260, 258, 111, 107, 260, 257, 63, 260, 258)
     assert second.prompt_ids == (extended if keeps_ids else (*extended[:5], 32, *extended[5:]))
+
+
+def test_plain_question_that_is_asked_again_keeps_its_prompt() -> None:
+    """After an empty reply the same prompt is sent again: all of it is the beginning of the path."""
+    model = client([
+        reply_with_ids(" ", (1, 2, 3), (10,)),
+        reply_with_ids("4", (1, 2, 3), (11, 12)),
+    ])  # fmt: skip
+    with rlm(model, scaffold="default", direct=True) as r:
+        result = r.completion("2 + 2?")
+    assert result.response == "4"
+    root = result.trajectory.root
+    stored = [(turn.reused_ids, turn.reply.prompt_ids, turn.reply.token_ids) for turn in root.turns]
+    assert stored == [(0, (1, 2, 3), (10,)), (3, (), (11, 12))]
+    paths = [path.ids for path in result.trajectory.paths(root)]
+    assert paths == [(1, 2, 3, 10), (1, 2, 3, 11, 12)]

@@ -66,10 +66,16 @@ class SFT(
         ]
         rollouts = [rollout for rollout in rollouts if rollout.credits]
         num = sum(len(group.trajectories) for group in groups)
+        metrics = {"kept": len(rollouts) / num if num else 0.0}
+        if returns := [
+            total(each.rewards, weights)
+            for group in groups
+            for each in group.trajectories
+            if each.rewards
+        ]:
+            metrics["reward"] = sum(returns) / len(returns)
         no_signal = "" if rollouts else self._why_none(groups, weights)
-        return AssignedStep(
-            rollouts, {"ce": denominator}, {"kept": len(rollouts) / num if num else 0.0}, no_signal
-        )
+        return AssignedStep(rollouts, {"ce": denominator}, metrics, no_signal)
 
     def _why_none(self, groups: Sequence[Group], weights: Mapping[str, float]) -> str:
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]

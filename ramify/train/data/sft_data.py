@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Sequence as Many
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -32,6 +32,7 @@ from ramify.store.private_files import EVALUATIONS
 from ramify.store.reviews import read_reviews
 from ramify.store.store import Store
 from ramify.tasks.base import Task
+from ramify.train.data.stored_tokens import StoredTokens
 from ramify.types.message import Message, Reply
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Call, Parent, Stop, Trajectory, Turn
@@ -106,10 +107,17 @@ class TrajectoryTokenizer:
     """Adds the token ids to trajectories that a policy would have been given and would have
     sampled."""
 
-    def __init__(self, renderer: ConversationRenderer, tools: Sequence[Tool] = ()) -> None:
-        """``tools`` are offered natively to each call."""
+    def __init__(
+        self,
+        renderer: ConversationRenderer,
+        tools: Sequence[Tool] = (),
+        stored: StoredTokens | None = None,
+    ) -> None:
+        """``tools`` are offered natively to each call. ``stored``: where ids are looked up and
+        kept."""
         self._renderer = renderer
         self._tools = tools
+        self._stored = stored
         self._end = renderer.stop_ids[:1]
         self._opened = renderer.prompt([_QUESTION])
         self._closing = renderer.extend([], after=self._end)
@@ -127,6 +135,15 @@ class TrajectoryTokenizer:
         return msgspec.structs.replace(trajectory, calls=calls)
 
     def _turns(self, call: Call) -> list[Turn]:
+        if self._stored is None or not call.turns:
+            return self._tokenised_turns(call)
+        turns = self._stored.turns(call)
+        if turns is None:
+            turns = self._tokenised_turns(call)
+            self._stored.put(call, turns)
+        return turns
+
+    def _tokenised_turns(self, call: Call) -> list[Turn]:
         if self._is_own(call):
             return call.turns
         if call.fork is not None:
@@ -187,10 +204,17 @@ class TrajectoryTokenizer:
 _QUESTION = Message("user", "?")
 
 
+def form_of(renderer: ConversationRenderer, tools: Sequence[Tool]) -> Any:
+    """What decides, besides the tokenizer, how ``renderer`` writes messages: an example that shows
+    its settings, and the native tools."""
+    opened = renderer.prompt([_QUESTION], tools)
+    return opened, renderer.extend([], after=renderer.stop_ids[:1]), renderer.stop_ids, tools
+
+
 def read(path: Path) -> Iterator[Trajectory]:
     """The trajectories of a JSONL file, of all JSONL files in a folder, or of a store, oldest
     first, with the corrected scores of their reviews. Raises ConfigError, which names the line."""
-    if (path / _RUNS).is_dir():
+    if is_store(path):
         yield from _stored(path)
         return
     if path.is_dir():
@@ -217,6 +241,11 @@ def read(path: Path) -> Iterator[Trajectory]:
 
 _RUNS = "runs"
 """Folder that identifies a store."""
+
+
+def is_store(path: Path) -> bool:
+    """Whether ``path`` is a store's folder."""
+    return (path / _RUNS).is_dir()
 
 
 def _stored(root: Path) -> Iterator[Trajectory]:

@@ -13,14 +13,14 @@ def test_every_sampled_token_has_weight_one() -> None:
     assert [{key: s.ce for key, s in each.credits.items()} for each in found.rollouts] == [
         {("0", 0): [1, 1], ("0", 1): [1], ("0.0", 0): [1, 1, 1]}, {("0", 0): [1, 1, 1, 1]},
     ]  # fmt: skip
-    assert (found.denominators, found.metrics) == ({"ce": 10}, {"kept": 1})
+    assert (found.denominators, found.metrics) == ({"ce": 10}, {"kept": 1, "reward": 0})
 
 
 def test_min_reward_keeps_only_rollouts_that_reach_it() -> None:
     batch = [group(*(tree(call("0", 2), reward=value) for value in (1, 0, None, 1)))]
     found = SFT(min_reward=1).assign_advantages(batch, {})
     assert [each.trajectory.rewards for each in found.rollouts] == [{"correct": 1}, {"correct": 1}]
-    assert (found.denominators, found.metrics) == ({"ce": 4}, {"kept": 0.5})
+    assert (found.denominators, found.metrics) == ({"ce": 4}, {"kept": 0.5, "reward": 2 / 3})
     assert (
         SFT(min_reward=2).assign_advantages(batch, {}).no_signal
         == "none of 4 trajectories qualifies for training, with min_reward=2: the best reward is 1"
