@@ -4,8 +4,8 @@
         name of the file            digest of the tokenizer, its chat template and native tools
         key of an entry             digest of the call's messages
 
-Entries are found by content. A store that has grown is tokenized where it is new, and a run that
-was scored again keeps its entry. A file that is damaged, or that cannot be written, costs time and
+Entries are found by content. Of a store that has grown, only the new calls are tokenized,
+and a run that was scored again keeps its entry. A file that is damaged, or that cannot be written, costs time and
 nothing else. Deleting runs of the store deletes the folder (``store/prune.py``).
 
 Not here: how a call is tokenized (``sft_data.py``), and the rows of a run that is resumed
@@ -47,7 +47,7 @@ class StoredTokens:
     """The entries of one tokenizer in one folder."""
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerFast, form: Any) -> None:
-        """``form``: what decides, besides the tokenizer, how messages are rendered."""
+        """``form``: the settings of the renderer (``sft_data.form_of``)."""
         backend = tokenizer.backend_tokenizer.to_str().encode()
         key = hashlib.sha256(backend)
         key.update(msgspec.msgpack.encode([FORMAT, str(tokenizer.chat_template), form]))
@@ -132,7 +132,7 @@ def _with_ids(call: Call, entry: np.ndarray[Any, Any]) -> Any:
 
 
 def _read(path: Path) -> dict[bytes, np.ndarray[Any, Any]]:
-    """Return the entries at ``path``; none if there is no readable file."""
+    """Return the entries at ``path``; none if the file is missing or damaged."""
     try:
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             digests, lengths, numbers = file["digests"], file["lengths"], file["numbers"]
