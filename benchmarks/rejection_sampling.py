@@ -1,12 +1,12 @@
 """Is iterated rejection sampling better than GRPO at equal CPU time? Both begin with the same
-policy, which has imitated 80 episodes of a random player on FrozenLake.
+policy, which has imitated 160 episodes of a random player on FrozenLake.
 
     python benchmarks/rejection_sampling.py            three seeds
     python benchmarks/rejection_sampling.py --quick    one seed, cut short
     python benchmarks/rejection_sampling.py --json     figures as JSON, like benchmarks/engine.py
 
 Both run ``recipes/frozen_lake.py`` and differ in ``rl`` alone: rounds that imitate the right
-rollouts, as in ``recipes/rejection_sampling.py``, or steps of GRPO over as many rollouts. The CPU
+rollouts, as in ``recipes/rejection_sampling.py``, or steps of GRPO. The CPU
 time is that of the whole process after imitation, sessions and the last evaluation included. Each
 return is a mean over test episodes with the interval of one policy; the interval over seeds is
 Student's on paired differences.
@@ -33,7 +33,7 @@ VARIANTS = {
     "rejection": [
         "rl.algorithm=sft",
         "rl.algorithm.min_reward=1",
-        "rl.steps=4",
+        "rl.steps=7",
         "rl.sample.items=13",
         "rl.sample.minibatches=8",
     ],
@@ -77,14 +77,14 @@ def runs_of(folder: Path, seed: int, quick: bool) -> list[Trained]:
     """Both variants from one policy that has imitated, and that policy."""
     start = folder / f"start-{seed}"
     found = [
-        Trained("start", seed, *trained(start, "start", f"seed={seed}", "sft.num=80", "rl=null"))
+        Trained("start", seed, *trained(start, "start", f"seed={seed}", "sft.num=160", "rl=null"))
     ]
     for variant, overrides in VARIANTS.items():
         given = [
             f"seed={seed}",
             f"policy.path={start}/policy",
             "sft=null",
-            "rl.sample.first_item=80",
+            "rl.sample.first_item=160",
             *overrides,
             *(QUICK if quick else ()),
         ]

@@ -10,8 +10,8 @@ optimizer steps imitate them. Every round's rollouts are saved in OUT/rollouts, 
 and token ids, and may be imitated again: ``sft.trajectories=OUT/rollouts
 sft.algorithm.min_reward=1``.
 
-The policy and the task are those of ``tiny.py``, so that it runs on a laptop. docs/recipes.md compares it
-with GRPO. For a checkpoint, set ``rl.optim.lr=null``, which takes the usual rate.
+The policy and the task are those of ``tiny.py``, so that it runs on a laptop. docs/recipes.md
+compares it with GRPO. For a checkpoint, set ``rl.optim.lr=null``, which takes the usual rate.
 """
 
 from __future__ import annotations

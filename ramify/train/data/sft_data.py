@@ -205,8 +205,8 @@ _QUESTION = Message("user", "?")
 
 
 def form_of(renderer: ConversationRenderer, tools: Sequence[Tool]) -> Any:
-    """Settings of ``renderer`` that decide how messages are written: an example that shows them, and
-    the native tools."""
+    """Settings that decide how ``renderer`` writes messages: an example that shows them, and the
+    native tools."""
     opened = renderer.prompt([_QUESTION], tools)
     return opened, renderer.extend([], after=renderer.stop_ids[:1]), renderer.stop_ids, tools
 

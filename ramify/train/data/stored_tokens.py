@@ -4,9 +4,9 @@
         name of the file            digest of the tokenizer, its chat template and native tools
         key of an entry             digest of the call's messages
 
-Entries are found by content. Of a store that has grown, only the new calls are tokenized,
-and a run that was scored again keeps its entry. A file that is damaged, or that cannot be written, costs time and
-nothing else. Deleting runs of the store deletes the folder (``store/prune.py``).
+Entries are found by content. Of a store that has grown, only the new calls are tokenized, and a
+run that was scored again keeps its entry. A file that is damaged, or that cannot be written, costs
+time and nothing else. Deleting runs of the store deletes the folder (``store/prune.py``).
 
 Not here: how a call is tokenized (``sft_data.py``), and the rows of a run that is resumed
 (``stored_rows.py``).
