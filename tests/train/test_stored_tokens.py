@@ -20,7 +20,12 @@ from ramify.train.assemble import assemble
 from ramify.train.config import PolicySpec, TaskSpec
 from ramify.train.data.sft_data import TrajectoryTokenizer, form_of, read
 from ramify.train.data.stored_tokens import StoredTokens
-from ramify.train.demonstrations import DemonstrationSet, demonstrate, tokenised
+from ramify.train.demonstrations import (
+    DemonstrationSet,
+    demonstrate,
+    demonstrations_of,
+    tokenised,
+)
 from ramify.types.message import Message
 from tests.docs.world import scripted
 from tests.train.small import small
@@ -123,6 +128,27 @@ def test_deleted_run_leaves_no_token_ids(model: str, tmp_path: Path) -> None:
     assert list((store.root / TOKENIZED).iterdir())
     store.remove(store.runs()[0].id)
     assert not list((store.root / TOKENIZED).iterdir())
+
+
+def test_ids_of_a_file_are_kept_in_the_users_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAMIFY_HOME", str(tmp_path / "home"))
+    path = tmp_path / "talks.jsonl"
+    row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "1"}]}
+    path.write_bytes(msgspec.json.encode(row) + b"\n")
+    run = small()
+    sft = msgspec.structs.replace(run.sft, demos=str(path))
+    run = msgspec.structs.replace(run, sft=sft, rl=None)
+    ((trajectory,), folder) = demonstrations_of(run, TASK, SCAFFOLD)[0]
+    assert folder == tmp_path / "home" / TOKENIZED
+    shown = [DemonstrationSet([trajectory], folder)]
+    tokenised(shown, TOKENIZER, RENDERER, ())
+    renderer = CountingRenderer()
+    tokenised(shown, TOKENIZER, renderer, ())
+    settings = CountingRenderer()
+    tokenised([DemonstrationSet([], folder)], TOKENIZER, settings, ())
+    assert renderer.num_messages == settings.num_messages
 
 
 def demos(task: Any, num: int, seed: int, scaffold: Any, store: str) -> Any:
