@@ -122,6 +122,14 @@ def test_damaged_file_costs_only_time(model: str, tmp_path: Path) -> None:
     assert rendered(folder) == (0, first)
 
 
+def test_folder_that_cannot_be_written_costs_only_time(model: str, tmp_path: Path) -> None:
+    folder = store_of(model, tmp_path / "store", 2)
+    (folder / TOKENIZED).write_text("a file where the folder would be")
+    num, first = rendered(folder)
+    assert rendered(folder) == (num, first)
+    assert num > 0
+
+
 def test_deleted_run_leaves_no_token_ids(model: str, tmp_path: Path) -> None:
     store = Store(store_of(model, tmp_path / "store", 2))
     rendered(store.root)
