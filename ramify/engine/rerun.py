@@ -188,6 +188,11 @@ def question_of(
         resolved = msgspec.structs.replace(
             resolved, tools=given.tools, on_session=given.on_session, conduct=given.conduct
         )
+    if config.get("conducted") and resolved.conduct is None:
+        raise ConfigError(
+            f"run {started.id} cannot be repeated by itself: its task holds its conversations; "
+            "resume the evaluation or the training that made it"
+        )
     before = msgspec.convert(config.get("before", ()), tuple[Message, ...])
     return msgspec.structs.replace(
         resolved, about=config.get("about", ""), direct=direct, before=before

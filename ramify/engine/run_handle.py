@@ -354,6 +354,7 @@ class RunHandle:
         config = {
             **self._setup.config,
             **({"conversation": True} if self._conversation is not None else {}),
+            **({"conducted": True} if self._question.conduct is not None else {}),
             "answer_schema": schema,
             "cite": self._question.cite,
             "about": self._question.about,

@@ -1,7 +1,7 @@
 """Environments of the ``verifiers`` library (0.4, ``verifiers.v1``) as tasks, played as they are.
 
     task = verifiers_task("gsm8k-v1")                          an installed taskset by its id
-    task = verifiers_task("verifiers:gsm8k-v1")                the same in a recipe: task.name=…
+    task = task_of("verifiers:gsm8k-v1")                       the same in a recipe: task.name=…
     task = verifiers_task(MyTaskset(MyConfig()), env=MyEnv)    objects and classes of a program
 
     attempt ── conduct ──> vf.Env.run_episode ── its agents' requests ──> ModelEndpoint ──> the run

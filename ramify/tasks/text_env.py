@@ -6,9 +6,10 @@
     session:  step("left")  ──parse──>  env.step  ──render──>  "S.H\\n..G"    (reward is recorded)
     if the episode has not ended by then, the final answer is its last action
 
-The model works in a session as in any other task and acts by calling the function ``step``. The
-reward ``return`` is the sum of the environment's rewards. ``validate`` tries the item's right
-answer as the only action.
+The model works in a session as in any other task and acts by calling the function ``step``. With
+``acts="replies"`` there is no session: each reply of a conversation is one action. The reward
+``return`` is the sum of the environment's rewards. ``validate`` tries the item's right answer as
+the only action.
 
 Each item has a seed: its metadata's ``seed``, or a number computed from its id. Every attempt at
 the item resets its environment with that seed, so the attempts of a group start alike.
@@ -22,17 +23,19 @@ Not here: whether the environment's rewards are fair.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib
 import inspect
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item, Score, SimpleTask, TaskStart, WholeTrajectoryReward
 from ramify.tasks.scoring.answer_text import as_text
+from ramify.types.message import Message
 from ramify.types.trajectory import Trajectory
 
 ENDED = "(the episode has ended)"
@@ -42,6 +45,7 @@ _ABOUT = (
     "then. Your final answer, if "
     "the episode has not ended by then, is its last action."
 )
+_REPLIES = "Each of your replies is one action. You then see what has changed."
 
 
 Parse = Callable[[str], Any]
@@ -59,8 +63,12 @@ def env_task(
     parse: Parse | None = None,
     render: Render | None = None,
     weights: Mapping[str, float] | None = None,
+    acts: Literal["session", "replies"] = "session",
 ) -> SimpleTask:
     """Return a task that plays an environment.
+
+    ``acts`` is how the model acts: by code in a session, or by replies, each of which is one
+    action. An episode of replies also ends at ``limits.max_turns``, and is scored.
 
     ``make`` is the id of a Gymnasium environment or a function that creates a fresh environment for
     an item: an object with ``reset(seed=…) -> (observation, info)`` or ``init(prompt) -> (messages,
@@ -74,6 +82,8 @@ def env_task(
         goal = lambda rng: tasks.Item("Walk from S to G.")
         tasks.env_task("lake", tasks.generated("lake", goal), "FrozenLake-v1")
     """
+    if acts not in ("session", "replies"):
+        raise ConfigError(f"task '{name}': acts is {acts!r:.40}; give 'session' or 'replies'")
     if isinstance(make, str):
         make = _registered(name, make)
     create = make
@@ -83,6 +93,11 @@ def env_task(
 
     async def begin(item: Item) -> TaskStart:
         episode = begin_episode(item)
+        if acts == "replies":
+            return TaskStart(
+                conduct=lambda model: _converse(episode, item, model),
+                on_end=lambda answer: episode.end(None),
+            )
         about = "\n".join(filter(None, [episode.opening, _ABOUT, episode.actions]))
         return TaskStart(
             context=item.context, tools={"step": episode.step}, about=about, on_end=episode.end
@@ -98,6 +113,25 @@ def env_task(
         )
 
     return SimpleTask(name, splits, WholeTrajectoryReward(score), dict(weights or {}), begin)
+
+
+async def _converse(episode: EnvEpisode, item: Item, model: Any) -> str:
+    """Do each reply of the conversation as an action. Returns the last reply. ``model`` is the
+    run's ``ModelConversations``."""
+    parts = [item.question, episode.opening, _REPLIES, episode.actions]
+    messages = [*item.messages, Message("user", "\n".join(filter(None, parts)))]
+    action = ""
+    for _ in range(model.max_turns):
+        reply = await model.ask(messages)
+        action = reply.message.content
+        try:
+            seen = await asyncio.to_thread(episode.step, action)
+        except ValueError as error:  # not an action: the model sees why, as in a session
+            seen = str(error)
+        if episode.is_over:
+            break
+        messages += [reply.message, Message("user", seen)]
+    return action
 
 
 def _registered(name: str, id: str) -> Callable[[Item], Any]:
@@ -148,6 +182,11 @@ class EnvEpisode:
             else ""
         )
         """Description of the valid actions; empty if any text is one or ``parse`` decides."""
+
+    @property
+    def is_over(self) -> bool:
+        """True once the environment has ended the episode."""
+        return self._done
 
     def _opened(self, item: Item) -> str:
         """Reset the environment with the item's seed and return its first observation."""

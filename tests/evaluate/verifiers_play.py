@@ -7,11 +7,11 @@ from typing import Any
 import verifiers.v1 as vf
 
 from examples.verifiers_environments import made
+from examples.verifiers_environments.library_rollout import library_episode
 from ramify import RLM, Limits, SandboxSpec, ScriptedClient
 from ramify.clients.scripted_server import ScriptedServer
 from ramify.evaluate.attempt import attempt
 from ramify.evaluate.verifiers_episodes import verifiers_task
-from ramify.evaluate.verifiers_harness import register_chat_harness
 from ramify.types.message import Message, Reply, ToolCall
 from ramify.types.trajectory import Trajectory
 
@@ -51,50 +51,10 @@ def scripted(messages: tuple[Message, ...]) -> str | Reply:
     return "May I please have 2" if "Ask" in text else "That makes 2"
 
 
-async def played_by_library(
-    name: str, script: Any = scripted, *, harness: str = "", row: int = 0
-) -> vf.Episode:
+async def played_by_library(name: str, *, harness: str = "") -> vf.Episode:
     """The episode of the library's own rollout against a server with the script."""
-    taskset, env = made(name)
-    env_class = env or vf.SingleAgentEnv
-    (config_class,) = [
-        argument
-        for base in (*getattr(env_class, "__orig_bases__", ()), *vf.SingleAgentEnv.__orig_bases__)
-        for argument in getattr(base, "__args__", ())
-    ][:1]
-    seats = [
-        field
-        for field, info in config_class.model_fields.items()
-        if isinstance(info.default, vf.AgentConfig)
-    ]
-    seat = {
-        "harness": {"id": harness or register_chat_harness()},
-        "runtime": {"type": "subprocess"},
-    }
-    # The library finds a taskset's class by an id: the one under which the task here entered it.
-    known = verifiers_task(taskset, env=env).splits[SPLIT]
-    assert len(known) > 0
-    async with ScriptedServer(script) as server:
-        config = config_class.model_validate(
-            {
-                "taskset": taskset.config.model_copy(update={"id": known_id(taskset)}),
-                **dict.fromkeys(seats, seat),
-            }
-        )
-        played = env_class(config)
-        task = next(each for index, each in enumerate(played.taskset) if index == row)
-        if hasattr(task.config, "judge"):
-            judge = task.config.judge.model_copy(update={"base_url": server.url})
-            task.config = task.config.model_copy(update={"judge": judge})
-        client = vf.EvalClientConfig(base_url=server.url, api_key_var="NO_API_KEY")
-        async with played.serving():
-            return await played.run_episode(task, vf.ModelContext(model="m", client=client))
-
-
-def known_id(taskset: Any) -> str:
-    from ramify.evaluate.verifiers_episodes import known_as
-
-    return known_as(taskset)
+    async with ScriptedServer(scripted) as server:
+        return await library_episode(name, server.url, harness=harness)
 
 
 async def played_here(

@@ -15,6 +15,7 @@ from ramify.errors import ConfigError
 from ramify.tasks.base import GeneratedSplit, Item, scored
 from ramify.tasks.text_env import ENDED, EnvEpisode, env_task, seed_of
 from ramify.tasks.validation import answered, validate
+from ramify.types.message import Message
 from tests.evaluate.helpers import evaluated, plan
 
 
@@ -340,3 +341,31 @@ def test_actions_are_parsed_and_observations_rendered() -> None:
 def test_unknown_environment_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="task 'lake': Gymnasium has no environment 'FrozenPond'"):
         env_task("lake", {"test": ITEMS}, "FrozenPond")
+
+
+DIRECTIONS = ["left", "down", "right", "up"]
+
+
+def test_replies_are_actions_without_a_session() -> None:
+    """The scripted player walks to the goal; a reply that is no action costs a turn only."""
+    way = ["down", "down", "jump", "right", "right", "down", "right"]
+
+    def walk(messages: tuple[Message, ...]) -> str:
+        return way[len(messages) // 2]
+
+    def parse(text: str) -> int:
+        if text not in DIRECTIONS:
+            raise ValueError(f"{text!r} is not a direction")
+        return DIRECTIONS.index(text)
+
+    def make(item: Item) -> Any:
+        return gymnasium.make("FrozenLake-v1", is_slippery=False)
+
+    items = [Item("Walk to G.", id=f"lake/test/{number}") for number in range(2)]
+    task = env_task("lake", {"test": items}, make, parse=parse, acts="replies")
+    found = evaluated(walk, task, of=plan(task="lake", items=2))
+    assert [each.reward for each in found.outcomes] == [1.0, 1.0]
+    found = evaluated(walk, task, of=plan(task="lake", items=1), limits={"max_turns": 3})
+    assert [(each.reward, each.error) for each in found.outcomes] == [(0.0, "")]
+    with pytest.raises(ConfigError, match="give 'session' or 'replies'"):
+        env_task("lake", {"test": items}, make, acts="words")  # type: ignore[arg-type]
