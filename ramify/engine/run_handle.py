@@ -397,7 +397,7 @@ class RunHandle:
         except RamifyError as error:
             outcome = self._failed(error)
         except Exception as error:  # noqa: BLE001 -- code of the task, which may raise anything
-            failure = RamifyError(f"the task's conversations ended with {error!r}")
+            failure = RamifyError(f"the task's conversations ended with {error!r:.400}")
             failure.__cause__ = error
             outcome = self._failed(failure)
         finally:

@@ -143,6 +143,7 @@ class VerifiersRows:
 
     def __init__(self, taskset: Any) -> None:
         self.is_endless = not taskset.bounded
+        self._name = taskset.config.id or type(taskset).__name__
         self._unread: Iterator[Any] = iter(taskset)
         self._tasks: list[Any] = []
         self._lock = threading.Lock()
@@ -157,7 +158,15 @@ class VerifiersRows:
     def _read(self, upto: int | None) -> list[Any]:
         with self._lock:
             missing = None if upto is None else max(0, upto + 1 - len(self._tasks))
-            self._tasks += itertools.islice(self._unread, missing)
+            try:
+                self._tasks += itertools.islice(self._unread, missing)
+            except Exception as error:  # code of the taskset, which may raise anything
+                reason = " ".join(str(error).split())[:300]
+                raise ConfigError(
+                    f"the tasks of {self._name} of verifiers cannot be read: "
+                    f"{type(error).__name__}: {reason}; install what it needs, or check its "
+                    "configuration"
+                ) from error
             return self._tasks
 
 

@@ -224,3 +224,42 @@ def test_splits_are_disjoint_and_bad_input_is_named() -> None:
         assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match="taskset 'no-such' of verifiers cannot be loaded"):
         task_of("verifiers:no-such")
+
+
+def test_container_of_a_fake_engine_runs_the_rewards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library's ``docker`` runtime, with a stand-in for the command. No real engine was there
+    when this was written."""
+    from tests.evaluate.verifiers_play import played_here
+
+    fake = Path(__file__).with_name("fake_docker.py")
+    docker, state = tmp_path / "bin/docker", tmp_path / "state"
+    docker.parent.mkdir()
+    state.mkdir()
+    docker.write_text(f'#!/bin/sh\nexec {sys.executable} -S {fake} {state} "$@"\n')
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{docker.parent}:{os.environ['PATH']}")
+    trajectory = asyncio.run(played_here("programs", runtime="docker"))
+    assert trajectory.errors == []
+    assert trajectory.rewards == {"prints": 1.0, "is_clean": 0.5}
+    calls = (state / "calls.txt").read_text().splitlines()
+    assert [call.split()[0] for call in calls][:3] == ["version", "run", "inspect"]
+    assert calls[-1].startswith("rm --force")
+    assert [each.name for each in state.iterdir()] == ["calls.txt"], "the container is removed"
+
+
+def test_container_without_an_engine_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.evaluate.verifiers_play import played_here
+
+    docker = tmp_path / "docker"
+    docker.write_text("#!/bin/sh\necho Cannot connect to the Docker daemon >&2\nexit 1\n")
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    trajectory = asyncio.run(played_here("programs", runtime="docker"))
+    assert trajectory.rewards == {}
+    (error,) = trajectory.errors
+    assert "the engine is not reachable: Cannot connect to the Docker daemon" in error
+    assert "\n" not in error
