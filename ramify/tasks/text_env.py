@@ -7,7 +7,7 @@
     if the episode has not ended by then, the final answer is its last action
 
 The model works in a session as in any other task and acts by calling the function ``step``. With
-``acts="replies"`` there is no session: each reply of a conversation is one action. The reward
+``acts="replies"`` the model has a conversation instead, and each reply is one action. The reward
 ``return`` is the sum of the environment's rewards. ``validate`` tries the item's right answer as
 the only action.
 

@@ -347,7 +347,7 @@ DIRECTIONS = ["left", "down", "right", "up"]
 
 
 def test_replies_are_actions_without_a_session() -> None:
-    """The scripted player walks to the goal; a reply that is no action costs a turn only."""
+    """The scripted player walks to the goal; another reply only costs a turn."""
     way = ["down", "down", "jump", "right", "right", "down", "right"]
 
     def walk(messages: tuple[Message, ...]) -> str:
