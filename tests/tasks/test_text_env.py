@@ -343,9 +343,6 @@ def test_unknown_environment_is_a_configuration_error() -> None:
         env_task("lake", {"test": ITEMS}, "FrozenPond")
 
 
-DIRECTIONS = ["left", "down", "right", "up"]
-
-
 def test_replies_are_actions_without_a_session() -> None:
     """The scripted player walks to the goal; another reply only costs a turn."""
     way = ["down", "down", "jump", "right", "right", "down", "right"]
@@ -353,16 +350,11 @@ def test_replies_are_actions_without_a_session() -> None:
     def walk(messages: tuple[Message, ...]) -> str:
         return way[len(messages) // 2]
 
-    def parse(text: str) -> int:
-        if text not in DIRECTIONS:
-            raise ValueError(f"{text!r} is not a direction")
-        return DIRECTIONS.index(text)
-
     def make(item: Item) -> Any:
         return gymnasium.make("FrozenLake-v1", is_slippery=False)
 
     items = [Item("Walk to G.", id=f"lake/test/{number}") for number in range(2)]
-    task = env_task("lake", {"test": items}, make, parse=parse, acts="replies")
+    task = env_task("lake", {"test": items}, make, parse=direction, acts="replies")
     found = evaluated(walk, task, of=plan(task="lake", items=2))
     assert [each.reward for each in found.outcomes] == [1.0, 1.0]
     found = evaluated(walk, task, of=plan(task="lake", items=1), limits={"max_turns": 3})
