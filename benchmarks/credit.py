@@ -1,4 +1,4 @@
-"""Bias of the objective on trees: three toy problems whose exact gradient is known.
+"""Bias of the objective on trees: four toy problems whose exact gradient is known.
 
     python benchmarks/credit.py [--quick] [--json]
 
@@ -20,6 +20,17 @@ q .25 (.9 - .2) for the child; in the second form a right child also has its own
 makes the child's q .25 (.9 - .2 + 1). The figure is the L1 distance of the mean update's direction
 from it, for q = .2 and q = .5. A second figure is by how much the child's mean signal in groups with
 the same m differs from that of all children, for the m that differs most; 0 is unbiased.
+
+Toy 4, forks. A rollout has 16 turns of 10 tokens. In each turn the policy chooses one of four
+actions, with probabilities .4, .3, .2, .1 in every state. Only the last two turns, 14 and 15, decide
+the reward: it is 1 if both choose action 0, and else 0. So the gradient of the expected reward is 0
+in the logits of turns 0 to 13, and .4 .4 (1 - .4) = .096 in that of action 0 and -.16 π_a in those of
+the actions a = 1, 2, 3 of turns 14 and 15. ``branch`` forks before turns 14 and 15, into 4 each;
+``vine`` into 7 and 5. Figures: the L1 distance of the mean update from the gradient, relative to the
+gradient's L1 norm; and the update's variance, summed over the 64 logits, times the sampled tokens of
+a group (those of continuations that do not learn, too), over the same of ``dr_grpo`` without forks,
+each scaled to the gradient. Groups have eight rollouts. Two more plans are measured without a limit:
+forks where nothing is decided (before turns 4 and 8, into 2), and a reward that turns 1 and 2 decide.
 
 All run the package's own estimators on trajectories, with the state that they carry from step to
 step. At the end, presets are compared with the other trainers' code (``objectives_table.py``). Decides the
