@@ -30,7 +30,7 @@ the actions a = 1, 2, 3 of turns 14 and 15. ``branch`` forks before turns 14 and
 gradient's L1 norm; and the update's variance, summed over the 64 logits, times the sampled tokens of
 a group (those of continuations that do not learn, too), over the same of ``dr_grpo`` without forks,
 each scaled to the gradient. Groups have eight rollouts. Two more plans are measured without a limit:
-forks where nothing is decided (before turns 4 and 8, into 2), and a reward that turns 1 and 2 decide.
+forks far from it (before turns 4 and 8, into 2), and a reward that turns 1 and 2 decide.
 
 All run the package's own estimators on trajectories, with the state that they carry from step to
 step. At the end, presets are compared with the other trainers' code (``objectives_table.py``). Decides the
@@ -48,15 +48,18 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+import numpy as np
 import objectives_table
 from engine import Figure, show
 
 from ramify.train.advantages.base import remembering
+from ramify.train.advantages.branches import Branch, EntropyBranch, Vine
 from ramify.train.advantages.credit import Baseline, Numbers, Tree, returns_of
 from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
 from ramify.train.config import RlSpec
 from ramify.types.message import Message, Reply
-from ramify.types.trajectory import Call, Group, Parent, Stop, Trajectory, Turn
+from ramify.types.root_lines import root_segments
+from ramify.types.trajectory import Call, Fork, Group, Parent, Stop, Trajectory, Turn
 
 CHILDREN, CHOICE, SUCCESS = (0, 1, 8), (0.8, 0.1, 0.1), (0.50, 0.52, 0.60)
 ROOT_TOKENS, CHILD_TOKENS = 20, 50
@@ -66,6 +69,8 @@ TRUTH = [p * (r - MEAN) for p, r in zip(CHOICE, SUCCESS, strict=True)]
 DIRECT, RIGHT, WRONG = 0.3, 0.9, 0.2
 """Toy 3: the tree's probability of success without a child, with a right and with a wrong one."""
 BOTH = (RIGHT + WRONG) / 2
+TURNS, TURN_TOKENS, ACTIONS = 16, 10, (0.4, 0.3, 0.2, 0.1)
+"""Toy 4: turns of a rollout, tokens of a turn, and the probabilities of its actions."""
 ENOUGH = 2_000
 """Toy 3: children from which a mean signal is taken; its standard error is then about .04."""
 
@@ -95,8 +100,19 @@ def _call(id: str, num: int) -> Call:
 
 
 _SAID, _ASKED = Message("assistant", ""), Message("user", "")
-_IDS = {num: tuple(range(num)) for num in (ROOT_TOKENS, CHILD_TOKENS)}
-_LOGPROBS = {num: (-0.5,) * num for num in (ROOT_TOKENS, CHILD_TOKENS)}
+_IDS = {num: tuple(range(num)) for num in (ROOT_TOKENS, CHILD_TOKENS, TURN_TOKENS)}
+_LOGPROBS = {num: (-0.5,) * num for num in (ROOT_TOKENS, CHILD_TOKENS, TURN_TOKENS)}
+_TURN = Turn(
+    0,
+    (_ASKED,),
+    Reply(
+        _SAID,
+        prompt_ids=(1,),
+        token_ids=_IDS[TURN_TOKENS],
+        logprobs=_LOGPROBS[TURN_TOKENS],
+        finish="stop",
+    ),
+)
 
 
 def updates(
@@ -278,6 +294,7 @@ def figures(num_groups: int) -> Iterator[Figure]:
         "toy 2, DrGRPO per_role as it was: eight children / one", siblings(before, num), "", {}
     )
     yield from _recursing(num_groups)
+    yield from _forks(num_groups // 20)
     yield from objectives_table.figures()
 
 
@@ -312,6 +329,141 @@ def _recursing(num_groups: int) -> Iterator[Figure]:
                     {f"m = {num}": ratio for num, ratio in measured.by_number.items()},
                     0.1 if is_default else None,
                 )
+
+
+class ForkPlan(NamedTuple):
+    """Toy 4: before which turns a rollout forks, into how many continuations."""
+
+    widths: dict[int, int]
+    """Turn -> continuations, including the one of the forked line."""
+    lines: str = "all"
+    """``first``: only the first line forks."""
+
+
+class Spread(NamedTuple):
+    """What toy 4 measures with one estimator."""
+
+    distance: float
+    """L1 distance of the mean update from the gradient, over the gradient's L1 norm."""
+    standard_error: float
+    """Expected part of that distance that is chance."""
+    variance: float
+    """Variance of a group's update, summed over the logits, times the group's sampled tokens."""
+    tokens: float
+    """Sampled tokens of a group."""
+
+
+def spread(
+    algorithm: Any, plan: ForkPlan, decisive: tuple[int, int], num_groups: int, seed: int = 0
+) -> Spread:
+    """Toy 4: the update of the 64 logits, with the turns ``decisive`` deciding the reward."""
+    draw = random.Random(seed)
+    sums, squares = np.zeros((TURNS, len(ACTIONS))), np.zeros((TURNS, len(ACTIONS)))
+    scale = 1 if isinstance(algorithm, RLOO) else 8 / 7
+    tokens = 0
+    for _ in range(num_groups):
+        rollouts = [_forking_rollout(draw, str(index), plan, decisive) for index in range(8)]
+        group = Group("toy", [rollout for rollout, _ in rollouts])
+        assigned = algorithm.assign_advantages([group], {}, every_token=True)
+        update = np.zeros_like(sums)
+        chosen = {rollout.id: actions for rollout, actions in rollouts}
+        for rollout in assigned.rollouts:
+            actions = chosen[rollout.trajectory.id]
+            for place, credit in rollout.credits.items():
+                turn, action = actions[place]
+                value = scale * credit.rl[0] * credit.advantages[0] / 8
+                update[turn] -= value * np.array(ACTIONS)
+                update[turn, action] += value
+        sums += update
+        squares += update**2
+        tokens += sum(
+            TURN_TOKENS * len(call.turns) for each in group.trajectories for call in each.calls
+        )
+    mean = sums / num_groups
+    variance = (squares / num_groups - mean**2).clip(0)
+    exact = exact_forks(decisive)
+    norm = np.abs(exact).sum()
+    per_group = tokens / num_groups
+    return Spread(
+        float(np.abs(mean - exact).sum() / norm),
+        float(np.sqrt(variance / num_groups).sum() * (2 / np.pi) ** 0.5 / norm),
+        float(variance.sum() * per_group),
+        per_group,
+    )
+
+
+def exact_forks(decisive: tuple[int, int]) -> Any:
+    """[16, 4] the gradient of the probability that both decisive turns choose action 0."""
+    exact = np.zeros((TURNS, len(ACTIONS)))
+    for turn in decisive:
+        exact[turn] = -(ACTIONS[0] ** 2) * np.array(ACTIONS)
+        exact[turn, 0] += ACTIONS[0] ** 2
+    return exact
+
+
+def _forking_rollout(
+    draw: random.Random, name: str, plan: ForkPlan, decisive: tuple[int, int]
+) -> tuple[Trajectory, dict[tuple[str, int], tuple[int, int]]]:
+    """A rollout, and the turn and action of each (call, index of its turn)."""
+    calls: list[Call] = []
+    actions: dict[tuple[str, int], tuple[int, int]] = {}
+    rewards: dict[str, dict[str, float]] = {}
+
+    def run(id: str, fork: Fork | None, start: int, before: dict[int, int], forks: bool) -> None:
+        call = Call(id, "rlm", "toy", 0, id, fork=fork, stop=Stop.FINAL)
+        calls.append(call)
+        taken, num_forks = dict(before), 0
+        for turn in range(start, TURNS):
+            if forks and turn in plan.widths and turn != start:
+                for _ in range(plan.widths[turn] - 1):
+                    num_forks += 1
+                    own = Fork(id, len(call.turns) - 1)
+                    run(f"{id}:{num_forks}", own, turn, taken, plan.lines == "all")
+            taken[turn] = draw.choices(range(len(ACTIONS)), ACTIONS)[0]
+            actions[id, len(call.turns)] = (turn, taken[turn])
+            call.turns.append(_TURN)
+        rewards[id] = {"reward": float(all(taken[turn] == 0 for turn in decisive))}
+
+    run("0", None, 0, {}, True)
+    made = Trajectory(name, "", task="toy", calls=calls, call_rewards=rewards)
+    ends = root_segments(made).ends()
+    made.rewards = {"reward": sum(rewards[end.id]["reward"] * share for end, share in ends)}
+    return made, actions
+
+
+def _forks(num_groups: int) -> Iterator[Figure]:
+    """Toy 4, with limits for ``branch`` and ``vine`` under the plans that were written down."""
+    late, early = (TURNS - 2, TURNS - 1), (1, 2)
+    no_forks = ForkPlan({})
+    blind = ForkPlan({4: 2, 8: 2})
+    both = ForkPlan({14: 4, 15: 4})
+    one_line = ForkPlan({14: 7, 15: 5}, "first")
+    estimators = [
+        ("branch", Branch(rollout_tokens=1), both, 0.5),
+        ("vine", Vine(rollout_tokens=1), one_line, 0.5),
+        ("entropy_branch", EntropyBranch(rollout_tokens=1), both, None),
+    ]
+    for where, decisive in (("last turns decide", late), ("turns 1 and 2 decide", early)):
+        flat = spread(DrGRPO(rollout_tokens=1), no_forks, decisive, 4 * num_groups)
+        planned = [(name, each, plan, limit) for name, each, plan, limit in estimators]
+        planned += [(f"{name}, turns 4 and 8", each, blind, None) for name, each, *_ in estimators]
+        for name, algorithm, plan, limit in planned:
+            found = spread(algorithm, plan, decisive, num_groups)
+            is_limited = limit is not None and decisive == late
+            yield Figure(
+                f"toy 4, {where}, {name}: L1 distance",
+                found.distance,
+                "",
+                {"expected by chance": found.standard_error},
+                2 * found.standard_error if is_limited else None,
+            )
+            yield Figure(
+                f"toy 4, {where}, {name}: variance at equal tokens",
+                found.variance / flat.variance,
+                "of dr_grpo's",
+                {"tokens of a group": found.tokens, "of dr_grpo's": flat.tokens},
+                limit if is_limited else None,
+            )
 
 
 def _ratio(name: str, ratio: float) -> Iterator[Figure]:

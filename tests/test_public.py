@@ -58,23 +58,24 @@ PUBLIC = {
     """,
     "ramify.train": """
         ALGORITHMS Algorithm AlgorithmNeeds AnnealSchedule AssignedRollout AssignedStep
-        Backend Batch ByTask CORRECTIONS CREDITS Cispo ClipCov CollapseAlarms ComputeSpec
-        CreditNode CriticOnlyLoss CriticSpec DAPO Decoupled DecoupledGspo DemonstrationHints
-        DepthSpec DppoCapped DppoKl DppoTv
-        DrGRPO DualClip EvaluateSpec FeedbackHints FormatSignal FrozenSpec FsdpRanks GDPO GRPO
-        GeometricMask Gmpo Group GroupOptions GroupRecords Gspo Hierarchical Hindsight
+        Backend Batch Branch BranchOptions ByTask CORRECTIONS CREDITS Cispo ClipCov
+        CollapseAlarms ComputeSpec CreditNode CriticOnlyLoss CriticSpec DAPO Decoupled
+        DecoupledGspo DemonstrationHints DepthSpec DppoCapped DppoKl DppoTv DrGRPO DualClip
+        EntropyBranch EvaluateSpec FeedbackHints FormatSignal FrozenSpec FsdpRanks GDPO
+        GRPO GeometricMask Gmpo Group GroupOptions GroupRecords Gspo Hierarchical Hindsight
         HintFilter HintJudge Hybrid HybridTerm IcePop ImportanceSampling Judge JudgeVerdict
         JudgeView JudgedTurn KlCov LoraSpec LossFormula LossSpec LossTokens MaxRL
         ModelCaller NodePool OPO OffPolicyCorrection Opsm OptimizerSpec OracleJudge
         OutcomeSignal POLICY_LOSSES PPO PassAtK PlacementSpec PolicyLoss PolicySpec PpoClip
-        ProcessRewardSignal ProxApprox RAE RLOO ReMax ReinforcePP ReinforcePPBaseline RlSpec
-        RoleSpec RolloutIs RolloutOptions Rollouter RuleJudge Run RunInfo SFT Sapo Schedule
-        ScoringRow SequenceClip SequenceMask SequenceSums SequenceTis ServiceSpec SftSpec ShardSpec ShuffledHints
-        Signal SignalContext SignalScore SingleBackend StepJudge StepMetrics StepRules
-        StepSampleSpec TaskSpec TeacherSignal TokenCredit TokenScorer TokenScores
-        TokenSequence TokenTis ToolUseSignal TopKCandidates Tracker TrainedModel
-        TrainedPolicySpec TrainingGuard TrajectoryHints WarmUpSpec WorstTokenMask demonstrate kl_estimate load_recipe pack
-        ratio read_group_records read_metrics token_sequences train with_objective with_preset
+        ProcessRewardSignal ProxApprox RAE RLOO ReMax ReinforcePP ReinforcePPBaseline
+        RlSpec RoleSpec RolloutIs RolloutOptions Rollouter RuleJudge Run RunInfo SFT Sapo
+        Schedule ScoringRow SequenceClip SequenceMask SequenceSums SequenceTis ServiceSpec
+        SftSpec ShardSpec ShuffledHints Signal SignalContext SignalScore SingleBackend
+        StateGroup StepJudge StepMetrics StepRules StepSampleSpec TaskSpec TeacherSignal
+        TokenCredit TokenScorer TokenScores TokenSequence TokenTis ToolUseSignal
+        TopKCandidates Tracker TrainedModel TrainedPolicySpec TrainingGuard TrajectoryHints
+        Vine WarmUpSpec WorstTokenMask demonstrate kl_estimate load_recipe pack ratio
+        read_group_records read_metrics token_sequences train with_objective with_preset
     """,
 }
 """Namespace -> its public names."""

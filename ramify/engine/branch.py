@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import msgspec
 
 from ramify.engine.event_recorder import CallOutcome, jsonable
-from ramify.errors import ConfigError, RamifyError, ReplayDiverged
+from ramify.errors import ConfigError, RamifyError, ReplayDiverged, SandboxError
 from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class BranchSearch(Protocol):
-    """Decides when to branch and which answer to choose."""
+    """Decides when to branch and which answer to choose.
+
+    A search with an attribute ``is_optional = True`` continues without a branch if the session
+    cannot be forked at that moment (threads, open files)."""
 
     def width(self, call: LiveCall) -> int:
         """Number of continuations of the next turn of ``call``; 1 means no branching."""
@@ -178,8 +181,14 @@ class BranchedLoop:
         chosen: BranchedLoop | None = None
         try:
             while len(branches) < width:
+                try:
+                    fork = await loop.fork()
+                except SandboxError:
+                    if not getattr(self._search, "is_optional", False):
+                        raise
+                    break
                 # A fork does not branch again at the turn where it starts.
-                branches.append(BranchedLoop(await loop.fork(), self._search, branched_at=0))
+                branches.append(BranchedLoop(fork, self._search, branched_at=0))
             outcomes = await asyncio.gather(
                 self._run_turns_safely(), *(fork._run_fork() for fork in branches[1:])
             )
@@ -187,7 +196,7 @@ class BranchedLoop:
             chosen = branches[index]
             loop.run.note(
                 loop.call,
-                f"of {width} continuations of turn {self._branched_at}, "
+                f"of {len(branches)} continuations of turn {self._branched_at}, "
                 f"{chosen._loop.call.id} answers",
             )
         finally:

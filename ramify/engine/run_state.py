@@ -458,6 +458,9 @@ class LiveCall:
         """(tokens of the next reply, the limit that does not allow more), in a small budget."""
         self.num_children = 0
         self.num_forks = 0
+        self.surprisals: list[float | None] = []
+        """Mean of -log-probability per sampled token (nats) of each reply so far; None for a reply
+        without log-probabilities."""
         self._counted: tuple[int, int] | None = None
         """(number of messages, their tokens as counted by the server) up to the last reply."""
         self._max_tokens = [0]
@@ -520,6 +523,7 @@ class LiveCall:
         """Start with the conversation of ``call``, as the next question in the same session
         does."""
         self.messages = list(call.messages)
+        self.surprisals = list(call.surprisals)
         self._counted = call._counted
         self._max_tokens = list(call._max_tokens)
         self._ids = call._ids
@@ -554,6 +558,8 @@ class LiveCall:
         self.messages = [*self.messages[:reused], *new, reply.message]
         del self._max_tokens[reused + 1 :]
         self.turn += 1
+        logprobs = reply.logprobs
+        self.surprisals.append(-sum(logprobs) / len(logprobs) if logprobs else None)
         self._counted = (
             None
             if reply.usage.unknown_calls or not reply.usage.calls

@@ -19,11 +19,13 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from statistics import fmean
 from typing import Any
 
 import msgspec
 
 from ramify.clients.base import Sampling
+from ramify.engine.branch import BranchSearch
 from ramify.engine.limits import Limits
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle, as_text
@@ -40,6 +42,7 @@ from ramify.logging import RoomLogger
 from ramify.tasks.base import Item, Task, TaskStart
 from ramify.tasks.run_score import scored_in_time
 from ramify.types.event import scores_of
+from ramify.types.root_lines import line_of, root_segments
 from ramify.types.trajectory import Stop, Trajectory
 
 _log = RoomLogger("evaluate")
@@ -61,6 +64,8 @@ async def attempt(
     resume: str = "",
     on_start: Callable[[str], object] | None = None,
     max_cost: float | None = None,
+    search: BranchSearch | None = None,
+    limits: Limits | None = None,
 ) -> Trajectory:
     """The trajectory of one attempt, with ``rewards`` if it could be scored and ``errors`` if not.
 
@@ -70,13 +75,20 @@ async def attempt(
     default each root has a session, since that is what is trained and measured. ``resume`` is a
     stored run that began this attempt: it is continued, or scored if it has ended; if it cannot be,
     the attempt is made again. ``on_start`` gets the id of the attempt's stored run before its first
-    request. ``max_cost``: dollars, instead of the limit of ``rlm``.
+    request. ``max_cost``: dollars, instead of the limit of ``rlm``; ``limits`` replaces all of
+    them. ``search``: where the attempt forks; each of its lines is then scored as an attempt of its
+    own (``call_rewards`` of the line's last call), and ``rewards`` are their mean.
     """
-    limits = None if max_cost is None else msgspec.structs.replace(rlm.limits, max_cost=max_cost)
+    if max_cost is not None:
+        limits = msgspec.structs.replace(limits or rlm.limits, max_cost=max_cost)
     try:
         start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
     except RamifyError as error:
         return Trajectory(name, item.question, task=item.id, errors=[str(error)], stop=Stop.ERROR)
+    if search is not None and start.on_end is not None:
+        return Trajectory(
+            name, item.question, task=item.id, errors=[_not_forked(task)], stop=Stop.ERROR
+        )
     about = {**(metadata or {}), "task": item.id, **_gold(item)}
     begin = functools.partial(
         rlm.start,
@@ -87,6 +99,7 @@ async def attempt(
         limits=limits,
         direct=direct,
         cache=False,
+        search=search,
     )
     shown = f"{name} item {item.id}".strip()
     try:
@@ -116,7 +129,7 @@ async def attempt(
                 **await _in_time(end, task, item, "on_end", grace_s),
             }
         if failure is None:
-            await in_thread(scored_in_time, task, item, trajectory, grace_s)
+            await _score(task, item, trajectory, grace_s, every_line=search is not None)
             if rlm.store is not None:
                 await asyncio.to_thread(
                     rlm.store.append,
@@ -128,6 +141,41 @@ async def attempt(
     if failure is not None:
         trajectory.errors.append(failure)
     return trajectory
+
+
+async def _score(
+    task: Task, item: Item, trajectory: Trajectory, grace_s: float, *, every_line: bool
+) -> None:
+    """Score ``trajectory``, or each of its lines."""
+    lines = list(root_segments(trajectory).ends()) if every_line and trajectory.calls else []
+    if len(lines) < 2:
+        await in_thread(scored_in_time, task, item, trajectory, grace_s)
+        return
+    of_children: dict[str, dict[str, list[float]]] = {}
+    for end, share in lines:
+        line = line_of(trajectory, end)
+        await in_thread(scored_in_time, task, item, line, grace_s)
+        trajectory.call_rewards[end.id] = line.rewards
+        for sums, values in (
+            (trajectory.rewards, line.rewards),
+            (trajectory.metrics, line.metrics),
+        ):
+            for reward, value in values.items():
+                sums[reward] = sums.get(reward, 0.0) + share * value
+        for call, rewards in line.call_rewards.items():
+            if call != trajectory.root.id:
+                for reward, value in rewards.items():
+                    of_children.setdefault(call, {}).setdefault(reward, []).append(value)
+    # A call before a fork is in several lines, which may score it differently.
+    for call, by_name in of_children.items():
+        trajectory.call_rewards[call] = {name: fmean(each) for name, each in by_name.items()}
+
+
+def _not_forked(task: Task) -> str:
+    return (
+        f"task '{task.name}' keeps state outside the session (TaskStart.on_end), which a fork of "
+        "the session does not copy: set rl.rollout.branch=null, and an estimator without forks"
+    )
 
 
 MAX_GOLD = 2_000

@@ -5,6 +5,10 @@ from ramify.train.advantages.base import AlgorithmNeeds as AlgorithmNeeds
 from ramify.train.advantages.base import AssignedRollout as AssignedRollout
 from ramify.train.advantages.base import AssignedStep as AssignedStep
 from ramify.train.advantages.base import TokenCredit as TokenCredit
+from ramify.train.advantages.branches import Branch as Branch
+from ramify.train.advantages.branches import EntropyBranch as EntropyBranch
+from ramify.train.advantages.branches import StateGroup as StateGroup
+from ramify.train.advantages.branches import Vine as Vine
 from ramify.train.advantages.by_task import ByTask as ByTask
 from ramify.train.advantages.credit import CREDITS as CREDITS
 from ramify.train.advantages.credit import CreditNode as CreditNode
@@ -31,6 +35,7 @@ from ramify.train.backends.base import ShardSpec as ShardSpec
 from ramify.train.backends.base import TrainedModel as TrainedModel
 from ramify.train.backends.fsdp import FsdpRanks as FsdpRanks
 from ramify.train.backends.single import SingleBackend as SingleBackend
+from ramify.train.branch_sampler import BranchOptions as BranchOptions
 from ramify.train.config import CriticSpec as CriticSpec
 from ramify.train.config import EvaluateSpec as EvaluateSpec
 from ramify.train.config import LoraSpec as LoraSpec

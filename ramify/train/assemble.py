@@ -44,6 +44,7 @@ from ramify.train.policy_defaults import (
     with_policy_defaults,
 )
 from ramify.train.preflight import (
+    check_branches,
     check_deterministic,
     check_device,
     check_embedded,
@@ -167,6 +168,7 @@ def resolve(run: Run) -> ResolvedRun:
     check_models(run.depths, run.frozen)
     check_inference(run)
     check_signals(run)
+    check_branches(run)
     check_deterministic(run)
     task = task_of(run.task.name, **run.task.options)
     check_task(run, task)

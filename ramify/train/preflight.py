@@ -24,7 +24,7 @@ from ramify.models.checkpoint_files import (
     model_folder,
     window_in,
 )
-from ramify.sandbox.base import check_provider
+from ramify.sandbox.base import check_provider, open_sandbox
 from ramify.tasks.base import DATA_SUFFIXES, Item, Task, items_of
 from ramify.tasks.data import rows_of
 from ramify.tasks.mixture import MixtureTask
@@ -177,6 +177,35 @@ def check_objective(run: Run) -> None:
 def _tag(part: Any) -> str:
     config = getattr(part, "__struct_config__", None)
     return str(getattr(config, "tag", None) or type(part).__name__)
+
+
+def check_branches(run: Run) -> None:
+    """Check that rollouts fork if and only if the estimator compares continuations, and that
+    sandbox and limits allow it."""
+    if run.rl is None:
+        return
+    branch, needed = run.rl.rollout.branch, needs_of(run.rl.algorithm).branches
+    name = _tag(run.rl.algorithm)
+    if branch is None:
+        if needed:
+            raise ConfigError(
+                f"rl.algorithm={name} compares continuations of forked rollouts, and none forks: "
+                "set rl.rollout.branch, as rl.rollout.branch.where=[1]"
+            )
+        return
+    if not needed:
+        raise ConfigError(
+            f"rl.algorithm={name} does not compare the lines of a rollout that forks "
+            "(rl.rollout.branch): choose branch, vine or entropy_branch, or set "
+            "rl.rollout.branch=null"
+        )
+    root = run.depths[0].max_turns if run.depths else None
+    branch.check(run.limits, root or run.limits.max_turns)
+    if not open_sandbox(run.sandbox).caps.fork:
+        raise ConfigError(
+            f"rl.rollout.branch forks sessions, and sandbox.provider={run.sandbox.provider} cannot "
+            "do that: use jail or process, or set rl.rollout.branch=null"
+        )
 
 
 def check_embedded(config: Any, dtype: str, device: str) -> None:

@@ -105,6 +105,8 @@ class AlgorithmNeeds(msgspec.Struct, frozen=True):
     """Whether each group needs a greedy rollout (temperature 0): ``Group.greedy``."""
     values: bool = False
     """Whether the algorithm needs a critic's values."""
+    branches: bool = False
+    """Whether rollouts must fork (``rl.rollout.branch``)."""
     streams: frozenset[str] = frozenset()
     """Streams that ``finish`` reads from the rows: ``values``, ``old_logprobs``,
     ``ref_logprobs``."""

@@ -103,6 +103,15 @@ class ByTask(
                 "an algorithm with a critic (ppo), or none"
             )
 
+        branching = [name for name in trained if needs_of(self.of(name)).branches]
+        alone = [name for name in trained if name not in branching]
+        if branching and alone:
+            raise ConfigError(
+                f"by_task: the algorithm of '{branching[0]}' compares the lines of forked rollouts "
+                f"and that of '{alone[0]}' does not, but all rollouts fork or none "
+                "(rl.rollout.branch): give all tasks an estimator over forks, or none"
+            )
+
     def of(self, part: str) -> Algorithm:
         """The algorithm of a part, with its state."""
         algorithm = self.tasks.get(part, self.other)
@@ -126,6 +135,7 @@ class ByTask(
         return AlgorithmNeeds(
             any(each.greedy for each in needs),
             any(each.values for each in needs),
+            any(each.branches for each in needs),
             frozenset[str]().union(*(each.streams for each in needs)),
         )
 

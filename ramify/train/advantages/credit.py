@@ -203,6 +203,27 @@ def _advantages(
     return numbers
 
 
+def own_advantages(
+    trees: Sequence[Tree],
+    compare: Callable[[Sequence[float], Sequence[int]], Sequence[float]],
+) -> list[Numbers]:
+    """For each call below a root: its own reward compared with those of the calls of its role and
+    depth in other trees, without its parent's part. See ``per_role``."""
+    by_role = _Peers(trees, _role)
+    numbers: list[Numbers] = []
+    for index, tree in enumerate(trees):
+        lengths = [other[_root(other)].num_tokens for other in trees]
+        numbers.append({})
+        for id, node in tree.items():
+            if node.parent is None or not node.depth:
+                continue
+            own = by_role.across(index, id) or [
+                node.reward if place == index else 0.0 for place in range(len(trees))
+            ]
+            numbers[-1][id] = compare(own, lengths)[index]
+    return numbers
+
+
 class _Peers:
     """Own rewards of all calls below the roots of a group, by a key that comparable calls share."""
 

@@ -184,6 +184,19 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         )
 
 
+class TurnCredit(NamedTuple):
+    """The credit of one turn, if it is not that of its whole call."""
+
+    advantage: float
+    share: float = 1.0
+    """Factor of the turn's weight; 0: the turn is not trained. Continuations of a fork share the
+    weight of one rollout."""
+
+
+TurnCredits = dict[tuple[str, int], TurnCredit]
+"""(call id, index of the turn in ``Call.turns``) -> its credit. Other turns are not trained."""
+
+
 Judge = Callable[[Group, Sequence[Mapping[str, CreditNode]]], Sequence[Numbers]]
 """(a group of usable rollouts, their trees) -> a number for each call of each rollout."""
 
@@ -193,6 +206,8 @@ class _Rollout(NamedTuple):
     tree: dict[str, CreditNode]
     numbers: Numbers
     """Call id -> advantage."""
+    turns: TurnCredits | None = None
+    """The advantages if they belong to turns; None: those of calls count."""
 
 
 def judged(
@@ -205,17 +220,20 @@ def judged(
     gamma: float = 1.0,
     has_baseline: bool = True,
     rescale: Callable[[Sequence[Numbers]], Sequence[Numbers]] | None = None,
+    turns: Sequence[TurnCredits] | None = None,
 ) -> AssignedStep:
     """Assign advantages for one step from the numbers that ``judge`` gives to calls.
 
     ``gamma`` discounts a call's number by the count of tokens sampled after each token.
     ``has_baseline``: a number of 0 carries no signal. ``rescale`` changes the numbers of all
-    rollouts of the step together; without it, ``options.normalise`` does so by token."""
+    rollouts of the step together; without it, ``options.normalise`` does so by token. ``turns``:
+    a list that ``judge`` extends by the credits of each rollout's turns, which then count instead
+    of the numbers of calls."""
     usable = [_usable(group) for group in groups]
     rollouts = [_rollouts(group, task_weights, options, judge) for group in usable]
-    teaches = [
-        not has_baseline or has_signal([rollout.numbers for rollout in group]) for group in rollouts
-    ]
+    if turns is not None:
+        rollouts = _with_turns(rollouts, turns)
+    teaches = [not has_baseline or _teaches(group) for group in rollouts]
     if rescale is not None:
         rollouts = _rescaled(rollouts, rescale)
     with_signal = [group for group, does in zip(rollouts, teaches, strict=True) if does]
@@ -233,10 +251,7 @@ def judged(
             of_other = token_weights(counts, other, options.share, divisor)
             shares[stream] = shares_of(of_other, (weights, denominator))
     by_token = [
-        [
-            _per_token(rollout.numbers, count, gamma)
-            for rollout, count in zip(group, counted, strict=True)
-        ]
+        [_per_token(rollout, count, gamma) for rollout, count in zip(group, counted, strict=True)]
         for group, counted in zip(kept, counts, strict=True)
     ]
     # With a KL penalty in the reward, ``finish`` normalises after it has added the penalty.
@@ -265,6 +280,24 @@ def judged(
         _no_signal(groups, usable, with_signal, assigned, options.has_group_baseline),
         _notes(groups),
         {**options.memory, **mean_tokens.after(counts).memory()},
+    )
+
+
+def _with_turns(
+    groups: Sequence[Sequence[_Rollout]], turns: Sequence[TurnCredits]
+) -> list[list[_Rollout]]:
+    credits = iter(turns)
+    return [[rollout._replace(turns=next(credits)) for rollout in group] for group in groups]
+
+
+def _teaches(group: Sequence[_Rollout]) -> bool:
+    return has_signal(
+        [
+            rollout.numbers
+            if rollout.turns is None
+            else {f"{id}/{turn}": each.advantage for (id, turn), each in rollout.turns.items()}
+            for rollout in group
+        ]
     )
 
 
@@ -352,9 +385,7 @@ def _for_length(
     return rewards
 
 
-def _is_trained(call: Call, options: GroupOptions, is_root_cut: bool) -> bool:
-    if options.overlong == "mask" and (is_root_cut or ends_in_cut_reply(call)):
-        return False
+def _is_trained(call: Call, options: GroupOptions) -> bool:
     if call.kind == "judge":
         return False
     if call.parent is None:  # the root, even if it is a single plain call
@@ -362,27 +393,56 @@ def _is_trained(call: Call, options: GroupOptions, is_root_cut: bool) -> bool:
     return options.children if call.kind == "rlm" else options.llm_calls
 
 
-def _counts(rollout: _Rollout, options: GroupOptions) -> dict[str, int]:
-    """Call id -> number of tokens that may carry loss."""
-    trajectory = rollout.trajectory
+def _counts(rollout: _Rollout, options: GroupOptions) -> dict[str, float]:
+    """Call id -> number of tokens that may carry loss, each counted by its turn's share."""
+    trajectory, masks = rollout.trajectory, options.overlong == "mask"
+    if (turns := rollout.turns) is not None:  # these know about roots that were cut
+        return {
+            call.id: sum(
+                turns[call.id, index].share * num
+                for index, _, num in sampled(call)
+                if (call.id, index) in turns
+            )
+            if _is_trained(call, options)
+            and not (masks and call.parent is not None and ends_in_cut_reply(call))
+            else 0
+            for call in trajectory.calls
+        }
     is_root_cut = ends_in_cut_reply(trajectory.root)
     only = options.drop_zero_variance == "calls"
     return {
         call.id: num_sampled(call)
-        if _is_trained(call, options, is_root_cut)
+        if _is_trained(call, options)
+        and not (masks and (is_root_cut or ends_in_cut_reply(call)))
         and not (only and abs(rollout.numbers[call.id]) <= NO_ADVANTAGE)
         else 0
         for call in trajectory.calls
     }
 
 
-def _per_token(numbers: Numbers, counts: Mapping[str, int], gamma: float) -> dict[str, list[float]]:
+def _per_token(
+    rollout: _Rollout, counts: Mapping[str, float], gamma: float
+) -> dict[str, list[float]]:
     """Call id -> the advantage of each of its tokens that may carry loss."""
+    numbers = rollout.numbers
+    if (turns := rollout.turns) is not None:
+        return {
+            call.id: [
+                turns.get((call.id, index), _UNTRAINED).advantage
+                for index, _, num in sampled(call)
+                for _ in range(num)
+            ]
+            for call in rollout.trajectory.calls
+            if counts[call.id]
+        }
     return {
-        id: [numbers[id] * gamma ** (num - 1 - index) for index in range(num)]
+        id: [numbers[id] * gamma ** (num - 1 - index) for index in range(int(num))]
         for id, num in counts.items()
         if num
     }
+
+
+_UNTRAINED = TurnCredit(0.0, 0.0)
 
 
 def _assigned(
@@ -400,8 +460,13 @@ def _assigned(
         for index, _, num in sampled(call) if weight else ():
             advantages = values[call.id][start : start + num]
             start += num
+            share = 1.0
+            if rollout.turns is not None:
+                share = rollout.turns.get((call.id, index), _UNTRAINED).share
+            if not share:
+                continue
             if every_token or any(abs(value) > NO_ADVANTAGE for value in advantages):
-                credit = TokenCredit(advantages=advantages, rl=[weight] * num)
+                credit = TokenCredit(advantages=advantages, rl=[weight * share] * num)
                 for name, of_calls in shares.items():
                     credit.streams[name] = [of_calls[call.id]] * num
                 credits[call.id, index] = credit
@@ -415,12 +480,7 @@ def _metrics(
 ) -> dict[str, float]:
     rollouts = [rollout for group in by_group for rollout in group]
     rewards = [next(iter(rollout.tree.values())).reward for rollout in rollouts]
-    children = [
-        node.reward
-        for rollout in rollouts
-        for node in rollout.tree.values()
-        if node.parent is not None
-    ]
+    children = [node.reward for rollout in rollouts for node in rollout.tree.values() if node.depth]
     metrics = {
         "reward": sum(rewards) / len(rewards) if rewards else 0.0,
         "groups_with_signal": float(len(with_signal)),

@@ -61,8 +61,9 @@ ALSO = {
 }
 """A reduction's name in other libraries -> its name here."""
 Share = Literal["token", "call"]
-Counts = Mapping[str, int]
-"""Call id -> number of its tokens that carry loss, for one rollout."""
+Counts = Mapping[str, float]
+"""Call id -> number of its tokens that carry loss, for one rollout. Tokens that several lines of a
+rollout share the weight of count as parts of one."""
 Weights = dict[str, float]
 """Call id -> weight of each of these tokens."""
 
@@ -161,7 +162,7 @@ class _Size(NamedTuple):
     """Rollouts and tokens of a group that carry loss."""
 
     rollouts: int
-    tokens: int
+    tokens: float
 
 
 def _size(group: Sequence[Counts]) -> _Size:

@@ -35,6 +35,7 @@ from ramify.sandbox.base import SandboxSpec, SharedContext
 from ramify.sandbox.guest.frames import pack_value, unpack_value
 from ramify.sandbox.guest.values import CodecError
 from ramify.tasks.base import Item, task_of
+from ramify.train.branch_sampler import BranchOptions, forking
 from ramify.train.depth_models import DepthModels, DepthSpec, FrozenSpec
 
 
@@ -108,6 +109,8 @@ class RolloutRequest(msgspec.Struct, frozen=True, tag=True):
     sampling: Sampling
     version: int
     """Version of the weights that the engines have."""
+    branch: BranchOptions | None = None
+    """Where the rollout forks; None: nowhere."""
 
 
 class AvailableEngines(msgspec.Struct, frozen=True, tag=True):
@@ -246,6 +249,7 @@ class _RolloutWorker:
                 metadata={"rollout": request.name},
                 grace_s=self._spec.grace_s,
                 direct=self._spec.direct,
+                **forking(request.branch, self._rlm.limits),
             )
             self._send(
                 WorkerMessage(

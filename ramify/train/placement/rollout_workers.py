@@ -39,6 +39,7 @@ from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, TrainError
 from ramify.logging import RoomLogger, SentRecord
 from ramify.tasks.base import Item
+from ramify.train.branch_sampler import BranchOptions
 from ramify.train.placement.rollout_worker import (
     AvailableEngines,
     CancelRollout,
@@ -162,11 +163,13 @@ class RolloutWorkers:
             raise
         self._run_task(self._watch())
 
-    async def attempt(self, item: Item, name: str, sampling: Sampling) -> Trajectory:
-        """Sample one rollout on the worker with the least work. Raises TrainError if no worker is
-        left, and RuntimeError for a bug in the worker."""
+    async def attempt(
+        self, item: Item, name: str, sampling: Sampling, branch: BranchOptions | None = None
+    ) -> Trajectory:
+        """Sample one rollout, which forks as ``branch`` says, on the worker with the least work.
+        Raises TrainError if no worker is left, and RuntimeError for a bug in the worker."""
         stored, version = EncodedItem.of(item), self._engines.version
-        request = RolloutRequest(next(self._ids), stored, name, sampling, version)
+        request = RolloutRequest(next(self._ids), stored, name, sampling, version, branch)
         future: asyncio.Future[Trajectory] = self._loop.create_future()
         self._futures[request.id] = future
         try:

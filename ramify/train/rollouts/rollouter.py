@@ -38,6 +38,7 @@ from ramify.inference.base import CachePressure
 from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.tasks.base import Item, Task
+from ramify.train.branch_sampler import BranchOptions, forking
 from ramify.train.config_fields import check_optional
 from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.types.trajectory import Group, Stop, Trajectory
@@ -149,6 +150,9 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     direct: bool = False
     """Whether a single plain call may answer a short context, without a session. Such a rollout
     does not train recursion."""
+    branch: BranchOptions | None = None
+    """Fork the sessions of rollouts, for estimators that compare continuations (``branch``,
+    ``vine``, ``entropy_branch``); None: no forks."""
 
     def __post_init__(self) -> None:
         if (
@@ -161,6 +165,11 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                 f"1, temperature={self.temperature} and grace_s={self.grace_s} above 0"
             )
         check_optional("rl.rollout", "always concurrency", min_concurrency=self.min_concurrency)
+        if self.branch is not None and self.direct:
+            raise ConfigError(
+                "rl.rollout.branch forks sessions, and with rl.rollout.direct=true a rollout may "
+                "have none: set direct=false, or branch=null"
+            )
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(f"rl.rollout.top_p={self.top_p:g} must be above 0 and at most 1")
         if self.top_k is not None and self.top_k < 0:
@@ -404,8 +413,11 @@ class Rollouter:
     async def _rollout(self, item: Item, name: str, greedy: bool) -> Trajectory:
         seed = random.Random(f"{self._seed}/{name}/{item.id}").getrandbits(31)
         sampling = self._options.sampling(self._rlm.limits.max_reply_tokens, seed, greedy=greedy)
+        branch = None if greedy else self._options.branch
         if self._rollout_worker is not None:
-            return self._unless_cut(await self._rollout_worker.attempt(item, name, sampling))
+            return self._unless_cut(
+                await self._rollout_worker.attempt(item, name, sampling, branch)
+            )
         rollout = await attempt(
             self._rlm,
             self._task,
@@ -415,6 +427,7 @@ class Rollouter:
             metadata={"rollout": name},
             grace_s=self._options.grace_s,
             direct=self._options.direct,
+            **forking(branch, self._rlm.limits),
         )
         return self._unless_cut(rollout)
 

@@ -501,4 +501,4 @@ def test_algorithm_round_trips_through_json(name: str) -> None:
     assert ALGORITHMS.build(stored) == made
     if name != "hybrid":  # lives in train/signals
         home = type(made).__module__.removeprefix("ramify.train.advantages.")
-        assert home in (name, "group_estimators")
+        assert home in (name, "group_estimators", "branches")

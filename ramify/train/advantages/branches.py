@@ -1,0 +1,310 @@
+"""Estimators with one advantage per turn: over forks of a rollout (``branch``, ``vine``,
+``entropy_branch``), and over equal states (``state_group``).
+
+    group of two rollouts                        value of a segment = its line's reward, or the
+                                                 mean over the continuations after it
+    tree 1   ── 0.5 ──┬── 1                      branch: 0.5 - 0.25 |  1 - 0
+                      └── 0                                         |  0 - 1
+    tree 2   ── 0.25 ─┬── 0.5 ...                each less the mean of the others at its fork
+
+A segment is what was sampled between two forks (``types/root_lines.py``), and the roots' first
+segments of a group are compared like the continuations of a fork: they share the question. Each
+continuation of K carries 1/K of its origin's weight, so the tokens before a fork count once and
+those after it as one rollout in total. ``docs/algorithms.md`` derives that the update is then
+unbiased.
+
+A call that a turn made has its turn's advantage and weight, plus its own reward less that of the
+calls of its role in other trees, as with ``per_role``. Decides the numbers. Not here: where a
+rollout forks (see ``branch_sampler.py``).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Literal
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.tasks.base import total
+from ramify.train.advantages.base import AlgorithmNeeds, AssignedStep
+from ramify.train.advantages.credit import CreditNode, Numbers, ends_in_cut_reply, own_advantages
+from ramify.train.advantages.group import TurnCredit, TurnCredits, judged
+from ramify.train.advantages.group_estimators import RLOO
+from ramify.types.root_lines import RootSegment, root_segments
+from ramify.types.trajectory import Call, Group, Trajectory
+
+Trees = Sequence[Mapping[str, CreditNode]]
+
+
+class TurnEstimator(RLOO, frozen=True, kw_only=True):
+    """Base of the estimators whose numbers belong to turns of the root. ``compare`` turns the
+    values of n attempts from the same state into advantages: each less the mean of the others."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.credit not in ("root", "per_role"):
+            raise ConfigError(
+                f"rl.algorithm.credit={self.credit}: an estimator with an advantage per turn gives "
+                "a call its turn's (root), or that and its own reward (per_role): choose one"
+            )
+        if self.length_weight or self.max_rollout_tokens:
+            raise ConfigError(
+                "rl.algorithm: length_weight and max_rollout_tokens change the reward of a whole "
+                "rollout, and an estimator with an advantage per turn compares its lines: remove "
+                "them"
+            )
+
+    def of_roots(
+        self, group: Group, rewards: Mapping[str, float]
+    ) -> Sequence[dict[tuple[str, int], TurnCredit]]:
+        """For each rollout: (call, turn) -> credit of the turns of the root and its continuations.
+        ``rewards``: the tasks' weights of named rewards."""
+        raise NotImplementedError(f"{type(self).__name__} has no formula: define of_roots()")
+
+    def assign_advantages(
+        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
+    ) -> AssignedStep:
+        turns: list[TurnCredits] = []
+
+        def judge(group: Group, trees: Trees) -> Sequence[Numbers]:
+            found = self.of_roots(group, weights)
+            for trajectory, own, credits in zip(
+                group.trajectories, self._own(trees), found, strict=True
+            ):
+                turns.append(self._with_children(trajectory, credits, own))
+            return [dict.fromkeys(tree, 0.0) for tree in trees]
+
+        return judged(groups, weights, self, judge, every_token, turns=turns)
+
+    def _own(self, trees: Trees) -> Sequence[Numbers]:
+        """Call below a root -> its own reward less that of others, as an advantage."""
+        if self.credit == "root":
+            return [{} for _ in trees]
+        return own_advantages(trees, self._checked_compare)
+
+    def _with_children(
+        self, trajectory: Trajectory, roots: dict[tuple[str, int], TurnCredit], own: Numbers
+    ) -> TurnCredits:
+        """``roots`` and the credit of each turn of the calls that these turns made."""
+        credits: TurnCredits = dict(roots)
+        of_call: dict[str, TurnCredit] = {}
+        for call in trajectory.calls:
+            if call.parent is None or call.kind == "judge":
+                continue
+            of_parent = of_call.get(call.parent.call) or roots.get(
+                (call.parent.call, call.parent.turn), _NONE
+            )
+            number = self.gamma_tree * of_parent.advantage + own.get(call.id, 0.0)
+            of_call[call.id] = TurnCredit(number, of_parent.share)
+            for index in range(len(call.turns)):
+                credits[call.id, index] = of_call[call.id]
+        return credits
+
+
+_NONE = TurnCredit(0.0, 0.0)
+
+
+class Branch(TurnEstimator, frozen=True, kw_only=True, tag_field="name", tag="branch"):
+    """Continuations of a fork as a group (Tree-GRPO 2509.21240, TreePO 2508.17445): the value of
+    a turn minus the mean value of the others that continue from the same fork.
+
+        A = V - mean of the others      continuations of a fork with values 1, 0, 0: 1, -1/2, -1/2
+
+    V is the reward at the line's end, or the mean over the continuations of a later fork. The turns
+    before the first fork are compared among the group's rollouts. The papers also divide by the
+    standard deviation, and let a rollout's own lines into what it is compared with.
+
+    Example:
+        train.RlSpec(
+            algorithm=train.Branch(),
+            rollout=train.RolloutOptions(branch=train.BranchOptions(where=(1,), num=4)),
+        )
+    """
+
+    @property
+    def needs(self) -> AlgorithmNeeds:
+        return msgspec.structs.replace(super().needs, branches=True)
+
+    def of_roots(
+        self, group: Group, rewards: Mapping[str, float]
+    ) -> Sequence[dict[tuple[str, int], TurnCredit]]:
+        trees = [root_segments(trajectory) for trajectory in group.trajectories]
+        values = [
+            _Values(self._rewards(trajectory, tree, rewards))
+            for trajectory, tree in zip(group.trajectories, trees, strict=True)
+        ]
+        known = [own.of(tree) for tree, own in zip(trees, values, strict=True)]
+        of_trees = self._checked_compare(known)
+        return [
+            dict(self._credits(tree, own, known, index, of_trees[index], 1.0))
+            for index, (tree, own) in enumerate(zip(trees, values, strict=True))
+        ]
+
+    def _rewards(
+        self, trajectory: Trajectory, tree: RootSegment, rewards: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Last call of each line -> the line's reward."""
+        if not tree.continuations:
+            return {tree.call.id: total(trajectory.rewards, rewards)}
+        return {
+            end.id: total(trajectory.call_rewards.get(end.id, {}), rewards)
+            for end, _ in tree.ends()
+        }
+
+    def _credits(
+        self,
+        segment: RootSegment,
+        values: _Values,
+        trees: Sequence[float],
+        index: int,
+        advantage: float,
+        share: float,
+    ) -> Iterator[tuple[tuple[str, int], TurnCredit]]:
+        """The credit of the turns of ``segment``, which has ``advantage`` and ``share``, and of
+        those after it. ``trees``: values of the group's rollouts; this one is at ``index``."""
+        masked = (
+            self.overlong == "mask"
+            and not segment.continuations
+            and ends_in_cut_reply(segment.call)
+        )
+        for turn in range(segment.start, segment.stop):
+            yield (segment.call.id, turn), TurnCredit(advantage, 0.0 if masked else share)
+        if not segment.continuations:
+            return
+        known = [values.of(each) for each in segment.continuations]
+        alone = len(known) == 1
+        advantages = [advantage] if alone else self._of_fork(known, trees, index)
+        for place, (each, own) in enumerate(zip(segment.continuations, advantages, strict=True)):
+            part = self._share(place, len(known)) * share
+            yield from self._credits(each, values, trees, index, own, part)
+
+    def _of_fork(self, values: list[float], trees: Sequence[float], index: int) -> Sequence[float]:
+        """The advantages of the continuations of a fork, which have ``values``."""
+        return self._checked_compare(values)
+
+    def _share(self, place: int, num: int) -> float:
+        """Part of a segment's weight that the continuation ``place`` of ``num`` carries."""
+        return 1 / num
+
+
+class Vine(Branch, frozen=True, kw_only=True, tag_field="name", tag="vine"):
+    """Monte-Carlo values at turns (VinePPO 2410.01679, SPO 2505.23564): the value after a turn
+    minus the value before it, both estimated by continuations; only the first line learns.
+
+        A = V(state after) - V(state before)    V: mean reward of continuations from that state
+
+    V before a turn leaves the turn's own continuation out. Between two forks, all turns share one
+    difference, as in SPO's segments. The other continuations cost no learning. With
+    ``rl.rollout.branch.lines=first`` they are single lines, as in VinePPO.
+
+    Example:
+        train.RlSpec(
+            algorithm=train.Vine(),
+            rollout=train.RolloutOptions(
+                branch=train.BranchOptions(where="every", num=3, budget=9, lines="first")
+            ),
+        )
+    """
+
+    def _share(self, place: int, num: int) -> float:
+        return float(place == 0)
+
+
+class EntropyBranch(Branch, frozen=True, kw_only=True, tag_field="name", tag="entropy_branch"):
+    """Forks where the policy is uncertain (ARPO 2507.19849, AEPO 2510.14545): the value of a turn
+    minus the mean value of the other rollouts of its group, so turns before a fork have the mean
+    advantage of the lines through them.
+
+        A = V - mean over other rollouts    rollouts of value 1/2 and 0; the first forked into 1, 0:
+                                            its turns before the fork 1/2, its two lines 1 and 0
+
+    It goes with ``rl.rollout.branch.where=entropy``. The papers also divide by the standard
+    deviation, and AEPO scales advantages by entropy.
+
+    Example:
+        train.RlSpec(
+            algorithm=train.EntropyBranch(),
+            rollout=train.RolloutOptions(branch=train.BranchOptions(where="entropy")),
+        )
+    """
+
+    def _of_fork(self, values: list[float], trees: Sequence[float], index: int) -> Sequence[float]:
+        others = list(trees)
+        found = []
+        for value in values:
+            others[index] = value
+            found.append(self._checked_compare(others)[index])
+        return found
+
+
+class StateGroup(TurnEstimator, frozen=True, kw_only=True, tag_field="name", tag="state_group"):
+    """Equal states as groups (GiGPO 2505.10978): a rollout's reward minus the mean reward of the
+    other rollouts that were in the same state; without one, minus that of the group's others.
+
+        A = R - mean of those in the same state     rewards 1, 0, 0; after the first turn the first
+                                                    two are in the same state:
+                                                    turn 0: 1, -1/2, -1/2; turn 1: 1, -1, -1/2
+
+    Needs no forks. GiGPO adds a rollout's own advantage to that of the state, which weighs turns
+    with equal states twice, divides by standard deviations, and lets a rollout be compared with
+    its own later visits.
+
+    Example:
+        train.RlSpec(algorithm=train.StateGroup())
+    """
+
+    state: Literal["history", "observation"] = "history"
+    """What makes two states equal: all messages so far, or only those since the last reply."""
+
+    def of_roots(
+        self, group: Group, rewards: Mapping[str, float]
+    ) -> Sequence[dict[tuple[str, int], TurnCredit]]:
+        returns = [total(trajectory.rewards, rewards) for trajectory in group.trajectories]
+        states = [self._states(trajectory.root) for trajectory in group.trajectories]
+        visitors: dict[Hashable, set[int]] = defaultdict(set)
+        for index, own in enumerate(states):
+            for state in own:
+                visitors[state].add(index)
+        of_group = self._checked_compare(returns)
+        found = []
+        for index, (trajectory, own) in enumerate(zip(group.trajectories, states, strict=True)):
+            masked = self.overlong == "mask" and ends_in_cut_reply(trajectory.root)
+            credits = {}
+            for turn, state in enumerate(own):
+                peers = [index, *sorted(visitors[state] - {index})]
+                advantage = (
+                    self._checked_compare([returns[peer] for peer in peers])[0]
+                    if len(peers) > 1
+                    else of_group[index]
+                )
+                credits[trajectory.root.id, turn] = TurnCredit(advantage, 0.0 if masked else 1.0)
+            found.append(credits)
+        return found
+
+    def _states(self, root: Call) -> list[Hashable]:
+        """The state before each turn."""
+        states: list[Hashable] = []
+        history: tuple[Hashable, ...] = ()
+        for turn in root.turns:
+            new = tuple((message.role, message.content) for message in turn.prompt)
+            state = new if self.state == "observation" else (*history, turn.reused, new)
+            states.append(state)
+            history = (*history, turn.reused, new, turn.reply.message.content)
+        return states
+
+
+class _Values:
+    """Values of the segments of one rollout."""
+
+    def __init__(self, rewards: Mapping[str, float]) -> None:
+        """``rewards``: last call of a line -> its reward."""
+        self._rewards = rewards
+
+    def of(self, segment: RootSegment) -> float:
+        """The line's reward, or the mean value of the continuations."""
+        if not segment.continuations:
+            return self._rewards[segment.call.id]
+        return fmean(map(self.of, segment.continuations))
