@@ -53,8 +53,8 @@ import objectives_table
 from engine import Figure, show
 
 from ramify.train.advantages.base import remembering
-from ramify.train.advantages.branches import Branch, EntropyBranch, Vine
 from ramify.train.advantages.credit import Baseline, Numbers, Tree, returns_of
+from ramify.train.advantages.fork_estimators import Branch, EntropyBranch, Vine
 from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
 from ramify.train.config import RlSpec
 from ramify.types.message import Message, Reply

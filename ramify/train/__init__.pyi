@@ -5,13 +5,13 @@ from ramify.train.advantages.base import AlgorithmNeeds as AlgorithmNeeds
 from ramify.train.advantages.base import AssignedRollout as AssignedRollout
 from ramify.train.advantages.base import AssignedStep as AssignedStep
 from ramify.train.advantages.base import TokenCredit as TokenCredit
-from ramify.train.advantages.branches import Branch as Branch
-from ramify.train.advantages.branches import EntropyBranch as EntropyBranch
-from ramify.train.advantages.branches import StateGroup as StateGroup
-from ramify.train.advantages.branches import Vine as Vine
 from ramify.train.advantages.by_task import ByTask as ByTask
 from ramify.train.advantages.credit import CREDITS as CREDITS
 from ramify.train.advantages.credit import CreditNode as CreditNode
+from ramify.train.advantages.fork_estimators import Branch as Branch
+from ramify.train.advantages.fork_estimators import EntropyBranch as EntropyBranch
+from ramify.train.advantages.fork_estimators import StateGroup as StateGroup
+from ramify.train.advantages.fork_estimators import Vine as Vine
 from ramify.train.advantages.gdpo import GDPO as GDPO
 from ramify.train.advantages.group import GroupOptions as GroupOptions
 from ramify.train.advantages.group_estimators import DAPO as DAPO

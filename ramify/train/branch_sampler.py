@@ -11,7 +11,7 @@ which budget.
 The budget is divided at each fork among its continuations, so it does not depend on which of them
 runs first. Whether a rollout forks depends only on what it has done before that turn: estimators
 over forks are unbiased only then. Not here: what is learnt from the lines (see
-``advantages/branches.py``), and how a fork is made (see ``engine/branch.py``).
+``advantages/fork_estimators.py``), and how a fork is made (see ``engine/branch.py``).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
 
 Each continuation of a fork has the same share of what its segment has, so the shares of all ends
 add up to 1. Not here: where a run forks (``BranchSearch``), and what is learnt from its lines (see
-``train/advantages/branches.py``).
+``train/advantages/fork_estimators.py``).
 """
 
 from __future__ import annotations

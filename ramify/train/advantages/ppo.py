@@ -10,12 +10,17 @@ t + 1 is the next *sampled* token of the call: neither γ nor λ decays over too
 after the last token is 0. A call of 2 tokens with return 1, V = 0.2, 0.6, γ = 1, λ = 0.5:
 δ = 0.4, 0.4, Â = 0.6, 0.4, returns 0.8, 1.
 
+With ``unit="turn"`` a step is one turn of the call instead of one token: V is the critic's value at
+the turn's first token, r the sum of the turn's rewards, and all tokens of a turn have its Â. Neither
+γ nor λ then depends on how many tokens a turn has.
+
 No groups are compared, so one attempt per item is enough. ``rl.critic`` configures the critic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -42,6 +47,8 @@ class PPO(
     lam: float = 1.0
     """λ of GAE. 1: advantages are returns minus values, without bias. Smaller: the critic is
     trusted more."""
+    unit: Literal["token", "turn"] = "token"
+    """What a step of GAE is: one sampled token, or one turn of a call."""
     normalise: bool = True
 
     def __post_init__(self) -> None:
@@ -79,6 +86,8 @@ class PPO(
                 is_last = last[call] == turn
                 reward = returns_by_call[rollout.trajectory.id, call] if is_last else 0.0
                 _put_reward(credit, reward)
+                if self.unit == "turn":
+                    credit.streams["turn"] = [float(turn)] * len(credit)
         return assigned
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
@@ -89,7 +98,14 @@ class PPO(
             if self.kl_reward:
                 kls.append(line.read("old_logprobs") - line.read("ref_logprobs"))
                 rewards = rewards - self.kl_reward * kls[-1]
-            advantages = row_math.gae(rewards, values, self.gamma, self.lam)
+            starts = np.arange(len(values))
+            if self.unit == "turn":
+                starts = row_math.starts_of(line.read("turn"))
+            by_step = row_math.gae(
+                np.add.reduceat(rewards, starts), values[starts], self.gamma, self.lam
+            )
+            lengths = np.diff(starts, append=len(values))
+            advantages, values = np.repeat(by_step, lengths), np.repeat(values[starts], lengths)
             line.write("returns", advantages + values)
             line.write("advantages", line.read("advantages") + advantages)
             returns.append(advantages + values)

@@ -92,6 +92,12 @@ def gae(rewards: Doubles, values: Doubles, gamma: float, lam: float) -> Doubles:
     return to_go(deltas, gamma * lam)
 
 
+def starts_of(turns: Doubles) -> Ints:
+    """The index of the first token of each turn: 0, 0, 1, 3, 3 gives 0, 2, 3."""
+    changes: Ints = np.flatnonzero(np.diff(turns)) + 1
+    return np.concatenate([np.zeros(1, np.int64), changes])
+
+
 def whiten(values: Doubles, epsilon: float | None = None) -> Doubles:
     """(x - mean) / std, with the unbiased std; all 0 if the values do not differ. ``epsilon`` is
     added to the std; None: 1e-8 is added to the variance."""

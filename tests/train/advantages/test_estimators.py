@@ -300,6 +300,18 @@ def test_gae_skips_observation_tokens() -> None:
     )
 
 
+def test_ppo_over_turns_gives_all_tokens_of_a_turn_the_same_advantage() -> None:
+    """Turns of 2 and 1 tokens with return 1, V = 0.2 and 0.6 at their first tokens, λ = 0.5:
+    δ = 0.4, 0.4, Â = 0.6, 0.4, returns 0.8, 1. The value inside the first turn does not matter."""
+    algorithm = PPO(lam=0.5, normalise=False, unit="turn")
+    (row,) = rows_of(algorithm, [group(tree(call("0", 2, 1), reward=1))])
+    row.streams["values"] = np.zeros(len(row), np.float32)
+    row.streams["values"][row.rl != 0] = [0.2, 0.9, 0.6]
+    finish(algorithm, [row])
+    assert trained_values(row, "advantages") == pytest.approx([0.6, 0.6, 0.4], abs=1e-6)
+    assert trained_values(row, "returns") == pytest.approx([0.8, 0.8, 1.0], abs=1e-6)
+
+
 def test_ppo_normalises_over_the_step_and_gives_children_their_own_returns() -> None:
     algorithm = PPO()
     rows = rows_of(algorithm, batch(), values=0.0)
@@ -501,4 +513,4 @@ def test_algorithm_round_trips_through_json(name: str) -> None:
     assert ALGORITHMS.build(stored) == made
     if name != "hybrid":  # lives in train/signals
         home = type(made).__module__.removeprefix("ramify.train.advantages.")
-        assert home in (name, "group_estimators", "branches")
+        assert home in (name, "group_estimators", "fork_estimators")

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.train.advantages.branches import Branch, EntropyBranch, StateGroup, Vine
+from ramify.train.advantages.fork_estimators import Branch, EntropyBranch, StateGroup, Vine
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.config import RlSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
