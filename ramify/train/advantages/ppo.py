@@ -11,8 +11,8 @@ after the last token is 0. A call of 2 tokens with return 1, V = 0.2, 0.6, γ = 
 δ = 0.4, 0.4, Â = 0.6, 0.4, returns 0.8, 1.
 
 With ``unit="turn"`` a step is one turn of the call instead of one token: V is the critic's value at
-the turn's first token, r the sum of the turn's rewards, and all tokens of a turn have its Â. Neither
-γ nor λ then depends on how many tokens a turn has.
+the turn's first token, r the sum of the turn's rewards, and all tokens of a turn have its Â.
+Neither γ nor λ then depends on how many tokens a turn has.
 
 No groups are compared, so one attempt per item is enough. ``rl.critic`` configures the critic.
 """
