@@ -85,7 +85,7 @@ async def attempt(
         start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
     except RamifyError as error:
         return Trajectory(name, item.question, task=item.id, errors=[str(error)], stop=Stop.ERROR)
-    if search is not None and start.on_end is not None:
+    if search is not None and (start.on_end is not None or start.conduct is not None):
         return Trajectory(
             name, item.question, task=item.id, errors=[_not_forked(task)], stop=Stop.ERROR
         )
@@ -173,8 +173,9 @@ async def _score(
 
 def _not_forked(task: Task) -> str:
     return (
-        f"task '{task.name}' keeps state outside the session (TaskStart.on_end), which a fork of "
-        "the session does not copy: set rl.rollout.branch=null, and an estimator without forks"
+        f"task '{task.name}' keeps state outside the session (TaskStart.on_end or conduct), which "
+        "a fork of the session does not copy: set rl.rollout.branch=null, and an estimator without "
+        "forks"
     )
 
 

@@ -10,13 +10,18 @@ import msgspec
 import pytest
 import torch
 
+from ramify.engine.limits import Limits
+from ramify.errors import ConfigError
+from ramify.sandbox.base import SandboxSpec
 from ramify.train.advantages.by_task import ByTask
+from ramify.train.advantages.fork_estimators import Branch
 from ramify.train.advantages.group_estimators import GRPO
 from ramify.train.advantages.ppo import PPO
 from ramify.train.advantages.rae import RAE
 from ramify.train.advantages.reinforce_pp import ReinforcePP
 from ramify.train.advantages.remax import ReMax
 from ramify.train.advantages.sft import SFT
+from ramify.train.branch_sampler import BranchOptions
 from ramify.train.checkpoint import CheckpointStore, read_state
 from ramify.train.config import (
     CriticSpec,
@@ -33,6 +38,8 @@ from ramify.train.losses import Decoupled, ProxApprox
 from ramify.train.losses.loss import LossSpec
 from ramify.train.override import override
 from ramify.train.recipe import stored
+from ramify.train.rollouts.rollouter import RolloutOptions
+from ramify.types.trajectory import Fork, Trajectory
 from tests.shown import train
 from tests.train.small import small, weights_of
 from tests.train.test_loop import read_rows
@@ -167,6 +174,53 @@ def test_remax_adds_a_greedy_rollout_to_each_group(base: str, tmp_path: Path) ->
     assert row.values["sampled_tokens"] == pytest.approx(
         6 * row.values["length_mean"]
     )  # greedy rollouts do not count
+
+
+def forking(base: str, **changes: Any) -> Run:
+    """Two rollouts per item, each of which forks into two lines before turn 1."""
+    branch = BranchOptions(where=(1,), num=2, budget=2)
+    rollout = RolloutOptions(group=2, concurrency=1, branch=branch)
+    rl = {"algorithm": Branch(), "rollout": rollout, "steps": 1, **changes}
+    return msgspec.structs.replace(
+        run(base, sample={"minibatches": 1}, **rl),
+        sandbox=SandboxSpec(provider="process", allow_weaker=True),
+        schedule=Schedule(save_rollouts_every=1),
+    )
+
+
+def test_lines_of_rollouts_that_fork_are_learnt_from(base: str, tmp_path: Path) -> None:
+    train(forking(base), tmp_path, say=pytest.fail)
+    (row,) = [row for row in read_rows(tmp_path, "rl") if "reward" in row.values]
+    assert row.values["loss"] != 0
+    (path,) = (tmp_path / "rollouts").glob("*.jsonl")
+    saved = [msgspec.json.decode(line, type=Trajectory) for line in path.read_bytes().splitlines()]
+    for rollout in saved:
+        assert [call.fork for call in rollout.calls] == [None, Fork("0", 0)]
+        lines = [sum(rollout.call_rewards[call.id].values()) for call in rollout.calls]
+        assert sum(rollout.rewards.values()) == pytest.approx(sum(lines) / 2)
+        assert len({len(call.turns) for call in rollout.calls}) == 2  # the turn before is shared
+        advantages = rollout.metadata.get("advantages", {})
+        assert advantages.get("0/1", 0) == pytest.approx(lines[0] - lines[1])
+        assert advantages.get("0:1/0", 0) == pytest.approx(lines[1] - lines[0])
+
+
+def test_a_run_that_cannot_fork_or_would_not_use_its_forks_is_refused(
+    base: str, tmp_path: Path
+) -> None:
+    fitting = forking(base)
+    for wrong, why in (
+        (forking(base, rollout=RolloutOptions(group=2)), r"set rl\.rollout\.branch"),
+        (forking(base, algorithm=GRPO()), "rl.algorithm=grpo does not compare"),
+        (msgspec.structs.replace(fitting, limits=Limits(max_turns=1)), r"limits\.max_turns"),
+        (
+            msgspec.structs.replace(
+                fitting, sandbox=SandboxSpec(provider="inprocess", allow_weaker=True)
+            ),
+            "use jail or process",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            train(wrong, tmp_path)
 
 
 def test_reward_kl_reference_is_the_policy_at_the_start_of_rl(base: str, tmp_path: Path) -> None:
