@@ -1,5 +1,5 @@
-"""List the mutants of one module as JSON: each changes one operator, number, constant, loop, decorator
-or exception. Run by ``scripts/mutate``, in the environment that has cosmic-ray.
+"""List the mutants of one module as JSON. Each changes one operator, number, constant, loop,
+decorator or exception. ``scripts/mutate`` runs this file in the environment that has cosmic-ray.
 
     list_mutants.py MODULE OPERATORS        OPERATORS is a regular expression
 
@@ -111,9 +111,9 @@ def span(node: ast.stmt | ast.expr) -> tuple[Place, Place]:
 
 
 def context_of(tree: ast.Module, place: Place) -> tuple[bool, int, int, list[str]]:
-    """Return whether ``place`` is in the body of a function, the first and last line of its statement
-    (if compound, without its body), and the names of the definitions around it outside of
-    functions."""
+    """Return whether ``place`` is in the body of a function, the first and last line of its
+    statement (if compound, without its body), and the names of the definitions around it outside
+    of functions."""
     nodes: list[ast.AST] = list(tree.body)
     is_in_function, first, last = False, 1, 1
     names: list[str] = []

@@ -1,15 +1,17 @@
-"""Run tests on mutants of one module without a new process for each: a process that has collected the
-tests forks for every mutant. Run by ``scripts/mutate`` in a copy of the tree, in Ramify's environment.
+"""Run tests on mutants of one module without a new process for each: a process that has collected
+the tests forks for every mutant. ``scripts/mutate`` runs this file in a copy of the tree, in
+Ramify's environment.
 
-    try_mutants.py cover MODULE RESULT TEST...    which tests run which lines, and how long they take
+    try_mutants.py cover MODULE RESULT TEST...    which tests run which lines, and their seconds
     try_mutants.py serve MODULE IN OUT TEST...    try the mutants that arrive at descriptor IN
 
     {"source": …, "tests": [[id, limit in seconds], …]}  ──>  {"outcome": …, "by": id of a test}
 
-In the fork, the changed functions get their new code. A mutant outside of functions (``"fresh": true``)
-needs a new import, so it gets a new process. The changed file is also in the tree, for tests that start
-processes. The outcome is ``killed`` (a test failed), ``timed out`` (a test took longer than its limit)
-or ``survived``. It does not decide which tests are run (see ``mutate``).
+In the fork, the changed functions get their new code. A mutant outside of functions
+(``"fresh": true``) needs a new import, so it gets a new process. The changed file is also in the
+tree, for tests that start processes. The outcome is ``killed`` (a test failed), ``timed out`` (a
+test took longer than its limit) or ``survived``. It does not decide which tests are run (see
+``mutate``).
 """
 
 from __future__ import annotations
