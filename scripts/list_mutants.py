@@ -15,12 +15,11 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from cosmic_ray.ast import ast_nodes, get_ast
-from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 
 Place = tuple[int, int]
@@ -30,20 +29,16 @@ Place = tuple[int, int]
 def main() -> None:
     path, operators = Path(sys.argv[1]), re.compile(sys.argv[2])
     source = path.read_text()
-    tree = ast.parse(source)
+    tree, parsed = ast.parse(source), get_ast(source)
     unevaluated = list(parts_without_behaviour(tree))
     mutants: list[dict[str, Any]] = []
     excluded: collections.Counter[str] = collections.Counter()
     for name in operator_names():
         if not operators.fullmatch(name.removeprefix("core/")):
             continue
-        kind = get_operator(name)
-        operator = kind()
-        nodes = ast_nodes(get_ast(source))
-        places = itertools.chain.from_iterable(operator.mutation_positions(node) for node in nodes)
-        for occurrence, (start, end) in enumerate(list(places)):
+        operator = get_operator(name)()
+        for occurrence, (start, end, changed) in enumerate(changes_by(operator, source, parsed)):
             why = next((why for why, *span in unevaluated if span[0] <= start < span[1]), None)
-            changed = changed_by(source, operator, occurrence)
             if why is None and not compiles(changed):
                 why = "not a program"
             if why is not None:
@@ -69,11 +64,50 @@ def main() -> None:
     json.dump({"mutants": mutants, "excluded": excluded}, sys.stdout)
 
 
-def changed_by(source: str, operator: Any, occurrence: int) -> str:
-    try:
-        return str(mutate_code(source, operator, occurrence))
-    except AttributeError:  # cosmic-ray cannot replace the exception of ``except module.Name``
-        return "("
+def changes_by(operator: Any, source: str, parsed: Any) -> Iterator[tuple[Place, Place, str]]:
+    """(start, end, changed source) of each place that an operator changes. Parsing the source again
+    for each change, as cosmic-ray does, would take minutes."""
+    offsets = list(
+        itertools.accumulate(
+            (len(line) for line in source.split("\n")), lambda a, b: a + b + 1, initial=0
+        )
+    )
+    for node in ast_nodes(parsed):
+        for index, (start, end) in enumerate(list(operator.mutation_positions(node))):
+            (first, column), (last, end_column) = node.get_start_pos_of_prefix(), node.end_pos
+            before = source[: offsets[first - 1] + column]
+            after = source[offsets[last - 1] + end_column :]
+            restore = remembered(node)
+            try:
+                changed = operator.mutate(node, index)
+                code = changed.get_code() if changed is not None else ""
+            except AttributeError:  # it cannot replace the exception of ``except module.Name``
+                code = "("
+            restore()
+            yield start, end, f"{before}{code}{after}"
+
+
+def remembered(node: Any) -> Callable[[], None]:
+    """Return a function that undoes changes within ``node``."""
+    nodes, found = [node], list[tuple[Any, dict[str, Any]]]()
+    while nodes:
+        each = nodes.pop()
+        children = list(getattr(each, "children", ()))
+        nodes += children
+        names = ("children", "value", "prefix", "parent")
+        kept = {name: getattr(each, name) for name in names if hasattr(each, name)}
+        if children:
+            kept["children"] = children
+            kept.pop("prefix", None)
+            kept.pop("value", None)
+        found.append((each, kept))
+
+    def restore() -> None:
+        for each, kept in found:
+            for name, value in kept.items():
+                setattr(each, name, value)
+
+    return restore
 
 
 def compiles(source: str) -> bool:

@@ -19,6 +19,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "ramify"
 FLOORS = [
     {"types", "errors", "plugins", "progress", "secrets", "logging", "log_outputs", "printable"},
+    {"http_client"},
     {"actors", "clients", "sandbox", "models", "inference", "store", "sources", "tasks"},
     {"engine", "http_server"},
     {"combinators"},
@@ -40,7 +41,7 @@ ALSO = {
     ("log_outputs", "logging"),
     ("log_outputs", "secrets"),
     ("progress", "logging"),
-    *((room, "actors") for room in FLOORS[1]),
+    *((room, "actors") for room in FLOORS[2]),
 }
 """Every room starts its processes through ``actors``."""
 STANDARD_LIBRARY_ONLY = [

@@ -344,7 +344,7 @@ def _warm_up(model: str, spec: SandboxSpec | None) -> None:
 
 
 def _read_authorities() -> None:
-    from ramify.clients.tls import tls_context
+    from ramify.http_client.tls import tls_context
 
     with contextlib.suppress(ConfigError):  # the first request reports it
         tls_context()

@@ -18,14 +18,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ramify.clients import messages_json
-from ramify.clients.addresses import is_http_url
 from ramify.clients.base import ASSUMED_WINDOW, OnPiece, Price, Request
 from ramify.clients.chat_json import is_strict
-from ramify.clients.http_transport import HttpConnectionPool
 from ramify.clients.json_api import JsonApi
 from ramify.clients.messages_json import Blocks, arguments_of
 from ramify.clients.providers import Endpoint, ProviderSpec, no_key, split_name, split_url
 from ramify.errors import ConfigError, Refused
+from ramify.http_client.addresses import is_http_url
+from ramify.http_client.transport import HttpConnectionPool
 from ramify.types.message import Message, Reply
 
 _PROVIDER = ProviderSpec(

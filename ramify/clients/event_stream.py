@@ -8,7 +8,7 @@ Not here: what the data means (see ``chat_json.py``, ``responses_json.py`` and `
 
 from __future__ import annotations
 
-from ramify.clients.compression import too_long
+from ramify.http_client.compression import too_long
 
 
 class EventStream:

@@ -31,12 +31,12 @@ import msgspec
 from ramify.clients import chat_json
 from ramify.clients.base import OnPiece, ReplyBound, ReplyPiece
 from ramify.clients.chat_json import from_body, from_status, redacted
-from ramify.clients.compression import too_long
 from ramify.clients.event_stream import EventStream
-from ramify.clients.http_transport import HttpConnectionPool, HttpExchange, HttpResponse, route_to
 from ramify.clients.providers import Endpoint
 from ramify.clients.reply_decoding import NoReply, Undecodable, decode_reply, is_large
 from ramify.errors import BadReply, ModelError, ReplyLost
+from ramify.http_client.compression import too_long
+from ramify.http_client.transport import HttpConnectionPool, HttpExchange, HttpResponse, route_to
 from ramify.logging import RoomLogger
 from ramify.types.message import Reply
 

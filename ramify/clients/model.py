@@ -24,7 +24,6 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from ramify.clients.addresses import is_http_url
 from ramify.clients.base import Price, Sampling
 from ramify.clients.providers import (
     CLIENTS,
@@ -35,6 +34,7 @@ from ramify.clients.providers import (
     split_url,
 )
 from ramify.errors import ConfigError, check_keywords
+from ramify.http_client.addresses import is_http_url
 from ramify.secrets import remember
 
 _GAP = re.compile(r"\s*(?:[,;+]|and\b)?\s*")

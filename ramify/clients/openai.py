@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from ramify.clients import chat_json, responses_json
 from ramify.clients.base import OnPiece, Price, Request
-from ramify.clients.http_transport import HttpConnectionPool
 from ramify.clients.json_api import JsonApi
 from ramify.clients.providers import RESPONSES_PATH, Endpoint
 from ramify.errors import Refused
+from ramify.http_client.transport import HttpConnectionPool
 from ramify.types.message import Reply
 
 

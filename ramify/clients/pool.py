@@ -14,7 +14,7 @@ Every model has its own limiter, so a rate-limited model does not slow the other
 applies to each model and to all models together. How long a failing request is retried is decided
 by ``RequestRetries``, and how many are in flight by ``Limiter``. Nothing is imported or opened
 before the first request, so naming a model costs nothing. Not here: the connections (see
-``http_transport.py``).
+``http_client/transport.py``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from ramify.clients.base import (
     dollars,
 )
 from ramify.clients.chat_json import redacted
-from ramify.clients.http_transport import HttpConnectionPool
 from ramify.clients.model import Model
 from ramify.clients.providers import CLIENTS, PriceTable, ProviderSpec, resolve
 from ramify.errors import (
@@ -53,6 +52,7 @@ from ramify.errors import (
     ReplyLost,
     Unreachable,
 )
+from ramify.http_client.transport import HttpConnectionPool
 from ramify.logging import RoomLogger
 from ramify.secrets import remember, without_secrets
 from ramify.types.message import Reply

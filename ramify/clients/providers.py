@@ -32,9 +32,9 @@ from urllib.parse import quote
 
 import msgspec
 
-from ramify.clients.addresses import is_http_url
 from ramify.clients.base import Price
 from ramify.errors import ConfigError, nearest
+from ramify.http_client.addresses import is_http_url
 from ramify.plugins import Registry, is_reference
 from ramify.secrets import remember
 

@@ -11,7 +11,7 @@ large if it has many bytes, or so many commas that decoding may take long.
 Every client that reads HTTP bodies uses ``decode_reply``. A format is a module such as
 ``chat_json.py``: its ``decode`` returns an object with ``choices``, ``error`` and ``num_items``,
 and its ``read`` turns that object into a reply. Not here: the limit on received bytes (see
-``http_transport.py``), and the meaning of the fields (see the formats).
+``http_client/transport.py``), and the meaning of the fields (see the formats).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import msgspec
 
 from ramify.actors.helper_process import HelperError, in_helper
 from ramify.clients.base import ReplyBound
-from ramify.clients.compression import too_long
 from ramify.errors import BadReply, ServerFailed
+from ramify.http_client.compression import too_long
 from ramify.types.message import Reply
 
 LARGE_BYTES = 1 << 18

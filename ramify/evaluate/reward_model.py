@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ramify.clients.chat_json import from_status
-from ramify.clients.http_transport import HttpConnectionPool, HttpResponse, RequestRoute, route_to
 from ramify.errors import BadReply, ConfigError, ModelError, RateLimited, ReplyLost, nearest
+from ramify.http_client.transport import HttpConnectionPool, HttpResponse, RequestRoute, route_to
 from ramify.secrets import remember
 from ramify.tasks.base import Item
 from ramify.tasks.scoring.batched import BatchedReward

@@ -15,17 +15,18 @@ import json
 import os
 import struct
 from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
-from yarl import URL
-
-from ramify.errors import ConfigError, SandboxError
+from ramify.errors import ConfigError, ModelError, SandboxError, Unreachable
+from ramify.http_client.transport import (
+    HttpConnectionPool,
+    HttpExchange,
+    Method,
+    route_to_socket,
+)
 from ramify.sandbox.base import SandboxSpec
 from ramify.sandbox.remote import Carries, RemoteSandbox
-
-if TYPE_CHECKING:
-    from aiohttp import ClientResponse
 
 IMAGE = "python:3.12-slim"
 NUM_CPUS = 1.0
@@ -38,6 +39,7 @@ _NOBODY = "65534:65534"
 _NUM_USUAL_CAPABILITIES = 11
 """Number of capabilities of a container if none is dropped; an engine may list them instead of
 ALL."""
+_WHERE = "sandbox 'docker'"
 _FRAME = struct.Struct(">BxxxI")
 _MAX_FRAME_BYTES = 64 << 20
 _MAX_BODY_BYTES = 64 << 20
@@ -230,88 +232,69 @@ class DockerEngine:
     def __init__(self, path: str) -> None:
         self._path = path
 
-    async def ask(self, what: str, method: str, path: str, body: Any = None) -> Any:
+    async def ask(self, what: str, method: Method, path: str, body: Any = None) -> Any:
         """Send a request and return the decoded response. ``what`` names the operation in errors.
         Raises DockerEngineError."""
-        async with self._answer(what, method, path, json=body) as answer:
-            data = b""
-            async for part in answer.content.iter_any():
-                data += part
-                if len(data) > _MAX_BODY_BYTES:
-                    raise SandboxError(
-                        f"the container engine at {self._path} broke off ({what}): its answer is "
-                        f"longer than {_MAX_BODY_BYTES:,} bytes"
-                    )
+        data = b"" if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} if data else {}
+        async with self._exchange(what, method, path, headers, data) as exchange:
+            answer = await exchange.read()
         if answer.status >= 400:
-            raise DockerEngineError(what, answer.status, _message(data))
-        return _decoded(data)
+            raise DockerEngineError(what, answer.status, _message(answer.body))
+        return _decoded(answer.body)
 
     async def attach(self, container: str) -> ContainerStdio:
         """Return the stream of a container that was created with its standard input open."""
         path = f"/containers/{quote(container)}/attach?stream=1&stdin=1&stdout=1&stderr=1"
         upgrade = {"Upgrade": "tcp", "Connection": "Upgrade"}
-        stack = contextlib.AsyncExitStack()
-        try:
-            what = "attach to a container"
-            answer = await stack.enter_async_context(
-                self._answer(what, "POST", path, headers=upgrade)
-            )
-            if answer.status not in (101, 200):
-                raise DockerEngineError(what, answer.status, _message(await answer.read()))
-            connection = answer.connection
-            if connection is None or connection.transport is None:
-                raise SandboxError(f"the container engine at {self._path} broke off ({what})")
-            return ContainerStdio(connection.transport, stack)
-        except BaseException:
-            await stack.aclose()
-            raise
+        what = "attach to a container"
+        async with self._exchange(what, "POST", path, upgrade, upgrades=True) as exchange:
+            if exchange.status not in (101, 200):
+                answer = await exchange.read()
+                raise DockerEngineError(what, answer.status, _message(answer.body))
+            return ContainerStdio(*exchange.take_over())
 
     @contextlib.asynccontextmanager
-    async def _answer(
-        self, what: str, method: str, path: str, **options: Any
-    ) -> AsyncIterator[ClientResponse]:
-        import aiohttp
-
+    async def _exchange(
+        self,
+        what: str,
+        method: Method,
+        path: str,
+        headers: dict[str, str],
+        body: bytes = b"",
+        *,
+        upgrades: bool = False,
+    ) -> AsyncIterator[HttpExchange]:
+        pool = HttpConnectionPool(max_body_bytes=_MAX_BODY_BYTES)
+        route = route_to_socket(self._path, path, headers, method)
         try:
-            async with (
-                aiohttp.ClientSession(
-                    connector=aiohttp.UnixConnector(self._path, force_close=True),
-                    timeout=aiohttp.ClientTimeout(None),
-                    auto_decompress=False,
-                ) as client,
-                client.request(
-                    method, URL(f"http://docker{path}", encoded=True), **options
-                ) as answer,
-            ):
-                coding = answer.headers.get("Transfer-Encoding", "chunked")
-                if coding.lower() != "chunked":
-                    raise ValueError(f"its Transfer-Encoding is {coding[:40]!r}")
-                yield answer
-        except aiohttp.ClientConnectorError as error:
-            raise SandboxError(
-                f"sandbox 'docker': no engine answers at {self._path} "
-                f"({error.strerror or error.os_error}); {HOW_TO_GET_ONE}"
-            ) from None
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            why = " ".join(str(error).split())[:200] or type(error).__name__
+            async with pool.send(_WHERE, route, body, upgrades=upgrades) as exchange:
+                yield exchange
+        except Unreachable as error:
+            raise SandboxError(f"{error}; {HOW_TO_GET_ONE}") from None
+        except ModelError as error:
+            why = " ".join(str(error).removeprefix(f"{_WHERE}: ").split())[:200]
             raise SandboxError(
                 f"the container engine at {self._path} broke off ({what}): {why}"
             ) from None
+        finally:
+            await pool.close()
 
 
 class ContainerStdio:
     """Standard input and output of a container without a terminal. Its output arrives in frames
     that name the stream."""
 
-    def __init__(self, transport: asyncio.Transport, held: contextlib.AsyncExitStack) -> None:
-        """``transport``: a connection that is not HTTP any more. ``held``: closed at the end."""
-        self._held = held
+    def __init__(self, transport: asyncio.Transport, begin: bytes) -> None:
+        """``transport`` is a connection that is no longer HTTP, and ``begin`` has the bytes that
+        have already arrived on it."""
         self._transport = transport
         loop = asyncio.get_running_loop()
         self._reader = asyncio.StreamReader(loop=loop)
         protocol = asyncio.StreamReaderProtocol(self._reader, loop=loop)
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
+        self._reader.feed_data(begin)
         self._writer = asyncio.StreamWriter(transport, protocol, self._reader, loop)
 
     async def send(self, data: bytes) -> None:
@@ -332,7 +315,6 @@ class ContainerStdio:
 
     async def close(self) -> None:
         self._transport.close()
-        await self._held.aclose()
 
 
 def _decoded(data: bytes) -> Any:

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from ramify.clients.addresses import proxy_for
 from ramify.clients.loopback import LoopbackServer
 from ramify.clients.pool import ClientPool
 from ramify.errors import ConfigError, ModelError, Unreachable
+from ramify.http_client.addresses import proxy_for
 from tests.clients.helpers import Books, Says, request, run, server_tls
 
 REPLY = (

@@ -324,5 +324,5 @@ def test_unreachable_engine_is_named_with_remedy(
         open_sandbox(SPEC)
     os.mknod(tmp_path / "dead.sock")
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/dead.sock")
-    with pytest.raises(SandboxError, match=r"no engine answers at .*dead\.sock"):
+    with pytest.raises(SandboxError, match=r"'docker': cannot reach unix:.*dead\.sock \(.*; start"):
         asyncio.run(open_sandbox(SPEC).open())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import SandboxError
-from ramify.sandbox.docker import DockerEngine
+from ramify.sandbox.docker import DockerEngine, DockerEngineError
 
 LINE = b"HTTP/1.1 200 OK\r\n"
 CHUNKS = LINE + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -83,3 +83,61 @@ def test_deeply_nested_json_body_is_returned_as_text(tmp_path: Path) -> None:
         ask_engine(tmp_path, LINE + b"Content-Length: %d\r\n\r\n" % len(deep) + deep)
         == deep.decode()
     )
+
+
+FRAME = b"\1\0\0\0\0\0\0\5hello"
+"""A frame of five bytes of standard output."""
+UPGRADED = b"HTTP/1.1 101 UPGRADED\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n\r\n"
+
+
+async def attached(folder: Path, first: bytes, later: bytes = b"") -> tuple[list[bytes], bytes]:
+    """Return (output, input that the engine received) of a container whose engine answers ``first``
+    to the request to attach, and ``later`` to the container's input."""
+    received: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(first)
+        if b"\r\n\r\n" in first:
+            received.append(await reader.read(100))
+        writer.write(later)
+        writer.close()
+
+    path = str(folder / "engine.sock")
+    async with await asyncio.start_unix_server(serve, path):
+        stdio = await DockerEngine(path).attach("c0")
+        await stdio.send(b"input")
+        output = []
+        while data := await stdio.receive():
+            output.append(data)
+        await stdio.close()
+    return output, received[0]
+
+
+@pytest.mark.parametrize("head", [UPGRADED, LINE + b"\r\n"], ids=["101", "200"])
+@pytest.mark.parametrize("early", [b"", FRAME, FRAME[:3]], ids=["none", "a frame", "half a head"])
+def test_connection_becomes_a_stream_and_loses_no_early_bytes(
+    tmp_path: Path, head: bytes, early: bytes
+) -> None:
+    """An engine may send output together with its response."""
+    whole = FRAME + FRAME
+    run = attached(tmp_path, head + early, whole[len(early) :])
+    output, received = asyncio.run(asyncio.wait_for(run, 100))
+    assert (output, received) == ([b"hello", b"hello"], b"input")
+
+
+def test_response_that_is_not_a_stream_is_refused(tmp_path: Path) -> None:
+    for answer, text in (
+        (LINE + b"Content-Length: 2\r\n\r\n[]", "does not become a plain stream"),
+        (UPGRADED[:40], "the connection broke before the reply was whole"),
+    ):
+        with pytest.raises(SandboxError, match=rf"broke off \(attach to a container\): .*{text}"):
+            asyncio.run(asyncio.wait_for(attached(tmp_path, answer), 100))
+    missing = b'HTTP/1.1 404 Not Found\r\nContent-Length: 19\r\n\r\n{"message": "gone"}'
+    with pytest.raises(DockerEngineError, match="could not attach to a container: gone"):
+        asyncio.run(asyncio.wait_for(attached(tmp_path, missing), 100))
+
+
+def test_upgrade_that_was_not_asked_for_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SandboxError, match="a protocol that was not asked for"):
+        ask_engine(tmp_path, UPGRADED + FRAME)

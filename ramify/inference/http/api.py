@@ -18,7 +18,6 @@ import hashlib
 import time
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from ramify.errors import (
@@ -30,12 +29,15 @@ from ramify.errors import (
     ServerFailed,
     Unreachable,
 )
+from ramify.http_client.transport import HttpConnectionPool, Method, RequestRoute, route_to
 from ramify.inference.base import CachePressure
 from ramify.inference.http.engine_process import EngineProcess, status_of
 from ramify.inference.http.engine_server import EngineServer, ServerInfo, read_pressure
 from ramify.inference.http.inference_spec import InferenceSpec
 
 _CONNECT_S = 10.0
+_MAX_BODY_BYTES = 1 << 30
+"""Replies may have the log-probabilities of many tokens."""
 
 
 class EngineStateConflict(Refused):
@@ -43,12 +45,14 @@ class EngineStateConflict(Refused):
 
 
 class EngineHttpApi:
-    """HTTP client of one server. It belongs to the event loop of its first request."""
+    """HTTP client of one server. It belongs to the event loop of its first request. Proxies of the
+    environment are ignored: engines are in the user's own network."""
 
     def __init__(self, url: str, key: str = "") -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._session: aiohttp.ClientSession | None = None
+        self._pool = HttpConnectionPool(connect_s=_CONNECT_S, max_body_bytes=_MAX_BODY_BYTES)
+        self._routes: dict[tuple[str, str], RequestRoute] = {}
         self._is_closed = False
 
     async def get(self, path: str, timeout_s: float) -> dict[str, Any]:
@@ -60,42 +64,30 @@ class EngineHttpApi:
     async def close(self) -> None:
         """Close for good: any later request raises Unreachable."""
         self._is_closed = True
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        await self._pool.close()
 
     async def _ask(
-        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
+        self, method: Method, path: str, body: dict[str, Any] | None, timeout_s: float
     ) -> dict[str, Any]:
-        where = f"{self.url}{path}"
+        where = f"{method} {self.url}{path}"
         if self._is_closed:
-            raise Unreachable(f"{method} {where}: it was given up")
-        if self._session is None:
-            limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
-            self._session = aiohttp.ClientSession(
-                headers=self._headers, timeout=limits, connector=aiohttp.TCPConnector(limit=0)
-            )
-        data = None if body is None else msgspec.json.encode(body)
-        headers = {"Content-Type": "application/json"} if data is not None else {}
+            raise Unreachable(f"{where}: it was given up")
+        route = self._routes.get((method, path))
+        if route is None:
+            route = route_to(f"{self.url}{path}", self._headers, method, through_proxy=False)
+            self._routes[method, path] = route
+        data = b"" if body is None else msgspec.json.encode(body)
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._session.request(method, where, data=data, headers=headers) as answer,
+                self._pool.send(where, route, data) as exchange,
             ):
-                payload = await answer.read()
+                answer = await exchange.read()
         except TimeoutError:
-            raise ReplyLost(f"{method} {where}: no answer within {timeout_s:g} s") from None
-        except aiohttp.ClientConnectorError as error:
-            raise Unreachable(
-                f"{method} {where}: cannot be reached ({error.strerror or error.os_error})"
-            ) from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise ReplyLost(
-                f"{method} {where}: the connection broke ({error or type(error).__name__})"
-            ) from None
+            raise ReplyLost(f"{where}: no answer within {timeout_s:g} s") from None
         if answer.status != 200:
-            raise _error(f"{method} {where}", answer.status, payload)
-        return _object(where, payload)
+            raise _error(where, answer.status, answer.body)
+        return _object(where, answer.body)
 
 
 def _object(where: str, payload: bytes) -> dict[str, Any]:

@@ -7,15 +7,16 @@
     send ── idle or new connection ── head and body ── head of the response ── its body ── keep it
                     └─ TCP ── CONNECT, through a proxy ── TLS
 
-Every client that speaks HTTP uses this module. ``httptools`` checks the grammar. This file decides
-how bodies are delimited, which sizes are bounded, and when a connection may be reused: only after a
-complete response, and only if no unsolicited bytes have arrived on it. A request that is cancelled
-or fails closes its connection, so that a late response can never answer another request. Redirects
-are not followed. A body is unpacked if a gateway compressed it unasked. Any other deviation is an
-error.
+Every room that speaks HTTP as a client uses this module: model APIs, engines, and a container
+engine behind a Unix socket, which turns a connection into a plain stream. ``httptools`` checks the
+grammar. This file decides how bodies are delimited, which sizes are bounded, and when a connection
+may be reused: only after a complete response, and only if no unsolicited bytes have arrived on it.
+A request that is cancelled or fails closes its connection, so that a late response can never answer
+another request. Redirects are not followed. A body is unpacked if a gateway compressed it unasked.
+Any other deviation is an error.
 
 Not here: certificate authorities (see ``tls.py``), proxies (see ``addresses.py``), what a request
-and a reply contain (see ``chat_json.py``), time-outs of replies, and retries (see ``pool.py``).
+and a reply contain, time-outs of replies, and retries (see ``clients``).
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from urllib.parse import quote, unquote, urlsplit
 import httptools
 import msgspec
 
-from ramify.clients.addresses import proxy_for, proxy_variable
-from ramify.clients.compression import Unpacker, too_long
-from ramify.clients.tls import tls_context, tls_failure
 from ramify.errors import BadReply, ConfigError, ModelError, ReplyLost, Unreachable
+from ramify.http_client.addresses import proxy_for, proxy_variable
+from ramify.http_client.compression import Unpacker, too_long
+from ramify.http_client.tls import tls_context, tls_failure
 
 _MOST_HEAD_BYTES = 1 << 16
 """Maximum bytes of the head and the interim responses before it."""
@@ -58,6 +59,9 @@ _STARTS = b"HTTP/1."
 _TLS_ALERT = b"\x15\x03"
 
 
+Method = Literal["GET", "POST", "DELETE"]
+
+
 class HttpResponse(msgspec.Struct, frozen=True):
     """Complete response of a server."""
 
@@ -71,10 +75,10 @@ class RequestRoute(msgspec.Struct, frozen=True):
     """Destination of one client's requests, computed once so that a request needs no lookup."""
 
     url: str
-    method: Literal["GET", "POST"]
+    method: Method
     origin: tuple[str, str, int, str]
-    """(scheme, host, port, proxy) of the server. Requests with the same origin share
-    connections."""
+    """(scheme, host, port, proxy) of the server, or ("unix", path of the socket, 0, ""). Requests
+    with the same origin share connections."""
     head: bytes
     """Request line and headers, without Content-Length. Includes the key, so it is never
     printed."""
@@ -88,7 +92,7 @@ class RequestRoute(msgspec.Struct, frozen=True):
 def route_to(
     url: str,
     headers: Mapping[str, str],
-    method: Literal["GET", "POST"] = "POST",
+    method: Method = "POST",
     *,
     through_proxy: bool = True,
 ) -> RequestRoute:
@@ -112,6 +116,15 @@ def route_to(
         target, fields = f"http://{shown}{target}", fields | for_proxy
     head = _head(f"{method} {target} HTTP/1.1", fields)
     return RequestRoute(url, method, (parts.scheme, host, port, proxy), head, connect)
+
+
+def route_to_socket(
+    path: str, target: str, headers: Mapping[str, str], method: Method
+) -> RequestRoute:
+    """Return the route to ``target`` (path and query, already quoted) of the server behind the Unix
+    socket at ``path``."""
+    head = _head(f"{method} {target} HTTP/1.1", {"Host": "localhost", **_HEADERS, **headers})
+    return RequestRoute(f"unix:{path}", method, ("unix", path, 0, ""), head)
 
 
 def _ascii_host(host: str) -> str:
@@ -164,12 +177,19 @@ class HttpConnectionPool:
         self._open: set[_Connection] = set()
 
     def send(
-        self, where: str, route: RequestRoute, body: bytes = b"", max_body_bytes: int | None = None
+        self,
+        where: str,
+        route: RequestRoute,
+        body: bytes = b"",
+        max_body_bytes: int | None = None,
+        *,
+        upgrades: bool = False,
     ) -> HttpExchange:
-        """Return an exchange that sends ``body`` when it is entered. ``where`` names the model in
-        errors. ``max_body_bytes`` lowers the pool's limit for this response."""
+        """Return an exchange that sends ``body`` when it is entered. ``where`` names the server in
+        errors. ``max_body_bytes`` lowers the pool's limit for this response. ``upgrades`` allows
+        status 101, after which the caller takes the connection over."""
         most = min(self._max_body_bytes, max_body_bytes or self._max_body_bytes)
-        return HttpExchange(self, where, route, body, most)
+        return HttpExchange(self, where, route, body, most, upgrades)
 
     async def close(self) -> None:
         for connection in list(self._open):
@@ -226,6 +246,8 @@ class HttpConnectionPool:
         """Open a connection: TCP, then CONNECT if the route needs it, then TLS."""
         loop = asyncio.get_running_loop()
         scheme, host, port, proxy = route.origin
+        if scheme == "unix":
+            return (await loop.create_unix_connection(lambda: _Connection(self._open), host))[1]
         near, near_host, near_port = scheme, host, port
         if proxy:
             parts = urlsplit(proxy)
@@ -294,6 +316,7 @@ class HttpExchange:
         route: RequestRoute,
         body: bytes,
         max_body_bytes: int,
+        upgrades: bool,
     ) -> None:
         self._pool = pool
         self._where = where
@@ -302,6 +325,7 @@ class HttpExchange:
         self._max_body_bytes = max_body_bytes
         self._unpacker: Unpacker | None = None
         self._reader = ResponseReader(max_body_bytes)
+        self._reader.may_upgrade = upgrades
         self._connection: _Connection | None = None
 
     async def __aenter__(self) -> HttpExchange:
@@ -309,7 +333,7 @@ class HttpExchange:
         self._connection, reader = connection, self._reader
         try:
             head = self._route.head
-            if self._route.method == "POST":
+            if self._body or self._route.method == "POST":
                 head += b"Content-Length: %d\r\n" % len(self._body)
             await connection.ask(head + b"\r\n", self._body, reader)
             while not reader.status:
@@ -370,6 +394,21 @@ class HttpExchange:
         except ModelError as error:
             raise self._located(error) from None
 
+    def take_over(self) -> tuple[asyncio.Transport, bytes]:
+        """Return (connection, first bytes) of a response that turns its connection into a plain
+        stream: status 101, or a body that only the end of the connection ends. The caller sets the
+        protocol of the connection and closes it. Raises BadReply for any other response."""
+        connection, reader = self._connection, self._reader
+        assert connection is not None
+        if not (reader.is_upgraded or reader.ends_with_connection):
+            raise self._located(_malformed("the connection does not become a plain stream"))
+        transport = connection.transport
+        if transport is None:
+            raise self._located(ReplyLost("the connection broke before the reply was whole"))
+        self._connection = None
+        connection.replaced()
+        return transport, reader.take()
+
     def _end(self) -> None:
         connection, self._connection = self._connection, None
         if connection is None:
@@ -402,6 +441,11 @@ class _Connection(asyncio.Protocol):
         self._is_streamed = False
         self._is_reading_paused = False
         self._poll: select.poll | None = None
+
+    @property
+    def transport(self) -> asyncio.Transport | None:
+        """None once the connection is closed."""
+        return self._transport
 
     # --- one request --------------------------------------------------------------------------
 
@@ -491,7 +535,7 @@ class _Connection(asyncio.Protocol):
             raise _ProxyRefused(f"the proxy answered {status}", transient=status >= 500)
 
     def replaced(self) -> None:
-        """Hand the transport over to the TLS connection that replaces this one."""
+        """Leave the transport to another protocol."""
         self._all.discard(self)
         self._transport = None
 
@@ -565,7 +609,9 @@ class ResponseReader:
         "headers",
         "is_complete",
         "is_streamed",
+        "is_upgraded",
         "keeps",
+        "may_upgrade",
         "status",
         "unread",
     )
@@ -584,6 +630,10 @@ class ResponseReader:
         """True if only the end of the connection marks the end of the body."""
         self.is_streamed = False
         """True if the body is taken as it arrives. Its whole length then has no limit."""
+        self.may_upgrade = False
+        """True if status 101 was asked for."""
+        self.is_upgraded = False
+        """True after status 101: what follows the head is no longer HTTP."""
         self._max_body_bytes = max_body_bytes
         self._num_body_bytes = 0
         self._left = -1
@@ -661,6 +711,9 @@ class ResponseReader:
             self.status = status
             self._begin_body()
             return
+        if status == 101 and self.may_upgrade:
+            self.status, self.is_upgraded, self.keeps = status, True, False
+            return
         self._num_interim += 1
         if self._num_interim > _MOST_INTERIM:
             raise _malformed(f"more than {_MOST_INTERIM} interim replies")
@@ -712,6 +765,8 @@ class ResponseReader:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
+            if self.may_upgrade:
+                return
             raise _malformed("it switches to a protocol that was not asked for") from None
         except httptools.HttpParserError as error:
             if isinstance(error.__context__, ModelError):
