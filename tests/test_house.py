@@ -130,6 +130,17 @@ def test_rooms_import_only_lower_floors(path: Path) -> None:
         assert (wrong, "ramify" in names) == ([], False), f"{path} imports a room that it may not"
 
 
+def test_only_the_server_of_aiohttp_is_used() -> None:
+    """Requests go through ``http_client``: aiohttp's client gave one request another's reply."""
+    found = {
+        name
+        for path in PACKAGE.rglob("*.py")
+        for name in imports(ast.parse(path.read_bytes()), "ramify")
+        if name.partition(".")[0] == "aiohttp"
+    }
+    assert found == {"aiohttp.web"}
+
+
 def imported_siblings() -> dict[str, set[str]]:
     """Package or module below a room -> its siblings (below the same parent) that its files import.
     Names in tables of plug-ins are not imports."""

@@ -80,7 +80,7 @@ class EngineHttpApi:
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._pool.send(where, route, data) as exchange,
+                self._pool.send(method, route, data) as exchange,
             ):
                 answer = await exchange.read()
         except TimeoutError:

@@ -112,7 +112,8 @@ def test_unreachable_engine_and_port_in_use_are_reported() -> None:
             port = taken.getsockname()[1]
             spec = InferenceSpec(urls=(f"http://127.0.0.1:{port}",), probe_s=0.2)
             with pytest.raises(
-                ConfigError, match=r"no engine answers: GET http.*/health: cannot be reached"
+                ConfigError,
+                match=r"no engine answers: GET: cannot reach http.*/health \(connection refused",
             ):
                 await HttpEngines(policy(), spec, name="x").start(Path("unused"), lambda _: None)
             taken.listen()
