@@ -24,7 +24,7 @@ CRITICAL = (
     "ramify/store/journal.py",
     "ramify/store/private_files.py",
     "ramify/clients/pool.py",
-    "ramify/http_client/transport.py",
+    "ramify/http_client/http_transport.py",
     "ramify/train/losses/base.py",
 )
 

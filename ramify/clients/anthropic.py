@@ -25,7 +25,7 @@ from ramify.clients.messages_json import Blocks, arguments_of
 from ramify.clients.providers import Endpoint, ProviderSpec, no_key, split_name, split_url
 from ramify.errors import ConfigError, Refused
 from ramify.http_client.addresses import is_http_url
-from ramify.http_client.transport import HttpConnectionPool
+from ramify.http_client.http_transport import HttpConnectionPool
 from ramify.types.message import Message, Reply
 
 _PROVIDER = ProviderSpec(

@@ -13,7 +13,7 @@ from ramify.clients.base import OnPiece, Price, Request
 from ramify.clients.json_api import JsonApi
 from ramify.clients.providers import RESPONSES_PATH, Endpoint
 from ramify.errors import Refused
-from ramify.http_client.transport import HttpConnectionPool
+from ramify.http_client.http_transport import HttpConnectionPool
 from ramify.types.message import Reply
 
 

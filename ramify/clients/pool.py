@@ -14,7 +14,7 @@ Every model has its own limiter, so a rate-limited model does not slow the other
 applies to each model and to all models together. How long a failing request is retried is decided
 by ``RequestRetries``, and how many are in flight by ``Limiter``. Nothing is imported or opened
 before the first request, so naming a model costs nothing. Not here: the connections (see
-``http_client/transport.py``).
+``http_client/http_transport.py``).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from ramify.errors import (
     ReplyLost,
     Unreachable,
 )
-from ramify.http_client.transport import HttpConnectionPool
+from ramify.http_client.http_transport import HttpConnectionPool
 from ramify.logging import RoomLogger
 from ramify.secrets import remember, without_secrets
 from ramify.types.message import Reply
@@ -220,8 +220,12 @@ class ClientPool:
             if on_send is not None:
                 on_send()
             retries.sent_s = _now_s()
-            async with arrival.timeout():
-                reply = await self._complete(client, request, arrival)
+            async with arrival.timeout(retries.sent_s):
+                if self._takes_pieces(client):
+                    complete: Any = client.complete
+                    reply = await complete(request, arrival.add)
+                else:
+                    reply = await client.complete(request)
                 reply = _priced(reply, client, request)
         except TimeoutError:
             lost = arrival.lost(client)
@@ -260,23 +264,20 @@ class ClientPool:
         try:
             await account.reserve()
         finally:
-            _record_wait(client, "budget", time.perf_counter() - began)
+            if (wait_s := time.perf_counter() - began) >= _LONG_WAIT_S:
+                _record_wait(client, "budget", wait_s)
         try:
             return await self._enter(client, gate)
         except BaseException:
             account.release(f"{client.name}: given up before it was sent")
             raise
 
-    async def _complete(self, client: Client, request: Request, arrival: _Arrival) -> Reply:
+    def _takes_pieces(self, client: Client) -> bool:
         takes_pieces = self._take_pieces.get(client.name)
         if takes_pieces is None:
             takes_pieces = "on_piece" in inspect.signature(client.complete).parameters
             self._take_pieces[client.name] = takes_pieces
-        if not takes_pieces:
-            return await client.complete(request)
-        complete: Any = client.complete
-        reply: Reply = await complete(request, arrival.add)
-        return reply
+        return takes_pieces
 
     async def _enter(self, client: Client, gate: Limiter) -> int:
         began, was_slowed = time.perf_counter(), gate.is_slowed
@@ -346,10 +347,10 @@ class _Arrival:
         """Event-loop time of the last text."""
         self._num_chars = 0
 
-    def timeout(self) -> asyncio.Timeout:
-        """Begin to wait."""
-        self._text_at_s = _now_s()
-        self._timeout = asyncio.timeout(self._timeout_s)
+    def timeout(self, now_s: float) -> asyncio.Timeout:
+        """Begin to wait at event-loop time ``now_s``."""
+        self._text_at_s = now_s
+        self._timeout = asyncio.timeout_at(now_s + self._timeout_s)
         return self._timeout
 
     def add(self, piece: ReplyPiece) -> None:
@@ -495,7 +496,7 @@ class Limiter:
     @property
     def is_slowed(self) -> bool:
         """Whether a rate limit pauses or narrows the gate."""
-        return self._opens_at is not None or self.width < self._most
+        return self._opens_at is not None or self._allowed < self._most
 
     @property
     def width(self) -> int:
@@ -602,4 +603,6 @@ def _priced(reply: Reply, client: Client, request: Request) -> Reply:
     cost = client.price.of(usage) if client.price is not None else dollars(reply.cost)
     is_full = reply.finish == "other" and reply.usage.output_tokens >= request.sampling.max_tokens
     finish = "length" if is_full else reply.finish
+    if usage is reply.usage and cost == reply.cost and not is_full:
+        return reply
     return msgspec.structs.replace(reply, usage=usage, cost=cost, finish=finish)

@@ -11,7 +11,7 @@ large if it has many bytes, or so many commas that decoding may take long.
 Every client that reads HTTP bodies uses ``decode_reply``. A format is a module such as
 ``chat_json.py``: its ``decode`` returns an object with ``choices``, ``error`` and ``num_items``,
 and its ``read`` turns that object into a reply. Not here: the limit on received bytes (see
-``http_client/transport.py``), and the meaning of the fields (see the formats).
+``http_client/http_transport.py``), and the meaning of the fields (see the formats).
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class _Task(msgspec.Struct, array_like=True):
     """Module name of the format."""
     model: str
     bound: ReplyBound
+    seconds: float
 
 
 class _Decoded(msgspec.Struct, array_like=True):
@@ -77,8 +78,10 @@ _FAILURES: dict[str, type[Exception]] = {
 }
 
 
-async def decode_reply(format: ModuleType, body: bytes, model: str, bound: ReplyBound) -> Reply:
-    """Return the reply in ``body``.
+async def decode_reply(
+    format: ModuleType, body: bytes, model: str, bound: ReplyBound, seconds: float = 0.0
+) -> Reply:
+    """Return the reply in ``body``, which took ``seconds`` to arrive.
 
     Raises Undecodable or NoReply; ValueError if fields of the reply contradict each other;
     ServerFailed if the server aborted the reply; and BadReply, which is not retried, if the reply
@@ -87,8 +90,8 @@ async def decode_reply(format: ModuleType, body: bytes, model: str, bound: Reply
     if len(body) > bound.bytes:
         raise too_long(bound.bytes)
     if not is_large(body):
-        return _reply(_decode_in_place(format, body, model, bound))
-    task = _encode(_Task(format.__name__, model, bound))
+        return _reply(_decode_in_place(format, body, model, bound, seconds))
+    task = _encode(_Task(format.__name__, model, bound, seconds))
     try:
         answer = await in_helper(f"{__name__}:{decode_in_helper.__name__}", task, body)
     except HelperError as error:
@@ -119,14 +122,16 @@ def _reply(decoded: _Decoded) -> Reply:
     raise error
 
 
-def _decode_in_place(format: ModuleType, body: bytes, model: str, bound: ReplyBound) -> _Decoded:
+def _decode_in_place(
+    format: ModuleType, body: bytes, model: str, bound: ReplyBound, seconds: float = 0.0
+) -> _Decoded:
     try:
         completion = format.decode(body)
         if completion.error or not completion.choices:
             return _no_reply(completion)
         if problem := _problem("items", completion.num_items, bound.items):
             return _Decoded(None, "too much", problem)
-        reply = format.read(completion, completion.choices[0], model, 0.0)
+        reply = format.read(completion, completion.choices[0], model, seconds)
     except ServerFailed as error:
         return _Decoded(None, "broken off", str(error))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -135,10 +140,10 @@ def _decode_in_place(format: ModuleType, body: bytes, model: str, bound: ReplyBo
         return _Decoded(None, "contradicts itself", str(error))
     message = reply.message
     num_chars = len(message.content) + len(message.reasoning or "")
-    num_chars += sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
-    problem = _problem("tool calls", len(message.tool_calls), bound.tool_calls) or _problem(
-        "characters", num_chars, bound.chars
-    )
+    for call in message.tool_calls:
+        num_chars += len(call.name) + len(call.arguments)
+    problem = _problem("tool calls", len(message.tool_calls), bound.tool_calls)
+    problem = problem or _problem("characters", num_chars, bound.chars)
     return _Decoded(None, "too much", problem) if problem else _Decoded(reply)
 
 
@@ -164,7 +169,7 @@ def decode_in_helper(task: bytes, body: bytes) -> bytes:
     """Decode ``body`` in a helper process."""
     given = _decode_task(task)
     format = importlib.import_module(given.format)
-    return _encode(_decode_in_place(format, body, given.model, given.bound))
+    return _encode(_decode_in_place(format, body, given.model, given.bound, given.seconds))
 
 
 _encode = msgspec.msgpack.Encoder().encode

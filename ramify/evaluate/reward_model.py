@@ -25,7 +25,12 @@ import msgspec
 
 from ramify.clients.chat_json import from_status
 from ramify.errors import BadReply, ConfigError, ModelError, RateLimited, ReplyLost, nearest
-from ramify.http_client.transport import HttpConnectionPool, HttpResponse, RequestRoute, route_to
+from ramify.http_client.http_transport import (
+    HttpConnectionPool,
+    HttpResponse,
+    RequestRoute,
+    route_to,
+)
 from ramify.secrets import remember
 from ramify.tasks.base import Item
 from ramify.tasks.scoring.batched import BatchedReward

@@ -29,7 +29,7 @@ from ramify.engine.limits import Limits
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
 from ramify.evaluate.attempt import attempt
-from ramify.http_client.transport import HttpConnectionPool
+from ramify.http_client.http_transport import HttpConnectionPool
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, Task, items_of, scored, task_of
 from ramify.tasks.scoring.answer_text import as_text

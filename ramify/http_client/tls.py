@@ -3,7 +3,7 @@
 By default these are the system's authorities. ``SSL_CERT_FILE`` and ``SSL_CERT_DIR`` replace them;
 ``REQUESTS_CA_BUNDLE``, ``CURL_CA_BUNDLE`` and ``NODE_EXTRA_CA_CERTS`` add to them. Every server
 must prove its host name. Reading the certificates takes some hundredths of a second, so it happens
-once per process, and not in the event loop. Not here: connections (see ``transport.py``).
+once per process, and not in the event loop. Not here: connections (see ``http_transport.py``).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ramify.errors import ConfigError, ModelError, SandboxError, Unreachable
-from ramify.http_client.transport import (
+from ramify.http_client.http_transport import (
     HttpConnectionPool,
     HttpExchange,
     Method,

@@ -8,7 +8,7 @@ import zlib
 import pytest
 
 from ramify.errors import BadReply, ConfigError, ReplyLost, Unreachable
-from ramify.http_client.transport import HttpConnectionPool, route_to
+from ramify.http_client.http_transport import HttpConnectionPool, route_to
 from tests.clients.helpers import run, server_tls
 
 LIMITS = (60.0, 60.0, 1000)

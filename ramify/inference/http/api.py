@@ -29,7 +29,7 @@ from ramify.errors import (
     ServerFailed,
     Unreachable,
 )
-from ramify.http_client.transport import HttpConnectionPool, Method, RequestRoute, route_to
+from ramify.http_client.http_transport import HttpConnectionPool, Method, RequestRoute, route_to
 from ramify.inference.base import CachePressure
 from ramify.inference.http.engine_process import EngineProcess, status_of
 from ramify.inference.http.engine_server import EngineServer, ServerInfo, read_pressure
