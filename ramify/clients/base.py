@@ -130,10 +130,10 @@ class Request(msgspec.Struct, frozen=True):
     def reply_bound(self) -> ReplyBound:
         """Largest plausible reply to this request, given its ``max_tokens`` and other settings."""
         sampling = self.sampling
-        choices, top_logprobs = (
-            value if isinstance(value := sampling.extra.get(name), int) and value > 0 else default
-            for name, default in (("n", 1), ("top_logprobs", 0))
-        )
+        choices, top_logprobs = 1, 0
+        if sampling.extra:
+            choices = _positive(sampling.extra.get("n"), 1)
+            top_logprobs = _positive(sampling.extra.get("top_logprobs"), 0)
         tokens, token_bytes, prompt_ids = choices * sampling.max_tokens, _TOKEN_BYTES, 0
         if sampling.logprobs or top_logprobs:
             token_bytes += _LOGPROB_BYTES * (1 + top_logprobs)
@@ -317,10 +317,14 @@ def dollars(reported: Any) -> float | None:
     return amount if math.isfinite(amount) and amount >= 0 else None
 
 
+def _positive(value: Any, default: int) -> int:
+    return value if isinstance(value, int) and value > 0 else default
+
+
 def _count(reported: Any) -> int | None:
     """Return a number of tokens, or None. Raises ValueError for anything that is not a count."""
-    if reported is None:
-        return None
+    if reported is None or (type(reported) is int and reported >= 0):
+        return reported
     if isinstance(reported, float) and reported.is_integer():  # some gateways write 12.0
         reported = int(reported)
     if isinstance(reported, bool) or not isinstance(reported, int) or reported < 0:
@@ -330,8 +334,8 @@ def _count(reported: Any) -> int | None:
 
 def _is_consistent(usage: Usage) -> bool:
     """Return True if every figure is a count and no part exceeds its total."""
-    figures = [getattr(usage, name) for name in Usage.__struct_fields__]
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in figures):
+    figures = msgspec.structs.astuple(usage)
+    if set(map(type, figures)) != {int} or min(figures) < 0:
         return False
     parts = usage.cached_tokens + usage.cache_write_tokens
     return parts <= usage.input_tokens and usage.reasoning_tokens <= usage.output_tokens
@@ -387,10 +391,10 @@ def finish_of(reason: Any, where: str) -> Finish:
     if reason is msgspec.UNSET:
         raise ValueError("ended a reply without a finish reason: is it complete?")
     word = str(reason).lower()
+    if (finish := _FINISHES.get(word)) is not None:
+        return finish
     if word in _BROKEN:
         failed = ServerFailed(f"{where} broke the reply off (finish reason {word!r})")
         failed.may_be_paid = True
         raise failed
-    if word not in _FINISHES:
-        raise ValueError(f"ended a reply with the finish reason {reason!r:.60}: is it complete?")
-    return _FINISHES[word]
+    raise ValueError(f"ended a reply with the finish reason {reason!r:.60}: is it complete?")

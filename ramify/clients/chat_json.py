@@ -93,13 +93,14 @@ class ChatCompletion(msgspec.Struct):
     @property
     def num_items(self) -> int:
         """Number of items of the lists that are read."""
-        choices = self.choices or []
-        lists: list[Sequence[Any] | None] = [choices, self.prompt_token_ids]
-        for choice in choices[:1]:
-            content = choice.message.content
-            lists += [content if isinstance(content, list) else None, choice.token_ids]
-            lists += [choice.message.tool_calls, (choice.logprobs or _Logprobs()).content]
-        return sum(map(len, filter(None, lists)))
+        if not self.choices:
+            return len(self.prompt_token_ids or ())
+        choice = self.choices[0]
+        message, logprobs = choice.message, choice.logprobs
+        parts = message.content if isinstance(message.content, list) else ()
+        tokens = logprobs.content if logprobs is not None else None
+        lists = (self.prompt_token_ids, choice.token_ids, message.tool_calls, tokens)
+        return len(self.choices) + len(parts) + sum(len(each) for each in lists if each)
 
 
 def _whole_number(value: Any) -> float:

@@ -36,7 +36,12 @@ from ramify.clients.providers import Endpoint
 from ramify.clients.reply_decoding import NoReply, Undecodable, decode_reply, is_large
 from ramify.errors import BadReply, ModelError, ReplyLost
 from ramify.http_client.compression import too_long
-from ramify.http_client.transport import HttpConnectionPool, HttpExchange, HttpResponse, route_to
+from ramify.http_client.http_transport import (
+    HttpConnectionPool,
+    HttpExchange,
+    HttpResponse,
+    route_to,
+)
 from ramify.logging import RoomLogger
 from ramify.types.message import Reply
 
@@ -143,10 +148,10 @@ class JsonApi:
                 self._stop_streaming(str(error))
                 error.transient = True
             raise error
-        reply = await self._read(answer, bound)
+        reply = await self._read(answer, bound, seconds)
         if has_stream and not reply.usage.calls:
             self._stop_streaming("its streams do not count tokens")
-        return msgspec.structs.replace(reply, seconds=seconds), answer.body
+        return reply, answer.body
 
     def _bad(self, what: str, *, paid: bool = True) -> BadReply:
         error = BadReply(f"{self.where} {what}")
@@ -249,9 +254,10 @@ class JsonApi:
 
     # --- a body -------------------------------------------------------------------------------
 
-    async def _read(self, answer: HttpResponse, bound: ReplyBound) -> Reply:
+    async def _read(self, answer: HttpResponse, bound: ReplyBound, seconds: float) -> Reply:
+        model = self._endpoint.model
         try:
-            return await decode_reply(self._format, answer.body, self._endpoint.model, bound)
+            return await decode_reply(self._format, answer.body, model, bound, seconds)
         except NoReply as error:
             raise self._no_reply(answer, error) from None
         except Undecodable as error:
