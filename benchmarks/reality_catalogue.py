@@ -88,6 +88,8 @@ class Behaviour(NamedTuple):
     """Class of behaviours for which LiteLLM is weaker: a key of ``WEAKER``."""
     unasked: Outcome | None = None
     """Outcome if no stream was asked for."""
+    closes: bool = False
+    """True if ``LITELLM_OVER_TLS`` holds for the next request after it."""
     says: tuple[str, ...] = (TRUTH,)
     """Right answers. A character that is not valid may be replaced or written as an escape."""
 
@@ -110,6 +112,10 @@ class Weakness(NamedTuple):
 
 
 WEAKER: dict[str, Weakness] = {}
+LITELLM_OVER_TLS = (
+    "If a server closes a TLS connection at the end of an incomplete reply, one attempt more is booked "
+    "at its upper bound than the server received: LiteLLM does not say whether it was sent."
+)
 
 
 # --- replies: the protocol holds, the content does not
@@ -529,7 +535,11 @@ HTTP = [
         RIGHT,
     ),
     raw("no length until the connection closes", lambda b: [_head() + b, CLOSE], RIGHT),
-    raw("no length, and half of the body", lambda b: [_head() + b[: len(b) // 2], CLOSE]),
+    raw(
+        "no length, and half of the body",
+        lambda b: [_head() + b[: len(b) // 2], CLOSE],
+        closes=True,
+    ),
     raw(
         "both a length and chunks",
         lambda b: [_head(_length(b), b"Transfer-Encoding: chunked") + chunk(b) + LAST_CHUNK, CLOSE],
@@ -539,7 +549,7 @@ HTTP = [
     raw("a negative length", lambda b: [_head(b"Content-Length: -5") + b, CLOSE]),
     raw("a length in words", lambda b: [_head(b"Content-Length: many") + b, CLOSE]),
     raw("a length that is too large", lambda b: [_head(_length(b, 99)) + b, CLOSE]),
-    raw("a length that is too small", lambda b: [_head(_length(b, -9)) + b, CLOSE]),
+    raw("a length that is too small", lambda b: [_head(_length(b, -9)) + b, CLOSE], closes=True),
     raw(
         "a length of a terabyte",
         lambda b: [_head(b"Content-Length: 1000000000000") + b, CLOSE],
@@ -653,6 +663,7 @@ STREAMS = [
         "until the connection closes",
         lambda e: [b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n", *e, CLOSE],
         RIGHT,
+        closes=True,
     ),
     stream("ends in the middle", lambda e: streamed(_cut(e)), RETRIED),
     stream("closed in the middle", lambda e: [*streamed(_cut(e))[:-1], CLOSE], RETRIED),
