@@ -52,11 +52,22 @@ class CoveringTests:
         self.result = result
         self.seconds: dict[str, float] = {}
         self.failed: set[str] = set()
+        self.with_processes: set[str] = set()
+        """Tests that start Python, in which coverage sees nothing."""
+        self.test = ""
+        sys.addaudithook(self.note_process)
         self.coverage.start()
+
+    def note_process(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "subprocess.Popen" and self.test and str(args[0]) == sys.executable:
+            words = " ".join(map(str, args[1]))
+            if "ramify" in words and "sandbox" not in words:
+                self.with_processes.add(self.test)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         self.coverage.switch_context(item.nodeid)
+        self.test = item.nodeid
         began = time.perf_counter()
         result = yield
         self.seconds[item.nodeid] = time.perf_counter() - began
@@ -71,9 +82,9 @@ class CoveringTests:
         self.coverage.stop()
         lines = self.coverage.get_data().contexts_by_lineno(str(self.module))
         passed = {test: s for test, s in self.seconds.items() if test not in self.failed}
-        self.result.write_text(
-            json.dumps({"lines": lines, "seconds": passed, "failed": sorted(self.failed)})
-        )
+        found = {"lines": lines, "seconds": passed, "failed": sorted(self.failed)}
+        found["with_processes"] = sorted(self.with_processes - self.failed)
+        self.result.write_text(json.dumps(found))
 
 
 class MutantServer:

@@ -179,7 +179,7 @@ def writer_file(journal: Path) -> Path:
 
 def open_locked(path: Path, flags: int) -> int:
     """A descriptor that appends to ``path`` and holds its writer's lock."""
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | flags, FILE_MODE)
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | flags, FILE_MODE)
     try:
         _lock(fd, path)
         if _is_at(path, fd):
@@ -226,7 +226,7 @@ def writer(path: Path) -> JournalWriter | None:
     if named is None:
         return None
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY)
     except OSError:
         return None
     try:

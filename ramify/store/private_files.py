@@ -69,12 +69,9 @@ def write_all(fd: int, data: Bytes, path: Path) -> None:
     """Write all of ``data``, in a single ``write()`` if the system accepts it. Raises StoreError,
     which names ``path``."""
     try:
-        written = os.write(fd, data)
-        if written == len(data):
-            return
-        view = memoryview(data)
-        while written < len(view):
-            written += os.write(fd, view[written:])
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(fd, rest) :]
     except OSError as error:
         raise StoreError(
             f"cannot write {path}: {error.strerror}; free some space, or set RAMIFY_HOME"
@@ -83,7 +80,7 @@ def write_all(fd: int, data: Bytes, path: Path) -> None:
 
 def sync_folder(path: Path, fsync: Fsync) -> None:
     """Flush the names of the files in the folder ``path`` to disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY)
     try:
         fsync(fd)
     finally:
@@ -102,7 +99,7 @@ def keep_reserve(root: Path) -> None:
     if reserve_bytes(root) >= RESERVE_BYTES:
         return
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT, FILE_MODE)
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(fd, 0, RESERVE_BYTES)
@@ -145,18 +142,20 @@ class _Size(msgspec.Struct):
 class StoreSize:
     """The size of one store."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, now: Callable[[], float] = time.time) -> None:
+        """``now`` returns the Unix time."""
         self._root = root
+        self._now = now
         self._warned = False
 
     def measure(self) -> int:
         """Total size in bytes of the root folder, cached for ``warn_if_full``."""
         total = sum(_walk(self._root)) - reserve_bytes(self._root)
-        data = msgspec.json.encode(_Size(total, time.time()))
+        data = msgspec.json.encode(_Size(total, self._now()))
         try:
             fd = os.open(
                 self._root / "size.json",
-                os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC,
+                os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
                 FILE_MODE,
             )
             with os.fdopen(fd, "wb") as file:
@@ -185,7 +184,7 @@ class StoreSize:
             size = msgspec.json.decode((self._root / "size.json").read_bytes(), type=_Size)
         except (OSError, msgspec.DecodeError):
             return self.measure()
-        return size.num_bytes if abs(time.time() - size.at) < _STALE_S else self.measure()
+        return size.num_bytes if abs(self._now() - size.at) < _STALE_S else self.measure()
 
 
 def max_store_bytes() -> int:
@@ -303,7 +302,7 @@ class FsyncFlusher:
             if isinstance(file, int):
                 self.fsync(file)
                 return
-            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(file, os.O_RDONLY)
             try:
                 self.fsync(fd)
             finally:
@@ -366,7 +365,7 @@ class BlobStore:
         """The bytes as a read-only view of the file, without a copy or verification."""
         path = self.path(digest)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             raise StoreError(
                 f"blob {digest} is not in {self.root}: deleted, or from another store"
@@ -422,7 +421,7 @@ class BlobStore:
         it"."""
         lock = self.root / ".lock"
         try:
-            fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+            fd = os.open(lock, os.O_RDWR | os.O_CREAT, FILE_MODE)
         except OSError as error:
             raise StoreError(
                 f"cannot write {lock}: {error.strerror}; free some space, or set RAMIFY_HOME"
@@ -447,7 +446,7 @@ def _refresh(path: Path, size: int) -> bool:
 
 def _write(path: Path, data: memoryview) -> None:
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
     except OSError as error:
         raise StoreError(f"cannot write the blob {path}: {error.strerror}") from error
     try:

@@ -9,7 +9,10 @@ import msgspec
 import pytest
 
 from ramify import Limits, SandboxSpec, Stop, Store, Suspended
+from ramify.clients.base import Request, Sampling
 from ramify.clients.scripted import refused
+from ramify.engine.model_requests import prompt_hash
+from ramify.engine.reply_reuse import ReusableReplies
 from ramify.types.message import Message, Reply
 from tests.engine.helpers import by_role, client, code, rlm
 
@@ -69,6 +72,58 @@ def test_cache_answers_a_repeated_request_within_one_run(tmp_path: Path) -> None
     with rlm(model, store=Store(tmp_path), sandbox=SANDBOX) as r:
         result = r.completion("text", "?", cache=True)
     assert (result.answer, result.usage.calls, len(model.requests)) == (["re: a"] * 2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("reply", "for_other_limits"),
+    [
+        (Reply(Message("assistant", "whole")), True),
+        (Reply(Message("assistant", "cut o"), finish="length"), False),
+        (Reply(Message("assistant", "ids"), token_ids=(1, 2), prompt_ids=(3,)), False),
+    ],
+)
+def test_kept_reply_is_found_for_the_same_request_and_if_whole_for_other_limits(
+    tmp_path: Path, reply: Reply, for_other_limits: bool
+) -> None:
+    def asked(max_tokens: int) -> tuple[str, str, Request]:
+        request = Request((Message("user", "?"),), Sampling(max_tokens=max_tokens))
+        return prompt_hash("m", request), "m", request
+
+    replies = ReusableReplies(Store(tmp_path))
+    assert replies.find(*asked(100)) is None
+    replies.keep(*asked(100), reply)
+    found = replies.find(*asked(100))
+    assert found is not None
+    assert found.message == reply.message
+    assert (replies.find(*asked(99)) is not None) == for_other_limits
+    assert ReusableReplies(Store(tmp_path)).find("other", "another model", asked(100)[2]) is None
+
+
+def test_later_question_of_a_conversation_is_reused_under_other_limits(tmp_path: Path) -> None:
+    script = [code(f"FINAL(llm_query('q{n}'))") for n in range(3)]
+    model = client(by_role(script * 2))
+
+    def talk(r: Any, **options: Any) -> int:
+        with r.conversation("text") as talk:
+            return sum(talk.ask(f"{n}?", **options).usage.calls for n in range(3))
+
+    with rlm(model, store=Store(tmp_path), sandbox=SANDBOX) as r:
+        assert talk(r) == 6
+        assert talk(r, cache=True, limits=Limits(max_reply_tokens=777, max_turns=9)) == 0
+
+
+def test_reply_with_a_redacted_secret_is_not_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal has the reply without the secret, so it is not the reply that was given."""
+    monkeypatch.setenv("MY_API_KEY", "sk-0123456789abcdef")
+    script = ["the key is sk-0123456789abcdef"] * 2
+    with rlm(script, store=Store(tmp_path), scaffold=None) as r:
+        first = r.completion("?")
+    with rlm(script, store=Store(tmp_path), scaffold=None) as r:
+        again = r.completion("?", cache=True)
+    assert first.response == again.response == script[0]
+    assert again.usage.calls == 1
 
 
 class HostRecord(msgspec.Struct):

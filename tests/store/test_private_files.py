@@ -1,0 +1,242 @@
+"""Private files: complete writes, the reserve, the measured size of a store, deleted files, and the
+thread that flushes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import warnings
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ramify.errors import ConfigError, StoreError
+from ramify.store.private_files import (
+    RESERVE_BYTES,
+    FsyncFlusher,
+    StoreSize,
+    keep_reserve,
+    make_folder,
+    max_store_bytes,
+    release_reserve,
+    remove_file,
+    reserve_bytes,
+    write_all,
+)
+from ramify.store.store import Store
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_a_write_that_a_signal_interrupts_is_completed(tmp_path: Path) -> None:
+    """A pipe takes 64 KB; a signal then makes ``write()`` return the number of these bytes."""
+    data = bytes(range(256)) * 1024
+    signals = threading.Event()
+    count = 0
+
+    def interrupted(*_: object) -> None:
+        nonlocal count
+        count += 1
+        if count == 3:
+            signals.set()
+
+    out, into = os.pipe()
+    received = bytearray()
+
+    def read() -> None:
+        signals.wait()
+        while piece := os.read(out, 1 << 16):
+            received.extend(piece)
+
+    reader = threading.Thread(target=read)
+    before = signal.signal(signal.SIGALRM, interrupted)
+    reader.start()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+        write_all(into, data, tmp_path)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        os.close(into)
+        reader.join()
+        os.close(out)
+    assert bytes(received) == data
+
+
+def test_a_write_that_fails_names_the_file(tmp_path: Path) -> None:
+    fd = os.open("/dev/full", os.O_WRONLY)
+    try:
+        with pytest.raises(StoreError, match=r"cannot write /a/b: No space left on device; free"):
+            write_all(fd, b"x", Path("/a/b"))
+    finally:
+        os.close(fd)
+
+
+def test_folders_are_private_and_their_names_are_flushed(tmp_path: Path) -> None:
+    flushed: list[str] = []
+    made = make_folder(
+        tmp_path / "a" / "b", lambda fd: flushed.append(os.readlink(f"/dev/fd/{fd}"))
+    )
+    assert [mode(made), mode(made.parent)] == [0o700, 0o700]
+    assert flushed == [str(tmp_path), str(tmp_path / "a")]
+    with pytest.raises(ConfigError, match=r"cannot create the folder .*/c: .*; set RAMIFY_HOME"):
+        make_folder(Path("/proc/self/c"))
+
+
+def test_a_folder_that_another_process_creates_meanwhile_is_used(tmp_path: Path) -> None:
+    wanted = tmp_path / "a" / "b"
+    assert make_folder(wanted, lambda fd: wanted.mkdir(parents=True, exist_ok=True)) == wanted
+
+
+def test_the_reserve_is_allocated_once_and_released_once(tmp_path: Path) -> None:
+    assert reserve_bytes(tmp_path) == 0
+    keep_reserve(tmp_path)
+    (reserve,) = tmp_path.iterdir()
+    assert RESERVE_BYTES == reserve_bytes(tmp_path) == 4 * 1024 * 1024
+    assert reserve.stat().st_blocks * 512 >= RESERVE_BYTES
+    assert mode(reserve) == 0o600
+    os.truncate(reserve, 5 * 1024 * 1024)
+    keep_reserve(tmp_path)
+    assert reserve_bytes(tmp_path) == 5 * 1024 * 1024
+    assert [release_reserve(tmp_path), release_reserve(tmp_path)] == [True, False]
+    keep_reserve(tmp_path / "gone")  # no error: the store works without it
+    assert reserve_bytes(tmp_path) == 0
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Path:
+    """A folder of 1,000 bytes, with a link to a folder and a file outside."""
+    root = tmp_path / "root"
+    (root / "runs").mkdir(parents=True)
+    (root / "runs" / "a").write_bytes(b"x" * 400)
+    (root / "b").write_bytes(b"x" * 600)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "large").write_bytes(b"x" * 10_000)
+    return root
+
+
+def test_the_size_of_a_store_is_measured_without_links_and_the_reserve(full: Path) -> None:
+    (full / "folder").symlink_to("../outside")
+    (full / "file").symlink_to("../outside/large")
+    links = sum((full / name).lstat().st_size for name in ("folder", "file"))
+    keep_reserve(full)
+    assert StoreSize(full).measure() == 1000 + links
+    assert mode(full / "size.json") == 0o600
+
+
+def test_a_measurement_is_remembered_for_an_hour(
+    full: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAMIFY_STORE_MAX_BYTES", "2000")
+    cache = full / "size.json"
+    cache.write_text("x" * 100)  # unreadable, and longer than a measurement
+
+    def warns_at(seconds: float) -> bool:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            StoreSize(full, now=lambda: 1e6 + seconds).warn_if_full()
+        return bool(found)
+
+    assert not warns_at(0)
+    assert msgspec.json.decode(cache.read_bytes())["at"] == 1e6
+    (full / "more").write_bytes(b"x" * 5000)
+    assert [warns_at(at) for at in (3599.5, -3599.5)] == [False, False]
+    assert warns_at(3600)
+    assert msgspec.json.decode(cache.read_bytes())["at"] == 1e6 + 3600
+
+
+def test_a_measurement_that_cannot_be_remembered_is_still_one(full: Path) -> None:
+    (full / "size.json").mkdir()
+    assert StoreSize(full).measure() == 1000
+
+
+@pytest.mark.parametrize(("size", "warns"), [(10**18, False), (10**18 + 1, True)])
+def test_the_warning_has_both_sizes_and_the_place_of_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, warns: bool
+) -> None:
+    monkeypatch.setenv("RAMIFY_STORE_MAX_BYTES", "1e18")
+    store = Store(tmp_path)
+    at = msgspec.json.decode(msgspec.json.encode({"num_bytes": size, "at": 4e9}))
+    (store.root / "size.json").write_bytes(msgspec.json.encode(at))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        size_of_store = StoreSize(store.root, now=lambda: 4e9)
+        size_of_store.warn_if_full()
+        size_of_store.warn_if_full()
+    assert len(found) == warns
+    if warns:
+        assert "holds 1000000000.0 GB, more than its limit of 1000000000.0 GB" in str(
+            found[0].message
+        )
+
+
+def test_the_size_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAMIFY_STORE_MAX_BYTES", raising=False)
+    assert max_store_bytes() == 20 * 1024**3
+    monkeypatch.setenv("RAMIFY_STORE_MAX_BYTES", "1.5e3")
+    assert max_store_bytes() == 1500
+
+
+def test_a_deleted_file_gives_its_bytes_back(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"xyz")
+    assert [remove_file(tmp_path / "a"), remove_file(tmp_path / "a")] == [3, 0]
+    with pytest.raises(StoreError, match=f"cannot delete {tmp_path}: Is a directory"):
+        remove_file(tmp_path)
+
+
+class Owner:
+    """Owner of flushed files that keeps the errors."""
+
+    def __init__(self) -> None:
+        self.errors: list[OSError] = []
+
+    def flush_failed(self, error: OSError) -> None:
+        self.errors.append(error)
+
+
+def test_requests_for_one_file_become_one_flush_and_settle_waits_for_its_own(
+    tmp_path: Path,
+) -> None:
+    """The first flush is held until more were requested."""
+    begun, goes_on = threading.Event(), threading.Event()
+    flushed: list[str] = []
+
+    def fsync(fd: int) -> None:
+        flushed.append(Path(os.readlink(f"/dev/fd/{fd}")).name)
+        if len(flushed) == 1:
+            begun.set()
+            goes_on.wait()
+
+    flusher, mine, other = FsyncFlusher(fsync), Owner(), Owner()
+    files = [tmp_path / name for name in ("a", "b", "c")]
+    for file in files:
+        file.touch()
+    flusher.flush(files[0], mine)
+    begun.wait()
+    for file in (files[1], files[1], tmp_path / "deleted"):
+        flusher.flush(file, mine)
+    flusher.flush(files[2], other)
+    settling = threading.Thread(target=flusher.settle, args=(mine,))
+    settling.start()
+    goes_on.set()
+    settling.join()
+    flusher.settle(other)
+    assert sorted(flushed) == ["a", "b", "c"]
+    assert mine.errors == other.errors == []
+
+
+def test_an_error_of_a_flush_reaches_the_owner_of_the_file(tmp_path: Path) -> None:
+    def fsync(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    flusher, mine, other = FsyncFlusher(fsync), Owner(), Owner()
+    flusher.flush(tmp_path, mine)
+    flusher.settle(mine)
+    flusher.settle(other)
+    assert [error.strerror for error in mine.errors] == ["Input/output error"]
+    assert other.errors == []
