@@ -263,7 +263,7 @@ def _toy_tree(draw: random.Random, own_rewards: bool) -> Trajectory:
 
 def figures(num_groups: int) -> Iterator[Figure]:
     default = RlSpec(steps=1).algorithm
-    for reduction in ("token", "rollout"):
+    for reduction in ("call", "token", "rollout"):
         measured = distance(width(DrGRPO(reduction=reduction), num_groups))
         yield Figure(f"toy 1, reduction {reduction}: L1 distance", measured, "", {})
     fixed = DrGRPO(rollout_tokens=100)

@@ -12,6 +12,7 @@
 
     a run           Run PolicySpec TaskSpec SftSpec RlSpec WarmUpSpec EvaluateSpec Schedule …
     start it        load_recipe train, or on the command line ``ramify train RECIPE``
+    objectives      RlSpec(objective="gspo"), with_objective: an estimator with its loss
     algorithms      GRPO DrGRPO RLOO PPO … (ALGORITHMS); your own: GroupOptions
     losses          PpoClip Gspo Cispo … (POLICY_LOSSES); your own: LossFormula LossTokens ratio
     corrections     TokenTis IcePop … (CORRECTIONS)

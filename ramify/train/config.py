@@ -250,9 +250,9 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     sample: StepSampleSpec = StepSampleSpec()
     rollout: RolloutOptions = RolloutOptions()
     objective: str = ""
-    """The objective that ``algorithm`` and ``loss`` were set by, a name in docs/objectives.md; it
-    sets those of the two that are not given. In an override, single fields may be changed with it.
-    Empty: none."""
+    """Name of an objective in docs/objectives.md. In a recipe it sets ``algorithm`` and ``loss`` if
+    they are not given. As an override it sets both, before the overrides of single fields. Empty:
+    none."""
     algorithm: Any = _ALGORITHM
     """Implements ``advantages.base.Algorithm``. A text is a name from ``docs/algorithms.md`` or a
     dotted path."""
