@@ -15,10 +15,12 @@ Not here: the prompt around a question (see ``engine/scaffold.py``).
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,8 @@ _QUESTIONS = ("question", "prompt", "messages", "problem", "instruction")
 _GOLDS = ("answer", "ground_truth", "solution", "target")
 _METADATA = ("info", "extra_info", "data_source")
 """Columns of other libraries, in the order in which they are looked for."""
-_SHARES = (("train", 0.8), ("validation", 0.1), ("test", 0.1))
+_SHARE = 0.1
+"""Part of the rows that each split but the first gets, where one source is divided."""
 _HF_NAMES = {"dev": "validation", "valid": "validation", "val": "validation"}
 
 
@@ -102,9 +105,9 @@ class DatasetColumns(msgspec.Struct, frozen=True):
     def _gold(self, row: Row) -> Any:
         if self.gold is None:
             return None
-        found = row.get("reward_model")
+        found = row.get("reward_spec", row.get("reward_model"))
         if not self.gold and isinstance(found, Mapping) and "ground_truth" in found:
-            name, gold = "reward_model.ground_truth", found["ground_truth"]
+            name, gold = "ground_truth", found["ground_truth"]
         else:
             name = self.gold or _first_of(_GOLDS, row)
             gold = row[name]
@@ -157,13 +160,27 @@ def dataset(
     name = name or _name_of(source)
     make = item or columns.item
     sources = _sources(source)
-    splits: Mapping[str, Sequence[Item]]
+    splits: dict[str, Sequence[Item]]
     if len(sources) == 1 and "" in sources:
-        splits = _divided(name, sources[""], make)
+        rows = sources[""]
+        splits = {
+            split: DatasetItems(f"{name}/{split}", rows, make, numbers)
+            for split, numbers in _divided(name, rows, make, SPLITS).items()
+            if numbers
+        }
     else:
         splits = {
             split: DatasetItems(f"{name}/{split}", rows, make) for split, rows in sources.items()
         }
+        missing = [split for split in SPLITS if split not in sources]
+        if "train" in sources and missing:
+            # Only on access, since an evaluation may need the test split alone.
+            rows, parts = sources["train"], ("train", *missing)
+            divided = functools.cache(lambda: _divided(name, rows, make, parts))
+            splits |= {
+                split: DatasetItems(f"{name}/{split}", rows, make, partial(_part, divided, split))
+                for split in parts
+            }
     return SimpleTask(name, splits, scorer_of(reward))
 
 
@@ -186,13 +203,20 @@ class DatasetItems(LazySequence[Item]):
         name: str,
         rows: Sequence[Row],
         make: Callable[[Row], Item],
-        indices: Sequence[int] | None = None,
+        indices: Sequence[int] | Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        """``indices`` selects rows; None selects all."""
+        """``indices`` selects rows, or returns the selection on the first access; None selects
+        all."""
         self._name = name
         self._rows = rows
         self._make = make
-        self._indices = range(len(rows)) if indices is None else indices
+        self._selected = indices
+
+    @functools.cached_property
+    def _indices(self) -> Sequence[int]:
+        if self._selected is None:
+            return range(len(self._rows))
+        return self._selected() if callable(self._selected) else self._selected
 
     def some(self, name: str, places: Sequence[int]) -> DatasetItems:
         """Return the items at ``places`` under another name. Ids keep the row numbers."""
@@ -227,37 +251,34 @@ def _item(name: str, rows: Sequence[Row], number: int, make: Callable[[Row], Ite
 
 
 def _divided(
-    name: str, rows: Sequence[Row], make: Callable[[Row], Item]
-) -> dict[str, Sequence[Item]]:
-    """Divide rows into three splits by a hash of question and context. Few rows may leave a split
-    empty, which then gets the question with the largest hash of the largest split."""
+    name: str, rows: Sequence[Row], make: Callable[[Row], Item], splits: Sequence[str]
+) -> dict[str, list[int]]:
+    """Divide rows into ``splits`` by a hash of question and context: a tenth for each but the
+    first, which gets the rest. Few rows may leave a split empty, which then gets the question with
+    the largest hash of the largest split. Returns the numbers of the rows of each split."""
     same: dict[bytes, list[int]] = {}
     for number in range(len(rows)):
         item = _item(name, rows, number, make)
         asked = (item.question, item.context, *([item.messages] if item.messages else []))
         digest = hashlib.sha256(msgspec.json.encode(asked, enc_hook=str)).digest()
         same.setdefault(digest[:8], []).append(number)
-    divided: dict[str, list[bytes]] = {split: [] for split in SPLITS}
+    divided: dict[str, list[bytes]] = {split: [] for split in splits}
     for digest in sorted(same):
-        share = int.from_bytes(digest, "big") / 2**64
-        for split, size in _SHARES:
-            share -= size
-            if share < 0 or split == SPLITS[-1]:
-                divided[split].append(digest)
-                break
-    for empty in [split for split in SPLITS if not divided[split]]:
+        share = int.from_bytes(digest, "big") / 2**64 - (1 - _SHARE * (len(splits) - 1))
+        place = 0 if share < 0 else min(1 + int(share / _SHARE), len(splits) - 1)
+        divided[splits[place]].append(digest)
+    for empty in [split for split in splits if not divided[split]]:
         largest = max(divided.values(), key=len)
         if len(largest) > 1:
             divided[empty].append(largest.pop())
-    indices = {
+    return {
         split: sorted(number for digest in digests for number in same[digest])
         for split, digests in divided.items()
     }
-    return {
-        split: DatasetItems(f"{name}/{split}", rows, make, numbers)
-        for split, numbers in indices.items()
-        if numbers
-    }
+
+
+def _part(divided: Callable[[], Mapping[str, Sequence[int]]], split: str) -> Sequence[int]:
+    return divided()[split]
 
 
 # --- sources of rows ------------------------------------------------------------------------------
@@ -282,7 +303,14 @@ def _sources(source: Source) -> dict[str, Sequence[Row]]:
 def rows_of(source: Source, where: str = "") -> Sequence[Row]:
     """Return the rows of one file or list, read on access. Raises ConfigError and SourceError,
     which names ``where``."""
-    if isinstance(source, str | Path):
+    rows: Any
+    if isinstance(source, str) and source.startswith("hf:"):
+        rows = _hugging_face(source)
+        if isinstance(rows, Mapping):  # a DatasetDict
+            if "train" not in rows:
+                raise SourceError(f"{source} has the splits {', '.join(rows)}, and no 'train'")
+            rows = rows["train"]
+    elif isinstance(source, str | Path):
         path = Path(source).expanduser()
         if path.suffix not in DATA_SUFFIXES:
             raise ConfigError(
@@ -290,7 +318,7 @@ def rows_of(source: Source, where: str = "") -> Sequence[Row]:
             )
         if not path.is_file():
             raise SourceError(f"file {path} does not exist")
-        rows: Any = JsonlRows(path) if path.suffix == ".jsonl" else ParquetRows(path)
+        rows = JsonlRows(path) if path.suffix == ".jsonl" else ParquetRows(path)
     else:
         rows = source
     if not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__"):

@@ -20,8 +20,8 @@ from ramify.tasks.base import SPLITS, Item, Task, items_of, total
 from ramify.tasks.run_score import scored_in_time
 from ramify.types.trajectory import Call, Stop, Trajectory
 
-WRONG = "(no answer of this task looks like this: 7f3a9c)"
-"""Wrong answer for an item that names none."""
+WRONG = "(no answer of this task looks like this: qzxvkj)"
+"""Wrong answer for an item that names none. It has no digit, which a score may read as a number."""
 SCORE_S = 30.0
 """Seconds that the score of one answer may take."""
 _TOLERANCE = 1e-9
@@ -83,6 +83,9 @@ def prove(task: Task, item: Item, *, gold: bool = True) -> bool:
     right = item.gold if item.right is None else item.right
     if right is None or not gold:
         return False
+    as_answer = getattr(getattr(task, "reward", None), "as_answer", None)
+    if as_answer is not None:
+        right = as_answer(right)
     reached, most = _worth(task, item, right), _right_worth(task, item)
     if abs(reached - most) > _TOLERANCE:
         raise ConfigError(

@@ -171,7 +171,8 @@ def resolve(run: Run) -> ResolvedRun:
     check_branches(run)
     check_deterministic(run)
     task = task_of(run.task.name, **run.task.options)
-    check_task(run, task)
+    if run.is_evaluated:
+        check_task(run, task)
     return ResolvedRun(task, scaffold)
 
 
@@ -207,7 +208,8 @@ def assemble(
     if run.deterministic:
         _set_deterministic(policy)
     serving = serving_of(run, policy, kind.is_here)
-    check_prompts(run, task, scaffold, policy)
+    if run.is_evaluated:
+        check_prompts(run, task, scaffold, policy)
     note_rewritten_history(run, policy)
     note_missing_template(policy)
     if rows is None and run.sft is not None:

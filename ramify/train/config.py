@@ -29,6 +29,7 @@ from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.plugins import check_methods, name_places
 from ramify.sandbox.base import SandboxSpec
+from ramify.tasks.base import DATA_SUFFIXES
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.advantages.sft import SFT
@@ -192,8 +193,9 @@ class SftSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Supervised fine-tuning."""
 
     demos: str = ""
-    """Source of demonstrations: a name in ``sft_data.DEMOS``, or ``module:function``. Empty:
-    none."""
+    """Source of demonstrations: a name in ``sft_data.DEMOS``, ``module:function``, or
+    conversations, which are rows with ``messages`` of a .jsonl or .parquet file or of ``hf:NAME``.
+    Empty: none."""
     num: int = 10_000
     """Number of demonstrations: one for each of the first items of the training split."""
     task: TaskSpec | None = None
@@ -209,6 +211,11 @@ class SftSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     batch_tokens: int = 2048
     optim: OptimizerSpec = OptimizerSpec()
     algorithm: SFT = SFT()
+
+    @property
+    def shows_conversations(self) -> bool:
+        """Whether demonstrations are conversations in a file or data set."""
+        return self.demos.startswith("hf:") or self.demos.endswith(DATA_SUFFIXES)
 
     def __post_init__(self) -> None:
         if not self.demos and not self.trajectories:
@@ -370,6 +377,8 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     docs/training.md."""
     policy: PolicySpec
     task: TaskSpec = TaskSpec()
+    """The questions of rollouts and evaluations. A run that only imitates conversations and names
+    no task is not evaluated."""
     warmup: WarmUpSpec | None = None
     sft: SftSpec | None = None
     rl: RlSpec | None = None
@@ -405,6 +414,13 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     threads: int | None = None
     """Threads that torch uses per operation; None: torch's default. One is best for small models
     and on shared machines."""
+
+    @property
+    def is_evaluated(self) -> bool:
+        """False for supervised fine-tuning on conversations without a task, whose questions the
+        policy could be asked."""
+        only_talks = self.rl is None and self.sft is not None and self.sft.shows_conversations
+        return not only_talks or self.task != TaskSpec()
 
     def __post_init__(self) -> None:
         if not self.stall_s > 0:

@@ -1,7 +1,8 @@
 """Training data of supervised fine-tuning: demonstrations and stored trajectories, as token
 sequences.
 
-Demonstrations may come from a file of conversations: rows of JSONL or Parquet with ``messages``.
+Demonstrations may come from a file of conversations: rows of JSONL, Parquet or ``hf:NAME`` with
+``messages``.
 
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],
      "reward": 1.0}
@@ -37,7 +38,7 @@ from ramify.progress import report_progress
 from ramify.sandbox.base import SandboxSpec
 from ramify.store.private_files import TOKENIZED
 from ramify.store.store import Store, default_root
-from ramify.tasks.base import DATA_SUFFIXES, Item, Task, items_of, task_of
+from ramify.tasks.base import Item, Task, items_of, task_of
 from ramify.tasks.data import rows_of
 from ramify.tasks.messages import WireMessage
 from ramify.train.config import Run, SftSpec
@@ -150,7 +151,7 @@ def _demonstrated(run: Run, spec: SftSpec, task: Task, scaffold: Scaffold) -> De
             work.more()
             return each if isinstance(each, Trajectory) else trajectory_of(each)
 
-        if spec.demos.endswith(DATA_SUFFIXES):
+        if spec.shows_conversations:
             rows = message_demonstrations(spec.demos, spec.num)
             return DemonstrationSet([taken(row) for row in rows], default_root() / TOKENIZED)
         return _made(run, spec, task, scaffold, taken)
@@ -182,7 +183,7 @@ def _made(
 
 def num_demonstrated(spec: SftSpec | None) -> int:
     """Items at the beginning of the training split that are demonstrated: none by a file."""
-    if spec is None or not spec.demos or spec.demos.endswith(DATA_SUFFIXES):
+    if spec is None or not spec.demos or spec.shows_conversations:
         return 0
     return spec.num
 

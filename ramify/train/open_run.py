@@ -169,11 +169,12 @@ def trainer_of(
         source = weights.weights if run.policies[name].policy is None else None
         learners.append(_learner(each, audited, handle, model_of, wiring, source))
     evaluating = partial(evaluate, run, parts.task, rollouts.rlm, rollouts.workers)
+    splits = (run.evaluate.first, run.evaluate.final) if run.is_evaluated else ((), ())
     return Trainer(
         record,
         learners,
         stages,
-        SplitEvaluator(evaluating, run.evaluate.first, run.evaluate.final, run.evaluate.keep),
+        SplitEvaluator(evaluating if run.is_evaluated else None, *splits, run.evaluate.keep),
         guard=run.guard,
     )
 

@@ -25,7 +25,7 @@ from ramify.models.checkpoint_files import (
     window_in,
 )
 from ramify.sandbox.base import check_provider, open_sandbox
-from ramify.tasks.base import DATA_SUFFIXES, Item, Task, items_of
+from ramify.tasks.base import Item, Task, items_of
 from ramify.tasks.data import rows_of
 from ramify.tasks.mixture import MixtureTask
 from ramify.tasks.validation import validate
@@ -57,7 +57,7 @@ def check_names(run: Run) -> None:
     check_provider(run.sandbox)
     if run.sft is None:
         return
-    if run.sft.demos.endswith(DATA_SUFFIXES):
+    if run.sft.shows_conversations:
         rows_of(run.sft.demos)
     elif run.sft.demos:
         DEMOS.check(run.sft.demos)

@@ -42,8 +42,9 @@ T = TypeVar("T")
 class SplitEvaluator(NamedTuple):
     """How a run evaluates its policy."""
 
-    of: Callable[[str], Awaitable[Mapping[str, float]]]
-    """Split -> its metrics, prefixed with its name: ``{"validation/reward": 0.8}``."""
+    of: Callable[[str], Awaitable[Mapping[str, float]]] | None
+    """Split -> its metrics, prefixed with its name: ``{"validation/reward": 0.8}``. None: nothing
+    is evaluated."""
     first: Sequence[str] = ()
     """Splits to report before rollouts begin, in addition to ``validation``."""
     final: Sequence[str] = ()
@@ -338,6 +339,8 @@ class Trainer:
     ) -> Mapping[str, float]:
         """Evaluate the current policy on ``split``. The validation reward becomes the run's score,
         if there is one. ``also`` is written in the same row."""
+        if self._evaluation.of is None:
+            return {}
         for learner in self._learners:
             async with learner.publisher.changing:
                 await learner.publisher.publish()

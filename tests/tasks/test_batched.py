@@ -30,7 +30,7 @@ def test_function_gets_lists_of_the_columns_that_it_names() -> None:
     assert validate(task) == ""
     assert seen[:3] == [
         {"completions": ["1"], "gold": ["1"], "level": [0]},
-        {"completions": ["(no answer of this task looks like this: 7f3a9c)"], "gold": ["1"], "level": [0]},
+        {"completions": ["(no answer of this task looks like this: qzxvkj)"], "gold": ["1"], "level": [0]},
         {"completions": [""], "gold": ["1"], "level": [0]},
     ]  # fmt: skip
 

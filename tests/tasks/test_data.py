@@ -80,7 +80,7 @@ def test_splits_and_columns_can_be_named(tmp_path: Path) -> None:
         reward="exact",
         name="mine",
     )
-    assert list(task.splits) == ["train", "validation"]
+    assert list(task.splits) == ["train", "validation", "test"]
     assert task.splits["train"][0] == Item(
         "Which?",
         {"title": "T", "docs": ["a", "b"]},
@@ -168,6 +168,23 @@ def test_row_that_is_not_a_mapping_is_named() -> None:
         dataset({"test": [5]}).splits["test"][0]
 
 
+def _number(item: Item) -> int:
+    return int(item.id.rpartition("/")[2])
+
+
+def test_missing_splits_are_parts_of_the_training_split(tmp_path: Path) -> None:
+    test = [{"question": "9 + 9?", "answer": 18}]
+    splits = dataset({"train": ROWS, "test": test}).splits
+    assert [item.question for item in splits["test"]] == ["9 + 9?"]
+    train, validation = (
+        {_number(item) for item in splits[name]} for name in ("train", "validation")
+    )
+    assert train | validation == {*range(len(ROWS))}
+    assert not train & validation
+    assert 0.05 < len(validation) / len(ROWS) < 0.2
+    assert list(dataset({"validation": ROWS}).splits) == ["validation"]
+
+
 @needs_datasets
 def test_parquet_in_memory_and_hub_datasets(tmp_path: Path) -> None:
     import datasets
@@ -178,7 +195,9 @@ def test_parquet_in_memory_and_hub_datasets(tmp_path: Path) -> None:
     jsonl(tmp_path / "hub" / "train.jsonl", ROWS)
     parquet = dataset({"test": tmp_path / "sums.parquet"}, reward="numeric").splits["test"]
     in_memory = dataset({"test": loaded}).splits["test"]
-    from_hub = dataset(f"hf:{tmp_path / 'hub'}").splits["train"]
+    hub = dataset(f"hf:{tmp_path / 'hub'}").splits
+    assert list(hub) == ["train", "validation", "test"]
+    from_hub = sorted((item for split in hub.values() for item in split), key=_number)
     for items in (parquet, in_memory, from_hub):
         assert [(item.question, item.gold) for item in items] == [
             (row["question"], row["answer"]) for row in ROWS

@@ -64,6 +64,13 @@ class MathScore(msgspec.Struct, frozen=True):
             expression = text
         return expression if expression and len(expression) <= MAX_CHARS else None
 
+    def as_answer(self, gold: Any) -> Any:
+        """Return the answer that states ``gold``: in a box, if this score requires one."""
+        text = as_text(gold)
+        if not self.boxed or text is None or last_boxed(text, None) is not None:
+            return gold
+        return f"\\boxed{{{text}}}"
+
     def _is_same(self, gold: str | None, answer: str) -> bool:
         if not gold:
             return False
