@@ -111,11 +111,11 @@ def _requests_of_a_resumed_run() -> Figure:
     with tempfile.TemporaryDirectory() as name, scripted(reply) as url:
         folder = Path(name)
         (folder / "mine.py").write_text(
-            "from ramify import evaluate\n"
+            "from ramify import train\n"
             "from tests.train.small import small\n"
             "import msgspec\n\n\n"
             "def shown(task, num, seed, scaffold, **options):\n"
-            "    return evaluate.demonstrate(task, 'openai:gpt-5-mini', num, scaffold,\n"
+            "    return train.demonstrate(task, 'openai:gpt-5-mini', num, scaffold,\n"
             "                                store='shown')\n\n\n"
             "def run():\n"
             "    run = small()\n"
@@ -139,10 +139,10 @@ def _requests_of_a_resumed_run() -> Figure:
         )
         assert running.stderr is not None
         # Read to the end, so that the pipe never fills; stop it after its first step of rollouts.
-        said = ""
+        said, until = "", time.monotonic() + 120
         for line in running.stderr:
             said = line
-            if " rl 1 " in line:
+            if " s  rl " in line or time.monotonic() > until:
                 running.terminate()
         running.wait(120)
         before = num
