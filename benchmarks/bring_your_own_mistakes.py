@@ -38,6 +38,10 @@ def words(answer, item):
     return "very good"
 
 
+def narrow(answer):
+    return 1.0
+
+
 def leaving(answer, item):
     import os
     os._exit(0)
@@ -113,12 +117,12 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "train: a recipe's rate is a text",
         ("train", "text_rate.py", "--out", "out"),
-        ("text_rate.py", "line 30", "lr='1e-6'", "float"),
+        ("text_rate.py", "line 34", "lr='1e-6'", "float"),
     ),
     Mistake(
         "train: a recipe's unknown argument",
         ("train", "unknown_argument.py", "--out", "out"),
-        ("stepz", "unknown_argument.py", "line 30", "did you mean 'steps'?"),
+        ("stepz", "unknown_argument.py", "line 34", "did you mean 'steps'?"),
     ),
     # names
     _train("estimator", "rl.algorithm=grop", says=("'grop'", "did you mean 'grpo'?")),
@@ -203,6 +207,11 @@ MISTAKES: tuple[Mistake, ...] = (
         "reward that returns a text",
         'task.options={"reward": "mine.py:words"}',
         says=("'very good'", "must be a finite number"),
+    ),
+    _train(
+        "signature of a reward",
+        'task.options={"reward": "mine.py:narrow"}',
+        says=("narrow(answer)", "(answer, item)", "completions"),
     ),
     _train(
         "reward that leaves",

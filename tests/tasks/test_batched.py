@@ -10,6 +10,7 @@ import pytest
 
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item, SimpleTask, scored
+from ramify.tasks.data import dataset
 from ramify.tasks.scoring.batched import BatchedReward
 from ramify.tasks.validation import answered, validate
 from tests.evaluate.helpers import evaluated, plan
@@ -50,6 +51,29 @@ def test_all_columns_for_a_function_of_keywords() -> None:
         "kind": [""],
         "level": [3],
     }
+
+
+def test_function_of_completions_needs_no_wrapper() -> None:
+    """In a task, and as the reward of rows, where TRL's functions are brought unchanged."""
+
+    def same(prompts: list[str], completions: list[str], gold: list[str]) -> list[float]:
+        return [float(text == right) for text, right in zip(completions, gold, strict=True)]
+
+    rows = [{"question": item.question, "answer": item.gold} for item in ITEMS]
+    for task in (SimpleTask("t", {"test": ITEMS}, same), dataset({"test": rows}, reward=same)):
+        validate(task)
+        assert isinstance(task.reward, BatchedReward)
+
+
+def test_function_with_other_parameters_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"reward narrow\(answer\) cannot be called with \(answer,"
+    ):
+        SimpleTask("t", {"test": ITEMS}, narrow)  # type: ignore[arg-type]
+
+
+def narrow(answer):  # type: ignore[no-untyped-def]
+    return 1.0
 
 
 def test_waiting_answers_form_batches_within_the_bounds() -> None:
