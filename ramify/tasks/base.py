@@ -497,8 +497,7 @@ class SimpleTask(msgspec.Struct, frozen=True):
     name: str
     splits: Mapping[str, Sequence[Item]]
     reward: AnswerReward | WholeTrajectoryReward
-    """Called with (answer, item), unless it is a ``WholeTrajectoryReward``. A function with a
-    parameter ``completions`` becomes a ``BatchedReward``."""
+    """Called with (answer, item), unless it is a ``WholeTrajectoryReward``."""
     weights: Mapping[str, float] = {}
     begin: Callable[[Item], Awaitable[TaskStart]] | None = None
     """Creates the initial state of a rollout. None: a session with the item's context only."""
@@ -515,29 +514,26 @@ class SimpleTask(msgspec.Struct, frozen=True):
                 f"task '{self.name}': its reward is a {type(self.reward).__name__}; give a function"
             )
         if not isinstance(self.reward, WholeTrajectoryReward):
-            msgspec.structs.force_setattr(self, "reward", self._one_at_a_time(self.reward))
+            self._check_signature(self.reward)
 
-    def _one_at_a_time(self, reward: Callable[..., Any]) -> AnswerReward:
-        """Return ``reward`` as a function of (answer, item); one of ``completions`` is called for
-        many answers at once. Raises ConfigError for another signature."""
+    def _check_signature(self, reward: AnswerReward) -> None:
+        """Raise ConfigError unless ``reward`` can be called with (answer, item)."""
         try:
             signature = inspect.signature(reward)
         except ValueError:  # a function in C
-            return reward
+            return
+        name = getattr(reward, "__name__", type(reward).__name__)
+        where = f"task '{self.name}': its reward {name}{signature} cannot be called with "
         if "completions" in signature.parameters:
-            from ramify.tasks.scoring.batched import BatchedReward
-
-            return BatchedReward(reward)
+            raise ConfigError(f"{where}one answer: give BatchedReward({name})")
         try:
             signature.bind(None, None)
         except TypeError:
-            name = getattr(reward, "__name__", type(reward).__name__)
             raise ConfigError(
-                f"task '{self.name}': its reward {name}{signature} cannot be called with (answer, "
-                "item): give it these two parameters, `completions` and columns for many answers "
-                "at once, or wrap a function of (item, trajectory) in WholeTrajectoryReward"
+                f"{where}(answer, item): give it these two parameters, `completions` and columns "
+                "for many answers at once, or wrap a function of (item, trajectory) in "
+                "WholeTrajectoryReward"
             ) from None
-        return reward
 
     async def prepare(self, item: Item) -> TaskStart:
         if self.begin is None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import inspect
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -37,6 +38,7 @@ from ramify.tasks.base import (
     WholeTrajectoryReward,
 )
 from ramify.tasks.scoring import SCORERS
+from ramify.tasks.scoring.batched import BatchedReward
 
 Row = Mapping[str, Any]
 Source = Any
@@ -187,12 +189,13 @@ def dataset(
 def scorer_of(
     reward: str | AnswerReward | WholeTrajectoryReward,
 ) -> AnswerReward | WholeTrajectoryReward:
-    """Return the score called ``reward``; return a function unchanged. Raises ConfigError for an
-    unknown name."""
-    if not isinstance(reward, str):
-        return reward
-    scorer: AnswerReward = SCORERS.of(reward)
-    return scorer
+    """Return the score called ``reward``, or the function itself. A function with a parameter
+    ``completions`` becomes a ``BatchedReward``. Raises ConfigError for an unknown name."""
+    scorer: Any = SCORERS.of(reward) if isinstance(reward, str) else reward
+    if inspect.isfunction(scorer) and "completions" in inspect.signature(scorer).parameters:
+        return BatchedReward(scorer)
+    found: AnswerReward | WholeTrajectoryReward = scorer
+    return found
 
 
 class DatasetItems(LazySequence[Item]):

@@ -54,15 +54,19 @@ def test_all_columns_for_a_function_of_keywords() -> None:
 
 
 def test_function_of_completions_needs_no_wrapper() -> None:
-    """In a task, and as the reward of rows, where TRL's functions are brought unchanged."""
+    """As the reward of rows, for which TRL's functions are brought unchanged."""
 
     def same(prompts: list[str], completions: list[str], gold: list[str]) -> list[float]:
         return [float(text == right) for text, right in zip(completions, gold, strict=True)]
 
     rows = [{"question": item.question, "answer": item.gold} for item in ITEMS]
-    for task in (SimpleTask("t", {"test": ITEMS}, same), dataset({"test": rows}, reward=same)):
-        validate(task)
-        assert isinstance(task.reward, BatchedReward)
+    task = dataset({"test": rows}, reward=same)
+    validate(task)
+    assert isinstance(task.reward, BatchedReward)
+    with pytest.raises(
+        ConfigError, match=r"cannot be called with one answer: give BatchedReward\(same\)"
+    ):
+        SimpleTask("t", {"test": ITEMS}, same)  # type: ignore[arg-type]
 
 
 def test_function_with_other_parameters_is_refused() -> None:
