@@ -20,7 +20,7 @@ import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -192,19 +192,28 @@ def _gold(item: Item) -> dict[str, str]:
     return {} if gold is None else {"gold": text}
 
 
-async def is_direct(rlm: RLM, task: Task, item: Item, grace_s: float = GRACE_S) -> bool:
-    """Whether a single plain call would answer ``item`` in an attempt with ``direct=True``. False
-    for an item that cannot be prepared: its attempts report the reason."""
+RootKind = Literal["session", "plain call", "conversations"]
+
+
+async def root_kind(
+    rlm: RLM, task: Task, item: Item, *, direct: bool = False, grace_s: float = GRACE_S
+) -> RootKind:
+    """How an attempt at ``item`` begins: with a session, with a single plain call (only with
+    ``direct``), or with conversations that the task itself holds. An item that cannot be prepared
+    counts as one with a session: its attempts report the reason."""
     try:
         start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
         try:
-            return await rlm.is_direct(start, item.question)
+            if start.conduct is not None:
+                return "conversations"
+            is_plain = direct and await rlm.is_direct(start, item.question)
+            return "plain call" if is_plain else "session"
         finally:
             if start.on_end is not None:
                 end = functools.partial(in_thread, start.on_end, None)
                 await _in_time(end, task, item, "on_end", grace_s)
     except RamifyError:
-        return False
+        return "session"
 
 
 async def _in_time(

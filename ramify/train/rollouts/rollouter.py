@@ -33,7 +33,7 @@ import msgspec
 from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
-from ramify.evaluate.attempt import GRACE_S, attempt, is_direct
+from ramify.evaluate.attempt import GRACE_S, attempt, root_kind
 from ramify.inference.base import CachePressure
 from ramify.logging import RoomLogger
 from ramify.progress import report_progress
@@ -370,12 +370,18 @@ class Rollouter:
 
     async def roots(self, items: Sequence[Item]) -> RootCount:
         """How the roots of ``items`` will begin. This calls no model."""
-        direct = 0
-        if self._options.direct:
-            grace_s = self._options.grace_s
-            checks = (is_direct(self._rlm, self._task, item, grace_s) for item in items)
-            direct = sum(await asyncio.gather(*checks))
-        return RootCount(len(items), direct, self._rlm.limits.max_depth)
+        options = self._options
+        # Without plain calls, all items of a task begin alike.
+        looked_at = items if options.direct else items[:1]
+        checks = (
+            root_kind(self._rlm, self._task, item, direct=options.direct, grace_s=options.grace_s)
+            for item in looked_at
+        )
+        kinds = await asyncio.gather(*checks)
+        depth = self._rlm.limits.max_depth
+        if "conversations" in kinds:
+            return RootCount(len(items), 0, depth, is_conducted=True)
+        return RootCount(len(items), kinds.count("plain call"), depth)
 
     async def groups(
         self,
@@ -463,17 +469,21 @@ class RootCount(msgspec.Struct, frozen=True):
     """Number of items that one plain call answers, without a session."""
     depth: int
     """``limits.max_depth``: with 0 no root may call a child, so none is recursive."""
+    is_conducted: bool = False
+    """True if the task itself holds the conversations of its items."""
 
     @property
     def recursive(self) -> int:
         """Number of items whose root has a session and may call children."""
-        return self.items - self.direct if self.depth else 0
+        return self.items - self.direct if self.depth and not self.is_conducted else 0
 
     def metrics(self) -> dict[str, float]:
         return {"recursive_roots": float(self.recursive), "direct_roots": float(self.direct)}
 
     def sentence(self) -> str:
         """The result as a sentence."""
+        if self.is_conducted:
+            return "the task itself holds the conversations of its items, without sessions"
         head = f"{self.recursive} of the first {self.items} items begin with a recursive root"
         if self.recursive:
             head += f" (a session, with children down to depth {self.depth})"

@@ -14,10 +14,11 @@ from ramify import RLM, Limits, ScriptedClient
 from ramify.clients.scripted import ByteTokenIds
 from ramify.evaluate.run import evaluate
 from ramify.store.store import Store
-from ramify.tasks.base import Item, SimpleTask, items_of, task_of
+from ramify.tasks.base import Item, SimpleTask, TaskStart, items_of, task_of
 from ramify.tasks.scoring import exact
 from ramify.train.recipe import load_recipe
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions, RootCount
+from ramify.types.message import Message
 from tests.evaluate.helpers import SPEC, plan
 from tests.shown import train
 from tests.train.small import small
@@ -153,3 +154,23 @@ def test_run_reports_its_root_kinds_before_the_first_step(tmp_path: Path) -> Non
     assert events.index(sentence) < events.index("rl")
     (first,) = read_rows(tmp_path, "first")
     assert (first.values["recursive_roots"], first.values["direct_roots"]) == (20, 0)
+
+
+def test_roots_of_a_task_that_holds_its_conversations_are_not_called_recursive() -> None:
+    async def conduct(model: Any) -> str:
+        return (await model.ask([Message("user", "hello")])).message.content
+
+    async def begin(item: Item) -> TaskStart:
+        return TaskStart(conduct=conduct)
+
+    task = SimpleTask("talk", {"train": ITEMS}, lambda answer, item: 1.0, begin=begin)
+
+    async def counted() -> RootCount:
+        async with rlm() as engine:
+            return await Rollouter(engine, task, RolloutOptions(group=1)).roots(ITEMS)
+
+    count = asyncio.run(counted())
+    assert count.metrics() == {"recursive_roots": 0.0, "direct_roots": 0.0}
+    assert count.sentence() == (
+        "the task itself holds the conversations of its items, without sessions"
+    )
