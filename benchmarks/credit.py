@@ -294,7 +294,7 @@ def figures(num_groups: int) -> Iterator[Figure]:
         "toy 2, DrGRPO per_role as it was: eight children / one", siblings(before, num), "", {}
     )
     yield from _recursing(num_groups)
-    yield from _forks(num_groups // 20)
+    yield from _forks(num_groups // 40)
     yield from objectives_table.figures()
 
 

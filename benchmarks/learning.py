@@ -5,6 +5,7 @@ reductions, and without training the children.
                                              results/learning.json
     python benchmarks/learning.py --quick    one seed of the single-document run, cut short; within
                                              five minutes
+    python benchmarks/learning.py --on-test  `tiny.py` with the five seeds SEEDS_ON_TEST, on test only
     python benchmarks/learning.py --json     also print the figures as JSON, like
                                              benchmarks/engine.py
 
@@ -122,6 +123,26 @@ def single(runs: Path, seed: int, quick: bool) -> Iterator[RunResult]:
     splits = [f"evaluate.num={NUM}", 'evaluate.first=["test"]']
     folder = train(runs / f"tiny-{seed}", "recipes/tiny.py", f"seed={seed}", *splits, *short)
     yield trained("tiny", seed, folder)
+
+
+def on_test(runs: Path, only_finished: bool) -> Figure:
+    """The share of right answers on test, the mean over ``SEEDS_ON_TEST``."""
+    shares: dict[int, float] = {}
+    for seed in SEEDS_ON_TEST:
+        folder = runs / f"tiny-{seed}"
+        if only_finished and not is_trained(folder):
+            continue
+        asked = [f"seed={seed}", f"evaluate.num={NUM}", 'evaluate.final=["test"]']
+        train(folder, "recipes/tiny.py", *asked)
+        shares[seed] = trained("tiny", seed, folder).rewards["last test"]
+    return Figure(
+        f"tiny.py on test, {len(shares)} of {len(SEEDS_ON_TEST)} seeds",
+        mean(shares.values()) if shares else None,
+        "right",
+        {f"seed {seed}": share for seed, share in shares.items()},
+        valid=len(shares) == len(SEEDS_ON_TEST),
+        least=0.96,
+    )
 
 
 def recursive(runs: Path, seed: int, variants: Sequence[str]) -> Iterator[RunResult]:
@@ -384,10 +405,15 @@ def main() -> int:
     )
     options_of.add_argument("--only", choices=["single", "recursive"], help="one of the two")
     options_of.add_argument(
+        "--on-test", action="store_true", help="tiny.py with five seeds, on test only"
+    )
+    options_of.add_argument(
         "--variants", nargs="+", choices=CREDITS, default=list(CREDITS), help="of the recursive run"
     )
     options = options_of.parse_args()
     folder = folder_of(options)
+    if options.on_test:
+        return tell([on_test(folder, options.report)], options.json)
     runs: list[RunResult] = []
     for seed in options.seeds[:1] if options.quick else options.seeds:
         if options.report:
