@@ -33,6 +33,7 @@ from ramify.train.losses import (
     ProxApprox,
     RolloutIs,
     Sapo,
+    ratio,
 )
 from ramify.train.losses.base import SequenceSums
 from ramify.train.losses.loss import (
@@ -221,6 +222,12 @@ def test_extreme_ratios_give_finite_losses_and_gradients():
         (slope,) = torch.autograd.grad(found.sum(), far.now)
         assert bool(torch.isfinite(found).all()), name
         assert bool(torch.isfinite(slope).all()), name
+
+
+def test_log_ratios_are_clamped_at_twenty():
+    now = torch.tensor([30.0, 20.0, 19.0, 0.0, -19.0, -20.0, -30.0], dtype=torch.float64)
+    logs = ratio(now, torch.zeros_like(now)).log()
+    assert logs.tolist() == pytest.approx([20.0, 20.0, 19.0, 0.0, -19.0, -20.0, -20.0])
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
