@@ -11,6 +11,7 @@ import pytest
 from ramify import train
 from ramify.errors import ConfigError
 from ramify.train.advantages import ALGORITHMS
+from ramify.train.advantages.base import reduced
 from ramify.train.config import CHOICES, Run, plain
 from ramify.train.objectives import OBJECTIVES
 from ramify.train.override import override
@@ -196,6 +197,15 @@ def test_another_reduction_or_loss_than_the_papers_warns(
         check_objective(run)
     assert len(found) == (message is not None)
     assert message is None or message in str(found[0].message)
+
+
+def test_a_losses_reduction_reaches_all_estimators_but_imitation() -> None:
+    by_task = train.ByTask(tasks={"a": train.RLOO(), "b": train.SFT()}, other=train.GRPO())
+    found = reduced(by_task, train.LossSpec(policy="gspo").reduction)
+    assert (found.tasks["a"].reduction, found.other.reduction) == ("call", "call")
+    assert found.tasks["b"] == train.SFT()
+    assert reduced(train.Hybrid(outcome=train.RLOO()), "rollout").outcome.reduction == "rollout"
+    assert reduced(by_task, train.LossSpec().reduction) is by_task
 
 
 def test_a_run_with_an_objective_trains_with_its_reduction(tmp_path: Path) -> None:

@@ -167,9 +167,10 @@ def remembering(algorithm: T, memory: Mapping[str, float]) -> T:
 
 
 def reduced(algorithm: T, reduction: str | None) -> T:
-    """``algorithm``, and what it wraps, with the reduction that a loss carries
-    (``LossSpec.reduction``); ``algorithm`` itself for a loss that carries none."""
-    if reduction is None:
+    """``algorithm``, and what it wraps, with the reduction that a policy loss carries
+    (``LossSpec.reduction``); ``algorithm`` itself for a loss that carries none, or without a policy
+    gradient."""
+    if reduction is None or getattr(algorithm, "imitates", False):
         return algorithm
     fields = getattr(algorithm, "__struct_fields__", ())
     if "reduction" in fields:

@@ -11,6 +11,7 @@ trajectories, only those that reached the reward are trained on. Each token weig
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import msgspec
 
@@ -35,6 +36,8 @@ class SFT(
         train.SFT(min_reward=1.0)    # imitate only rollouts with a reward of at least 1
     """
 
+    imitates: ClassVar[bool] = True
+    """Its tokens have cross-entropy alone, so the reduction of a policy loss is not theirs."""
     min_reward: float | None = None
     """Minimum total reward of a trajectory to train on it; None: train on all, scored or not."""
     min_call_reward: float | None = None
