@@ -537,7 +537,8 @@ COMMAND = CommandSpec(
     "eval",
     """\
 Evaluate a model on TASK: ledger, needle, programs, toolmath, your own task (file.py:name or
-module:name), or the rows of a .jsonl file, a .parquet file or a data set (hf:NAME). OPTION=VALUE
+module:name), the rows of a .jsonl file, a .parquet file or a data set (hf:NAME), or a taskset of
+verifiers (verifiers:ID), played by that library. OPTION=VALUE
 sets an option of the task.
 
 Each attempt is a run like those of ask, with the same settings. Results go to stdout. A stored

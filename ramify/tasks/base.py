@@ -350,6 +350,7 @@ def task_of(name: str, /, **options: Any) -> Task:
     >>> tasks.task_of("ledger", multi=1.0).name
     'ledger'
     """
+    named = name
     if name.startswith("hf:") or name.endswith(DATA_SUFFIXES):
         name, options = "ramify.tasks.data:dataset", {"source": name, **options}
     elif name.startswith(_VERIFIERS):
@@ -358,7 +359,7 @@ def task_of(name: str, /, **options: Any) -> Task:
         options = {"taskset": taskset, **options}
     task = TASKS.of(name)
     if not isinstance(task, Task):
-        task = _from_factory(name, task, options)
+        task = _from_factory(named, task, options)
     elif options:
         raise ConfigError(
             f"task '{name}' is an object, not a function, and takes no options: remove "
