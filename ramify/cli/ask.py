@@ -438,7 +438,7 @@ def make_rlm(
 def check_prices(settings: Mapping[str, Any], max_cost: float | None) -> None:
     """Raise UsageError for a maximum cost if a model has no known price. A provider from another
     package may know its own prices."""
-    from ramify.clients.providers import PROVIDERS, PriceTable
+    from ramify.clients.providers import CLIENTS, PriceTable
 
     if max_cost is None or not math.isfinite(max_cost):
         return
@@ -447,7 +447,8 @@ def check_prices(settings: Mapping[str, Any], max_cost: float | None) -> None:
         model = named.get(given)
         name = given if model is None else model.name
         price = (model.price if model is not None else None) or table.price(name)
-        if price is None and name.partition(":")[0] in PROVIDERS:
+        provider = name.partition(":")[0]
+        if price is None and provider in CLIENTS.ours and provider != "litellm":
             raise UsageError(
                 f"--max-cost {max_cost:g} cannot be kept: {given} has no known price; remove it, or"
                 " add the price to a table (RAMIFY_PRICES, docs/prices.md)"

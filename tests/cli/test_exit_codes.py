@@ -67,7 +67,7 @@ WRONG = {
         ([*M, "needle", "--against", "x.jsonl"], "the evaluation x.jsonl does not exist"),
         ([*M, "needle", "chars=lots"], "task 'needle' with {'chars': 'lots'}: "),
         ([*M, "broken.py:task"], "task 'broken.py:task' cannot be loaded: invalid syntax"),
-        ([*M, "raises.py:task"], "cannot be loaded: ZeroDivisionError("),
+        ([*M, "raises.py:task"], "cannot be loaded in line 1: ZeroDivisionError("),
         ([*M, "task.py:task"], "task 'task.py:task' with {}: IndexError("),
         ([*M, "nowhere.jsonl"], "file nowhere.jsonl does not exist"),
         (["--resume", "x"], "found no evaluation 'x'"),
@@ -86,7 +86,10 @@ WRONG = {
     "train": (
         ([], "give one recipe"),
         (["nowhere.py"], "nowhere.py is not a recipe"),
-        (["broken.py"], "the recipe broken.py cannot be executed: SyntaxError("),
+        (
+            ["broken.py"],
+            "the recipe broken.py cannot be executed in line 1: SyntaxError: invalid syntax",
+        ),
         (["raises.py"], "the recipe raises.py cannot be executed in line 1: ZeroDivisionError("),
         (["runless.py"], "no `def run() -> Run`"),
         ([R, "rl.optim.lr=fast"], "Expected `float | null`, got `str`"),
