@@ -39,6 +39,7 @@ from ramify.train.backends.base import Backend, ReferenceModel
 from ramify.train.checkpoint import Write
 from ramify.train.data.pack import attach, describe, pack
 from ramify.train.depth_models import own_calls
+from ramify.train.population import UpdateProbe, num_sampled, of_credit, of_tokens
 from ramify.train.run_record import RunRecord
 from ramify.train.selfcheck import SelfCheck
 from ramify.train.signals.scorer import REFERENCE
@@ -179,6 +180,32 @@ class Learner:
             _attach(rows, backend, "values", backend.values)
         return stage.finish(rows)
 
+    def probe(self, stage: TrainingStage, work: StepData, step: int) -> UpdateProbe | None:
+        """A sample of the step's calls, as the policy scores them before it learns; None for a
+        stage without rollouts."""
+        assert self.publisher.backend is not None
+        return UpdateProbe.taken(stage.probed(self.own(work.groups), step), self.publisher.backend)
+
+    def measured_before(self, work: StepData, probe: UpdateProbe | None) -> dict[str, float]:
+        """Metrics of all tokens that this policy sampled for a step, before it learns from them.
+        Call it after ``prepare``, which completes the advantages."""
+        own = self.own(work.groups)
+        rows = [row for part in work.parts for row in part.rows]
+        measured = of_tokens(own) | of_credit(rows, num_sampled(own))
+        return measured if probe is None else measured | probe.mismatch
+
+    def measured_after(
+        self, stage: TrainingStage, work: StepData, probe: UpdateProbe | None
+    ) -> dict[str, float]:
+        """Metrics of the update that a step made, or of a step without one."""
+        backend = self.publisher.backend
+        assert backend is not None
+        if not work.parts:
+            # Its rate says what a step would have done.
+            still = {"lr": stage.optim.lr_at(backend.version), "grad_norm": 0.0}
+            return still if probe is None else {**still, "post_kl": 0.0}
+        return {} if probe is None else probe.moved(backend)
+
     def _attach_staleness(self, rows: Sequence[TokenSequence]) -> None:
         """Attach the stream ``staleness``: how many versions the sampling policy lags behind the
         trained one, per token."""
@@ -199,6 +226,8 @@ class Learner:
         measured = backend.forward_backward(batches, stage.loss)
         measured |= backend.optim_step()
         self.publisher.learned()
+        if "entropy" in measured:  # ``entropy`` is that of all sampled tokens
+            measured["loss_entropy"] = measured.pop("entropy")
         return {**measured, **describe(batches, part.rows)}
 
 

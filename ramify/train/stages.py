@@ -39,6 +39,7 @@ from ramify.train.data.sft_data import induction, order
 from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import GroupRecord, account, of_parts, of_rollouts
 from ramify.train.policy_defaults import usual_warmup
+from ramify.train.population import of_comparison, of_population, sample_rows
 from ramify.train.rollouts.group_queue import GroupQueue, StepGroups
 from ramify.train.rollouts.rollouter import Rollouter, RootCount, first_items
 from ramify.train.signals.signal_reader import RunSignals, SignalReader
@@ -144,6 +145,10 @@ class TrainingStage(Protocol):
         """Derive further streams of a step's rows from ``streams``, in place. Returns metrics."""
         ...
 
+    def probed(self, groups: Sequence[Group], step: int) -> list[TokenSequence]:
+        """The rows on which the policy is compared before and after ``step``; empty for none."""
+        ...
+
     def source(
         self, next_item: int, pending: Sequence[int]
     ) -> AbstractAsyncContextManager[StepSource]:
@@ -177,6 +182,9 @@ class FixedDataStage(ABC):
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         return {}
+
+    def probed(self, groups: Sequence[Group], step: int) -> list[TokenSequence]:
+        return []
 
     @contextlib.asynccontextmanager
     async def source(self, next_item: int, pending: Sequence[int]) -> AsyncIterator[StepSource]:
@@ -317,6 +325,9 @@ class RlStage:
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         return finish(self._algorithm, rows)
 
+    def probed(self, groups: Sequence[Group], step: int) -> list[TokenSequence]:
+        return sample_rows(groups, self._temperature, step)
+
     def step_data(self, taken: StepGroups, step: int, reader: SignalReader | None) -> StepData:
         """The data of step ``step``, made of the groups ``taken``."""
         groups = [group for _, group in taken.groups]
@@ -326,6 +337,7 @@ class RlStage:
             data.others[name], also = stage.learned_from(groups)
             learnt |= also
         metrics = {**data.metrics, **taken.metrics, **_measured(groups)}
+        metrics |= of_population(groups, self._task.weights)
         metrics |= of_rollouts(groups, self._task.weights)
         if isinstance(self._task, MixtureTask):
             metrics = of_parts(groups, self._task.weights) | metrics
@@ -351,6 +363,7 @@ class RlStage:
         parts = self._minibatches(assigned)
         if not needs_of(self._algorithm).streams:  # otherwise advantages are not known yet
             _note_advantages(assigned.rollouts)
+            assigned.metrics |= of_comparison(groups, assigned.rollouts, self._task.weights)
         data = StepData(
             parts,
             dict(assigned.metrics),

@@ -30,7 +30,7 @@ from ramify.progress import on_heartbeat, report_progress, subscribe
 from ramify.train import metrics as metric_file
 from ramify.train.checkpoint import CheckpointState, Write, verify
 from ramify.train.guards import GuardVerdict, TrainingGuard, after_evaluation, after_step
-from ramify.train.learner import Learner
+from ramify.train.learner import EnginePhase, Learner
 from ramify.train.run_record import RunRecord
 from ramify.train.stages import StepData, StepSource, TrainingStage
 from ramify.train.watchdog import RunStopped, StallError
@@ -219,7 +219,7 @@ class Trainer:
                 await stack.enter_async_context(learner.publisher.changing)
                 version = learner.publisher.policy.version
                 values |= learner.measured(metric_file.staleness(learner.own(work.groups), version))
-                if own.parts:
+                if own.parts or own.groups:
                     values |= learner.measured(await learner.publisher.sleep())
             for each in learning:
                 values |= await self._learned(*each)
@@ -227,7 +227,7 @@ class Trainer:
             memories = {learner.name: own.memory for learner, _, own in learning}
             record.count_step(memories.pop(""), memories)
             for learner, _, own in learning:
-                if stage.samples and own.parts:
+                if stage.samples and (own.parts or learner.publisher.phase is EnginePhase.ASLEEP):
                     await learner.publisher.publish()
         values = record.measured(values)
         if stage.samples:
@@ -248,11 +248,16 @@ class Trainer:
     ) -> dict[str, float]:
         """Learn from the data of a step. Returns the metrics of that."""
         values = {} if not learner.name else dict(work.metrics)
+        probe = await self._in_torch(learner.probe, stage, work, self.state.step + 1)
         if work.parts:
             values |= await self._in_torch(learner.prepare, stage, work)
+        if stage.samples:
+            values |= learner.measured_before(work, probe)
         values |= _over_parts(
             [await self._in_torch(learner.learn, stage, part) for part in work.parts]
         )
+        if stage.samples:
+            values |= await self._in_torch(learner.measured_after, stage, work, probe)
         return learner.measured(values)
 
     def _report_notes(self, stage: TrainingStage, work: StepData, where: str, name: str) -> str:

@@ -384,6 +384,8 @@ class LossTally:
         self._raise("mismatch_max", mismatch.max())
         r = ratio(now, tokens.old)
         self.mean("clip_fraction", clipped.to(now.dtype), has_weight)
+        self.mean("clip_low", (clipped.bool() & (tokens.advantages < 0)).to(now.dtype), has_weight)
+        self.mean("clip_high", (clipped.bool() & (tokens.advantages > 0)).to(now.dtype), has_weight)
         self.mean("approx_kl", r - 1 - (now - tokens.old), has_weight)
         rho = ratio(now, tokens.sampler).masked_fill(~has_weight, 0.0)
         self.add("rho", rho.sum(), has_weight.sum())
@@ -425,7 +427,8 @@ class LossTally:
 
         ``loss`` and its components are sums over the step. ``ess`` is the effective sample size
         (sum rho)² / sum rho² as a share of the tokens. The others are means over the entries with
-        policy-gradient weight: ``clip_fraction``, ``approx_kl`` (mean of r - 1 - log r),
+        policy-gradient weight: ``clip_fraction`` (``clip_low`` of tokens with A < 0, ``clip_high``
+        of those with A > 0), ``approx_kl`` (mean of r - 1 - log r),
         ``mismatch`` (mean of |o - m|, or of |l - m| if no old pass was made) and ``mismatch_max``,
         ``correction`` and ``corrected_away`` (share of tokens for which it is 0), ``entropy``,
         ``ref_kl``, ``value_loss``. For a mixture of experts also those of ``ExpertLoad``.

@@ -1,0 +1,282 @@
+"""Metrics over everything that a step sampled, whether or not it is learned from.
+
+    rollouts  ── of_population ──> rewards, lengths, ends, and what reward and length have in common
+    replies   ── of_tokens ──────> entropy, over all tokens that this policy sampled
+    rows      ── of_credit ──────> advantages, and the share of tokens without loss
+    a sample  ── UpdateProbe ────> the gaps between sampler and trainer, and between the policies
+                                   before and after the update
+
+They are in every step, also in one without signal, since that is when they are needed. Losses
+measure only tokens that carry loss (``losses/loss.py``): groups without signal, masked calls and
+calls without an advantage are missing there. Decides the formulas, and which calls are the sample.
+Not here: what the numbers mean for a run (``doctor.py``), and metrics by depth and part
+(``metrics.py``).
+
+The entropy is the mean of -log p over sampled tokens: its expectation is the entropy of the
+distribution that they were drawn from, at the tokens that the policy visits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean, pstdev
+from typing import NamedTuple
+
+import numpy as np
+
+from ramify.evaluate.evaluation_report import RIGHT
+from ramify.tasks.base import total
+from ramify.train.advantages.base import AssignedRollout, TokenCredit
+from ramify.train.advantages.credit import ends_in_cut_reply
+from ramify.train.backends.base import ReferenceModel
+from ramify.train.data.compile import token_sequences
+from ramify.train.data.pack import pack
+from ramify.types.sequence import Batch, Floats, TokenSequence
+from ramify.types.trajectory import Call, Group, Trajectory
+
+PROBED = 1 / 64
+"""Share of a step's tokens that the probe computes again, though at least one call."""
+_MAX_LOG_RATIO = 20.0
+
+
+def of_population(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[str, float]:
+    """Rewards, lengths and ends of all rollouts. ``weights``: the task's, by reward."""
+    trees = [tree for group in groups for tree in group.trajectories]
+    if not trees:
+        return {}
+    lengths = [_length(tree) for tree in trees]
+    is_cut = [_is_cut(tree) for tree in trees]
+    finished = [length for length, cut in zip(lengths, is_cut, strict=True) if not cut]
+    replies = [turn.reply for tree in trees for call in tree.calls for turn in call.turns]
+    roots = [tree.root for tree in trees if tree.calls]
+    found = {
+        "length_min": float(min(lengths)),
+        "length_max": float(max(lengths)),
+        "truncated_rollouts": fmean(is_cut),
+        "cut_replies": fmean(each.finish == "length" for each in replies) if replies else 0.0,
+        "failed_share": fmean(not tree.rewards for tree in trees),
+        "cell_errors": _cell_errors(roots),
+    }
+    if finished:
+        found["length_finished"] = fmean(finished)
+    scored = [
+        [
+            (total(tree.rewards, weights), _length(tree))
+            for tree in group.trajectories
+            if tree.rewards
+        ]
+        for group in groups
+    ]
+    return found | _of_rewards([each for each in scored if each])
+
+
+def _of_rewards(groups: Sequence[Sequence[tuple[float, int]]]) -> dict[str, float]:
+    """``groups``: (reward, length) of the scored rollouts of each."""
+    rewards = [reward for group in groups for reward, _ in group]
+    if not rewards:
+        return {}
+    found = {
+        "reward_std": pstdev(rewards),
+        "reward_min": min(rewards),
+        "reward_max": max(rewards),
+        "solve_all": fmean(all(reward >= RIGHT for reward, _ in group) for group in groups),
+        "solve_none": fmean(all(reward < RIGHT for reward, _ in group) for group in groups),
+    }
+    return found | _named("reward_length_corr", correlation(groups))
+
+
+def correlation(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None:
+    """The correlation of two numbers of each rollout within their groups: of what is left without
+    the group's means. None if one of the two never varies within a group."""
+    left: list[float] = []
+    right: list[float] = []
+    for group in groups:
+        for side, values in zip((left, right), zip(*group, strict=True), strict=True):
+            mean = fmean(values)
+            side += [value - mean for value in values]
+    squares = math.fsum(a * a for a in left) * math.fsum(b * b for b in right)
+    if squares <= 1e-18:
+        return None
+    return math.fsum(a * b for a, b in zip(left, right, strict=True)) / math.sqrt(squares)
+
+
+def of_comparison(
+    groups: Sequence[Group], rollouts: Sequence[AssignedRollout], weights: Mapping[str, float]
+) -> dict[str, float]:
+    """How the advantages of roots follow the rewards of their rollouts within a group: 1 for a
+    plain comparison, below 0 if credit has the wrong sign. ``rollouts``: those with credit."""
+    credit: dict[str, float] = {}
+    for rollout in rollouts:
+        root = rollout.trajectory.root.id
+        values = [
+            v for (id, _), each in rollout.credits.items() if id == root for v in each.advantages
+        ]
+        if values:
+            credit[rollout.trajectory.id] = fmean(values)
+    pairs = [
+        [
+            (credit.get(tree.id, 0.0), total(tree.rewards, weights))
+            for tree in group.trajectories
+            if tree.rewards
+        ]
+        for group in groups
+        if any(tree.id in credit for tree in group.trajectories)
+    ]
+    return _named("advantage_reward_corr", correlation([pair for pair in pairs if pair]))
+
+
+def of_tokens(groups: Sequence[Group]) -> dict[str, float]:
+    """Entropy in nats over all sampled tokens whose log-probabilities are known."""
+    logprobs = [turn.reply.logprobs for _, call in _sampled(groups) for turn in call.turns]
+    num = sum(len(each or ()) for each in logprobs)
+    if not num:
+        return {}
+    return {"entropy": -math.fsum(sum(each) for each in logprobs if each) / num}
+
+
+def of_credit(rows: Sequence[TokenSequence], num_sampled: int) -> dict[str, float]:
+    """Advantages over all ``num_sampled`` tokens, of which ``rows`` have those with credit; the
+    others have the advantage 0. ``masked``: share of tokens that carry no policy-gradient loss."""
+    values = [row.advantages[row.rl != 0] for row in rows]
+    values = [each for each in values if len(each)]
+    num = sum(map(len, values))
+    if num_sampled < num or not num_sampled:
+        return {}
+    credit: Floats = np.concatenate(values) if values else np.zeros(0, np.float32)
+    mean = float(credit.sum(dtype=np.float64)) / num_sampled
+    square = float(np.square(credit, dtype=np.float64).sum()) / num_sampled
+    rest = [0.0] if num < num_sampled else []
+    ends = [*rest, *([float(credit.min()), float(credit.max())] if num else [])]
+    return {
+        "advantage_mean": mean,
+        "advantage_std": math.sqrt(max(0.0, square - mean * mean)),
+        "advantage_min": min(ends),
+        "advantage_max": max(ends),
+        "masked": 1 - num / num_sampled,
+    }
+
+
+def num_sampled(groups: Sequence[Group]) -> int:
+    """Number of tokens that a policy sampled and could learn from."""
+    return sum(
+        len(turn.reply.token_ids or ()) for _, call in _sampled(groups) for turn in call.turns
+    )
+
+
+class UpdateProbe(NamedTuple):
+    """A sample of a step's calls, and their log-probabilities before the update."""
+
+    batches: Sequence[Batch]
+    sampler: Floats
+    """[E] the sampler's log-probabilities, over the entries of all batches."""
+    before: Floats
+    """[E] the trainer's, before the update."""
+
+    @classmethod
+    def taken(cls, rows: Sequence[TokenSequence], backend: ReferenceModel) -> UpdateProbe | None:
+        """The probe of ``rows``; None if there are none."""
+        batches = pack(rows, backend.packing) if rows else []
+        if not batches:
+            return None
+        sampler = np.concatenate([batch.streams["sampler_logprobs"] for batch in batches])
+        return cls(batches, sampler, np.concatenate(backend.logprobs(batches)))
+
+    @property
+    def mismatch(self) -> dict[str, float]:
+        """The gap between the sampler and the trainer, in nats."""
+        gap = np.abs(self.before - self.sampler)
+        return {
+            "mismatch": float(gap.mean()),
+            "mismatch_max": float(gap.max()),
+            "mismatch_kl": kl(self.sampler, self.before),
+        }
+
+    def moved(self, backend: ReferenceModel) -> dict[str, float]:
+        """KL from the policy before the update to the one after it, in nats per token."""
+        return {"post_kl": kl(self.before, np.concatenate(backend.logprobs(self.batches)))}
+
+
+def kl(drawn: Floats, other: Floats) -> float:
+    """Estimate KL(drawn, other) by k3, the mean of exp(d) - d - 1 with d = other - drawn, from the
+    log-probabilities of tokens that were drawn from the first; never negative."""
+    d = np.clip(other.astype(np.float64) - drawn, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return float((np.exp(d) - d - 1).mean())
+
+
+def sample_rows(
+    groups: Sequence[Group], temperature: float | Callable[[Call], float], step: int
+) -> list[TokenSequence]:
+    """The calls that are probed in ``step``, as rows of all their sampled tokens: chosen by a hash
+    of their names, so that a resumed run chooses the same ones."""
+    known = [(tree, call) for tree, call in _sampled(groups) if _has_logprobs(call)]
+    budget = PROBED * sum(_size(call) for _, call in known)
+    chosen: dict[str, AssignedRollout] = {}
+    for tree, call in sorted(known, key=lambda each: _key(step, *each)):
+        if chosen and budget < _size(call):
+            break
+        budget -= _size(call)
+        rollout = chosen.setdefault(tree.id, AssignedRollout(tree, {}))
+        for index, turn in enumerate(call.turns):
+            num = len(turn.reply.token_ids or ())
+            if num:
+                rollout.credits[call.id, index] = TokenCredit(
+                    advantages=[0.0] * num, rl=[1.0] * num
+                )
+    return token_sequences(chosen.values(), temperature)
+
+
+def _sampled(groups: Sequence[Group]) -> Iterator[tuple[Trajectory, Call]]:
+    """The calls of rollouts, without those of judges, which are kept on their trees."""
+    for group in groups:
+        for tree in group.trajectories:
+            for call in tree.calls:
+                if call.kind != "judge":
+                    yield tree, call
+
+
+def _has_logprobs(call: Call) -> bool:
+    replies = [turn.reply for turn in call.turns]
+    return (
+        call.fork is None
+        and any(each.token_ids for each in replies)
+        and all(each.logprobs is not None and each.token_ids is not None for each in replies)
+    )
+
+
+def _size(call: Call) -> int:
+    """Tokens of the call's path, those that its turns add."""
+    replies = [turn.reply for turn in call.turns]
+    return sum(len(each.prompt_ids or ()) + len(each.token_ids or ()) for each in replies)
+
+
+def _key(step: int, tree: Trajectory, call: Call) -> bytes:
+    return hashlib.blake2b(f"{step}/{tree.id}/{call.id}".encode(), digest_size=8).digest()
+
+
+def _length(tree: Trajectory) -> int:
+    return sum(
+        len(turn.reply.token_ids or ())
+        for call in tree.calls
+        if call.kind != "judge"
+        for turn in call.turns
+    )
+
+
+def _is_cut(tree: Trajectory) -> bool:
+    """Whether a limit ended the root, or its last reply."""
+    if not tree.calls:
+        return False
+    stop = tree.root.stop
+    return (stop is not None and stop.is_truncated()) or ends_in_cut_reply(tree.root)
+
+
+def _cell_errors(calls: Sequence[Call]) -> float:
+    """Share of cells that raised."""
+    cells = [cell for call in calls for turn in call.turns for cell in turn.cells]
+    return fmean(bool(cell.error) for cell in cells) if cells else 0.0
+
+
+def _named(name: str, value: float | None) -> dict[str, float]:
+    return {} if value is None else {name: value}
