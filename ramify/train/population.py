@@ -88,8 +88,8 @@ def _of_rewards(groups: Sequence[Sequence[tuple[float, int]]]) -> dict[str, floa
 
 
 def correlation(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None:
-    """The correlation of two numbers of each rollout within their groups: of what is left without
-    the group's means. None if one of the two never varies within a group."""
+    """The correlation of two numbers of each rollout within groups: of their differences from the
+    group's mean. None if one of the two never varies within a group."""
     left: list[float] = []
     right: list[float] = []
     for group in groups:
