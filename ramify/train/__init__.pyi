@@ -54,8 +54,7 @@ from ramify.train.demonstrations import demonstrate as demonstrate
 from ramify.train.depth_models import DepthSpec as DepthSpec
 from ramify.train.depth_models import FrozenSpec as FrozenSpec
 from ramify.train.execute import train as train
-from ramify.train.guards import CollapseAlarms as CollapseAlarms
-from ramify.train.guards import TrainingGuard as TrainingGuard
+from ramify.train.findings import CollapseAlarms as CollapseAlarms
 from ramify.train.losses import POLICY_LOSSES as POLICY_LOSSES
 from ramify.train.losses.base import LossFormula as LossFormula
 from ramify.train.losses.base import LossTokens as LossTokens
@@ -102,6 +101,7 @@ from ramify.train.recipe import load_recipe as load_recipe
 from ramify.train.rollouts.group_queue import StepSampleSpec as StepSampleSpec
 from ramify.train.rollouts.rollouter import Rollouter as Rollouter
 from ramify.train.rollouts.rollouter import RolloutOptions as RolloutOptions
+from ramify.train.run_doctor import TrainingGuard as TrainingGuard
 from ramify.train.run_record import GroupRecords as GroupRecords
 from ramify.train.run_record import read_group_records as read_group_records
 from ramify.train.signals.base import Judge as Judge

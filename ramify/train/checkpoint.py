@@ -35,8 +35,8 @@ from ramify.errors import ConfigError, RunInUse, StoreError
 from ramify.logging import RoomLogger
 from ramify.models import checksums
 from ramify.store.journal import JournalWriter, this_process
-from ramify.train.guards import GuardState
 from ramify.train.override import with_new_names
+from ramify.train.run_doctor import GuardState
 
 _log = RoomLogger("train")
 Write = Callable[[Path], Callable[[], None] | None]
@@ -86,7 +86,9 @@ class CheckpointState(msgspec.Struct, kw_only=True):
     memories: dict[str, dict[str, float]] = {}
     """Name of another policy -> state of its algorithm."""
     guard: GuardState = msgspec.field(default_factory=GuardState)
-    """State of the run's guard in this stage."""
+    """State of the doctor in this stage."""
+    lr_scale: float = 1.0
+    """Factor of the learning rates of this stage: below 1 after a rollback."""
     config: dict[str, Any] = {}
     """The run's configuration as plain data, without secrets."""
     checksums: str = ""

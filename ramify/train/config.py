@@ -36,7 +36,6 @@ from ramify.train.advantages.sft import SFT
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.config_fields import check_optional, redacted
 from ramify.train.depth_models import DepthSpec, FrozenSpec, check_depths
-from ramify.train.guards import TrainingGuard
 from ramify.train.losses import POLICY_LOSSES
 from ramify.train.losses.loss import LossSpec
 from ramify.train.objectives import (
@@ -51,6 +50,7 @@ from ramify.train.override import Choices
 from ramify.train.placement.placement_spec import PlacementSpec
 from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
+from ramify.train.run_doctor import TrainingGuard
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge_calls import BUDGET
 from ramify.train.signals.signal_reader import signals_of

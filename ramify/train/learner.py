@@ -22,6 +22,7 @@ A run has one learner for ``Run.policy`` and one for each of ``Run.policies``. A
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import enum
 import time
@@ -30,6 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 
 from ramify.errors import TrainError
@@ -99,6 +101,7 @@ class Learner:
         self._backend_of = backend_of
         self._reference_of = reference_of
         self._reference: ReferenceModel | None = None
+        self._lr_scale = 1.0
         self._source = source
         self._model = model
 
@@ -122,9 +125,17 @@ class Learner:
             backend.load_weights(dict(self._source()))
         self.publisher.backend = backend
 
-    def restore(self, stage: TrainingStage, checkpoint: Path, *, is_open: bool) -> None:
-        """Restore the weights, and the optimizer if the stage continues (``is_open``)."""
-        backend = self._backend_of(stage)
+    def restore(
+        self, stage: TrainingStage, checkpoint: Path, *, is_open: bool, lr_scale: float = 1.0
+    ) -> None:
+        """Restore the weights, and the optimizer if the stage continues (``is_open``), with
+        ``lr_scale`` times the configured learning rate."""
+        self._lr_scale = lr_scale
+        scaled = stage
+        if lr_scale != 1:
+            scaled = copy.copy(stage)
+            scaled.optim = msgspec.structs.replace(stage.optim, lr=stage.optim.peak_lr * lr_scale)
+        backend = self._backend_of(scaled)
         backend.load(checkpoint / self.paths.backend)
         if is_open:
             self.publisher.backend = backend
@@ -181,8 +192,8 @@ class Learner:
         return stage.finish(rows)
 
     def probe(self, stage: TrainingStage, work: StepData, step: int) -> UpdateProbe | None:
-        """A sample of the step's calls, as the policy scores them before it learns; None for a
-        stage without rollouts."""
+        """A sample of the step's calls, as the policy scores them before it learns; None if there
+        is none."""
         assert self.publisher.backend is not None
         return UpdateProbe.taken(stage.probed(self.own(work.groups), step), self.publisher.backend)
 
@@ -202,7 +213,8 @@ class Learner:
         assert backend is not None
         if not work.parts:
             # Its rate says what a step would have done.
-            still = {"lr": stage.optim.lr_at(backend.version), "grad_norm": 0.0}
+            lr = self._lr_scale * stage.optim.lr_at(backend.version)
+            still = {"lr": lr, "grad_norm": 0.0}
             return still if probe is None else {**still, "post_kl": 0.0}
         return {} if probe is None else probe.moved(backend)
 
@@ -226,7 +238,7 @@ class Learner:
         measured = backend.forward_backward(batches, stage.loss)
         measured |= backend.optim_step()
         self.publisher.learned()
-        if "entropy" in measured:  # ``entropy`` is that of all sampled tokens
+        if stage.samples and "entropy" in measured:  # ``entropy`` is that of all sampled tokens
             measured["loss_entropy"] = measured.pop("entropy")
         return {**measured, **describe(batches, part.rows)}
 

@@ -2,7 +2,8 @@
 outcome of each rollout group.
 
     metrics.jsonl   {"step": 12, "stage": "rl", "at_s": 41.2,
-                     "values": {"reward": 0.46, "sampled_tokens": 8123, …}}
+                     "values": {"reward": 0.46, "sampled_tokens": 8123, …},
+                     "diagnoses": [{"name": "too_easy", "text": "in 100% of groups …"}]}
     groups.jsonl    {"step": 7, "number": 57, "item": "ledger/train/57", "version": 6,
                      "outcome": "learnt", "rollouts": ["…"], "failed": []}
 
@@ -49,7 +50,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -117,7 +118,18 @@ class RunLines(Generic[R]):
 FILE = "metrics.jsonl"
 
 
-class StepMetrics(msgspec.Struct, frozen=True):
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """What the doctor of a run found (``run_doctor.py``)."""
+
+    name: str
+    """Name of the finding: ``divergence``, ``too_hard``, …"""
+    text: str
+    """Cause, and the option to change, in a sentence."""
+    action: Literal["warn", "stop", "rollback"] = "warn"
+    """What the run does about it."""
+
+
+class StepMetrics(msgspec.Struct, frozen=True, omit_defaults=True):
     """The metrics of one step or evaluation."""
 
     step: int
@@ -129,6 +141,8 @@ class StepMetrics(msgspec.Struct, frozen=True):
     values: dict[str, float]
     """Name -> finite number (JSON allows no others); ``validation/reward`` and ``test/reward`` are
     evaluations on those splits."""
+    diagnoses: list[Diagnosis] = []
+    """What the doctor found in this step or evaluation; usually nothing."""
 
 
 METRICS = RunLines(FILE, StepMetrics)
@@ -142,9 +156,16 @@ class MetricsFile:
         self._listener = listener
         (folder / FILE).touch()
 
-    def write(self, step: int, stage: str, at_s: float, values: Mapping[str, float]) -> StepMetrics:
+    def write(
+        self,
+        step: int,
+        stage: str,
+        at_s: float,
+        values: Mapping[str, float],
+        diagnoses: Sequence[Diagnosis] = (),
+    ) -> StepMetrics:
         finite = {name: _rounded(value) for name, value in values.items() if math.isfinite(value)}
-        measured = StepMetrics(step, stage, round(at_s, 3), finite)
+        measured = StepMetrics(step, stage, round(at_s, 3), finite, list(diagnoses))
         METRICS.append(self._folder, [measured])
         if self._listener is not None:
             self._listener(measured)

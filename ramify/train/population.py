@@ -9,7 +9,7 @@
 They are in every step, also in one without signal, since that is when they are needed. Losses
 measure only tokens that carry loss (``losses/loss.py``): groups without signal, masked calls and
 calls without an advantage are missing there. Decides the formulas, and which calls are the sample.
-Not here: what the numbers mean for a run (``doctor.py``), and metrics by depth and part
+Not here: what the numbers mean for a run (``run_doctor.py``), and metrics by depth and part
 (``metrics.py``).
 
 The entropy is the mean of -log p over sampled tokens: its expectation is the entropy of the
@@ -34,7 +34,7 @@ from ramify.train.backends.base import ReferenceModel
 from ramify.train.data.compile import token_sequences
 from ramify.train.data.pack import pack
 from ramify.types.sequence import Batch, Floats, TokenSequence
-from ramify.types.trajectory import Call, Group, Trajectory
+from ramify.types.trajectory import Call, Group, Stop, Trajectory
 
 PROBED = 1 / 64
 """Share of a step's tokens that the probe computes again, though at least one call."""
@@ -57,8 +57,13 @@ def of_population(groups: Sequence[Group], weights: Mapping[str, float]) -> dict
         "truncated_rollouts": fmean(is_cut),
         "cut_replies": fmean(each.finish == "length" for each in replies) if replies else 0.0,
         "failed_share": fmean(not tree.rewards for tree in trees),
+        "num_rollouts": float(len(trees)),
         "cell_errors": _cell_errors(roots),
     }
+    children = [call for tree in trees for call in tree.calls if call.kind == "rlm" and call.depth]
+    if children:
+        found["num_children"] = float(len(children))
+        found["dead_children"] = fmean(map(_is_dead, children))
     if finished:
         found["length_finished"] = fmean(finished)
     scored = [
@@ -270,6 +275,12 @@ def _is_cut(tree: Trajectory) -> bool:
         return False
     stop = tree.root.stop
     return (stop is not None and stop.is_truncated()) or ends_in_cut_reply(tree.root)
+
+
+def _is_dead(call: Call) -> bool:
+    """Whether a call was cut or failed, so that its parent got no answer from it."""
+    stop = call.stop
+    return stop is None or stop.is_truncated() or stop is Stop.ERROR or ends_in_cut_reply(call)
 
 
 def _cell_errors(calls: Sequence[Call]) -> float:

@@ -29,18 +29,19 @@ from ramify.logging import RoomLogger
 from ramify.train.checkpoint import FOLDER, CheckpointState, CheckpointStore, Write, read_state
 from ramify.train.config import Schedule
 from ramify.train.data.sft_data import write
-from ramify.train.guards import GuardState
 from ramify.train.lineage import LINEAGE, STAGES, LineageEntry, changes
 from ramify.train.metrics import (
     GROUPS,
     METRICS,
     CpuMeter,
+    Diagnosis,
     GroupRecord,
     MetricsFile,
     StepMetrics,
     read_metrics,
 )
 from ramify.train.recipe import with_defaults
+from ramify.train.run_doctor import GuardState
 from ramify.types.trajectory import Group
 
 _log = RoomLogger("train")
@@ -148,6 +149,14 @@ class RunRecord:
                 )
             )
 
+    def roll_back(self, checkpoint: Path, factor: float) -> None:
+        """Continue from ``checkpoint``, a checkpoint of this stage, with learning rates that are
+        ``factor`` times the present ones."""
+        present = self.state
+        self.go_back(checkpoint)
+        self.state.lr_scale = present.lr_scale * factor
+        self.state.guard.rollbacks = present.guard.rollbacks + 1
+
     def _note_lineage(self, entry: LineageEntry) -> None:
         """Record that the run continues with changes."""
         LINEAGE.append(self.out, [entry])
@@ -206,6 +215,7 @@ class RunRecord:
         state.memory = {}
         state.memories = {}
         state.guard = GuardState()
+        state.lr_scale = 1.0
 
     def count_step(self, memory: dict[str, float], others: dict[str, dict[str, float]]) -> None:
         """Count an optimizer step. ``memory``: state of the stage's algorithm after it; ``others``:
@@ -233,12 +243,18 @@ class RunRecord:
             values |= measure()
         return values
 
-    def write(self, stage: str, values: Mapping[str, float]) -> None:
-        """Write a line of metrics."""
+    def write(
+        self, stage: str, values: Mapping[str, float], diagnoses: Sequence[Diagnosis] = ()
+    ) -> None:
+        """Write a line of metrics, with what the doctor found."""
         assert self._metrics is not None
         self._tick()
         self._metrics.write(
-            self.state.step, stage, self.state.seconds, {**values, "cpu_s": self.state.cpu_s}
+            self.state.step,
+            stage,
+            self.state.seconds,
+            {**values, "cpu_s": self.state.cpu_s},
+            diagnoses,
         )
 
     def write_rollouts(self, groups: Sequence[Group], records: Sequence[GroupRecord]) -> None:

@@ -47,6 +47,10 @@ from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Call, Group
 
 
+class RolloutsFailed(TrainError):
+    """All rollouts of a step failed: more steps would not help."""
+
+
 class Minibatch(msgspec.Struct, eq=False):
     """The data of one optimizer step."""
 
@@ -341,6 +345,7 @@ class RlStage:
         metrics |= of_rollouts(groups, self._task.weights)
         if isinstance(self._task, MixtureTask):
             metrics = of_parts(groups, self._task.weights) | metrics
+        metrics["staleness_allowed"] = float(self._sample.max_token_staleness)
         data.metrics = metrics
         if reader is not None:
             data.metrics |= reader.metrics(groups)
@@ -455,7 +460,7 @@ def streams_of(loss: LossSpec) -> frozenset[str]:
 
 
 def _check_any_came_back(groups: Sequence[Group], step: int, notes: Sequence[str]) -> None:
-    """Raise TrainError if all rollouts of a step failed: more steps would not help. ``notes`` say
+    """Raise RolloutsFailed if all rollouts of a step failed. ``notes`` say
     which were given up."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not any(trajectory.rewards for trajectory in trajectories):
@@ -464,7 +469,7 @@ def _check_any_came_back(groups: Sequence[Group], step: int, notes: Sequence[str
             *notes,
             "no error was recorded",
         ]
-        raise TrainError(
+        raise RolloutsFailed(
             f"all {len(trajectories)} rollouts of step {step} failed, the first with: {errors[0]}"
         )
 

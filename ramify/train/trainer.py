@@ -28,11 +28,18 @@ from ramify.errors import StoreError
 from ramify.logging import RoomLogger
 from ramify.progress import on_heartbeat, report_progress, subscribe
 from ramify.train import metrics as metric_file
-from ramify.train.checkpoint import CheckpointState, Write, verify
-from ramify.train.guards import GuardVerdict, TrainingGuard, after_evaluation, after_step
+from ramify.train.checkpoint import CheckpointState, Write, read_state, verify
 from ramify.train.learner import EnginePhase, Learner
+from ramify.train.metrics import Diagnosis
+from ramify.train.run_doctor import (
+    GuardVerdict,
+    TrainingGuard,
+    after_evaluation,
+    after_step,
+    before_steps,
+)
 from ramify.train.run_record import RunRecord
-from ramify.train.stages import StepData, StepSource, TrainingStage
+from ramify.train.stages import RolloutsFailed, StepData, StepSource, TrainingStage
 from ramify.train.watchdog import RunStopped, StallError
 
 _log = RoomLogger("train")
@@ -72,6 +79,8 @@ class Trainer:
         self._evaluation = evaluation
         self._guard = guard or TrainingGuard()
         self._source: StepSource | None = None
+        self._rollback = ""
+        """Why the run goes back to its best checkpoint; empty if it does not."""
         self._thread = learners[0].publisher.thread
         self._watch = self._thread.watch
 
@@ -133,12 +142,17 @@ class Trainer:
         if stage.samples and is_new:
             also = await self._roots(stage)
             for split in ("validation", *self._evaluation.first):
-                await self.evaluate(split, "first", also)
+                values = await self.evaluate(split, "first", also)
+                if split == "validation":
+                    before_steps(self.state.guard, values)
                 also = {}
             # If rollouts make the policy worse, the one they began with is the best.
             await self._in_torch(self._save)
         try:
             await self._run_steps(stage)
+            while self._rollback:
+                await self._roll_back(stage)
+                await self._run_steps(stage)
         except RunStopped:
             await self._save_steps_so_far()
             raise
@@ -160,7 +174,7 @@ class Trainer:
                 async for work in works:
                     await self._step(stage, work)
                     progress.at(self.state.stage_step)
-                    if self.state.stopped:
+                    if self.state.stopped or self._rollback:
                         break
 
     async def _save_steps_so_far(self) -> None:
@@ -187,19 +201,25 @@ class Trainer:
         ``max_staleness`` allows."""
         state = self.state
         for learner, own in self._learning(stage):
-            if memory := state.memory_of(learner.name):
-                own.memory = dict(memory)
+            own.memory = dict(state.memory_of(learner.name))
         async with stage.source(state.next_item, state.pending) as source:
             self._source = source
             if state.is_due:
                 await self._at_intervals(stage)
+                if self._rollback:
+                    return
             for step in range(state.stage_step, stage.num_steps if not state.stopped else 0):
                 started = time.monotonic()
                 if stage.samples and (not stage.max_staleness or step == state.stage_step == 0):
                     # Otherwise rollouts continued during the last step's learning.
                     self.record.restart_meter()
                 what = f"the work of {self._where(stage)}"
-                work = await self._watch.bounded(what, source.work(step), can_stop=True)
+                try:
+                    work = await self._watch.bounded(what, source.work(step), can_stop=True)
+                except RolloutsFailed as error:
+                    note = Diagnosis(name="failed_rollouts", text=str(error), action="stop")
+                    self.record.write(stage.name, {"failed_share": 1.0}, [note])
+                    raise
                 work.metrics["work_s"] = time.monotonic() - started
                 work.metrics.update(self.record.cpu_metrics(stage.samples))
                 yield work
@@ -230,14 +250,19 @@ class Trainer:
                 if stage.samples and (own.parts or learner.publisher.phase is EnginePhase.ASLEEP):
                     await learner.publisher.publish()
         values = record.measured(values)
+        verdict: GuardVerdict | None = None
         if stage.samples:
-            values |= self._report_verdict(after_step(self._guard, state.guard, values), where)
-        record.write(stage.name, values)
+            verdict = after_step(self._guard, state.guard, values)
+            values |= verdict.metrics
+            self._report_verdict(verdict, where)
+        record.write(stage.name, values, [] if verdict is None else verdict.diagnoses)
         for learner, _, _ in learning:
             check = learner.publisher.check
             if check is not None and work.groups:
                 check.ids(work.groups)
         record.write_rollouts(work.groups, work.accounts)
+        if self._rollback:
+            return
         if not state.stopped:
             source.newer(state.stage_step)
         state.is_due = True
@@ -248,7 +273,9 @@ class Trainer:
     ) -> dict[str, float]:
         """Learn from the data of a step. Returns the metrics of that."""
         values = {} if not learner.name else dict(work.metrics)
-        probe = await self._in_torch(learner.probe, stage, work, self.state.step + 1)
+        probe = None
+        if stage.samples:
+            probe = await self._in_torch(learner.probe, stage, work, self.state.step + 1)
         if work.parts:
             values |= await self._in_torch(learner.prepare, stage, work)
         if stage.samples:
@@ -283,12 +310,19 @@ class Trainer:
         assert self._source is not None
         if is_evaluated or (is_last and self.state.stage + 1 == len(self._stages)):
             with self._source.paused():
-                await self.evaluate("validation", stage.name)
-        if is_evaluated and done < stage.num_steps and not self.state.stopped:
-            verdict = after_evaluation(self._guard, self.state.guard, self.state.score)
-            self._report_verdict(verdict, f"step {self.state.step} ({stage.name})")
-            is_last = bool(self.state.stopped)
+                measured = await self.evaluate("validation", stage.name)
+        if is_evaluated and not self.state.stopped:
+            where = f"step {self.state.step} ({stage.name})"
+            verdict = after_evaluation(self._guard, self.state.guard, measured)
+            if is_last:  # the stage is over in any case
+                verdict.stop = verdict.rollback = ""
+            self._report_verdict(verdict, where)
+            if verdict.found:
+                self.record.write(stage.name, {}, verdict.diagnoses)
+            is_last = is_last or bool(self.state.stopped)
         self.state.is_due = False
+        if self._rollback:
+            return
         if (
             is_evaluated
             or is_last
@@ -298,15 +332,38 @@ class Trainer:
             self.state.next_item, self.state.pending = self._source.state()
             await self._in_torch(self._save)
 
-    def _report_verdict(self, verdict: GuardVerdict, where: str) -> dict[str, float]:
-        """Report a guard's verdict. Returns its metrics."""
-        for sentence in verdict.says:
-            _log.warning("guard", f"{where}: {sentence}", shown=True, step=self.state.step)
+    def _report_verdict(self, verdict: GuardVerdict, where: str) -> None:
+        """Log the doctor's verdict, and remember what it decides."""
+        step = self.state.step
+        for name, text, *_ in verdict.found:
+            _log.warning("diagnosis", f"{where}: {name}: {text}", shown=True, step=step)
         if verdict.stop:
             text = f"{where}: the stage ends here: {verdict.stop}"
-            _log.warning("stage_stopped", text, shown=True, step=self.state.step)
+            _log.warning("stage_stopped", text, shown=True, step=step)
             self.state.stopped = verdict.stop
-        return verdict.metrics
+        self._rollback = verdict.rollback
+
+    async def _roll_back(self, stage: TrainingStage) -> None:
+        """Continue ``stage`` from its best checkpoint with smaller learning rates."""
+        checkpoints, here = self.record.checkpoints, self.state.stage
+        found = [each for each in (checkpoints.best(), *reversed(checkpoints.all())) if each]
+        checkpoint = next(each for each in found if read_state(each).stage == here)
+        why, self._rollback = self._rollback, ""
+        step = self.state.step
+        self.record.roll_back(checkpoint, self._guard.rollback_lr)
+        text = (
+            f"step {step} ({stage.name}): the run goes back to step {self.state.step} with "
+            f"{self.state.lr_scale:g} times the configured learning rate (guard.then=rollback): "
+            f"{why}"
+        )
+        _log.warning("rollback", text, shown=True, step=self.state.step)
+        note = Diagnosis(name="rollback", text=text, action="rollback")
+        self.record.write(stage.name, {}, [note])
+        await self._in_torch(self._restore_stage, stage, checkpoint)
+        for learner, _ in self._learning(stage):
+            learner.publisher.learned()
+            await learner.publisher.publish()
+        await self._in_torch(self._save)  # a run that is killed now continues with the smaller rate
 
     # --- checkpoints, in the torch thread
 
@@ -324,15 +381,21 @@ class Trainer:
         stage = self._stages[self.state.stage]
         is_open = self.state.stage_step < stage.num_steps or self.state.is_due
         is_open = is_open and not self.state.stopped
-        for learner, own in self._learning(stage):
-            learner.restore(own, checkpoint, is_open=is_open)
         if is_open:
-            for name, part in stage.kept.items() if self.state.stage_step else ():
-                part.load(checkpoint / name)
+            self._restore_stage(stage, checkpoint)
             for learner in self._learners:
                 self.record.copy_reference(checkpoint, learner.paths.reference)
-        else:  # the stage was over; the next one begins with a new optimizer
-            self.record.begin_next_stage()
+            return
+        for learner, own in self._learning(stage):
+            learner.restore(own, checkpoint, is_open=False)
+        self.record.begin_next_stage()  # the next one begins with a new optimizer
+
+    def _restore_stage(self, stage: TrainingStage, checkpoint: Path) -> None:
+        """Restore what learns in ``stage`` as it was at ``checkpoint``."""
+        for learner, own in self._learning(stage):
+            learner.restore(own, checkpoint, is_open=True, lr_scale=self.state.lr_scale)
+        for name, part in stage.kept.items() if self.state.stage_step else ():
+            part.load(checkpoint / name)
 
     async def _in_torch(self, work: Callable[..., T], *arguments: object) -> T:
         return await self._thread.run(self.state.step + 1, work, *arguments)

@@ -22,8 +22,10 @@ from ramify.train.config import (
     TaskSpec,
     WarmUpSpec,
 )
+from ramify.train.findings import CollapseAlarms
 from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
+from ramify.train.run_doctor import TrainingGuard
 from ramify.types.trajectory import Trajectory
 
 SHAPE = {
@@ -37,6 +39,10 @@ SHAPE = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
+
+
+UNTRAINED = CollapseAlarms(truncated=None)
+"""An untrained policy writes random tokens: its cells raise, and it does not end its replies."""
 
 
 def small(**changes: Any) -> Run:
@@ -64,6 +70,7 @@ def small(**changes: Any) -> Run:
         "evaluate": EvaluateSpec(num=2, final=("test",)),
         "schedule": Schedule(evaluate_every=2),
         "compute": ComputeSpec(precision="fp32"),
+        "guard": TrainingGuard(alarms=UNTRAINED),
         "threads": 1,
     }
     return Run(**(fields | changes))

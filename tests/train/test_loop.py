@@ -26,9 +26,9 @@ from ramify.train.checkpoint import CheckpointStore, read_state
 from ramify.train.config import PolicySpec, Schedule, SftSpec, TaskSpec
 from ramify.train.data.pack import pack
 from ramify.train.data.sft_data import read as read_trajectories
-from ramify.train.guards import TrainingGuard
 from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import StepMetrics, read_metrics
+from ramify.train.run_doctor import TrainingGuard
 from ramify.train.run_record import KeptPolicy, PolicyScore
 from ramify.train.stages import FixedDataStage, Minibatch, StepData
 from ramify.types.message import Message

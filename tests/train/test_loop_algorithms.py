@@ -32,16 +32,16 @@ from ramify.train.config import (
     TaskSpec,
     plain,
 )
-from ramify.train.guards import CollapseAlarms, TrainingGuard
 from ramify.train.lineage import changes
 from ramify.train.losses import Decoupled, ProxApprox
 from ramify.train.losses.loss import LossSpec
 from ramify.train.override import override
 from ramify.train.recipe import stored
 from ramify.train.rollouts.rollouter import RolloutOptions
+from ramify.train.run_doctor import CollapseAlarms, TrainingGuard
 from ramify.types.trajectory import Fork, Trajectory
 from tests.shown import train
-from tests.train.small import small, weights_of
+from tests.train.small import UNTRAINED, small, weights_of
 from tests.train.test_loop import read_rows
 
 
@@ -71,7 +71,7 @@ def run(
         policy=PolicySpec(path=base, slots=16),
         warmup=None,
         sft=None,
-        guard=guard or TrainingGuard(),
+        guard=guard or TrainingGuard(alarms=UNTRAINED),
     )
     evaluate = msgspec.structs.replace(given.evaluate, final=())
     spec = msgspec.structs.replace(
@@ -299,11 +299,13 @@ def test_alarms_are_logged_and_appear_in_the_metrics(base: str, tmp_path: Path) 
         tmp_path,
         say=messages.append,
     )
-    alarms = [each for each in messages if "alarm: rollouts have" in each]
+    alarms = [each for each in messages if "length: rollouts have" in each]
     rows = [
-        row.values["alarm_length"]
+        row.values.get("alarm_length", 0)
         for row in read_rows(tmp_path, "rl")
-        if "alarm_length" in row.values
+        if "learn_s" in row.values
     ]
-    assert len(rows) == 2
+    assert len(rows) == 3
+    notes = [note for row in read_rows(tmp_path, "rl") for note in row.diagnoses]
+    assert len([note for note in notes if note.name == "length"]) == len(alarms)
     assert len(alarms) == sum(now > before for before, now in zip([0, *rows], rows, strict=False))

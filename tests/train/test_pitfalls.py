@@ -1,7 +1,7 @@
 """Known silent failures of this kind of training, and the tests that guard against each.
 
  1  entropy and KL rise while reward falls
-    train/test_guards.py::test_each_alarm_is_raised_and_can_be_disabled,
+    train/test_run_doctor.py::test_each_finding_is_reported_and_can_be_disabled,
     test_kl_and_entropy_limits_stop_or_warn; the clip and the schedule of 2 and 3
  2  an unbounded gap to the teacher
     test_e3_clipped_teacher_gap_through_clipped_loss_and_kl
@@ -27,11 +27,11 @@
     train/signals/test_teacher.py::test_overlap_chooses_the_hint_whose_teacher_agrees_most_with_the_policy
  8  rollouts get longer until they are cut off
     train/advantages/test_estimators.py::test_every_estimator_can_mask_cut_replies
-    train/test_guards.py::test_each_alarm_is_raised_and_can_be_disabled
+    train/test_run_doctor.py::test_each_finding_is_reported_and_can_be_disabled
     train/signals/test_judges.py::test_hindsight_skips_solved_cut_off_and_unscored_rollouts
     train/signals/test_compose.py::test_early_tokens_weigh_more
  9  the policy gets worse after its best step
-    train/test_guards.py::test_patience_stops_after_evaluations_without_improvement,
+    train/test_run_doctor.py::test_patience_stops_after_evaluations_without_improvement,
     train/test_loop_algorithms.py::test_patience_stops_the_run_and_keeps_the_best_checkpoint
 10  a log-probability of 0 instead of a missing one
     test_10_loss_component_without_its_stream_is_rejected

@@ -1,0 +1,442 @@
+"""What can be wrong with a run, and the metrics that show it: one small function for each finding.
+
+    values of a step, history of its stage  ──>  Finding("divergence", "one update moved …: …")
+
+A finding names a cause and the option to change, in one sentence. It needs its sign in
+``num_steps`` consecutive steps, so that one odd step is no alarm. Comparisons are with the first
+steps of the stage. Decides the signs, their thresholds and the sentences. Not here: which findings
+are reported again, and what follows from them (``run_doctor.py``).
+
+Findings in ``CONSEQUENCES`` follow from a divergence: in the steps after one they are not reported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.evaluate.evaluation_report import RIGHT
+from ramify.train.config_fields import check_optional
+
+Values = Mapping[str, float]
+"""Metrics of a step by name."""
+
+
+class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Thresholds of findings. None switches a finding off."""
+
+    zero_variance: float | None = 0.9
+    """Share of groups whose rollouts all have the same reward, from which on next to nothing is
+    learned: the items are too easy or too hard, or the reward is constant."""
+    entropy: float | None = 0.1
+    """Entropy relative to the first steps, from which on the policy no longer explores."""
+    length: float | None = 3.0
+    """Factor by which rollouts may become longer or shorter than in the first steps."""
+    clipped: float | None = 0.3
+    """Share of tokens with a clipped gradient."""
+    kl: float | None = 0.3
+    """KL in nats per token between the policies before and after one step (``post_kl``), from which
+    on the step counts as a divergence."""
+    mismatch_kl: float | None = 0.05
+    """KL in nats per token between sampler and trainer, from which on the engine counts as
+    stale."""
+    truncated: float | None = 0.8
+    """Share of rollouts cut by a limit, if far fewer were cut at first; the same for replies that
+    are cut from the first step on, for children that are cut or fail, and for cells that raise."""
+    failed: float | None = 0.5
+    """Share of rollouts that failed for reasons other than the policy."""
+    reward: float | None = 0.25
+    """Share of its peak that the mean reward of two steps may lose. A fall within five standard
+    errors is noise."""
+    length_corr: float | None = 0.9
+    """Correlation of reward and length within groups, in three steps, from which on the reward
+    follows length."""
+    abstained: float | None = 0.9
+    """Share of rollouts on which a signal abstains."""
+    window: int = 5
+    """Number of steps at the start of a stage that are averaged for comparison, without steps that
+    have a finding."""
+
+    def __post_init__(self) -> None:
+        limits = {name: getattr(self, name) for name in self.__struct_fields__ if name != "window"}
+        check_optional("guard.alarms", "no alarm", **limits)
+        if self.window < 1 or (self.length is not None and self.length <= 1):
+            raise ConfigError(
+                f"guard.alarms: window={self.window} must be at least 1, length={self.length} "
+                "above 1"
+            )
+
+
+class Finding(NamedTuple):
+    """One thing that is wrong with a run."""
+
+    name: str
+    text: str
+    """Cause, and what to change, in a sentence."""
+    num_steps: int = 1
+    """Consecutive steps that must show it before it is reported."""
+    is_curable: bool = False
+    """Whether an earlier policy and a smaller learning rate may cure it."""
+
+
+class StageHistory(NamedTuple):
+    """What a step is compared with."""
+
+    first: Values
+    """Means over the first steps of the stage; ``peak_reward`` and its standard error
+    ``peak_error``. Empty before the first step."""
+    recent: Mapping[str, list[float]]
+    """Name -> values of the last ``RECENT`` steps before this one, for ``WATCHED``."""
+
+
+RECENT = 2
+WATCHED = ("reward", "reward_length_corr")
+BASELINE = ("entropy", "length_mean", "truncated_rollouts", "cut_replies", "cell_errors")
+"""Metrics whose first values are kept."""
+CONSEQUENCES = frozenset(
+    {
+        "entropy_collapse", "truncation_spiral", "length", "falling_reward", "too_hard", "clipped",
+        "constant_reward", "no_variance", "dead_children", "failing_cells", "length_hacking",
+    }
+)  # fmt: skip
+_MIN_CHILDREN = 4
+_WRONG_SIGN = -0.5
+_CONTROL = 0.5
+"""Share of replies with the mark of another template inside."""
+_STANDARD_ERRORS = 5.0
+_BENIGN = ("solved", "no_error", "no_tool_was_used", "no_demonstration", "rejected", "empty")
+"""Beginnings of reasons for which a signal abstains as it should."""
+
+
+class _Judge(NamedTuple):
+    """One kind of finding."""
+
+    says: Callable[[Values, StageHistory, float], str]
+    """The sentence, or empty if a step does not show it."""
+    needs: tuple[str, ...]
+    """Metrics without which it cannot be judged."""
+    limit: str
+    """Field of ``CollapseAlarms``; empty if it has no threshold."""
+    num_steps: int
+    is_curable: bool
+
+
+_JUDGES: dict[str, _Judge] = {}
+"""Name -> judge, causes before their consequences."""
+
+
+def findings(
+    values: Values, history: StageHistory, alarms: CollapseAlarms
+) -> Iterator[tuple[str, Finding | None]]:
+    """(name, finding if ``values`` show its sign) for each finding that can be judged."""
+    for name, judge in _JUDGES.items():
+        limit = getattr(alarms, judge.limit) if judge.limit else 0.0
+        if limit is None or any(need not in values for need in judge.needs):
+            continue
+        text = judge.says(values, history, limit)
+        finding = Finding(name, text, judge.num_steps, judge.is_curable) if text else None
+        yield name, finding
+
+
+_Says = Callable[[Values, StageHistory, float], str]
+
+
+def _finding(
+    name: str, *needs: str, limit: str = "", num_steps: int = 1, is_curable: bool = False
+) -> Callable[[_Says], _Says]:
+    def add(says: _Says) -> _Says:
+        _JUDGES[name] = _Judge(says, needs, limit, num_steps, is_curable)
+        return says
+
+    return add
+
+
+@_finding("failed_rollouts", "failed_share", limit="failed")
+def _failed(values: Values, history: StageHistory, limit: float) -> str:
+    share = values["failed_share"]
+    if share < limit:
+        return ""
+    return (
+        f"{share:.0%} of rollouts failed for reasons other than the policy: read their errors in "
+        "the log, and check the sandbox (sandbox.provider), the engine and the task's score"
+    )
+
+
+@_finding("wrong_sign", "advantage_reward_corr", num_steps=2)
+def _wrong_sign(values: Values, history: StageHistory, limit: float) -> str:
+    now = values["advantage_reward_corr"]
+    if now > _WRONG_SIGN:
+        return ""
+    return (
+        f"better rollouts get lower advantages (correlation {now:.2f} within groups): the credit "
+        "has the wrong sign; check rl.algorithm and the weights of rl.signals"
+    )
+
+
+@_finding("divergence", "post_kl", limit="kl", is_curable=True)
+def _divergence(values: Values, history: StageHistory, limit: float) -> str:
+    if values["post_kl"] < limit:
+        return ""
+    return (
+        f"one update moved the policy by a KL of {values['post_kl']:.3g} nats per token, so that "
+        "it no longer does what it had learned: lower rl.optim.lr (now "
+        f"{values.get('lr', 0.0):.3g}), or set rl.optim.max_grad_norm"
+    )
+
+
+@_finding("stale_engine", "staleness_max", num_steps=2)
+def _stale(values: Values, history: StageHistory, limit: float) -> str:
+    age, allowed = values["staleness_max"], values.get("staleness_allowed", math.inf)
+    if age <= allowed:
+        return ""
+    return (
+        f"tokens were sampled by weights {age:.0f} steps old, and {allowed:.0f} are allowed: the "
+        "engine did not take the newest weights; check inference.weight_sync and the engine's log"
+    )
+
+
+@_finding("sampler_mismatch", "mismatch_kl", limit="mismatch_kl", num_steps=2)
+def _mismatch(values: Values, history: StageHistory, limit: float) -> str:
+    if values["mismatch_kl"] < limit:
+        return ""
+    return (
+        f"sampler and trainer differ by a KL of {values['mismatch_kl']:.3g} nats per token: the "
+        "engine is stale, or computes in another precision; check inference.weight_sync, "
+        "policy.dtype and compute.precision"
+    )
+
+
+@_finding("wrong_template", "control_tokens", num_steps=2)
+def _template(values: Values, history: StageHistory, limit: float) -> str:
+    share = values["control_tokens"]
+    if share < _CONTROL:
+        return ""
+    return (
+        f"{share:.0%} of replies have a control token inside, which should have ended them: the "
+        "chat template is not the one that the policy was trained with; check "
+        "chat_template.jinja and the end token of policy.path"
+    )
+
+
+@_finding("endless_replies", "cut_replies", limit="truncated", num_steps=2)
+def _no_end(values: Values, history: StageHistory, limit: float) -> str:
+    share = values["cut_replies"]
+    # A policy that ended its replies at first has forgotten it: see truncation_spiral.
+    if share < limit or history.first.get("cut_replies", 1.0) < limit:
+        return ""
+    return (
+        f"{share:.0%} of replies were cut at their token limit from the first step on: the policy "
+        "does not write its end token; check that its demonstrations end with it, or raise "
+        "limits.max_reply_tokens"
+    )
+
+
+@_finding("dead_children", "dead_children", limit="truncated", num_steps=2)
+def _children(values: Values, history: StageHistory, limit: float) -> str:
+    share, num = values["dead_children"], values["num_children"]
+    if share < limit or num < _MIN_CHILDREN:
+        return ""
+    return (
+        f"{share:.0%} of {num:.0f} children were cut by a limit or failed, so parents get no "
+        "answers: raise limits (max_turns, max_calls, max_tokens), or check the models of depths"
+    )
+
+
+@_finding("judges_abstain", limit="abstained", num_steps=2)
+def _abstain(values: Values, history: StageHistory, limit: float) -> str:
+    for name in [key.removesuffix("/read") for key in values if key.endswith("/read")]:
+        start = f"{name}/abstained/"
+        reasons = {
+            key.removeprefix(start): value
+            for key, value in values.items()
+            if key.startswith(start) and not key.removeprefix(start).startswith(_BENIGN)
+        }
+        num = math.fsum(reasons.values())
+        total = num + values[f"{name}/read"]
+        if num and num >= limit * total:
+            why = max(reasons, key=lambda each: reasons[each]).replace("_", " ")
+            return (
+                f"signal '{name}' abstained on {num:.0f} of {total:.0f} rollouts ({why}): check "
+                f"the model and the prompt of rl.signals.{name}, and the budget rl.judges"
+            )
+    return ""
+
+
+@_finding("length_hacking", "reward_length_corr", limit="length_corr")
+def _by_length(values: Values, history: StageHistory, limit: float) -> str:
+    last = [*history.recent.get("reward_length_corr", []), values["reward_length_corr"]]
+    if len(last) <= RECENT or min(last) < limit:
+        return ""
+    return (
+        f"within groups the reward follows the length (correlation {last[-1]:.2f}): longer "
+        "rollouts are rewarded for being long; check the task's score, or set "
+        "rl.algorithm.length_weight"
+    )
+
+
+@_finding("constant_reward", "reward_min", "reward_max", limit="zero_variance", num_steps=2)
+def _constant(values: Values, history: StageHistory, limit: float) -> str:
+    value = values["reward_max"]
+    if value > values["reward_min"] or value == 0 or value >= RIGHT:
+        return ""
+    return (
+        f"all rollouts of the step have the reward {value:.3g}, whatever they did: the task's "
+        "score does not depend on the rollout; check task.name and its score"
+    )
+
+
+_SAME = ("zero_variance", "solve_all", "solve_none", "reward_min", "reward_max")
+
+
+@_finding("too_easy", *_SAME, limit="zero_variance", num_steps=2)
+def _too_easy(values: Values, history: StageHistory, limit: float) -> str:
+    if values["zero_variance"] < limit or values["solve_all"] < limit:
+        return ""
+    return (
+        f"in {values['solve_all']:.0%} of groups every attempt is right: the items are too easy; "
+        "give harder ones, or set rl.sample.settled_share"
+    )
+
+
+@_finding("too_hard", *_SAME, limit="zero_variance", num_steps=2)
+def _too_hard(values: Values, history: StageHistory, limit: float) -> str:
+    if values["zero_variance"] < limit or values["solve_none"] < limit or values["reward_max"] > 0:
+        return ""
+    return (
+        f"in {values['solve_none']:.0%} of groups no attempt is right: the items are too hard; "
+        "give easier ones, partial reward, demonstrations (sft), or a larger rl.rollout.group"
+    )
+
+
+@_finding("no_variance", *_SAME, limit="zero_variance", num_steps=2)
+def _no_variance(values: Values, history: StageHistory, limit: float) -> str:
+    is_constant = values["reward_max"] == values["reward_min"]
+    if values["zero_variance"] < limit or is_constant or values["solve_all"] >= limit:
+        return ""
+    return (
+        f"in {values['zero_variance']:.0%} of groups all attempts have the same reward, so next to "
+        "nothing is learned: set rl.sample.max_items or rl.sample.settled_share, or raise "
+        "rl.rollout.group"
+    )
+
+
+@_finding("failing_cells", "cell_errors", limit="truncated", num_steps=2)
+def _cells(values: Values, history: StageHistory, limit: float) -> str:
+    share = values["cell_errors"]
+    if share < limit or history.first.get("cell_errors", 1.0) < limit:
+        return ""
+    return (
+        f"{share:.0%} of the roots' cells raised from the first step on: the policy does not write "
+        "code that runs, or its session lacks something; look at rollouts "
+        "(schedule.save_rollouts_every) and at sandbox"
+    )
+
+
+@_finding("entropy_collapse", "entropy", limit="entropy", is_curable=True)
+def _entropy(values: Values, history: StageHistory, limit: float) -> str:
+    now, before = values["entropy"], history.first.get("entropy", 0.0)
+    if before <= 0 or now > limit * before:
+        return ""
+    return (
+        f"the entropy is {now:.3g}, and was {before:.3g} at first: the policy no longer explores; "
+        "lower rl.optim.lr, or set rl.loss.entropy or rl.loss.kl_beta"
+    )
+
+
+@_finding(
+    "truncation_spiral", "truncated_rollouts", limit="truncated", num_steps=2, is_curable=True
+)
+def _spiral(values: Values, history: StageHistory, limit: float) -> str:
+    now, before = values["truncated_rollouts"], history.first.get("truncated_rollouts", 1.0)
+    if now < limit or before > now / 2:
+        return ""
+    return (
+        f"limits cut {now:.0%} of rollouts, and {before:.0%} at first: the policy is learning not "
+        "to stop; set rl.algorithm.overlong=punish, lower rl.optim.lr, or raise limits"
+    )
+
+
+@_finding("length", "length_mean", limit="length", is_curable=True)
+def _length(values: Values, history: StageHistory, limit: float) -> str:
+    now, before = values["length_mean"], history.first.get("length_mean", 0.0)
+    if before <= 0 or 1 / limit < now / before < limit:
+        return ""
+    return (
+        f"rollouts have {now:.4g} tokens, and had {before:.4g} at first: check that the reward "
+        "wants that; rl.algorithm.length_weight and max_rollout_tokens bound it"
+    )
+
+
+@_finding("falling_reward", "reward", limit="reward", num_steps=2, is_curable=True)
+def _falling(values: Values, history: StageHistory, limit: float) -> str:
+    now, peak = values["reward"], history.first.get("peak_reward")
+    noise = _STANDARD_ERRORS * history.first.get("peak_error", 0.0)
+    if peak is None or peak - now < max(noise, limit * abs(peak)) or peak == now:
+        return ""
+    return (
+        f"the reward fell from {peak:.3g} to {now:.3g}: lower rl.optim.lr, or go back to the best "
+        "checkpoint (guard.then=rollback)"
+    )
+
+
+@_finding("clipped", "clip_fraction", limit="clipped", is_curable=True)
+def _clipped(values: Values, history: StageHistory, limit: float) -> str:
+    if values["clip_fraction"] < limit:
+        return ""
+    return (
+        f"the gradient of {values['clip_fraction']:.0%} of tokens was clipped: lower rl.optim.lr, "
+        "or use fewer rl.sample.minibatches"
+    )
+
+
+# --- of an evaluation
+
+
+class ValidationScore(NamedTuple):
+    """A validation reward, its 95 % interval, and the training reward of the step before it."""
+
+    reward: float
+    low: float
+    high: float
+    trained: float | None
+
+    @classmethod
+    def of(cls, values: Values, trained: float | None) -> ValidationScore | None:
+        """The score in the metrics of an evaluation; None if it has none."""
+        reward = values.get("validation/reward")
+        if reward is None:
+            return None
+        low, high = (values.get(f"validation/reward_{end}", reward) for end in ("low", "high"))
+        return cls(reward, low, high, trained)
+
+
+def of_evaluation(now: ValidationScore, best: ValidationScore | None) -> Iterator[Finding]:
+    """Findings of an evaluation; ``best``: that with the highest reward before it."""
+    trained, before = now.trained, None if best is None else best.trained
+    if trained is not None and trained * now.reward < 0 and not now.low <= 0 <= now.high:
+        yield Finding(
+            "negated_reward",
+            f"rollouts are rewarded with {trained:.3g} on average, and the same policy's "
+            f"validation reward is {now.reward:.3g}: the training reward has the wrong sign; check "
+            "the task's score and its weights",
+        )
+    elif best is not None and now.high < best.low:
+        fell = f"the validation reward fell from {best.reward:.3g} to {now.reward:.3g}"
+        if trained is not None and before is not None and trained > before:
+            yield Finding(
+                "negated_reward",
+                f"{fell}, while the training reward rose from {before:.3g} to "
+                f"{trained:.3g}: the two rewards disagree; check the task's score on training "
+                "items",
+            )
+        else:
+            yield Finding(
+                "falling_validation",
+                f"{fell}: lower rl.optim.lr, or go back to the best checkpoint "
+                "(guard.then=rollback)",
+                is_curable=True,
+            )
