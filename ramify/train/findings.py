@@ -3,7 +3,7 @@
     values of a step, history of its stage  ──>  Finding("divergence", "one update moved …: …")
 
 A finding names a cause and the option to change, in one sentence. It needs its sign in
-``num_steps`` consecutive steps, so that one odd step is no alarm. Comparisons are with the first
+``num_steps`` consecutive steps, since single steps are noisy. Comparisons are with the first
 steps of the stage. Decides the signs, their thresholds and the sentences. Not here: which findings
 are reported again, and what follows from them (``run_doctor.py``).
 
