@@ -26,7 +26,7 @@ import copy
 import dataclasses
 import enum
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
@@ -92,10 +92,12 @@ class Learner:
         reference_of: Callable[[Path], ReferenceModel] | None = None,
         source: Callable[[], Weights] | None = None,
         model: str = "",
+        control_ids: Collection[int] = (),
     ) -> None:
         """``reference_of`` loads a saved policy as the reference of a KL. ``source`` returns the
         weights that a policy begins with which is a copy of another. ``model``: the name under
-        which it answers calls; empty if it answers all that are trained."""
+        which it answers calls; empty if it answers all that are trained. ``control_ids``: special
+        tokens that no reply should hold."""
         self.publisher = publisher
         self.paths = paths_of(publisher.name)
         self._backend_of = backend_of
@@ -104,6 +106,7 @@ class Learner:
         self._lr_scale = 1.0
         self._source = source
         self._model = model
+        self._control_ids = control_ids
 
     @property
     def name(self) -> str:
@@ -202,7 +205,7 @@ class Learner:
         Call it after ``prepare``, which completes the advantages."""
         own = self.own(work.groups)
         rows = [row for part in work.parts for row in part.rows]
-        measured = of_tokens(own) | of_credit(rows, num_sampled(own))
+        measured = of_tokens(own, self._control_ids) | of_credit(rows, num_sampled(own))
         return measured if probe is None else measured | probe.mismatch
 
     def measured_after(

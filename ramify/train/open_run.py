@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ramify.inference.http.http_engines import HttpEngines
+    from ramify.models.load import Policy
     from ramify.train.backends.base import Backend, TrainedModel
 
 _log = RoomLogger("train")
@@ -216,7 +217,14 @@ def _learner(
         reference_of=lambda folder: trained.reference(folder, starts_at_base),
         source=source,
         model=wiring.model,
+        control_ids=_control_ids(parts.policy),
     )
+
+
+def _control_ids(policy: Policy) -> set[int]:
+    """The special tokens of a policy that do not end its replies."""
+    added = policy.tokenizer.added_tokens_decoder
+    return {id for id, token in added.items() if token.special} - {*policy.renderer.stop_ids}
 
 
 def trained_model(parts: RunParts, out: Path, hosts: Closable | None = None) -> TrainedModel:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import NamedTuple
 
@@ -132,13 +132,20 @@ def of_comparison(
     return _named("advantage_reward_corr", correlation([pair for pair in pairs if pair]))
 
 
-def of_tokens(groups: Sequence[Group]) -> dict[str, float]:
-    """Entropy in nats over all sampled tokens whose log-probabilities are known."""
-    logprobs = [turn.reply.logprobs for _, call in _sampled(groups) for turn in call.turns]
-    num = sum(len(each or ()) for each in logprobs)
+def of_tokens(groups: Sequence[Group], control_ids: Collection[int] = ()) -> dict[str, float]:
+    """Entropy in nats over all sampled tokens whose log-probabilities are known, and the share of
+    replies that hold one of ``control_ids``: special tokens that should end a reply, or never occur
+    in one."""
+    replies = [turn.reply for _, call in _sampled(groups) for turn in call.turns]
+    replies = [each for each in replies if each.logprobs]
+    num = sum(len(each.logprobs or ()) for each in replies)
     if not num:
         return {}
-    return {"entropy": -math.fsum(sum(each) for each in logprobs if each) / num}
+    control = frozenset(control_ids)
+    return {
+        "entropy": -math.fsum(sum(each.logprobs or ()) for each in replies) / num,
+        "control_tokens": fmean(not control.isdisjoint(each.token_ids or ()) for each in replies),
+    }
 
 
 def of_credit(rows: Sequence[TokenSequence], num_sampled: int) -> dict[str, float]:

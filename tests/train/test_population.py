@@ -98,7 +98,8 @@ def test_entropy_is_over_all_sampled_tokens_but_those_of_judges() -> None:
     sure = msgspec.structs.replace(judge.turns[0].reply, logprobs=(0.0,) * 50)
     judge.turns[0] = msgspec.structs.replace(judge.turns[0], reply=sure)
     tree.calls.append(judge)
-    assert of_tokens(groups) == {"entropy": 0.5}
+    assert of_tokens(groups) == {"entropy": 0.5, "control_tokens": 0}
+    assert of_tokens(groups, [11, 99])["control_tokens"] == 1  # each reply has tokens 10, 11, …
     assert of_tokens([]) == {}
 
 
