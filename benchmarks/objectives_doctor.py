@@ -157,7 +157,7 @@ def rate_times_100(policy: Path) -> Run:
 
 
 def negated_reward(policy: Path) -> Run:
-    """Of training items; validation shows the reward that is wanted."""
+    """Training items have the reward with the wrong sign; validation shows the right one."""
     return _on(policy, "negated")
 
 
@@ -183,7 +183,7 @@ def no_end_token(policy: Path) -> Run:
 
 
 def stale_weights(policy: Path) -> Run:
-    """The engine has weights of its own, and ``_execute`` lets no newer ones reach it."""
+    """The engine has separate weights, and ``_execute`` lets no newer ones reach it."""
     run = healthy(policy, steps=WITHIN)
     return msgspec.structs.replace(
         run, policy=msgspec.structs.replace(run.policy, dtype="bfloat16")
@@ -211,7 +211,7 @@ def wrong_chat_template(policy: Path) -> Run:
 
 
 def children_cut(policy: Path) -> Run:
-    """What is left of a rollout's tokens is too little for a child's reply."""
+    """A root leaves too little of the rollout's tokens for a child's reply."""
     run = healthy(policy, steps=WITHIN)
     return msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, max_tokens=120))
 

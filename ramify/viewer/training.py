@@ -28,6 +28,8 @@ from ramify.viewer.run_library import RunLibrary
 
 FINAL = ("first", "last", "best")
 """Stages of the evaluations before and after training, which are shown apart from the curves."""
+MAX_DIAGNOSES = 20
+"""Maximum number of diagnoses that a page receives: the latest."""
 _STEP = re.compile(r"step-(\d+)\.jsonl")
 _decoder = msgspec.json.Decoder(StepMetrics)
 _trajectory = msgspec.json.Decoder(Trajectory)
@@ -55,6 +57,8 @@ class TrainingCurves:
         self.at_s = 0.0
         self.step = 0
         self.problems: list[str] = []
+        self.diagnoses: list[dict[str, Any]] = []
+        """What the doctor found: {step, name, text, action}."""
         self.version = 0
 
     def size_changed(self) -> bool:
@@ -112,6 +116,9 @@ class TrainingCurves:
                 return
         elif not self.stages or self.stages[-1][0] != measured.stage:
             self.stages.append((measured.stage, measured.step))
+        self.diagnoses += [
+            {"step": measured.step, **msgspec.structs.asdict(each)} for each in measured.diagnoses
+        ]
         for name, value in measured.values.items():
             steps, values = self.names.setdefault(name, ([], []))
             if steps and steps[-1] == measured.step:
@@ -130,6 +137,7 @@ class TrainingCurves:
             "stages": self.stages,
             "final": self.final,
             "kept": sorted(kept(self.folder)),
+            "diagnoses": self.diagnoses[-MAX_DIAGNOSES:],
             "problems": [*filter(None, [self._unreadable]), *self.problems],
         }
 

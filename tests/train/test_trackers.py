@@ -17,7 +17,7 @@ import pytest
 
 from ramify.errors import ConfigError
 from ramify.train.execute import train
-from ramify.train.metrics import StepMetrics, read_metrics
+from ramify.train.metrics import Diagnosis, StepMetrics, read_metrics
 from ramify.train.trackers.base import FILE, RunInfo, RunTrackers, flat
 from tests.shown import heard
 from tests.train.small import small
@@ -46,6 +46,11 @@ class RecordingTracker:
 
     def close(self, failed: bool) -> None:
         self.tracker_calls.append(("closed", failed))
+
+
+class NotingTracker(RecordingTracker):
+    def note(self, step: int, name: str, text: str) -> None:
+        self.tracker_calls.append(("note", step, name, text))
 
 
 class FailingTracker(RecordingTracker):
@@ -103,6 +108,23 @@ def log_and_resume(
 
 
 # --- all trackers
+
+
+def test_diagnoses_reach_trackers_in_words(tmp_path: Path, tracker_calls: list[Any]) -> None:
+    """A tracker that has no place for text is not asked for one."""
+    noting, plain = "tests.train.test_trackers:NotingTracker", RECORDING
+    found = Diagnosis(name="too_hard", text="no attempt is right: give easier items")
+    trackers = RunTrackers((noting, plain, "tensorboard"), {})
+    said: list[str] = []
+    with heard(said.append), trackers.opened("mini", tmp_path, CONFIG):
+        trackers(StepMetrics(4, "rl", 1.0, {"reward": 0.0}, [found]))
+    assert [each for each in tracker_calls if each[0] == "note"] == [
+        ("note", 4, "too_hard", "no attempt is right: give easier items")
+    ]
+    assert len([each for each in tracker_calls if each[0] == 4]) == 2
+    written = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
+    assert b"no attempt is right: give easier items" in written
+    assert said == []
 
 
 def test_resumed_run_continues_the_same_tracker_run(

@@ -16,7 +16,14 @@ from ramify import Store
 from ramify.cli.show import show
 from ramify.store.journal import Journal
 from ramify.store.store import summarise
-from ramify.train.metrics import GROUPS, GroupRecord, MetricsFile, StepMetrics, read_metrics
+from ramify.train.metrics import (
+    GROUPS,
+    Diagnosis,
+    GroupRecord,
+    MetricsFile,
+    StepMetrics,
+    read_metrics,
+)
 from ramify.types.message import Message
 from ramify.viewer.picture import changes, picture
 from ramify.viewer.run_library import RunLibrary
@@ -270,6 +277,14 @@ def test_curves_wait_for_whole_lines_and_recover_from_errors(tmp_path: Path) -> 
     data = curves.data()
     assert (data["names"], len(data["problems"])) == ({"reward": ([1, 2], [0.5, 0.5])}, 1)
     assert f"{path}, line 2 is damaged and was skipped" in data["problems"][0]
+
+
+def test_training_page_has_what_the_doctor_found(tmp_path: Path) -> None:
+    found = Diagnosis(name="too_hard", text="no attempt is right: …", action="stop")
+    MetricsFile(tmp_path).write(3, "rl", 1.0, {"reward": 0.0}, [found])
+    curves = TrainingCurves(tmp_path)
+    curves.refresh()
+    assert curves.data()["diagnoses"] == [{"step": 3, **msgspec.structs.asdict(found)}]
 
 
 def test_torn_lines_in_training_folder_are_skipped_without_data_loss(

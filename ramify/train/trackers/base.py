@@ -64,7 +64,8 @@ class Tracker(Protocol):
     """One run at a tracking service.
 
     It is created as ``Class(about, **options)`` on the main thread before training. All other
-    methods are called on one other thread."""
+    methods are called on one other thread. A class may also have ``note(step, name, text)``, which
+    receives what the doctor of the run finds."""
 
     modules: ClassVar[tuple[str, ...]]
     """Modules that it can use; at least one must be installed."""
@@ -164,6 +165,10 @@ class RunTrackers:
             for name, tracker in tuple(self._open.items()):
                 try:
                     tracker.log(measured.step, values)
+                    # A user's tracker may have no place for text.
+                    note = getattr(tracker, "note", None)
+                    for found in measured.diagnoses if note is not None else ():
+                        note(measured.step, found.name, found.text)
                 except Exception as error:  # noqa: BLE001 -- no tracker error may end a run
                     del self._open[name]
                     _log.warning(

@@ -52,5 +52,8 @@ class MlflowTracker:
             metrics=[self._metric(name, value, now_ms, step) for name, value in values.items()],
         )
 
+    def note(self, step: int, name: str, text: str) -> None:
+        self._client.set_tag(self.id, f"doctor.{name}", f"step {step}: {text}")
+
     def close(self, failed: bool) -> None:
         self._client.set_terminated(self.id, "FAILED" if failed else "FINISHED")

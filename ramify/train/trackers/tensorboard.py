@@ -43,6 +43,10 @@ class TensorBoardTracker:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
+    def note(self, step: int, name: str, text: str) -> None:
+        self._writer.add_text(f"doctor/{name}", text, step)
+        self._writer.flush()
+
     def close(self, failed: bool) -> None:
         self._writer.close()
 

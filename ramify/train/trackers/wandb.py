@@ -41,5 +41,9 @@ class WandbTracker:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({**values, "step": step})
 
+    def note(self, step: int, name: str, text: str) -> None:
+        # Shown on the run's page; a project may send it on by mail.
+        self._run.alert(title=f"step {step}: {name}", text=text)
+
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))

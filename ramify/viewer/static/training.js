@@ -38,11 +38,12 @@ class TrainingView {
     this.filter = h("input", { type: "search", id: "filter", placeholder: "filter curves", "aria-label": "filter curves", oninput: () => this.draw() });
     this.standing = h("span.quiet");
     this.problems = h("div.problems");
+    this.diagnoses = h("div.problems", { "aria-label": "diagnoses" });
     this.tiles = h("dl.tiles");
     this.samples = new Samples(this.key, this.data.kept);
     this.grid = h("div.charts");
     fill(page, h("div.wide", null, h("div.wide-head", null, h("h1", null, "Training"), h("div.choose", null, choose, this.trainings.length > 1 ? overlay : null, this.filter), this.standing),
-      this.problems, this.tiles, h("div.beside", null, this.grid, this.samples.element)));
+      this.problems, this.diagnoses, this.tiles, h("div.beside", null, this.grid, this.samples.element)));
     this.draw();
     if (this.data.kept.length) this.samples.showStep(this.data.kept[this.data.kept.length - 1]);
     this.stop = follow("/api/training/events", { key: this.key }, () => this.data.version ?? 0, (data) => {
@@ -83,6 +84,9 @@ class TrainingView {
     const data = this.data, stages = data.stages.map(([name, step]) => `${name} from ${step}`).join(", ");
     this.standing.textContent = `step ${number(data.step)} · ${seconds(data.at_s)}${stages ? ` · ${stages}` : ""}`;
     fill(this.problems, [...data.problems, ...(this.other ? this.other.problems : [])].map((text) => h("p.problem", { role: "alert" }, text)));
+    // The newest first: a run that goes wrong repeats itself.
+    fill(this.diagnoses, [...(data.diagnoses || [])].reverse().map(({ step, name, text, action }) =>
+      h("p.problem", { role: "alert" }, h("b", null, `step ${number(step)} · ${name.replaceAll("_", " ")}`), ` ${text}${action === "warn" ? "" : ` (${action})`}`)));
     this.drawTiles();
     const words = this.filter.value.toLowerCase(), all = chartsOf(Object.keys(data.names));
     const wanted = [...all.keys()].filter((chart) => chart.toLowerCase().includes(words)), order = inGroups(wanted);
