@@ -166,9 +166,9 @@ class RunTrackers:
                 try:
                     tracker.log(measured.step, values)
                     # A user's tracker may have no place for text.
-                    note = getattr(tracker, "note", None)
-                    for found in measured.diagnoses if note is not None else ():
-                        note(measured.step, found.name, found.text)
+                    if (note := getattr(tracker, "note", None)) is not None:
+                        for found in measured.diagnoses:
+                            note(measured.step, found.name, found.text)
                 except Exception as error:  # noqa: BLE001 -- no tracker error may end a run
                     del self._open[name]
                     _log.warning(
