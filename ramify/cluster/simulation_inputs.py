@@ -370,7 +370,8 @@ def _zero_variance(run: Path, otherwise: float) -> float:
     if not otherwise:
         return 0.0
     outcomes = [each.outcome for each in metric_file.GROUPS.read(run)]
-    tried = len(outcomes) - outcomes.count(GroupOutcome.LOST)
+    untried = (GroupOutcome.LOST, GroupOutcome.SKIPPED)
+    tried = sum(outcome not in untried for outcome in outcomes)
     return outcomes.count(GroupOutcome.NO_SIGNAL) / tried if tried else otherwise
 
 

@@ -50,8 +50,8 @@ class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     failed: float | None = 0.5
     """Share of rollouts that failed for reasons other than the policy."""
     reward: float | None = 0.25
-    """Share of its peak that the mean reward of two steps may lose. A fall within five standard
-    errors is noise."""
+    """Share of its peak that the mean reward of two steps may lose, and of the best validation
+    reward. A fall within five standard errors, or within the interval, is noise."""
     length_corr: float | None = 0.9
     """Correlation of reward and length within groups, in three steps, from which on the reward
     follows length."""
@@ -397,36 +397,47 @@ def _clipped(values: Values, history: StageHistory, limit: float) -> str:
 
 
 class ValidationScore(NamedTuple):
-    """A validation reward, its 95 % interval, and the training reward of the step before it."""
+    """A validation reward with its 95 % interval, and the training reward of the step before it."""
 
     reward: float
     low: float
     high: float
     trained: float | None
+    error: float = 0.0
+    """Standard error of ``trained``."""
 
     @classmethod
-    def of(cls, values: Values, trained: float | None) -> ValidationScore | None:
+    def of(cls, values: Values, trained: float | None, error: float) -> ValidationScore | None:
         """The score in the metrics of an evaluation; None if it has none."""
         reward = values.get("validation/reward")
         if reward is None:
             return None
         low, high = (values.get(f"validation/reward_{end}", reward) for end in ("low", "high"))
-        return cls(reward, low, high, trained)
+        return cls(reward, low, high, trained, error)
 
 
-def of_evaluation(now: ValidationScore, best: ValidationScore | None) -> Iterator[Finding]:
+_CLEAR = 3.0
+"""Standard errors from which on a training reward differs from another one, or from 0."""
+
+
+def of_evaluation(
+    now: ValidationScore, best: ValidationScore | None, alarms: CollapseAlarms
+) -> Iterator[Finding]:
     """Findings of an evaluation; ``best``: that with the highest reward before it."""
     trained, before = now.trained, None if best is None else best.trained
-    if trained is not None and trained * now.reward < 0 and not now.low <= 0 <= now.high:
-        yield Finding(
-            "negated_reward",
-            f"rollouts are rewarded with {trained:.3g} on average, and the same policy's "
-            f"validation reward is {now.reward:.3g}: the training reward has the wrong sign; check "
-            "the task's score and its weights",
-        )
-    elif best is not None and now.high < best.low:
+    noise = _CLEAR * now.error
+    # An interval without width is that of a single item, which proves nothing.
+    if trained is not None and trained * now.reward < 0 and abs(trained) > noise:
+        if now.low < now.high and not now.low <= 0 <= now.high:
+            yield Finding(
+                "negated_reward",
+                f"rollouts are rewarded with {trained:.3g} on average, and the same policy's "
+                f"validation reward is {now.reward:.3g}: the training reward has the wrong sign; "
+                "check the task's score and its weights",
+            )
+    elif best is not None and _fell(now, best, alarms.reward):
         fell = f"the validation reward fell from {best.reward:.3g} to {now.reward:.3g}"
-        if trained is not None and before is not None and trained > before:
+        if trained is not None and before is not None and trained - before > noise:
             yield Finding(
                 "negated_reward",
                 f"{fell}, while the training reward rose from {before:.3g} to "
@@ -440,3 +451,11 @@ def of_evaluation(now: ValidationScore, best: ValidationScore | None) -> Iterato
                 "(guard.then=rollback)",
                 is_curable=True,
             )
+
+
+def _fell(now: ValidationScore, best: ValidationScore, limit: float | None) -> bool:
+    has_width = now.low < now.high and best.low < best.high
+    fall = best.reward - now.reward
+    return (
+        limit is not None and has_width and now.high < best.low and fall >= limit * abs(best.reward)
+    )

@@ -24,6 +24,7 @@ from ramify.progress import report_progress
 from ramify.store.call_cache import CallCache
 from ramify.store.store import Store
 from ramify.tasks.base import items_of
+from ramify.tasks.mixture import MixtureTask
 from ramify.train.advantages.base import needs_of
 from ramify.train.assemble import RunParts, adapters_of, device_of, read_in_parts
 from ramify.train.config import RlSpec, plain
@@ -34,6 +35,7 @@ from ramify.train.learner import Learner, PolicyWeights, Publisher
 from ramify.train.metrics import CpuMeter, StepMetrics
 from ramify.train.open_rollouts import Closable, RolloutParts, open_rollouts
 from ramify.train.preflight import first_prompt
+from ramify.train.rollouts.difficulty_pool import DifficultyPool
 from ramify.train.rollouts.rollouter import Rollouter
 from ramify.train.run_record import RunRecord
 from ramify.train.selfcheck import AuditedClient, SelfCheck
@@ -310,7 +312,15 @@ def _stages(
             for name, each in parts.others.items()
             if each.run.rl is not None
         }
-        stages.append(stage(rl, names[POLICY], signals=signals, others=others))
+        pool = None
+        if rl.sample.settled_share is not None:
+            pool = DifficultyPool(
+                rl.sample.settled_share,
+                out,
+                seed=parts.run.seed,
+                has_parts=isinstance(parts.task, MixtureTask),
+            )
+        stages.append(stage(rl, names[POLICY], signals=signals, others=others, pool=pool))
     return stages
 
 

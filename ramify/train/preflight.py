@@ -25,7 +25,7 @@ from ramify.models.checkpoint_files import (
     window_in,
 )
 from ramify.sandbox.base import check_provider, open_sandbox
-from ramify.tasks.base import Item, Task, items_of
+from ramify.tasks.base import ENDLESS, Item, Task, items_of
 from ramify.tasks.data import rows_of
 from ramify.tasks.mixture import MixtureTask
 from ramify.tasks.validation import validate
@@ -122,6 +122,18 @@ def check_task(run: Run, task: Task) -> None:
             )
         run.rl.algorithm.check(task.tasks, task.trained)
     check_objective(run)
+    if (
+        run.rl is not None
+        and run.rl.sample.settled_share is not None
+        and len(items_of(task, "train")) >= ENDLESS
+        and not isinstance(task, MixtureTask)
+    ):
+        _log.warn(
+            f"rl.sample.settled_share={run.rl.sample.settled_share:g} has no effect: "
+            f"'{run.task.name}' generates new items without end, so none is asked twice; leave it "
+            "out, or train on a mixture, whose parts it compares",
+            stacklevel=2,
+        )
     if run.rl is not None and run.rl.rollout.group == 1 and run.rl.algorithm.has_group_baseline:
         _log.warn(
             "a group of one has no other rollout to compare with: every advantage is 0, and "

@@ -136,7 +136,7 @@ class GuardVerdict(msgspec.Struct):
 
 def before_steps(memory: GuardState, values: Mapping[str, float]) -> None:
     """Note the evaluation before the first step, with which later ones are compared."""
-    memory.best_score = ValidationScore.of(values, None)
+    memory.best_score = ValidationScore.of(values, None, 0.0)
 
 
 def after_evaluation(
@@ -146,7 +146,7 @@ def after_evaluation(
     reward = values.get("validation/reward")
     if reward is None:
         return GuardVerdict({})
-    verdict = GuardVerdict({}, _of_evaluation(memory, values))
+    verdict = GuardVerdict({}, _of_evaluation(guard.alarms, memory, values))
     _act(guard, memory, verdict)
     if memory.best is None or reward > memory.best + guard.min_delta:
         memory.best, memory.since_best = reward, 0
@@ -160,12 +160,15 @@ def after_evaluation(
     return verdict
 
 
-def _of_evaluation(memory: GuardState, values: Mapping[str, float]) -> list[Finding]:
+def _of_evaluation(
+    alarms: CollapseAlarms, memory: GuardState, values: Mapping[str, float]
+) -> list[Finding]:
     trained = next(reversed(memory.recent.get("reward", [])), None)
-    score = ValidationScore.of(values, trained)
+    error = next(reversed(memory.recent.get("reward_error", [])), 0.0)
+    score = ValidationScore.of(values, trained, error)
     if score is None:
         return []
-    found = list(of_evaluation(score, memory.best_score))
+    found = list(of_evaluation(score, memory.best_score, alarms))
     if memory.best_score is None or score.reward > memory.best_score.reward:
         memory.best_score = score
     return found
@@ -292,6 +295,7 @@ def _remember(
     if score is not None and score.trained is None and "reward" in values:
         memory.best_score = score._replace(trained=values["reward"])
     if "reward" in values and "reward_std" in values:
-        num = max(values.get("num_rollouts", 1.0), 1.0)
+        error = values["reward_std"] / math.sqrt(max(values.get("num_rollouts", 1.0), 1.0))
+        memory.recent["reward_error"] = [error]
         if memory.peak is None or values["reward"] > memory.peak[0]:
-            memory.peak = (values["reward"], values["reward_std"] / math.sqrt(num))
+            memory.peak = (values["reward"], error)

@@ -40,6 +40,7 @@ from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import GroupRecord, account, of_parts, of_rollouts
 from ramify.train.policy_defaults import usual_warmup
 from ramify.train.population import of_comparison, of_population, sample_rows
+from ramify.train.rollouts.difficulty_pool import DifficultyPool
 from ramify.train.rollouts.group_queue import GroupQueue, StepGroups
 from ramify.train.rollouts.rollouter import Rollouter, RootCount, first_items
 from ramify.train.signals.signal_reader import RunSignals, SignalReader
@@ -93,6 +94,11 @@ class StepSource(Protocol):
 
     def state(self) -> tuple[int, list[int]]:
         """``CheckpointState.next_item`` and ``CheckpointState.pending``."""
+        ...
+
+    def skipped(self) -> list[GroupRecord]:
+        """Records of items before ``next_item`` that were passed over and are not in the data of a
+        step yet."""
         ...
 
     def paused(self) -> AbstractContextManager[None]:
@@ -207,6 +213,9 @@ class FixedDataStage(ABC):
     def state(self) -> tuple[int, list[int]]:
         return self._state
 
+    def skipped(self) -> list[GroupRecord]:
+        return []
+
     def paused(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
@@ -275,10 +284,11 @@ class RlStage:
         temperature: float | Callable[[Call], float] | None = None,
         signals: RunSignals | None = None,
         others: Mapping[str, RlStage] | None = None,
+        pool: DifficultyPool | None = None,
     ) -> None:
         """``algorithm``: that of ``spec``, for the policy of this stage. ``temperature``: that of a
         call's samples; None: that of all rollouts. ``others``: the parts of the other policies,
-        which learn from this stage's rollouts."""
+        which learn from this stage's rollouts. ``pool`` passes over settled items."""
         self.num_steps = spec.steps
         self.optim = scheduled(self.name, spec.optim, spec.steps * spec.sample.minibatches)
         self.loss = spec.loss.for_minibatches(spec.sample.minibatches)
@@ -295,6 +305,7 @@ class RlStage:
         self._sample = spec.sample
         self._temperature = spec.rollout.temperature if temperature is None else temperature
         self._signals = signals
+        self._pool = pool
 
     @property
     def kept(self) -> Mapping[str, Checkpointable]:
@@ -308,6 +319,8 @@ class RlStage:
                 if self._signals is None
                 else await stack.enter_async_context(self._signals.opened())
             )
+            if self._pool is not None:
+                self._pool.load()
             queue = GroupQueue(
                 self._rollouts,
                 self._items,
@@ -319,6 +332,7 @@ class RlStage:
                 has_no_signal=lambda group: all(
                     stage.has_no_signal(group, reader) for stage in (self, *self.others.values())
                 ),
+                pool=self._pool,
             )
             stack.push_async_callback(queue.close)
             yield RolloutStepSource(self, queue, reader)
@@ -356,6 +370,8 @@ class RlStage:
             account(number, group, learnt, gone.get(number, ())) for number, group in taken.groups
         ]
         data.accounts += taken.given_up
+        if self._pool is not None:
+            self._pool.note(data.accounts)
         data.notes = [*taken.notes, *data.notes]
         return data
 
@@ -417,6 +433,7 @@ class RolloutStepSource:
         """Numbers of the items whose groups are taken, while their signals are read."""
         self.newer = queue.newer
         self.paused = queue.paused
+        self.skipped = queue.skipped
 
     def state(self) -> tuple[int, list[int]]:
         next_item, pending = self._queue.state()

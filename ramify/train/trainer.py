@@ -181,7 +181,7 @@ class Trainer:
         """Save where the run was stopped: after the last whole step of the stage, if it has one."""
         state = self.state
         if state.stage_step and self._source is not None:
-            state.next_item, state.pending = self._source.state()
+            self._note_position(self._source)
             await self._in_torch(self._save)
             await self._in_torch(self.record.checkpoints.settle)
 
@@ -298,6 +298,11 @@ class Trainer:
             _log.warning("no_signal", text, shown=True, **about)
         return work.no_signal
 
+    def _note_position(self, source: StepSource) -> None:
+        """Note which items have begun, for a checkpoint."""
+        self.state.next_item, self.state.pending = source.state()
+        self.record.write_rollouts([], source.skipped())
+
     def _where(self, stage: TrainingStage) -> str:
         return f"step {self.state.step + 1} ({stage.name})"
 
@@ -329,7 +334,7 @@ class Trainer:
             or self.record.is_time_to_save
             or (schedule.checkpoint_every and done % schedule.checkpoint_every == 0)
         ):
-            self.state.next_item, self.state.pending = self._source.state()
+            self._note_position(self._source)
             await self._in_torch(self._save)
 
     def _report_verdict(self, verdict: GuardVerdict, where: str) -> None:

@@ -319,6 +319,8 @@ class GroupOutcome(enum.StrEnum):
     """None of its rollouts has a reward."""
     SPARE = "spare"
     """More groups had begun than the step needed."""
+    SKIPPED = "skipped"
+    """It did not begin: its item was passed over, since nothing is learned from it now."""
 
     @classmethod
     def _missing_(cls, value: object) -> GroupOutcome | None:

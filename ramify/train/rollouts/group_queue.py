@@ -41,9 +41,12 @@ from ramify.progress import ProgressTask, report_progress
 from ramify.tasks.base import Item
 from ramify.train.config_fields import check_optional
 from ramify.train.metrics import GroupRecord, account
+from ramify.train.rollouts.difficulty_pool import DifficultyPool
 from ramify.train.rollouts.rollouter import GroupRollout, RolloutAttempt, Rollouter, close
-from ramify.types.trajectory import Group
+from ramify.types.trajectory import Group, GroupOutcome
 
+_MAX_SKIPPED = 10_000
+"""Items that are passed over in a row at most, so that a step always begins."""
 _MOMENT_S = 1e-9
 """Tolerance for times: a sum of floats may fall just short of the time that was waited for."""
 
@@ -71,6 +74,11 @@ class StepSampleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     straggler_factor: float | None = None
     """Give up a rollout that takes longer than this many times the median, if its step waits for
     nothing else; None: never."""
+    settled_share: float | None = None
+    """Difficulty pool: items from which nothing was learned the last time, since all attempts or
+    none solved them, are asked in this share of their turns. The same holds for the parts of a
+    mixture. It needs an algorithm that drops groups without signal. None: all items are asked each
+    time they come."""
     pause: bool = False
     """Pause new rollouts while the policy is evaluated, so that only rollouts in progress compete
     with the evaluation."""
@@ -89,6 +97,11 @@ class StepSampleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             raise ConfigError(
                 f"rl.sample: straggler_factor={self.straggler_factor:g} is a multiple of the "
                 "median: at least 1, or null for never"
+            )
+        if self.settled_share is not None and not 0 < self.settled_share <= 1:
+            raise ConfigError(
+                f"rl.sample: settled_share={self.settled_share:g} is a share of turns: above 0 and "
+                "at most 1, or null to ask every item"
             )
         if (
             self.items < 1
@@ -159,11 +172,13 @@ class GroupQueue:
         pending: Sequence[int] = (),
         read: Callable[[Group], Awaitable[None]] | None = None,
         has_no_signal: Callable[[Group], bool] = lambda group: False,
+        pool: DifficultyPool | None = None,
     ) -> None:
         """``next_item`` is the number of the first item that has never begun. ``pending`` are
         numbers of items that an earlier run, which this one resumes, had begun: they begin first.
         ``read`` computes the signals of a group whose rollouts are complete. ``has_no_signal``
-        returns True if nothing can be learned from a complete group."""
+        returns True if nothing can be learned from a complete group. ``pool`` passes over settled
+        items."""
         self._rollouts = rollouts
         self._items = items
         self._sample = sample
@@ -172,6 +187,9 @@ class GroupQueue:
         self._pending = deque(pending)
         self._read = read
         self._has_no_signal = has_no_signal
+        self._pool = pool
+        self._skipped: list[GroupRecord] = []
+        """Records of items that were passed over, until they are written."""
         self.by_id: dict[str, Item] = {}
         """Items of the open groups, by id."""
         self._open: list[OpenGroup] = []
@@ -216,6 +234,11 @@ class GroupQueue:
         """(number of the first item that has never begun, numbers of items of the open groups)"""
         return self._next_item, sorted([*self._pending, *(entry.number for entry in self._open)])
 
+    def skipped(self) -> list[GroupRecord]:
+        """Records of the items that were passed over since the last call or step."""
+        records, self._skipped = self._skipped, []
+        return records
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Begin no rollouts inside, if ``sample.pause`` is set; running ones continue."""
@@ -251,9 +274,7 @@ class GroupQueue:
 
     def _begin(self) -> None:
         for _ in range(room(self._sample, self._open, self._step, self._num_steps)):
-            number = self._pending.popleft() if self._pending else self._next_item
-            self._next_item = max(self._next_item, number + 1)
-            item = self._items[number % len(self._items)]
+            number, item = self._next()
             name = (
                 f"item={number}"
                 if self._sample.max_staleness
@@ -264,6 +285,29 @@ class GroupQueue:
             rolling = self._rollouts.begin(item, name, self._over)
             self._open.append(
                 OpenGroup(number, rolling, asyncio.create_task(self._rolled(rolling)))
+            )
+
+    def _next(self) -> tuple[int, Item]:
+        """The next item to ask, and its number."""
+        if self._pending:
+            number = self._pending.popleft()
+            self._next_item = max(self._next_item, number + 1)
+            return number, self._items[number % len(self._items)]
+        last = self._next_item + _MAX_SKIPPED
+        while True:
+            number, self._next_item = self._next_item, self._next_item + 1
+            item = self._items[number % len(self._items)]
+            pool = self._pool
+            if pool is None or number >= last or not pool.passes_over(number, item.id):
+                return number, item
+            self._skipped.append(
+                GroupRecord(
+                    number=number,
+                    item=item.id,
+                    version=None,
+                    outcome=GroupOutcome.SKIPPED,
+                    rollouts=[],
+                )
             )
 
     async def _rolled(self, rolling: GroupRollout) -> Group:
@@ -353,6 +397,9 @@ class GroupQueue:
         for item in self.by_id.keys() - remaining:
             del self.by_id[item]
         metrics = {"items": float(len(closed))}
+        if sample.settled_share is not None:
+            metrics["skipped_items"] = float(len(self._skipped))
+        given_up += self.skipped()
         if sample.max_staleness:
             metrics["in_flight"] = float(len(self._open))
         if sample.straggler_factor:

@@ -1,0 +1,78 @@
+"""Which items of a run are asked less often because nothing is learned from them now.
+
+    groups.jsonl of this run ──> items, and parts of a mixture, whose attempts all did equally well
+                             ──> asked in ``share`` of their turns, and passed over in the others
+
+An item is *settled* if its latest group had no signal: all attempts solved it, or none. A part of
+a mixture is settled if nearly all of its latest groups had none. Settled items are still asked in
+some of their turns, chosen by a hash of the run's seed and the item's number, so that an item
+returns once it gives a signal again. The state is the run's own ``groups.jsonl``, which a resumed
+run has up to its checkpoint, so it decides the same way. Off by default.
+
+Not here: items of an earlier run (``pool`` of ``tasks/mixture.py``), and groups without signal that
+are replaced within a step (``max_items``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from pathlib import Path
+
+from ramify.tasks.mixture import part_of
+from ramify.train.metrics import GROUPS, GroupRecord
+from ramify.types.trajectory import GroupOutcome
+
+_LATEST = 20
+"""Latest groups of a part that decide whether it is settled."""
+_NEARLY_ALL = 0.9
+_DECIDED = (GroupOutcome.LEARNT, GroupOutcome.NO_SIGNAL)
+
+
+class DifficultyPool:
+    """The outcomes of a run's groups so far, by item and by part."""
+
+    def __init__(
+        self, share: float, folder: Path, *, seed: int = 0, has_parts: bool = False
+    ) -> None:
+        """``share``: of the turns of settled items in which they are asked. ``folder``: the run's.
+        ``has_parts``: whether items belong to parts of a mixture."""
+        self._share = share
+        self._folder = folder
+        self._seed = seed
+        self._has_parts = has_parts
+        self._items: dict[str, GroupOutcome] = {}
+        """Id of an item -> outcome of its latest group."""
+        self._parts: dict[str, deque[GroupOutcome]] = {}
+        """Name of a part -> outcomes of its latest groups."""
+
+    def load(self) -> None:
+        """Read the outcomes from the run's folder."""
+        self._items = {}
+        self._parts = defaultdict(lambda: deque(maxlen=_LATEST))
+        self.note(GROUPS.read(self._folder))
+
+    def note(self, records: Iterable[GroupRecord]) -> None:
+        """Note outcomes, in order."""
+        for record in records:
+            if record.outcome in _DECIDED:
+                self._items[record.item] = record.outcome
+                if self._has_parts:
+                    self._parts[part_of(record.item)].append(record.outcome)
+
+    def passes_over(self, number: int, item: str) -> bool:
+        """Whether the item with this number and id is not asked now."""
+        if not self.is_settled(item):
+            return False
+        digest = hashlib.blake2b(f"{self._seed}/settled/{number}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >= self._share * 2**64
+
+    def is_settled(self, item: str) -> bool:
+        """Whether the item or its part has had no signal lately."""
+        if self._items.get(item) is GroupOutcome.NO_SIGNAL:
+            return True
+        latest = self._parts.get(part_of(item), ()) if self._has_parts else ()
+        if len(latest) < _LATEST:
+            return False
+        return latest.count(GroupOutcome.NO_SIGNAL) >= _NEARLY_ALL * len(latest)
