@@ -37,7 +37,7 @@ VARIANTS = {
         "rl.sample.items=13",
         "rl.sample.minibatches=8",
     ],
-    "grpo": ["rl.algorithm=grpo", "rl.steps=10", "rl.sample.items=5"],
+    "grpo": ["rl.algorithm=grpo", "rl.steps=16", "rl.sample.items=5"],
 }
 """Variant -> overrides."""
 QUICK = ["rl.steps=3", "rl.sample.items=2", "rl.sample.minibatches=1"]

@@ -18,13 +18,11 @@ within the turns that an episode has.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ramify import Limits, tasks, train
-from ramify.engine.scaffold import Scaffold
+from ramify import ConfigError, Limits, Message, Scaffold, Trajectory, tasks, train
 from ramify.tasks.text_env import ENDED
-from ramify.types.trajectory import Trajectory
 
 DIRECTIONS = ("left", "down", "right", "up")
 """Actions of the environment, by its number."""
@@ -33,6 +31,7 @@ MAX_MOVES = 20
 
 
 def square(env: Any, place: int) -> str:
+    """5 -> ``(1, 1) H``: row, column and what is there (S, F, H or G)"""
     row, column = divmod(place, 4)
     return f"({row}, {column}) {env.unwrapped.desc[row, column].decode()}"
 
@@ -44,8 +43,10 @@ def direction(text: str) -> int:
 
 
 def make_lake(item: tasks.Item | None = None) -> Any:
-    import gymnasium
-
+    try:
+        import gymnasium
+    except ImportError:
+        raise ConfigError("recipes/frozen_lake.py needs Gymnasium: pip install gymnasium") from None
     return gymnasium.make("FrozenLake-v1", is_slippery=False)
 
 
@@ -76,7 +77,7 @@ def demos(task: tasks.Task, num: int, seed: int, scaffold: Scaffold) -> list[Tra
     walks = random_walks(seed)
     moves: Iterator[int] = iter(())
 
-    def play(messages: Any) -> str:
+    def play(messages: Sequence[Message]) -> str:
         nonlocal moves
         if len(messages) == 1:
             moves = iter(next(walks))
