@@ -31,7 +31,7 @@ MAX_MOVES = 20
 
 
 def square(env: Any, place: int) -> str:
-    """5 -> ``(1, 1) H``: row, column and what is there (S, F, H or G)"""
+    """5 -> ``(1, 1) H``: row, column and letter (S, F, H or G)"""
     row, column = divmod(place, 4)
     return f"({row}, {column}) {env.unwrapped.desc[row, column].decode()}"
 
