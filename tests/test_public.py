@@ -52,7 +52,7 @@ PUBLIC = {
     """,
     "ramify.testing": """
         ByteTokenIds CHECKS ConformanceCheck ConformanceError ConformanceResult ForgetfulDisk
-        ReceivedRequest SandboxProbe Script ScriptRule ScriptedClient ScriptedFailure
+        HubServer ReceivedRequest SandboxProbe Script ScriptRule ScriptedClient ScriptedFailure
         ScriptedServer check_one check_sandbox cut dropped html malformed no_choices
         no_usage rate_limited refused server_error stalled unreachable
     """,
@@ -67,14 +67,15 @@ PUBLIC = {
         JudgeView JudgedTurn KlCov LoraSpec LossFormula LossSpec LossTokens MaxRL
         ModelCaller NodePool OPO OffPolicyCorrection Opsm OptimizerSpec OracleJudge
         OutcomeSignal POLICY_LOSSES PPO PassAtK PlacementSpec PolicyLoss PolicySpec PpoClip
-        ProcessRewardSignal ProxApprox RAE RLOO ReMax ReinforcePP ReinforcePPBaseline
+        ProcessRewardSignal ProxApprox PublishedPolicy RAE RLOO ReMax ReinforcePP ReinforcePPBaseline
         RlSpec RoleSpec RolloutIs RolloutOptions Rollouter RuleJudge Run RunInfo SFT Sapo
         Schedule ScoringRow SequenceClip SequenceMask SequenceSums SequenceTis ServiceSpec
         SftSpec ShardSpec ShuffledHints Signal SignalContext SignalScore SingleBackend
         StateGroup StepJudge StepMetrics StepRules StepSampleSpec TaskSpec TeacherSignal
         TokenCredit TokenScorer TokenScores TokenSequence TokenTis ToolUseSignal
         TopKCandidates Tracker TrainedModel TrainedPolicySpec TrainingGuard TrajectoryHints
-        Vine WarmUpSpec WorstTokenMask demonstrate kl_estimate load_recipe pack ratio
+        Vine WarmUpSpec WorstTokenMask demonstrate kl_estimate load_recipe pack
+        publish ratio
         read_group_records read_metrics token_sequences train with_objective with_preset
     """,
 }

@@ -41,6 +41,10 @@ COMMANDS = {
         "ramify.cli.launch_command",
         "write and submit a recipe's job files: Slurm, Kubernetes, SkyPilot, Ray",
     ),
+    "publish": (
+        "ramify.cli.publish_command",
+        "write a trained policy and its model card to a folder or the Hugging Face hub",
+    ),
     "serve": ("ramify.cli.serve", "serve recursive runs over an OpenAI-compatible API"),
     "mcp": (
         "ramify.cli.serve",

@@ -9,6 +9,7 @@
     a model       ScriptedClient, in this process; ScriptedServer, OpenAI's API over real HTTP
     a script      a list, ScriptRule, a function of the messages, or a file (Script)
     failures      rate_limited server_error refused unreachable dropped cut stalled malformed …
+    a hub         HubServer, the Hugging Face hub's HTTP interface
     a disk        ForgetfulDisk, which loses what was not synced
     a sandbox     check_sandbox check_one CHECKS ConformanceCheck ConformanceResult SandboxProbe
 

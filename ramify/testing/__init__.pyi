@@ -25,3 +25,4 @@ from ramify.sandbox.conformance.base import ConformanceCheck as ConformanceCheck
 from ramify.sandbox.conformance.base import ConformanceError as ConformanceError
 from ramify.sandbox.conformance.base import SandboxProbe as SandboxProbe
 from ramify.testing.forgetful_disk import ForgetfulDisk as ForgetfulDisk
+from ramify.testing.hub import HubServer as HubServer

@@ -97,6 +97,8 @@ from ramify.train.placement.placement_spec import PlacementSpec as PlacementSpec
 from ramify.train.placement.placement_spec import RoleSpec as RoleSpec
 from ramify.train.placement.placement_spec import ServiceSpec as ServiceSpec
 from ramify.train.presets import with_preset as with_preset
+from ramify.train.publication import PublishedPolicy as PublishedPolicy
+from ramify.train.publication import publish as publish
 from ramify.train.recipe import load_recipe as load_recipe
 from ramify.train.rollouts.group_queue import StepSampleSpec as StepSampleSpec
 from ramify.train.rollouts.rollouter import Rollouter as Rollouter

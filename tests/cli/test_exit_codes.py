@@ -105,6 +105,12 @@ WRONG = {
         ([R, "--nodes", "0"], "--nodes 0"),
         ([R, "--mfu", "7"], "--mfu 7: give a fraction"),
     ),
+    "publish": (
+        ([], "give RUN DEST"),
+        (["nowhere", "x"], "nowhere is not a folder"),
+        ([".", "x"], ". has no trained policy"),
+        ([".", "x", "--private"], "--private has no meaning"),
+    ),
     "launch": (
         ([R], "--on is missing: give one of slurm, k8s, skypilot, ray"),
         ([R, "--on", "slrum"], "--on slrum: did you mean 'slurm'?"),
@@ -214,6 +220,7 @@ VALID_ARGUMENTS = {
     "train": [R],
     "cluster plan": [R],
     "launch": [R, "--on", "slurm"],
+    "publish": ["nowhere", "x"],
     "cluster simulate": ["nowhere"],
     "serve": M,
     "mcp": M,

@@ -65,7 +65,8 @@ class Tracker(Protocol):
 
     It is created as ``Class(about, **options)`` on the main thread before training. All other
     methods are called on one other thread. A class may also have ``note(step, name, text)``, which
-    receives what the doctor of the run finds."""
+    receives what the doctor of the run finds, and ``send_folder(folder)``, which takes the
+    published policy as an artefact of the run."""
 
     modules: ClassVar[tuple[str, ...]]
     """Modules that it can use; at least one must be installed."""
@@ -192,6 +193,33 @@ class RunTrackers:
             if not is_reported:
                 text = f"tracker '{name}' failed to close: {_short(error)}"
                 _log.warning("tracker_failed", text, shown=True, tracker=name)
+
+
+def send_folder(
+    run_folder: Path,
+    name: str,
+    title: str,
+    folder: Path,
+    config: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> str:
+    """Send ``folder`` as an artefact to the tracker ``name``, in the run that it followed, and
+    return ``name``. ``title`` is the run's name. Raises ConfigError."""
+    kind = _class_of(name, options)
+    if not hasattr(kind, "send_folder"):
+        raise ConfigError(f"tracker '{name}' takes no files: give wandb or mlflow")
+    about = RunInfo(
+        name=title, folder=run_folder, config=flat(config), id=_ids(run_folder).get(name, "")
+    )
+    try:
+        tracker = kind(about, **options)
+        try:
+            tracker.send_folder(folder)
+        finally:
+            tracker.close(failed=False)
+    except Exception as error:  # noqa: BLE001 (each service has its own errors)
+        raise ConfigError(f"tracker '{name}' did not take {folder}: {_short(error)}") from None
+    return name
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:

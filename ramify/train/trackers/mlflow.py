@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from ramify.train.trackers.base import RunInfo
@@ -54,6 +55,10 @@ class MlflowTracker:
 
     def note(self, step: int, name: str, text: str) -> None:
         self._client.set_tag(self.id, f"doctor.{name}", f"step {step}: {text}")
+
+    def send_folder(self, folder: Path) -> None:
+        """Log ``folder`` as the artefacts below ``policy``."""
+        self._client.log_artifacts(self.id, str(folder), "policy")
 
     def close(self, failed: bool) -> None:
         self._client.set_terminated(self.id, "FAILED" if failed else "FINISHED")

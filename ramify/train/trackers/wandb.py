@@ -3,7 +3,9 @@ sync``."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from ramify.train.trackers.base import RunInfo
@@ -44,6 +46,15 @@ class WandbTracker:
     def note(self, step: int, name: str, text: str) -> None:
         # Shown on the run's page; a project may send it on by mail.
         self._run.alert(title=f"step {step}: {name}", text=text)
+
+    def send_folder(self, folder: Path) -> None:
+        """Log ``folder`` as an artefact of type ``model``."""
+        import wandb
+
+        name = re.sub(r"[^\w.-]", "-", str(self._run.name or self._run.id))
+        artefact = wandb.Artifact(name, type="model")
+        artefact.add_dir(str(folder))
+        self._run.log_artifact(artefact)
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
