@@ -282,6 +282,7 @@ ANY_VALUE |= {  # any text is an instruction
     (each, "instructions") for each in ("ask", "prompt", "eval", "demos", "serve", "mcp")
 }
 ANY_VALUE |= {("prompt", "progress"), ("prompt", "concurrency")}  # nothing is run
+ANY_VALUE |= {("publish", "license"), ("publish", "base")}
 ANY_VALUE |= {("launch", "restarts"), ("launch", "workdir")}  # 0 of them; a folder elsewhere
 ANY_VALUE |= {("train", "resume")}  # covered in WRONG: it replaces the recipe
 
