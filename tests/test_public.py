@@ -39,7 +39,7 @@ PUBLIC = {
         line_f1 math_answer normalised numeric task_of unit_tests validate verifiers_v1
     """,
     "ramify.evaluate": """
-        AttemptOutcome AttemptTotals Evaluation EvaluationPlan EvaluationReport MeanEstimate
+        AttemptOutcome AttemptTotals Evaluation EvaluationPlan EvaluationReport McpTask MeanEstimate
         ReportRow RewardModel TaskEnv difference evaluate harness majority_at_k mean_with_interval
         paired_difference pass_at_k report table taskset text_env verifiers_task
     """,

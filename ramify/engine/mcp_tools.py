@@ -20,6 +20,7 @@ import keyword
 import os
 import re
 import shlex
+import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -59,12 +60,12 @@ class McpTools(Mapping[str, Callable[..., Any]]):
             rlm = ramify.RLM("openai:gpt-5-mini", tools=tools)
     """
 
-    def __init__(self, *servers: str, timeout_s: float = 300.0) -> None:
+    def __init__(self, *servers: str, timeout_s: float = 300.0, start_s: float = CONNECT_S) -> None:
         """Connect to ``servers``.
 
         A server is an ``http(s)://`` address, or a command that may be preceded by ``NAME=VALUE``
         for its environment (``NAME=`` uses the value of this process). ``timeout_s`` limits each
-        call. Raises ConfigError if a server cannot be reached.
+        call, ``start_s`` the start of each server. Raises ConfigError for an unreachable one.
         """
         if not servers:
             raise ConfigError("no MCP server: give a command or an address")
@@ -72,7 +73,7 @@ class McpTools(Mapping[str, Callable[..., Any]]):
         self.servers = tuple(map(recorded, servers))
         """The servers for the run's record, without the values of environment variables."""
         self._functions: dict[str, Callable[..., Any]] = {}
-        self._connections = [_McpConnection(server, timeout_s) for server in servers]
+        self._connections = [_McpConnection(server, timeout_s, start_s) for server in servers]
         self._finalizer = weakref.finalize(self, _close, self._connections)
         try:
             for connection in self._connections:
@@ -115,8 +116,9 @@ class _McpConnection:
     """One connection, in its own task, because the SDK requires the task that opened it to close
     it."""
 
-    def __init__(self, server: str, timeout_s: float) -> None:
+    def __init__(self, server: str, timeout_s: float, start_s: float) -> None:
         self._server = server
+        self._start_s = start_s
         self._timeout_s = timeout_s
         self.name = ""
         """The name that the server reports."""
@@ -136,7 +138,7 @@ class _McpConnection:
         with tempfile.TemporaryFile("w+") as errors:
             try:
                 async with contextlib.AsyncExitStack() as stack:
-                    async with asyncio.timeout(CONNECT_S):
+                    async with asyncio.timeout(self._start_s):
                         client = await stack.enter_async_context(_client(self._server, errors))
                         tools = await _all_tools(client)
                     self._client = client
@@ -147,7 +149,7 @@ class _McpConnection:
                 raise
             except BaseException as error:  # noqa: BLE001 -- the SDK raises many types and groups
                 if not ready.done():
-                    ready.set_exception(_unreachable(self._server, error, errors))
+                    ready.set_exception(_unreachable(self._server, error, errors, self._start_s))
             finally:
                 self._client = None
 
@@ -216,6 +218,11 @@ def _client(server: str, errors: Any) -> Client:
     if _is_address(server):
         return Client(server)
     variables, (command, *arguments) = _split(server)
+    if os.name == "posix" and shutil.which(command):
+        # The SDK starts a session for the server, and ends the server alone when its input ends:
+        # the shell then ends what the server leaves in the session's process group.
+        arguments = ["-c", '"$@"; kill -KILL 0', "sh", command, *arguments]
+        command = "/bin/sh"
     parameters: StdioServerParameters = StdioServerParameters(
         command=command, args=arguments, env=variables
     )
@@ -235,13 +242,13 @@ async def _all_tools(client: Client) -> list[Tool]:
     return tools
 
 
-def _unreachable(server: str, error: BaseException, errors: Any) -> ConfigError:
+def _unreachable(server: str, error: BaseException, errors: Any, start_s: float) -> ConfigError:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     errors.seek(0)
     last = " ".join((errors.read().strip().splitlines() or [""])[-1].split())[:300]
     why = (
-        f"no answer within {CONNECT_S:g} s"
+        f"no answer within {start_s:g} s"
         if isinstance(error, TimeoutError)
         else f"{type(error).__name__}: {error}"
     )

@@ -5,6 +5,7 @@ from ramify.evaluate.evaluation_report import ReportRow as ReportRow
 from ramify.evaluate.evaluation_report import difference as difference
 from ramify.evaluate.evaluation_report import report as report
 from ramify.evaluate.evaluation_report import table as table
+from ramify.evaluate.mcp_task import McpTask as McpTask
 from ramify.evaluate.reward_model import RewardModel as RewardModel
 from ramify.evaluate.run import AttemptOutcome as AttemptOutcome
 from ramify.evaluate.run import Evaluation as Evaluation
