@@ -12,9 +12,9 @@ from ramify.clients.base import Price as Price
 from ramify.clients.base import Sampling as Sampling
 from ramify.clients.model import Model as Model
 from ramify.clients.scripted import ScriptedClient as ScriptedClient
-from ramify.engine.branch import Branches as Branches
-from ramify.engine.branch import by_score as by_score
-from ramify.engine.branch import vote as vote
+from ramify.engine.branch_search import Branches as Branches
+from ramify.engine.branch_search import by_score as by_score
+from ramify.engine.branch_search import vote as vote
 from ramify.engine.limits import Limits as Limits
 from ramify.engine.mcp_tools import McpTools as McpTools
 from ramify.engine.prompt_preview import PromptPreview as PromptPreview

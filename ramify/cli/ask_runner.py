@@ -27,8 +27,8 @@ from ramify.cli.progress_screen import ProgressScreen
 from ramify.cli.step_lines import StepLines
 from ramify.cli.stop_signals import ends_if_blocked, on_signal
 from ramify.cli.terminal_text import StderrNotes, error_line, one_line, seconds
-from ramify.engine.event_recorder import jsonable
 from ramify.engine.question import RunOptions
+from ramify.engine.recorded_values import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle, why_unanswered
 from ramify.errors import ModelError, ReplyCut, ReplyFiltered

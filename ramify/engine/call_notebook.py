@@ -31,7 +31,8 @@ from typing import Any
 import msgspec
 
 from ramify.engine import observe
-from ramify.engine.run_state import LiveCall, RunState
+from ramify.engine.live_call import LiveCall
+from ramify.engine.run_state import RunState
 from ramify.errors import HostCallError, ReplayDiverged, SessionDied
 from ramify.logging import RoomLogger
 from ramify.sandbox.base import Answer, CellResult, Session
@@ -70,7 +71,7 @@ class Notebook:
         self._opening = None if failed else opening
         self._cell_history = previous._cell_history
         if self._session is not None:
-            self.run.keep(self._session)
+            self.run.ending.interrupts(self._session)
 
     async def fork(self, call: LiveCall) -> Notebook:
         """Return a second notebook for ``call`` that continues from the current state. Raises
@@ -78,7 +79,7 @@ class Notebook:
         fork = Notebook(self.run, call)
         fork._session = await (await self.session()).fork()
         fork._cell_history = self._cell_history.copy()
-        self.run.keep(fork._session)
+        self.run.ending.interrupts(fork._session)
         return fork
 
     def begin_to_open(self) -> None:
@@ -92,7 +93,7 @@ class Notebook:
             self.begin_to_open()
             assert self._opening is not None
             self._session, self._opening = await asyncio.shield(self._opening), None
-            self.run.keep(self._session)
+            self.run.ending.interrupts(self._session)
         return self._session
 
     async def execute(
@@ -184,7 +185,8 @@ class Notebook:
         """Replace the session that died; returns the error for the model."""
         await self.close()
         text = f"SessionDied: {reason}"
-        if self.num_deaths >= MAX_DEATHS or self.run.closing is not None:  # no cell will follow
+        is_last = self.num_deaths >= MAX_DEATHS or self.run.ending.closing is not None
+        if is_last:  # no cell will follow
             self._cell_history = CellHistory()
             return text
         problem = await self._rebuild()
@@ -244,7 +246,7 @@ class Notebook:
                 await opening.result().close()
         session, self._session = self._session, None
         if session is not None:
-            self.run.drop(session)
+            self.run.ending.forget(session)
             await session.close()
 
 

@@ -1,4 +1,4 @@
-"""The record of a run's events, and the form in which outcomes and answers are recorded.
+"""The record of a run's events.
 
     event ──> EventRecorder ──> journal, then trajectory, then listeners ──> it is acted on
 
@@ -11,16 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import math
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from logging import DEBUG
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from ramify.errors import ConfigError, LoopBlocked, RamifyError, SandboxError, StoreError
+from ramify.errors import ConfigError, LoopBlocked, RamifyError, StoreError
 from ramify.logging import RoomLogger
 from ramify.sandbox.base import SharedContext
 from ramify.types.event import (
@@ -28,6 +25,7 @@ from ramify.types.event import (
     AttemptFailed,
     CallEnded,
     CallStarted,
+    Listener,
     NoteAdded,
     RunEnded,
     RunResumed,
@@ -36,7 +34,6 @@ from ramify.types.event import (
 from ramify.types.trajectory import ContextRef, Stop, Trajectory
 
 if TYPE_CHECKING:
-    from ramify.engine.question import Listener
     from ramify.store.journal import Journal
     from ramify.store.live_text import LiveTextWriter
 
@@ -150,8 +147,11 @@ class EventRecorder:
         if self._root is None:
             self._warnings.append(text)
         else:
-            note = f"warning: {text}"
-            self.emit(NoteAdded(at_s=self.now(), call=self._root, text=note, is_warning=True))
+            self.note(self._root, f"warning: {text}", is_warning=True)
+
+    def note(self, call: str, text: str, *, is_warning: bool = False) -> None:
+        """Record a note on the call with the id ``call``."""
+        self.emit(NoteAdded(at_s=self.now(), call=call, text=text, is_warning=is_warning))
 
     def _write(self, journal: Journal, event: AnyEvent) -> None:
         """Write ``event`` unless the journal contains it. A resumed run that asks nothing new and
@@ -226,71 +226,5 @@ def _place(event: AnyEvent) -> str:
     return ", ".join(filter(None, parts)) or "the run"
 
 
-class CallOutcome(msgspec.Struct, frozen=True):
-    """Outcome of a call."""
-
-    stop: Stop
-    answer: Any = None
-    error: str | None = None
-    failure: BaseException | None = None
-    """Exception that ended the call, if any."""
-    partial: str = ""
-    """Words of the last message of a call that ended without an answer."""
-
-
 def context_ref(context: SharedContext | None) -> ContextRef | None:
     return None if context is None else ContextRef(context.digest, context.chars, context.kind)
-
-
-def jsonable(value: Any) -> Any:
-    """Return ``value`` in its recorded form: anything that JSON cannot represent becomes text."""
-    if type(value) is str:
-        return value
-    try:
-        plain = msgspec.to_builtins(value, str_keys=True, enc_hook=_dumped)
-        msgspec.json.decode(msgspec.json.encode(plain))  # as a reader of the journal will do
-    except UnicodeEncodeError:  # a lone surrogate, which a journal writes as an escape
-        return plain
-    except Exception:  # noqa: BLE001 -- a model chose the value, which may be anything
-        return _text_of(value)
-    return plain
-
-
-def _text_of(value: Any) -> str:
-    try:
-        return str(value)
-    except Exception as error:  # noqa: BLE001 -- such as an integer with too many digits to print
-        return f"(a value of type {type(value).__name__} that has no text: {type(error).__name__})"
-
-
-def _dumped(value: Any) -> Any:
-    """Return the fields of a pydantic model; msgspec supports all other serializable types."""
-    if not hasattr(value, "model_dump"):
-        raise NotImplementedError
-    return value.model_dump(mode="json")
-
-
-def typed_record(answer: Any) -> dict[str, Any] | None:
-    """Pack an answer whose type JSON would change; None for others, and if no session can hold
-    it."""
-    if _is_plain(answer):
-        return None
-    try:
-        return SharedContext(answer).pack()
-    except SandboxError:  # of a type of the caller, which gives it again
-        return None
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether ``value`` is the same after it was written as JSON and read."""
-    match value:
-        case None | str() | bool() | int():
-            return True
-        case float():
-            return math.isfinite(value)
-        case list():
-            return all(map(_is_plain, value))
-        case dict():
-            return all(type(key) is str for key in value) and all(map(_is_plain, value.values()))
-        case _:
-            return False

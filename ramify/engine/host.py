@@ -22,11 +22,12 @@ import msgspec
 
 from ramify.clients.base import Client
 from ramify.engine import observe
-from ramify.engine.event_recorder import CallOutcome
+from ramify.engine.call_outcome import CallOutcome
+from ramify.engine.live_call import LiveCall
 from ramify.engine.model_requests import cut_reply
 from ramify.engine.observe import plain_prompt
 from ramify.engine.prompt_text import CHARS_PER_TOKEN
-from ramify.engine.run_state import LiveCall, RunState
+from ramify.engine.run_state import RunState
 from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
 from ramify.errors import (
     ConfigError,

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from ramify.clients.base import Tool
-from ramify.engine.event_recorder import CallOutcome
-from ramify.engine.run_state import LiveCall, RunState
+from ramify.engine.call_outcome import CallOutcome
+from ramify.engine.live_call import LiveCall
+from ramify.engine.run_state import RunState
 from ramify.errors import LimitReached
 from ramify.types.message import Message, Reply, sendable
 from ramify.types.trajectory import Stop

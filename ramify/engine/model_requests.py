@@ -23,11 +23,10 @@ from ramify.clients.pool import ClientPool
 from ramify.engine import observe, retool
 from ramify.engine.arriving_replies import arriving_reply
 from ramify.engine.limits import Ledger, Limits, Reservation, ResourceAmount
+from ramify.engine.run_ending import RunEnding, closed
 from ramify.errors import (
     ConfigError,
-    LimitReached,
     ModelError,
-    Refused,
     ReplyCut,
     ReplyFiltered,
     can_be_fixed,
@@ -38,14 +37,14 @@ from ramify.types.message import Message, Reply, Usage, encodable, sendable
 from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
+    from ramify.engine.event_recorder import EventRecorder
+    from ramify.engine.live_call import LiveCall
     from ramify.engine.reply_reuse import ReusableReplies
-    from ramify.engine.run_state import LiveCall, RunState
+    from ramify.engine.resources import RlmSetup, RunModels
     from ramify.store.live_text import ArrivingReply
     from ramify.store.recorded_replies import RecordedReplies
 
 
-_LONGER = (2, 4)
-"""Factors of the limit with which a truncated reply is asked for again."""
 _LEAST_REPLY_TOKENS = 512
 """A shorter reply is of no use in a session."""
 _REASONING_TOKENS = 16_384
@@ -55,11 +54,27 @@ _REASONING_TOKENS = 16_384
 class ModelRequests:
     """The only way from a run's calls to a model."""
 
-    def __init__(self, run: RunState, pool: ClientPool, cache: ReusableReplies | None) -> None:
-        """``cache`` has replies of earlier runs by the hash of their request."""
-        setup, clients = run.setup, run.models.all
-        self.run = run
+    def __init__(
+        self,
+        setup: RlmSetup,
+        models: RunModels,
+        pool: ClientPool,
+        recorder: EventRecorder,
+        ending: RunEnding,
+        under_way: set[TurnRequest],
+        recording: RecordedReplies | None,
+        cache: ReusableReplies | None,
+    ) -> None:
+        """``cache`` has replies of earlier runs by the hash of their request. ``under_way`` is
+        filled with the requests that may have been sent and whose outcome is not recorded."""
+        clients = models.all
+        self.setup = setup
+        self.models = models
         self.pool = pool
+        self.recorder = recorder
+        self.ending = ending
+        self.under_way = under_way
+        self.recording = recording
         self.cache = cache
         self.sampling = msgspec.structs.replace(
             setup.sampling,
@@ -79,8 +94,8 @@ class ModelRequests:
         """What ``_text_limit`` returned."""
         self._reasoning: dict[str, int] = {}
         """Model -> tokens of hidden reasoning that a reply may have."""
-        self.under_way: set[TurnRequest] = set()
-        """Requests that may have been sent and whose outcome is not recorded."""
+        self._has_excess = False
+        """Whether a reply used more than was reserved."""
         self._repeated: set[tuple[str, int]] = set()
         """(call, turn) of the recorded attempts that were repeated."""
 
@@ -103,15 +118,16 @@ class ModelRequests:
         reply or a filtered one, and LimitReached if the run may not ask any more. A failure that a
         person can fix suspends the run.
         """
-        run, reused = self.run, len(call.messages) if reused is None else reused
+        recording, ending = self.recording, self.ending
+        reused = len(call.messages) if reused is None else reused
         limit = self.reply_tokens(call, longer)
         if last_word:
             limit = min(limit, self._last_word_tokens(call))
         messages = tuple(map(sendable, new))
-        if run.recording is not None and last_word is None:
-            messages = run.recording.edited(call.id, call.turn, messages)
+        if recording is not None and last_word is None:
+            messages = recording.edited(call.id, call.turn, messages)
         is_direct = call.kind == "lm" and call.parent is None
-        if is_direct and run.recording is None:
+        if is_direct and recording is None:
             limit = self._affordable(call, messages, limit)
         turn = TurnRequest(self, call, messages, reused, schema, tools, last_word, limit)
         found = self._found(turn)
@@ -121,21 +137,22 @@ class ModelRequests:
         else:
             self._check_open(turn)
             try:
-                async with run.until_deadline() if last_word else run.until_closing():
+                async with ending.until_deadline() if last_word else ending.until_closing():
                     reply = await self.pool.ask(
                         call.client,
                         turn.request,
                         turn,
                         on_send=turn.announce,
                         on_piece=turn.take_piece,
-                        on_retry=lambda text: run.note(call, text),
-                        patience_s=run.setup.limits.patience_at(last_word),
+                        on_retry=lambda text: self.recorder.note(call.id, text),
+                        patience_s=self.setup.limits.patience_at(last_word),
                     )
             except ModelError as error:
-                if can_be_fixed(error) and run.closing is None:
-                    await run.suspended(error)
+                if can_be_fixed(error) and ending.closing is None:
+                    await ending.suspended(error)
                 raise
-            run.measure_reply(call, reply.seconds)
+            if call.parent is None:
+                ending.measure_reply(reply.seconds)
             reply, reused_ids = self._received(turn, reply)
         turn.answered(reply, reused_ids, found is not None)
         self.over(turn)
@@ -154,63 +171,21 @@ class ModelRequests:
     def over(self, turn: TurnRequest) -> None:
         """Note that the outcome of ``turn`` is recorded."""
         self.under_way.discard(turn)
-        self.run.suspend_if_quiet()
+        self.ending.suspend_if_quiet()
 
-    async def whole(self, call: LiveCall, reply: Reply, new: Sequence[Message]) -> Reply:
-        """Return ``reply`` to ``new``, the last turn of ``call``, complete if possible.
-
-        If it was truncated at its token limit, it is continued from its end if the model's server
-        can do that, or else asked for again with a larger limit; at most twice. A reply with token
-        ids stays as it is: a policy in training must learn its own replies.
-        """
-        reused = len(call.messages) - 1 - len(new)
-        for longer in _LONGER:
-            if reply.finish != "length" or reply.token_ids is not None:
-                break
-            more = await self._more_of(call, reply, new, reused, longer)
-            if more is None:
-                break
-            reply = more
-        return reply
-
-    async def _more_of(
-        self, call: LiveCall, reply: Reply, new: Sequence[Message], reused: int, longer: int
-    ) -> Reply | None:
-        """Return ``reply`` with its continuation, or another reply with ``longer`` times its limit;
-        None if nothing more may be asked."""
-        setup, message = self.run.setup, reply.message
-        is_continued = bool(message.content.strip()) and not message.tool_calls
-        is_continued = is_continued and getattr(call.client, "continues", False)
-        if is_continued:
-            new, reused, longer = (), len(call.messages), 1
-        if self.run.must_stop(call) is not None:
-            return None
-        holds = call.parent is None and setup.scaffold.last_word
-        if holds and self.hold_last_word(call, new, longer) is not None:
-            return None
-        how = "continuing it" if is_continued else "asking again with a larger one"
-        self.run.note(call, f"the reply was cut at its limit of tokens: {how}")
-        tools = setup.scaffold.tools()
-        try:
-            more = await self.ask(call, new, reused=reused, tools=tools, longer=longer)
-        except LimitReached:
-            return None
-        except Refused as refused:  # a server may refuse a longer limit
-            if refused.needs_key:
-                raise
-            return None
-        if not is_continued:
-            return more
-        joined = msgspec.structs.replace(
-            more.message, content=message.content + more.message.content
-        )
-        return msgspec.structs.replace(more, message=joined)
+    def warn_of_excess(self, call: LiveCall, text: str) -> None:
+        """Record that a reply used more than was reserved. Only the first time is a warning,
+        because a model may do this at every reply."""
+        is_first, self._has_excess = not self._has_excess, True
+        prefix = "warning: " if is_first else ""
+        note = f"{prefix}{text}; later requests to it reserve as much"
+        self.recorder.note(call.id, note, is_warning=is_first)
 
     def sampling_of(self, client: Client) -> Sampling:
         """Return the sampling of the replies of ``client``."""
         found = self._sampling.get(id(client))
         if found is None:
-            found = self.run.models.sampling(client, self.sampling)
+            found = self.models.sampling(client, self.sampling)
             self._sampling[id(client)] = found
         return found
 
@@ -235,7 +210,7 @@ class ModelRequests:
         return found
 
     def _find_text_limit(self, client: Client, depth: int, is_plain: bool) -> tuple[int, str]:
-        setup = self.run.setup
+        setup = self.setup
         limit, name = self.sampling.max_tokens, "max_reply_tokens"
         for_subs = setup.limits.max_sub_reply_tokens
         if for_subs is not None and is_plain:
@@ -260,7 +235,7 @@ class ModelRequests:
         return self._reasoning[client.name]
 
     def _estimated_reasoning(self, client: Client) -> int:
-        given = self.run.setup.limits.max_reasoning_tokens
+        given = self.setup.limits.max_reasoning_tokens
         if given is not None:
             return given
         thinking = self.sampling_of(client).extra.get("thinking")
@@ -277,8 +252,8 @@ class ModelRequests:
         return max(0, min(most))
 
     def _last_word_tokens(self, call: LiveCall) -> int:
-        most = self.run.setup.limits.last_word_tokens
-        own = self.run.setup.at(call.depth).max_reply_tokens or most
+        most = self.setup.limits.last_word_tokens
+        own = self.setup.at(call.depth).max_reply_tokens or most
         return min(most, own) + self._reasoning_tokens(call.client)
 
     def hold_last_word(
@@ -291,7 +266,7 @@ class ModelRequests:
         the turn's reply is shortened, and the final prompt will do without the observation.
         """
         before, call.shrunk = call.shrunk, None
-        output = self.run.setup.scaffold.max_output_chars
+        output = self.setup.scaffold.max_output_chars
         exceeded = self._hold(call, new, self.reply_tokens(call, longer), output)
         if exceeded is not None and longer > 1:
             call.shrunk = before
@@ -353,7 +328,7 @@ class ModelRequests:
     def _found(self, turn: TurnRequest) -> tuple[Reply, int] | None:
         """Return (reply, number of reused ids) from the recorded run or from the cache, or None.
         Raises the error that the recorded run met instead of a reply."""
-        call, recording = turn.call, self.run.recording
+        call, recording = turn.call, self.recording
         if recording is not None:
             if turn.last_word is not None and recording.is_unanswered(call.id, call.turn):
                 # The run closes while a request that had been cut off is sent again.
@@ -370,7 +345,7 @@ class ModelRequests:
                 return reply, recording.reused_ids(call.id, call.turn)
             code = recording.given.get((call.id, call.turn))
             if code is not None:
-                return call.without_path(self.run.scaffold.reply_with(code))
+                return call.without_path(self.setup.scaffold.reply_with(code))
         # Branches send equal requests to get different replies, so they bypass the cache.
         if self.cache is not None and not call.is_branch:
             reply = self.cache.find(turn.digest, call.client.name, turn.request)
@@ -390,7 +365,7 @@ class ModelRequests:
             return
         self._repeated.add(place)
         for attempt in recording.attempts_at(*place):
-            self.run.recorder.emit(attempt)
+            self.recorder.emit(attempt)
             self.ledger.charge(attempt.usage, attempt.cost)
         if recording.in_flight(*place):
             turn.charge_in_flight()
@@ -398,15 +373,15 @@ class ModelRequests:
     def _check_open(self, turn: TurnRequest) -> None:
         """Raise LimitReached if nothing may be sent any more, and release what was held back for a
         final request of the root."""
-        if self.run.closing is not None and not turn.last_word:
-            raise closed(self.run.closing)
+        if self.ending.closing is not None and not turn.last_word:
+            raise closed(self.ending.closing)
         if turn.last_word and turn.call.parent is None:
             self.ledger.held = ResourceAmount()
 
     def _received(self, turn: TurnRequest, reply: Reply) -> tuple[Reply, int]:
         """Complete a reply that was sent, and add it to the cache. Returns (reply with only its new
         prompt ids, number of reused ids)."""
-        stop, message = self.run.scaffold.stop, sendable(reply.message)
+        stop, message = self.setup.scaffold.stop, sendable(reply.message)
         if stop and reply.finish == "stop" and not message.tool_calls:
             message = msgspec.structs.replace(message, content=retool.closed(message.content, stop))
         reply = msgspec.structs.replace(reply, message=message)
@@ -441,7 +416,7 @@ class TurnRequest:
         self.call = call
         self.last_word = last_word
         self.request = Request(prompt, sampling, schema, tools, affinity=call.id, known=known)
-        recording = requests.run.recording
+        recording = requests.recording
         # A run that is continued with another model keeps the hashes of its calls.
         model = recording.model_of(call.id) if recording is not None else None
         self.digest = prompt_hash(model or call.client.name, self.request)
@@ -480,12 +455,13 @@ class TurnRequest:
 
     def announce(self) -> None:
         """Record that the request is about to be sent."""
-        call, run = self.call, self._requests.run
-        if run.recording is not None:  # a concurrent call may have diverged meanwhile
-            run.recording.check(call.id, call.turn, self.digest)
-        run.recorder.emit(
+        call, recorder = self.call, self._requests.recorder
+        recording = self._requests.recording
+        if recording is not None:  # a concurrent call may have diverged meanwhile
+            recording.check(call.id, call.turn, self.digest)
+        recorder.emit(
             RequestStarted(
-                at_s=run.recorder.now(),
+                at_s=recorder.now(),
                 call=call.id,
                 turn=call.turn,
                 reused=self._reused,
@@ -498,7 +474,7 @@ class TurnRequest:
     def answered(self, reply: Reply, reused_ids: int, is_cached: bool) -> None:
         """Record ``reply`` and finish the turn. ``reused_ids`` is the number of ids of the path
         that its prompt reuses."""
-        call, recorder = self.call, self._requests.run.recorder
+        call, recorder = self.call, self._requests.recorder
         recorder.emit(
             ReplyReceived(
                 at_s=recorder.now(),
@@ -510,14 +486,14 @@ class TurnRequest:
             )
         )
         if self._excess:
-            self._requests.run.warn_of_excess(call, self._excess)
+            self._requests.warn_of_excess(call, self._excess)
         call.advance(self._reused, self._new, reply, reused_ids)
 
     def take_piece(self, piece: ReplyPiece) -> None:
         """Report a part of a reply that has arrived. The reply is recorded once it is complete or
         the attempt fails."""
         if piece.text or piece.reasoning:
-            run, call = self._requests.run.recorder.id, self.call
+            run, call = self._requests.recorder.id, self.call
             is_first = not self.arrived
             self.arrived.append(piece)
             report_text(run, call.id, self.call.turn, piece.text, piece.reasoning, is_first)
@@ -527,9 +503,10 @@ class TurnRequest:
     async def reserve(self) -> None:
         self.arrived.clear()
         await self._reservation.reserve()
-        if self._requests.run.suspension is not None:
+        ending = self._requests.ending
+        if ending.suspension is not None:
             self._reservation.free()
-            await self._requests.run.suspended(self._requests.run.suspension)
+            await ending.suspended(ending.suspension)
         self._requests.under_way.add(self)
 
     def is_enough(self) -> bool:
@@ -577,7 +554,7 @@ class TurnRequest:
         return f"call {self.call.id}, turn {self.call.turn}"
 
     def _attempted(self, error: str, usage: Usage, cost: float | None) -> None:
-        recorder = self._requests.run.recorder
+        recorder = self._requests.recorder
         recorder.emit(
             AttemptFailed(
                 at_s=recorder.now(),
@@ -603,12 +580,6 @@ def prompt_hash(model: str, request: Request) -> str:
     same."""
     parts = (model, request.messages, request.sampling, request.schema, request.tools)
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
-
-
-def closed(stop: Stop) -> LimitReached:
-    """Return the error of a request that the end of its run cut off or ruled out."""
-    why = {Stop.DEADLINE: "the run's time is up", Stop.CANCELLED: "the run was asked to finish"}
-    return LimitReached(why.get(stop, f"the run is closing ({stop})"), stop)
 
 
 def cut_reply(requests: ModelRequests, call: LiveCall, text: str) -> ReplyCut:

@@ -18,22 +18,20 @@ import msgspec
 from ramify.clients.base import Client, Sampling
 from ramify.clients.model import Model
 from ramify.engine import observe
-from ramify.engine.branch import BranchSearch
+from ramify.engine.branch_search import BranchSearch
 from ramify.engine.limits import Limits
 from ramify.engine.prompt_text import PromptExample, examples_of
 from ramify.engine.scaffold import Scaffold
 from ramify.engine.typed import CITE_INSTRUCTION, AnswerType, answer_type, cited_type
 from ramify.errors import ConfigError, NamedFields, nearest
 from ramify.sandbox.base import Session
-from ramify.types.event import AnyEvent
+from ramify.types.event import Listener
 from ramify.types.message import Message, encodable
 
 ModelSpec = str | Model | Client
 """A name ``provider:model``, a model with its key and settings, or a client."""
 _OF_A_MODEL = ("api_key", "base_url", "alias", "window", "price", "headers", "vision")
 """Keywords of ``Model``, which users look for elsewhere."""
-Listener = Callable[[AnyEvent], None]
-
 _PICTURES = ("image", "image_url", "input_image", "input_audio", "input_file", "file", "video_url")
 """Types of the parts of a message that are not text, as providers name them."""
 _LONG_QUESTION_CHARS = 2000

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.engine.branch import recorded_search
+from ramify.engine.branch_search import recorded_search
 from ramify.engine.limits import Limits
 from ramify.engine.question import Question, RunOptions, question
 from ramify.engine.resources import INSTRUCTIONS, RlmSetup, stored_in

@@ -21,7 +21,7 @@ from ramify.clients.base import Client, Price, Sampling
 from ramify.clients.model import Model, bare_name, check_aliases
 from ramify.clients.pool import ClientPool
 from ramify.clients.providers import load_clients
-from ramify.engine.branch import BranchSearch, config_of, search_of
+from ramify.engine.branch_search import BranchSearch, config_of, search_of
 from ramify.engine.limits import Limits
 from ramify.engine.prompt_text import PromptExample, examples_of
 from ramify.engine.question import ModelSpec, Question, RunOptions

@@ -29,7 +29,7 @@ import msgspec
 from ramify.clients.base import Client, Sampling
 from ramify.clients.pool import ClientPool
 from ramify.engine import rerun, threads
-from ramify.engine.branch import search_of
+from ramify.engine.branch_search import search_of
 from ramify.engine.conversation import Conversation
 from ramify.engine.event_recorder import EventRecorder, checked_listener, tracing
 from ramify.engine.fork import ForkEstimate, ForkOptions, fork_point

@@ -28,14 +28,16 @@ from ramify.engine.action import (
     read_action,
 )
 from ramify.engine.call_notebook import MAX_DEATHS, Notebook
-from ramify.engine.event_recorder import CallOutcome
+from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.foreign_formats import syntax_hint
 from ramify.engine.host import CellHost
+from ramify.engine.live_call import LiveCall
 from ramify.engine.model_requests import cut_reply
 from ramify.engine.question import opening
 from ramify.engine.reading import read_reply
-from ramify.engine.run_state import LiveCall, RunState
+from ramify.engine.run_state import RunState
 from ramify.engine.typed import AnswerType, TypeMismatch
+from ramify.engine.whole_reply import whole_reply
 from ramify.errors import (
     HostCallError,
     LimitReached,
@@ -164,7 +166,11 @@ class RlmLoop:
         stop = run.must_stop(call)
         if stop is None and self._is_root and self.scaffold.last_word:
             stop = run.requests.hold_last_word(call, self._state.pending)
-        if stop in (Stop.MAX_TOKENS, Stop.MAX_COST) and not call.messages and run.closing is None:
+        if (
+            stop in (Stop.MAX_TOKENS, Stop.MAX_COST)
+            and not call.messages
+            and run.ending.closing is None
+        ):
             # Nothing was seen yet, so a final request would be answered blindly.
             why = run.requests.ledger.refusals.get(stop, f"the run's limit is reached ({stop})")
             return CallOutcome(stop, error=f"nothing was asked: {why}")
@@ -173,7 +179,7 @@ class RlmLoop:
         try:
             reply = await self._ask_within_window(tools=self.scaffold.tools())
             if self.scaffold.takes_words:
-                reply = await run.requests.whole(call, reply, self._state.pending)
+                reply = await whole_reply(run, call, reply, self._state.pending)
         except LimitReached as reached:
             return await self._last_word(Stop(reached.stop))
         except ModelError as error:
@@ -325,7 +331,7 @@ class RlmLoop:
             if self.run.was_skipped(self.call, turn, index):
                 break
             # The run started to close meanwhile, which interrupts only sessions that were open.
-            if self.run.closing is not None:
+            if self.run.ending.closing is not None:
                 break
             cell, note = await self._run_cell(code, turn, index, notes)
             reports.append(self.scaffold.report(cell))

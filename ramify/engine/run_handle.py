@@ -22,21 +22,18 @@ import msgspec
 from ramify.clients.base import Client
 from ramify.engine import observe, threads
 from ramify.engine.branch import BranchedLoop
-from ramify.engine.event_recorder import (
-    CallOutcome,
-    EventRecorder,
-    context_ref,
-    jsonable,
-    typed_record,
-)
+from ramify.engine.call_outcome import CallOutcome
+from ramify.engine.event_recorder import EventRecorder, context_ref
 from ramify.engine.host import ask_plain
+from ramify.engine.live_call import LiveCall
 from ramify.engine.model_conversations import ModelConversations
 from ramify.engine.prompt_facts import check_instructions
 from ramify.engine.prompt_text import instructions
 from ramify.engine.question import Question, opening
+from ramify.engine.recorded_values import jsonable, typed_record
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels, SharedResources
 from ramify.engine.rlm_loop import RlmLoop
-from ramify.engine.run_state import LiveCall, RunState
+from ramify.engine.run_state import RunState
 from ramify.engine.threads import LoopWatch
 from ramify.engine.typed import Citation, CitedAnswer
 from ramify.errors import (
@@ -198,7 +195,7 @@ class RunHandle:
         """Stop the work and answer with what is known so far."""
         self._requested_stop = Stop.CANCELLED
         if self._run is not None:
-            self._run.close_in(Stop.CANCELLED)
+            self._run.ending.close_in(Stop.CANCELLED)
 
     def cancel(self) -> None:
         """End the run at once, without an answer."""
@@ -248,16 +245,18 @@ class RunHandle:
                     cache=self._cache,
                 )
                 limits = self._setup.limits
-                watch = LoopWatch(limits.max_seconds, limits.stall_s, self._blocked, run.overdue)
+                watch = LoopWatch(
+                    limits.max_seconds, limits.stall_s, self._blocked, run.ending.overdue
+                )
                 self._started(context)
                 if self._requested_stop is not None:
-                    run.close_in(self._requested_stop)
+                    run.ending.close_in(self._requested_stop)
                 outcome = await answer(run, models.rlm(0), context)
         except asyncio.CancelledError:
             outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
-            if run is None or run.suspension is None or self._task.uncancel():
+            if run is None or run.ending.suspension is None or self._task.uncancel():
                 raise
-            outcome = self._failed(run.suspension)
+            outcome = self._failed(run.ending.suspension)
         except RamifyError as error:
             outcome = self._failed(error)
             if run is None:
@@ -302,15 +301,15 @@ class RunHandle:
             f"(max_seconds={limits.max_seconds:g}), at {place}: code on the loop must not block"
         )
         id = self.id if self.recorder.is_stored else ""
-        error = LoopBlocked(why if place else str(run.suspension), id)
-        run.suspension = error
+        error = LoopBlocked(why if place else str(run.ending.suspension), id)
+        run.ending.suspension = error
         end = self._end_of(self._failed(error), run)
         # In a thread, because the disk may be what blocks the loop.
         ending = threading.Thread(target=self.recorder.seal, args=(end, error), daemon=True)
         ending.start()
         ending.join(_CLOSE_S)
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._task.get_loop().call_soon_threadsafe(run.overdue, error)
+            self._task.get_loop().call_soon_threadsafe(run.ending.overdue, error)
         if (release := self._on_blocked) is not None:
             release(error)
         else:

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.engine.question import Listener
 from ramify.types.call_node import CallNode
 from ramify.types.call_tree import CallTree
 from ramify.types.event import (
@@ -33,6 +32,7 @@ from ramify.types.event import (
     CallEnded,
     CallStarted,
     CellRan,
+    Listener,
     ReplyReceived,
     RequestStarted,
     RunEnded,

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.clients.base import Sampling
-from ramify.engine.branch import BranchSearch
+from ramify.engine.branch_search import BranchSearch
 from ramify.engine.limits import Limits
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle, as_text

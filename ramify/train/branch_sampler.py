@@ -25,7 +25,7 @@ from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ramify.engine.run_state import LiveCall
+    from ramify.engine.live_call import LiveCall
 
 
 class BranchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -13,6 +13,7 @@ it on a file.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -263,6 +264,9 @@ AnyEvent = (
     | RunEnded
     | ScoreAdded
 )
+Listener = Callable[[AnyEvent], None]
+"""Is called with each event of a run."""
+
 TASK = "task"
 """Scorer name of scores that the task gave."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ramify import Stop, Store
-from ramify.engine.branch import Branches, by_score, vote
+from ramify.engine.branch_search import Branches, by_score, vote
 from ramify.errors import ConfigError, ReplayDiverged
 from ramify.types.message import Message
 from ramify.types.trajectory import Fork

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ramify import RLM, Stop, Store
-from ramify.engine.branch import vote
+from ramify.engine.branch_search import vote
 from ramify.engine.run_handle import as_text
 from ramify.types.message import Message
 from tests.engine.helpers import client, code, rlm

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ramify import SandboxSpec
-from ramify.engine.branch import Branches
+from ramify.engine.branch_search import Branches
 from ramify.errors import SandboxError
 from ramify.types.message import Message
 from ramify.types.trajectory import Cell

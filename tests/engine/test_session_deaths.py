@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ramify import SandboxSpec, Stop, Store
-from ramify.engine.branch import Branches
+from ramify.engine.branch_search import Branches
 from ramify.types.event import (
     AnyEvent,
     CallStarted,

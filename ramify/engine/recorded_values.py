@@ -1,0 +1,67 @@
+"""The form in which answers are recorded: as JSON can hold them, and with their type if JSON would
+change it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from ramify.errors import SandboxError
+from ramify.sandbox.base import SharedContext
+
+
+def jsonable(value: Any) -> Any:
+    """Return ``value`` in its recorded form: anything that JSON cannot represent becomes text."""
+    if type(value) is str:
+        return value
+    try:
+        plain = msgspec.to_builtins(value, str_keys=True, enc_hook=_dumped)
+        msgspec.json.decode(msgspec.json.encode(plain))  # as a reader of the journal will do
+    except UnicodeEncodeError:  # a lone surrogate, which a journal writes as an escape
+        return plain
+    except Exception:  # noqa: BLE001 -- a model chose the value, which may be anything
+        return _text_of(value)
+    return plain
+
+
+def _text_of(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception as error:  # noqa: BLE001 -- such as an integer with too many digits to print
+        return f"(a value of type {type(value).__name__} that has no text: {type(error).__name__})"
+
+
+def _dumped(value: Any) -> Any:
+    """Return the fields of a pydantic model; msgspec supports all other serializable types."""
+    if not hasattr(value, "model_dump"):
+        raise NotImplementedError
+    return value.model_dump(mode="json")
+
+
+def typed_record(answer: Any) -> dict[str, Any] | None:
+    """Pack an answer whose type JSON would change; None for others, and if no session can hold
+    it."""
+    if _is_plain(answer):
+        return None
+    try:
+        return SharedContext(answer).pack()
+    except SandboxError:  # of a type of the caller, which gives it again
+        return None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ``value`` is the same after it was written as JSON and read."""
+    match value:
+        case None | str() | bool() | int():
+            return True
+        case float():
+            return math.isfinite(value)
+        case list():
+            return all(map(_is_plain, value))
+        case dict():
+            return all(type(key) is str for key in value) and all(map(_is_plain, value.values()))
+        case _:
+            return False

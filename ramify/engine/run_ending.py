@@ -1,0 +1,182 @@
+"""When and how a run ends: at its deadline, early on request, or suspended.
+
+``RunEnding.close_in`` ends work early, at the deadline or on the user's request: requests in flight
+are cancelled and charged as possibly billed, running cells are interrupted, and only final requests
+("last words") are still sent.
+
+``RunEnding.suspend`` ends a run that a person must help: nothing more is sent, the replies on their
+way are recorded, and then the run's task is cancelled.
+
+Not here: limits on tokens, calls and dollars (see ``limits.py``), and what is recorded about the
+end (see ``run_state.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Set
+from typing import Any, NoReturn
+
+from ramify.engine.event_recorder import EventRecorder
+from ramify.engine.limits import Limits
+from ramify.engine.threads import waiting_at
+from ramify.errors import LimitReached, LoopBlocked, RamifyError
+from ramify.sandbox.base import Session
+from ramify.types.trajectory import Stop
+
+_CUT = "cut by close_in"
+_SUSPENDED = "suspended"
+_LEAST_LAST_WORD_S = 5.0
+"""Seconds that are kept for the final reply of a model that answers at once."""
+_REPLIES_KEPT = 2.0
+"""How many times the slowest reply so far is kept for the final one."""
+
+
+class RunEnding:
+    """The end of one run, which is the current task. Lives on one event loop."""
+
+    def __init__(self, limits: Limits, recorder: EventRecorder, unrecorded: Set[object]) -> None:
+        """``unrecorded`` has the requests that may have been sent and whose outcome is not recorded
+        yet: a suspended run waits until there are none."""
+        self.closing: Stop | None = None
+        """Why the run is ending early, if it is."""
+        self.suspension: RamifyError | None = None
+        """Why the run is being suspended, if it is."""
+        self.last_word_s = limits.last_word_s
+        """Seconds before the deadline that are kept for the root's final reply."""
+        self._limits = limits
+        self._recorder = recorder
+        self._unrecorded = unrecorded
+        self._loop = asyncio.get_running_loop()
+        self._main = asyncio.current_task()
+        self._deadline = self._loop.time() + limits.max_seconds
+        self._alarm: asyncio.TimerHandle | None = None
+        self._slowest_s = 0.0
+        """Longest time that a reply of the root's model took."""
+        self._in_flight: set[asyncio.Task[Any]] = set()
+        """Tasks that wait for a model, except those of final requests."""
+        self._sessions: set[Session] = set()
+        recorder.on_trouble = self.suspend
+
+    def start(self) -> None:
+        """Close the run in time before its deadline."""
+        when = self._deadline - self.last_word_s
+        self._alarm = self._loop.call_at(when, self.close_in, Stop.DEADLINE)
+
+    def finish(self) -> None:
+        """Release the event-loop resources of the finished run."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._main = None
+
+    def seconds_left(self) -> float:
+        """Seconds until the deadline."""
+        return self._deadline - self._loop.time()
+
+    def measure_reply(self, seconds: float) -> None:
+        """Reserve as much time for the root's final reply as its model has needed for this one.
+        Before the first reply, a tenth of the run's time is reserved."""
+        if seconds <= self._slowest_s:
+            return
+        self._slowest_s = seconds
+        least = min(self._limits.last_word_s, _LEAST_LAST_WORD_S)
+        last_word_s = min(max(least, _REPLIES_KEPT * seconds), self._limits.max_seconds / 2)
+        if last_word_s == self.last_word_s:
+            return
+        self.last_word_s = last_word_s
+        if self.closing is None and self._main is not None and self._alarm is not None:
+            self._alarm.cancel()
+            self.start()
+
+    # --- ending early -----------------------------------------------------------------------------
+
+    def close_in(self, stop: Stop) -> None:
+        """End all work now, leaving the root time for its final answer."""
+        if self.closing is not None:
+            return
+        self.closing = stop
+        for task in self._in_flight:
+            task.cancel(_CUT)
+        for session in self._sessions:
+            session.interrupt(str(stop))
+
+    def interrupts(self, session: Session) -> None:
+        """Interrupt ``session`` when the run closes."""
+        self._sessions.add(session)
+
+    def forget(self, session: Session) -> None:
+        """Undo ``interrupts``."""
+        self._sessions.discard(session)
+
+    @contextlib.asynccontextmanager
+    async def until_closing(self) -> AsyncIterator[None]:
+        """Let ``close_in`` cancel what this task awaits in the block; raises LimitReached then. It
+        sets no timer, because there may be thousands of these waits."""
+        task = asyncio.current_task()
+        assert task is not None
+        cancels = task.cancelling()
+        self._in_flight.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self.closing is not None and task.uncancel() <= cancels:
+                raise closed(self.closing) from None
+            raise
+        finally:
+            self._in_flight.discard(task)
+
+    @contextlib.asynccontextmanager
+    async def until_deadline(self) -> AsyncIterator[None]:
+        """Cancel what the block awaits, a final request, at the deadline; raises LimitReached
+        then."""
+        try:
+            async with asyncio.timeout_at(self._deadline) as scope:
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise closed(Stop.DEADLINE) from None
+
+    # --- suspending -------------------------------------------------------------------------------
+
+    def suspend(self, error: RamifyError) -> None:
+        """Send nothing more, and cancel the run once the replies on their way are recorded."""
+        self.suspension = self.suspension or error
+        self.suspend_if_quiet()
+
+    def suspend_if_quiet(self) -> None:
+        """Cancel a run that is being suspended if no reply is on its way."""
+        if self.suspension is not None and not self._unrecorded:
+            # Later, because a task that cancels itself as it ends would end cancelled.
+            asyncio.get_running_loop().call_soon(self._cancel_main)
+
+    async def suspended(self, error: RamifyError) -> NoReturn:
+        """``suspend``, and wait until this task is cancelled, so that no cell sees the failure."""
+        self.suspend(error)
+        await asyncio.Future()
+        raise AssertionError
+
+    def overdue(self, error: RamifyError | None = None) -> None:
+        """End the run, whose event loop was blocked (``error``), or which did not end by itself
+        past its deadline."""
+        main, stall_s = self._main, self._limits.stall_s
+        if main is not None and error is None:
+            error = LoopBlocked(
+                f"the run did not end within {stall_s:g} s of its deadline; it waits at "
+                f"{waiting_at(main)}",
+                self._recorder.id if self._recorder.is_stored else "",
+            )
+        self.suspension = self.suspension or error
+        self._cancel_main()
+
+    def _cancel_main(self) -> None:
+        main, self._main = self._main, None
+        if main is not None:
+            main.cancel(_SUSPENDED)
+
+
+def closed(stop: Stop) -> LimitReached:
+    """Return the error of a request that the end of its run cut off or ruled out."""
+    why = {Stop.DEADLINE: "the run's time is up", Stop.CANCELLED: "the run was asked to finish"}
+    return LimitReached(why.get(stop, f"the run is closing ({stop})"), stop)

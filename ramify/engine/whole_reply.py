@@ -1,0 +1,73 @@
+"""A reply that was truncated at its token limit, made whole: continued, or asked for again.
+
+Not here: replies of a policy in training, which must learn its own (they stay as they are).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ramify.engine.live_call import LiveCall
+from ramify.engine.run_state import RunState
+from ramify.errors import LimitReached, Refused
+from ramify.types.message import Message, Reply
+
+_LONGER = (2, 4)
+"""Factors of the limit with which a truncated reply is asked for again."""
+
+
+async def whole_reply(run: RunState, call: LiveCall, reply: Reply, new: Sequence[Message]) -> Reply:
+    """Return ``reply`` to ``new``, the last turn of ``call``, complete if possible.
+
+    If it was truncated at its token limit, it is continued from its end if the model's server
+    can do that, or else asked for again with a larger limit; at most twice. A reply with token
+    ids stays as it is: a policy in training must learn its own replies.
+    """
+    reused = len(call.messages) - 1 - len(new)
+    for longer in _LONGER:
+        if reply.finish != "length" or reply.token_ids is not None:
+            break
+        more = await _more_of(run, call, reply, new, reused, longer)
+        if more is None:
+            break
+        reply = more
+    return reply
+
+
+async def _more_of(
+    run: RunState,
+    call: LiveCall,
+    reply: Reply,
+    new: Sequence[Message],
+    reused: int,
+    longer: int,
+) -> Reply | None:
+    """Return ``reply`` with its continuation, or another reply with ``longer`` times its limit;
+    None if nothing more may be asked."""
+    setup, message = run.setup, reply.message
+    is_continued = bool(message.content.strip()) and not message.tool_calls
+    is_continued = is_continued and getattr(call.client, "continues", False)
+    if is_continued:
+        new, reused, longer = (), len(call.messages), 1
+    if run.must_stop(call) is not None:
+        return None
+    holds = call.parent is None and setup.scaffold.last_word
+    if holds and run.requests.hold_last_word(call, new, longer) is not None:
+        return None
+    how = "continuing it" if is_continued else "asking again with a larger one"
+    run.note(call, f"the reply was cut at its limit of tokens: {how}")
+    tools = setup.scaffold.tools()
+    try:
+        more = await run.requests.ask(call, new, reused=reused, tools=tools, longer=longer)
+    except LimitReached:
+        return None
+    except Refused as refused:  # a server may refuse a longer limit
+        if refused.needs_key:
+            raise
+        return None
+    if not is_continued:
+        return more
+    joined = msgspec.structs.replace(more.message, content=message.content + more.message.content)
+    return msgspec.structs.replace(more, message=joined)
