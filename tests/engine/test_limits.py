@@ -251,6 +251,46 @@ def test_nothing_is_admitted_before_requests_in_flight_are_settled() -> None:
     asyncio.run(main())
 
 
+def test_a_waiting_request_reserves_as_much_as_was_reported_while_it_waited() -> None:
+    async def main() -> None:
+        ledger = Ledger(Limits(), priced=False)
+        first, sent, third = (Reservation(ledger, "m", Usage(10, 10, calls=1), None) for _ in "abc")
+        await first.reserve()
+        await sent.reserve()
+        first.settle(Usage(10, 500, calls=1), None, "call 0")
+        waiting = asyncio.create_task(third.reserve())
+        await asyncio.sleep(0)
+        sent.settle(Usage(10, 700, calls=1), None, "call 1")
+        await waiting
+        assert ledger.outstanding == third.amount == ResourceAmount(1, 10 + 10 + 690)
+
+    asyncio.run(main())
+
+
+def test_a_waiter_that_is_refused_and_cancelled_at_once_returns_nothing() -> None:
+    async def main() -> None:
+        ledger = Ledger(Limits(max_calls=3), priced=False)
+        await ledger.reserve(ResourceAmount(2))
+        waiting = asyncio.create_task(ledger.reserve(ResourceAmount(2)))
+        await asyncio.sleep(0)
+        ledger.charge(Usage(calls=2), None)  # refuses the waiter, which is then cancelled
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert ledger.outstanding == ResourceAmount(2)
+
+    asyncio.run(main())
+
+
+def test_a_billionth_above_a_limit_is_rounding() -> None:
+    ledger = Ledger(Limits(max_cost=0.3), priced=True)
+    most = 0.3 * (1 + 1e-9)
+    assert ledger.would_pass(ResourceAmount(cost=most)) is None
+    assert ledger.would_pass(ResourceAmount(cost=math.nextafter(most, 1))) is Stop.MAX_COST
+    reserved = ResourceAmount(1, 20, 0.3)
+    assert not ledger.is_excess(reserved, Usage(1, 1), most)
+    assert ledger.is_excess(reserved, Usage(1, 1), math.nextafter(most, 1))
+
+
 def test_a_limit_may_be_used_up_and_rounding_is_tolerated() -> None:
     ledger = Ledger(Limits(max_calls=3, max_tokens=30, max_cost=0.3), priced=True)
     for _ in range(3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 import threading
@@ -88,3 +89,62 @@ def test_threads_and_processes_put_same_blobs_concurrently(store: Store):
     found = {path.name for path, _ in store.blobs.list()}
     assert found == {hashlib.sha256(b"%d" % number * 5000).hexdigest() for number in range(40)}
     assert all(store.blobs.get(digest) for digest in found)
+
+
+def test_a_blob_is_kept_if_it_was_put_again_after_a_time(store: Store):
+    digest = store.blobs.put(b"x" * 1000)
+    os.utime(store.blobs.path(digest), (500.0, 500.0))
+    assert store.blobs.delete(digest, 499.9) == 0
+    assert digest in store.blobs
+    assert [store.blobs.delete(digest, 500.0), store.blobs.delete(digest, 500.0)] == [1000, 0]
+    assert digest not in store.blobs
+
+
+def test_a_blob_that_is_put_again_is_as_new(store: Store):
+    digest = store.blobs.put(b"x")
+    path = store.blobs.path(digest)
+    os.utime(path, (500.0, 500.0))
+    file = path.stat().st_ino
+    store.blobs.put(b"x")
+    assert path.stat().st_mtime > 500.0
+    assert path.stat().st_ino == file
+
+
+def test_files_of_blobs_are_private(store: Store):
+    path = store.blobs.path(store.blobs.put(b"x"))
+    modes = [
+        each.stat().st_mode & 0o777 for each in (path, path.parent, store.blobs.root / ".lock")
+    ]
+    assert modes == [0o600, 0o700, 0o600]
+
+
+def test_a_list_has_files_of_own_folders_that_still_exist(store: Store, tmp_path: Path):
+    digests = [store.blobs.put(b"x", "ab" + 62 * each) for each in "0123"]
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "file").touch()
+    (store.blobs.root / "link").symlink_to(other)
+    listed = store.blobs.list()
+    seen = [next(listed)[0].name]
+    last = next(digest for digest in digests if digest not in seen)
+    for digest in digests:
+        if digest not in (*seen, last):
+            store.blobs.path(digest).unlink()
+    assert {*seen, *(path.name for path, _ in listed)} == {*seen, last}
+    empty = Store(tmp_path / "empty").blobs
+    empty.root.rmdir()
+    assert list(empty.list()) == []
+
+
+def test_a_file_that_cannot_be_opened_is_named(store: Store):
+    digest = store.blobs.put(b"x")
+    path = store.blobs.path(digest)
+    path.unlink()
+    path.symlink_to(path)
+    with pytest.raises(StoreError, match=f"cannot read the blob {path}: Too many levels"):
+        store.blobs.get(digest)
+    lock = store.blobs.root / ".lock"
+    lock.unlink()
+    lock.mkdir()
+    with pytest.raises(StoreError, match=f"cannot write {lock}: Is a directory; free some space"):
+        store.blobs.put(b"y")

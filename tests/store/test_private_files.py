@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -150,6 +151,24 @@ def test_a_measurement_is_remembered_for_an_hour(
     assert msgspec.json.decode(cache.read_bytes())["at"] == 1e6 + 3600
 
 
+def test_a_folder_that_is_deleted_during_a_measurement_counts_nothing(tmp_path: Path) -> None:
+    """Whichever of two folders is opened first, the other one is moved away at that moment."""
+    root, gone = tmp_path / "root", tmp_path / "gone"
+    folders = [root / "a", root / "b"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "file").write_bytes(b"x" * 10)
+
+    def move_the_other(event: str, args: tuple[object, ...]) -> None:
+        if event == "os.scandir" and args[0] in map(str, folders) and not gone.exists():
+            other = folders[args[0] == str(folders[0])]
+            other.rename(gone)
+
+    sys.addaudithook(move_the_other)
+    assert StoreSize(root).measure() == 10
+    assert gone.exists()
+
+
 def test_a_measurement_that_cannot_be_remembered_is_still_one(full: Path) -> None:
     (full / "size.json").mkdir()
     assert StoreSize(full).measure() == 1000
@@ -223,6 +242,7 @@ def test_requests_for_one_file_become_one_flush_and_settle_waits_for_its_own(
     flusher.flush(files[2], other)
     settling = threading.Thread(target=flusher.settle, args=(mine,))
     settling.start()
+    assert all(each.daemon for each in threading.enumerate() if each.name == "ramify-flusher")
     goes_on.set()
     settling.join()
     flusher.settle(other)
@@ -240,3 +260,69 @@ def test_an_error_of_a_flush_reaches_the_owner_of_the_file(tmp_path: Path) -> No
     flusher.settle(other)
     assert [error.strerror for error in mine.errors] == ["Input/output error"]
     assert other.errors == []
+
+
+def test_without_a_thread_the_owner_flushes_and_the_next_request_tries_again(
+    tmp_path: Path,
+) -> None:
+    """As at the end of the interpreter, no thread can be started: its stack is too large."""
+    flushed_by: list[str] = []
+    is_flushed = threading.Event()
+
+    def fsync(fd: int) -> None:
+        flushed_by.append(threading.current_thread().name)
+        is_flushed.set()
+
+    flusher, mine = FsyncFlusher(fsync), Owner()
+    size = threading.stack_size(1 << 50)
+    try:
+        flusher.flush(tmp_path, mine)
+    finally:
+        threading.stack_size(size)
+    flusher.settle(mine)
+    is_flushed.clear()
+    flusher.flush(tmp_path, mine)
+    is_flushed.wait(60)
+    assert flushed_by == [threading.current_thread().name, "ramify-flusher"]
+
+
+def test_an_idle_thread_ends_and_the_next_request_starts_another(tmp_path: Path) -> None:
+    flushed_by: list[threading.Thread] = []
+    is_flushed = threading.Event()
+
+    def fsync(fd: int) -> None:
+        flushed_by.append(threading.current_thread())
+        is_flushed.set()
+
+    flusher, mine = FsyncFlusher(fsync), Owner()
+    flusher.flush(tmp_path, mine)
+    is_flushed.wait(60)
+    flushed_by[0].join(60)
+    assert not flushed_by[0].is_alive()
+    is_flushed.clear()
+    flusher.flush(tmp_path, mine)
+    is_flushed.wait(60)
+    first, second = flushed_by
+    assert first is not second
+
+
+def test_settling_waits_for_no_other_owner(tmp_path: Path) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+    flushed: list[str] = []
+
+    def fsync(fd: int) -> None:
+        flushed.append(Path(os.readlink(f"/dev/fd/{fd}")).name)
+        if len(flushed) == 1:
+            begun.set()
+            goes_on.wait(60)
+
+    flusher, mine, other = FsyncFlusher(fsync), Owner(), Owner()
+    for name, owner in (("a", other), ("b", mine), ("c", other)):
+        (tmp_path / name).touch()
+        flusher.flush(tmp_path / name, owner)
+        begun.wait(60)
+    flusher.settle(mine)
+    assert flushed == ["a", "b"]
+    goes_on.set()
+    flusher.settle(other)
+    assert flushed == ["a", "b", "c"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import sqlite3
 import subprocess
@@ -229,11 +230,16 @@ def test_prune_deletes_old_unreferenced_blobs(store: Store):
 def test_a_full_store_warns_once(store: Store, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAMIFY_STORE_MAX_BYTES", "1e3")
     store.blobs.put(b"x" * 5000)
+
+    def create() -> None:
+        store.create("r1").close()
+
     with pytest.warns(
         UserWarning,
         match=r"the store .* holds 0\.0 GB, more than its limit of 0\.0 GB: prune old runs",
-    ):
-        store.create("r1").close()
+    ) as found:
+        create()
+    assert linecache.getline(found[0].filename, found[0].lineno).strip() == "create()"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         store.create("r2").close()
