@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from ramify.clients.pool import Limiter
-from tests.clients.helpers import run
+from tests.clients.helpers import run, run_skipping
 
 
 def test_limiter_caps_concurrency_and_serves_in_order_of_arrival():
@@ -105,3 +105,59 @@ def test_waiters_cancelled_during_a_pause_do_not_block_those_behind():
         return gate.in_flight
 
     assert run(main()) == 1
+
+
+def test_a_gate_is_slowed_while_it_is_paused_or_narrow():
+    async def main():
+        gate, states = Limiter(4), []
+        entered = [await gate.acquire() for _ in range(4)]
+        states.append((gate.is_slowed, gate.opens_in_s(), gate.width))
+        gate.slow_down(entered[0], 10.0)
+        assert 9.9 < gate.opens_in_s() <= 10.0
+        states.append((gate.is_slowed, gate.width))
+        for _ in range(4):
+            gate.release()
+        assert await gate.acquire() == entered[0] + 1  # after the pause
+        states.append((gate.is_slowed, gate.opens_in_s(), gate.width))
+        for _ in range(5):
+            gate.speed_up()
+        states.append((gate.is_slowed, gate.width))
+        gate.speed_up()
+        return [*states, (gate.is_slowed, gate.width, gate.passed)]
+
+    assert run_skipping(main()) == [
+        (False, 0.0, 4),
+        (True, 2),
+        (True, 0.0, 2),
+        (True, 3),
+        (False, 4, 6),
+    ]
+
+
+def test_the_width_is_half_of_what_was_in_flight():
+    async def main():
+        gate = Limiter(64)
+        entered, *_ = [await gate.acquire() for _ in range(10)]
+        gate.slow_down(entered, 0.0)
+        gate.slow_down(entered, 0.0)  # of the same round
+        return gate.width
+
+    assert run_skipping(main()) == 5
+
+
+def test_a_freed_slot_goes_to_one_waiter_who_was_not_cancelled():
+    async def main():
+        gate = Limiter(1)
+        await gate.acquire()
+        first, second, third = (asyncio.create_task(gate.acquire()) for _ in range(3))
+        await asyncio.sleep(0)
+        first.cancel()
+        gate.release()
+        await asyncio.wait_for(second, 60)
+        assert (first.cancelled(), third.done(), gate.in_flight) == (True, False, 1)
+        gate.release()
+        await asyncio.wait_for(third, 60)
+        gate.release()
+        return gate.in_flight
+
+    assert run_skipping(main()) == 0

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.clients.base import Price
+from ramify.clients.model import Model
 from ramify.clients.pool import ClientPool
 from ramify.clients.scripted import (
     ScriptedClient,
@@ -37,8 +38,8 @@ from ramify.errors import (
     can_be_fixed,
 )
 from ramify.secrets import remember
-from ramify.types.message import Usage
-from tests.clients.helpers import Books, Says, request, run
+from ramify.types.message import Message, Reply, Usage
+from tests.clients.helpers import Books, Says, request, run, run_skipping
 
 ANSWERED = b'{"choices": [{"message": {"content": "hello"}, "finish_reason": "stop"}]}'
 
@@ -510,3 +511,75 @@ def test_script_file_can_be_used_as_model(tmp_path):
 def test_limits_of_zero_are_refused(options):
     with pytest.raises(ConfigError, match="is 0: give"):
         ClientPool(**options)
+
+
+def test_a_wait_as_long_as_is_allowed_is_worth_it():
+    async def main(asked_s):
+        asking = ClientPool(max_wait_s=300.0)
+        began_s = asyncio.get_running_loop().time()
+        client = ScriptedClient([rate_limited(asked_s), "hello"])
+        reply = await asking.ask(client, request(), Books())
+        await asking.close()
+        return reply.message.content, asyncio.get_running_loop().time() - began_s >= 300.0
+
+    assert run_skipping(main(300.0)) == ("hello", True)
+    with pytest.raises(RateLimited):
+        run_skipping(main(300.1))
+
+
+def test_notices_say_what_is_left():
+    _, _, notices = ask([server_error()] * 2 + ["hello"], max_attempts=3)
+    assert [notice[notice.index("(attempt") :] for notice in notices] == [
+        "(attempt 1 of 3)",
+        "(attempt 2 of 3)",
+    ]
+
+    async def main():
+        notices = []
+        client = ScriptedClient([server_error(), "hello"])
+        await pool().ask(client, request(), Books(), notices.append, 60.0)
+        return notices
+
+    (notice,) = run_skipping(main())
+    assert notice.endswith("s (for 60 s at most)")
+
+
+def test_an_outage_is_recorded_once_and_its_wait_when_it_ends(caplog):
+    async def main():
+        client = ScriptedClient([server_error()] * 9 + ["hello", "at once"])
+        asking = ClientPool(rng=random.Random(0))
+        await asking.ask(client, request(), Books(), None, 600.0)
+        await asking.ask(client, request(), Books(), None, 600.0)
+        await asking.close()
+
+    caplog.set_level("INFO", "ramify")
+    run_skipping(main())
+    events = [record.event for record in caplog.records]
+    assert events.count("retry") == 1
+    (wait,) = [record for record in caplog.records if record.event == "wait"]
+    assert wait.fields["reason"] == "outage"
+    assert wait.fields["wait_s"] > 10
+
+
+def test_a_reply_that_fills_its_limit_was_cut_by_it():
+    def finish(num_tokens):
+        reply = Reply(Message("assistant", "x"), Usage(2, num_tokens, calls=1), finish="other")
+        return ask([reply])[0].finish
+
+    assert [finish(63), finish(64)] == ["other", "length"]
+
+
+def test_an_equal_model_has_the_same_client_until_the_pool_is_closed():
+    async def main():
+        asking = ClientPool()
+        one, same, other = (Model("openai:m", api_key=key) for key in ("k-1", "k-1", "k-2"))
+        first = asking.bound(one)
+        found = [asking.bound(same) is first, asking.bound(other) is first]
+        by_name = asking.client("vllm:m")
+        found.append(asking.client("vllm:m") is by_name)
+        await asking.close()
+        found += [asking.bound(one) is first, asking.client("vllm:m") is by_name]
+        await asking.close()
+        return found
+
+    assert run(main()) == [True, False, True, False, False]

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import RunInUse, StoreError
+from ramify.store.journal import this_process, writer, writer_file
 from ramify.store.store import Store
 from ramify.types.event import CallEnded, CellRan, NoteAdded, ReplyReceived, RunEnded
 from ramify.types.message import Message, Reply
@@ -361,3 +362,55 @@ def test_any_json_answer_round_trips(store: Store):
     last = list(store.events("r1"))[-1]
     assert isinstance(last, RunEnded)
     assert last.answer == answer or last.answer == {**answer, "big": float(10**40)}
+
+
+def test_numbers_and_text_that_json_lacks_are_replaced_everywhere(store: Store):
+    answer = ["\udc80", math.nan, math.inf, -math.inf, {"\udc80": [math.inf]}, True, None, 3]
+    with store.create("r1") as journal:
+        append_all(journal, short_run("r1")[:-1])
+        journal.append(RunEnded(stop=Stop.FINAL, answer=answer))
+    most = sys.float_info.max
+    expected = ["\\udc80", None, most, -most, {"\\udc80": [most]}, True, None, 3]
+    assert store.load("r1").answer == expected
+
+
+def test_a_reply_with_nan_is_refused_whatever_else_is_in_it(store: Store):
+    text = Message("assistant", "\udc80")
+    with store.create("r1") as journal:
+        append_all(journal, short_run("r1")[:3])
+        for logprobs in ((-0.5, math.nan), (-math.inf, math.nan)):
+            reply = Reply(text, token_ids=(1, 2), logprobs=logprobs)
+            with pytest.raises(
+                StoreError, match="cannot be written as JSON: a number in it is NaN"
+            ):
+                journal.append(ReplyReceived(call="0", turn=0, reply=reply))
+
+
+def test_a_writer_is_known_only_while_it_holds_the_journal(store: Store):
+    with store.create("r1") as journal:
+        path = journal.path
+        assert writer(path) == this_process()
+        named = writer_file(path).read_bytes()
+        writer_file(path).write_bytes(b"{")
+        assert writer(path) is None
+        with pytest.raises(RunInUse, match="run r1 is being written by another process: stop that"):
+            store.reopen("r1")
+        writer_file(path).write_bytes(named)
+    assert not writer_file(path).exists()
+    writer_file(path).write_bytes(named)  # as a killed writer leaves it
+    assert writer(path) is None
+    path.unlink()
+    assert writer(path) is None
+
+
+def test_a_closed_journal_is_free_although_its_descriptor_was_copied(store: Store):
+    """As by a fork."""
+    journal = store.create("r1")
+    own = [fd for fd in os.listdir("/proc/self/fd") if is_open_on(journal.path, fd)]
+    copies = [os.dup(int(fd)) for fd in own]
+    journal.close()
+    journal.close()
+    store.reopen("r1").close()
+    for fd in copies:
+        os.close(fd)
+    assert len(copies) == 1
