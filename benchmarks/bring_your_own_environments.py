@@ -258,7 +258,7 @@ def _prompt(messages: Any) -> str:
 
 def rewards_of_library(name: str, rollout: Trajectory, row: int) -> Iterator[dict[str, float]]:
     """The rewards of each trained trace, in the order of the conversations."""
-    from examples.verifiers_environments.library_rollout import library_episode
+    from tests.evaluate.library_rollout import library_episode
 
     async def play() -> Any:
         async with ScriptedServer(recorded_replies(rollout)) as server:

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ramify import ConfigError, Limits, Message, Scaffold, Trajectory, tasks, train
-from ramify.tasks.text_env import ENDED
 
 DIRECTIONS = ("left", "down", "right", "up")
 """Actions of the environment, by its number."""
@@ -81,9 +80,8 @@ def demos(task: tasks.Task, num: int, seed: int, scaffold: Scaffold) -> list[Tra
         nonlocal moves
         if len(messages) == 1:
             moves = iter(next(walks))
-        if ENDED in messages[-1].content:
-            return 'FINAL("done")'
-        return f'step("{DIRECTIONS[next(moves)]}")'
+        move = next(moves, None)  # a walk ends where the episode does
+        return 'FINAL("done")' if move is None else f'step("{DIRECTIONS[move]}")'
 
     return train.demonstrate(
         task, play, num, scaffold, limits=Limits(max_turns=MAX_MOVES + 1), concurrency=1

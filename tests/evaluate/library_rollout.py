@@ -1,5 +1,5 @@
-"""One episode of an environment of this package, played by ``verifiers`` alone against a server
-that speaks OpenAI's chat completions: what ``ramify.evaluate.verifiers_task`` is compared with."""
+"""One episode of an environment of the examples, played by ``verifiers`` alone against a server that
+speaks OpenAI's chat completions: what ``ramify.evaluate.verifiers_task`` is compared with."""
 
 from __future__ import annotations
 
