@@ -1,144 +1,48 @@
-"""Where log records go, apart from Python's ``logging``: a terminal, a file, another process.
+"""Handlers and formatters of log records: a terminal, a file, another process.
 
-    ``-v``, RAMIFY_LOG=engine=debug,info ── levels_of ──▶ Console (stderr)
-    OUT/run.log ◀── LogFile ◀── run_log (this process)  join_run (its child processes)
-    trainer ◀── Sender ◀── rollout worker
+    Console    ``-v``, ``RAMIFY_LOG=engine=debug,info``, and what a command shows
+    LogFile    ``OUT/run.log``, of a run's process and its child processes
+    Sender     the trainer, from a rollout worker
 
-Decides levels per room, and that a full disk or a closed terminal never ends a run. Not here: the
-records (``logging.py``) and their text (``logging.py``).
+Decides levels per room, the form of a line, and that a full disk or a closed terminal never ends a
+run. A line is one for a file, a short one for a terminal, or a JSON object:
+
+    2026-11-22T09:15:00.123Z WARNING train my-run restart: worker 2 is lost  worker=2
+    09:15:00 warning train restart: worker 2 is lost  worker=2
+
+Not here: what a record holds, and which handlers receive it (``logging.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from logging import DEBUG, ERROR, INFO, WARNING, LogRecord
 from pathlib import Path
+from typing import Any
 
-from ramify.logging import (
-    FORMAT_VARIABLE,
-    OFF,
-    VARIABLE,
-    SentRecord,
-    attach,
-    attached,
-    detach,
-    event_of,
-    in_run,
-    json_line,
-    name_process,
-    outputs,
-    room_of,
-    short_line,
-    text_line,
-    text_of,
-    wants_json,
-)
-from ramify.printable import clean
+import msgspec
+
+from ramify.printable import escaped
 from ramify.secrets import without_secrets
 
-_FILE_VARIABLE = "RAMIFY_RUN_LOG"
-"""Set for child processes: their records go to this file too, if they find its folder."""
-_RUN_VARIABLE = "RAMIFY_RUN_ID"
+VARIABLE = "RAMIFY_LOG"
+FORMAT_VARIABLE = "RAMIFY_LOG_FORMAT"
 RUN_LOG = "run.log"
 """Name of a training run's log in its folder."""
+OFF = logging.CRITICAL + 1
 LEVELS = {"debug": DEBUG, "info": INFO, "warning": WARNING, "error": ERROR}
-
-
-class _FromInfo:
-    """Takes records from INFO, and lower ones where ``RAMIFY_LOG`` asks for them."""
-
-    def __init__(self) -> None:
-        self._levels = _with_floor(INFO)
-
-    @property
-    def lowest(self) -> int:
-        return min(self._levels.values())
-
-    def takes(self, record: LogRecord) -> bool:
-        return record.levelno >= _level_in(self._levels, room_of(record))
-
-
-class LogFile(_FromInfo):
-    """A log file: one line of bounded length per record, appended by any number of processes."""
-
-    def __init__(self, path: Path, *, waits: bool = False) -> None:
-        """The file is created at the first record, readable by its owner only. With ``waits``,
-        records are held back until ``begin``."""
-        super().__init__()
-        self.path = path
-        self._fd: int | None = None
-        self._held: list[LogRecord] | None = [] if waits else None
-
-    def begin(self) -> None:
-        """Write what was held back, and every record from now on."""
-        held, self._held = self._held, None
-        for record in held or ():
-            self.write(record)
-
-    def write(self, record: LogRecord) -> None:
-        if self._held is not None:
-            self._held.append(record)
-            return
-        # A full disk or a removed folder must not end a run.
-        with contextlib.suppress(OSError):
-            if self._fd is None:
-                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-                self._fd = os.open(self.path, flags, 0o600)
-            line = json_line(record) if wants_json() else text_line(record)
-            os.write(self._fd, line.encode("utf-8", "backslashreplace") + b"\n")
-
-    def close(self) -> None:
-        if self._fd is not None:
-            fd, self._fd = self._fd, None
-            os.close(fd)
-
-
-class Console:
-    """Records on a terminal: those that are ``shown``, and those of ``levels`` in a short form."""
-
-    def __init__(
-        self, show: Callable[[str], None], levels: Mapping[str, int] | None = None
-    ) -> None:
-        """``show`` prints one line. ``levels`` maps a room, or ``""`` for all, to its level."""
-        self.show = show
-        self.levels = dict(levels or {})
-        self.hidden: set[str] = set()
-        """Events that the command prints itself, unless the format is JSON."""
-
-    @property
-    def lowest(self) -> int:
-        return min(self.levels.values(), default=INFO)
-
-    def takes(self, record: LogRecord) -> bool:
-        if event_of(record) in self.hidden and not wants_json():
-            return False
-        is_wanted = record.levelno >= _level_in(self.levels, room_of(record))
-        return is_wanted or getattr(record, "shown", False)
-
-    def write(self, record: LogRecord) -> None:
-        # A terminal that was closed must not end a run: run.log still has the record.
-        with contextlib.suppress(OSError, ValueError):
-            if not self.levels:
-                self.show(text_of(record))
-            elif wants_json():
-                self.show(json_line(record))
-            else:
-                self.show(short_line(record))
-
-
-class Sender(_FromInfo):
-    """Passes records to another process."""
-
-    def __init__(self, send: Callable[[SentRecord], None]) -> None:
-        super().__init__()
-        self._send = send
-
-    def write(self, record: LogRecord) -> None:
-        self._send(SentRecord.of(record))
+ROOMS = [
+    *("ramify", "cli", "clients", "cluster", "combinators", "engine", "evaluate", "inference"),
+    *("models", "progress", "sandbox", "serve", "sources", "store", "tasks", "testing", "train"),
+    "viewer",
+]
+"""Rooms that have a logger; ``ramify`` stands for all of them."""
 
 
 # --- levels
@@ -167,108 +71,219 @@ def levels_of(setting: str) -> tuple[dict[str, int], list[str]]:
     return levels, problems
 
 
-ROOMS = [
-    "ramify",
-    "cli",
-    "clients",
-    "cluster",
-    "combinators",
-    "engine",
-    "evaluate",
-    "inference",
-    "models",
-    "progress",
-    "sandbox",
-    "serve",
-    "sources",
-    "store",
-    "tasks",
-    "testing",
-    "train",
-    "viewer",
-]
-"""Rooms that have a logger; ``ramify`` stands for all of them."""
-
-
-def _level_in(levels: Mapping[str, int], room: str) -> int:
-    # Progress is displayed by other means: it is recorded only if its room is named.
-    return levels.get(room, OFF if room == "progress" else levels.get("", OFF))
-
-
-def _with_floor(level: int) -> dict[str, int]:
+def levels_from(level: int) -> dict[str, int]:
     """Levels by room: ``level``, and lower where ``RAMIFY_LOG`` asks for more."""
     levels, _ = levels_of(os.environ.get(VARIABLE, ""))
     return {"": level} | {room: min(level, own) for room, own in levels.items()}
 
 
-def configure(show: Callable[[str], None], verbosity: int = 0) -> Console:
-    """Attach the console of this process, replacing an earlier one. ``verbosity`` is the number of
-    ``-v``: 1 for INFO, 2 for DEBUG. A wrong ``RAMIFY_LOG`` is reported by ``show``."""
-    levels, problems = levels_of(os.environ.get(VARIABLE, ""))
-    if (form := os.environ.get(FORMAT_VARIABLE, "")) not in ("", "text", "json"):
-        show(f"ramify: {FORMAT_VARIABLE}: '{form}' is ignored; write json, or text")
-        os.environ[FORMAT_VARIABLE] = ""
-    if problems:
-        show(f"ramify: {'; '.join(problems)}")
-        # Child processes need not report it again.
-        named = {value: name for name, value in LEVELS.items()}
-        os.environ[VARIABLE] = ",".join(
-            f"{room}={named[level]}" if room else named[level] for room, level in levels.items()
+# --- text of a record, to which ``RecordFilter`` has given its event, runs and fields
+
+
+class TextFormatter(logging.Formatter):
+    """Formats a record as one line, a short one for a terminal if ``short``."""
+
+    def __init__(self, *, short: bool = False) -> None:
+        super().__init__()
+        self._is_short = short
+
+    def format(self, record: LogRecord) -> str:
+        given = vars(record)
+        if self._is_short:
+            clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+            start = f"{clock} {record.levelname.lower()} {room_of(record)}"
+        else:
+            runs, process = "/".join(runs_of(record)) or "-", _process_of(record)
+            start = f"{_moment(record)} {record.levelname} {room_of(record)} {runs}"
+            start += f" [{process}]" if process else ""
+        fields = " ".join(f"{name}={_value(value)}" for name, value in given["fields"].items())
+        text = f"{start} {given['event']}: {record.getMessage()}"
+        return _one_line("  ".join(filter(None, (text, fields, record.exc_text))))
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a record as one JSON object."""
+
+    def format(self, record: LogRecord) -> str:
+        runs, process = runs_of(record), _process_of(record)
+        row = {
+            "at": _moment(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": vars(record)["event"],
+            "run": runs[-1] if runs else "",
+            **({"outer_runs": runs[:-1]} if runs[1:] else {}),
+            **({"process": process} if process else {}),
+            "message": text_of(record),
+            "fields": vars(record)["fields"],
+            **({"traceback": record.exc_text} if record.exc_text else {}),
+        }
+        try:
+            return escaped(msgspec.json.encode(row)).decode()
+        except UnicodeEncodeError:  # lone surrogates can only be written as escapes
+            return json.dumps(row)
+
+
+def room_of(record: LogRecord) -> str:
+    """``ramify.engine.x`` -> ``engine``"""
+    return record.name.removeprefix("ramify.").partition(".")[0]
+
+
+def runs_of(record: LogRecord) -> tuple[str, ...]:
+    """Ids of the record's runs, outermost first."""
+    given = vars(record)
+    return (*given["outer_runs"], given["run"]) if given["run"] else ()
+
+
+def text_of(record: LogRecord) -> str:
+    """Message of a record on one line."""
+    return _one_line(record.getMessage())
+
+
+def _process_of(record: LogRecord) -> str:
+    """Name of the record's process; empty for the run's own."""
+    name = record.processName or ""
+    return "" if name == "MainProcess" else name
+
+
+def _moment(record: LogRecord) -> str:
+    moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    return f"{moment}.{int(record.created % 1 * 1000):03d}Z"
+
+
+def _value(value: Any) -> str:
+    text = str(value)
+    is_word = text and not any(char.isspace() or char in '"=' for char in text)
+    return text if is_word else json.dumps(text, ensure_ascii=False)
+
+
+def _one_line(text: str) -> str:
+    return text if text.isprintable() else "".join(map(_printable, text))
+
+
+def _printable(char: str) -> str:
+    return char if char.isprintable() else " | " if char == "\n" else repr(char)[1:-1]
+
+
+# --- handlers
+
+
+class _RoomHandler(logging.Handler):
+    """A handler with a level for each room."""
+
+    def __init__(self, levels: Mapping[str, int]) -> None:
+        """``levels`` maps a room, or ``""`` for all, to its level."""
+        super().__init__(min(levels.values(), default=INFO))
+        self.levels = dict(levels)
+        self.is_json = os.environ.get(FORMAT_VARIABLE, "") == "json"
+        self.setFormatter(JsonFormatter() if self.is_json else TextFormatter())
+
+    def filter(self, record: LogRecord) -> bool:
+        # Progress is displayed by other means: it is recorded only if its room is named.
+        room = room_of(record)
+        default = OFF if room == "progress" else self.levels.get("", OFF)
+        return record.levelno >= self.levels.get(room, default)
+
+
+class LogFile(_RoomHandler):
+    """A log file, from INFO: one line of bounded length per record, appended by any number of
+    processes."""
+
+    def __init__(self, path: Path, *, waits: bool = False) -> None:
+        """The file is created at the first record, readable by its owner only. With ``waits``,
+        records are held back until ``begin``."""
+        super().__init__(levels_from(INFO))
+        self.path = path
+        self._fd: int | None = None
+        self._held: list[LogRecord] | None = [] if waits else None
+
+    def begin(self) -> None:
+        """Write what was held back, and every record from now on."""
+        held, self._held = self._held, None
+        for record in held or ():
+            self.handle(record)
+
+    def emit(self, record: LogRecord) -> None:
+        if self._held is not None:
+            self._held.append(record)
+            return
+        # A full disk or a removed folder must not end a run.
+        with contextlib.suppress(OSError):
+            if self._fd is None:
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+                self._fd = os.open(self.path, flags, 0o600)
+            line = self.format(record)
+            os.write(self._fd, line.encode("utf-8", "backslashreplace") + b"\n")
+
+    def close(self) -> None:
+        """Close the file. A later record opens it again, since ``logging.config`` closes all
+        handlers of a process."""
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            os.close(fd)
+        super().close()
+
+
+class Console(_RoomHandler):
+    """Records on a terminal: those that are ``shown``, and those of ``levels`` in a short form."""
+
+    def __init__(
+        self, show: Callable[[str], None], levels: Mapping[str, int] | None = None
+    ) -> None:
+        """``show`` prints one line."""
+        super().__init__(levels or {})
+        self.show = show
+        self.hidden: set[str] = set()
+        """Events that the command prints itself, unless the format is JSON."""
+        if self.level > DEBUG:
+            self.setLevel(logging.NOTSET)  # a record that is shown may have any level
+        if not self.is_json:
+            self.setFormatter(TextFormatter(short=True))
+
+    def filter(self, record: LogRecord) -> bool:
+        given = vars(record)
+        if given["event"] in self.hidden and not self.is_json:
+            return False
+        return given["shown"] or super().filter(record)
+
+    def format(self, record: LogRecord) -> str:
+        return super().format(record) if self.levels else text_of(record)
+
+    def emit(self, record: LogRecord) -> None:
+        # A terminal that was closed must not end a run: run.log still has the record.
+        with contextlib.suppress(OSError, ValueError):
+            self.show(self.format(record))
+
+
+class SentRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A record on its way from another process, which may run model-written code."""
+
+    room: str
+    level: int
+    event: str
+    message: str
+    fields: dict[str, Any] = {}
+    runs: tuple[str, ...] = ()
+    shown: bool = False
+
+
+class Sender(_RoomHandler):
+    """Passes records from INFO to another process."""
+
+    def __init__(self, send: Callable[[SentRecord], None]) -> None:
+        super().__init__(levels_from(INFO))
+        self._send = send
+
+    def emit(self, record: LogRecord) -> None:
+        given = vars(record)
+        self._send(
+            SentRecord(
+                room_of(record),
+                record.levelno,
+                given["event"],
+                text_of(record),
+                given["fields"],
+                runs_of(record),
+                given["shown"],
+            )
         )
-    if verbosity:
-        levels = _with_floor(DEBUG if verbosity > 1 else INFO)
-    if (console := current_console()) is not None:
-        detach(console)
-    console = Console(show, levels)
-    attach(console)
-    return console
-
-
-def current_console() -> Console | None:
-    """The console that ``configure`` attached."""
-    return next((output for output in outputs() if isinstance(output, Console)), None)
-
-
-def to_stderr(text: str) -> None:
-    """Print ``text`` on stderr, if it is open."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        print(clean(text), file=sys.stderr, flush=True)
-
-
-# --- processes of a run
-
-
-@contextlib.contextmanager
-def run_log(path: Path, id: str) -> Iterator[LogFile]:
-    """The log file of the run ``id``, for all threads and child processes of this process. It
-    takes records of INFO and above, and more if ``RAMIFY_LOG`` asks for more. Nothing is written
-    before its ``begin``, so that a run with a wrong configuration leaves no file."""
-    file = LogFile(path, waits=True)
-    variables = {_FILE_VARIABLE: str(path.absolute()), _RUN_VARIABLE: id}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        with in_run(id, all_threads=True), attached(file):
-            yield file
-    finally:
-        file.close()
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def join_run(process: str) -> None:
-    """Call this process ``process`` in its records, and write them to the log of the run that
-    started it, if one did and its folder is on this machine."""
-    file = Path(os.environ.get(_FILE_VARIABLE, ""))
-    if not file.name:
-        return
-    name_process(process, os.environ[_RUN_VARIABLE])
-    if file.parent.is_dir():
-        attach(LogFile(file))
-
-
-if os.environ.get(VARIABLE):
-    configure(to_stderr)

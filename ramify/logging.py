@@ -3,28 +3,23 @@
     log = RoomLogger("clients")                             the logger ``ramify.clients``
     log.warning("retry", "openai: 429; trying again in 2.0 s", wait_s=2.0)
     with in_run("20261122-091500-1f2e"): …                  records inside carry this id
-    with attached(LogFile(path)): …                   also write all of them to a file
+    with attached(LogFile(path)): …                         also write all of them to a file
 
-    record ── without secrets ──┬─▶ attached outputs: OUT/run.log, stderr of the command
-                                └─▶ Python's ``logging``, as the application configures it
+    record ── RecordFilter ──┬─▶ attached handlers: OUT/run.log, stderr of the command
+                             └─▶ Python's ``logging``, as the application configures it
 
 A record has ``event`` (its name), ``run`` (the innermost run's id), ``outer_runs`` (ids of the runs
 around it, such as the training run of a rollout), ``fields`` (a dict) and ``shown`` (True if a
-command prints it without ``-v``). Secrets are removed before any output sees the record, also from
-exceptions. A call whose level no output takes costs two comparisons.
+command prints it without ``-v``). Secrets are removed before any handler sees the record, also from
+exceptions. A call whose level no handler takes costs two comparisons.
 
 ``RAMIFY_LOG=engine=debug,train=info`` (or ``RAMIFY_LOG=debug``) writes records to stderr, in
 library code too; ``RAMIFY_LOG_FORMAT=json`` writes them, and run logs, as JSON lines. A wrong part
 is reported in one line and ignored: a setting for diagnosis must not stop a run. Progress (see
 progress.py) is recorded only by ``progress=info``.
 
-The text of a record is one line for a file, a short one for a terminal, or a JSON object:
-
-    2026-11-22T09:15:00.123Z WARNING train my-run restart: worker 2 is lost  worker=2
-    09:15:00 warning train restart: worker 2 is lost  worker=2
-
-Every function that writes one removes secrets and bounds the length. Not here: the events of a run
-(see types/event.py), and where records go (``log_outputs.py``).
+Not here: the events of a run (see types/event.py), and the lines, files and levels of the handlers
+(``log_outputs.py``).
 """
 
 from __future__ import annotations
@@ -32,171 +27,98 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
-import traceback
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from logging import DEBUG, ERROR, INFO, WARNING, LogRecord
-from typing import Any, Protocol
+from logging import DEBUG, ERROR, INFO, WARNING, Handler, LogRecord
+from pathlib import Path
+from traceback import format_exception
+from typing import Any
 
-import msgspec
-
-from ramify.printable import escaped
+from ramify.log_outputs import (
+    FORMAT_VARIABLE,
+    LEVELS,
+    OFF,
+    VARIABLE,
+    Console,
+    LogFile,
+    SentRecord,
+    levels_from,
+    levels_of,
+)
+from ramify.printable import clean
 from ramify.secrets import MARK, SecretRedactor, names_a_secret, without_secrets
 
-FORMAT_VARIABLE = "RAMIFY_LOG_FORMAT"
 MAX_CHARS = 4000
 """Longest message, field or traceback in characters; the middle of a longer one is left out."""
+_FILE_VARIABLE = "RAMIFY_RUN_LOG"
+"""Set for child processes: their records go to this file too, if they find its folder."""
+_RUN_VARIABLE = "RAMIFY_RUN_ID"
 
-
-def room_of(record: LogRecord) -> str:
-    """``ramify.engine.x`` -> ``engine``"""
-    return record.name.removeprefix("ramify.").partition(".")[0]
-
-
-def runs_of(record: LogRecord) -> tuple[str, ...]:
-    """Ids of the record's runs, outermost first."""
-    run = getattr(record, "run", "")
-    return (*getattr(record, "outer_runs", ()), run) if run else ()
-
-
-def process_of(record: LogRecord) -> str:
-    """Name of the record's process; empty for the run's own."""
-    name = record.processName or ""
-    return "" if name == "MainProcess" else name
-
-
-def text_of(record: LogRecord) -> str:
-    """Message of a record on one line, without secrets."""
-    return _one_line(cut(without_secrets(record.getMessage())))
-
-
-def text_line(record: LogRecord) -> str:
-    """``2026-11-22T09:15:00.123Z WARNING train my-run restart: worker 2 is lost  worker=2``"""
-    run = "/".join(runs_of(record)) or "-"
-    process = f" [{name}]" if (name := process_of(record)) else ""
-    return f"{_moment(record)} {record.levelname} {room_of(record)} {run}{process} {_rest(record)}"
-
-
-def short_line(record: LogRecord) -> str:
-    """``09:15:00 warning train restart: worker 2 is lost  worker=2``"""
-    clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-    return f"{clock} {record.levelname.lower()} {room_of(record)} {_rest(record)}"
-
-
-def json_line(record: LogRecord) -> str:
-    """The record as one JSON object with the keys of ``text_line``, fields, and any traceback."""
-    runs = runs_of(record)
-    row = {
-        "at": _moment(record),
-        "level": record.levelname.lower(),
-        "logger": record.name,
-        "event": event_of(record),
-        "run": runs[-1] if runs else "",
-        **({"outer_runs": runs[:-1]} if runs[1:] else {}),
-        **({"process": name} if (name := process_of(record)) else {}),
-        "message": text_of(record),
-        "fields": getattr(record, "fields", {}),
-        **({"traceback": trace} if (trace := _trace(record)) else {}),
-    }
-    return escaped(msgspec.json.encode(row, enc_hook=str)).decode()
-
-
-def wants_json() -> bool:
-    return os.environ.get(FORMAT_VARIABLE, "") == "json"
-
-
-def _rest(record: LogRecord) -> str:
-    fields = getattr(record, "fields", {})
-    shown = " ".join(f"{name}={_value(value)}" for name, value in fields.items())
-    trace = _trace(record)
-    parts = [f"{event_of(record)}: {text_of(record)}", shown, _one_line(trace)]
-    return "  ".join(filter(None, parts))
-
-
-def event_of(record: LogRecord) -> str:
-    """Name of the record's event; ``message`` for one of plain ``logging`` calls."""
-    return getattr(record, "event", "message")
-
-
-def _moment(record: LogRecord) -> str:
-    moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-    return f"{moment}.{int(record.created % 1 * 1000):03d}Z"
-
-
-def _trace(record: LogRecord) -> str:
-    if record.exc_text:
-        return cut(without_secrets(record.exc_text))
-    if record.exc_info and record.exc_info[1] is not None:
-        trace = "".join(traceback.format_exception(record.exc_info[1])).rstrip()
-        return cut(without_secrets(trace))
-    return ""
-
-
-def plain_field(value: Any, secrets: SecretRedactor) -> Any:
-    """A field as JSON can hold it: a number, or text without secrets."""
-    if value is None or isinstance(value, bool | int):
-        return value
-    if isinstance(value, float):
-        return round(value, 6)
-    return cut(without_secrets(str(value), secrets))
-
-
-def _value(value: Any) -> str:
-    text = str(value)
-    is_word = text and not any(char.isspace() or char in '"=' for char in text)
-    return _one_line(text if is_word else msgspec.json.encode(text).decode())
-
-
-def cut(text: str) -> str:
-    """``text``, with the middle left out if it is longer than ``MAX_CHARS``."""
-    if len(text) <= MAX_CHARS:
-        return text
-    half = MAX_CHARS // 2
-    return f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
-
-
-def _one_line(text: str) -> str:
-    return "".join(
-        char if char.isprintable() else " | " if char == "\n" else repr(char)[1:-1] for char in text
-    )
-
-
-VARIABLE = "RAMIFY_LOG"
-OFF = logging.CRITICAL + 1
-_ROOT = logging.getLogger("ramify")
-
-
-class Output(Protocol):
-    """A destination of records in addition to Python's ``logging``."""
-
-    @property
-    def lowest(self) -> int:
-        """Lowest level of any record that it takes."""
-        ...
-
-    def takes(self, record: LogRecord) -> bool:
-        """Whether it writes ``record``."""
-        ...
-
-    def write(self, record: LogRecord) -> None:
-        """Write one record. Must not raise, and may be called by any thread."""
-        ...
-
-
-_outputs: tuple[Output, ...] = ()
-_lowest = OFF
-"""Lowest level of any room that an output takes."""
 _process = ""
 """Name of this process in records; empty for the run's own process."""
-_runs: ContextVar[tuple[str, ...]] = ContextVar("ramify_runs", default=())
 _process_runs: tuple[str, ...] = ()
 """Runs of records from threads that were not started inside ``in_run``."""
+_runs: ContextVar[tuple[str, ...]] = ContextVar("ramify_runs", default=())
 _on_warning: ContextVar[Callable[[str], None] | None] = ContextVar(
     "ramify_on_warning", default=None
 )
 _collected: ContextVar[list[str] | None] = ContextVar("ramify_collected", default=None)
+
+
+class RecordFilter(logging.Filter):
+    """Gives each record its runs, removes secrets from it and bounds its length. It changes the
+    record itself, since the application's handlers receive the same one."""
+
+    def filter(self, record: LogRecord) -> bool:
+        secrets = SecretRedactor()
+
+        def plain(value: Any) -> Any:
+            """A field as JSON can hold it: a number, or text without secrets."""
+            if value is None or isinstance(value, bool | int):
+                return value
+            if isinstance(value, float):
+                return round(value, 6)
+            text = without_secrets(str(value), secrets)
+            left_out = len(text) - MAX_CHARS
+            if left_out <= 0:
+                return text
+            half = MAX_CHARS // 2
+            return f"{text[:half]} … {left_out:,} characters … {text[-half:]}"
+
+        try:
+            record.msg = plain(record.getMessage())
+        except (TypeError, ValueError):  # wrong arguments of a plug-in's call must not end a run
+            record.msg = plain(f"{record.msg} {record.args}")
+        record.args = ()
+        if record.exc_info and record.exc_info[1] is not None and not record.exc_text:
+            record.exc_text = "".join(format_exception(record.exc_info[1])).rstrip()
+        # Only the text is kept: another handler would print the exception unredacted.
+        record.exc_info = None
+        record.exc_text = plain(record.exc_text)
+        record.processName = _process or record.processName
+        given, runs = vars(record), _runs.get() or _process_runs
+        fields = given.get("fields")
+        given.update(
+            event=plain(given.get("event", "message")),
+            run=runs[-1] if runs else "",
+            outer_runs=runs[:-1],
+            fields={
+                name: MARK if names_a_secret(name) else plain(value)
+                for name, value in (fields.items() if isinstance(fields, dict) else ())
+            },
+            shown=bool(given.get("shown")),
+            is_filtered=True,
+        )
+        return True
+
+
+# Not in Python's tree: the levels of an application, and ``logging.config``, which disables the
+# loggers that it does not name, would end a run's log.
+_outputs = logging.Logger("ramify outputs", OFF)
+_outputs.addFilter(RecordFilter())
+_outputs.addHandler(logging.NullHandler(OFF))  # without a handler, Python prints warnings itself
 
 
 class RoomLogger:
@@ -208,20 +130,20 @@ class RoomLogger:
 
     def wants(self, level: int) -> bool:
         """True if a record of ``level`` goes anywhere: ask before preparing expensive fields."""
-        return level >= _lowest or self._logger.isEnabledFor(level)
+        return level >= _outputs.level or self._logger.isEnabledFor(level)
 
     def debug(self, event: str, message: str, /, *, shown: bool = False, **fields: Any) -> None:
-        if shown or _lowest <= DEBUG or self._logger.isEnabledFor(DEBUG):
+        if shown or _outputs.level <= DEBUG or self._logger.isEnabledFor(DEBUG):
             self._emit(DEBUG, event, message, fields, shown)
 
     def info(self, event: str, message: str, /, *, shown: bool = False, **fields: Any) -> None:
-        if _lowest <= INFO or self._logger.isEnabledFor(INFO):
+        if _outputs.level <= INFO or self._logger.isEnabledFor(INFO):
             self._emit(INFO, event, message, fields, shown)
 
     def warning(self, event: str, message: str, /, *, shown: bool = False, **fields: Any) -> None:
+        text = self._emit(WARNING, event, message, fields, shown)
         if event == "warning":
-            _tell_run(message)
-        self._emit(WARNING, event, message, fields, shown)
+            _tell_run(text)
 
     def error(
         self,
@@ -241,17 +163,16 @@ class RoomLogger:
     ) -> None:
         """``warnings.warn``, and a record of the event ``warning``, which the current run's journal
         keeps."""
-        _tell_run(message)
         fields = {"category": category.__name__}
-        self._emit(WARNING, "warning", message, fields, depth=stacklevel)
+        _tell_run(self._emit(WARNING, "warning", message, fields, depth=stacklevel))
         warnings.warn(without_secrets(message), category, stacklevel=stacklevel + 1)
 
     def forward(self, sent: SentRecord, process: str) -> None:
         """Emit a record of another process here, under its own run."""
         fields = {**sent.fields, "process": process}
-        message = f"{process}: {sent.message}"
-        with _as_runs(sent.runs):
-            self._emit(sent.level, sent.event, message, fields, sent.shown)
+        current = _runs.get() or _process_runs
+        with _given(_runs, (*current, *(run for run in sent.runs if run not in current))):
+            self._emit(sent.level, sent.event, f"{process}: {sent.message}", fields, sent.shown)
 
     def _emit(
         self,
@@ -262,67 +183,45 @@ class RoomLogger:
         shown: bool = False,
         error: BaseException | None = None,
         depth: int = 1,
-    ) -> None:
-        """``depth`` is the number of calls between this class and the place of the record."""
-        logger, secrets = self._logger, SecretRedactor()
-        runs = _runs.get() or _process_runs
-        extra = {
-            "event": event,
-            "run": runs[-1] if runs else "",
-            "outer_runs": runs[:-1],
-            "fields": {
-                name: MARK if names_a_secret(name) else plain_field(value, secrets)
-                for name, value in fields.items()
-            },
-            "shown": shown,
-            "is_delivered": True,
-        }
+    ) -> str:
+        """Pass a record to all handlers, and return its message as they see it. ``depth`` is the
+        number of calls between this class and the place of the record."""
+        logger = self._logger
         path, line, function, _ = logger.findCaller(stacklevel=depth + 2)
-        text = cut(without_secrets(message, secrets))
-        record = logger.makeRecord(logger.name, level, path, line, text, (), None, function, extra)
-        if error is not None:
-            # Only the text is kept: another handler would print the exception unredacted.
-            trace = "".join(traceback.format_exception(error)).rstrip()
-            record.exc_text = cut(without_secrets(trace, secrets))
-        _deliver(record)
+        trace = (type(error), error, error.__traceback__) if error is not None else None
+        extra = {"event": event, "fields": fields, "shown": shown}
+        record = logger.makeRecord(
+            logger.name, level, path, line, message, (), trace, function, extra
+        )
+        _outputs.handle(record)
         if logger.isEnabledFor(level):
             logger.handle(record)
+        return record.getMessage()
 
 
-class SentRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A record on its way from another process, which may run model-written code."""
+class _PlainRecords(logging.NullHandler):
+    """Passes records of plain ``logging.getLogger("ramify.…")`` calls, such as a plug-in's, to the
+    attached handlers."""
 
-    room: str
-    level: int
-    event: str
-    message: str
-    fields: dict[str, Any] = {}
-    runs: tuple[str, ...] = ()
-    shown: bool = False
-
-    @classmethod
-    def of(cls, record: LogRecord) -> SentRecord:
-        return cls(
-            room_of(record),
-            record.levelno,
-            event_of(record),
-            text_of(record),
-            getattr(record, "fields", {}),
-            runs_of(record),
-            getattr(record, "shown", False),
-        )
+    def handle(self, record: LogRecord) -> bool:
+        if not hasattr(record, "is_filtered"):
+            _outputs.handle(record)
+        return True
 
 
-def _tell_run(message: str) -> None:
-    """Pass a warning to the current run, or keep it for the next one."""
-    listener, collected = _on_warning.get(), _collected.get()
-    if listener is not None:
-        listener(cut(without_secrets(message)))
-    elif collected is not None:
-        collected.append(cut(without_secrets(message)))
+logging.getLogger("ramify").addHandler(_PlainRecords())
 
 
 # --- runs
+
+
+@contextlib.contextmanager
+def _given(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 @contextlib.contextmanager
@@ -337,37 +236,20 @@ def in_run(
     also those of threads that inherit no context, because this process has one run."""
     global _process_runs
     runs, before = (*_runs.get(), id), _process_runs
-    token, listening = _runs.set(runs), _on_warning.set(on_warning or _on_warning.get())
     if all_threads:
         _process_runs = runs
     try:
-        yield
+        with _given(_runs, runs), _given(_on_warning, on_warning or _on_warning.get()):
+            yield
     finally:
-        _runs.reset(token)
-        _on_warning.reset(listening)
         if all_threads:
             _process_runs = before
 
 
-@contextlib.contextmanager
-def in_outermost_run() -> Iterator[None]:
+def in_outermost_run() -> contextlib.AbstractContextManager[None]:
     """Give the records of the block the id of the outermost run, for events that concern it but
     that a run inside it, such as a rollout, noticed."""
-    token = _runs.set((_runs.get() or _process_runs)[:1])
-    try:
-        yield
-    finally:
-        _runs.reset(token)
-
-
-@contextlib.contextmanager
-def _as_runs(runs: tuple[str, ...]) -> Iterator[None]:
-    current = _runs.get() or _process_runs
-    token = _runs.set((*current, *(run for run in runs if run not in current)))
-    try:
-        yield
-    finally:
-        _runs.reset(token)
+    return _given(_runs, (_runs.get() or _process_runs)[:1])
 
 
 def collect_warnings() -> None:
@@ -377,72 +259,115 @@ def collect_warnings() -> None:
 
 def take_collected() -> list[str]:
     """The texts that were collected, once."""
-    collected = _collected.get()
-    texts = list(collected or ())
-    if collected is not None:
-        collected.clear()
+    collected = _collected.get() or []
+    texts = collected.copy()
+    collected.clear()
     return texts
 
 
-# --- outputs
+def _tell_run(text: str) -> None:
+    """Pass a warning to the current run, or keep it for the next one."""
+    if (listener := _on_warning.get()) is not None:
+        listener(text)
+    elif (collected := _collected.get()) is not None:
+        collected.append(text)
+
+
+# --- handlers
 
 
 @contextlib.contextmanager
-def attached(output: Output) -> Iterator[None]:
-    """Send all records of the ``ramify`` tree to ``output`` too while the block runs."""
-    attach(output)
+def attached(handler: Handler) -> Iterator[None]:
+    """Send all records of the ``ramify`` tree to ``handler`` too while the block runs."""
+    attach(handler)
     try:
         yield
     finally:
-        detach(output)
+        detach(handler)
 
 
-def attach(output: Output) -> None:
-    """Send all records of the ``ramify`` tree to ``output`` too, until ``detach``."""
-    _set_outputs((*_outputs, output))
+def attach(handler: Handler) -> None:
+    """Send all records of the ``ramify`` tree to ``handler`` too, until ``detach``, whatever levels
+    the application sets. A handler without a level has no record below INFO made for it."""
+    _set_handlers([*_outputs.handlers, handler])
 
 
-def detach(output: Output) -> None:
+def detach(handler: Handler) -> None:
     """Undo ``attach``. Does nothing if it is not attached."""
-    _set_outputs(tuple(other for other in _outputs if other is not output))
+    _set_handlers([other for other in _outputs.handlers if other is not handler])
 
 
-def outputs() -> tuple[Output, ...]:
-    """All attached outputs."""
-    return _outputs
+def _set_handlers(handlers: list[Handler]) -> None:
+    _outputs.handlers = handlers  # replaced at once: another thread may be using the old list
+    _outputs.setLevel(min(handler.level or INFO for handler in handlers))
 
 
-def name_process(process: str, run: str) -> None:
-    """Call this process ``process`` in its records, and give them the id of ``run``."""
+def configure(show: Callable[[str], None], verbosity: int = 0) -> None:
+    """Attach the console of this process, replacing an earlier one. ``verbosity`` is the number of
+    ``-v``: 1 for INFO, 2 for DEBUG. A wrong ``RAMIFY_LOG`` is reported by ``show``."""
+    levels, problems = levels_of(os.environ.get(VARIABLE, ""))
+    if (form := os.environ.get(FORMAT_VARIABLE, "")) not in ("", "text", "json"):
+        show(f"ramify: {FORMAT_VARIABLE}: '{form}' is ignored; write json, or text")
+        os.environ[FORMAT_VARIABLE] = ""
+    if problems:
+        show(f"ramify: {'; '.join(problems)}")
+        # Child processes need not report it again.
+        named = {value: name for name, value in LEVELS.items()}
+        os.environ[VARIABLE] = ",".join(
+            f"{room}={named[level]}" if room else named[level] for room, level in levels.items()
+        )
+    if verbosity:
+        levels = levels_from(DEBUG if verbosity > 1 else INFO)
+    if (console := current_console()) is not None:
+        detach(console)
+    attach(Console(show, levels))
+
+
+def current_console() -> Console | None:
+    """The console that ``configure`` attached."""
+    return next((each for each in _outputs.handlers if isinstance(each, Console)), None)
+
+
+def _to_stderr(text: str) -> None:
+    """Print ``text`` on stderr, if it is open."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        print(clean(text), file=sys.stderr, flush=True)
+
+
+# --- the log of a run
+
+
+@contextlib.contextmanager
+def run_log(path: Path, id: str) -> Iterator[LogFile]:
+    """The log file of the run ``id``, for all threads and child processes of this process. It
+    takes records of INFO and above, and more if ``RAMIFY_LOG`` asks for more. Nothing is written
+    before its ``begin``, so that a run with a wrong configuration leaves no file."""
+    file = LogFile(path, waits=True)
+    variables = {_FILE_VARIABLE: str(path.absolute()), _RUN_VARIABLE: id}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        with in_run(id, all_threads=True), attached(file):
+            yield file
+    finally:
+        file.close()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def join_run(process: str) -> None:
+    """Call this process ``process`` in its records, and write them to the log of the run that
+    started it, if one did and its folder is on this machine."""
     global _process, _process_runs
-    _process, _process_runs = process, (run,)
+    file = Path(os.environ.get(_FILE_VARIABLE, ""))
+    if file.name:
+        _process, _process_runs = process, (os.environ[_RUN_VARIABLE],)
+        if file.parent.is_dir():
+            attach(LogFile(file))
 
 
-def _set_outputs(outputs: tuple[Output, ...]) -> None:
-    global _outputs, _lowest
-    _outputs = outputs
-    _lowest = min((output.lowest for output in outputs), default=OFF)
-
-
-def _deliver(record: LogRecord) -> None:
-    if _process:
-        record.processName = _process
-    for output in _outputs:
-        if output.takes(record):
-            output.write(record)
-
-
-class _Bridge(logging.NullHandler):
-    """Passes records of plain ``logging.getLogger("ramify.…")`` calls, such as a plug-in's, to the
-    outputs."""
-
-    def handle(self, record: LogRecord) -> bool:
-        if not getattr(record, "is_delivered", False):
-            _deliver(record)
-        return True
-
-
-if not any(isinstance(handler, _Bridge) for handler in _ROOT.handlers):
-    _ROOT.addHandler(_Bridge())
 if os.environ.get(VARIABLE):
-    import ramify.log_outputs  # noqa: F401  its console writes the records that were asked for
+    configure(_to_stderr)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from logging import INFO, WARNING, LogRecord
+from logging import WARNING, Handler, LogRecord
 from pathlib import Path
 from typing import Any
 
-from ramify.log_outputs import RUN_LOG
-from ramify.logging import attached, text_of
+from ramify.log_outputs import RUN_LOG, text_of
+from ramify.logging import attached
 from ramify.train import execute
 from ramify.train.checkpoint import CheckpointState
 from ramify.train.config import Run
@@ -22,19 +22,18 @@ def _drop(text: str) -> None:
     pass
 
 
-class ShownLines:
+class ShownLines(Handler):
     """Passes warnings to ``say``, and other shown records to ``inform``."""
 
-    lowest = INFO
-
     def __init__(self, say: Say, inform: Say) -> None:
+        super().__init__()
         self._say = say
         self._inform = inform
 
-    def takes(self, record: LogRecord) -> bool:
+    def filter(self, record: LogRecord) -> bool:
         return bool(getattr(record, "shown", False))
 
-    def write(self, record: LogRecord) -> None:
+    def emit(self, record: LogRecord) -> None:
         (self._say if record.levelno >= WARNING else self._inform)(text_of(record))
 
 

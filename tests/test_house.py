@@ -38,7 +38,6 @@ ALSO = {
     ("errors", "printable"),
     ("logging", "printable"),
     ("log_outputs", "printable"),
-    ("log_outputs", "logging"),
     ("log_outputs", "secrets"),
     ("progress", "logging"),
     *((room, "actors") for room in FLOORS[2]),

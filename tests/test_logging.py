@@ -381,6 +381,42 @@ def test_invalid_log_format_is_one_line(tmp_path: Path) -> None:
     )
 
 
+def test_run_log_continues_when_an_application_configures_logging(tmp_path: Path) -> None:
+    """``dictConfig`` closes all handlers of the process, and disables the loggers it does not
+    name."""
+    script = (
+        "import logging.config, sys; from ramify.log_outputs import LogFile;"
+        "from ramify.logging import RoomLogger, attached;"
+        "root = {'handlers': ['stderr'], 'level': 'WARNING'};"
+        "stderr = {'class': 'logging.StreamHandler'};\n"
+        "with attached(LogFile(sys.argv[1])):\n"
+        "    RoomLogger('train').info('before', 'a')\n"
+        "    logging.config.dictConfig({'version': 1, 'root': root, 'handlers': {'stderr': stderr}})\n"
+        "    RoomLogger('train').info('after', 'b')\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "log")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [line.split()[4] for line in lines] == ["before:", "after:"]
+    assert done.stderr == ""
+
+
+def test_plain_record_of_a_plugin_is_bounded_and_never_ends_a_run(tmp_path: Path) -> None:
+    log, wrong = logging.getLogger("ramify.plugin"), {"event": "a\nb", "fields": {"api_key": KEY}}
+    with attached(LogFile(tmp_path / "log")), in_run("mine"):
+        log.warning("%d of %d", 1)
+        log.warning("x" * 100_000, extra=wrong)
+        log.warning("third", extra={"fields": "no dict"})
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [line.split(" ", 2)[2][:40] for line in lines] == [
+        "plugin mine message: %d of %d (1,)",
+        "plugin mine a | b: " + "x" * 21,
+        "plugin mine message: third",
+    ]
+    assert len(lines[1]) < 5_000
+    assert KEY not in lines[1]
+
+
 def test_importing_adds_a_null_handler_and_only_logging() -> None:
     script = (
         "import sys; before = set(sys.modules); import logging; known = set(sys.modules);"

@@ -37,8 +37,7 @@ from ramify.cli.settings import fill, unknown_variables
 from ramify.cli.stop_signals import ends_if_blocked
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import StderrNotes, dollars, error_line, json_line, many, write
-from ramify.log_outputs import run_log
-from ramify.logging import RoomLogger
+from ramify.logging import RoomLogger, run_log
 from ramify.progress import ProgressTask, report_progress
 from ramify.types.trajectory import Stop, Trajectory
 

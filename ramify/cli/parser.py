@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ramify.cli.terminal_text import write
 from ramify.errors import ConfigError, RunInUse, SourceError, UnknownRun
-from ramify.log_outputs import configure
+from ramify.logging import configure
 from ramify.types.trajectory import Stop
 
 

@@ -25,8 +25,7 @@ from ramify.cli.stop_signals import ends_if_blocked, on_stop
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import StderrNotes, write
 from ramify.errors import ConfigError
-from ramify.log_outputs import run_log
-from ramify.logging import RoomLogger
+from ramify.logging import RoomLogger, run_log
 from ramify.store.private_files import make_folder
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.progress_screen import ProgressScreen, form_of
 from ramify.cli.stop_signals import on_stop
 from ramify.cli.terminal_text import StderrNotes
-from ramify.log_outputs import join_run
-from ramify.logging import RoomLogger
+from ramify.logging import RoomLogger, join_run
 from ramify.progress import report_progress
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from ramify.cli.progress_screen import ProgressScreen
 from ramify.cli.terminal_text import StderrNotes, count, dollars, one_line, seconds
 from ramify.clients.pool import RETRYING
 from ramify.engine.run_handle import RunHandle
-from ramify.log_outputs import current_console
+from ramify.logging import current_console
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,

@@ -34,8 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from ramify.errors import OldNameWarning
-from ramify.log_outputs import current_console
-from ramify.logging import RoomLogger
+from ramify.logging import RoomLogger, current_console
 from ramify.printable import TerminalStream, clean, clean_line, escaped
 from ramify.types.call_node import CallNode
 from ramify.types.call_tree import CallTree

@@ -39,8 +39,8 @@ from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.progress_screen import OPTION, ProgressScreen, form_of
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import StderrNotes, error_line
-from ramify.log_outputs import RUN_LOG, run_log
-from ramify.logging import RoomLogger
+from ramify.log_outputs import RUN_LOG
+from ramify.logging import RoomLogger, run_log
 from ramify.progress import report_progress
 from ramify.train.checkpoint import holder
 from ramify.train.metrics import FILE, StepMetrics, read_metrics

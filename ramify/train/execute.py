@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.log_outputs import RUN_LOG, LogFile, run_log
-from ramify.logging import RoomLogger
+from ramify.log_outputs import RUN_LOG, LogFile
+from ramify.logging import RoomLogger, run_log
 from ramify.progress import report_progress
 from ramify.train.assemble import assemble, resolve
 from ramify.train.backends import launch

@@ -38,8 +38,7 @@ from ramify.actors.group_proof import AuthenticatedGroups
 from ramify.actors.launcher import STOPPED_S, Launcher, SlotMember
 from ramify.actors.run_channel import LOOPBACK, Channel, connect
 from ramify.errors import ConfigError, TrainError
-from ramify.log_outputs import join_run
-from ramify.logging import RoomLogger
+from ramify.logging import RoomLogger, join_run
 from ramify.train.backends.base import ShardSpec
 from ramify.train.backends.torchrun import RankInfo, TorchrunMeeting
 

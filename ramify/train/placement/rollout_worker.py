@@ -29,8 +29,8 @@ from ramify.clients.base import Sampling
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError, RamifyError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.log_outputs import Sender
-from ramify.logging import SentRecord, attach
+from ramify.log_outputs import Sender, SentRecord
+from ramify.logging import attach
 from ramify.sandbox.base import SandboxSpec, SharedContext
 from ramify.sandbox.guest.frames import pack_value, unpack_value
 from ramify.sandbox.guest.values import CodecError

@@ -37,7 +37,8 @@ from ramify.actors.restarts import RestartCount, cancel_all, until_started
 from ramify.actors.run_channel import Channel
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, TrainError
-from ramify.logging import RoomLogger, SentRecord
+from ramify.log_outputs import SentRecord
+from ramify.logging import RoomLogger
 from ramify.tasks.base import Item
 from ramify.train.branch_sampler import BranchOptions
 from ramify.train.placement.rollout_worker import (
