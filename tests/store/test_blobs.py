@@ -20,12 +20,13 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path)
 
 
-@pytest.mark.parametrize("data", [b"", b"text", bytes(range(256)) * 1000])
+@pytest.mark.parametrize("data", [b"", b"x", b"text", bytes(range(256)) * 1000])
 def test_a_blob_is_named_by_its_content(store: Store, data: bytes):
     digest = store.blobs.put(data)
     assert digest == hashlib.sha256(data).hexdigest()
     assert store.blobs.get(digest) == data
     assert digest in store.blobs
+    assert store.blobs.path(digest) == store.root / "blobs" / digest[:2] / digest
     with store.blobs.map(digest) as view:
         assert bytes(view) == data
 
@@ -148,3 +149,24 @@ def test_a_file_that_cannot_be_opened_is_named(store: Store):
     lock.mkdir()
     with pytest.raises(StoreError, match=f"cannot write {lock}: Is a directory; free some space"):
         store.blobs.put(b"y")
+
+
+def test_a_blob_whose_folder_disappears_cannot_be_written(tmp_path: Path):
+    """The folder is removed as soon as it was made."""
+
+    def fsync(fd: int) -> None:
+        folder = tmp_path / "blobs" / "ab"
+        if folder.exists():
+            folder.rmdir()
+
+    store = Store(tmp_path, fsync=fsync)
+    with pytest.raises(StoreError, match=r"cannot write the blob .*: No such file or directory"):
+        store.blobs.put(b"x", "ab" + 62 * "0")
+
+
+def test_a_blob_that_cannot_be_named_leaves_no_file(store: Store):
+    digest = "ab" + 62 * "0"
+    (store.blobs.path(digest) / "in the way").mkdir(parents=True)
+    with pytest.raises(OSError, match="directory"):
+        store.blobs.put(b"x", digest)
+    assert [path.name for path, _ in store.blobs.list()] == [digest]
