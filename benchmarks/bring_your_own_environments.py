@@ -146,7 +146,7 @@ def sampled_tokens(rollouts: list[Trajectory]) -> int:
     return sum(counts)
 
 
-class Checked(NamedTuple):
+class EnvironmentCheck(NamedTuple):
     """What was found out about one environment."""
 
     rollouts: int
@@ -212,7 +212,7 @@ def replayed(episode: PlayedEpisode) -> float:
     return total
 
 
-def gymnasium_checked(id: str, policy: Path, out: Path) -> Checked:
+def gymnasium_checked(id: str, policy: Path, out: Path) -> EnvironmentCheck:
     # This file may be loaded twice: as a script, and by the name in the recipe.
     played: list[PlayedEpisode] = importlib.import_module("bring_your_own_environments").EPISODES
     played.clear()
@@ -224,7 +224,7 @@ def gymnasium_checked(id: str, policy: Path, out: Path) -> Checked:
     for each in played:
         openings[each.item].add((each.seed, each.opening))
     alike = sum(len(openings[each.task]) == 1 for each in rollouts)
-    return Checked(
+    return EnvironmentCheck(
         len(rollouts), (ours & theirs).total(), len(rollouts), alike, _distinct(rollouts)
     )
 
@@ -272,7 +272,7 @@ def rewards_of_library(name: str, rollout: Trajectory, row: int) -> Iterator[dic
             yield {key: reward.value for key, reward in trace.rewards.items()}
 
 
-def verifiers_checked(name: str, policy: Path, out: Path, quick: bool) -> Checked:
+def verifiers_checked(name: str, policy: Path, out: Path, quick: bool) -> EnvironmentCheck:
     task = "bring_your_own_environments:verifiers_env"
     rollouts = trained(task, {"name": name}, policy, out)
     sampled_tokens(rollouts)
@@ -288,7 +288,7 @@ def verifiers_checked(name: str, policy: Path, out: Path, quick: bool) -> Checke
     for each in rollouts:
         prompt: tuple[Message, ...] = each.root.turns[0].prompt
         alike += first.setdefault(each.task, prompt) == prompt
-    return Checked(len(rollouts), equal, len(compared), alike, _distinct(rollouts))
+    return EnvironmentCheck(len(rollouts), equal, len(compared), alike, _distinct(rollouts))
 
 
 def _distinct(rollouts: list[Trajectory]) -> int:
@@ -299,7 +299,7 @@ def _distinct(rollouts: list[Trajectory]) -> int:
 
 
 def measure(quick: bool, names: tuple[str, ...] = (*GYMNASIUM, *VERIFIERS)) -> list[Figure]:
-    found: dict[str, Checked] = {}
+    found: dict[str, EnvironmentCheck] = {}
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         policy = checkpoint(Path(folder) / "policy")

@@ -54,11 +54,15 @@ from engine import Figure, show
 
 from ramify.train.advantages.base import remembering
 from ramify.train.advantages.credit import Baseline, Numbers, Tree, returns_of
-from ramify.train.advantages.fork_estimators import Branch, EntropyBranch, Vine
+from ramify.train.advantages.fork_estimators import (
+    BranchEstimator,
+    EntropyBranchEstimator,
+    VineEstimator,
+)
 from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
 from ramify.train.config import RlSpec
+from ramify.types.forked_root import root_segments
 from ramify.types.message import Message, Reply
-from ramify.types.root_lines import root_segments
 from ramify.types.trajectory import Call, Fork, Group, Parent, Stop, Trajectory, Turn
 
 CHILDREN, CHOICE, SUCCESS = (0, 1, 8), (0.8, 0.1, 0.1), (0.50, 0.52, 0.60)
@@ -439,9 +443,9 @@ def _forks(num_groups: int) -> Iterator[Figure]:
     both = ForkPlan({14: 4, 15: 4})
     one_line = ForkPlan({14: 7, 15: 5}, "first")
     estimators = [
-        ("branch", Branch(rollout_tokens=1), both, 0.5),
-        ("vine", Vine(rollout_tokens=1), one_line, 0.5),
-        ("entropy_branch", EntropyBranch(rollout_tokens=1), both, None),
+        ("branch", BranchEstimator(rollout_tokens=1), both, 0.5),
+        ("vine", VineEstimator(rollout_tokens=1), one_line, 0.5),
+        ("entropy_branch", EntropyBranchEstimator(rollout_tokens=1), both, None),
     ]
     for where, decisive in (("last turns decide", late), ("turns 1 and 2 decide", early)):
         flat = spread(DrGRPO(rollout_tokens=1), no_forks, decisive, 4 * num_groups)

@@ -127,7 +127,7 @@ async def overhead(quick: bool) -> AsyncIterator[Figure]:
 # --- many streams ---------------------------------------------------------------------------------
 
 
-class Told(NamedTuple):
+class StreamedReply(NamedTuple):
     """Result of one stream."""
 
     reasoning: str
@@ -138,7 +138,7 @@ class Told(NamedTuple):
     is_done: bool
 
 
-async def streamed(http: aiohttp.ClientSession, url: str, number: int) -> Told:
+async def streamed(http: aiohttp.ClientSession, url: str, number: int) -> StreamedReply:
     reasoning, content, ids, finish, count, is_done = "", "", set(), None, 0, False
     async with http.post(
         f"{url}/chat/completions", json=body(f"client {number}", TEXT, stream=True)
@@ -156,10 +156,10 @@ async def streamed(http: aiohttp.ClientSession, url: str, number: int) -> Told:
             reasoning += choice["delta"].get("reasoning_content", "")
             content += choice["delta"].get("content") or ""
             finish = choice["finish_reason"] or finish
-    return Told(reasoning, content, ids, finish, count, is_done)
+    return StreamedReply(reasoning, content, ids, finish, count, is_done)
 
 
-def is_whole(told: Told, number: int) -> bool:
+def is_whole(told: StreamedReply, number: int) -> bool:
     """Return True if the stream has every event of this client's run in order, and none of another
     run. Sub-calls are concurrent, so they may start and end in any order."""
     code = f"r = llm_query_batched(['sub <{number}> ' + str(i) for i in range(3)])"

@@ -381,7 +381,7 @@ def measure(quick: bool) -> Iterator[Figure]:
 
 
 def cost(run: Run, out: Path) -> float:
-    """Share of the steps' CPU time that metrics of the population and the doctor cost: with the
+    """Share of the steps' CPU time that the metrics of samples and the doctor cost: with the
     steps of a usual size, 16 items with 8 rollouts each."""
     assert run.rl is not None
     rl = msgspec.structs.replace(
@@ -401,7 +401,7 @@ def cost(run: Run, out: Path) -> float:
 
     with contextlib.ExitStack() as stack:
         for owner, name in (
-            (stages, "of_population"),
+            (stages, "of_samples"),
             (stages, "of_comparison"),
             (Learner, "probe"),
             (Learner, "measured_before"),

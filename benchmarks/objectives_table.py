@@ -58,7 +58,7 @@ DEFAULTS = {"trl": "dapo", "skyrl": "grpo", "prime": "grpo", "verl": "ppo", "are
 """Preset -> the objective that it has if none is named."""
 
 
-class Compared(NamedTuple):
+class ComparisonBatch(NamedTuple):
     """A random batch: B = 12 rollouts, C = 6 tokens of a completion, V = 7 words."""
 
     lengths: list[int]
@@ -98,7 +98,7 @@ class Result(NamedTuple):
     """By the logits, and for a critic by its values."""
 
 
-def random_batch(seed: int) -> Compared:
+def random_batch(seed: int) -> ComparisonBatch:
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -118,7 +118,9 @@ def random_batch(seed: int) -> Compared:
     moved = (torch.rand(ROWS, 1, 1, generator=draw) < 0.3) * 0.5 + 0.3
     old, ref = now + moved * normal(*now.shape), now + 0.3 * normal(*now.shape)
     blank = torch.zeros(ROWS, MOST, dtype=torch.float64)
-    batch = Compared(lengths, rewards, brevity, greedy, ids, now, old, ref, blank, blank, blank)
+    batch = ComparisonBatch(
+        lengths, rewards, brevity, greedy, ids, now, old, ref, blank, blank, blank
+    )
     far = (torch.rand(ROWS, MOST, generator=draw) < 0.1) * 1.5 + 0.3
     sampler = (batch.logprobs(old) + far * normal(ROWS, MOST)).clamp(max=-1e-3)
     values = normal(ROWS, MOST)
@@ -139,7 +141,7 @@ def spec(preset: str, *overrides: str) -> train.RlSpec:
     return rl
 
 
-def ours(preset: str, batch: Compared, *overrides: str) -> Result:
+def ours(preset: str, batch: ComparisonBatch, *overrides: str) -> Result:
     """Loss and gradients of the package, under a preset, or under none if it is empty."""
     rl = spec(preset, *overrides)
     loss = rl.loss.for_minibatches(2)
@@ -176,7 +178,7 @@ def ours(preset: str, batch: Compared, *overrides: str) -> Result:
     return _result(compute(loss, entries)[0], logits, critic)
 
 
-def _groups(batch: Compared, several: bool) -> list[Group]:
+def _groups(batch: ComparisonBatch, several: bool) -> list[Group]:
     rewards = [{"reward": value} for value in batch.rewards.tolist()]
     if several:
         rewards = [
@@ -188,7 +190,7 @@ def _groups(batch: Compared, several: bool) -> list[Group]:
     return [Group(f"{n}", rollouts[n * GROUP : (n + 1) * GROUP], greedy[n]) for n in range(ITEMS)]
 
 
-def _rollout(batch: Compared, index: int, rewards: dict[str, float]) -> Trajectory:
+def _rollout(batch: ComparisonBatch, index: int, rewards: dict[str, float]) -> Trajectory:
     ids, num = batch.ids[index].tolist(), batch.lengths[index]
     reply = Reply(
         Message("assistant", ""),
@@ -238,7 +240,7 @@ def _over_mean(rewards: Tensor, epsilon: float) -> Tensor:
     return torch.where(mean > 0, found, 0.0).flatten()
 
 
-def _by_length(b: Compared) -> Tensor:
+def _by_length(b: ComparisonBatch) -> Tensor:
     """[B] rewards less the mean of their group, weighted by length."""
     sizes = _groups_of(torch.tensor(b.lengths).double())
     grouped = _groups_of(b.rewards)
@@ -252,7 +254,7 @@ def _whiten(values: Tensor, mask: Tensor) -> Tensor:
     return (values - mean) * torch.rsqrt(variance + 1e-8) * mask
 
 
-def _last(b: Compared, rewards: Tensor) -> Tensor:
+def _last(b: ComparisonBatch, rewards: Tensor) -> Tensor:
     """[B, C] the reward on the last token."""
     found = torch.zeros(ROWS, MOST, dtype=torch.float64)
     found[torch.arange(ROWS), torch.tensor(b.lengths) - 1] = rewards
@@ -263,7 +265,7 @@ def _to_go(values: Tensor) -> Tensor:
     return values.flip(1).cumsum(1).flip(1)
 
 
-def _gae(b: Compared, lam: float) -> tuple[Tensor, Tensor]:
+def _gae(b: ComparisonBatch, lam: float) -> tuple[Tensor, Tensor]:
     """(advantages, returns), with gamma 1."""
     values = b.old_values * b.mask
     following = torch.cat([values, torch.zeros(ROWS, 1, dtype=torch.float64)], 1)[:, 1:]
@@ -329,11 +331,11 @@ def _running(rewards: Tensor, decay: float) -> Tensor:
     return torch.tensor(found, dtype=torch.float64)
 
 
-def _separately(b: Compared, epsilon: float) -> Tensor:
+def _separately(b: ComparisonBatch, epsilon: float) -> Tensor:
     return _scaled(b.rewards, epsilon) + _scaled(b.brevity, epsilon)
 
 
-def paper(objective: str, b: Compared, now: Tensor, values: Tensor) -> Tensor:
+def paper(objective: str, b: ComparisonBatch, now: Tensor, values: Tensor) -> Tensor:
     """The objective of its paper; each rollout here is one response of the paper."""
     mask, gap = b.mask, b.logprobs(now) - b.logprobs(b.old)
     r, rho = gap.exp(), (b.logprobs(now) - b.sampler).exp()
@@ -403,7 +405,7 @@ def paper(objective: str, b: Compared, now: Tensor, values: Tensor) -> Tensor:
 # --- the others, as their code computes them ------------------------------------------------------
 
 
-def trl(objective: str, b: Compared, now: Tensor, _: Tensor) -> Tensor:
+def trl(objective: str, b: ComparisonBatch, now: Tensor, _: Tensor) -> Tensor:
     """``_compute_loss`` of its trainers, with the correction ``sequence_mask`` of vLLM."""
     old, mask, logprobs = b.logprobs(b.old), b.mask, b.logprobs(now)
     gap = logprobs - old
@@ -434,7 +436,7 @@ def trl(objective: str, b: Compared, now: Tensor, _: Tensor) -> Tensor:
     return _constant(loss, mask, LENGTH) if objective == "dr_grpo" else _tokens(loss, mask)
 
 
-def skyrl(objective: str, b: Compared, now: Tensor, values: Tensor) -> Tensor:
+def skyrl(objective: str, b: ComparisonBatch, now: Tensor, values: Tensor) -> Tensor:
     """Its reductions scale the advantages, and its losses are sums; the KL is averaged by
     sequence, and so is the value loss."""
     old, mask, logprobs = b.logprobs(b.old), b.mask, b.logprobs(now)
@@ -496,7 +498,7 @@ def skyrl(objective: str, b: Compared, now: Tensor, values: Tensor) -> Tensor:
     return total
 
 
-def prime(objective: str, b: Compared, now: Tensor, _: Tensor) -> Tensor:
+def prime(objective: str, b: ComparisonBatch, now: Tensor, _: Tensor) -> Tensor:
     """``default_loss_fn`` over the samples whose advantage is not 0."""
     logprobs, mask = b.logprobs(now), b.mask
     advantages = {
@@ -510,7 +512,7 @@ def prime(objective: str, b: Compared, now: Tensor, _: Tensor) -> Tensor:
     return (loss * mask).sum() / mask.sum()
 
 
-def verl(objective: str, b: Compared, now: Tensor, values: Tensor) -> Tensor:
+def verl(objective: str, b: ComparisonBatch, now: Tensor, values: Tensor) -> Tensor:
     """``compute_policy_loss_*`` over ``compute_*_advantage``, and ``compute_value_loss``."""
     mask, logprobs = b.mask, b.logprobs(now)
     gap, returns = logprobs - b.logprobs(b.old), mask
@@ -573,7 +575,7 @@ def _norm(values: Tensor, mask: Tensor) -> Tensor:
     return (values - mean) * mask / (std + 1e-5)
 
 
-def areal(objective: str, b: Compared, now: Tensor, values: Tensor) -> Tensor:
+def areal(objective: str, b: ComparisonBatch, now: Tensor, values: Tensor) -> Tensor:
     """``ppo_actor_loss_fn`` (``sapo_loss_fn``, ``ppo_critic_loss_fn``), with the rewards of
     ``examples/math``: shifted and scaled, normalised by group and then over the batch."""
     mask, logprobs, old = b.mask, b.logprobs(now), b.logprobs(b.old)
@@ -606,7 +608,7 @@ def areal(objective: str, b: Compared, now: Tensor, values: Tensor) -> Tensor:
     return total
 
 
-FORMULAS: dict[str, Callable[[str, Compared, Tensor, Tensor], Tensor]] = {
+FORMULAS: dict[str, Callable[[str, ComparisonBatch, Tensor, Tensor], Tensor]] = {
     "": paper,
     "trl": trl,
     "skyrl": skyrl,
@@ -616,7 +618,7 @@ FORMULAS: dict[str, Callable[[str, Compared, Tensor, Tensor], Tensor]] = {
 }
 
 
-def theirs(preset: str, batch: Compared, objective: str | None = None) -> Result:
+def theirs(preset: str, batch: ComparisonBatch, objective: str | None = None) -> Result:
     """Loss and gradients of the formula: of an objective, or of the trainer's default one."""
     logits, critic = batch.now.clone().requires_grad_(), batch.values.clone().requires_grad_()
     name = objective or DEFAULTS[preset]
@@ -656,14 +658,14 @@ TRL: dict[str, tuple[str, dict[str, Any]]] = {
 """Objective -> TRL's trainer and the options that choose it."""
 
 
-def trl_cell(objective: str, batch: Compared) -> Result:
+def trl_cell(objective: str, batch: ComparisonBatch) -> Result:
     """Loss and gradients of an objective by TRL's own code."""
     trainer, options = TRL[objective]
     return trl_installed(batch, trainer, several=objective == "gdpo", **options)
 
 
 def trl_installed(
-    batch: Compared, trainer: str = "GRPO", *, several: bool = False, **changes: Any
+    batch: ComparisonBatch, trainer: str = "GRPO", *, several: bool = False, **changes: Any
 ) -> Result:
     """Loss and gradients of TRL's own trainer with its own defaults. It is made without its
     constructor, which wants a checkpoint and a data set."""
@@ -772,7 +774,7 @@ def words(preset: str, objective: str) -> list[str]:
     return [f"rl.objective={objective}", *length]
 
 
-def difference(preset: str, objective: str, batch: Compared) -> float:
+def difference(preset: str, objective: str, batch: ComparisonBatch) -> float:
     """Between the package and the formula of a cell."""
     return apart(ours(preset, batch, *words(preset, objective)), theirs(preset, batch, objective))
 

@@ -234,7 +234,7 @@ def _as_calls(shown: str, aliases: list[str]) -> Iterator[str]:
             yield f"{name}({', '.join([*needed, f'{extra}={value}'])})"
 
 
-class Played:
+class PlayedRun:
     """One run of a situation by one reader."""
 
     def __init__(self, situation: Situation, reader: Callable[[tuple[Message, ...]], Any]) -> None:
@@ -313,7 +313,7 @@ def play(situation: Situation) -> Findings:
     return found
 
 
-def copy_examples(situation: Situation, found: Findings) -> Played:
+def copy_examples(situation: Situation, found: Findings) -> PlayedRun:
     """The reader that runs each code block, and starts a child if it can."""
 
     def reader(messages: tuple[Message, ...]) -> str:
@@ -323,7 +323,7 @@ def copy_examples(situation: Situation, found: Findings) -> Played:
         child = ["rlm_query('What is a part of it?')"] if "`rlm_query(" in prompt else []
         return code(*cells_of(prompt), *child)
 
-    played = Played(situation, reader)
+    played = PlayedRun(situation, reader)
     found.failing += played.failed_cells()
     if not cells_of(played.system):
         found.failing.append("the prompt has no example")
@@ -368,7 +368,7 @@ def obey(
 ) -> None:
     """The reader that calls everything that is named, sends prompts of the longest length, and tests
     each sentence."""
-    played = Played(situation, once(_LOOP.format(steps=list(dict.fromkeys(steps)))))
+    played = PlayedRun(situation, once(_LOOP.format(steps=list(dict.fromkeys(steps)))))
     outputs = [cell.stdout for call in played.trajectory.calls[:1] for cell in cells_in(call)]
     line = next(
         (line for line in "".join(outputs).splitlines() if line.startswith("FAILED ")), None
@@ -422,7 +422,7 @@ def obey_output(situation: Situation, prompt: str, found: Findings) -> None:
     """The reader that prints three times as much as is shown, and looks for the rest."""
     (shown,) = re.findall(r"at most ([\d,]+) characters of a cell's output", prompt)
     most = int(shown.replace(",", ""))
-    seen = Played(situation, once(f"print('~' * {3 * most})", "len(outputs[1])"))
+    seen = PlayedRun(situation, once(f"print('~' * {3 * most})", "len(outputs[1])"))
     if not most - 2 <= seen.requests[1].messages[-1].content.count("~") <= most:
         found.false.append(f"output of {most} characters")
     if f"=> {3 * most + 1}" not in seen.requests[2].messages[-1].content:
@@ -434,7 +434,7 @@ def obey_turns(situation: Situation, prompt: str, found: Findings) -> None:
     (turns,) = re.findall(r"You have (\d+) turns?", prompt)
     if int(turns) > 6:
         return
-    played = Played(situation, lambda messages: code("1"))
+    played = PlayedRun(situation, lambda messages: code("1"))
     answered = [turn for turn in played.trajectory.calls[0].turns if turn.cells]
     # One last cell is run after the turns are used up.
     if played.result.stop is not Stop.MAX_TURNS or len(answered) not in (
@@ -444,7 +444,7 @@ def obey_turns(situation: Situation, prompt: str, found: Findings) -> None:
         found.false.append(f"{turns} turns: {len(answered)} were used, {played.result.stop}")
 
 
-def compare(situation: Situation, copied: Played, found: Findings) -> None:
+def compare(situation: Situation, copied: PlayedRun, found: Findings) -> None:
     """Compare what the messages say with the situation."""
     has_children = situation.limits.max_depth > 0
     if ("rlm_query" in copied.system) is not has_children:

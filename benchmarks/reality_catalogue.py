@@ -31,10 +31,10 @@ from reality_wire import (
     MISSING,
     RESET,
     STALL,
-    Asked,
     Body,
     Step,
     Wire,
+    WireRequest,
     chunk,
     encode,
     event,
@@ -75,7 +75,7 @@ EMPTY = Outcome("error", "reported", is_retried=True)
 
 Outcomes = Outcome | Mapping[str, Outcome]
 """One outcome for all protocols, or one for each by its name; ``other`` is that of the rest."""
-Answer = Callable[[Wire, Asked, str], Iterable[Step]]
+Answer = Callable[[Wire, WireRequest, str], Iterable[Step]]
 
 
 class Behaviour(NamedTuple):
@@ -631,7 +631,7 @@ def stream(
     """A stream of events. ``make`` gets the events of a whole reply. A client that did not ask for
     a stream gets it, too."""
 
-    def answer(wire: Wire, asked: Asked, text: str) -> Iterable[Step]:
+    def answer(wire: Wire, asked: WireRequest, text: str) -> Iterable[Step]:
         return make(wire.events(wire.body(text)))
 
     more.setdefault("unasked", RETRIED)

@@ -36,10 +36,10 @@ from reality_providers import run_fast
 from reality_wire import (
     ELSEWHERE,
     WIRES,
-    Asked,
     MisbehavingServer,
     Step,
     Wire,
+    WireRequest,
     http,
     said,
     self_signed,
@@ -94,7 +94,7 @@ async def observe(row: Row, folder: Path) -> Observation:
     """Run one row."""
     num_bad, asked_stream = 0, False
 
-    def answer(asked: Asked) -> Iterable[Step]:
+    def answer(asked: WireRequest) -> Iterable[Step]:
         nonlocal num_bad, asked_stream
         asked_stream = asked_stream or asked.wants_stream
         if asked.path == ELSEWHERE:  # a client follows a redirect

@@ -4,7 +4,7 @@ A ``Wire`` knows how one API writes a correct reply, as a body and as a stream o
 that reply keeps its text, its finish reason and its usage. ``MisbehavingServer`` is a real server
 on loopback, with or without TLS, that sends whatever bytes it is given:
 
-    request ── Asked(body, wants_stream) ── answer(asked) ── bytes, waits, RESET, CLOSE, STALL
+    request ── WireRequest(body, wants_stream) ── answer(asked) ── bytes, waits, RESET, CLOSE, STALL
 
 Not here: which bytes are wrong, and what must follow (see ``reality_catalogue.py``).
 """
@@ -362,7 +362,7 @@ def streamed(events: Sequence[bytes]) -> list[Step]:
     return [stream_head(), *map(chunk, events), LAST_CHUNK]
 
 
-class Asked(NamedTuple):
+class WireRequest(NamedTuple):
     """A request as the server received it."""
 
     path: str
@@ -374,7 +374,7 @@ class Asked(NamedTuple):
         return self.fields.get("stream") is True
 
 
-def said(wire: Wire, asked: Asked, body: Body) -> list[Step]:
+def said(wire: Wire, asked: WireRequest, body: Body) -> list[Step]:
     """``body`` as a complete response, in the form that was asked for."""
     return (
         streamed(wire.events(copy.deepcopy(body))) if asked.wants_stream else [http(encode(body))]
@@ -385,7 +385,7 @@ class MisbehavingServer:
     """A server that answers each request with the steps that ``answer`` returns for it."""
 
     def __init__(
-        self, answer: Callable[[Asked], Iterable[Step]], tls: ssl.SSLContext | None = None
+        self, answer: Callable[[WireRequest], Iterable[Step]], tls: ssl.SSLContext | None = None
     ) -> None:
         self.num_asked = 0
         self._answer = answer
@@ -426,7 +426,7 @@ class MisbehavingServer:
             self._tasks.discard(task)
             writer.transport.abort()
 
-    async def _read(self, reader: asyncio.StreamReader) -> Asked | None:
+    async def _read(self, reader: asyncio.StreamReader) -> WireRequest | None:
         """Return the next request; None for one of a stranger, such as a scan of ports."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         method, _, rest = head.partition(" ")
@@ -435,7 +435,7 @@ class MisbehavingServer:
             return None
         length = int(head.lower().partition("content-length:")[2].partition("\r\n")[0] or 0)
         body = await reader.readexactly(length)
-        return Asked(path, msgspec.json.decode(body) if body else {})
+        return WireRequest(path, msgspec.json.decode(body) if body else {})
 
     async def _do(self, step: Step, writer: asyncio.StreamWriter) -> None:
         if isinstance(step, bytes):

@@ -43,7 +43,7 @@ VARIANTS = {
 QUICK = ["rl.steps=3", "rl.sample.items=2", "rl.sample.minibatches=1"]
 
 
-class Trained(NamedTuple):
+class TrainedVariant(NamedTuple):
     variant: str
     seed: int
     reward: float
@@ -73,11 +73,13 @@ def trained(folder: Path, variant: str, *overrides: str) -> tuple[float, float]:
     return reward, cpu_s
 
 
-def runs_of(folder: Path, seed: int, quick: bool) -> list[Trained]:
+def runs_of(folder: Path, seed: int, quick: bool) -> list[TrainedVariant]:
     """Both variants from one policy that has imitated, and that policy."""
     start = folder / f"start-{seed}"
     found = [
-        Trained("start", seed, *trained(start, "start", f"seed={seed}", "sft.num=160", "rl=null"))
+        TrainedVariant(
+            "start", seed, *trained(start, "start", f"seed={seed}", "sft.num=160", "rl=null")
+        )
     ]
     for variant, overrides in VARIANTS.items():
         given = [
@@ -89,12 +91,12 @@ def runs_of(folder: Path, seed: int, quick: bool) -> list[Trained]:
             *(QUICK if quick else ()),
         ]
         found.append(
-            Trained(variant, seed, *trained(folder / f"{variant}-{seed}", variant, *given))
+            TrainedVariant(variant, seed, *trained(folder / f"{variant}-{seed}", variant, *given))
         )
     return found
 
 
-def table(runs: list[Trained]) -> str:
+def table(runs: list[TrainedVariant]) -> str:
     lines = ["| seed | " + " | ".join(("start", *VARIANTS)) + " |", "|" + " --- |" * 4]
     for seed in sorted({run.seed for run in runs}):
         cells = []

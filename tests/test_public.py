@@ -58,10 +58,10 @@ PUBLIC = {
     """,
     "ramify.train": """
         ALGORITHMS Algorithm AlgorithmNeeds AnnealSchedule AssignedRollout AssignedStep
-        Backend Batch Branch BranchOptions ByTask CORRECTIONS CREDITS Cispo ClipCov
+        Backend Batch BranchEstimator BranchOptions ByTask CORRECTIONS CREDITS Cispo ClipCov
         CollapseAlarms ComputeSpec CreditNode CriticOnlyLoss CriticSpec DAPO Decoupled
         DecoupledGspo DemonstrationHints DepthSpec DppoCapped DppoKl DppoTv DrGRPO DualClip
-        EntropyBranch EvaluateSpec FeedbackHints FormatSignal FrozenSpec FsdpRanks GDPO
+        EntropyBranchEstimator EvaluateSpec FeedbackHints FormatSignal FrozenSpec FsdpRanks GDPO
         GRPO GeometricMask Gmpo Group GroupOptions GroupRecords Gspo Hierarchical Hindsight
         HintFilter HintJudge Hybrid HybridTerm IcePop ImportanceSampling Judge JudgeVerdict
         JudgeView JudgedTurn KlCov LoraSpec LossFormula LossSpec LossTokens MaxRL
@@ -71,10 +71,10 @@ PUBLIC = {
         RlSpec RoleSpec RolloutIs RolloutOptions Rollouter RuleJudge Run RunInfo SFT Sapo
         Schedule ScoringRow SequenceClip SequenceMask SequenceSums SequenceTis ServiceSpec
         SftSpec ShardSpec ShuffledHints Signal SignalContext SignalScore SingleBackend
-        StateGroup StepJudge StepMetrics StepRules StepSampleSpec TaskSpec TeacherSignal
+        StateGroupEstimator StepJudge StepMetrics StepRules StepSampleSpec TaskSpec TeacherSignal
         TokenCredit TokenScorer TokenScores TokenSequence TokenTis ToolUseSignal
         TopKCandidates Tracker TrainedModel TrainedPolicySpec TrainingGuard TrajectoryHints
-        Vine WarmUpSpec WorstTokenMask demonstrate kl_estimate load_recipe pack
+        VineEstimator WarmUpSpec WorstTokenMask demonstrate kl_estimate load_recipe pack
         publish ratio
         read_group_records read_metrics token_sequences train with_objective with_preset
     """,

@@ -5,7 +5,7 @@ submission.
         launch/tiny/job.sbatch, launch/tiny/node.sh: 2 nodes of 8 GPUs and 64 CPUs
         submit: sbatch launch/tiny/job.sbatch
 
-Not here: the plan (``cluster/plan.py``), the job (``cluster/launch_job.py``) and the files
+Not here: the plan (``cluster/plan.py``), the job (``cluster/scheduler_job.py``) and the files
 (``cluster/job_files.py``).
 """
 
@@ -49,8 +49,8 @@ def launch(
     option: list[str] | None = None,
 ) -> int:
     from ramify.cluster.job_files import SCHEDULERS, JobOptions, default_folders, job_files
-    from ramify.cluster.launch_job import job_of
     from ramify.cluster.plan import PlanOptions, plan
+    from ramify.cluster.scheduler_job import job_of
     from ramify.cluster.shape import device_of
     from ramify.errors import nearest
 

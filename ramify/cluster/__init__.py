@@ -6,7 +6,7 @@ Before a run starts:
     memory.py               bytes of each kind of process
     steps.py                seconds of each part of a step, from device speeds or measurements
     plan.py                 the whole plan of a recipe
-    launch_job.py           the job that a plan implies, and the script of its nodes
+    scheduler_job.py        the job that a plan implies, and the script of its nodes
     job_files.py            that job for Slurm, Kubernetes, SkyPilot and Ray
 
 From a measured run, a prediction for other devices and settings:

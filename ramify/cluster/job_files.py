@@ -9,7 +9,7 @@ The run's key is never in a file that is written here. Slurm's script makes it i
 its owner can read, Kubernetes reads it from a Secret, and SkyPilot from its own secrets. Other keys
 (``secrets``) are names of variables, whose values are looked up where the job is submitted.
 
-Not here: the job (``launch_job.py``) and the command (``cli/launch_command.py``).
+Not here: the job (``scheduler_job.py``) and the command (``cli/launch_command.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from ramify.actors.run_channel import KEY
-from ramify.cluster.launch_job import LaunchJob, NodeGroup, node_script
+from ramify.cluster.scheduler_job import NodeGroup, SchedulerJob, node_script
 from ramify.cluster.shape import DeviceSpec
 from ramify.errors import ConfigError, nearest
 
@@ -84,7 +84,7 @@ class JobFiles(msgspec.Struct, frozen=True):
     commands: tuple[SubmitCommand, ...]
 
 
-def job_files(kind: str, job: LaunchJob, options: JobOptions, folder: str) -> JobFiles:
+def job_files(kind: str, job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
     """The files for scheduler ``kind``, to be written to ``folder``. Raises ConfigError for an
     unknown kind, and if the scheduler needs something that ``options`` lack."""
     if kind not in SCHEDULERS:
@@ -95,7 +95,7 @@ def job_files(kind: str, job: LaunchJob, options: JobOptions, folder: str) -> Jo
 # --- Slurm
 
 
-def _slurm(job: LaunchJob, options: JobOptions, folder: str) -> JobFiles:
+def _slurm(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
     _refuse("slurm", options, "image", "shared")
     lines = ["#!/usr/bin/env bash", f"# {job.recipe}, written by `ramify launch --on slurm`"]
     for index, group in enumerate(job.groups):
@@ -154,7 +154,7 @@ def _component(group: NodeGroup) -> list[str]:
     return options + ([f"--mem={group.memory_gb}G"] if group.memory_gb else [])
 
 
-def _others(job: LaunchJob, script: str) -> str:
+def _others(job: SchedulerJob, script: str) -> str:
     """The command that starts all nodes but the head."""
     parts = []
     for index, group in enumerate(job.groups):
@@ -179,7 +179,7 @@ def _asked(secrets: Sequence[str]) -> list[str]:
 # --- Kubernetes
 
 
-def _kubernetes(job: LaunchJob, options: JobOptions, folder: str) -> JobFiles:
+def _kubernetes(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
     if not options.image or not options.shared:
         raise ConfigError(
             "--on k8s needs --image IMAGE, with Ramify in it, and --shared CLAIM, a "
@@ -217,7 +217,7 @@ def _kubernetes(job: LaunchJob, options: JobOptions, folder: str) -> JobFiles:
 
 
 def _kubernetes_job(
-    job: LaunchJob, options: JobOptions, name: str, group: NodeGroup, first: int, count: int
+    job: SchedulerJob, options: JobOptions, name: str, group: NodeGroup, first: int, count: int
 ) -> dict[str, object]:
     """A Job of ``count`` pods, whose ranks begin with ``first``."""
     amounts: dict[str, object] = {"cpu": str(group.cpus)}
@@ -285,7 +285,7 @@ def _gpu_resource(device: DeviceSpec) -> str:
     return "amd.com/gpu" if device.name.startswith("mi") else "nvidia.com/gpu"
 
 
-def _secret_name(job: LaunchJob, variable: str) -> str:
+def _secret_name(job: SchedulerJob, variable: str) -> str:
     """``OPENAI_API_KEY`` -> ``tiny-openai-api-key``"""
     return f"{job.name}-{variable.lower().replace('_', '-')}"
 
@@ -296,7 +296,7 @@ _ACCELERATORS = {"a100": "A100-80GB", "rtx4090": "RTX4090"}
 """Device -> SkyPilot's name if it differs from the device in capitals."""
 
 
-def _skypilot(job: LaunchJob, options: JobOptions, folder: str) -> JobFiles:
+def _skypilot(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
     if len(job.groups) > 1:
         shown = " and ".join(map(str, job.groups))
         raise ConfigError(
@@ -356,7 +356,7 @@ def _typed(text: str) -> object:
 # --- Ray
 
 
-def _ray(job: LaunchJob, options: JobOptions, folder: str) -> JobFiles:
+def _ray(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
     _refuse("ray", options, "image", "shared", "hours", "settings")
     if options.secrets:
         raise ConfigError(
@@ -369,7 +369,7 @@ def _ray(job: LaunchJob, options: JobOptions, folder: str) -> JobFiles:
     return JobFiles({"node.sh": node_script(job, is_in_cluster=True)}, (SubmitCommand(words),))
 
 
-SCHEDULERS: dict[str, Callable[[LaunchJob, JobOptions, str], JobFiles]] = {
+SCHEDULERS: dict[str, Callable[[SchedulerJob, JobOptions, str], JobFiles]] = {
     "slurm": _slurm,
     "k8s": _kubernetes,
     "skypilot": _skypilot,

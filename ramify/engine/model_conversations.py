@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class ConductedCall(msgspec.Struct):
-    """One call of a thread."""
+class ExternalCall(msgspec.Struct):
+    """A call whose requests come from code outside of the engine."""
 
     call: LiveCall
     tools: tuple[Tool, ...]
@@ -56,7 +56,7 @@ class ModelConversations:
         self._run = run
         self._resources = resources
         self._question = question
-        self._threads: dict[str, list[ConductedCall]] = {}
+        self._threads: dict[str, list[ExternalCall]] = {}
         self._num_calls = 0
         # Requests may arrive in tasks of a server that serves several runs. Clients and logs tell
         # runs apart by context variables.
@@ -113,8 +113,8 @@ class ModelConversations:
         learns: bool,
     ) -> Reply:
         run = self._run
-        async with self._turn_of(messages, thread, tools, depth, learns) as conducted:
-            call = conducted.call
+        async with self._turn_of(messages, thread, tools, depth, learns) as external:
+            call = external.call
             stop = run.must_stop(call)
             if stop is not None:
                 reason = run.reason(CallOutcome(stop), call.turn, depth)
@@ -130,26 +130,26 @@ class ModelConversations:
         tools: tuple[Tool, ...],
         depth: int,
         learns: bool,
-    ) -> AsyncIterator[ConductedCall]:
+    ) -> AsyncIterator[ExternalCall]:
         """The call whose next turn this request is, which no other request may continue until the
         block ends."""
-        conducted = self._continued(messages, thread, tools)
-        if conducted is None:
-            conducted = self._begun(thread, tools, depth, learns)
-        conducted.is_waiting = True
+        external = self._continued(messages, thread, tools)
+        if external is None:
+            external = self._begun(thread, tools, depth, learns)
+        external.is_waiting = True
         try:
-            yield conducted
+            yield external
         except LimitReached as error:
-            conducted.stop = Stop(error.stop)
+            external.stop = Stop(error.stop)
             raise
         finally:
-            conducted.is_waiting = False
+            external.is_waiting = False
 
     def _continued(
         self, messages: tuple[Message, ...], thread: str, tools: tuple[Tool, ...]
-    ) -> ConductedCall | None:
+    ) -> ExternalCall | None:
         """The call with the longest conversation that ``messages`` begin with."""
-        found: ConductedCall | None = None
+        found: ExternalCall | None = None
         for each in self._threads.get(thread, ()):
             before = each.call.messages
             if each.is_waiting or each.tools != tools or len(before) >= len(messages):
@@ -161,14 +161,14 @@ class ModelConversations:
 
     def _begun(
         self, thread: str, tools: tuple[Tool, ...], depth: int, learns: bool
-    ) -> ConductedCall:
+    ) -> ExternalCall:
         client = self._run.models.rlm(depth)
         call = LiveCall(str(self._num_calls), "lm", client, depth, self._question, keeps_ids=learns)
         self._num_calls += 1
-        conducted = ConductedCall(call, tools)
-        self._threads.setdefault(thread, []).append(conducted)
+        external = ExternalCall(call, tools)
+        self._threads.setdefault(thread, []).append(external)
         self._run.begin(call)
-        return conducted
+        return external
 
     def end(self, outcome: CallOutcome) -> None:
         """Record the end of every call. ``outcome`` is that of the run."""

@@ -36,8 +36,8 @@ from ramify.engine.model_requests import cut_reply
 from ramify.engine.question import opening
 from ramify.engine.reading import read_reply
 from ramify.engine.run_state import RunState
+from ramify.engine.truncated_replies import complete_truncated
 from ramify.engine.typed import AnswerType, TypeMismatch
-from ramify.engine.whole_reply import whole_reply
 from ramify.errors import (
     HostCallError,
     LimitReached,
@@ -179,7 +179,7 @@ class RlmLoop:
         try:
             reply = await self._ask_within_window(tools=self.scaffold.tools())
             if self.scaffold.takes_words:
-                reply = await whole_reply(run, call, reply, self._state.pending)
+                reply = await complete_truncated(run, call, reply, self._state.pending)
         except LimitReached as reached:
             return await self._last_word(Stop(reached.stop))
         except ModelError as error:

@@ -42,7 +42,7 @@ from ramify.logging import RoomLogger
 from ramify.tasks.base import Item, Task, TaskStart
 from ramify.tasks.run_score import scored_in_time
 from ramify.types.event import scores_of
-from ramify.types.root_lines import line_of, root_segments
+from ramify.types.forked_root import line_of, root_segments
 from ramify.types.trajectory import Stop, Trajectory
 
 _log = RoomLogger("evaluate")

@@ -87,26 +87,26 @@ def verifiers_task(
     Example:
         task = evaluate.verifiers_task("alphabet-sort", config={"taskset": {"max_turns": 2}})
     """
-    played = PlayedEnv(taskset, env, dict(config or {}), harness, runtime, judge, name)
+    runner = EpisodeRunner(taskset, env, dict(config or {}), harness, runtime, judge, name)
     splits = {
-        split: VerifiersSplit(played, split, kept) for split, kept in played.positions().items()
+        split: VerifiersSplit(runner, split, kept) for split, kept in runner.positions().items()
     }
     return SimpleTask(
-        played.name, splits, WholeTrajectoryReward(played.score), begin=played.prepare
+        runner.name, splits, WholeTrajectoryReward(runner.score), begin=runner.prepare
     )
 
 
 class VerifiersSplit(LazySequence[Item]):
     """The items of one split: every task of the taskset whose position is in ``kept``."""
 
-    def __init__(self, played: PlayedEnv, split: str, kept: Sequence[int]) -> None:
+    def __init__(self, runner: EpisodeRunner, split: str, kept: Sequence[int]) -> None:
         """``kept``: positions within each period of the taskset's tasks."""
-        self._played = played
+        self._runner = runner
         self._split = split
         self._kept = kept
 
     def __len__(self) -> int:
-        rows, period = self._played.rows, self._played.period
+        rows, period = self._runner.rows, self._runner.period
         if rows.is_endless:
             return ENDLESS
         whole, rest = divmod(len(rows), period)
@@ -114,26 +114,26 @@ class VerifiersSplit(LazySequence[Item]):
 
     def at(self, index: int) -> Item:
         turn, number = divmod(index, len(self._kept))
-        place = turn * self._played.period + self._kept[number]
-        data = self._played.rows.task(place).data
+        place = turn * self._runner.period + self._kept[number]
+        data = self._runner.rows.task(place).data
         question = data.prompt_text or data.description or data.name or _OPENS
         return Item(
             question,
             kind=str(data.name or ""),
-            id=f"{self._played.name}/{self._split}/{index}",
+            id=f"{self._runner.name}/{self._split}/{index}",
             metadata={"row": place},
         )
 
 
 class ServedEnv(msgspec.Struct):
-    """An environment while it is being served."""
+    """A verifiers environment whose tool servers run, and the endpoint of its models."""
 
     env: Any
     endpoint: ModelEndpoint
 
 
-class PlayedEnv:
-    """One environment, its tasks, and how an attempt at one of them is played and scored."""
+class EpisodeRunner:
+    """Plays and scores episodes of one environment."""
 
     def __init__(
         self,
@@ -287,14 +287,14 @@ class PlayedEnv:
 class EpisodeAttempt:
     """One attempt: plays the episode, and keeps its rewards for the score."""
 
-    def __init__(self, played: PlayedEnv, item: Item) -> None:
-        self._played = played
+    def __init__(self, runner: EpisodeRunner, item: Item) -> None:
+        self._runner = runner
         self._item = item
         self._record: dict[str, Any] | None = None
 
     async def conduct(self, conversations: ModelConversations) -> str:
         """Play the episode, and return the last reply of its first trained agent."""
-        episode, self._record = await self._played.play(self._item, conversations)
+        episode, self._record = await self._runner.play(self._item, conversations)
         trained = [trace for trace in episode.traces if trace.agent.trainable]
         return str((trained or episode.traces)[0].last_reply or "")
 

@@ -8,10 +8,10 @@ from ramify.train.advantages.base import TokenCredit as TokenCredit
 from ramify.train.advantages.by_task import ByTask as ByTask
 from ramify.train.advantages.credit import CREDITS as CREDITS
 from ramify.train.advantages.credit import CreditNode as CreditNode
-from ramify.train.advantages.fork_estimators import Branch as Branch
-from ramify.train.advantages.fork_estimators import EntropyBranch as EntropyBranch
-from ramify.train.advantages.fork_estimators import StateGroup as StateGroup
-from ramify.train.advantages.fork_estimators import Vine as Vine
+from ramify.train.advantages.fork_estimators import BranchEstimator as BranchEstimator
+from ramify.train.advantages.fork_estimators import EntropyBranchEstimator as EntropyBranchEstimator
+from ramify.train.advantages.fork_estimators import StateGroupEstimator as StateGroupEstimator
+from ramify.train.advantages.fork_estimators import VineEstimator as VineEstimator
 from ramify.train.advantages.gdpo import GDPO as GDPO
 from ramify.train.advantages.group import GroupOptions as GroupOptions
 from ramify.train.advantages.group_estimators import DAPO as DAPO

@@ -112,7 +112,7 @@ _BENIGN = ("solved", "no_error", "no_tool_was_used", "no_demonstration", "reject
 """Beginnings of reasons for which a signal abstains as it should."""
 
 
-class _Judge(NamedTuple):
+class _FindingRule(NamedTuple):
     """One kind of finding."""
 
     says: Callable[[Values, StageHistory, float], str]
@@ -125,20 +125,20 @@ class _Judge(NamedTuple):
     is_curable: bool
 
 
-_JUDGES: dict[str, _Judge] = {}
-"""Name -> judge, causes before their consequences."""
+_FINDING_RULES: dict[str, _FindingRule] = {}
+"""Name -> rule, causes before their consequences."""
 
 
 def findings(
     values: Values, history: StageHistory, alarms: CollapseAlarms
 ) -> Iterator[tuple[str, Finding | None]]:
     """(name, finding if ``values`` show its sign) for each finding that can be judged."""
-    for name, judge in _JUDGES.items():
-        limit = getattr(alarms, judge.limit) if judge.limit else 0.0
-        if limit is None or any(need not in values for need in judge.needs):
+    for name, rule in _FINDING_RULES.items():
+        limit = getattr(alarms, rule.limit) if rule.limit else 0.0
+        if limit is None or any(need not in values for need in rule.needs):
             continue
-        text = judge.says(values, history, limit)
-        finding = Finding(name, text, judge.num_steps, judge.is_curable) if text else None
+        text = rule.says(values, history, limit)
+        finding = Finding(name, text, rule.num_steps, rule.is_curable) if text else None
         yield name, finding
 
 
@@ -149,7 +149,7 @@ def _finding(
     name: str, *needs: str, limit: str = "", num_steps: int = 1, is_curable: bool = False
 ) -> Callable[[_Says], _Says]:
     def add(says: _Says) -> _Says:
-        _JUDGES[name] = _Judge(says, needs, limit, num_steps, is_curable)
+        _FINDING_RULES[name] = _FindingRule(says, needs, limit, num_steps, is_curable)
         return says
 
     return add

@@ -41,8 +41,8 @@ from ramify.train.backends.base import Backend, ReferenceModel
 from ramify.train.checkpoint import Write
 from ramify.train.data.pack import attach, describe, pack
 from ramify.train.depth_models import own_calls
-from ramify.train.population import UpdateProbe, num_sampled, of_credit, of_tokens
 from ramify.train.run_record import RunRecord
+from ramify.train.sampling_metrics import UpdateProbe, num_sampled, of_credit, of_tokens
 from ramify.train.selfcheck import SelfCheck
 from ramify.train.signals.scorer import REFERENCE
 from ramify.train.stages import Minibatch, StepData, TrainingStage

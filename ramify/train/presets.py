@@ -30,8 +30,8 @@ from ramify.train.objectives import OBJECTIVES, PLAIN_LOSS, Options, objective_n
 from ramify.train.override import Choices
 
 
-class TrainerObjective(msgspec.Struct, frozen=True):
-    """An objective as a trainer's code has it."""
+class PresetObjective(msgspec.Struct, frozen=True):
+    """An objective as the code of the preset's trainer computes it."""
 
     name: str
     """How the trainer's configuration names it."""
@@ -61,7 +61,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
     """Policy loss -> options."""
     loss: Options = {}
     """Other options of ``rl.loss``."""
-    objectives: Mapping[str, TrainerObjective]
+    objectives: Mapping[str, PresetObjective]
     """Objective -> what it is in this trainer. Others do not exist there."""
     optim: Options
     """Options of ``rl.optim``."""
@@ -115,48 +115,48 @@ PRESETS: Mapping[str, Preset] = {
             "sequence": "rollout",
         },
         objectives={
-            "grpo": TrainerObjective(
+            "grpo": PresetObjective(
                 "loss_type='grpo'", {**_GRPO, "epsilon": 1e-4, **_PER_ROLLOUT}, _PPO_CLIP
             ),
-            "dr_grpo": TrainerObjective(
+            "dr_grpo": PresetObjective(
                 "loss_type='dr_grpo', scale_rewards='none'",
                 {"name": "dr_grpo", "reduction": "constant", "rollout_tokens": 512},
                 _PPO_CLIP,
                 note="512 is its max_completion_length.",
             ),
-            "dapo": TrainerObjective(
+            "dapo": PresetObjective(
                 "loss_type='dapo'",
                 {**_GRPO, "epsilon": 1e-4},
                 _PPO_CLIP,
                 note="The default. Its help for DAPO also sets epsilon_high=0.28.",
             ),
-            "gspo": TrainerObjective(
+            "gspo": PresetObjective(
                 "importance_sampling_level='sequence', loss_type='grpo'",
                 {**_GRPO, "epsilon": 1e-4, **_PER_ROLLOUT},
                 {"name": "gspo", **_EVEN_CLIP},
                 note="Its help for GSPO also sets epsilon=3e-4 and epsilon_high=4e-4.",
             ),
-            "cispo": TrainerObjective(
+            "cispo": PresetObjective(
                 "loss_type='cispo'",
                 {**_GRPO, "epsilon": 1e-4},
                 {"name": "cispo", "cap": 0.2},
                 note="Its help recommends epsilon_high=5: `rl.loss.policy.cap=5`.",
             ),
-            "sapo": TrainerObjective(
+            "sapo": PresetObjective(
                 "loss_type='sapo'", {**_GRPO, "epsilon": 1e-4, **_PER_ROLLOUT}, {"name": "sapo"}
             ),
-            "gmpo": TrainerObjective(
+            "gmpo": PresetObjective(
                 "trl.experimental.gmpo.GMPOTrainer",
                 {**_GRPO, "epsilon": 1e-4, **_PER_ROLLOUT},
                 {"name": "gmpo"},
                 {"corrections": ()},
             ),
-            "gdpo": TrainerObjective(
+            "gdpo": PresetObjective(
                 "multi_objective_aggregation='normalize_then_sum'",
                 {"name": "gdpo", "epsilon": 1e-4},
                 _PPO_CLIP,
             ),
-            "rloo": TrainerObjective(
+            "rloo": PresetObjective(
                 "RLOOTrainer",
                 {"name": "rloo", "kl_reward": 0.05, "kl_over": "rollout", **_PER_ROLLOUT},
                 {"name": "sequence_clip"},
@@ -198,56 +198,56 @@ PRESETS: Mapping[str, Preset] = {
             "kl_cov": {"share": 0.2},
         },
         objectives={
-            "grpo": TrainerObjective(
+            "grpo": PresetObjective(
                 "advantage_estimator=grpo", _GRPO, _PPO_CLIP, note="The default."
             ),
-            "dr_grpo": TrainerObjective(
+            "dr_grpo": PresetObjective(
                 "grpo_norm_by_std=false, loss_reduction=seq_mean_token_sum_norm",
                 {"name": "dr_grpo", "reduction": "constant"},
                 _PPO_CLIP,
                 note="It has no default of max_seq_len: set `rl.algorithm.rollout_tokens`.",
             ),
-            "dapo": TrainerObjective(
+            "dapo": PresetObjective(
                 "examples/train/algorithms/dapo",
                 {"name": "dapo", "drop_zero_variance": True},
                 {"name": "dual_clip", "clip_low": 0.2, "clip_high": 0.28, "bound": 10.0},
                 {"kl_beta": 0.0},
             ),
-            "gspo": TrainerObjective(
+            "gspo": PresetObjective(
                 "policy_loss_type=gspo, loss_reduction=sequence_mean",
                 {**_GRPO, **_PER_ROLLOUT},
                 {"name": "gspo", **_EVEN_CLIP},
             ),
-            "cispo": TrainerObjective(
+            "cispo": PresetObjective(
                 "policy_loss_type=cispo",
                 _GRPO,
                 {"name": "cispo", "clip_low": 1.0, "clip_high": 4.0},
             ),
-            "ppo": TrainerObjective(
+            "ppo": PresetObjective(
                 "advantage_estimator=gae",
                 {"name": "ppo", "value_reduction": "rollout"},
                 _PPO_CLIP,
             ),
-            "rloo": TrainerObjective("advantage_estimator=rloo", {"name": "rloo"}, _PPO_CLIP),
-            "reinforce_pp": TrainerObjective(
+            "rloo": PresetObjective("advantage_estimator=rloo", {"name": "rloo"}, _PPO_CLIP),
+            "reinforce_pp": PresetObjective(
                 "advantage_estimator=reinforce++", {"name": "reinforce_pp"}, _PPO_CLIP
             ),
-            "maxrl": TrainerObjective("advantage_estimator=maxrl", {"name": "maxrl"}, _PPO_CLIP),
-            "sapo": TrainerObjective(
+            "maxrl": PresetObjective("advantage_estimator=maxrl", {"name": "maxrl"}, _PPO_CLIP),
+            "sapo": PresetObjective(
                 "policy_loss_type=sapo, loss_reduction=sequence_mean",
                 {**_GRPO, **_PER_ROLLOUT},
                 {"name": "sapo"},
             ),
-            "dppo": TrainerObjective(
+            "dppo": PresetObjective(
                 "policy_loss_type=dppo", _GRPO, {"name": "dppo_tv", "pull": 0.0}
             ),
-            "dppo_kl": TrainerObjective(
+            "dppo_kl": PresetObjective(
                 "policy_loss_type=dppo, dppo_type=binary_kl",
                 _GRPO,
                 {"name": "dppo_kl", "delta": 0.2},
                 note="Its help recommends thresholds of 0.05.",
             ),
-            "rollout_is": TrainerObjective(
+            "rollout_is": PresetObjective(
                 "policy_loss_type=rollout_is", _GRPO, {"name": "rollout_is", **_EVEN_CLIP}
             ),
         },
@@ -281,19 +281,19 @@ PRESETS: Mapping[str, Preset] = {
         policies={"dppo_tv": {"delta": 0.2, "pull": 1e-3}},
         loss={"corrections": (), "sequence": "rollout"},
         objectives={
-            "grpo": TrainerObjective(
+            "grpo": PresetObjective(
                 "algo.type=grpo",
                 {"name": "dr_grpo"},
                 {"name": "dppo_tv"},
                 note="The default. Its GRPO does not divide by the standard deviation.",
             ),
-            "maxrl": TrainerObjective(
+            "maxrl": PresetObjective(
                 "algo.type=max_rl", {"name": "maxrl", "epsilon": 0.0}, {"name": "dppo_tv"}
             ),
-            "rae": TrainerObjective(
+            "rae": PresetObjective(
                 "algo.type=rae", {"name": "rae", "update": "rollout"}, {"name": "dppo_tv"}
             ),
-            "dppo": TrainerObjective("loss.type=default", {"name": "dr_grpo"}, {"name": "dppo_tv"}),
+            "dppo": PresetObjective("loss.type=default", {"name": "dr_grpo"}, {"name": "dppo_tv"}),
         },
         optim={**_ADAMW, **_FLAT, "weight_decay": 0.01},
         rollout={"temperature": 1.0, "top_p": None, "top_k": None},
@@ -324,8 +324,8 @@ PRESETS: Mapping[str, Preset] = {
             "kl_cov": {"beta": 0.1},
         },
         objectives={
-            "grpo": TrainerObjective("adv_estimator=grpo", _GRPO, _DUAL_CLIP),
-            "dr_grpo": TrainerObjective(
+            "grpo": PresetObjective("adv_estimator=grpo", _GRPO, _DUAL_CLIP),
+            "dr_grpo": PresetObjective(
                 "norm_adv_by_std_in_grpo=false, loss_agg_mode=seq-mean-token-sum-norm",
                 {"name": "dr_grpo", "reduction": "constant"},
                 _DUAL_CLIP,
@@ -334,57 +334,57 @@ PRESETS: Mapping[str, Preset] = {
                     "`rl.algorithm.rollout_tokens`."
                 ),
             ),
-            "dapo": TrainerObjective(
+            "dapo": PresetObjective(
                 "adv_estimator=grpo, clip_ratio_high=0.28",
                 _GRPO,
                 {**_DUAL_CLIP, "clip_high": 0.28},
                 note="From its docs/algo/dapo.md; its reward manager scores overlong replies.",
             ),
-            "gspo": TrainerObjective(
+            "gspo": PresetObjective(
                 "adv_estimator=grpo, policy_loss.loss_mode=gspo",
                 {**_GRPO, **_PER_ROLLOUT, "kl_reduction": "token"},
                 {"name": "gspo", **_EVEN_CLIP},
                 note="Its example scripts set 3e-4 and 4e-4.",
             ),
-            "cispo": TrainerObjective(
+            "cispo": PresetObjective(
                 "adv_estimator=grpo, policy_loss.loss_mode=cispo",
                 _GRPO,
                 {"name": "cispo", **_EVEN_CLIP},
             ),
-            "ppo": TrainerObjective(
+            "ppo": PresetObjective(
                 "adv_estimator=gae", {"name": "ppo"}, _DUAL_CLIP, note="The default."
             ),
-            "rloo": TrainerObjective("adv_estimator=rloo", {"name": "rloo"}, _DUAL_CLIP),
-            "reinforce_pp": TrainerObjective(
+            "rloo": PresetObjective("adv_estimator=rloo", {"name": "rloo"}, _DUAL_CLIP),
+            "reinforce_pp": PresetObjective(
                 "adv_estimator=reinforce_plus_plus", {"name": "reinforce_pp"}, _DUAL_CLIP
             ),
-            "reinforce_pp_baseline": TrainerObjective(
+            "reinforce_pp_baseline": PresetObjective(
                 "adv_estimator=reinforce_plus_plus_baseline",
                 {"name": "reinforce_pp_baseline"},
                 _DUAL_CLIP,
             ),
-            "remax": TrainerObjective("adv_estimator=remax", {"name": "remax"}, _DUAL_CLIP),
-            "opo": TrainerObjective("adv_estimator=opo", {"name": "opo"}, _DUAL_CLIP),
-            "gdpo": TrainerObjective(
+            "remax": PresetObjective("adv_estimator=remax", {"name": "remax"}, _DUAL_CLIP),
+            "opo": PresetObjective("adv_estimator=opo", {"name": "opo"}, _DUAL_CLIP),
+            "gdpo": PresetObjective(
                 "adv_estimator=gdpo", {"name": "gdpo", "over": "tokens"}, _DUAL_CLIP
             ),
-            "sapo": TrainerObjective(
+            "sapo": PresetObjective(
                 "adv_estimator=grpo, policy_loss.loss_mode=sapo",
                 {**_GRPO, **_PER_ROLLOUT, "kl_reduction": "token"},
                 {"name": "sapo"},
             ),
-            "gmpo": TrainerObjective(
+            "gmpo": PresetObjective(
                 "adv_estimator=grpo, policy_loss.loss_mode=geo_mean",
                 {**_GRPO, **_PER_ROLLOUT, "kl_reduction": "token"},
                 {"name": "gmpo", **_EVEN_CLIP},
             ),
-            "dppo": TrainerObjective(
+            "dppo": PresetObjective(
                 "adv_estimator=grpo, policy_loss.loss_mode=dppo_tv",
                 _GRPO,
                 {"name": "dppo_capped", "cap": 3.0},
                 note="Its default clip_ratio_c=3 bounds the ratio; its code recommends 20.",
             ),
-            "dppo_kl": TrainerObjective(
+            "dppo_kl": PresetObjective(
                 "adv_estimator=grpo, policy_loss.loss_mode=dppo_kl",
                 _GRPO,
                 {"name": "dppo_capped", "cap": 3.0, "divergence": "kl"},
@@ -429,13 +429,13 @@ PRESETS: Mapping[str, Preset] = {
             "sapo": {"sequence_mean": False},
         },
         objectives={
-            "grpo": TrainerObjective("gsm8k_grpo.yaml", _GRPO, _DECOUPLED),
-            "dr_grpo": TrainerObjective(
+            "grpo": PresetObjective("gsm8k_grpo.yaml", _GRPO, _DECOUPLED),
+            "dr_grpo": PresetObjective(
                 "gsm8k_drgrpo.yaml",
                 {"name": "dr_grpo", "normalise_epsilon": 1e-6},
                 _DECOUPLED,
             ),
-            "dapo": TrainerObjective(
+            "dapo": PresetObjective(
                 "gsm8k_dapo_dynamic_bs.yaml",
                 _GRPO,
                 {**_DECOUPLED, "clip_low": 0.2, "clip_high": 0.28},
@@ -444,21 +444,21 @@ PRESETS: Mapping[str, Preset] = {
                     "`max_rollout_tokens`."
                 ),
             ),
-            "gspo": TrainerObjective(
+            "gspo": PresetObjective(
                 "gsm8k_gspo.yaml", _GRPO, {**_DECOUPLED, "name": "decoupled_gspo"}
             ),
-            "ppo": TrainerObjective("gsm8k_ppo.yaml", {"name": "ppo"}, _DECOUPLED),
-            "rloo": TrainerObjective(
+            "ppo": PresetObjective("gsm8k_ppo.yaml", {"name": "ppo"}, _DECOUPLED),
+            "rloo": PresetObjective(
                 "gsm8k_rloo.yaml", {"name": "rloo", "normalise_epsilon": 1e-6}, _DECOUPLED
             ),
-            "sapo": TrainerObjective(
+            "sapo": PresetObjective(
                 "gsm8k_sapo.yaml",
                 _GRPO,
                 {"name": "sapo", "sequence_mean": False},
                 {"old": "sampler"},
                 note="It averages over tokens.",
             ),
-            "decoupled": TrainerObjective(
+            "decoupled": PresetObjective(
                 "use_decoupled_loss", _GRPO, _DECOUPLED, note="All of its examples but sapo use it."
             ),
         },

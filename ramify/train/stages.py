@@ -39,10 +39,10 @@ from ramify.train.data.sft_data import induction, order
 from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import GroupRecord, account, of_parts, of_rollouts
 from ramify.train.policy_defaults import usual_warmup
-from ramify.train.population import of_comparison, of_population, sample_rows
 from ramify.train.rollouts.difficulty_pool import DifficultyPool
 from ramify.train.rollouts.group_queue import GroupQueue, StepGroups
 from ramify.train.rollouts.rollouter import Rollouter, RootCount, first_items
+from ramify.train.sampling_metrics import of_comparison, of_samples, sample_rows
 from ramify.train.signals.signal_reader import RunSignals, SignalReader
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Call, Group
@@ -355,7 +355,7 @@ class RlStage:
             data.others[name], also = stage.learned_from(groups)
             learnt |= also
         metrics = {**data.metrics, **taken.metrics, **_measured(groups)}
-        metrics |= of_population(groups, self._task.weights)
+        metrics |= of_samples(groups, self._task.weights)
         metrics |= of_rollouts(groups, self._task.weights)
         if isinstance(self._task, MixtureTask):
             metrics = of_parts(groups, self._task.weights) | metrics

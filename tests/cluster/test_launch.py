@@ -24,8 +24,8 @@ import yaml
 
 from ramify.cli.main import run
 from ramify.cluster.job_files import JobFiles, JobOptions, job_files, to_yaml
-from ramify.cluster.launch_job import LaunchJob, NodeGroup, job_of
 from ramify.cluster.plan import plan
+from ramify.cluster.scheduler_job import NodeGroup, SchedulerJob, job_of
 from ramify.cluster.shape import device_of
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
@@ -66,12 +66,12 @@ def placed(**pools: NodePool) -> Run:
     return half(compute=RANKS, inference=InferenceSpec(num=8, weight_sync="nccl"), placement=spec)
 
 
-def job(run: Run | None = None, **changes: Any) -> LaunchJob:
+def job(run: Run | None = None, **changes: Any) -> SchedulerJob:
     run = run or placed()
     return job_of(run, plan(run), device_of("h100"), recipe="my.py", **changes)
 
 
-def files(kind: str, made: LaunchJob, **options: Any) -> JobFiles:
+def files(kind: str, made: SchedulerJob, **options: Any) -> JobFiles:
     needed = {"k8s": {"image": "i", "shared": "claim"}, "skypilot": {"shared": "s3://bucket"}}
     return job_files(kind, made, JobOptions(**needed.get(kind, {}), **options), "/files")
 
@@ -282,7 +282,7 @@ def test_torchrun_script_trains_on_two_nodes(tmp_path: Path) -> None:
     recipe.write_text(TRAINED.format(compute="compute=RANKS"))
     (key := tmp_path / "key").write_text("a key of both nodes")
     key.chmod(0o600)
-    made = LaunchJob(
+    made = SchedulerJob(
         name="my", groups=(NodeGroup(2, 0, 1, None),), device=device_of("cpu"), recipe="my.py",
         overrides=(), out=str(tmp_path / "run"), workdir=str(tmp_path), restarts=0, by="torchrun",
     )  # fmt: skip

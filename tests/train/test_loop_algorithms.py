@@ -14,7 +14,7 @@ from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
 from ramify.sandbox.base import SandboxSpec
 from ramify.train.advantages.by_task import ByTask
-from ramify.train.advantages.fork_estimators import Branch
+from ramify.train.advantages.fork_estimators import BranchEstimator
 from ramify.train.advantages.group_estimators import GRPO
 from ramify.train.advantages.ppo import PPO
 from ramify.train.advantages.rae import RAE
@@ -180,7 +180,7 @@ def forking(base: str, **changes: Any) -> Run:
     """Two rollouts per item, each of which forks into two lines before turn 1."""
     branch = BranchOptions(where=(1,), num=2, budget=2)
     rollout = RolloutOptions(group=2, concurrency=1, branch=branch)
-    rl = {"algorithm": Branch(), "rollout": rollout, "steps": 1, **changes}
+    rl = {"algorithm": BranchEstimator(), "rollout": rollout, "steps": 1, **changes}
     return msgspec.structs.replace(
         run(base, sample={"minibatches": 1}, **rl),
         sandbox=SandboxSpec(provider="process", allow_weaker=True),

@@ -7,7 +7,7 @@
                       └── 0                                         |  0 - 1
     tree 2   ── 0.25 ─┬── 0.5 ...                each less the mean of the others at its fork
 
-A segment is what was sampled between two forks (``types/root_lines.py``), and the roots' first
+A segment is what was sampled between two forks (``types/forked_root.py``), and the roots' first
 segments of a group are compared like the continuations of a fork: they share the question. Each
 continuation of K carries 1/K of its origin's weight, so the tokens before a fork count once and
 those after it as one rollout in total. ``docs/algorithms.md`` derives that the update is then
@@ -33,7 +33,7 @@ from ramify.train.advantages.base import AlgorithmNeeds, AssignedStep
 from ramify.train.advantages.credit import CreditNode, Numbers, ends_in_cut_reply, own_advantages
 from ramify.train.advantages.group import TurnCredit, TurnCredits, judged
 from ramify.train.advantages.group_estimators import RLOO
-from ramify.types.root_lines import RootSegment, root_segments
+from ramify.types.forked_root import RootSegment, root_segments
 from ramify.types.trajectory import Call, Group, Trajectory
 
 Trees = Sequence[Mapping[str, CreditNode]]
@@ -107,7 +107,7 @@ class TurnEstimator(RLOO, frozen=True, kw_only=True):
 _NONE = TurnCredit(0.0, 0.0)
 
 
-class Branch(TurnEstimator, frozen=True, kw_only=True, tag_field="name", tag="branch"):
+class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name", tag="branch"):
     """Continuations of a fork as a group (Tree-GRPO 2509.21240, TreePO 2508.17445): the value of
     a turn minus the mean value of the others that continue from the same fork.
 
@@ -119,7 +119,7 @@ class Branch(TurnEstimator, frozen=True, kw_only=True, tag_field="name", tag="br
 
     Example:
         train.RlSpec(
-            algorithm=train.Branch(),
+            algorithm=train.BranchEstimator(),
             rollout=train.RolloutOptions(branch=train.BranchOptions(where=(1,), num=4)),
         )
     """
@@ -190,7 +190,7 @@ class Branch(TurnEstimator, frozen=True, kw_only=True, tag_field="name", tag="br
         return 1 / num
 
 
-class Vine(Branch, frozen=True, kw_only=True, tag_field="name", tag="vine"):
+class VineEstimator(BranchEstimator, frozen=True, kw_only=True, tag_field="name", tag="vine"):
     """Monte-Carlo values at turns (VinePPO 2410.01679, SPO 2505.23564): the value after a turn
     minus the value before it, both estimated by continuations; only the first line learns.
 
@@ -202,7 +202,7 @@ class Vine(Branch, frozen=True, kw_only=True, tag_field="name", tag="vine"):
 
     Example:
         train.RlSpec(
-            algorithm=train.Vine(),
+            algorithm=train.VineEstimator(),
             rollout=train.RolloutOptions(
                 branch=train.BranchOptions(where="every", num=3, budget=9, lines="first")
             ),
@@ -213,7 +213,9 @@ class Vine(Branch, frozen=True, kw_only=True, tag_field="name", tag="vine"):
         return float(place == 0)
 
 
-class EntropyBranch(Branch, frozen=True, kw_only=True, tag_field="name", tag="entropy_branch"):
+class EntropyBranchEstimator(
+    BranchEstimator, frozen=True, kw_only=True, tag_field="name", tag="entropy_branch"
+):
     """Forks where the policy is uncertain (ARPO 2507.19849, AEPO 2510.14545): the value of a turn
     minus the mean value of the other rollouts of its group, so turns before a fork have the mean
     advantage of the lines through them.
@@ -226,7 +228,7 @@ class EntropyBranch(Branch, frozen=True, kw_only=True, tag_field="name", tag="en
 
     Example:
         train.RlSpec(
-            algorithm=train.EntropyBranch(),
+            algorithm=train.EntropyBranchEstimator(),
             rollout=train.RolloutOptions(branch=train.BranchOptions(where="entropy")),
         )
     """
@@ -240,7 +242,9 @@ class EntropyBranch(Branch, frozen=True, kw_only=True, tag_field="name", tag="en
         return found
 
 
-class StateGroup(TurnEstimator, frozen=True, kw_only=True, tag_field="name", tag="state_group"):
+class StateGroupEstimator(
+    TurnEstimator, frozen=True, kw_only=True, tag_field="name", tag="state_group"
+):
     """Equal states as groups (GiGPO 2505.10978): a rollout's reward minus the mean reward of the
     other rollouts that were in the same state; without one, minus that of the group's others.
 
@@ -253,7 +257,7 @@ class StateGroup(TurnEstimator, frozen=True, kw_only=True, tag_field="name", tag
     its own later visits.
 
     Example:
-        train.RlSpec(algorithm=train.StateGroup())
+        train.RlSpec(algorithm=train.StateGroupEstimator())
     """
 
     state: Literal["history", "observation"] = "history"

@@ -14,11 +14,16 @@ import msgspec
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.train.advantages.fork_estimators import Branch, EntropyBranch, StateGroup, Vine
+from ramify.train.advantages.fork_estimators import (
+    BranchEstimator,
+    EntropyBranchEstimator,
+    StateGroupEstimator,
+    VineEstimator,
+)
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.config import RlSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.types.root_lines import line_of, root_segments
+from ramify.types.forked_root import line_of, root_segments
 from ramify.types.trajectory import Call, Fork, Group, Parent, Trajectory
 from tests.train.trees import call, cut, tree
 
@@ -50,7 +55,9 @@ def pair() -> list[Trajectory]:
     return [first, forked(call("0", 1, 1)[0], rewards={"0": 0.25}, name="b")]
 
 
-def numbers(estimator: Branch | StateGroup, group: list[Trajectory]) -> list[tuple[Places, Places]]:
+def numbers(
+    estimator: BranchEstimator | StateGroupEstimator, group: list[Trajectory]
+) -> list[tuple[Places, Places]]:
     """(advantages, weights times rollouts) by turn, for each rollout."""
     step = estimator.assign_advantages([Group("t", group)], {})
     return [
@@ -63,7 +70,7 @@ def numbers(estimator: Branch | StateGroup, group: list[Trajectory]) -> list[tup
 
 
 def test_branch_compares_continuations_of_a_fork_and_shares_the_weight_of_one_rollout() -> None:
-    (advantages, weights), (other, _) = numbers(Branch(rollout_tokens=1), pair())
+    (advantages, weights), (other, _) = numbers(BranchEstimator(rollout_tokens=1), pair())
     assert advantages == {
         ("0", 0): 0.25,
         ("0", 1): 1,
@@ -76,10 +83,10 @@ def test_branch_compares_continuations_of_a_fork_and_shares_the_weight_of_one_ro
 
 
 def test_vine_teaches_the_first_line_and_entropy_branch_compares_whole_rollouts() -> None:
-    (vine, weights), _ = numbers(Vine(rollout_tokens=1), pair())
+    (vine, weights), _ = numbers(VineEstimator(rollout_tokens=1), pair())
     assert vine == {("0", 0): 0.25, ("0", 1): 1, ("0", 2): 1}
     assert set(weights.values()) == {1}
-    (entropy, _), _ = numbers(EntropyBranch(), pair())
+    (entropy, _), _ = numbers(EntropyBranchEstimator(), pair())
     assert entropy == {
         ("0", 0): 0.25,
         ("0", 1): 0.75,
@@ -90,7 +97,7 @@ def test_vine_teaches_the_first_line_and_entropy_branch_compares_whole_rollouts(
 
 
 def test_tokens_before_a_fork_count_once_in_the_mean_length() -> None:
-    step = Branch().assign_advantages([Group("t", pair())], {})
+    step = BranchEstimator().assign_advantages([Group("t", pair())], {})
     assert step.metrics["loss_rollout_tokens"] == (1 + 2 / 2 + 2 / 2 + 2) / 2
     assert step.metrics["calls_per_rollout"] == 1
 
@@ -100,9 +107,11 @@ def test_calls_have_the_advantage_of_the_turn_that_made_them() -> None:
     made, _ = call("0:1.0", 1)
     first.calls.append(msgspec.structs.replace(made, parent=Parent("0:1", 1, 0)))
     first.call_rewards["0:1.0"] = {"own": 3.0}
-    (advantages, weights), _ = numbers(Branch(rollout_tokens=1, gamma_tree=0.5), [first, second])
+    (advantages, weights), _ = numbers(
+        BranchEstimator(rollout_tokens=1, gamma_tree=0.5), [first, second]
+    )
     assert (advantages["0:1.0", 0], weights["0:1.0", 0]) == (-0.5 + 3, 0.5)
-    (advantages, _), _ = numbers(Branch(credit="root"), [first, second])
+    (advantages, _), _ = numbers(BranchEstimator(credit="root"), [first, second])
     assert advantages["0:1.0", 0] == -1
 
 
@@ -110,7 +119,7 @@ def test_mask_removes_only_the_line_that_was_cut() -> None:
     first, second = pair()
     cut_off = msgspec.structs.replace(cut("0:1", 1)[0], fork=Fork("0", 0), depth=0)
     first.calls[1] = cut_off
-    (advantages, _), _ = numbers(Branch(overlong="mask"), [first, second])
+    (advantages, _), _ = numbers(BranchEstimator(overlong="mask"), [first, second])
     assert set(advantages) == {("0", 0), ("0", 1), ("0", 2)}
 
 
@@ -124,14 +133,14 @@ def test_equal_states_form_groups() -> None:
         message=msgspec.structs.replace(made[2].calls[0].turns[0].reply.message, content="else"),
     )
     made[2].calls[0].turns[0] = msgspec.structs.replace(made[2].calls[0].turns[0], reply=other)
-    found = [advantages for advantages, _ in numbers(StateGroup(), made)]
+    found = [advantages for advantages, _ in numbers(StateGroupEstimator(), made)]
     assert found == [
         {("0", 0): 1, ("0", 1): 1},
         {("0", 0): -0.5, ("0", 1): -1},
         {("0", 0): -0.5, ("0", 1): -0.5},
     ]
     by_observation = [
-        advantages for advantages, _ in numbers(StateGroup(state="observation"), made)
+        advantages for advantages, _ in numbers(StateGroupEstimator(state="observation"), made)
     ]
     assert by_observation[1][("0", 1)] == -0.5
 
@@ -195,16 +204,16 @@ def outcomes(num_lines: int) -> Iterator[Outcome]:
 @pytest.mark.parametrize(
     ("estimator", "num_lines"),
     [
-        (Branch(rollout_tokens=1), 2),
-        (Branch(rollout_tokens=1), 1),
-        (Vine(rollout_tokens=1), 2),
-        (EntropyBranch(rollout_tokens=1), 2),
-        (StateGroup(rollout_tokens=1), 1),
+        (BranchEstimator(rollout_tokens=1), 2),
+        (BranchEstimator(rollout_tokens=1), 1),
+        (VineEstimator(rollout_tokens=1), 2),
+        (EntropyBranchEstimator(rollout_tokens=1), 2),
+        (StateGroupEstimator(rollout_tokens=1), 1),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, msgspec.Struct) else str(value),
 )
 def test_expected_update_is_the_exact_gradient(
-    estimator: Branch | StateGroup, num_lines: int
+    estimator: BranchEstimator | StateGroupEstimator, num_lines: int
 ) -> None:
     """Over all groups of two rollouts. Whether a rollout forks depends on its turn 0."""
     update: dict[str, float] = defaultdict(float)
@@ -230,12 +239,12 @@ def test_expected_update_is_the_exact_gradient(
 
 def test_options_without_a_meaning_for_lines_are_refused() -> None:
     with pytest.raises(ConfigError, match="credit=hierarchical"):
-        Branch(credit="hierarchical")
+        BranchEstimator(credit="hierarchical")
     with pytest.raises(ConfigError, match="length_weight"):
-        Vine(length_weight=0.1)
-    assert RlSpec(algorithm="vine").algorithm == Vine()
+        VineEstimator(length_weight=0.1)
+    assert RlSpec(algorithm="vine").algorithm == VineEstimator()
     assert RolloutOptions().branch is None
-    assert DrGRPO() != Branch()
+    assert DrGRPO() != BranchEstimator()
 
 
 def test_a_line_is_a_run_of_its_own() -> None:

@@ -1,6 +1,7 @@
-"""A reply that was truncated at its token limit, made whole: continued, or asked for again.
+"""Complete a reply that was truncated at its token limit: continue it, or ask for it again.
 
-Not here: replies of a policy in training, which must learn its own (they stay as they are).
+Not here: replies of a policy in training. They stay as they are, because the policy must learn from
+its own replies.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ _LONGER = (2, 4)
 """Factors of the limit with which a truncated reply is asked for again."""
 
 
-async def whole_reply(run: RunState, call: LiveCall, reply: Reply, new: Sequence[Message]) -> Reply:
+async def complete_truncated(
+    run: RunState, call: LiveCall, reply: Reply, new: Sequence[Message]
+) -> Reply:
     """Return ``reply`` to ``new``, the last turn of ``call``, complete if possible.
 
     If it was truncated at its token limit, it is continued from its end if the model's server
     can do that, or else asked for again with a larger limit; at most twice. A reply with token
-    ids stays as it is: a policy in training must learn its own replies.
+    ids stays as it is: a policy in training must learn from its own replies.
     """
     reused = len(call.messages) - 1 - len(new)
     for longer in _LONGER:

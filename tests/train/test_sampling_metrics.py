@@ -13,18 +13,18 @@ from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.config import RlSpec, TaskSpec
 from ramify.train.data.compile import token_sequences
 from ramify.train.metrics import read_metrics
-from ramify.train.population import (
+from ramify.train.rollouts.group_queue import StepSampleSpec
+from ramify.train.rollouts.rollouter import RolloutOptions
+from ramify.train.sampling_metrics import (
     correlation,
     kl,
     num_sampled,
     of_comparison,
     of_credit,
-    of_population,
+    of_samples,
     of_tokens,
     sample_rows,
 )
-from ramify.train.rollouts.group_queue import StepSampleSpec
-from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.types.trajectory import Group, Stop
 from tests.shown import train
 from tests.train import trees
@@ -62,7 +62,7 @@ def two_groups() -> list[Group]:
 
 
 def test_rollout_metrics_cover_groups_without_signal() -> None:
-    found = of_population(two_groups(), {})
+    found = of_samples(two_groups(), {})
     assert (found["length_min"], found["length_max"], found["length_finished"]) == (2, 8, 4.5)
     assert (found["reward_min"], found["reward_max"]) == (0, 1)
     assert found["reward_std"] == pytest.approx(math.sqrt(0.24))

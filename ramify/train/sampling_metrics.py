@@ -1,6 +1,6 @@
 """Metrics over everything that a step sampled, whether or not it is learned from.
 
-    rollouts  ── of_population ──> rewards, lengths, ends, and what reward and length have in common
+    rollouts  ── of_samples ──> rewards, lengths, ends, and what reward and length have in common
     replies   ── of_tokens ──────> entropy, over all tokens that this policy sampled
     rows      ── of_credit ──────> advantages, and the share of tokens without loss
     a sample  ── UpdateProbe ────> the gaps between sampler and trainer, and between the policies
@@ -41,7 +41,7 @@ PROBED = 1 / 64
 _MAX_LOG_RATIO = 20.0
 
 
-def of_population(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[str, float]:
+def of_samples(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[str, float]:
     """Rewards, lengths and ends of all rollouts. ``weights``: the task's, by reward."""
     trees = [tree for group in groups for tree in group.trajectories]
     if not trees:

@@ -46,7 +46,7 @@ class NodeGroup(msgspec.Struct, frozen=True):
         return f"{self.nodes} node{'s' * (self.nodes > 1)} of {gpus}{self.cpus} CPUs{memory}"
 
 
-class LaunchJob(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulerJob(msgspec.Struct, frozen=True, kw_only=True):
     """A training run as a job of a scheduler."""
 
     name: str
@@ -90,7 +90,7 @@ def job_of(
     workdir: str = "",
     restarts: int = 3,
     nodes: int | None = None,
-) -> LaunchJob:
+) -> SchedulerJob:
     """The job for ``plan``, which is that of ``run``. ``nodes`` is the number of nodes of a recipe
     without pools. Raises ConfigError for nodes that the ranks do not fill evenly."""
     per_node = 1
@@ -99,7 +99,7 @@ def job_of(
     else:
         group, per_node = _without_pools(run, plan, nodes or 1, device)
         groups, by = (group,), "torchrun" if group.nodes > 1 else ""
-    return LaunchJob(
+    return SchedulerJob(
         name=re.sub(r"[^a-z0-9]+", "-", run.name.lower()).strip("-")[:DNS_NAME].strip("-") or "run",
         groups=groups,
         device=device,
@@ -218,7 +218,7 @@ if [ "$code" -eq 0 ]; then touch "$OUT.ended"; fi
 """
 
 
-def node_script(job: LaunchJob, *, is_in_cluster: bool = False) -> str:
+def node_script(job: SchedulerJob, *, is_in_cluster: bool = False) -> str:
     """The text of ``node.sh``. ``is_in_cluster``: the script is started in a Ray cluster, which has
     its nodes already."""
     about = f"Trains {job.name}."
