@@ -1,4 +1,5 @@
-"""Benchmarks of what users bring: environments, data sets, rewards, recipes, and their mistakes.
+"""Benchmarks of the parts that users bring: environments, data sets, rewards, recipes, and mistakes
+in them.
 
     python benchmarks/bring_your_own.py                   print a table; --quick: within five minutes
     python benchmarks/bring_your_own.py --json            also print, as the last line, {"figures":

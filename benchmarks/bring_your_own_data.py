@@ -60,7 +60,7 @@ def measure(quick: bool) -> list[Figure]:
 
 
 def _rows(library: str) -> Figure:
-    """Rows that one line loads, against the library's own loader."""
+    """Compare the rows that one line of Ramify loads with those of the library's own loader."""
     from ramify import tasks
 
     suffix, make = FORMATS[library]
@@ -97,7 +97,7 @@ def _theirs(path: Path, cache: str) -> int | None:
 
 
 def _requests_of_a_resumed_run() -> Figure:
-    """Requests to a demonstrator after a run was resumed."""
+    """Count the requests that a resumed run sends to the model that makes demonstrations."""
     sys.path.insert(0, str(ROOT))
     from tests.docs.world import scripted
 

@@ -1,5 +1,5 @@
-"""Environments of other libraries: each trains two steps with a tiny model from random weights, and
-the returns are those of the library itself.
+"""Train two steps in each environment of other libraries, with a tiny model from random weights,
+and compare the returns with those that the library itself computes.
 
     python benchmarks/bring_your_own.py --only environments
     python benchmarks/bring_your_own_environments.py NAME …     only these, each on one line
@@ -76,7 +76,7 @@ _TEMPLATE = """\
 
 
 def checkpoint(folder: Path) -> Path:
-    """A two-layer model with random weights, and a chat template that offers tools."""
+    """Write a two-layer model with random weights, and a chat template that offers tools."""
     import torch
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -131,7 +131,8 @@ def trained(name: str, options: dict[str, Any], policy: Path, out: Path) -> list
 
 
 def sampled_tokens(rollouts: list[Trajectory]) -> int:
-    """Tokens with log-probabilities. Raises RuntimeError if a rollout has none."""
+    """Number of sampled tokens that have log-probabilities. Raises RuntimeError if a rollout has
+    none."""
     counts = [
         sum(
             len(turn.reply.token_ids or ())
@@ -147,14 +148,14 @@ def sampled_tokens(rollouts: list[Trajectory]) -> int:
 
 
 class EnvironmentCheck(NamedTuple):
-    """What was found out about one environment."""
+    """Result of the check of one environment."""
 
     rollouts: int
     equal: int
-    """Rollouts whose every reward equals the library's."""
+    """Number of rollouts in which every reward equals the library's."""
     compared: int
     alike: int
-    """Rollouts that began as the others of their group."""
+    """Number of rollouts that began in the same state as the others of their group."""
     distinct: int
     """Number of different rewards."""
 
@@ -175,7 +176,7 @@ class PlayedEpisode(NamedTuple):
 
 
 def gym_task(id: str) -> tasks.SimpleTask:
-    """The environment ``id``; any text is an action."""
+    """Return a task with the Gymnasium environment ``id``. Any text is an action."""
 
     class Recorded(gymnasium.Wrapper):
         def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
@@ -202,7 +203,8 @@ def gym_task(id: str) -> tasks.SimpleTask:
 
 
 def replayed(episode: PlayedEpisode) -> float:
-    """The return of the recorded actions in a fresh environment of the library."""
+    """Replay the recorded actions in a fresh environment of the library, and return their
+    return."""
     env = gymnasium.make(episode.id)
     env.reset(seed=episode.seed)
     total = 0.0
@@ -233,7 +235,8 @@ def gymnasium_checked(id: str, policy: Path, out: Path) -> EnvironmentCheck:
 
 
 def verifiers_env(name: str) -> tasks.SimpleTask:
-    """An environment of the examples; its judge and its simulated user are the policy."""
+    """Return an environment of the examples as a task. The policy is also its judge and its
+    simulated user."""
     from examples.verifiers_environments import made
     from ramify.evaluate import verifiers_task
 
@@ -242,7 +245,7 @@ def verifiers_env(name: str) -> tasks.SimpleTask:
 
 
 def recorded_replies(rollout: Trajectory) -> Any:
-    """A script that gives each recorded reply to the prompt that it answered."""
+    """Return a script that answers each recorded prompt with its recorded reply."""
     replies: dict[str, list[Reply]] = defaultdict(list)
     for call in rollout.calls:
         for turn in range(len(call.turns)):
@@ -257,7 +260,8 @@ def _prompt(messages: Any) -> str:
 
 
 def rewards_of_library(name: str, rollout: Trajectory, row: int) -> Iterator[dict[str, float]]:
-    """The rewards of each trained trace, in the order of the conversations."""
+    """Return the rewards that the library gives each trained trace, in the order of the
+    conversations."""
     from tests.evaluate.library_rollout import library_episode
 
     async def play() -> Any:

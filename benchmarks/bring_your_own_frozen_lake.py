@@ -1,5 +1,4 @@
-"""FrozenLake from random weights: the return that ``recipes/frozen_lake.py`` reaches, and the CPU
-time that it takes.
+"""Train ``recipes/frozen_lake.py`` from random weights, and measure its return and its CPU time.
 
     python benchmarks/bring_your_own_frozen_lake.py            three seeds, one after another
     python benchmarks/bring_your_own_frozen_lake.py --quick    one seed, cut to about a CPU minute
@@ -33,7 +32,7 @@ class LakeRun(NamedTuple):
     imitated: float
     """Mean return on the test split after imitation, before reinforcement learning."""
     trained: float
-    """Mean return on the test split at the end."""
+    """Mean return on the test split at the end of training."""
     cpu_s: float
     """CPU seconds of the whole run: sessions, demonstrations and all evaluations included."""
 

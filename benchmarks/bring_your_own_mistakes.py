@@ -1,4 +1,4 @@
-"""Wrong configurations of ``ramify train`` and ``ramify eval``: each has to be answered by one line
+"""Try wrong configurations of ``ramify train`` and ``ramify eval``. Each must end with one line
 that says what to do, within two seconds, and before PyTorch is imported.
 
     python benchmarks/bring_your_own_mistakes.py              print each answer
@@ -82,7 +82,7 @@ class Mistake(NamedTuple):
     command: tuple[str, ...]
     """Arguments of ``ramify``."""
     says: tuple[str, ...]
-    """Parts of the answer: what was received, and the cure."""
+    """Texts that the error must contain: the received value, and what to do."""
 
 
 class Answer(NamedTuple):
@@ -257,7 +257,8 @@ MISTAKES: tuple[Mistake, ...] = (
 
 
 def prepare(folder: Path) -> None:
-    """Write what a user of these commands has: a recipe, rows, a policy without weights."""
+    """Write the files that a user of these commands has: a recipe, rows, and a policy without
+    weights."""
     rows = [{"question": f"{number} + 1?", "answer": str(number + 1)} for number in range(8)]
     gap = [*rows[:2], {"qeustion": "3 + 1?", "answer": "4"}, *rows[3:]]
     lines = [json.dumps(row) for row in rows]
@@ -340,7 +341,7 @@ def answer_commands() -> None:
 
 
 def fault(mistake: Mistake, answer: Answer) -> str:
-    """Why ``answer`` is not good enough, or empty."""
+    """Return the fault of an answer, or an empty text."""
     lines = [line for line in answer.text.splitlines() if line.strip()]
     problems = {
         f"exit code {answer.code}": answer.code not in (1, 2),
@@ -353,7 +354,7 @@ def fault(mistake: Mistake, answer: Answer) -> str:
 
 
 def measure(quick: bool) -> list[Figure]:
-    """Figures of all mistakes, each in its own process."""
+    """Run each mistake in its own process, and return the figures."""
     faults, times, helps = [], [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,5 +1,5 @@
-"""Quickstarts of TRL, verifiers, SkyRL and tinker-cookbook beside the same run here: lines of each,
-and whether ours runs two steps at the first try.
+"""Compare quickstarts of TRL, verifiers, SkyRL and tinker-cookbook with the same run in Ramify: the
+number of lines of each, and whether ours completes two steps at the first try.
 
     python benchmarks/bring_your_own_quickstarts.py        print the table
 
@@ -52,9 +52,9 @@ class Quickstart(NamedTuple):
     theirs: str
     """File in ``quickstarts/theirs``."""
     ours: str
-    """File in ``quickstarts/ours``, whose docstring is the command."""
+    """File in ``quickstarts/ours``. Its docstring is the command that runs it."""
     command: tuple[str, ...]
-    """Arguments of ``ramify`` in a folder that ``prepare`` filled."""
+    """Arguments of ``ramify``, which runs in a folder that ``prepare`` has filled."""
 
 
 QUICKSTARTS = (
@@ -88,8 +88,8 @@ QUICKSTARTS = (
 
 
 def num_lines(path: Path) -> int:
-    """Lines with code: no blank lines, comments or docstrings. The docstring of one of our files is
-    the command that starts it; its first line counts."""
+    """Number of lines with code, without blank lines, comments and docstrings. The docstring of
+    each of our files is the command that starts it, and its first line counts."""
     text = path.read_text(encoding="utf-8")
     skipped: set[int] = set()
     num = 0
@@ -109,7 +109,7 @@ def num_lines(path: Path) -> int:
 
 
 def prepare(folder: Path) -> None:
-    """Write ours, and tiny models and data sets under the names that ours uses."""
+    """Write our quickstart, with tiny models and data sets under the names that it uses."""
     sys.path.insert(0, str(ROOT))
     from tests.train.checkpoints import chat_checkpoint
 
@@ -145,7 +145,8 @@ def _data_set(folder: Path, config: str, splits: dict[str, Sequence[object]]) ->
 
 
 def measure(quick: bool) -> list[Figure]:
-    """Lines of each quickstart, and the number of ours that fail at the first try."""
+    """Measure the number of lines of each quickstart, and how many of ours fail at the first
+    try."""
     figures = []
     failures = []
     with tempfile.TemporaryDirectory() as name:
@@ -166,7 +167,7 @@ def measure(quick: bool) -> list[Figure]:
 
 
 def start(quickstart: Quickstart, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run ours in a folder that ``prepare`` filled, offline."""
+    """Run our quickstart offline, in a folder that ``prepare`` has filled."""
     out = Path("out") / quickstart.ours.removesuffix(".py")
     offline = {"HOME": str(folder), "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
     return subprocess.run(

@@ -1,5 +1,5 @@
-"""A reward model over HTTP: seconds for 1,000 rewards from a server that takes 50 ms for a request of
-at most 32 texts and serves 8 requests at once.
+"""Measure a reward model over HTTP: the seconds for 1,000 rewards from a server that takes 50 ms
+for a request of at most 32 texts and serves 8 requests at once.
 
 The server is another process. Rewards are asked for as a run does: each answer is scored in its own
 thread, with the time limit of a score, and ``RewardModel`` makes batches of those that wait. Not

@@ -336,10 +336,10 @@ def _recursing(num_groups: int) -> Iterator[Figure]:
 
 
 class ForkPlan(NamedTuple):
-    """Toy 4: before which turns a rollout forks, into how many continuations."""
+    """Toy 4: the turns before which a rollout forks, and the number of continuations."""
 
     widths: dict[int, int]
-    """Turn -> continuations, including the one of the forked line."""
+    """Map a turn to its number of continuations, including that of the original line."""
     lines: str = "all"
     """``first``: only the first line forks."""
 
@@ -360,7 +360,7 @@ class Spread(NamedTuple):
 def spread(
     algorithm: Any, plan: ForkPlan, decisive: tuple[int, int], num_groups: int, seed: int = 0
 ) -> Spread:
-    """Toy 4: the update of the 64 logits, with the turns ``decisive`` deciding the reward."""
+    """Toy 4: measure the update of the 64 logits if the turns ``decisive`` decide the reward."""
     draw = random.Random(seed)
     sums, squares = np.zeros((TURNS, len(ACTIONS))), np.zeros((TURNS, len(ACTIONS)))
     scale = 1 if isinstance(algorithm, RLOO) else 8 / 7
@@ -408,7 +408,8 @@ def exact_forks(decisive: tuple[int, int]) -> Any:
 def _forking_rollout(
     draw: random.Random, name: str, plan: ForkPlan, decisive: tuple[int, int]
 ) -> tuple[Trajectory, dict[tuple[str, int], tuple[int, int]]]:
-    """A rollout, and the turn and action of each (call, index of its turn)."""
+    """Return a rollout, and a mapping from (call, index in the call) to the turn of the problem and
+    its action."""
     calls: list[Call] = []
     actions: dict[tuple[str, int], tuple[int, int]] = {}
     rewards: dict[str, dict[str, float]] = {}
@@ -436,7 +437,8 @@ def _forking_rollout(
 
 
 def _forks(num_groups: int) -> Iterator[Figure]:
-    """Toy 4, with limits for ``branch`` and ``vine`` under the plans that were written down."""
+    """Toy 4: figures of all plans, with floors for ``branch`` and ``vine`` that were chosen in
+    advance."""
     late, early = (TURNS - 2, TURNS - 1), (1, 2)
     no_forks = ForkPlan({})
     blind = ForkPlan({4: 2, 8: 2})

@@ -36,8 +36,8 @@ PAGE, PICTURE = ROOT / "docs" / "learning.md", ROOT / "docs" / "learning.svg"
 FIRST_ITEM = 20_000
 """Index of the first rollout item, far beyond the items of the demonstrations."""
 SEEDS_ON_TEST = (6007, 1753, 3391, 8819, 4520)
-"""Seeds of ``--on-test``, written down before the first of these runs: `tiny.py` has at least
-96 % on test in their mean."""
+"""Seeds of ``--on-test``, chosen before the first of these runs. The claim is that `tiny.py`
+reaches at least 96 % on test, as a mean over them."""
 NUM = 1024
 """Questions in each reported split; each is asked once."""
 CREDITS = {
@@ -126,7 +126,7 @@ def single(runs: Path, seed: int, quick: bool) -> Iterator[RunResult]:
 
 
 def on_test(runs: Path, only_finished: bool) -> Figure:
-    """The share of right answers on test, the mean over ``SEEDS_ON_TEST``."""
+    """Mean share of right answers on the test split, over the seeds in ``SEEDS_ON_TEST``."""
     shares: dict[int, float] = {}
     for seed in SEEDS_ON_TEST:
         folder = runs / f"tiny-{seed}"

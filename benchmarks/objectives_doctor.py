@@ -1,4 +1,5 @@
-"""Does the doctor name what breaks a run? Twelve broken runs, healthy runs, and what metrics cost.
+"""Test whether the doctor names the fault of a run: twelve broken runs, healthy runs, and the cost
+of the metrics.
 
     python benchmarks/objectives_doctor.py           20 healthy runs
     python benchmarks/objectives_doctor.py --quick   5 healthy runs; within five minutes
@@ -67,9 +68,9 @@ from tests.train.small import SHAPE, _even, _make, small  # noqa: E402
 
 HERE = str(Path(__file__).resolve())
 WITHIN = 3
-"""Steps after the fault in which it must be named."""
+"""Number of steps after a fault within which the doctor must name it."""
 SEEDS = range(100, 120)
-"""Seeds of the healthy runs, chosen before the first of them."""
+"""Seeds of the healthy runs. They were chosen before the first run."""
 MAX_SHARE = 0.03
 """Largest share of a step's CPU time that the metrics may cost."""
 _LETTERS = "abcdefgh"
@@ -101,7 +102,7 @@ def demonstrations(path: Path, num: int, longest: int = 6, seed: int = 1) -> Non
 
 
 def taught(folder: Path) -> Path:
-    """The folder of a policy that writes code which runs, and ends its replies."""
+    """Return the folder of a policy that writes valid code and ends its replies."""
     demonstrations(folder / "demos.jsonl", 1500)
     run = small(
         policy=PolicySpec(shape=SHAPE, vocab_size=280, slots=16),
@@ -157,7 +158,7 @@ def rate_times_100(policy: Path) -> Run:
 
 
 def negated_reward(policy: Path) -> Run:
-    """Training items have the reward with the wrong sign; validation shows the right one."""
+    """Training items have rewards with the wrong sign. Validation has the right sign."""
     return _on(policy, "negated")
 
 
@@ -195,7 +196,7 @@ def constant_reward(policy: Path) -> Run:
 
 
 def wrong_chat_template(policy: Path) -> Run:
-    """Replies end with another token than the policy was taught."""
+    """Replies end with a different token from the one that the policy has learned."""
     folder = policy.parents[1] / "wrong-template"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(policy, folder)
@@ -211,7 +212,7 @@ def wrong_chat_template(policy: Path) -> Run:
 
 
 def children_cut(policy: Path) -> Run:
-    """A root leaves too little of the rollout's tokens for a child's reply."""
+    """The root uses so many of the rollout's tokens that too few are left for a child's reply."""
     run = healthy(policy, steps=WITHIN)
     return msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, max_tokens=120))
 
@@ -256,7 +257,7 @@ BROKEN: dict[Callable[[Path], Run], tuple[str, ...]] = {
     reward_grows_with_length: ("length_hacking",),
     session_always_fails: ("failed_rollouts",),
 }
-"""What breaks a run -> names of the findings that are right."""
+"""Map each broken run to the names of the findings that are correct for it."""
 
 
 # --- their parts
@@ -325,7 +326,7 @@ by_length = SimpleTask("by length", generated("long", _make), WholeTrajectoryRew
 
 
 def _execute(run: Run, out: Path, *, is_stale: bool = False) -> list[tuple[int, Diagnosis]]:
-    """(steps of rollouts up to it, diagnosis) for all of the run."""
+    """Run a recipe, and return each diagnosis with the number of rollout steps before it."""
     if is_stale:
         asyncio.run(_with_stale_engine(run, out))
     else:
@@ -345,7 +346,7 @@ async def _with_stale_engine(run: Run, out: Path) -> None:
 
 
 def measure(quick: bool) -> Iterator[Figure]:
-    """The figures of the doctor, for ``objectives.py``."""
+    """Return the figures of the doctor, for ``objectives.py``."""
     with tempfile.TemporaryDirectory(prefix="ramify-doctor-") as name:
         folder = Path(name)
         policy = taught(folder)

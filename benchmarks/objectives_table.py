@@ -1,5 +1,6 @@
-"""The cross table of objectives: what `rl.objective=NAME` sets, with and without `--preset NAME`,
-against formulas of the papers and of the other trainers' code, in fp64 on random batches.
+"""The cross table of objectives. It compares the loss and gradients that `rl.objective=NAME` gives,
+with and without `--preset NAME`, with the formulas of the papers and of the other trainers' code,
+in fp64 on random batches.
 
     python benchmarks/objectives_table.py         every cell: the largest difference in the loss and
                                                   in the gradients, over 8 batches
@@ -53,9 +54,9 @@ ITEMS, GROUP, PROMPT, MOST, VOCAB = 3, 4, 2, 6, 7
 ROWS = ITEMS * GROUP
 EPSILON = 1e-6
 LENGTH = 512
-"""Tokens that a constant reduction divides by in TRL; SkyRL and verl have no default."""
+"""Number of tokens that TRL's constant reduction divides by. SkyRL and verl have no default."""
 DEFAULTS = {"trl": "dapo", "skyrl": "grpo", "prime": "grpo", "verl": "ppo", "areal": "grpo"}
-"""Preset -> the objective that it has if none is named."""
+"""Map a preset to its objective if none is named."""
 
 
 class ComparisonBatch(NamedTuple):
@@ -65,7 +66,7 @@ class ComparisonBatch(NamedTuple):
     rewards: Tensor
     """[B]; the last item's are equal."""
     brevity: Tensor
-    """[B] a second reward, for objectives that compare several."""
+    """[B] a second reward, for objectives that use several rewards."""
     greedy: Tensor
     """[items] rewards of greedy rollouts."""
     ids: Tensor
@@ -133,7 +134,7 @@ def random_batch(seed: int) -> ComparisonBatch:
 
 
 def spec(preset: str, *overrides: str) -> train.RlSpec:
-    """The stage ``rl`` under a preset, or under none if it is empty."""
+    """Return the stage ``rl`` with the options of a preset. An empty preset changes nothing."""
     run = train.Run(policy=train.PolicySpec(path="tiny"), rl=train.RlSpec())
     run = with_preset(run, preset) if preset else run
     rl = override(run, overrides, choices(preset or None)).rl
@@ -142,7 +143,8 @@ def spec(preset: str, *overrides: str) -> train.RlSpec:
 
 
 def ours(preset: str, batch: ComparisonBatch, *overrides: str) -> Result:
-    """Loss and gradients of the package, under a preset, or under none if it is empty."""
+    """Return the loss and the gradients that Ramify computes with the options of a preset. An empty
+    preset changes nothing."""
     rl = spec(preset, *overrides)
     loss = rl.loss.for_minibatches(2)
     algorithm = reduced(rl.algorithm, loss.reduction)
@@ -228,27 +230,27 @@ def _scaled(rewards: Tensor, epsilon: float | None) -> Tensor:
 
 
 def _others(rewards: Tensor) -> Tensor:
-    """[B] rewards less the mean of the others of their group."""
+    """[B] each reward minus the mean reward of the other rollouts in its group."""
     grouped = _groups_of(rewards)
     return (grouped - (grouped.sum(1, keepdim=True) - grouped) / (GROUP - 1)).flatten()
 
 
 def _over_mean(rewards: Tensor, epsilon: float) -> Tensor:
-    """[B] rewards less the mean of their group, divided by it; 0 for a mean of 0."""
+    """[B] each reward minus the mean of its group, divided by that mean; 0 for a mean of 0."""
     mean = _groups_of(rewards).mean(1, keepdim=True)
     found = (_groups_of(rewards) - mean) / (mean + epsilon)
     return torch.where(mean > 0, found, 0.0).flatten()
 
 
 def _by_length(b: ComparisonBatch) -> Tensor:
-    """[B] rewards less the mean of their group, weighted by length."""
+    """[B] each reward minus the mean reward of its group, weighted by length."""
     sizes = _groups_of(torch.tensor(b.lengths).double())
     grouped = _groups_of(b.rewards)
     return (grouped - (sizes * grouped).sum(1, keepdim=True) / sizes.sum(1, keepdim=True)).flatten()
 
 
 def _whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean 0 and variance 1 over the tokens of the mask, with 1e-8 added to the variance."""
+    """Normalise to mean 0 and variance 1 over the masked tokens. 1e-8 is added to the variance."""
     mean = (values * mask).sum() / mask.sum()
     variance = ((values - mean) ** 2 * mask).sum() / (mask.sum() - 1)
     return (values - mean) * torch.rsqrt(variance + 1e-8) * mask
@@ -292,7 +294,7 @@ def _geometric(gap: Tensor, mask: Tensor) -> Tensor:
 
 
 def _gspo(gap: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
-    """GSPO per token: the sequence's ratio, with the gradient of the token."""
+    """GSPO for each token: the value of the sequence's ratio, with the gradient of the token."""
     own = torch.exp(_geometric(gap, mask).detach() + gap - gap.detach())
     return _clip(own, advantages, low, high)
 
@@ -313,7 +315,7 @@ def _sequences(loss: Tensor, mask: Tensor) -> Tensor:
 
 
 def _constant(loss: Tensor, mask: Tensor, length: float | None = None) -> Tensor:
-    """The sum of each sequence's tokens by ``length``, or by the mean length of the step."""
+    """Sum over each sequence's tokens, divided by ``length`` or by the mean length of the step."""
     return (loss * mask).sum() / ROWS / (mask.sum() / ROWS if length is None else length)
 
 
@@ -323,7 +325,7 @@ def _critic(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Tensor
 
 
 def _running(rewards: Tensor, decay: float) -> Tensor:
-    """[B] rewards less a running mean that begins at 0 and is updated after each rollout."""
+    """[B] each reward minus a running mean that begins at 0 and is updated after each rollout."""
     mean, found = 0.0, []
     for value in rewards.tolist():
         found.append(value - mean)
@@ -336,7 +338,8 @@ def _separately(b: ComparisonBatch, epsilon: float) -> Tensor:
 
 
 def paper(objective: str, b: ComparisonBatch, now: Tensor, values: Tensor) -> Tensor:
-    """The objective of its paper; each rollout here is one response of the paper."""
+    """Compute an objective by the formula of its paper. Each rollout here is one response of the
+    paper."""
     mask, gap = b.mask, b.logprobs(now) - b.logprobs(b.old)
     r, rho = gap.exp(), (b.logprobs(now) - b.sampler).exp()
     A = _scaled(b.rewards, EPSILON)[:, None]
@@ -406,7 +409,8 @@ def paper(objective: str, b: ComparisonBatch, now: Tensor, values: Tensor) -> Te
 
 
 def trl(objective: str, b: ComparisonBatch, now: Tensor, _: Tensor) -> Tensor:
-    """``_compute_loss`` of its trainers, with the correction ``sequence_mask`` of vLLM."""
+    """Formulas of ``_compute_loss`` in TRL's trainers, with the correction ``sequence_mask`` of
+    vLLM."""
     old, mask, logprobs = b.logprobs(b.old), b.mask, b.logprobs(now)
     gap = logprobs - old
     if objective == "rloo":  # RLOOTrainer: no correction; the KL is part of the reward
@@ -437,8 +441,8 @@ def trl(objective: str, b: ComparisonBatch, now: Tensor, _: Tensor) -> Tensor:
 
 
 def skyrl(objective: str, b: ComparisonBatch, now: Tensor, values: Tensor) -> Tensor:
-    """Its reductions scale the advantages, and its losses are sums; the KL is averaged by
-    sequence, and so is the value loss."""
+    """SkyRL's formulas. Its reductions scale the advantages, and its losses are sums. The KL and
+    the value loss are averaged over each sequence."""
     old, mask, logprobs = b.logprobs(b.old), b.mask, b.logprobs(now)
     gap, returns = logprobs - old, mask
     advantages = _scaled(b.rewards, EPSILON)[:, None] * mask
@@ -513,7 +517,8 @@ def prime(objective: str, b: ComparisonBatch, now: Tensor, _: Tensor) -> Tensor:
 
 
 def verl(objective: str, b: ComparisonBatch, now: Tensor, values: Tensor) -> Tensor:
-    """``compute_policy_loss_*`` over ``compute_*_advantage``, and ``compute_value_loss``."""
+    """verl's formulas: ``compute_policy_loss_*`` with ``compute_*_advantage``, and
+    ``compute_value_loss``."""
     mask, logprobs = b.mask, b.logprobs(now)
     gap, returns = logprobs - b.logprobs(b.old), mask
     advantages = _scaled(b.rewards, EPSILON)[:, None] * mask
@@ -576,8 +581,9 @@ def _norm(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def areal(objective: str, b: ComparisonBatch, now: Tensor, values: Tensor) -> Tensor:
-    """``ppo_actor_loss_fn`` (``sapo_loss_fn``, ``ppo_critic_loss_fn``), with the rewards of
-    ``examples/math``: shifted and scaled, normalised by group and then over the batch."""
+    """AReaL's formulas: ``ppo_actor_loss_fn`` (``sapo_loss_fn``, ``ppo_critic_loss_fn``). The
+    rewards are those of ``examples/math``: shifted and scaled, then normalised by group and over
+    the batch."""
     mask, logprobs, old = b.mask, b.logprobs(now), b.logprobs(b.old)
     rewards, returns = (b.rewards - 0.5) * 10.0, mask
     match objective:
@@ -619,7 +625,8 @@ FORMULAS: dict[str, Callable[[str, ComparisonBatch, Tensor, Tensor], Tensor]] = 
 
 
 def theirs(preset: str, batch: ComparisonBatch, objective: str | None = None) -> Result:
-    """Loss and gradients of the formula: of an objective, or of the trainer's default one."""
+    """Return the loss and the gradients of a trainer's formula for an objective, or for its default
+    one."""
     logits, critic = batch.now.clone().requires_grad_(), batch.values.clone().requires_grad_()
     name = objective or DEFAULTS[preset]
     return _result(FORMULAS[preset](name, batch, logits, critic), logits, critic)
@@ -655,11 +662,11 @@ TRL: dict[str, tuple[str, dict[str, Any]]] = {
     "gmpo": ("GMPO", {}),
     "rloo": ("RLOO", {}),
 }
-"""Objective -> TRL's trainer and the options that choose it."""
+"""Map an objective to TRL's trainer and the options that select it."""
 
 
 def trl_cell(objective: str, batch: ComparisonBatch) -> Result:
-    """Loss and gradients of an objective by TRL's own code."""
+    """Return the loss and the gradients of an objective, computed by TRL's own code."""
     trainer, options = TRL[objective]
     return trl_installed(batch, trainer, several=objective == "gdpo", **options)
 
@@ -762,7 +769,7 @@ def apart(one: Result, other: Result) -> float:
 
 
 def cells() -> Iterator[tuple[str, str]]:
-    """(preset, objective) of every cell that exists; the preset is empty for the paper."""
+    """Return (preset, objective) of every cell that exists. The preset is empty for the paper."""
     yield from (("", objective) for objective in OBJECTIVES)
     yield from ((name, each) for name, preset in PRESETS.items() for each in preset.objectives)
 
@@ -775,13 +782,13 @@ def words(preset: str, objective: str) -> list[str]:
 
 
 def difference(preset: str, objective: str, batch: ComparisonBatch) -> float:
-    """Between the package and the formula of a cell."""
+    """Return the largest difference between Ramify and the formula of a cell."""
     return apart(ours(preset, batch, *words(preset, objective)), theirs(preset, batch, objective))
 
 
 def figures(num_batches: int = 8) -> Iterator[Figure]:
-    """The largest difference of each cell, and of TRL's own code only if it is installed; the cells
-    that do not exist in a trainer are counted and named."""
+    """Report the largest difference of each cell. Cells that run TRL's own code are included only
+    if it is installed. Objectives that a trainer does not have are counted and named."""
     batches = [random_batch(seed) for seed in range(num_batches)]
     for preset, objective in cells():
         most = max(difference(preset, objective, batch) for batch in batches)

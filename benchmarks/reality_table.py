@@ -154,7 +154,7 @@ def is_closed_by_litellm(row: Row) -> bool:
 
 
 def _booking_faults(outcome: Outcome, seen: Observation, most_extra: int) -> list[str]:
-    """``most_extra`` is how many unknown calls may be booked for requests that were not received."""
+    """Up to ``most_extra`` unknown calls may be booked for requests that were not received."""
     num_good = seen.num_asked - seen.num_bad
     booked = {"nothing": 0, "bound": seen.num_bad, "reported": seen.num_bad}[outcome.booked]
     unknown = seen.num_bad if outcome.booked == "bound" else 0

@@ -52,7 +52,7 @@ class TrainedVariant(NamedTuple):
 
 
 def trained(folder: Path, variant: str, *overrides: str) -> tuple[float, float]:
-    """(reward, CPU seconds) of a run, from its folder if it is finished."""
+    """Return the reward and the CPU seconds of a run. A finished run is read from its folder."""
     result = folder / "result.json"
     if not result.exists():
         cpu_s = python(
@@ -74,7 +74,8 @@ def trained(folder: Path, variant: str, *overrides: str) -> tuple[float, float]:
 
 
 def runs_of(folder: Path, seed: int, quick: bool) -> list[TrainedVariant]:
-    """Both variants from one policy that has imitated, and that policy."""
+    """Return the runs of one seed: the policy after imitation, and both variants that start from
+    it."""
     start = folder / f"start-{seed}"
     found = [
         TrainedVariant(

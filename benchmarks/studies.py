@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def python(*arguments: str, quiet: bool = False) -> float:
-    """Run a Python command with one thread, and return the CPU seconds of its process and of all
-    its children. Raises SystemExit if it fails."""
+    """Run a Python command with one thread, and return the CPU seconds of the process and all its
+    children. Raises SystemExit if it fails."""
     command = [sys.executable, *arguments]
     process = subprocess.Popen(
         command,

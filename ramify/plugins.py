@@ -124,11 +124,13 @@ class Registry(Mapping[str, Any]):
         aliases: Mapping[str, str] | None = None,
         elsewhere: Mapping[str, str] | None = None,
     ) -> None:
-        """``kind`` names an entry in errors; ``group`` is the group of entry points. ``table``: our
-        names, with objects or locations (``module:name``, or a module). ``structs``: an entry must
-        be a struct whose tag is its name, so that a checkpoint can name it. ``others``: what can be
-        given instead of a name, for errors. ``aliases``: another name, in lower case -> ours.
-        ``elsewhere``: a name that is none here, in lower case -> what to do instead."""
+        """Errors call an entry by its ``kind``. Plug-ins add entries through the entry-point group
+        ``group``, and ``table`` holds the built-in ones: each name with an object or its location
+        (``module:name``, or a module). With ``structs``, an entry must be a struct whose tag is its
+        name, so that a checkpoint can name it. Errors also list ``others``, the values that are
+        accepted in place of a name. ``aliases`` maps other names, in lower case, to built-in names.
+        ``elsewhere`` maps names that belong to another option, in lower case, to what the user
+        should do instead."""
         self.kind = kind
         self.group = group
         self._table = dict(table)
@@ -191,8 +193,8 @@ class Registry(Mapping[str, Any]):
         return self._loaded[name]
 
     def check(self, name: str) -> None:
-        """Raise ConfigError, with the nearest name, if ``name`` stands for nothing. Nothing is
-        imported."""
+        """Raise ConfigError, with the nearest name, if ``name`` is unknown. Does not import the
+        entry."""
         name = self.canonical(name)
         if name not in self and not is_reference(name):
             raise self._unknown(name)
@@ -203,7 +205,7 @@ class Registry(Mapping[str, Any]):
         return ConfigError(f"unknown {self.kind} '{name}': {advice}")
 
     def canonical(self, name: str) -> str:
-        """Our name for an alias; other names stay as they are."""
+        """Return the built-in name for an alias, and any other name unchanged."""
         return self._aliases.get(name.lower(), name)
 
     def build(self, value: Any) -> Any:
@@ -393,7 +395,8 @@ def _load(location: str, what: str) -> Any:
 
 
 def _lacks(owner: ModuleType | type, name: str) -> str:
-    """Say that a module or class has no attribute ``name``, with the nearest one that it has."""
+    """Return a sentence which says that a module or class lacks an attribute, with the nearest name
+    that it has."""
     file = getattr(owner, "__file__", None) or ""
     is_file = owner.__name__ == _module_name(Path(file))
     short = os.path.relpath(file) if is_file else f"'{owner.__name__}'"

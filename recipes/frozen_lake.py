@@ -1,5 +1,5 @@
-"""FrozenLake of Gymnasium (4×4, not slippery), played from random weights in three minutes of CPU
-time.
+"""Train a policy from random weights to play Gymnasium's FrozenLake (4×4, not slippery) in three
+minutes of CPU time.
 
     ramify train recipes/frozen_lake.py --out runs/lake
 
@@ -26,7 +26,7 @@ from ramify import ConfigError, Limits, Message, Scaffold, Trajectory, tasks, tr
 DIRECTIONS = ("left", "down", "right", "up")
 """Actions of the environment, by its number."""
 MAX_MOVES = 20
-"""Longest episode that is shown, and most moves that a policy has."""
+"""Maximum number of moves in a demonstration, and in an episode of the policy."""
 
 
 def square(env: Any, place: int) -> str:
@@ -58,7 +58,7 @@ def lake() -> tasks.Task:
 
 
 def random_walks(seed: int) -> Iterator[list[int]]:
-    """Episodes of a player that moves at random, those that reach the goal in ``MAX_MOVES``."""
+    """Yield the episodes of a random player that reach the goal within ``MAX_MOVES``."""
     env, rng = make_lake(), random.Random(seed)
     while True:
         env.reset()

@@ -1,4 +1,5 @@
-"""Several turns with a tool: questions about a SQLite database, answered with ``sql(query)``.
+"""A task of several turns with a tool: answer questions about an SQLite database by calling
+``sql(query)``.
 
     ramify train recipes/sqlite_tools.py policy.path=Qwen/Qwen3-1.7B --out runs/sql
     ramify eval recipes/sqlite_tools.py:shop --model openai:gpt-5-mini --items 20
@@ -46,7 +47,7 @@ QUESTIONS = (
         "(SELECT customer FROM orders WHERE product = :product AND units >= :least)",
     ),
 )
-"""(question, query whose result is the right answer)"""
+"""Pairs of a question and the query whose result is the right answer."""
 
 
 @functools.cache

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ramify.train import PolicySpec, RlSpec, Run
-from ramify.train.advantages import ALGORITHMS, group_estimators
+from ramify.train.advantages import ALGORITHMS, fork_estimators, group_estimators
 from ramify.train.advantages.base import finish, needs_of
 from ramify.train.advantages.weight import ALSO, weights
 from ramify.train.data.compile import token_sequences
@@ -287,7 +287,7 @@ def _pick(value: Any, options: set[str]) -> str:
 
 
 def objective_list() -> Iterator[Sequence[str]]:
-    """Every objective in a line, and the presets that have it."""
+    """Return a row for each objective, with the presets that have it."""
     yield "objective", "when", *(f"`{name}`" for name in PRESETS)
     for name, objective in OBJECTIVES.items():
         has = ("yes" if name in preset.objectives else "" for preset in PRESETS.values())
@@ -295,7 +295,8 @@ def objective_list() -> Iterator[Sequence[str]]:
 
 
 def objective_sections() -> str:
-    """A section for each objective: paper, formula, what it sets, and what trainers make of it."""
+    """Return a section for each objective: its paper, its formula, its options, and its form in
+    each trainer."""
     sections = []
     for name, objective in OBJECTIVES.items():
         lines = [
@@ -320,8 +321,8 @@ def objective_sections() -> str:
 
 
 def _set_by(objective: str, preset: str | None) -> str:
-    """The options of ``rl`` that an objective sets to other values than the defaults, or than the
-    preset has without it."""
+    """Return the options of ``rl`` that an objective sets to values other than the defaults, or
+    other than those of the preset alone."""
     run = Run(policy=PolicySpec(path="tiny"), rl=RlSpec())
     base = run if preset is None else with_preset(run, preset)
     rl = override(base, [f"rl.objective={objective}"], choices(preset)).rl
@@ -350,7 +351,7 @@ TABLES: dict[str, Callable[[], Iterator[Sequence[str]]]] = {
 PRESET_TABLES = {"options": preset_options, "names": preset_names, "notes": preset_notes}
 OBJECTIVE_TABLES = {"objectives": objective_list, "sections": objective_sections}
 Tables = Mapping[str, Callable[[], Iterator[Sequence[str]] | str]]
-"""Name of a place in a page -> its rows, or its text."""
+"""Map the name of a place in a page to its rows or its text."""
 PAGES: Sequence[tuple[Path, Tables]] = (
     (PAGE, TABLES),
     (PRESETS_PAGE, PRESET_TABLES),
@@ -392,7 +393,7 @@ def _options(kind: Any) -> str:
 def _estimator_doc(kind: Any) -> str | None:
     """The docstring of the class in the table of estimators, and otherwise of the file."""
     home = sys.modules[kind.__module__]
-    return kind.__doc__ if home is group_estimators else home.__doc__
+    return kind.__doc__ if home in (fork_estimators, group_estimators) else home.__doc__
 
 
 def _first_sentence(doc: str | None) -> str:

@@ -65,8 +65,8 @@ def main() -> None:
 
 
 def changes_by(operator: Any, source: str, parsed: Any) -> Iterator[tuple[Place, Place, str]]:
-    """(start, end, changed source) of each place that an operator changes. Parsing the source again
-    for each change, as cosmic-ray does, would take minutes."""
+    """Yield (start, end, changed source) for each place that an operator changes. Parsing the
+    source again for each change, as cosmic-ray does, would take minutes."""
     offsets = list(
         itertools.accumulate(
             (len(line) for line in source.split("\n")), lambda a, b: a + b + 1, initial=0
@@ -119,7 +119,7 @@ def compiles(source: str) -> bool:
 
 
 def parts_without_behaviour(tree: ast.Module) -> Iterator[tuple[str, Place, Place]]:
-    """(reason, start, end) of each part of a module that is not run."""
+    """Yield (reason, start, end) for each part of a module that does not run."""
     for node in ast.walk(tree):
         match node:
             case (

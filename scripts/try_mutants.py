@@ -37,7 +37,7 @@ import pytest
 
 _PR_SET_CHILD_SUBREAPER = 36
 _START_S = 60.0
-"""Longest start of a new process with its imports."""
+"""Maximum seconds that a new process needs to start and import its modules."""
 PYTEST = ["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "timeout=0"]
 
 
@@ -53,7 +53,7 @@ class CoveringTests:
         self.seconds: dict[str, float] = {}
         self.failed: set[str] = set()
         self.with_processes: set[str] = set()
-        """Tests that start Python, in which coverage sees nothing."""
+        """Tests that start another Python process, whose lines coverage does not see."""
         self.test = ""
         sys.addaudithook(self.note_process)
         self.coverage.start()
@@ -163,7 +163,7 @@ class MutantServer:
             os._exit(1)
 
     def change_functions(self, source: str) -> None:
-        """Give each function of the module the code that it has in ``source``."""
+        """Replace the code of each function in the module by its code in ``source``."""
         path = str(self.module)
         before = dict(functions_in(compile(self.original, path, "exec")))
         after = dict(functions_in(compile(source, path, "exec")))
@@ -211,7 +211,7 @@ def functions_in(code: types.CodeType) -> Iterator[tuple[tuple[str, int], types.
 
 
 def reap_orphans() -> None:
-    """End every process that the mutant left: they are children of this process now."""
+    """End all processes that the mutant left running. They are children of this process now."""
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     while alive := children.read_text().split():
         for pid in map(int, alive):

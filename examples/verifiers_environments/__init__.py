@@ -439,11 +439,12 @@ ENVIRONMENTS: dict[str, tuple[type, Any]] = {
     "doubles": (Doubles, ""),
     "quiet": (Quiet, ""),
 }
-"""Name -> (class of the taskset, class of the environment or '' for one agent)."""
+"""Map a name to the class of its taskset and the class of its environment ('' for a single
+agent)."""
 
 
 def made(name: str) -> tuple[Any, Any]:
-    """(the taskset, the environment's class or '')"""
+    """Return the taskset, and the environment's class or ''."""
     kind, env = ENVIRONMENTS[name]
     (config,) = [
         argument

@@ -1,4 +1,4 @@
-"""The steps of a run as lines, where no live view is drawn.
+"""Print the steps of a run as lines if no live view is drawn.
 
 Not here: the live view (``live.py``).
 """

@@ -28,17 +28,17 @@ from ramify.cluster.shape import DeviceSpec
 from ramify.errors import ConfigError, nearest
 
 _PORT = 6379
-"""Port at which the head listens, where the job does not share its address with others."""
+"""Port on which the head listens if no other job shares its address."""
 _GRACE_S = 300
 """Seconds that a run gets to save its steps."""
 _SHARED = "/shared"
-"""Where the shared file system is on the nodes of Kubernetes and SkyPilot."""
+"""Mount point of the shared file system on nodes of Kubernetes and SkyPilot."""
 _SCRIPTS = "/ramify"
-"""Where pods have ``node.sh``."""
+"""Folder in each pod that contains ``node.sh``."""
 
 
 class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recipe does not say about a scheduler."""
+    """Settings of the scheduler that a recipe does not contain."""
 
     hours: float | None = None
     """Time limit; None: the scheduler's own."""
@@ -64,7 +64,8 @@ class SubmitCommand(msgspec.Struct, frozen=True):
     stdin: str = ""
     """Variable whose value is written to the command's standard input; empty: nothing."""
     unless: tuple[str, ...] = ()
-    """The command is left out if this one succeeds, because what it would create exists."""
+    """A check that runs first. If it succeeds, the object exists already and the command is
+    skipped."""
 
     def __str__(self) -> str:
         """The command as one types it into a shell."""
@@ -85,8 +86,8 @@ class JobFiles(msgspec.Struct, frozen=True):
 
 
 def job_files(kind: str, job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
-    """The files for scheduler ``kind``, to be written to ``folder``. Raises ConfigError for an
-    unknown kind, and if the scheduler needs something that ``options`` lack."""
+    """Return the files for a scheduler, to be written to ``folder``. Raises ConfigError for an
+    unknown ``kind``, and if the scheduler needs an option that is not set."""
     if kind not in SCHEDULERS:
         raise ConfigError(f"--on {kind}: {nearest(kind, SCHEDULERS)}")
     return SCHEDULERS[kind](job, options, folder)
@@ -155,7 +156,7 @@ def _component(group: NodeGroup) -> list[str]:
 
 
 def _others(job: SchedulerJob, script: str) -> str:
-    """The command that starts all nodes but the head."""
+    """Return the command that starts all nodes except the head."""
     parts = []
     for index, group in enumerate(job.groups):
         start = f"NODE_RANK=$SLURM_PROCID exec bash {script} {group.cpus} {group.gpus}"
@@ -345,7 +346,7 @@ def _skypilot(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
 
 
 def _typed(text: str) -> object:
-    """``"true"`` -> True, ``"50"`` -> 50; other texts as they are."""
+    """Convert ``"true"`` to True and ``"50"`` to 50. Other texts stay unchanged."""
     try:
         value: object = json.loads(text)
     except json.JSONDecodeError:

@@ -47,10 +47,10 @@ class NodeGroup(msgspec.Struct, frozen=True):
 
 
 class SchedulerJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A training run as a job of a scheduler."""
+    """A training run as a job that a scheduler can start."""
 
     name: str
-    """Letters, digits and hyphens, as in a DNS name."""
+    """Name of the job: letters, digits and hyphens, as in a DNS name."""
     groups: tuple[NodeGroup, ...]
     """The first node of the first group is the head: it has the run's own process."""
     device: DeviceSpec
@@ -62,9 +62,10 @@ class SchedulerJob(msgspec.Struct, frozen=True, kw_only=True):
     workdir: str
     """Folder on the nodes in which the recipe's path is valid."""
     restarts: int
-    """How often training that failed is restarted without progress in between."""
+    """Maximum number of restarts after a failure without progress in between."""
     by: str
-    """What connects the nodes: "ray", "torchrun", or empty for one node without either."""
+    """Program that connects the nodes: "ray" or "torchrun". Empty: one node, which needs
+    neither."""
     ranks_per_node: int = 1
     """Ranks that torchrun starts on each node."""
 
@@ -91,8 +92,8 @@ def job_of(
     restarts: int = 3,
     nodes: int | None = None,
 ) -> SchedulerJob:
-    """The job for ``plan``, which is that of ``run``. ``nodes`` is the number of nodes of a recipe
-    without pools. Raises ConfigError for nodes that the ranks do not fill evenly."""
+    """Return the job that starts ``run`` as ``plan`` places it. ``nodes`` is used only for a recipe
+    without pools. Raises ConfigError if the ranks cannot be divided evenly among the nodes."""
     per_node = 1
     if plan.pools:
         groups, by = _of_pools(plan), "ray"
@@ -114,7 +115,8 @@ def job_of(
 
 
 def _of_pools(plan: ClusterPlan) -> tuple[NodeGroup, ...]:
-    """The nodes of the pools that have processes; the pool of the run's own process is first."""
+    """Return the node groups of all pools that have processes, first the pool with the run's own
+    process."""
     used: dict[str, set[int]] = {}
     for slot in plan.placement_slots:
         used.setdefault(slot.pool, set()).add(slot.node)
@@ -219,8 +221,8 @@ if [ "$code" -eq 0 ]; then touch "$OUT.ended"; fi
 
 
 def node_script(job: SchedulerJob, *, is_in_cluster: bool = False) -> str:
-    """The text of ``node.sh``. ``is_in_cluster``: the script is started in a Ray cluster, which has
-    its nodes already."""
+    """Return the text of ``node.sh``. With ``is_in_cluster``, the script runs in a Ray cluster that
+    already has its nodes."""
     about = f"Trains {job.name}."
     if job.nodes > 1 and not is_in_cluster:
         about = (

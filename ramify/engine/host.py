@@ -69,8 +69,8 @@ class CellHost:
         run_child: RunChild,
         closed_by: Stop | None = None,
     ) -> None:
-        """``call`` is the call that the cell belongs to. ``closed_by`` is the limit because of
-        which no model is asked any more."""
+        """The cell belongs to ``call``. If ``closed_by`` is set, that limit has been reached and no
+        model is asked any more."""
         self._run_child = run_child
         self._closed_by = closed_by
         self._run = run

@@ -50,7 +50,7 @@ class ExternalCall(msgspec.Struct):
 
 
 class ModelConversations:
-    """The models of one run, for the code that conducts it."""
+    """Gives code outside of the engine access to the models of one run."""
 
     def __init__(self, run: RunState, resources: LoopResources, question: str) -> None:
         self._run = run
@@ -64,7 +64,7 @@ class ModelConversations:
 
     @property
     def max_turns(self) -> int:
-        """Maximum requests of one call of the root's model."""
+        """Maximum number of requests in one conversation with the root's model."""
         return self._run.setup.max_turns(0)
 
     def window(self, depth: int = 0) -> int:
@@ -131,8 +131,8 @@ class ModelConversations:
         depth: int,
         learns: bool,
     ) -> AsyncIterator[ExternalCall]:
-        """The call whose next turn this request is, which no other request may continue until the
-        block ends."""
+        """Yield the call that this request continues, or a new one. No other request can continue
+        it until the block ends."""
         external = self._continued(messages, thread, tools)
         if external is None:
             external = self._begun(thread, tools, depth, learns)
@@ -148,7 +148,7 @@ class ModelConversations:
     def _continued(
         self, messages: tuple[Message, ...], thread: str, tools: tuple[Tool, ...]
     ) -> ExternalCall | None:
-        """The call with the longest conversation that ``messages`` begin with."""
+        """Return the call with the longest conversation that is a prefix of ``messages``."""
         found: ExternalCall | None = None
         for each in self._threads.get(thread, ()):
             before = each.call.messages
@@ -180,8 +180,8 @@ class ModelConversations:
 
 
 def _is_same(ours: Message, theirs: Message) -> bool:
-    """True if ``theirs`` is our message as another program sends it back. Programs drop the
-    reasoning of earlier replies."""
+    """Return True if ``theirs`` is the same message as ``ours``, sent back by another program.
+    Programs may drop the reasoning of earlier replies."""
     if theirs.reasoning is None and ours.reasoning is not None:
         ours = msgspec.structs.replace(ours, reasoning=None)
     return ours == theirs

@@ -65,8 +65,9 @@ class ModelRequests:
         recording: RecordedReplies | None,
         cache: ReusableReplies | None,
     ) -> None:
-        """``cache`` has replies of earlier runs by the hash of their request. ``under_way`` is
-        filled with the requests that may have been sent and whose outcome is not recorded."""
+        """``cache`` maps the hash of a request to the reply of an earlier run. The constructor's
+        caller shares ``under_way``, which lists requests that may have been sent and have no
+        recorded outcome."""
         clients = models.all
         self.setup = setup
         self.models = models

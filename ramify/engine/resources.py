@@ -165,7 +165,7 @@ MakePool = Callable[[int], ClientPool]
 
 
 class LoopResources:
-    """One pool, one sandbox, and what tasks share."""
+    """The connection pool, the sandbox and the shared objects of tasks for one event loop."""
 
     def __init__(self, max_in_flight: int, spec: SandboxSpec, make_pool: MakePool) -> None:
         self.pool = make_pool(max_in_flight)

@@ -71,7 +71,7 @@ class TurnState(msgspec.Struct):
     deferred: Any = _NOTHING
     """Final answer that the model must confirm, because it has not seen the output of its cell."""
     partial: Any = None
-    """Best answer so far that the model has named as such."""
+    """The answer that the model has named as its best so far."""
     last_text: str = ""
     """Last message, if it had neither code nor an answer."""
     last_prose: str | None = None
@@ -79,7 +79,7 @@ class TurnState(msgspec.Struct):
     is_cut: bool = False
     """True if the last reply was truncated at its token limit."""
     num_idle: int = 0
-    """Messages in a row without code or answer."""
+    """Number of consecutive messages without code or an answer."""
     told: dict[str, int] = {}
     """Limit -> how urgent the last line about it was."""
 

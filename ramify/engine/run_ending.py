@@ -34,7 +34,8 @@ _REPLIES_KEPT = 2.0
 
 
 class RunEnding:
-    """The end of one run, which is the current task. Lives on one event loop."""
+    """Ends one run in time. The run is the current task, and all methods are called on its event
+    loop."""
 
     def __init__(self, limits: Limits, recorder: EventRecorder, unrecorded: Set[object]) -> None:
         """``unrecorded`` has the requests that may have been sent and whose outcome is not recorded

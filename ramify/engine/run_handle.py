@@ -372,7 +372,8 @@ class RunHandle:
         )
 
     def _way_to_answer(self, models: RunModels) -> WayToAnswer:
-        """Choose the task's own conversations, one plain call if it is enough, or the loop."""
+        """Choose how the question is answered: by the task's own conversations, by one plain call
+        if that is enough, or by the loop."""
         if self._question.conduct is not None:
             return self._answer_by_conversations
         if self._conversation is not None or self._setup.search is not None:

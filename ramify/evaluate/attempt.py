@@ -67,7 +67,8 @@ async def attempt(
     search: BranchSearch | None = None,
     limits: Limits | None = None,
 ) -> Trajectory:
-    """The trajectory of one attempt, with ``rewards`` if it could be scored and ``errors`` if not.
+    """Run one attempt and return its trajectory, with ``rewards`` if it could be scored and
+    ``errors`` if not.
 
     ``name`` replaces the run's id; ``sampling`` is specific to this attempt, so that attempts
     differ in their seed; ``metadata`` is stored with the run. The stacks of an attempt that did not

@@ -26,7 +26,7 @@ _LIFETIMES = ("rollout", "process")
 
 
 class McpTask:
-    """``task`` with the tools of MCP servers in its sessions. Implements ``Task``.
+    """Adds the tools of MCP servers to the sessions of another task. Implements ``Task``.
 
     Example:
         evaluate.McpTask(my_task, "uvx mcp-server-git", lifetime="process", timeout_s=60)
@@ -113,8 +113,8 @@ class McpTask:
 
 
 def _close(tools: McpTools) -> None:
-    """Close ``tools``. The end of a cancelled rollout is called on the event loop, which must not
-    wait for a server, so a thread closes them then."""
+    """Close the servers of ``tools``. When a rollout is cancelled, this runs on the event loop,
+    which must not wait for a server, so a thread closes them."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -40,19 +40,20 @@ _MAX_BODY_BYTES = 64 << 20
 
 
 class EndpointSeat(msgspec.Struct, frozen=True):
-    """One partner of conversations."""
+    """One agent of an episode that asks a model: its run, and how its requests are answered."""
 
     conversations: ModelConversations
     thread: str
-    """Name of its conversations in the run."""
+    """Name of the agent's conversations in the run."""
     depth: int = 0
-    """Depth whose model replies; 0 is the root's."""
+    """Depth of the model that replies. 0 is the root."""
     learns: bool = True
     """Whether training learns from the replies."""
 
 
 class ModelEndpoint:
-    """HTTP server for the seats of many runs; ``async with`` starts and stops it."""
+    """HTTP server through which the seats of many runs ask their models. ``async with`` starts and
+    stops it."""
 
     def __init__(self) -> None:
         self._seats: dict[str, EndpointSeat] = {}
@@ -147,7 +148,7 @@ MODEL = "policy"
 
 
 class _Seats(dict[str, EndpointSeat]):
-    """The seats of one run, which are also entered into the table of the endpoint."""
+    """The seats of one run. Adding one also registers it at the endpoint."""
 
     def __init__(self, table: dict[str, EndpointSeat]) -> None:
         super().__init__()
@@ -159,7 +160,8 @@ class _Seats(dict[str, EndpointSeat]):
 
 
 def _read(body: bytes) -> tuple[completions.CompletionRequest, dict[str, Any] | None]:
-    """(the request, the JSON schema of its reply). Raises Refused if it is invalid."""
+    """Return the request and the JSON schema of its reply. Raises Refused if the request is
+    invalid."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -181,7 +183,7 @@ def _events(
 
 
 def _no_text(ids: Any) -> str:
-    """Texts of single tokens are not known here."""
+    """Report that the texts of single tokens are unknown."""
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Environments of the ``verifiers`` library (0.4, ``verifiers.v1``) as tasks, played as they are.
+"""Run environments of the ``verifiers`` library (0.4, ``verifiers.v1``) unchanged, as tasks.
 
     task = verifiers_task("gsm8k-v1")                          an installed taskset by its id
     task = task_of("verifiers:gsm8k-v1")                       the same in a recipe: task.name=…
@@ -55,7 +55,8 @@ _KEY = "verifiers"
 _PERIOD = 10
 """One task of ten is kept for validation, and one for test."""
 _NO_KEY = "RAMIFY_NO_API_KEY"
-"""Variable that the library reads a key from: there is none, since the endpoint has its own."""
+"""Name of an environment variable that is never set. The library reads an API key from it, but the
+endpoint has its own key."""
 _OPENS = "(the environment opens the conversation)"
 
 
@@ -97,10 +98,10 @@ def verifiers_task(
 
 
 class VerifiersSplit(LazySequence[Item]):
-    """The items of one split: every task of the taskset whose position is in ``kept``."""
+    """The items of one split of a taskset."""
 
     def __init__(self, runner: EpisodeRunner, split: str, kept: Sequence[int]) -> None:
-        """``kept``: positions within each period of the taskset's tasks."""
+        """The split contains the tasks at the positions ``kept`` of each period."""
         self._runner = runner
         self._split = split
         self._kept = kept
@@ -167,7 +168,7 @@ class EpisodeRunner:
             raise ConfigError(f"taskset '{self.name}' has no tasks")
 
     def positions(self) -> dict[str, Sequence[int]]:
-        """Split -> the positions of its tasks within a period."""
+        """Map each split to the positions of its tasks within a period."""
         every = range(self.period)
         if self.period < 3:
             return {"train": every, "validation": every, "test": every}
@@ -285,7 +286,7 @@ class EpisodeRunner:
 
 
 class EpisodeAttempt:
-    """One attempt: plays the episode, and keeps its rewards for the score."""
+    """Plays one episode, and keeps its rewards until the attempt is scored."""
 
     def __init__(self, runner: EpisodeRunner, item: Item) -> None:
         self._runner = runner
@@ -305,8 +306,8 @@ class EpisodeAttempt:
 def _record(
     name: str, item: Item, episode: Any, conversations: ModelConversations
 ) -> dict[str, Any]:
-    """Rewards and metrics of an episode: those of its only trained trace, or the mean of each over
-    all trained ones, and those of each trace for its own calls."""
+    """Return the rewards and metrics of an episode: the means over its trained traces, and the
+    rewards of each trace for the calls of that trace."""
     traces = [trace for trace in episode.traces if trace.agent.trainable] or episode.traces
     rewards = [_rewards(name, item, trace) for trace in traces]
     calls = {
@@ -340,13 +341,13 @@ def _rewards(name: str, item: Item, trace: Any) -> dict[str, float]:
 
 
 def _means(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each name over those that have it."""
+    """Return the mean of each named value, over the traces that have it."""
     names = dict.fromkeys(name for each in values for name in each)
     return {name: fmean(each[name] for each in values if name in each) for name in names}
 
 
 def _failure(episode: Any) -> str:
-    """Why an episode cannot be scored, in one line."""
+    """Return one line that says why an episode cannot be scored."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not errors:
         return "its episode did not end well, and gives no reason"
@@ -385,8 +386,8 @@ def _env_class(vf: Any, env: Any, taskset: Any) -> type:
 
 
 def known_as(taskset: Any) -> str:
-    """The id of a taskset. One that was made in a program gets an id, under which the library finds
-    its class."""
+    """Return the id of a taskset. A taskset that was created by a program is registered under a new
+    id, so that the library finds its class."""
     if taskset.config.id:
         return str(taskset.config.id)
     kind = type(taskset)

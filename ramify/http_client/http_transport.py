@@ -395,9 +395,10 @@ class HttpExchange:
             raise self._located(error) from None
 
     def take_over(self) -> tuple[asyncio.Transport, bytes]:
-        """Return (connection, first bytes) of a response that turns its connection into a plain
-        stream: status 101, or a body that only the end of the connection ends. The caller sets the
-        protocol of the connection and closes it. Raises BadReply for any other response."""
+        """Take over the connection of a response that has turned it into a plain stream: status
+        101, or a body that ends only with the connection. Returns the connection and the bytes that
+        have already arrived. The caller sets the protocol of the connection and closes it. Raises
+        BadReply for any other response."""
         connection, reader = self._connection, self._reader
         assert connection is not None
         if not (reader.is_upgraded or reader.ends_with_connection):
@@ -444,7 +445,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def transport(self) -> asyncio.Transport | None:
-        """None once the connection is closed."""
+        """The transport, or None once the connection is closed."""
         return self._transport
 
     # --- one request --------------------------------------------------------------------------

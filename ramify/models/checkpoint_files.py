@@ -22,7 +22,7 @@ import msgspec
 from ramify.errors import ConfigError, nearest
 
 WINDOWS = ("max_position_embeddings", "n_positions", "max_seq_len")
-"""Fields of a configuration that may hold its window."""
+"""Configuration fields that may contain the context window."""
 
 
 def model_folder(path_or_name: str | Path) -> Path:
@@ -66,8 +66,8 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """The configuration in a model's folder, as it is stored. Raises ConfigError if it is not a
-    JSON object."""
+    """Return the configuration in a model's folder as it is stored. Raises ConfigError if the file
+    is not a JSON object."""
     path = folder / "config.json"
     try:
         config: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
@@ -102,8 +102,9 @@ def check_model_type(config: Mapping[str, Any], where: str) -> None:
 
 @functools.cache
 def _model_types() -> frozenset[str]:
-    """The types of models that the installed transformers knows. They are read from the text of its
-    table, since importing it imports PyTorch. Empty if the table has moved."""
+    """Return the model types that the installed transformers package supports. The source text of
+    its table is read, because importing the table would import PyTorch. Empty if the table has
+    moved."""
     spec = find_spec("transformers")
     names: set[str] = set()
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():

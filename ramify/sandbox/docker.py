@@ -286,7 +286,7 @@ class ContainerStdio:
     that name the stream."""
 
     def __init__(self, transport: asyncio.Transport, begin: bytes) -> None:
-        """``transport`` is a connection that is no longer HTTP, and ``begin`` has the bytes that
+        """``transport`` is a connection that no longer speaks HTTP. ``begin`` is the bytes that
         have already arrived on it."""
         self._transport = transport
         loop = asyncio.get_running_loop()

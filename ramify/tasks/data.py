@@ -49,7 +49,7 @@ _GOLDS = ("answer", "ground_truth", "solution", "target")
 _METADATA = ("info", "extra_info", "data_source")
 """Columns of other libraries, in the order in which they are looked for."""
 _SHARE = 0.1
-"""Part of the rows that each split but the first gets, where one source is divided."""
+"""Share of the rows that each split except the first gets if one source is divided."""
 _HF_NAMES = {"dev": "validation", "valid": "validation", "val": "validation"}
 
 
@@ -372,7 +372,7 @@ class JsonlRows(LazySequence[Row]):
         return len(self._lines)
 
     def place(self, index: int) -> str:
-        """Where a row is, for errors: ``rows.jsonl, line 3``."""
+        """Return the position of a row for errors: ``rows.jsonl, line 3``."""
         return f"{self._path}, line {self._lines[index][0]}"
 
     def at(self, index: int) -> Row:

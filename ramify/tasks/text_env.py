@@ -116,8 +116,8 @@ def env_task(
 
 
 async def _converse(episode: EnvEpisode, item: Item, model: Any) -> str:
-    """Do each reply of the conversation as an action. Returns the last reply. ``model`` is the
-    run's ``ModelConversations``."""
+    """Take each reply of the model as an action until the episode ends. Returns the last reply.
+    ``model`` is the run's ``ModelConversations``."""
     parts = [item.question, episode.opening, _REPLIES, episode.actions]
     messages = [*item.messages, Message("user", "\n".join(filter(None, parts)))]
     action = ""

@@ -33,7 +33,7 @@ class HubServer:
     """
 
     def __init__(self, token: str = "") -> None:
-        """``token`` is what writing requires; empty: nothing."""
+        """Writing requires ``token``. Empty: writing requires no token."""
         self.token = token
         self.repositories: dict[str, dict[str, bytes]] = {}
         """``owner/name`` -> file name -> content."""
@@ -79,7 +79,7 @@ class HubServer:
         return {"commitOid": _COMMIT, "commitUrl": where, "hookOutput": "", "success": True}
 
     def store(self, oid: str, content: bytes) -> bool:
-        """Keep an object of LFS; False if its name is not its checksum."""
+        """Store an LFS object. Return False if its name does not match its checksum."""
         if hashlib.sha256(content).hexdigest() != oid:
             return False
         self._objects[oid] = content

@@ -148,10 +148,10 @@ class RunParts:
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedRun:
-    """What a run's names stand for, as far as no tensor library is needed."""
+    """The task and the scaffold that a recipe names, loaded without a tensor library."""
 
     task: Task
-    """Its first items and their scores are checked."""
+    """The task. Its first items and their scores have been checked."""
     scaffold: Scaffold
 
 
@@ -179,10 +179,10 @@ def resolve(run: Run) -> ResolvedRun:
 def assemble(
     recipe: Run, checkpoint: Path | None = None, resolved: ResolvedRun | None = None
 ) -> RunParts:
-    """The parts of the run that ``recipe`` describes. ``checkpoint``: where it will continue; a
-    tokenizer that was trained is taken from there, and the rows of supervised fine-tuning from its
-    run. ``resolved``: the result of ``resolve``, if that was called before. Raises ConfigError for
-    mistakes in the recipe."""
+    """Load the parts of the run that ``recipe`` describes. The run will continue from
+    ``checkpoint``, if that is given: a trained tokenizer is read from it, and the rows of
+    supervised fine-tuning are read from its run. ``resolved``: the result of ``resolve``, if that
+    was called before. Raises ConfigError for mistakes in the recipe."""
     resolved = resolved or resolve(recipe)
     task, scaffold = resolved.task, resolved.scaffold
     run, placement_slots = settled(with_policy_defaults(recipe))

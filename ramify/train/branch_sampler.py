@@ -40,12 +40,12 @@ class BranchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     turn but the first; ``entropy``: before each turn that follows a reply less certain than the
     first one (ARPO)."""
     num: int = 2
-    """Continuations of a fork, including the one of the forked session itself."""
+    """Number of continuations of a fork, including that of the original session."""
     budget: int = 4
     """Most lines of one rollout."""
     lines: Literal["all", "first"] = "all"
-    """Lines that fork: ``all``, or only the ``first``, whose forks are then single lines that
-    estimate its values (for ``vine``)."""
+    """``all``: every line may fork again. ``first``: only the first line forks, and the other
+    continuations are single lines that estimate its values (for ``vine``)."""
     entropy_rise: float = 0.0
     """With ``where=entropy``: by how much a reply's mean surprisal (nats per token) must exceed the
     first reply's."""
@@ -63,8 +63,8 @@ class BranchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             )
 
     def check(self, limits: Limits, max_turns: int) -> None:
-        """Raise ConfigError if no rollout with ``limits`` could ever fork. ``max_turns``: of the
-        root."""
+        """Raise ConfigError if no rollout could ever fork within ``limits`` and ``max_turns`` of
+        its root."""
         if isinstance(self.where, tuple) and min(self.where) >= max_turns:
             raise ConfigError(
                 f"rl.rollout.branch.where={list(self.where)}: a root has at most {max_turns} turns "
@@ -83,8 +83,8 @@ class BranchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             )
 
     def widened(self, limits: Limits) -> Limits:
-        """``limits`` for a rollout with as many lines as the budget allows: each may use as much
-        as a rollout without forks."""
+        """Return ``limits`` multiplied for a rollout with as many lines as the budget allows. Each
+        line may use as much as a rollout without forks."""
         cost = limits.max_cost
         return msgspec.structs.replace(
             limits,
@@ -98,12 +98,13 @@ class BranchSampler:
     """The ``BranchSearch`` of one rollout. All its lines are kept, and the first one answers."""
 
     is_optional = True
-    """A session that cannot be forked now continues alone."""
+    """The rollout continues without a fork if its session cannot be forked now."""
 
     def __init__(self, options: BranchOptions) -> None:
         self._options = options
         self._budgets: dict[str, int] = {}
-        """Call id -> lines that the call may still become; the root has the whole budget."""
+        """Map the id of a call to the number of lines that may still branch from it. The root has
+        the whole budget."""
 
     def __repr__(self) -> str:
         return f"BranchSampler({self._options})"
@@ -141,8 +142,8 @@ class BranchSampler:
 
 
 def forking(options: BranchOptions | None, limits: Limits) -> dict[str, Any]:
-    """Arguments for ``attempt`` that make it fork as ``options`` say. ``limits``: of a rollout
-    without forks."""
+    """Return arguments with which ``attempt`` forks as ``options`` say. ``limits`` are those of a
+    rollout without forks."""
     if options is None:
         return {}
     return {"search": BranchSampler(options), "limits": options.widened(limits)}

@@ -440,7 +440,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 def with_objective(run: Run, name: str) -> Run:
-    """``run`` with the objective ``name`` in its stage ``rl``, as its paper has it: ``grpo``,
+    """Return ``run`` with an objective, as its paper defines it, in the stage ``rl``: ``grpo``,
     ``dapo``, ``gspo`` … (docs/objectives.md). A hybrid keeps its terms around it. Raises
     ConfigError for an unknown name, or a run without that stage.
 

@@ -118,8 +118,8 @@ class DemonstrationSet(NamedTuple):
 
     trajectories: list[Trajectory]
     tokens: Path | None = None
-    """Folder that keeps their token ids (``data/stored_tokens.py``); None: they are not stored
-    themselves, so they are tokenized whenever they are made."""
+    """Folder that caches the token ids of the trajectories (``data/stored_tokens.py``). None: the
+    trajectories are not stored, so they are tokenized each time that they are made."""
 
 
 class StoredRuns(list[Trajectory]):
@@ -272,8 +272,8 @@ def tokenised(
     renderer: Renderer,
     tools: Sequence[Tool],
 ) -> list[Trajectory]:
-    """The trajectories of all sets, with token ids: those that were kept, and new ones, which are
-    kept for the next run."""
+    """Return the trajectories of all sets with token ids. Stored ids are reused, and new ones are
+    stored for the next run."""
     trajectories: list[Trajectory] = []
     num = sum(len(each.trajectories) for each in demonstrations)
     num_found = num_calls = 0

@@ -1,4 +1,4 @@
-"""What can be wrong with a run, and the metrics that show it: one small function for each finding.
+"""Faults of a training run, and the metrics that show them: one small function for each finding.
 
     values of a step, history of its stage  ──>  Finding("divergence", "one update moved …: …")
 
@@ -30,8 +30,8 @@ class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Thresholds of findings. None switches a finding off."""
 
     zero_variance: float | None = 0.9
-    """Share of groups whose rollouts all have the same reward, from which on next to nothing is
-    learned: the items are too easy or too hard, or the reward is constant."""
+    """Share of groups whose rollouts all have the same reward. From this share on, almost nothing
+    is learned: the items are too easy or too hard, or the reward is constant."""
     entropy: float | None = 0.1
     """Entropy relative to the first steps, from which on the policy no longer explores."""
     length: float | None = 3.0
@@ -39,22 +39,23 @@ class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     clipped: float | None = 0.3
     """Share of tokens with a clipped gradient."""
     kl: float | None = 0.3
-    """KL in nats per token between the policies before and after one step (``post_kl``), from which
-    on the step counts as a divergence."""
+    """A step counts as a divergence if the KL (nats per token) from the policy before it to the
+    policy after it (``post_kl``) reaches this value."""
     mismatch_kl: float | None = 0.05
-    """KL in nats per token between sampler and trainer, from which on the engine counts as
-    stale."""
+    """The engine counts as stale if the KL (nats per token) between sampler and trainer reaches
+    this value."""
     truncated: float | None = 0.8
     """Share of rollouts cut by a limit, if far fewer were cut at first; the same for replies that
     are cut from the first step on, for children that are cut or fail, and for cells that raise."""
     failed: float | None = 0.5
     """Share of rollouts that failed for reasons other than the policy."""
     reward: float | None = 0.25
-    """Share of its peak that the mean reward of two steps may lose, and of the best validation
-    reward. A fall within five standard errors, or within the interval, is noise."""
+    """Share of its peak that the mean training reward of two steps may lose. The same share applies
+    to the best validation reward. A fall within five standard errors, or within the confidence
+    interval, counts as noise."""
     length_corr: float | None = 0.9
-    """Correlation of reward and length within groups, in three steps, from which on the reward
-    follows length."""
+    """The reward counts as following length if their correlation within groups reaches this value
+    in three steps."""
     abstained: float | None = 0.9
     """Share of rollouts on which a signal abstains."""
     window: int = 5
@@ -72,19 +73,19 @@ class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class Finding(NamedTuple):
-    """One thing that is wrong with a run."""
+    """One fault of a run."""
 
     name: str
     text: str
-    """Cause, and what to change, in a sentence."""
+    """One sentence: the cause, and the option to change."""
     num_steps: int = 1
-    """Consecutive steps that must show it before it is reported."""
+    """Number of consecutive steps that must show the fault before it is reported."""
     is_curable: bool = False
     """Whether an earlier policy and a smaller learning rate may cure it."""
 
 
 class StageHistory(NamedTuple):
-    """What a step is compared with."""
+    """Earlier steps of the stage, with which a step is compared."""
 
     first: Values
     """Means over the first steps of the stage; ``peak_reward`` and its standard error
@@ -106,14 +107,14 @@ CONSEQUENCES = frozenset(
 _MIN_CHILDREN = 4
 _WRONG_SIGN = -0.5
 _CONTROL = 0.5
-"""Share of replies with the mark of another template inside."""
+"""Share of replies that contain a control token of another chat template."""
 _STANDARD_ERRORS = 5.0
 _BENIGN = ("solved", "no_error", "no_tool_was_used", "no_demonstration", "rejected", "empty")
-"""Beginnings of reasons for which a signal abstains as it should."""
+"""Prefixes of the reasons for which it is right that a signal abstains."""
 
 
 class _FindingRule(NamedTuple):
-    """One kind of finding."""
+    """The rule for one kind of finding."""
 
     says: Callable[[Values, StageHistory, float], str]
     """The sentence, or empty if a step does not show it."""
@@ -423,7 +424,8 @@ _CLEAR = 3.0
 def of_evaluation(
     now: ValidationScore, best: ValidationScore | None, alarms: CollapseAlarms
 ) -> Iterator[Finding]:
-    """Findings of an evaluation; ``best``: that with the highest reward before it."""
+    """Return the findings of an evaluation. ``best`` is the earlier evaluation with the highest
+    reward."""
     trained, before = now.trained, None if best is None else best.trained
     noise = _CLEAR * now.error
     # An interval without width is that of a single item, which proves nothing.

@@ -95,9 +95,9 @@ class Learner:
         control_ids: Collection[int] = (),
     ) -> None:
         """``reference_of`` loads a saved policy as the reference of a KL. ``source`` returns the
-        weights that a policy begins with which is a copy of another. ``model``: the name under
-        which it answers calls; empty if it answers all that are trained. ``control_ids``: special
-        tokens that no reply should hold."""
+        initial weights of a policy that starts as a copy of another one. The policy answers calls
+        under the name ``model``, or all trained calls if that is empty. ``control_ids`` are special
+        tokens that no reply should contain."""
         self.publisher = publisher
         self.paths = paths_of(publisher.name)
         self._backend_of = backend_of
@@ -195,8 +195,8 @@ class Learner:
         return stage.finish(rows)
 
     def probe(self, stage: TrainingStage, work: StepData, step: int) -> UpdateProbe | None:
-        """A sample of the step's calls, as the policy scores them before it learns; None if there
-        is none."""
+        """Score a sample of the step's calls with the policy before it learns. None if there is no
+        sample."""
         assert self.publisher.backend is not None
         return UpdateProbe.taken(stage.probed(self.own(work.groups), step), self.publisher.backend)
 

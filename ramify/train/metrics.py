@@ -119,12 +119,12 @@ FILE = "metrics.jsonl"
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """What the doctor of a run found (``run_doctor.py``)."""
+    """A fault that the doctor of a run has found (``run_doctor.py``)."""
 
     name: str
     """Name of the finding: ``divergence``, ``too_hard``, …"""
     text: str
-    """Cause, and the option to change, in a sentence."""
+    """One sentence: the cause, and the option to change."""
     action: Literal["warn", "stop", "rollback"] = "warn"
     """What the run does about it."""
 
@@ -142,7 +142,7 @@ class StepMetrics(msgspec.Struct, frozen=True, omit_defaults=True):
     """Name -> finite number (JSON allows no others); ``validation/reward`` and ``test/reward`` are
     evaluations on those splits."""
     diagnoses: list[Diagnosis] = []
-    """What the doctor found in this step or evaluation; usually nothing."""
+    """Faults that the doctor found in this step or evaluation; usually none."""
 
 
 METRICS = RunLines(FILE, StepMetrics)

@@ -38,7 +38,7 @@ PLAIN_LOSS: Options = {"corrections": (), "old": "auto", "kl_beta": 0.0, "entrop
 
 
 class Objective(msgspec.Struct, frozen=True, kw_only=True):
-    """One objective, as its paper has it."""
+    """One objective as its paper defines it."""
 
     title: str
     """Its full name and its paper."""
@@ -53,7 +53,7 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True):
     loss: Options = {}
     """Options of ``rl.loss`` that differ from ``PLAIN_LOSS``."""
     note: str = ""
-    """What the paper leaves open, or what has to be set beside it."""
+    """Choices that the paper leaves open, or other options that have to be set."""
 
 
 _EVEN: Options = {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2}
@@ -246,8 +246,9 @@ def objective_named(name: str) -> str:
 
 
 def algorithm_of(objective: Objective, recipe: Any) -> Any:
-    """The estimator of ``objective``, with what no paper decides as in ``recipe``, an estimator.
-    Groups of equal rewards count in the denominators, unless the paper drops them."""
+    """Return the estimator of ``objective``. Options that no paper decides (``KEPT``) are copied
+    from ``recipe``, the estimator before it. Groups of equal rewards count in the denominators
+    unless the paper drops them."""
     built = ALGORITHMS.build({"drop_zero_variance": False, **objective.algorithm})
     fields = {*built.__struct_fields__} & {*getattr(recipe, "__struct_fields__", ())}
     kept = {name: getattr(recipe, name) for name in KEPT if name in fields}
@@ -255,16 +256,16 @@ def algorithm_of(objective: Objective, recipe: Any) -> Any:
 
 
 def loss_of(objective: Objective, recipe: LossSpec) -> LossSpec:
-    """The loss of ``objective``, with the critic's loss and the options of distillation and of
-    routers as in ``recipe``."""
+    """Return the loss of ``objective``. The critic's loss and the options of distillation and
+    routers are copied from ``recipe``."""
     policy = POLICY_LOSSES.build(objective.policy)
     options = {**PLAIN_LOSS, "sequence": "call", **objective.loss}
     return msgspec.structs.replace(recipe, policy=policy, **options)
 
 
 def within(algorithm: Any, inner: Any) -> Any:
-    """``inner`` where a recipe's algorithm has its estimator: inside of a hybrid, as the one of the
-    tasks that ``by_task`` does not list, or alone."""
+    """Return a recipe's algorithm with its estimator replaced by ``inner``. A hybrid keeps its
+    terms, and ``by_task`` keeps the estimators of the tasks that it lists."""
     for field in ("outcome", "other"):
         if field in getattr(algorithm, "__struct_fields__", ()):
             return msgspec.structs.replace(algorithm, **{field: inner})
@@ -280,9 +281,9 @@ def estimator_of(algorithm: Any) -> Any:
 
 
 def why_impossible(name: str, algorithm: Any, group: int, *, has_critic: bool) -> str:
-    """Why a policy cannot have the objective ``name``, and what would work: it compares groups of
-    one rollout, or has no critic. Empty if it can. ``has_critic``: whether the backend can have
-    one."""
+    """Say why a policy cannot be trained with an objective, and what would work: its groups have
+    one rollout, or it has no critic. Empty if it can. ``has_critic`` is True if the backend
+    supports a critic."""
     if group == 1 and algorithm.has_group_baseline:
         return (
             f"rl.objective={name} compares the rollouts of a group, and rl.rollout.group=1 has "

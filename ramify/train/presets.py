@@ -34,7 +34,7 @@ class PresetObjective(msgspec.Struct, frozen=True):
     """An objective as the code of the preset's trainer computes it."""
 
     name: str
-    """How the trainer's configuration names it."""
+    """Its name in the trainer's configuration."""
     algorithm: Options
     """The estimator, and options that differ from those of ``Preset.each_algorithm``."""
     policy: Options
@@ -62,7 +62,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
     loss: Options = {}
     """Other options of ``rl.loss``."""
     objectives: Mapping[str, PresetObjective]
-    """Objective -> what it is in this trainer. Others do not exist there."""
+    """Map the name of each objective that the trainer has to the trainer's form of it."""
     optim: Options
     """Options of ``rl.optim``."""
     critic: Options = {}
@@ -528,8 +528,8 @@ def _named(preset: Preset) -> dict[str, PresetChoices]:
 
 
 def with_preset_objective(run: Run, name: str, objective: str) -> Run:
-    """``run`` with an objective as the trainer of the preset ``name`` has it. Raises ConfigError
-    with those that it has for another one."""
+    """Return ``run`` with an objective as the code of the preset's trainer computes it. If the
+    trainer does not have the objective, raises ConfigError with the objectives that it has."""
     preset = preset_named(name)
     objective = objective_named(objective)
     rl = run.rl
@@ -554,7 +554,7 @@ def with_preset_objective(run: Run, name: str, objective: str) -> Run:
 
 
 def policy_losses_of(objective: str) -> list[str]:
-    """Names of the policy losses that the objective has, as its paper or a trainer has it."""
+    """Names of the policy losses that the objective has in its paper and in the trainers."""
     theirs = [
         each.objectives[objective] for each in PRESETS.values() if objective in each.objectives
     ]
@@ -568,8 +568,8 @@ def _fields(kind: Any) -> tuple[str, ...]:
 
 
 def with_preset(run: Run, name: str) -> Run:
-    """``run`` with the defaults of another trainer (``trl``, ``skyrl``, ``prime``, ``verl`` or
-    ``areal``) in its stage ``rl``. Raises ConfigError for an unknown name, or a run without that
+    """Return ``run`` with the defaults of another trainer (``trl``, ``skyrl``, ``prime``, ``verl``
+    or ``areal``) in its stage ``rl``. Raises ConfigError for an unknown name, or a run without that
     stage.
 
     Example:

@@ -43,7 +43,7 @@ _log = RoomLogger("train")
 
 
 class PublishedPolicy(NamedTuple):
-    """Where a policy was published.
+    """The places to which a policy was published.
 
     Example:
         train.publish("runs/mine", "hf://me/mine").url
@@ -102,7 +102,7 @@ def publish(
 
 
 def _trained(source: Path) -> tuple[KeptPolicy, CheckpointState, Run]:
-    """What ``source`` holds. Raises ConfigError."""
+    """Read the trained policy in ``source``. Raises ConfigError if there is none."""
     try:
         kept = msgspec.json.decode((source / "policy.json").read_bytes(), type=KeptPolicy)
         checkpoint = source / FOLDER / kept.checkpoint

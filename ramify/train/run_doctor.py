@@ -43,8 +43,7 @@ _AFTER_DIVERGENCE = 5
 
 
 class TrainingGuard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the doctor does about its findings, and conditions that end a stage of rollouts before
-    its last step.
+    """The doctor's reaction to its findings, and conditions that end a stage of rollouts early.
 
     >>> train.TrainingGuard(then="rollback").rollback_lr
     0.5
@@ -66,9 +65,9 @@ class TrainingGuard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     that may help, and stops otherwise. ``warn`` only reports. None: limits stop the stage, since
     you have set them, and findings are reported."""
     rollback_lr: float = 0.5
-    """Factor of the learning rate at each rollback."""
+    """Factor by which each rollback multiplies the learning rate."""
     max_rollbacks: int = 3
-    """Rollbacks of a stage, after which it is stopped instead."""
+    """Maximum number of rollbacks in a stage. After them, the stage is stopped."""
     alarms: CollapseAlarms = CollapseAlarms()
 
     def __post_init__(self) -> None:
@@ -95,19 +94,20 @@ class GuardState(msgspec.Struct, kw_only=True):
     first: dict[str, float] = {}
     """Name -> sum over the stage's first steps."""
     on: list[str] = []
-    """Findings and limits that are reported and still hold."""
+    """Findings and exceeded limits that were reported and have not ceased."""
     streaks: dict[str, int] = {}
-    """Finding that was seen in this stage -> in how many consecutive steps up to the last one."""
+    """Map each finding of this stage to the number of consecutive steps, up to the last one, that
+    showed it."""
     recent: dict[str, list[float]] = {}
     """Name -> values of the last steps."""
     peak: tuple[float, float] | None = None
-    """(highest mean reward of a step, its standard error)"""
+    """Highest mean reward of a step, and its standard error."""
     since_divergence: int | None = None
     """Steps since the last divergence; None if there was none."""
     best_score: ValidationScore | None = None
     """The best evaluation."""
     rollbacks: int = 0
-    """How often the stage went back."""
+    """Number of rollbacks in this stage."""
     policies: dict[str, GuardState] = {}
     """Name of another policy of the run -> state of its guard."""
 
@@ -121,7 +121,7 @@ class GuardVerdict(msgspec.Struct):
     stop: str = ""
     """Why the stage ends; empty if it continues."""
     rollback: str = ""
-    """Why the run goes back to its best checkpoint; empty if it does not."""
+    """Reason to go back to the best checkpoint. Empty: no rollback."""
 
     @property
     def action(self) -> Action:

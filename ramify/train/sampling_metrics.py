@@ -1,4 +1,5 @@
-"""Metrics over everything that a step sampled, whether or not it is learned from.
+"""Metrics of everything that was sampled for a step, including samples that nothing is learned
+from.
 
     rollouts  ── of_samples ──> rewards, lengths, ends, and what reward and length have in common
     replies   ── of_tokens ──────> entropy, over all tokens that this policy sampled
@@ -37,12 +38,13 @@ from ramify.types.sequence import Batch, Floats, TokenSequence
 from ramify.types.trajectory import Call, Group, Stop, Trajectory
 
 PROBED = 1 / 64
-"""Share of a step's tokens that the probe computes again, though at least one call."""
+"""Share of a step's tokens that the probe recomputes. It always contains at least one call."""
 _MAX_LOG_RATIO = 20.0
 
 
 def of_samples(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[str, float]:
-    """Rewards, lengths and ends of all rollouts. ``weights``: the task's, by reward."""
+    """Metrics of the rewards, lengths and ends of all rollouts. ``weights`` are the task's weights
+    of named rewards."""
     trees = [tree for group in groups for tree in group.trajectories]
     if not trees:
         return {}
@@ -78,7 +80,8 @@ def of_samples(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[st
 
 
 def _of_rewards(groups: Sequence[Sequence[tuple[float, int]]]) -> dict[str, float]:
-    """``groups``: (reward, length) of the scored rollouts of each."""
+    """Return the metrics of rewards. ``groups`` has (reward, length) of each scored rollout of each
+    group."""
     rewards = [reward for group in groups for reward, _ in group]
     if not rewards:
         return {}
@@ -149,8 +152,9 @@ def of_tokens(groups: Sequence[Group], control_ids: Collection[int] = ()) -> dic
 
 
 def of_credit(rows: Sequence[TokenSequence], num_sampled: int) -> dict[str, float]:
-    """Advantages over all ``num_sampled`` tokens, of which ``rows`` have those with credit; the
-    others have the advantage 0. ``masked``: share of tokens that carry no policy-gradient loss."""
+    """Metrics of the advantages of all ``num_sampled`` tokens. ``rows`` contain the tokens with
+    credit, and all others have the advantage 0. The metric ``masked`` is the share of tokens
+    without policy-gradient loss."""
     values = [row.advantages[row.rl != 0] for row in rows]
     values = [each for each in values if len(each)]
     num = sum(map(len, values))
@@ -182,13 +186,13 @@ class UpdateProbe(NamedTuple):
 
     batches: Sequence[Batch]
     sampler: Floats
-    """[E] the sampler's log-probabilities, over the entries of all batches."""
+    """[E] log-probabilities of the sampler, over the entries of all batches."""
     before: Floats
-    """[E] the trainer's, before the update."""
+    """[E] log-probabilities of the trainer, before the update."""
 
     @classmethod
     def taken(cls, rows: Sequence[TokenSequence], backend: ReferenceModel) -> UpdateProbe | None:
-        """The probe of ``rows``; None if there are none."""
+        """Create the probe of ``rows``. None if there are no rows."""
         batches = pack(rows, backend.packing) if rows else []
         if not batches:
             return None
@@ -206,7 +210,8 @@ class UpdateProbe(NamedTuple):
         }
 
     def moved(self, backend: ReferenceModel) -> dict[str, float]:
-        """KL from the policy before the update to the one after it, in nats per token."""
+        """Return the KL from the policy before the update to the policy after it, in nats per
+        token."""
         return {"post_kl": kl(self.before, np.concatenate(backend.logprobs(self.batches)))}
 
 
@@ -220,8 +225,8 @@ def kl(drawn: Floats, other: Floats) -> float:
 def sample_rows(
     groups: Sequence[Group], temperature: float | Callable[[Call], float], step: int
 ) -> list[TokenSequence]:
-    """The calls that are probed in ``step``, as rows of all their sampled tokens: chosen by a hash
-    of their names, so that a resumed run chooses the same ones."""
+    """Return the calls that are probed in ``step``, as rows of all their sampled tokens. A hash of
+    their names selects them, so a resumed run selects the same ones."""
     known = [(tree, call) for tree, call in _sampled(groups) if _has_logprobs(call)]
     budget = PROBED * sum(_size(call) for _, call in known)
     chosen: dict[str, AssignedRollout] = {}
@@ -258,7 +263,7 @@ def _has_logprobs(call: Call) -> bool:
 
 
 def _size(call: Call) -> int:
-    """Tokens of the call's path, those that its turns add."""
+    """Number of tokens that the call's turns add to its path."""
     replies = [turn.reply for turn in call.turns]
     return sum(len(each.prompt_ids or ()) + len(each.token_ids or ()) for each in replies)
 

@@ -49,7 +49,7 @@ from ramify.types.trajectory import Call, Group
 
 
 class RolloutsFailed(TrainError):
-    """All rollouts of a step failed: more steps would not help."""
+    """All rollouts of a step failed, so further steps would not help."""
 
 
 class Minibatch(msgspec.Struct, eq=False):
@@ -156,7 +156,8 @@ class TrainingStage(Protocol):
         ...
 
     def probed(self, groups: Sequence[Group], step: int) -> list[TokenSequence]:
-        """The rows on which the policy is compared before and after ``step``; empty for none."""
+        """Return the rows on which the policy is compared before and after a step. Empty: no
+        comparison."""
         ...
 
     def source(
@@ -286,9 +287,10 @@ class RlStage:
         others: Mapping[str, RlStage] | None = None,
         pool: DifficultyPool | None = None,
     ) -> None:
-        """``algorithm``: that of ``spec``, for the policy of this stage. ``temperature``: that of a
-        call's samples; None: that of all rollouts. ``others``: the parts of the other policies,
-        which learn from this stage's rollouts. ``pool`` passes over settled items."""
+        """``algorithm`` is the part of the specification's algorithm that applies to this policy.
+        Calls are sampled at ``temperature``, or at the temperature of all rollouts if it is None.
+        ``others`` are the stages of other policies that learn from the same rollouts. ``pool``
+        passes over settled items."""
         self.num_steps = spec.steps
         self.optim = scheduled(self.name, spec.optim, spec.steps * spec.sample.minibatches)
         self.loss = spec.loss.for_minibatches(spec.sample.minibatches)

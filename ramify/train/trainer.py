@@ -50,8 +50,8 @@ class SplitEvaluator(NamedTuple):
     """How a run evaluates its policy."""
 
     of: Callable[[str], Awaitable[Mapping[str, float]]] | None
-    """Split -> its metrics, prefixed with its name: ``{"validation/reward": 0.8}``. None: nothing
-    is evaluated."""
+    """Map a split to its metrics, prefixed with its name: ``{"validation/reward": 0.8}``. None:
+    nothing is evaluated."""
     first: Sequence[str] = ()
     """Splits to report before rollouts begin, in addition to ``validation``."""
     final: Sequence[str] = ()
@@ -80,7 +80,7 @@ class Trainer:
         self._guard = guard or TrainingGuard()
         self._source: StepSource | None = None
         self._rollback = ""
-        """Why the run goes back to its best checkpoint; empty if it does not."""
+        """Reason to go back to the best checkpoint. Empty: no rollback."""
         self._thread = learners[0].publisher.thread
         self._watch = self._thread.watch
 

@@ -1,4 +1,5 @@
-"""Several continuations of a run's root: the segments between its forks, and lines through them.
+"""A root call that was forked: its segments between the forks, and the lines through them. A line
+is one way from the question to an end.
 
     call 0     t0 t1 t2 ┬ t3 t4        a fork after turn 2: calls 0:1 and 0:2 continue there
     call 0:1            ├ t0
@@ -7,9 +8,9 @@
     segments   0 [0, 3)  ->  0 [3, 5),  0:1 [0, 1),  0:2 [0, 2)
     lines      ending in 0 (5 turns), 0:1 (4 turns), 0:2 (5 turns): each as if it were the only one
 
-Each continuation of a fork has the same share of what its segment has, so the shares of all ends
-add up to 1. Not here: where a run forks (``BranchSearch``), and what is learnt from its lines (see
-``train/advantages/fork_estimators.py``).
+The share of a segment is divided equally among the continuations at its end, so the shares of all
+lines add up to 1. Not here: where a run forks (``BranchSearch``), and what is learnt from its lines
+(see ``train/advantages/fork_estimators.py``).
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class RootSegment(NamedTuple):
     stop: int
     """Index after its last turn."""
     continuations: tuple[RootSegment, ...] = ()
-    """The segments after the fork at its end, the one of the same call first; empty at the end of
-    a line."""
+    """Segments after the fork at its end. The one that continues the same call is first. Empty at
+    the end of a line."""
 
     def ends(self, share: float = 1.0) -> Iterator[tuple[Call, float]]:
-        """(last call of a line, share of the line) for each line that goes through the segment,
-        which has ``share``."""
+        """Return the last call and the share of each line that passes through this segment. The
+        shares add up to ``share``, that of the segment."""
         if not self.continuations:
             yield self.call, share
         for each in self.continuations:
@@ -66,8 +67,9 @@ def root_segments(trajectory: Trajectory) -> RootSegment:
 
 
 def line_of(trajectory: Trajectory, end: Call) -> Trajectory:
-    """Return ``trajectory`` as if the line that ends in ``end`` were the only one: the root has the
-    turns of the line, and only the calls that these turns made are there. It has no rewards yet."""
+    """Return the line that ends in the call ``end`` as a trajectory without forks. Its root has
+    the turns of the line, and it contains only the calls that those turns made. It has no
+    rewards yet."""
     lineage = [(end, len(end.turns))]
     while (fork := lineage[-1][0].fork) is not None:
         lineage.append((trajectory.call(fork.call), fork.turn + 1))

@@ -58,7 +58,7 @@ class TrainingCurves:
         self.step = 0
         self.problems: list[str] = []
         self.diagnoses: list[dict[str, Any]] = []
-        """What the doctor found: {step, name, text, action}."""
+        """Faults that the doctor found, as {step, name, text, action}."""
         self.version = 0
 
     def size_changed(self) -> bool:

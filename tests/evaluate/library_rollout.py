@@ -1,5 +1,6 @@
-"""One episode of an environment of the examples, played by ``verifiers`` alone against a server that
-speaks OpenAI's chat completions: what ``ramify.evaluate.verifiers_task`` is compared with."""
+"""One episode of an environment of the examples, played by ``verifiers`` alone against a server
+with OpenAI's chat completions API. Results of ``ramify.evaluate.verifiers_task`` are compared with
+it."""
 
 from __future__ import annotations
 

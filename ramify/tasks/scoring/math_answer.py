@@ -65,7 +65,7 @@ class MathScore(msgspec.Struct, frozen=True):
         return expression if expression and len(expression) <= MAX_CHARS else None
 
     def as_answer(self, gold: Any) -> Any:
-        """Return the answer that states ``gold``: in a box, if this score requires one."""
+        """Write the gold answer as a reply that this score accepts: in a box if it requires one."""
         text = as_text(gold)
         if not self.boxed or text is None or last_boxed(text, None) is not None:
             return gold

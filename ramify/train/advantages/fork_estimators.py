@@ -40,8 +40,8 @@ Trees = Sequence[Mapping[str, CreditNode]]
 
 
 class TurnEstimator(RLOO, frozen=True, kw_only=True):
-    """Base of the estimators whose numbers belong to turns of the root. ``compare`` turns the
-    values of n attempts from the same state into advantages: each less the mean of the others."""
+    """Base class of estimators that give each turn of the root an advantage. ``compare`` turns the
+    values of n attempts from the same state into advantages: each minus the mean of the others."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,8 +60,8 @@ class TurnEstimator(RLOO, frozen=True, kw_only=True):
     def of_roots(
         self, group: Group, rewards: Mapping[str, float]
     ) -> Sequence[dict[tuple[str, int], TurnCredit]]:
-        """For each rollout: (call, turn) -> credit of the turns of the root and its continuations.
-        ``rewards``: the tasks' weights of named rewards."""
+        """Return one mapping for each rollout, from (call, turn) to the credit of that turn of the
+        root or of a continuation. ``rewards``: the tasks' weights of named rewards."""
         raise NotImplementedError(f"{type(self).__name__} has no formula: define of_roots()")
 
     def assign_advantages(
@@ -80,7 +80,7 @@ class TurnEstimator(RLOO, frozen=True, kw_only=True):
         return judged(groups, weights, self, judge, every_token, turns=turns)
 
     def _own(self, trees: Trees) -> Sequence[Numbers]:
-        """Call below a root -> its own reward less that of others, as an advantage."""
+        """Map each call below a root to the advantage of its reward over those of other calls."""
         if self.credit == "root":
             return [{} for _ in trees]
         return own_advantages(trees, self._checked_compare)
@@ -108,8 +108,8 @@ _NONE = TurnCredit(0.0, 0.0)
 
 
 class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name", tag="branch"):
-    """Continuations of a fork as a group (Tree-GRPO 2509.21240, TreePO 2508.17445): the value of
-    a turn minus the mean value of the others that continue from the same fork.
+    """Compare the continuations of a fork as a group (Tree-GRPO 2509.21240, TreePO 2508.17445): a
+    turn's advantage is its value minus the mean value of the other continuations of the same fork.
 
         A = V - mean of the others      continuations of a fork with values 1, 0, 0: 1, -1/2, -1/2
 
@@ -146,7 +146,7 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
     def _rewards(
         self, trajectory: Trajectory, tree: RootSegment, rewards: Mapping[str, float]
     ) -> dict[str, float]:
-        """Last call of each line -> the line's reward."""
+        """Map the last call of each line to the reward of the line."""
         if not tree.continuations:
             return {tree.call.id: total(trajectory.rewards, rewards)}
         return {
@@ -163,8 +163,9 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
         advantage: float,
         share: float,
     ) -> Iterator[tuple[tuple[str, int], TurnCredit]]:
-        """The credit of the turns of ``segment``, which has ``advantage`` and ``share``, and of
-        those after it. ``trees``: values of the group's rollouts; this one is at ``index``."""
+        """Return the credit of all turns in ``segment`` and in the segments after it. ``advantage``
+        and ``share`` are those of the segment. ``trees`` has the values of the group's rollouts,
+        with this rollout at ``index``."""
         masked = (
             self.overlong == "mask"
             and not segment.continuations
@@ -191,8 +192,8 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
 
 
 class VineEstimator(BranchEstimator, frozen=True, kw_only=True, tag_field="name", tag="vine"):
-    """Monte-Carlo values at turns (VinePPO 2410.01679, SPO 2505.23564): the value after a turn
-    minus the value before it, both estimated by continuations; only the first line learns.
+    """Estimate values at turns by continuations (VinePPO 2410.01679, SPO 2505.23564): a turn's
+    advantage is the value after it minus the value before it, and only the first line learns.
 
         A = V(state after) - V(state before)    V: mean reward of continuations from that state
 
@@ -216,9 +217,9 @@ class VineEstimator(BranchEstimator, frozen=True, kw_only=True, tag_field="name"
 class EntropyBranchEstimator(
     BranchEstimator, frozen=True, kw_only=True, tag_field="name", tag="entropy_branch"
 ):
-    """Forks where the policy is uncertain (ARPO 2507.19849, AEPO 2510.14545): the value of a turn
-    minus the mean value of the other rollouts of its group, so turns before a fork have the mean
-    advantage of the lines through them.
+    """Fork where the policy is uncertain (ARPO 2507.19849, AEPO 2510.14545): a turn's advantage is
+    its value minus the mean value of the group's other rollouts, so turns before a fork have the
+    mean advantage of the lines through them.
 
         A = V - mean over other rollouts    rollouts of value 1/2 and 0; the first forked into 1, 0:
                                             its turns before the fork 1/2, its two lines 1 and 0
@@ -245,8 +246,9 @@ class EntropyBranchEstimator(
 class StateGroupEstimator(
     TurnEstimator, frozen=True, kw_only=True, tag_field="name", tag="state_group"
 ):
-    """Equal states as groups (GiGPO 2505.10978): a rollout's reward minus the mean reward of the
-    other rollouts that were in the same state; without one, minus that of the group's others.
+    """Compare rollouts that were in equal states (GiGPO 2505.10978): a turn's advantage is the
+    rollout's reward minus the mean reward of the others in the same state, or of the group's others
+    if there are none.
 
         A = R - mean of those in the same state     rewards 1, 0, 0; after the first turn the first
                                                     two are in the same state:
@@ -301,7 +303,7 @@ class StateGroupEstimator(
 
 
 class _Values:
-    """Values of the segments of one rollout."""
+    """Computes the values of the segments of one rollout."""
 
     def __init__(self, rewards: Mapping[str, float]) -> None:
         """``rewards``: last call of a line -> its reward."""

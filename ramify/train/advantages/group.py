@@ -105,8 +105,8 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     normalise: bool = False
     """Normalise the advantages of all tokens of a step to mean 0 and standard deviation 1."""
     normalise_epsilon: float | None = None
-    """Added to the standard deviation that ``normalise`` divides by; None: 1e-8 is added to the
-    variance."""
+    """Number that is added to the standard deviation before ``normalise`` divides by it. None: 1e-8
+    is added to the variance instead."""
     value_reduction: Reduction | None = None
     """How much each token weighs in the critic's loss; None: as ``reduction`` says."""
     kl_reward: float = 0.0
@@ -185,7 +185,7 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class TurnCredit(NamedTuple):
-    """The credit of one turn, if it is not that of its whole call."""
+    """The credit of one turn, for estimators that do not give a whole call the same credit."""
 
     advantage: float
     share: float = 1.0
@@ -207,7 +207,7 @@ class _Rollout(NamedTuple):
     numbers: Numbers
     """Call id -> advantage."""
     turns: TurnCredits | None = None
-    """The advantages if they belong to turns; None: those of calls count."""
+    """Advantages of single turns. None: all turns of a call have the advantage of the call."""
 
 
 def judged(
@@ -452,8 +452,9 @@ def _assigned(
     shares: Mapping[str, Weights],
     every_token: bool,
 ) -> AssignedRollout:
-    """Token credit for every turn that has a weight and, unless ``every_token``, an advantage.
-    ``shares``: stream -> weight of each call's tokens in one term of the loss."""
+    """Return the token credit of every turn that has a weight and an advantage. With
+    ``every_token``, a weight is enough. ``shares`` maps a stream to the weight of each call's
+    tokens in one term of the loss."""
     credits: Stamps = {}
     for call in rollout.trajectory.calls:
         weight, start = weights[call.id], 0

@@ -44,10 +44,10 @@ _HEAD = 3
 
 
 class StoredTokens:
-    """The entries of one tokenizer in one folder."""
+    """The stored token ids of one tokenizer in one folder."""
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerFast, form: Any) -> None:
-        """``form``: the settings of the renderer (``sft_data.form_of``)."""
+        """``form`` is the settings of the renderer (``sft_data.form_of``)."""
         backend = tokenizer.backend_tokenizer.to_str().encode()
         key = hashlib.sha256(backend)
         key.update(msgspec.msgpack.encode([FORMAT, str(tokenizer.chat_template), form]))

@@ -485,8 +485,8 @@ def choose(batches: Many[Batch], loss: LossSpec, logprobs: Many[Floats]) -> list
 
 
 def sequences_of(batch: Batch, unit: SequenceUnit = "call") -> tuple[Ints, int]:
-    """([E] index of each entry's sequence, from 0; the number of sequences). Paths of one call, or
-    of one rollout, have the same index."""
+    """Return the index of each entry's sequence ([E], from 0) and the number of sequences. Paths of
+    the same call, or of the same rollout, have the same index."""
     owners, places = np.unique(batch.owners[:, 0], return_inverse=True)
     numbers: dict[str | int, int] = {}
     found = [

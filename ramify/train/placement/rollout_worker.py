@@ -110,7 +110,7 @@ class RolloutRequest(msgspec.Struct, frozen=True, tag=True):
     version: int
     """Version of the weights that the engines have."""
     branch: BranchOptions | None = None
-    """Where the rollout forks; None: nowhere."""
+    """Where the rollout forks. None: it does not fork."""
 
 
 class AvailableEngines(msgspec.Struct, frozen=True, tag=True):

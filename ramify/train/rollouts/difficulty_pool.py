@@ -1,4 +1,4 @@
-"""Which items of a run are asked less often because nothing is learned from them now.
+"""Ask items from which nothing is learned at present less often.
 
     groups.jsonl of this run ──> items, and parts of a mixture, whose attempts all did equally well
                              ──> asked in ``share`` of their turns, and passed over in the others
@@ -25,7 +25,7 @@ from ramify.train.metrics import GROUPS, GroupRecord
 from ramify.types.trajectory import GroupOutcome
 
 _LATEST = 20
-"""Latest groups of a part that decide whether it is settled."""
+"""Number of latest groups that decide whether a part is settled."""
 _NEARLY_ALL = 0.9
 _DECIDED = (GroupOutcome.LEARNT, GroupOutcome.NO_SIGNAL)
 
@@ -36,8 +36,8 @@ class DifficultyPool:
     def __init__(
         self, share: float, folder: Path, *, seed: int = 0, has_parts: bool = False
     ) -> None:
-        """``share``: of the turns of settled items in which they are asked. ``folder``: the run's.
-        ``has_parts``: whether items belong to parts of a mixture."""
+        """Settled items are asked in ``share`` of their turns. ``folder`` is the folder of the run.
+        ``has_parts`` is True if items belong to parts of a mixture."""
         self._share = share
         self._folder = folder
         self._seed = seed
@@ -62,7 +62,7 @@ class DifficultyPool:
                     self._parts[part_of(record.item)].append(record.outcome)
 
     def passes_over(self, number: int, item: str) -> bool:
-        """Whether the item with this number and id is not asked now."""
+        """Return True if the item with this number and id is passed over now."""
         if not self.is_settled(item):
             return False
         digest = hashlib.blake2b(f"{self._seed}/settled/{number}".encode(), digest_size=8).digest()

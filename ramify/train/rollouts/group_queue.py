@@ -46,7 +46,7 @@ from ramify.train.rollouts.rollouter import GroupRollout, RolloutAttempt, Rollou
 from ramify.types.trajectory import Group, GroupOutcome
 
 _MAX_SKIPPED = 10_000
-"""Items that are passed over in a row at most, so that a step always begins."""
+"""Maximum number of items that are passed over in a row, so that every step begins."""
 _MOMENT_S = 1e-9
 """Tolerance for times: a sum of floats may fall just short of the time that was waited for."""
 
