@@ -81,7 +81,7 @@ class JobFiles(msgspec.Struct, frozen=True):
     """Files of a job, and how it is submitted from the folder in which they are."""
 
     texts: dict[str, str]
-    """File name -> its text."""
+    """Map a file name to its text."""
     commands: tuple[SubmitCommand, ...]
 
 
@@ -379,7 +379,7 @@ SCHEDULERS: dict[str, Callable[[SchedulerJob, JobOptions, str], JobFiles]] = {
 
 
 def default_folders(kind: str, name: str) -> tuple[str, str]:
-    """(folder of the recipe, folder of the run) on the nodes of scheduler ``kind``."""
+    """Return the folders of the recipe and of the run on the nodes of the scheduler."""
     if kind == "k8s":
         return _SHARED, f"{_SHARED}/runs/{name}"
     if kind == "skypilot":  # the folder is copied there

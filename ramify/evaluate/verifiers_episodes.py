@@ -73,8 +73,8 @@ def verifiers_task(
     """Return a task that plays ``taskset``: an object, or the id of an installed one.
 
     ``env`` is an ``Env`` class or the id of an installed one; by default the taskset's own, or one
-    agent. ``config``: fields of the environment's configuration, as in the library's TOML files:
-    ``{"agent": {"max_turns": 4}, "taskset": {"split": "train"}}``.
+    agent. ``config`` sets fields of the environment's configuration, as in the library's TOML
+    files: ``{"agent": {"max_turns": 4}, "taskset": {"split": "train"}}``.
 
     ``harness`` and ``runtime`` are those of seats that name none. By default a seat gets the
     library's chat program in this process and the ``subprocess`` runtime, or ``docker`` if the task
@@ -332,7 +332,7 @@ def _record(
 
 
 def _rewards(name: str, item: Item, trace: Any) -> dict[str, float]:
-    """Reward name -> its weighted value. Raises RamifyError if one is missing."""
+    """Map each reward name to its weighted value. Raises RamifyError if a value is missing."""
     missing = [key for key, reward in trace.rewards.items() if reward is None]
     if missing or not trace.rewards:
         what = f"its reward '{missing[0]}' returned nothing" if missing else "it has no rewards"

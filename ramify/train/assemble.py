@@ -392,8 +392,9 @@ def policy_of(
     checkpoint: Path | None = None,
     tools: Sequence[Tool] = (),
 ) -> Policy:
-    """The initial policy of ``run`` in precision ``dtype``, with its tokenizer: that of
-    ``checkpoint``, if given and if one was trained. ``tools``: native tools of the scaffold."""
+    """Return the initial policy of ``run`` in precision ``dtype``. If the tokenizer was trained and
+    a ``checkpoint`` is given, the tokenizer is read from it. ``tools`` are the native tools of the
+    scaffold."""
     import torch
     from transformers import AutoConfig
 

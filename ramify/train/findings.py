@@ -127,13 +127,13 @@ class _FindingRule(NamedTuple):
 
 
 _FINDING_RULES: dict[str, _FindingRule] = {}
-"""Name -> rule, causes before their consequences."""
+"""Map a name to its rule. Causes come before their consequences."""
 
 
 def findings(
     values: Values, history: StageHistory, alarms: CollapseAlarms
 ) -> Iterator[tuple[str, Finding | None]]:
-    """(name, finding if ``values`` show its sign) for each finding that can be judged."""
+    """Yield the name of each finding that can be judged, with the finding if ``values`` show it."""
     for name, rule in _FINDING_RULES.items():
         limit = getattr(alarms, rule.limit) if rule.limit else 0.0
         if limit is None or any(need not in values for need in rule.needs):

@@ -133,10 +133,11 @@ class NameChoice(Protocol):
 
 
 Bundle = Callable[[Any, str], Any]
-"""(configuration, name) -> the configuration with all fields that the name stands for."""
+"""Function of a configuration and a name. It returns the configuration with all fields set that the
+name stands for."""
 Choices = Mapping[str, NameChoice | Bundle]
-"""Dotted name of a field -> what its names stand for. A ``Bundle`` sets several fields and applies
-before all other assignments, which may then change some of them."""
+"""Map the dotted name of a field to the values or bundles that its names stand for. A ``Bundle``
+sets several fields and applies before all other assignments, which may then change some of them."""
 
 
 class Assignment(NamedTuple):

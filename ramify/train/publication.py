@@ -68,9 +68,9 @@ def publish(
 ) -> PublishedPolicy:
     """Publish the policy of ``run_folder`` to ``dest``, a folder or ``hf://OWNER/NAME``.
 
-    ``licence``: the licence's identifier on the hub, such as ``apache-2.0``. ``base``: the hub name
-    of the policy that training began with; by default the recipe's, if that is not a folder.
-    ``trackers``: names of trackers of the run. Raises ConfigError for a folder without a trained
+    ``licence`` is the licence's identifier on the hub, such as ``apache-2.0``. ``base`` is the hub
+    name of the policy that training began with; by default the recipe's, if that is not a folder.
+    ``trackers`` are names of trackers of the run. Raises ConfigError for a folder without a trained
     policy, and for a hub or a tracker that refuses it.
 
     Example:

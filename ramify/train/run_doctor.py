@@ -99,7 +99,7 @@ class GuardState(msgspec.Struct, kw_only=True):
     """Map each finding of this stage to the number of consecutive steps, up to the last one, that
     showed it."""
     recent: dict[str, list[float]] = {}
-    """Name -> values of the last steps."""
+    """Map the name of a metric to its values in the last steps."""
     peak: tuple[float, float] | None = None
     """Highest mean reward of a step, and its standard error."""
     since_divergence: int | None = None
@@ -177,8 +177,8 @@ def _of_evaluation(
 def after_step(
     guard: TrainingGuard, memory: GuardState, values: Mapping[str, float]
 ) -> GuardVerdict:
-    """Check each policy after a step; updates ``memory``. Metrics of another policy than the run's
-    begin with ``policy.NAME/``."""
+    """Check each policy after a step; updates ``memory``. Metrics of additional policies begin with
+    ``policy.NAME/``."""
     verdict = _after_step(guard, memory, values)
     for name in dict.fromkeys(key.split("/")[0] for key in values if key.startswith("policy.")):
         state = memory.policies.setdefault(name.removeprefix("policy."), GuardState())

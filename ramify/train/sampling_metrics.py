@@ -113,8 +113,9 @@ def correlation(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None
 def of_comparison(
     groups: Sequence[Group], rollouts: Sequence[AssignedRollout], weights: Mapping[str, float]
 ) -> dict[str, float]:
-    """How the advantages of roots follow the rewards of their rollouts within a group: 1 for a
-    plain comparison, below 0 if credit has the wrong sign. ``rollouts``: those with credit."""
+    """Return how the advantages of roots correlate with the rewards of their rollouts within a
+    group: 1 for a plain comparison, below 0 if credit has the wrong sign. ``rollouts`` are the
+    rollouts with credit."""
     credit: dict[str, float] = {}
     for rollout in rollouts:
         root = rollout.trajectory.root.id

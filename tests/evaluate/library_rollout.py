@@ -13,7 +13,8 @@ from ramify.evaluate.verifiers_harness import register_chat_harness
 
 async def library_episode(name: str, url: str, *, row: int = 0, harness: str = "") -> vf.Episode:
     """Play the task at position ``row`` of the environment ``name`` with the model at ``url``.
-    ``harness``: id of the program that talks; by default the library's own, in this process."""
+    ``harness`` is the id of the program that asks the model; by default the library's own, in this
+    process."""
     taskset, env = made(name)
     env_class = env or vf.SingleAgentEnv
     config_class = next(

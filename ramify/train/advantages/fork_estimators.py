@@ -61,7 +61,7 @@ class TurnEstimator(RLOO, frozen=True, kw_only=True):
         self, group: Group, rewards: Mapping[str, float]
     ) -> Sequence[dict[tuple[str, int], TurnCredit]]:
         """Return one mapping for each rollout, from (call, turn) to the credit of that turn of the
-        root or of a continuation. ``rewards``: the tasks' weights of named rewards."""
+        root or of a continuation. ``rewards`` are the tasks' weights of named rewards."""
         raise NotImplementedError(f"{type(self).__name__} has no formula: define of_roots()")
 
     def assign_advantages(
@@ -306,7 +306,7 @@ class _Values:
     """Computes the values of the segments of one rollout."""
 
     def __init__(self, rewards: Mapping[str, float]) -> None:
-        """``rewards``: last call of a line -> its reward."""
+        """``rewards`` maps the last call of a line to the reward of the line."""
         self._rewards = rewards
 
     def of(self, segment: RootSegment) -> float:

@@ -394,7 +394,8 @@ def _is_trained(call: Call, options: GroupOptions) -> bool:
 
 
 def _counts(rollout: _Rollout, options: GroupOptions) -> dict[str, float]:
-    """Call id -> number of tokens that may carry loss, each counted by its turn's share."""
+    """Map the id of a call to the number of its tokens that may carry loss, each weighted by its
+    turn's share."""
     trajectory, masks = rollout.trajectory, options.overlong == "mask"
     if (turns := rollout.turns) is not None:  # these know about roots that were cut
         return {

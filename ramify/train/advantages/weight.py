@@ -62,8 +62,8 @@ ALSO = {
 """A reduction's name in other libraries -> its name here."""
 Share = Literal["token", "call"]
 Counts = Mapping[str, float]
-"""Call id -> number of its tokens that carry loss, for one rollout. Tokens that several lines of a
-rollout share the weight of count as parts of one."""
+"""Map the id of a call of one rollout to the number of its tokens that carry loss. If several lines
+share the weight of a token, the token counts only in part."""
 Weights = dict[str, float]
 """Call id -> weight of each of these tokens."""
 

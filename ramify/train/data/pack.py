@@ -82,8 +82,8 @@ def pack(
     *,
     whole: SequenceUnit | None = None,
 ) -> list[Batch]:
-    """The batches of one optimizer step, of about equal cost. Sequences without any weight are
-    dropped. ``whole``: keep all paths of a call, or of a rollout, in one batch, as losses over
+    """Return the batches of one optimizer step, of about equal cost. Sequences without any weight
+    are dropped. ``whole`` keeps all paths of a call, or of a rollout, in one batch, as losses over
     sequences need (``LossSpec.sequence``).
 
     ``denominators``: the divisor of each component's sum; by default the sum of its weights over

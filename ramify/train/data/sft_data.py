@@ -113,8 +113,8 @@ class TrajectoryTokenizer:
         tools: Sequence[Tool] = (),
         stored: StoredTokens | None = None,
     ) -> None:
-        """``tools`` are offered natively to each call. ``stored``: where ids are looked up and
-        kept."""
+        """``tools`` are offered natively to each call. Token ids are looked up and stored in
+        ``stored``."""
         self._renderer = renderer
         self._tools = tools
         self._stored = stored
