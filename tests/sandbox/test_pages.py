@@ -144,6 +144,8 @@ FORKS = {
     "Sessions cannot create shared": "attack: memory mapped before a fork",
     "So nothing that one process": "attacks: branches",
     "With `rollback=True`": "sandbox/test_forks.py::test_sessions_of_one_tree_roll_back_concurrently",
+    "Training forks sessions": "train/test_loop_algorithms.py::"
+    "test_lines_of_rollouts_that_fork_are_learnt_from",
     "If no fork could be kept": "sandbox/test_forks.py::test_unprepared_rollback_is_reported",
 }
 PAGES = {"sandbox": SANDBOX, "isolation": ISOLATION, "forks": FORKS}

@@ -38,7 +38,7 @@ class TrainingView {
     this.filter = h("input", { type: "search", id: "filter", placeholder: "filter curves", "aria-label": "filter curves", oninput: () => this.draw() });
     this.standing = h("span.quiet");
     this.problems = h("div.problems");
-    this.diagnoses = h("div.problems", { "aria-label": "diagnoses" });
+    this.diagnoses = h("div.problems", { role: "group", "aria-label": "diagnoses" });
     this.tiles = h("dl.tiles");
     this.samples = new Samples(this.key, this.data.kept);
     this.grid = h("div.charts");
