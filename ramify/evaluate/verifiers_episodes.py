@@ -54,7 +54,7 @@ FROZEN = "frozen"
 _KEY = "verifiers"
 _PERIOD = 10
 """One task of ten is kept for validation, and one for test."""
-_NO_KEY = "RAMIFY_NO_API_KEY"
+_NO_KEY = "NO_API_KEY_IS_NEEDED"
 """Name of an environment variable that is never set. The library reads an API key from it, but the
 endpoint has its own key."""
 _OPENS = "(the environment opens the conversation)"

@@ -159,7 +159,9 @@ def test_hf_grpo_recipe_trains_a_llama_checkpoint(
     shown: list[str] = []
     state = train(run, tmp_path / "out", say=warned.append, inform=shown.append)
     high = "rl.optim.lr=0.01 is 1e+0"
-    assert (state.step, [text[: len(high)] for text in warned]) == (2, [high])
+    # The doctor is right: a random policy does not write its end token.
+    others = [text[: len(high)] for text in warned if "endless_replies" not in text]
+    assert (state.step, others) == (2, [high])
     heads = [text.partition(":")[0] for text in shown]
     assert ("adapters of rank 2" in heads) == (lora is not None)
     before = dict(AutoModelForCausalLM.from_pretrained(checkpoint).named_parameters())
