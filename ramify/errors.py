@@ -36,8 +36,10 @@ from __future__ import annotations
 
 import errno
 import os
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -363,3 +365,20 @@ def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> No
     for keyword in given:
         if keyword not in names:
             raise ConfigError(f"unknown keyword '{keyword}' of {owner}: {nearest(keyword, names)}")
+
+
+def raised_at(error: BaseException) -> str:
+    """Return the line of the user's code that raised ``error``: ``, at score.py:12 (score)``.
+
+    It is the innermost line outside of this package and the standard library, of an installed
+    package only if there is no other. Empty if there is none."""
+    ours, standard = str(Path(__file__).parent), str(Path(traceback.__file__).parent)
+    frames = [
+        frame
+        for frame in reversed(traceback.extract_tb(error.__traceback__))
+        if not frame.filename.startswith((ours, standard))
+    ]
+    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    for frame in own or frames:
+        return f", at {frame.filename}:{frame.lineno} ({frame.name})"
+    return ""

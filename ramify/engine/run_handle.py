@@ -45,6 +45,7 @@ from ramify.errors import (
     StoreError,
     Suspended,
     can_be_fixed,
+    raised_at,
 )
 from ramify.logging import RoomLogger, in_run, take_collected
 from ramify.sandbox.base import SharedContext
@@ -397,7 +398,9 @@ class RunHandle:
         except RamifyError as error:
             outcome = self._failed(error)
         except Exception as error:  # noqa: BLE001 -- code of the task, which may raise anything
-            failure = RamifyError(f"the task's conversations ended with {error!r:.400}")
+            failure = RamifyError(
+                f"the task's conversations ended with {error!r:.400}{raised_at(error)}"
+            )
             failure.__cause__ = error
             outcome = self._failed(failure)
         finally:

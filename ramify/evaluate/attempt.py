@@ -37,6 +37,7 @@ from ramify.errors import (
     ReplayDiverged,
     ReplyFiltered,
     SessionDied,
+    raised_at,
 )
 from ramify.logging import RoomLogger
 from ramify.tasks.base import Item, Task, TaskStart
@@ -231,7 +232,7 @@ async def _in_time(
     except RamifyError:
         raise
     except Exception as error:
-        raise RamifyError(f"{where} raised {error!r}") from error
+        raise RamifyError(f"{where} raised {error!r}{raised_at(error)}") from error
 
 
 async def _run(

@@ -34,15 +34,13 @@ from __future__ import annotations
 import inspect
 import math
 import random
-import traceback
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
 import msgspec
 
-from ramify.errors import ConfigError, RamifyError, nearest
+from ramify.errors import ConfigError, RamifyError, nearest, raised_at
 from ramify.plugins import Registry
 from ramify.sandbox.base import Session
 from ramify.tasks.messages import messages_of
@@ -416,22 +414,13 @@ def scored(task: Task, item: Item, trajectory: Trajectory) -> Trajectory:
         raise
     except (Exception, SystemExit) as error:  # a score that exits must not end the run silently
         raise RamifyError(
-            f"{where}: its score raised {type(error).__name__}: {error}{_raised_at(error)}"
+            f"{where}: its score raised {type(error).__name__}: {error}{raised_at(error)}"
         ) from error
     _check_calls(where, trajectory, score)
     trajectory.rewards = _finite(where, score.rewards)
     trajectory.call_rewards = {call: _finite(where, given) for call, given in score.calls.items()}
     trajectory.metrics = {**trajectory.metrics, **_finite(where, score.metrics)}
     return trajectory
-
-
-def _raised_at(error: BaseException) -> str:
-    """The line of the user's code that raised ``error``: ``, at score.py:12 (score)``."""
-    ours, standard = str(Path(__file__).parents[1]), str(Path(inspect.__file__).parent)
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((ours, standard)):
-            return f", at {frame.filename}:{frame.lineno} ({frame.name})"
-    return ""
 
 
 def _check_calls(where: str, trajectory: Trajectory, score: Score) -> None:

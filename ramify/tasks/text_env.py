@@ -86,6 +86,9 @@ def env_task(
         raise ConfigError(f"task '{name}': acts is {acts!r:.40}; give 'session' or 'replies'")
     if isinstance(make, str):
         make = _registered(name, make)
+    _check_call(name, "make", make, "(item), which returns a new environment")
+    _check_call(name, "parse", parse, "(text)")
+    _check_call(name, "render", render, "(env, observation)")
     create = make
 
     def begin_episode(item: Item) -> EnvEpisode:
@@ -113,6 +116,23 @@ def env_task(
         )
 
     return SimpleTask(name, splits, WholeTrajectoryReward(score), dict(weights or {}), begin)
+
+
+def _check_call(name: str, option: str, function: Any, call: str) -> None:
+    """Raise ConfigError unless ``function`` is None or can be called as ``call``."""
+    if function is None:
+        return
+    wanted = f"task '{name}': {option} is {function!r:.80}; it must be a function of {call}"
+    if not callable(function):
+        raise ConfigError(wanted)
+    try:
+        parameters = inspect.signature(function)
+    except (TypeError, ValueError):  # a type of the standard library, such as int
+        return
+    try:
+        parameters.bind(*[None] * (call.partition(")")[0].count(",") + 1))
+    except TypeError as error:
+        raise ConfigError(f"{wanted}: {error}") from None
 
 
 async def _converse(episode: EnvEpisode, item: Item, model: Any) -> str:

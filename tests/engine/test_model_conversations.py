@@ -143,7 +143,8 @@ def test_limits_and_errors_of_the_task_end_the_run_with_one_line() -> None:
 
     result = conducted(broken)
     assert (result.stop, shape(result)) == (Stop.ERROR, [("0", 1, Stop.ERROR)])
-    assert result.error == "the task's conversations ended with KeyError('door')"
+    line = f"{__file__}:{broken.__code__.co_firstlineno + 2} (broken)"
+    assert result.error == f"the task's conversations ended with KeyError('door'), at {line}"
 
 
 def test_shared_resource_is_opened_once_and_closed_with_the_rlm() -> None:

@@ -173,7 +173,8 @@ def test_item_with_too_few_scored_attempts_is_excluded_from_pass_at_k() -> None:
         ),
         (
             {"begin": lambda item: 1 / 0},
-            "task 'size', item size/test/0: its prepare raised ZeroDivisionError",
+            "task 'size', item size/test/0: its prepare raised "
+            f"ZeroDivisionError('division by zero'), at {__file__}:",
         ),
     ],
 )

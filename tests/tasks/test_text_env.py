@@ -361,3 +361,20 @@ def test_replies_are_actions_without_a_session() -> None:
     assert [(each.reward, each.error) for each in found.outcomes] == [(0.0, "")]
     with pytest.raises(ConfigError, match="give 'session' or 'replies'"):
         env_task("lake", {"test": items}, make, acts="words")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"make": Guess(7)}, r"make is <.*>; it must be a function of \(item\)"),
+        ({"make": lambda: Guess(7)}, r"make is .* a function of \(item\), which .*: too many"),
+        ({"parse": lambda: 0}, r"parse is .* a function of \(text\): too many"),
+        ({"render": lambda env: ""}, r"render is .* \(env, observation\): too many"),
+    ],
+)
+def test_functions_that_cannot_be_called_are_refused_before_a_run(
+    given: dict[str, Any], error: str
+) -> None:
+    options = {"make": lambda item: Guess(7), **given}
+    with pytest.raises(ConfigError, match=f"task 'guess': {error}"):
+        env_task("guess", {"test": [Item("Guess.", id="a")]}, **options)
