@@ -3,12 +3,14 @@
 A room imports lower floors; on its own floor only another room's ``base``. Imports inside functions
 count, and so do those under ``TYPE_CHECKING``. The public names of ``ramify`` and its namespaces
 come from every floor: they are listed in ``__init__.pyi`` files and imported on first use. Inside a
-room, at any depth, nothing that a sub-package imports imports it, directly or not.
+room, at any depth, nothing that a sub-package imports imports it, directly or not. No two modules
+import each other, and a protocol has two implementers (``scripts/check_house.py``).
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +18,23 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "ramify"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "ramify"
+SPEC = importlib.util.spec_from_file_location("check_house", ROOT / "scripts/check_house.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+check_house = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(check_house)
+LONE_PROTOCOLS = {
+    # The scaffold is above the tasks, whose demonstrators use parts of it.
+    "ramify.tasks.base.DemonstrationScaffold",
+    "ramify.tasks.toolmath.demos.ToolMathScaffold",
+    # The service that needs a relay of files imports the relay.
+    "ramify.sandbox.cloud.file_relay.RemoteFiles",
+    # Judges are called in tests without a trainer.
+    "ramify.train.signals.base.ModelCallerFactory",
+}
+"""Protocols with one implementer that are left. The aim is an empty set."""
 FLOORS = [
     {"types", "errors", "plugins", "progress", "secrets", "logging", "log_outputs", "printable"},
     {"http_client"},
@@ -184,6 +202,87 @@ def two_way_sub_packages() -> list[str]:
 
 def test_sub_packages_import_one_way() -> None:
     assert two_way_sub_packages() == []
+
+
+def test_no_two_modules_import_each_other() -> None:
+    assert check_house.import_cycles() == []
+
+
+def test_protocols_have_two_implementers() -> None:
+    assert set(check_house.lone_protocols()) == LONE_PROTOCOLS
+
+
+def test_documented_protocols_exist() -> None:
+    names = {place.rpartition(".")[2] for place in check_house.implementers()}
+    assert check_house.documented_plugins() <= names
+
+
+def written(folder: Path, **sources: str) -> Path:
+    package = folder / "small"
+    package.mkdir()
+    for name, text in ({"__init__": ""} | sources).items():
+        (package / f"{name}.py").write_text(text)
+    return package
+
+
+@pytest.mark.parametrize(
+    ("imported_by_a", "imported_by_b", "cycles"),
+    [
+        ("from small import b", "import small.c", []),
+        ("from . import b", "from .a import x", [["small.a", "small.b"]]),
+        ("import small.b", "def f():\n    from small.a import x", [["small.a", "small.b"]]),
+        (
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from small.b import y",
+            "from small import c, a",
+            [["small.a", "small.b"]],
+        ),
+        (
+            "from small.b import y",
+            "try:\n    import json\nexcept ImportError:\n    import small.a",
+            [["small.a", "small.b"]],
+        ),
+    ],
+)
+def test_import_cycles_on_examples(
+    tmp_path: Path, imported_by_a: str, imported_by_b: str, cycles: list[list[str]]
+) -> None:
+    package = written(tmp_path, a=imported_by_a, b=imported_by_b, c="")
+    assert check_house.import_cycles(package) == cycles
+
+
+def test_implementers_on_examples(tmp_path: Path) -> None:
+    protocols = """
+class Shape(Protocol):
+    name: str
+    def area(self, unit: str) -> float: ...
+class Rule(Protocol):
+    def __call__(self, row: int) -> bool: ...
+class Wire(asyncio.Protocol): ...
+"""
+    classes = """
+class Circle:
+    def __init__(self): self.name = "circle"
+    def area(self, unit, digits=2): ...
+class Ring(Circle): ...
+class OtherParameter:
+    name = "square"
+    def area(self, scale): ...
+class NoName:
+    def area(self, unit): ...
+class FieldOnly:
+    name: str
+    area: float
+class Inherits(Shape): ...
+def is_even(row): ...
+def is_odd(column): ...
+class Rows:
+    def first(self, row): ...
+"""
+    package = written(tmp_path, protocols=protocols, classes=classes)
+    assert check_house.implementers(package) == {
+        "small.protocols.Shape": [f"small.classes.{n}" for n in ("Circle", "Inherits", "Ring")],
+        "small.protocols.Rule": ["small.classes.Rows.first", "small.classes.is_even"],
+    }
 
 
 def files_of(each: str) -> list[Path]:

@@ -29,7 +29,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -261,36 +261,6 @@ def _attach(
 # --- publishing
 
 
-class PolicyHandle(Protocol):
-    """What a run does with the policy except training it."""
-
-    @property
-    def version(self) -> int:
-        """Version of the weights published last, as the engine reports it for each token."""
-        ...
-
-    async def publish(self) -> None:
-        """Send the current weights to the engine."""
-        ...
-
-    async def sleep(self) -> bool:
-        """Have engines on the trainer's devices release their memory until ``publish``. Returns
-        whether there are any."""
-        ...
-
-    def release_memory(self) -> None:
-        """Return device memory that the trainer caches but does not use."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write the policy in Hugging Face's layout."""
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Load weights that ``save`` wrote."""
-        ...
-
-
 class EnginePhase(enum.Enum):
     """What the engines do, and which weights they have."""
 
@@ -307,7 +277,7 @@ class Publisher:
 
     def __init__(
         self,
-        policy: PolicyHandle,
+        policy: PolicyWeights,
         record: RunRecord,
         thread: WatchedThread,
         check: SelfCheck | None = None,
@@ -429,6 +399,7 @@ class PolicyWeights:
 
     @property
     def version(self) -> int:
+        """Version of the weights published last, as the engine reports it for each token."""
         return self._trained.version
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

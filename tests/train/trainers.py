@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.train.config import STALL_S, Schedule
-from ramify.train.learner import Learner, PolicyHandle, Publisher
+from ramify.train.learner import Learner, PolicyWeights, Publisher
 from ramify.train.metrics import StepMetrics
 from ramify.train.run_record import RunRecord
 from ramify.train.stages import TrainingStage
@@ -19,7 +19,7 @@ def trainer_over(
     out: Path,
     stages: Sequence[TrainingStage],
     backend_of: Callable[[TrainingStage], Any],
-    policy: PolicyHandle,
+    policy: PolicyWeights,
     evaluate: Any,
     *,
     schedule: Schedule | None = None,

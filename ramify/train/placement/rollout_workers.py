@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -37,6 +37,7 @@ from ramify.actors.restarts import RestartCount, cancel_all, until_started
 from ramify.actors.run_channel import Channel
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, TrainError
+from ramify.inference.http.http_engines import HttpEngines
 from ramify.log_outputs import SentRecord
 from ramify.logging import RoomLogger
 from ramify.tasks.base import Item
@@ -61,24 +62,6 @@ _PAUSE_S = 1.0
 """Pause before the next attempt to restart a worker."""
 _MAX_REASONS = 3
 """An error quotes the reasons of this many most recent failures."""
-
-
-class EngineHealth(Protocol):
-    """The part of the run's engines that rollout workers use; ``HttpEngines`` implements it."""
-
-    @property
-    def version(self) -> int:
-        """Version of the engines' current weights."""
-        ...
-
-    @property
-    def answering(self) -> tuple[str, ...]:
-        """Addresses of the engines that may be called."""
-        ...
-
-    async def look_after(self, url: str, who: str) -> None:
-        """Check on an engine from which ``who`` got no answer."""
-        ...
 
 
 class _Worker:
@@ -119,7 +102,7 @@ class RolloutWorkers:
         num: int,
         spec: RolloutWorkerSpec,
         out: Path,
-        engines: EngineHealth,
+        engines: HttpEngines,
         *,
         seen: Callable[[Sequence[int]], None],
         start_s: float = 120.0,
