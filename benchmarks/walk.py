@@ -1,25 +1,22 @@
-"""How many of our files one question and one training step execute, and how many of our frames are
-on the stack when a model is called.
+"""The objects of six walks through the package, and whether `docs/architecture.md` names them.
 
     python benchmarks/walk.py            print a table
-    python benchmarks/walk.py --files    also list the files of both walks
+    python benchmarks/walk.py --objects  also list the objects of each walk with their files
     python benchmarks/walk.py --json     also print, as the last line, {"figures": [{"name", …}, …]}
 
-How it is counted:
-- A file of `ramify/` counts if the interpreter enters at least one of its functions, in any thread
-  of this process, while the walk lasts. Running the body of a module or a class, as an import does,
-  does not count; a function that an import calls does. Other processes (the guest of a session, the
-  scripted server) are not traced.
-- The question is the first one of a process: `RLM("openai:…", store=…).completion(…)` over real HTTP to
-  a scripted server, with the default sandbox. Its root starts one child, and both answer.
-- A frame counts if its function is in `ramify/`. The stack is taken when the bytes of a request are
-  handed to the transport; the frames of coroutines that wait for the running task are added. The
-  figure is the largest number over the requests of root and child.
-- The training step is the second of the reinforcement learning of `tests/train/small.py`, with the
-  default sandbox, from the report of the step before it to its own. It has rollouts, advantages, a
-  loss, an update and a weight sync, but no evaluation and no checkpoint.
+A walk is what is on the stack of our functions at the moments named below, outermost first. The
+coroutines that wait for the running task count. An object is the class of a method, or a function
+that belongs to no class. Names that begin with "_" are their file's own business and do not count.
 
-Every run gives the same numbers; `--quick` changes nothing.
+    a question     RLM.completion(…), over real HTTP, until a client is asked
+    a request      from that client until its bytes are handed to the transport
+    a cell         from the session until the cell is sent; in the guest, until the cell's own code
+    a step         a step of reinforcement learning: rollouts, advantages, the loss, the optimizer
+    a weight sync  from the trainer to the engine of this process, until it has taken the weights
+    a page         the data of a stored run, from the handler of its address to its rows
+
+An object is undocumented if the section of its walk does not name it in backticks, after the
+object before it. Every run gives the same numbers; `--quick` changes nothing.
 """
 
 from __future__ import annotations
@@ -30,148 +27,270 @@ import contextlib
 import inspect
 import json
 import os
+import re
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
-
-from engine import Figure, show
-from processes import scripted_server
-
-import ramify
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from engine import Figure, show  # noqa: E402
+from processes import scripted_server  # noqa: E402
+
+import ramify  # noqa: E402
+
 OURS = f"{Path(ramify.__file__).parent}{os.sep}"
-CLIENTS = f"{OURS}clients{os.sep}"
-sys.path.insert(0, str(ROOT))
+PAGE = ROOT / "docs" / "architecture.md"
+STACK = (
+    "import sys\nframe, found = sys._getframe(), []\nwhile frame is not None:\n"
+    "    found.append(frame.f_code.co_filename + ':' + frame.f_code.co_qualname)\n"
+    "    frame = frame.f_back\nprint(chr(10).join(reversed(found)))"
+)
+"""A cell that prints the stack on which it runs."""
 
 
-class Walk:
-    """Files and frames seen while tracing."""
+class WalkedObject(NamedTuple):
+    file: str
+    """Relative to `ramify/`."""
+    name: str
 
-    def __init__(self) -> None:
-        self.files: set[str] = set()
-        self.frames: list[list[str]] = []
-        """Stack at each request to a model, outermost frame first."""
 
-    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        """Profile function of every thread."""
+class Walk(NamedTuple):
+    name: str
+    """Also the heading of its section."""
+    objects: list[WalkedObject]
+    """In the order in which the stack reaches them, each once."""
+
+
+def objects_of(code: CodeType) -> list[WalkedObject]:
+    """The object whose function has ``code``; none for code that is not of `ramify/`."""
+    return named_by(f"{code.co_filename}:{code.co_qualname}")
+
+
+def named_by(place: str) -> list[WalkedObject]:
+    """``/…/ramify/engine/rlm.py:RLM.ask`` -> ``RLM``, in ``engine/rlm.py``"""
+    file, _, qualname = place.rpartition(":")
+    if not file.startswith(OURS):
+        return []
+    return [WalkedObject(file.removeprefix(OURS), qualname.partition(".")[0])]
+
+
+_recording: list[Recorder] = []
+
+
+def _profile(frame: FrameType, event: str, arg: Any) -> None:
+    """Profile function of all threads; some outlive the recorder with which they began."""
+    for recorder in _recording:
+        recorder.note(frame, event)
+
+
+class Recorder:
+    """Stacks at chosen moments, in any thread of this process."""
+
+    def __init__(self, *moments: str) -> None:
+        """``moments``: "PATH:NAME" is the start of a function of that name below that path of
+        `ramify/`; "write" is when asyncio gets the bytes of a client's request."""
+        self._named = {each.rpartition(":")[2]: [each] for each in moments} | {
+            "writelines": [each for each in moments if each == "write"]
+        }
+        self.stacks: dict[str, list[WalkedObject]] = {}
+        """Moment -> the stack when it came first."""
+
+    def note(self, frame: FrameType, event: str) -> None:
+        """Keep the stack of ``frame`` if this is one of the moments."""
         if event != "call":
             return
-        code = frame.f_code
-        if code.co_filename.startswith(OURS):
-            if code.co_flags & inspect.CO_OPTIMIZED:  # a function
-                self.files.add(code.co_filename.removeprefix(OURS))
-        elif code.co_name in ("write", "writelines") and "asyncio" in code.co_filename:
-            stack = our_frames(frame)
-            if any(each.co_filename.startswith(CLIENTS) for each in stack):
-                self.frames.append([*waiting_frames(), *map(_name, stack)])
+        for moment in self._named.get(frame.f_code.co_name, ()):
+            if moment in self.stacks or not self._is_at(moment, frame):
+                continue
+            stack = [*waiting_frames(), *our_frames(frame)]
+            if moment != "write" or any(each.file.startswith("clients/") for each in stack):
+                self.stacks[moment] = stack
+
+    @staticmethod
+    def _is_at(moment: str, frame: FrameType) -> bool:
+        if moment == "write":
+            return "asyncio" in frame.f_code.co_filename
+        return frame.f_code.co_filename.startswith(OURS + moment.partition(":")[0])
 
     @contextlib.contextmanager
-    def traced(self) -> Iterator[None]:
-        threading.setprofile(self)
-        sys.setprofile(self)
+    def recording(self) -> Iterator[None]:
+        _recording.append(self)
+        threading.setprofile(_profile)
+        sys.setprofile(_profile)
         try:
             yield
         finally:
             sys.setprofile(None)
             threading.setprofile(None)
+            _recording.remove(self)
+
+    def at(self, *moments: str) -> list[WalkedObject]:
+        """The stacks of ``moments``, one after the other."""
+        missing = [each for each in moments if each not in self.stacks]
+        assert not missing, f"the walk did not reach {missing}"
+        return [each for moment in moments for each in self.stacks[moment]]
 
 
-def our_frames(frame: FrameType | None) -> list[CodeType]:
+def our_frames(frame: FrameType | None) -> list[WalkedObject]:
+    """Return the objects of ours on the stack of ``frame``, outermost first."""
     found = []
     while frame is not None:
-        if frame.f_code.co_filename.startswith(OURS):
-            found.append(frame.f_code)
+        found += objects_of(frame.f_code)
         frame = frame.f_back
     return found[::-1]
 
 
-def waiting_frames() -> list[str]:
+def waiting_frames() -> list[WalkedObject]:
     """Return our coroutines that wait for the running task, directly or through other tasks."""
-    found: list[str] = []
-    current: Any = asyncio.current_task()
+    found: list[WalkedObject] = []
+    try:
+        current: Any = asyncio.current_task()
+    except RuntimeError:  # a thread without a loop
+        return []
     while current is not None:
         waiting = [task for task in asyncio.all_tasks() if task._fut_waiter is current]  # type: ignore[attr-defined]
         current = waiting[0] if waiting else None
         coroutine = current.get_coro() if current is not None else None
-        chain = []
+        chain: list[WalkedObject] = []
         while inspect.iscoroutine(coroutine):
-            if coroutine.cr_code.co_filename.startswith(OURS):
-                chain.append(_name(coroutine.cr_code))
+            chain += objects_of(coroutine.cr_code)
             coroutine = coroutine.cr_await
         found = [*chain, *found]
     return found
 
 
-def _name(code: CodeType) -> str:
-    return f"{code.co_filename.removeprefix(OURS)}:{code.co_qualname}"
+def walk_of(name: str, stack: list[WalkedObject]) -> Walk:
+    """Walk ``name`` over the public objects of ``stack``."""
+    return Walk(name, list(dict.fromkeys(e for e in stack if not e.name.startswith(("_", "<")))))
 
 
-def ask() -> Walk:
-    """Ask one question whose root starts one child."""
+def since(stack: list[WalkedObject], is_first: Callable[[WalkedObject], bool]) -> int:
+    """Position of the first object of ``stack`` for which ``is_first`` is true."""
+    return next(index for index, each in enumerate(stack) if is_first(each))
 
-    walk = Walk()
+
+def ask() -> Iterator[Walk]:
+    """Ask a question whose model is behind HTTP, with the default sandbox."""
+    recorder = Recorder("write")
     with scripted_server() as server, tempfile.TemporaryDirectory() as folder:
         os.environ |= {"OPENAI_BASE_URL": server.url, "OPENAI_API_KEY": "none"}
-        with walk.traced(), ramify.RLM("openai:test", store=ramify.Store(folder)) as rlm:
-            result = rlm.completion("line of a log\n" * 10_000, "<<scene:one_child>>")
-    assert (result.response, len(result.trajectory.calls)) == ("done", 2), result
-    assert len(walk.frames) == 2, walk.frames
-    return walk
+        with recorder.recording(), ramify.RLM("openai:test", store=ramify.Store(folder)) as rlm:
+            result = rlm.completion("line of a log\n" * 10_000, "<<scene:three>>")
+    assert not result.error, result
+    stack = recorder.at("write")
+    client = since(stack, lambda each: each.file.startswith("clients/"))
+    yield walk_of("A question is answered", stack[:client])
+    yield walk_of("A model is asked", stack[client:])
 
 
-def training_step() -> Walk:
-    """Train for two steps of reinforcement learning and trace the second."""
+def run_cell() -> Iterator[Walk]:
+    """Run a cell that prints the stack of the guest."""
+    recorder = Recorder("sandbox/session.py:run")
+    finish = "answer['content'] = 'done'\nanswer['ready'] = True"
+    client = ramify.ScriptedClient([f"```repl\n{code}\n```" for code in (STACK, finish)])
+    with recorder.recording(), ramify.RLM(client) as rlm:
+        result = rlm.completion("line of a log\n" * 10_000, "Which stack?")
+    shown = result.trajectory.calls[0].turns[0].cells[0].stdout
+    guest = [each for line in shown.splitlines() for each in named_by(line)]
+    yield walk_of("A cell runs", [*recorder.at("sandbox/session.py:run"), *guest])
+
+
+def train() -> Iterator[Walk]:
+    """Train for a step of reinforcement learning, and bring its weights to the engine."""
     from ramify.train.config import Schedule
-    from ramify.train.execute import train
+    from ramify.train.execute import train as run_training
     from tests.train.small import small
 
-    walk, steps = Walk(), []
+    step = (
+        "train/trainer.py:_step",
+        "engine/rlm.py:start",
+        "train/advantages/:assign_advantages",
+        "train/losses/:per_token",
+        "train/backends/optimizers.py:step",
+    )
+    taken = "inference/local/:_take"
+    sent = "inference/local/local_client.py:update"
+    recorder = Recorder(*step, sent, taken)
 
     def listen(metrics: Any) -> None:
-        """Record the files of each step, and forget those that ran before it."""
-        if metrics.stage == "rl":
-            steps.append(set(walk.files))
-        walk.files.clear()
+        """Forget the stages before reinforcement learning."""
+        if metrics.stage in ("warmup", "sft"):
+            recorder.stacks.clear()
 
-    schedule = Schedule(evaluate_every=None)
-    run = small(sandbox=ramify.SandboxSpec(), schedule=schedule)
-    with tempfile.TemporaryDirectory() as folder, walk.traced():
-        train(run, Path(folder) / "run", listener=listen)
-    walk.files = steps[1]
-    return walk
+    run = small(sandbox=ramify.SandboxSpec(), schedule=Schedule(evaluate_every=None))
+    with tempfile.TemporaryDirectory() as folder, recorder.recording():
+        run_training(run, Path(folder) / "run", listener=listen)
+    yield walk_of("A step trains", recorder.at(*step))
+    yield walk_of("Weights reach the engine", recorder.at(sent, taken))
 
 
-def _ignore(text: str) -> None: ...
+def draw() -> Iterator[Walk]:
+    """Ask the server of the page for the list of runs, and for one of them."""
+    from tests.viewer.golden import plain
+    from tests.viewer.requests import get_json
+
+    moments = (
+        "viewer/run_library.py:look",
+        "viewer/run_tree.py:apply",
+        "viewer/picture.py:head",
+    )
+    recorder = Recorder(*moments)
+    with tempfile.TemporaryDirectory() as folder:
+        plain(ramify.Store(folder), "What?", "This.")
+        with recorder.recording():
+            listed = get_json([Path(folder)], "/api/runs")
+            get_json([Path(folder)], "/api/run", key=listed["runs"][0]["key"])
+    yield walk_of("A page is drawn", recorder.at(*moments))
 
 
-def figures(asked: Walk, step: Walk) -> Iterator[Figure]:
-    most = max(map(len, asked.frames))
-    yield Figure("files of one ask with one child", len(asked.files), "files", {"before": 71}, 45)
-    yield Figure("our frames at the model call", most, "frames", {"before": 20}, 12)
-    yield Figure("files of one training step", len(step.files), "files", {"before": 115}, 70)
+def walks() -> Iterator[Walk]:
+    for take in (ask, run_cell, train, draw):
+        yield from take()
+
+
+def undocumented(walk: Walk, page: Path = PAGE) -> list[WalkedObject]:
+    """Objects of ``walk`` that its section on ``page`` does not name, or names before an object
+    that comes earlier in the walk."""
+    _, _, rest = page.read_text("utf-8").partition(f"### {walk.name}\n")
+    section = re.split(r"^##", rest, maxsplit=1, flags=re.MULTILINE)[0]
+    position, missing = 0, []
+    for each in walk.objects:
+        found = section.find(f"`{each.name}`", position)
+        if found < 0:
+            missing.append(each)
+        else:
+            position = found + 1
+    return missing
+
+
+def figures(taken: list[Walk]) -> Iterator[Figure]:
+    for walk in taken:
+        hidden = undocumented(walk)
+        yield Figure(f"{walk.name}: undocumented objects", len(hidden), "objects", {}, 0)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the same, since it is quick")
-    parser.add_argument("--files", action="store_true", help="list the files and the frames")
+    parser.add_argument("--objects", action="store_true", help="list the objects of each walk")
     parser.add_argument(
         "--json", action="store_true", help="print the figures as JSON on the last line"
     )
     options = parser.parse_args()
-    asked, step = ask(), training_step()
-    found = list(figures(asked, step))
+    taken = list(walks())
+    found = list(figures(taken))
     show(found)
-    if options.files:
-        for name, walk in (("ask", asked), ("training step", step)):
-            print(f"\n{name}:", *sorted(walk.files), sep="\n  ")
-        for frames in asked.frames:
-            print("\nmodel call:", *frames, sep="\n  ")
+    for walk in taken:
+        hidden = undocumented(walk)
+        for each in walk.objects if options.objects else hidden:
+            mark = "not named, or too early" if each in hidden else ""
+            print(f"{walk.name}: {each.name}  {each.file}  {mark}")
     if options.json:
         print(json.dumps({"figures": [figure.as_json() for figure in found]}))
     return 1 if any(figure.holds is False for figure in found) else 0
