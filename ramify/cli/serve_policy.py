@@ -35,6 +35,7 @@ def serve_policy(
     weight_transfer: bool | None = None,
     weight_sync: str | None = None,
     weights_root: str | None = None,
+    enable_return_routed_experts: bool | None = None,
     **listening: Any,
 ) -> int:
     from ramify.inference.base import TINY, need_train_extra
@@ -70,6 +71,8 @@ def serve_policy(
         policy = load_policy(folder, torch_dtype, device, thinking=thinking)
     raise_descriptor_limit()
     client = LocalClient(policy, slots=slots)
+    if enable_return_routed_experts:
+        client.report_routes()
     server = PolicyServer(
         client,
         name=name or words[0],
@@ -129,6 +132,11 @@ COMMAND = CommandSpec(
             str,
             "load weight files only from below FOLDER (default: from anywhere)",
             "FOLDER",
+        ),
+        OptionSpec(
+            "enable_return_routed_experts",
+            bool,
+            "report the experts that a mixture sends each token to (default: no)",
         ),
         OptionSpec(
             "thinking",

@@ -98,10 +98,36 @@ class ExpertLoad(NamedTuple):
         return found
 
 
+class MixtureShape(NamedTuple):
+    """How many experts a model has, and where."""
+
+    layers: tuple[int, ...]
+    """Indices of the layers with experts, in ascending order."""
+    num_layers: int
+    """Layers of the model, with experts and without."""
+    top_k: int
+    """Experts that a token is sent to in each of ``layers``."""
+    num_experts: int
+    """Experts of each of ``layers``."""
+
+    @classmethod
+    def of(cls, model: Any) -> MixtureShape | None:
+        """The shape of a transformers model; None if its routers are unknown."""
+        routers = MixtureRouters.of(model)
+        if routers is None:
+            return None
+        num_layers = int(model.config.get_text_config().num_hidden_layers)
+        return cls(routers.layers, num_layers, routers.top_k, routers.num_experts)
+
+
 class MixtureRouters:
     """The routers of one model. Outside of ``begin`` … ``end`` they are left alone."""
 
-    def __init__(self, routers: list[nn.Module]) -> None:
+    def __init__(self, routers: list[nn.Module], layers: tuple[int, ...]) -> None:
+        """``layers``: the index of each router's layer in the model."""
+        self.layers = layers
+        self.top_k: int = getattr(routers[0], "top_k", 0)
+        self.num_experts: int = getattr(routers[0], "num_experts", 0)
         self._num_layers = len(routers)
         self._weight_T: Tensor | None = None
         self._row_R: Tensor | None = None
@@ -131,10 +157,17 @@ class MixtureRouters:
         if not isinstance(kind, type):
             return None
         router_class = cast("type[nn.Module]", kind)
-        found = [module for module in body.modules() if isinstance(module, router_class)]
+        found = {
+            name: module
+            for name, module in body.named_modules()
+            if isinstance(module, router_class)
+        }
         if not found:
             return None
-        body.ramify_routers = cls(found)
+        layers = tuple(
+            next((int(part) for part in name.split(".") if part.isdigit()), 0) for name in found
+        )
+        body.ramify_routers = cls(list(found.values()), layers)
         return body.ramify_routers  # type: ignore[no-any-return]
 
     def record(self) -> None:

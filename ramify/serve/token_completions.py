@@ -8,8 +8,11 @@
 
 A prompt is a list of ids or one text. ``prompt_logprobs`` scores the prompt. The response has two
 fields that vLLM lacks: ``versions`` (which weights sampled which tokens) and ``kept`` (the tokens
-left by top-p and top-k). A request may set ``prompt_cache_key``, the same for all requests that
-share a prefix. A field that would change the answer but is not supported is rejected by name.
+left by top-p and top-k). If the server reports experts, ``routed_experts`` has those of the tokens
+that predict the sampled ones, as if the request had set ``routed_experts_prompt_start`` (vLLM) or
+``routed_experts_start_len`` (SGLang) to the prompt's last token. A request may set
+``prompt_cache_key``, the same for all requests that share a prefix. A field that would
+change the answer but is not supported is rejected by name.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import msgspec
 from ramify.clients.base import Sampling
 from ramify.errors import Refused
 from ramify.http_server.completions import read_fields
+from ramify.inference.http.reported_experts import int32_text, npy_text
 from ramify.inference.local.generation import Generation
 from ramify.inference.local.local_client import LocalClient
 
@@ -73,6 +77,7 @@ class _Generate(msgspec.Struct):
     sampling_params: _Params = msgspec.field(default_factory=_Params)
     return_logprob: bool = False
     logprob_start_len: int = -1
+    return_routed_experts: bool = False
 
 
 _prompt_decoder = msgspec.json.Decoder(_PromptBody)
@@ -112,6 +117,8 @@ async def complete(client: LocalClient, body: bytes, model: str) -> dict[str, An
             "prompt_token_ids": ids,
             "kept": generation.kept,
         }
+    if client.experts is not None:
+        choice["routed_experts"] = npy_text(generation.routes, client.experts)
     if scores is not None:
         entries = ({str(id): {"logprob": score}} for id, score in zip(ids[1:], scores, strict=True))
         choice["prompt_logprobs"] = [None, *entries]
@@ -160,6 +167,8 @@ async def generate(client: LocalClient, body: bytes) -> dict[str, Any]:
         "cached_tokens": generation.num_reused,
         "weight_version": str(client.version),
     }
+    if parsed.return_routed_experts and client.experts is not None:
+        about["routed_experts"] = int32_text(generation.routes, client.experts)
     text = client.policy.tokenizer.decode(generation.sampled, skip_special_tokens=True)
     return {"text": text, "output_ids": generation.sampled, "meta_info": about}
 

@@ -60,7 +60,7 @@ from ramify.train.preflight import (
     note_rewritten_history,
     path_of,
 )
-from ramify.train.resource_counts import settled, sleeping
+from ramify.train.resource_counts import engines_of, settled
 from ramify.train.stages import SftStage, TrainingStage, WarmUpStage
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Trajectory
@@ -193,7 +193,7 @@ def assemble(
     kind.check(run.compute, device, **({"elsewhere": True} if is_elsewhere else {}))
     check_schedules(run)
     precision = precision_of(run, _stored(run), device, has_bf16=has_bf16(device))
-    engines = sleeping(run, device)
+    engines = engines_of(run, device)
     rows = _stored_rows(run, checkpoint)
     demonstrations = demonstrations_of(run, task, scaffold) if rows is None else []
     _check_model(run, kind, device)
@@ -265,7 +265,7 @@ def _other_parts(parts: RunParts, name: str) -> RunParts:
     return dataclasses.replace(
         parts,
         run=run,
-        engines=sleeping(run, device),
+        engines=engines_of(run, device),
         compute=msgspec.structs.replace(parts.compute, precision=precision.trainer),
         precision=precision,
         policy=policy,
@@ -323,11 +323,6 @@ def _check_model(run: Run, kind: Any, device: str, config: Any = None) -> None:
             raise ConfigError(
                 f"rl.{name}={given[name]} is for mixtures of experts, and {config.model_type} has "
                 "no experts: leave it out"
-            )
-        if replays and run.inference is not None:
-            raise ConfigError(
-                "rl.rollout.replay_routes needs the engine of this process: those over HTTP do "
-                "not report their routes here; leave inference or replay_routes out"
             )
     if not hasattr(kind, "check_model"):
         return

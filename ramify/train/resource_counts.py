@@ -160,6 +160,15 @@ def sleeping(run: Run, device: str) -> InferenceSpec | None:
     return msgspec.structs.replace(spec, sleep="learn" if why else "never")
 
 
+def engines_of(run: Run, device: str) -> InferenceSpec | None:
+    """``run.inference`` with what follows from the rest of the recipe: whether engines sleep (see
+    ``sleeping``) and whether they report experts."""
+    spec = sleeping(run, device)
+    if spec is None or run.rl is None or not run.rl.rollout.replay_routes:
+        return spec
+    return msgspec.structs.replace(spec, report_experts=True)
+
+
 def shared(run: Run, device: str) -> str:
     """Why the run's engines share the trainer's GPUs, as a clause; empty if they do not."""
     inference, spec = run.inference, run.placement or PlacementSpec()

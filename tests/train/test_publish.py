@@ -95,6 +95,7 @@ def test_card_states_lineage_data_scores_prompt_limits_and_licence(
     assert json.loads(config)["run"]["policy"]["path"] == "tiny"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("token", [TOKEN, "hf_another"])
 def test_hub_receives_the_folder_or_its_refusal_is_one_line(
     trained: Path, tmp_path: Path, token: str

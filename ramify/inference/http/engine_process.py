@@ -19,7 +19,7 @@ from pathlib import Path
 from ramify.actors.launcher import Launcher, SlotMember
 from ramify.actors.tcp_table import listener_user
 from ramify.errors import ConfigError
-from ramify.inference.http.inference_spec import VERSIONS, InferenceSpec
+from ramify.inference.http.inference_spec import EXPERTS_OPTION, VERSIONS, InferenceSpec
 from ramify.inference.weight_sync import WEIGHT_SYNCS
 
 PROGRAMS = {
@@ -168,12 +168,13 @@ def engine_command(
     """The command that starts an engine which listens on ``host``, by default the loopback
     interface."""
     begin = list(spec.command or PROGRAMS[spec.engine])
+    last = [*([EXPERTS_OPTION] if spec.report_experts else []), *spec.args]
     folder, at = str(checkpoint), ["--host", host, "--port", str(port), "--dtype", dtype]
     if spec.engine == "ramify":
         own = [*at, "--weight-transfer"]
         if spec.weight_sync_name not in WEIGHT_SYNCS.ours:
             own += ["--weight-sync", spec.weight_sync_name]
-        return [*begin, folder, *own, *spec.args]
+        return [*begin, folder, *own, *last]
     if spec.engine == "vllm":
         own = [
             *at,
@@ -187,12 +188,12 @@ def engine_command(
             '{"backend": "ramify"}',
         ]
         own += ["--enable-sleep-mode"] if spec.level else []
-        return [*begin, folder, *own, *spec.args]
+        return [*begin, folder, *own, *last]
     if spec.engine != "sglang":
-        return [*begin, folder, *at, *spec.args]
+        return [*begin, folder, *at, *last]
     own = ["--enable-memory-saver"] if spec.level else []
     own += ["--enable-weights-cpu-backup"] if spec.level == 1 else []
-    return [*begin, "--model-path", folder, *at, "--context-length", str(window), *own, *spec.args]
+    return [*begin, "--model-path", folder, *at, "--context-length", str(window), *own, *last]
 
 
 def engine_environment(spec: InferenceSpec, index: int) -> dict[str, str]:

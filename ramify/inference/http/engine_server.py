@@ -94,6 +94,8 @@ class SampledIds(NamedTuple):
     versions: tuple[VersionSpan, ...] | None
     """Which version sampled which tokens; None if the server does not say."""
     kept: tuple[tuple[int, ...], ...] | None
+    routed: Any = None
+    """What the server says about experts, in a form of ``reported_experts.py``; None: nothing."""
 
 
 class EngineServer(Protocol):

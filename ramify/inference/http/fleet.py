@@ -24,7 +24,15 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from pathlib import Path
 
 from ramify.actors.launcher import Launcher
-from ramify.errors import ModelError, ReplyLost, ServerFailed, Unreachable
+from ramify.clients.base import Sampling
+from ramify.errors import (
+    BadReply,
+    ConfigError,
+    ModelError,
+    ReplyLost,
+    ServerFailed,
+    Unreachable,
+)
 from ramify.inference.base import TAGS
 from ramify.inference.http.api import EngineStateConflict, check, until_up
 from ramify.inference.http.engine_process import (
@@ -36,8 +44,10 @@ from ramify.inference.http.engine_process import (
 from ramify.inference.http.engine_server import EngineServer, SampledIds
 from ramify.inference.http.inference_spec import ENGINES, InferenceSpec
 from ramify.inference.http.membership import EngineList, EngineMembership
+from ramify.inference.http.reported_experts import read_experts
 from ramify.logging import RoomLogger
 from ramify.models.load import Policy
+from ramify.models.routing import MixtureShape
 from ramify.secrets import remember
 
 _log = RoomLogger("inference")
@@ -60,6 +70,9 @@ class EngineFleet:
         self._vocabulary: int = policy.config.vocab_size
         self._dtype = str(policy.dtype).removeprefix("torch.")
         self._window = policy.window
+        self._experts = MixtureShape.of(policy.model) if spec.report_experts else None
+        if spec.report_experts and self._experts is None:
+            raise ConfigError(f"{name} has no experts whose choice could be reported")
         self._key = os.environ.get(spec.key_variable, "")
         remember(spec.key_variable, self._key)
         check_ports(spec)
@@ -142,6 +155,26 @@ class EngineFleet:
             level=self.spec.level if self._leads else 0,
             **policy,
         )
+        if self._experts is not None and self._leads:
+            sampling = Sampling(1, 1.0)
+            try:
+                self.experts_of(server, await server.sample([0] * 4, sampling, (), ""), 4)
+            except ModelError as error:
+                raise ConfigError(str(error)) from None
+
+    def experts_of(
+        self, server: EngineServer, sampled: SampledIds, num_prompt: int
+    ) -> tuple[tuple[int, ...], ...]:
+        """For each sampled token, the experts of the token that predicts it; all empty if the spec
+        does not ask for them, or if a pause ended the reply and the engine reports none. Raises
+        BadReply."""
+        num = len(sampled.ids)
+        if self._experts is None or not num or (sampled.end == "abort" and sampled.routed is None):
+            return ((),) * num
+        try:
+            return read_experts(sampled.routed, self._experts, num_prompt, num)
+        except BadReply as error:
+            raise BadReply(f"{server.url}: {error}") from None
 
     # --- who sleeps
 

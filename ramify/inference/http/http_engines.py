@@ -40,6 +40,8 @@ _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
 _MAX_ABORTS = 64
 """Maximum number of updates that may interrupt one reply."""
 T = TypeVar("T")
+Routes = tuple[tuple[int, ...], ...]
+"""For each sampled token, the experts of the token that predicts it, in all layers."""
 
 
 class HttpEngines:
@@ -157,17 +159,17 @@ class HttpEngines:
             raise too_long(self.name, self.window, request, len(ids))
         so_far = PartialReply(ids, min(sampling.max_tokens, self.window - len(ids)))
         for _ in range(_MAX_ABORTS):
-            version, part = await self._sampled(so_far, sampling, request, only)
-            so_far.add(part, version)
+            version, part, routes = await self._sampled(so_far, sampling, request, only)
+            so_far.add(part, version, routes)
             if part.end != "abort" or so_far.left < 1:
                 break
         return self._reply(so_far, request, time.perf_counter() - started)
 
     async def _sampled(
         self, so_far: PartialReply, sampling: Sampling, request: Request, only: EngineServer | None
-    ) -> tuple[int, SampledIds]:
-        """(version that was current when asked, sampled ids), from the first server that
-        answers."""
+    ) -> tuple[int, SampledIds, Routes]:
+        """(version that was current when asked, sampled ids, their experts), from the first server
+        that answers."""
         fleet, tree = self._fleet, tree_of(request)
         remaining = msgspec.structs.replace(sampling, max_tokens=so_far.left)
         while True:
@@ -181,7 +183,7 @@ class HttpEngines:
                 stop_ids = self._policy.renderer.stop_ids
                 sampled = await server.sample(so_far.ids, remaining, stop_ids, request.affinity)
                 if not await fleet.is_older(server, sampled, version):
-                    return version, sampled
+                    return version, sampled, fleet.experts_of(server, sampled, len(so_far.ids))
                 if only is not None:
                     raise EngineLost(self.membership.reasons[-1])
             except (Unreachable, ReplyLost, ServerFailed) as error:
@@ -226,6 +228,7 @@ class HttpEngines:
             kept=tuple(so_far.kept)
             if len(so_far.kept) == len(so_far.sampled) and so_far.kept
             else None,
+            routes=tuple(so_far.routes) if any(so_far.routes) else None,
         )
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
@@ -339,17 +342,20 @@ class PartialReply:
         self.sampled: list[int] = []
         self.logprobs: list[float] = []
         self.kept: list[tuple[int, ...]] = []
+        self.routes: list[tuple[int, ...]] = []
+        """Experts of the token that predicts each sampled one; empty where the engine said none."""
         self.versions: list[VersionSpan] = []
         self.cached = 0
         self.end = ""
 
-    def add(self, part: SampledIds, version: int) -> None:
+    def add(self, part: SampledIds, version: int, routes: Routes) -> None:
         begin = len(self.sampled)
         self.cached = self.cached if self.sampled else part.cached
         self.ids += part.ids
         self.sampled += part.ids
         self.logprobs += part.logprobs
         self.kept += part.kept or ()
+        self.routes += routes
         self.left -= len(part.ids)
         self.end = part.end
         spans = (

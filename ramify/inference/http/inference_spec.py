@@ -33,6 +33,8 @@ VERSIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 }
 """Engine -> (first version with this protocol, first version that was not checked)."""
 KEY_VARIABLE = "RAMIFY_ENGINE_KEY"
+EXPERTS_OPTION = "--enable-return-routed-experts"
+"""Option with which vLLM, SGLang and `ramify serve-policy` report experts."""
 ENGINES = Registry(
     "engine",
     "ramify.engines",
@@ -86,6 +88,10 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     return_s: float = 120.0
     """How many seconds to wait for an engine of ``urls`` that was lost; one that is started again
     has ``start_s``."""
+    report_experts: bool = False
+    """Whether replies report the experts that each token was sent to. A run with
+    ``rl.rollout.replay_routes`` sets it. Servers that are started get the option
+    --enable-return-routed-experts; others must have it."""
     sleep: Literal["auto", "learn", "never"] = "auto"
     """learn: engines release their device's memory while the trainer learns, and take it again for
     the new weights. auto: if they share a GPU with the trainer."""

@@ -62,9 +62,10 @@ class SglangServer(HttpEngineServer):
             params["stop"] = list(sampling.stop)
         if sampling.seed is not None:
             params["sampling_seed"] = seed_at(sampling.seed, affinity, len(ids))
-        answer = await self._generate(
-            {"input_ids": list(ids), "sampling_params": params, "return_logprob": True}
-        )
+        body = {"input_ids": list(ids), "sampling_params": params, "return_logprob": True}
+        if self._spec.report_experts:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": len(ids) - 1}
+        answer = await self._generate(body)
         try:
             about = answer["meta_info"]
             token_logprobs = about["output_token_logprobs"]
@@ -75,6 +76,7 @@ class SglangServer(HttpEngineServer):
                 int(about.get("cached_tokens") or 0),
                 None,
                 None,
+                about.get("routed_experts"),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise self._bad(error) from None

@@ -74,6 +74,8 @@ class VllmServer(HttpEngineServer):
         }
         if sampling.stop:
             body["stop"] = list(sampling.stop)
+        if self._spec.report_experts:  # versions without this field report the whole prompt
+            body["routed_experts_prompt_start"] = len(ids) - 1
         answer = await self._api.post("/v1/completions", body, self._spec.request_s)
         try:
             return _sampled(answer, ids)
@@ -241,4 +243,11 @@ def _sampled(answer: dict[str, Any], prompt_ids: Sequence[int]) -> SampledIds:
         cached,
         None if spans is None else tuple(VersionSpan(*span) for span in spans),
         None if kept is None else tuple(map(tuple, kept)),
+        _routed(answer),
     )
+
+
+def _routed(answer: dict[str, Any]) -> Any:
+    """The experts of a reply; vLLM 0.21 has those of the prompt in a field of their own."""
+    routed, prompt = answer["choices"][0].get("routed_experts"), answer.get("prompt_routed_experts")
+    return [*prompt, *routed] if isinstance(routed, list) and prompt else routed

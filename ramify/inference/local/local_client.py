@@ -38,7 +38,7 @@ from ramify.inference.local.sleeping_weights import SleepingWeights
 from ramify.inference.weight_sync.base import StaleWeights, WeightPiece
 from ramify.models.load import Policy
 from ramify.models.renderer import prompt_ids, spoken
-from ramify.models.routing import MixtureRouters
+from ramify.models.routing import MixtureRouters, MixtureShape
 from ramify.models.weights import fingerprint, load_weights
 from ramify.types.message import Finish, Message, Reply, Usage
 
@@ -95,6 +95,8 @@ class LocalClient:
         )
         self._thread = EngineThread(self.engine)
         self._sleeping_weights = SleepingWeights(policy.model)
+        self.experts: MixtureShape | None = None
+        """The model's experts, if replies report them."""
 
     @property
     def version(self) -> int:
@@ -108,6 +110,7 @@ class LocalClient:
             raise ConfigError(f"{self.name} has no experts whose choice could be reported")
         routers.record()
         self.engine.runner.routers = routers
+        self.experts = MixtureShape.of(self.policy.model)
 
     async def pressure(self) -> CachePressure:
         """Load on the KV cache."""

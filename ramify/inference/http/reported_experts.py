@@ -1,0 +1,114 @@
+"""The experts that an engine behind HTTP reports for a reply: rows of ids, [tokens, layers, top-k].
+
+    vLLM        base64 of a .npy file, all tokens but the last, or those from the prompt's last one
+    vLLM 0.21   nested lists: those of the prompt, then those of the reply
+    SGLang      base64 of int32 numbers without a shape, the same tokens as vLLM
+
+Row i has the experts of the token at position i, which predicts the token at i + 1. An engine
+reports all layers of the model, or only those with experts. What does not fit the model or the
+reply is an error: a row too many or too few would give each token the experts of its neighbour.
+
+Not here: how an engine is asked (``vllm.py``, ``sglang.py``), and what the trainer does with the
+experts (``models/routing.py``).
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ramify.errors import BadReply
+from ramify.inference.http.inference_spec import EXPERTS_OPTION
+from ramify.models.routing import MixtureShape
+
+
+def read_experts(
+    reported: Any, shape: MixtureShape, num_prompt: int, num_sampled: int
+) -> tuple[tuple[int, ...], ...]:
+    """For each sampled token, the experts of the token that predicts it: layers x top-k ids.
+    ``reported`` is in any of the forms above. Raises BadReply."""
+    if reported is None:
+        raise BadReply(
+            f"no routed_experts in the answer: start the engine with {EXPERTS_OPTION}, or leave "
+            "rl.rollout.replay_routes out"
+        )
+    try:
+        rows_TLk = _rows(reported, shape)
+    except (ValueError, TypeError, EOFError, SyntaxError, MemoryError, OverflowError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise BadReply(f"routed_experts cannot be read: {reason}") from None
+    is_integer, found = rows_TLk.dtype.kind in "iu", rows_TLk.shape
+    layers = (shape.num_layers, len(shape.layers))
+    if not is_integer or len(found) != 3 or found[1] not in layers or found[2] != shape.top_k:
+        raise BadReply(
+            f"routed_experts has shape {list(found)} of {rows_TLk.dtype}, and this model needs "
+            f"integers of [tokens, {' or '.join(map(str, sorted(set(layers))))}, {shape.top_k}]: "
+            "the engine serves another model"
+        )
+    # From the prompt's last token, or all tokens, with or without the last, which predicts none.
+    first, num = num_prompt - 1, num_prompt + num_sampled
+    starts = {num_sampled: 0, num - 1: first, num: first}
+    if len(rows_TLk) not in starts:
+        raise BadReply(
+            f"routed_experts has {len(rows_TLk)} rows for {num_prompt} tokens of the prompt and "
+            f"{num_sampled} of the reply: it needs {num_sampled} or {num - 1}"
+        )
+    start = starts[len(rows_TLk)]
+    chosen_TLk = rows_TLk[start : start + num_sampled].astype(np.int64)
+    if found[1] != len(shape.layers):
+        chosen_TLk = chosen_TLk[:, list(shape.layers)]
+    _check_ids(chosen_TLk, shape)
+    return tuple(map(tuple, chosen_TLk.reshape(num_sampled, -1).tolist()))
+
+
+def npy_text(rows: Sequence[Sequence[int]], shape: MixtureShape) -> str:
+    """``rows`` in vLLM's form. Each has the ids of all layers with experts."""
+    buffer = io.BytesIO()
+    np.save(buffer, _all_layers(rows, shape))
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def int32_text(rows: Sequence[Sequence[int]], shape: MixtureShape) -> str:
+    """``rows`` in SGLang's form."""
+    return base64.b64encode(_all_layers(rows, shape).tobytes()).decode()
+
+
+def _all_layers(rows: Sequence[Sequence[int]], shape: MixtureShape) -> np.ndarray[Any, Any]:
+    """[tokens, layers of the model, top-k]; zeros in layers without experts."""
+    table_TLk = np.zeros((len(rows), shape.num_layers, shape.top_k), "<i4")
+    table_TLk[:, list(shape.layers)] = np.asarray(rows).reshape(len(rows), -1, shape.top_k)
+    return table_TLk
+
+
+def _rows(reported: Any, shape: MixtureShape) -> np.ndarray[Any, Any]:
+    if not isinstance(reported, str):
+        return np.asarray(reported)
+    data = base64.b64decode(reported, validate=True)
+    if data.startswith(b"\x93NUMPY"):
+        rows: np.ndarray[Any, Any] = np.load(io.BytesIO(data), allow_pickle=False)
+        return rows
+    return np.frombuffer(data, "<i4").reshape(-1, shape.num_layers, shape.top_k)
+
+
+def _check_ids(chosen_TLk: np.ndarray[Any, Any], shape: MixtureShape) -> None:
+    """Refuse ids that no router chooses. Rows that an engine never filled are zero, so that one
+    expert is there more than once."""
+    sorted_TLk = np.sort(chosen_TLk, -1)
+    is_outside = (sorted_TLk < 0) | (sorted_TLk >= shape.num_experts)
+    if is_outside.any():
+        token, layer, place = (int(each) for each in np.argwhere(is_outside)[0])
+        raise BadReply(
+            f"routed_experts has expert {sorted_TLk[token, layer, place]} for sampled token {token}"
+            f" in layer {layer}, and the model has {shape.num_experts}"
+        )
+    is_twice = sorted_TLk[..., 1:] == sorted_TLk[..., :-1]
+    if is_twice.any():
+        token, layer, place = (int(each) for each in np.argwhere(is_twice)[0])
+        raise BadReply(
+            f"routed_experts has expert {sorted_TLk[token, layer, place]} twice for sampled token "
+            f"{token} in layer {layer}: the engine did not record its choice"
+        )
