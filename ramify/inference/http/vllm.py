@@ -248,6 +248,6 @@ def _sampled(answer: dict[str, Any], prompt_ids: Sequence[int]) -> SampledIds:
 
 
 def _routed(answer: dict[str, Any]) -> Any:
-    """The experts of a reply; vLLM 0.21 has those of the prompt in a field of their own."""
+    """The experts of a reply; vLLM 0.21 has those of the prompt in another field."""
     routed, prompt = answer["choices"][0].get("routed_experts"), answer.get("prompt_routed_experts")
     return [*prompt, *routed] if isinstance(routed, list) and prompt else routed
