@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -104,13 +105,13 @@ def test_submitted_job_trains_to_its_end(cluster: Cluster, tmp_path: Path) -> No
         if done.returncode == 0 or time.monotonic() > until:
             break
     assert done.returncode == 0, done.stderr
-    name = next(word for word in done.stdout.split() if word.startswith("raysubmit_"))
+    (name,) = set(re.findall(r"raysubmit_\w+", done.stdout))  # without the codes of its colours
     while True:
-        status = cluster.run(tmp_path, "ray", "job", "status", name.strip("'")).stdout
+        status = cluster.run(tmp_path, "ray", "job", "status", name).stdout
         if "succeeded" in status or "failed" in status or time.monotonic() > until:
             break
         time.sleep(1)
-    logs = cluster.run(tmp_path, "ray", "job", "logs", name.strip("'")).stdout
+    logs = cluster.run(tmp_path, "ray", "job", "logs", name).stdout
     assert "succeeded" in status, (status, logs[-3000:])
     steps = {each.step for each in read_metrics(tmp_path / "runs/x") if "loss" in each.values}
     assert {1, 2} <= steps
