@@ -382,7 +382,10 @@ def _load(location: str, what: str) -> Any:
         raise ConfigError(f"{what}: file {error.filename} does not exist") from error
     except ModuleNotFoundError as error:
         if os.path.isfile(location):
-            raise ConfigError(f"{what} is a file, not an object: write file.py:name") from error
+            raise ConfigError(
+                f"{what} is a file, not an object: write file.py:name; rows are read from .jsonl "
+                "and .parquet files"
+            ) from error
         raise ConfigError(f"{what} cannot be loaded{_line_in(place, error)}: {error}") from error
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         line = _line_in(place, error)

@@ -268,9 +268,17 @@ class _Demonstrations:
                 f"{many(len(outcomes), 'demonstration')} of {num:,} in {out}: {good:,} with a "
                 f"reward of at least {min_reward:g}, {len(failed):,} failed{cost}"
             )
-            print(
-                f"learn from them: sft.trajectories={out} sft.algorithm.min_reward={min_reward:g}"
-            )
+            rewards = [each.reward for each in outcomes if each.reward is not None]
+            if good:
+                print(
+                    f"learn from them: sft.trajectories={out} "
+                    f"sft.algorithm.min_reward={min_reward:g}"
+                )
+            elif rewards:
+                print(
+                    f"nothing to learn from: the best reward is {max(rewards):g}; make more, ask "
+                    "another model, or lower --min-reward"
+                )
         if budget is not None and budget.is_used_up:
             error_line(
                 f"{dollars(budget.spent)} of {dollars(budget.limit)} have been spent "

@@ -226,7 +226,27 @@ def _set_field(
             current, parts = _parsed(each.text), []
         else:
             current, parts = _value(value, head, each, choices), []
+    if parts and current is None:
+        current = _section(value, head, parts, depth)
     return _set(current, parts, depth + 1, choices) if parts else current
+
+
+def _section(value: Any, head: str, parts: Sequence[Assignment], depth: int) -> Any:
+    """A section that was not set, such as ``rl.rollout.branch``, with its defaults and the fields
+    that ``parts`` set. None if its type is not known, or if these fields are not enough."""
+    kinds = typing.get_args(typing.get_type_hints(type(value)).get(head))
+    structs = [
+        each for each in kinds if isinstance(each, type) and issubclass(each, msgspec.Struct)
+    ]
+    if len(structs) != 1 or not isinstance(value, msgspec.Struct):
+        return None
+    fields = structs[0].__struct_fields__
+    given = {each.path[-1]: each.text for each in parts if len(each.path) == depth + 2}
+    known = {name: _parsed(text) for name, text in given.items() if name in fields}
+    try:
+        return msgspec.convert(known, structs[0], strict=False)
+    except (ConfigError, ValueError):
+        return None
 
 
 def _named(

@@ -119,7 +119,7 @@ def test_classes_are_chosen_by_name() -> None:
         ('sft={"name": "x"}', r"'x' - at `\$.name`: known: adamw, muon"),
         ("optim.lr=-1", r"optim.lr=-1: lr is -1.0"),
         ("steps=2.5", "Expected `int`"),
-        ("sft.lr=1", r"sft is not set here: set it as a whole, as sft='{…}'"),
+        ("sft.lrr=1", r"no field 'lrr': did you mean 'lr'\?"),
         ("steps", "'steps' is not an override"),
         ("algorithm=gpro", r"unknown algorithm 'gpro': did you mean 'grpo'\?"),
         (
@@ -134,3 +134,7 @@ def test_classes_are_chosen_by_name() -> None:
 def test_invalid_override_is_rejected_with_its_field(assignment: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         overridden(assignment)
+
+
+def test_fields_of_a_section_that_was_not_set_create_it() -> None:
+    assert overridden("sft.lr=0.5").sft == Optim(lr=0.5)
