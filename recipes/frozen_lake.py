@@ -126,7 +126,9 @@ def run() -> train.Run:
             ),
         ),
         scaffold="bare",
-        limits=Limits(max_turns=MAX_MOVES + 1, max_depth=0, max_reply_tokens=12),
+        limits=Limits(
+            max_turns=MAX_MOVES + 1, max_depth=0, max_reply_tokens=12, max_seconds=86_400
+        ),
         evaluate=train.EvaluateSpec(num=100, validation=32, first=("test",)),
         schedule=train.Schedule(evaluate_every=None),
         compute=train.ComputeSpec(precision="fp32"),
