@@ -95,7 +95,8 @@ def test_small_gpu_recipe_runs_from_a_checkpoint(name: str, tmp_path: Path) -> N
     run = load_recipe(RECIPES / f"qwen3_8b_{name}.py", changes)
     warned: list[str] = []
     state = train(run, tmp_path / "out", say=warned.append)
-    assert (state.step, warned) == (2, [])
+    # The doctor is right about random weights: control tokens are inside of replies.
+    assert (state.step, [text for text in warned if ": wrong_template: " not in text]) == (2, [])
     rows = [row.values for row in read_metrics(tmp_path / "out") if "work_s" in row.values]
     assert len(rows) == 2
     assert sum(row["failed_rollouts"] for row in rows) == 0
