@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ramify.errors import ConfigError
+from ramify.models.mixture_shape import MixtureShape
 from ramify.types.sequence import Batch
 
 
@@ -98,26 +99,13 @@ class ExpertLoad(NamedTuple):
         return found
 
 
-class MixtureShape(NamedTuple):
-    """How many experts a model has, and where."""
-
-    layers: tuple[int, ...]
-    """Indices of the layers with experts, in ascending order."""
-    num_layers: int
-    """Layers of the model, with experts and without."""
-    top_k: int
-    """Experts that a token is sent to in each of ``layers``."""
-    num_experts: int
-    """Experts of each of ``layers``."""
-
-    @classmethod
-    def of(cls, model: Any) -> MixtureShape | None:
-        """The shape of a transformers model; None if its routers are unknown."""
-        routers = MixtureRouters.of(model)
-        if routers is None:
-            return None
-        num_layers = int(model.config.get_text_config().num_hidden_layers)
-        return cls(routers.layers, num_layers, routers.top_k, routers.num_experts)
+def mixture_shape(model: Any) -> MixtureShape | None:
+    """The shape of a transformers model; None if its routers are unknown."""
+    routers = MixtureRouters.of(model)
+    if routers is None:
+        return None
+    num_layers = int(model.config.get_text_config().num_hidden_layers)
+    return MixtureShape(routers.layers, num_layers, routers.top_k, routers.num_experts)
 
 
 class MixtureRouters:

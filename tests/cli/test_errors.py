@@ -121,9 +121,9 @@ CASES = {
     ),
     "unknown tier": ([*WORK, "--tier", "D"], 2, r"sandbox tier is 'D': give 'A', 'B' or 'C'"),
     "a sandbox without its extra": (
-        [*WORK, "--sandbox", "prime"],
+        [*WORK, "--sandbox", "e2b"],
         1,
-        r"pip install 'ramify\[prime\]'",
+        r"pip install 'ramify\[e2b\]'",
     ),
     "unknown scaffold": ([*MODEL, "q", "--scaffold", "minimum"], 2, r"did you mean 'minimal'\?"),
     "citing nothing": ([*MODEL, "q", "--cite"], 2, r"citations need a context"),

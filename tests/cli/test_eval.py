@@ -133,7 +133,7 @@ def test_eval_refuses_wrong_arguments(shell: Shell) -> None:
         (
             ("rows.jsonl",),
             ExitCode.USAGE,
-            "rows, row 1: it has no column 'answer'; its columns are question, gold",
+            "rows.jsonl, line 2: it has no column 'answer'; its columns are question, gold",
         ),
         ((), ExitCode.USAGE, "no task: ramify eval"),
         (

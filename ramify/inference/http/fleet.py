@@ -47,7 +47,7 @@ from ramify.inference.http.membership import EngineList, EngineMembership
 from ramify.inference.http.reported_experts import read_experts
 from ramify.logging import RoomLogger
 from ramify.models.load import Policy
-from ramify.models.routing import MixtureShape
+from ramify.models.routing import mixture_shape
 from ramify.secrets import remember
 
 _log = RoomLogger("inference")
@@ -70,7 +70,7 @@ class EngineFleet:
         self._vocabulary: int = policy.config.vocab_size
         self._dtype = str(policy.dtype).removeprefix("torch.")
         self._window = policy.window
-        self._experts = MixtureShape.of(policy.model) if spec.report_experts else None
+        self._experts = mixture_shape(policy.model) if spec.report_experts else None
         if spec.report_experts and self._experts is None:
             raise ConfigError(f"{name} has no experts whose choice could be reported")
         self._key = os.environ.get(spec.key_variable, "")

@@ -23,7 +23,7 @@ import numpy as np
 
 from ramify.errors import BadReply
 from ramify.inference.http.inference_spec import EXPERTS_OPTION
-from ramify.models.routing import MixtureShape
+from ramify.models.mixture_shape import MixtureShape
 
 
 def read_experts(

@@ -37,8 +37,9 @@ from ramify.inference.local.model_runner import runner_of
 from ramify.inference.local.sleeping_weights import SleepingWeights
 from ramify.inference.weight_sync.base import StaleWeights, WeightPiece
 from ramify.models.load import Policy
+from ramify.models.mixture_shape import MixtureShape
 from ramify.models.renderer import prompt_ids, spoken
-from ramify.models.routing import MixtureRouters, MixtureShape
+from ramify.models.routing import MixtureRouters, mixture_shape
 from ramify.models.weights import fingerprint, load_weights
 from ramify.types.message import Finish, Message, Reply, Usage
 
@@ -110,7 +111,7 @@ class LocalClient:
             raise ConfigError(f"{self.name} has no experts whose choice could be reported")
         routers.record()
         self.engine.runner.routers = routers
-        self.experts = MixtureShape.of(self.policy.model)
+        self.experts = mixture_shape(self.policy.model)
 
     async def pressure(self) -> CachePressure:
         """Load on the KV cache."""

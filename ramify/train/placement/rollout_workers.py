@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -37,7 +37,6 @@ from ramify.actors.restarts import RestartCount, cancel_all, until_started
 from ramify.actors.run_channel import Channel
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, TrainError
-from ramify.inference.http.http_engines import HttpEngines
 from ramify.log_outputs import SentRecord
 from ramify.logging import RoomLogger
 from ramify.tasks.base import Item
@@ -53,6 +52,9 @@ from ramify.train.placement.rollout_worker import (
     WorkerMessage,
 )
 from ramify.types.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from ramify.inference.http.http_engines import HttpEngines  # it imports PyTorch
 
 _log = RoomLogger("train")
 _END_S = 10.0

@@ -15,7 +15,7 @@ import pytest
 
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.config import EvaluateSpec, LoraSpec, PolicySpec, Run
+from ramify.train.config import EvaluateSpec, LoraSpec, Run
 from ramify.train.metrics import StepMetrics
 from tests.shown import train
 from tests.train.small import small
@@ -132,13 +132,10 @@ def test_unsupported_sampling_options_are_refused_before_anything_starts(tmp_pat
         ),
     ],
 )
-def test_missing_engine_program_is_reported_before_a_model_is_loaded(
+def test_missing_engine_program_is_reported_before_the_run_begins(
     spec: InferenceSpec, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=message):
-        train(
-            short(inference=spec, policy=PolicySpec(path="/no/model/is/looked/for")),
-            tmp_path / "out",
-        )
+        train(short(inference=spec), tmp_path / "out")
     assert not (tmp_path / "out").exists()
