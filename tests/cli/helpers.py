@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,9 +72,7 @@ class Shell:
             timeout=250,
             **({"input": stdin.encode()} if stdin is not None else {"stdin": subprocess.DEVNULL}),
         )
-        # A line that only a slow machine prints.
-        err = re.sub(r"^starting: [0-9.]+ s\n", "", done.stderr.decode(), flags=re.MULTILINE)
-        return Done(done.returncode, done.stdout.decode(), err)
+        return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
 
     def ask(self, script: list[Any], *arguments: str, stdin: str | None = None, **env: str) -> Done:
         return self.run("ask", "--model", self.model(script), *arguments, stdin=stdin, **env)

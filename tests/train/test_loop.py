@@ -178,11 +178,14 @@ def test_best_policy_may_be_the_one_before_rl(tmp_path: Path) -> None:
         (0.25, 0),
     ]
     (sentence,) = [each for each in said if each.startswith("validation")]
-    assert sentence.startswith(
+    reason, _, place = sentence.partition(", at ")
+    assert reason == (
         "validation: all 2 attempts failed for reasons outside the policy: this evaluation has "
         "no score; the first: task "
-        f"'sometimes', item {JUDGED[2]}: its score raised OSError: the grader is down, at "
+        f"'sometimes', item {JUDGED[2]}: its score raised OSError: the grader is down"
     )
+    assert place.startswith(__file__)
+    assert place.endswith(" (_down_at_second)")
     kept = CheckpointStore(tmp_path)
     assert [read_state(each).score for each in kept.all()][-5:] == [0.5, None, None, None, 0.25]
     first, last = kept.all()[-5], kept.all()[-1]
