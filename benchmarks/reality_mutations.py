@@ -1,7 +1,8 @@
 """The figures of ``reality.py`` about mutation tests of the critical modules.
 
 They are read from ``benchmarks/results/mutations.json``, which ``scripts/mutate`` writes, with the
-commit of each module: running all mutants takes hours. A module of which some were not run does not
+commit of each module: running all mutants takes hours. A second commit is that of newer tests,
+which were run on the survivors alone. A module of which some were not run does not
 hold, whatever the share of the others. A mutant that changes no behaviour does not count;
 ``benchmarks/results/equivalent_mutants.json`` has the reasons.
 
@@ -40,7 +41,9 @@ def measure(quick: bool) -> list[Figure]:
             continue
         counted, left = result["run"] - result["equivalent"], result["mutants"] - result["run"]
         not_run = f", {left} not run" if left else ""
-        name = f"{path} at {result['commit']}: share of {counted} mutants{not_run}"
+        again = result.get("survivors_again_at", "")
+        commits = f"{result['commit']}{again and f' and {again}'}"
+        name = f"{path} at {commits}: share of {counted} mutants{not_run}"
         share = result["killed"] / counted
         figures.append(Figure(name, share, "killed", {}, least=0.95, valid=not left))
     return figures

@@ -4,7 +4,8 @@ decorator or exception. ``scripts/mutate`` runs this file in the environment tha
     list_mutants.py MODULE OPERATORS        OPERATORS is a regular expression
 
 It decides which mutants count: not those in annotations, which are not evaluated, in code for type
-checkers only, in ``__all__``, or in the bodies of protocols. It does not decide which tests run.
+checkers only, in ``__all__``, in the bodies of protocols, or of the ``*`` that separates
+parameters. It does not decide which tests run.
 """
 
 from __future__ import annotations
@@ -132,15 +133,20 @@ def parts_without_behaviour(tree: ast.Module) -> Iterator[tuple[str, Place, Plac
                 yield "in __all__", *span(node)
             case ast.ClassDef(bases=bases) if any(is_protocol(base) for base in bases):
                 yield "in a protocol", *span(node)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns is not None:
-            yield "in an annotation", *span(node.returns)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if node.returns is not None:
+                yield "in an annotation", *span(node.returns)
+            if node.args.kwonlyargs and node.args.vararg is None:
+                parts = [*node.args.posonlyargs, *node.args.args, *node.args.defaults]
+                start = max((span(each)[1] for each in parts), default=span(node)[0])
+                yield "between parameters", start, span(node.args.kwonlyargs[0])[0]
 
 
 def is_protocol(base: ast.expr) -> bool:
     return isinstance(base, ast.Name) and base.id == "Protocol"
 
 
-def span(node: ast.stmt | ast.expr) -> tuple[Place, Place]:
+def span(node: ast.stmt | ast.expr | ast.arg) -> tuple[Place, Place]:
     return (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
 
 

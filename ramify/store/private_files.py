@@ -288,9 +288,7 @@ class FsyncFlusher:
     def _next(self) -> bool:
         """Take the oldest due file; False after ``IDLE_S`` without one, which ends the thread."""
         with self._turn:
-            if not self._due:
-                self._turn.wait_for(lambda: bool(self._due), IDLE_S)
-            if not self._due:
+            if not self._turn.wait_for(lambda: bool(self._due), IDLE_S):
                 self._running = False
                 return False
             self._busy = next(iter(self._due))
