@@ -25,16 +25,6 @@ assert SPEC is not None
 assert SPEC.loader is not None
 check_house = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(check_house)
-LONE_PROTOCOLS = {
-    # The scaffold is above the tasks, whose demonstrators use parts of it.
-    "ramify.tasks.base.DemonstrationScaffold",
-    "ramify.tasks.toolmath.demos.ToolMathScaffold",
-    # The service that needs a relay of files imports the relay.
-    "ramify.sandbox.cloud.file_relay.RemoteFiles",
-    # Judges are called in tests without a trainer.
-    "ramify.train.signals.base.ModelCallerFactory",
-}
-"""Protocols with one implementer that are left. The aim is an empty set."""
 FLOORS = [
     {"types", "errors", "plugins", "progress", "secrets", "logging", "log_outputs", "printable"},
     {"http_client"},
@@ -209,7 +199,7 @@ def test_no_two_modules_import_each_other() -> None:
 
 
 def test_protocols_have_two_implementers() -> None:
-    assert set(check_house.lone_protocols()) == LONE_PROTOCOLS
+    assert check_house.lone_protocols() == {}
 
 
 def test_documented_protocols_exist() -> None:

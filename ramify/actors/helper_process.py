@@ -14,21 +14,17 @@ Not here: which data is large enough to need a helper (see ``clients/reply_decod
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import importlib
-import os
 import resource
-import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO
 
-from ramify.actors.child_process import IdleProcesses, import_path
+from ramify.actors.answering_process import answer_requests, ask, start
+from ramify.actors.child_process import IdleProcesses
 
 CPU_S = 2.0
 """Maximum CPU seconds of one request."""
@@ -37,8 +33,6 @@ _ANSWER_S = 60.0
 _MEMORY_BYTES = 2 << 30
 """Maximum address space of a helper in bytes."""
 _NUM_HELPERS = 2
-_COMMAND = "from ramify.actors.helper_process import serve; serve()"
-_LENGTH_BYTES = 8
 
 
 class HelperError(Exception):
@@ -86,7 +80,8 @@ class _HelperRequest:
             with _helpers.one() as process:
                 self._hold(process)
                 try:
-                    return self._ask(process)
+                    failed, answer = ask(process, self._parts, _ANSWER_S)
+                    return failed, answer
                 finally:
                     self._hold(None)
         except (EOFError, OSError) as error:
@@ -110,76 +105,32 @@ class _HelperRequest:
             if process is not None and self._is_cancelled:
                 raise EOFError
 
-    def _ask(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        _send(process.stdin, self._parts)
-        poll = select.poll()
-        poll.register(process.stdout, select.POLLIN)
-        if not poll.poll(_ANSWER_S * 1000):
-            raise TimeoutError
-        failed, answer = _receive(process.stdout)
-        return failed, answer
-
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_NUM_HELPERS, thread_name_prefix="ramify helper")
 
 
-def _start() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-c", _COMMAND],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, **import_path()},
-    )
-
-
-_helpers = IdleProcesses(_start)
+_helpers = IdleProcesses(functools.partial(start, f"{__name__}:serve"))
 
 
 def serve() -> None:
     """Answer requests from standard input until it is closed."""
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
-        while True:
-            name, *data = _receive(source)
-            module, _, function = name.decode().partition(":")
-            call = getattr(importlib.import_module(module), function)
-            # The limit is in whole seconds, and counts from the start of the process.
-            most_s = int(time.process_time() + CPU_S) + 1
-            resource.setrlimit(resource.RLIMIT_CPU, (most_s, resource.RLIM_INFINITY))
-            try:
-                answer = [b"", call(*data)]
-            except MemoryError:
-                return
-            except Exception as error:  # noqa: BLE001 -- raised in the process that asked
-                answer = [b"failed", f"{type(error).__name__}: {error}".encode("utf-8", "replace")]
-            del data
-            _send(sink, answer)
+    answer_requests(_answered)
 
 
-def _send(sink: IO[bytes], parts: list[bytes]) -> None:
-    sink.write(len(parts).to_bytes(_LENGTH_BYTES, "little"))
-    for part in parts:
-        sink.write(len(part).to_bytes(_LENGTH_BYTES, "little"))
-        sink.write(part)
-    sink.flush()
-
-
-def _receive(source: IO[bytes]) -> list[bytes]:
-    return [_exactly(source, _number(source)) for _ in range(_number(source))]
-
-
-def _number(source: IO[bytes]) -> int:
-    return int.from_bytes(_exactly(source, _LENGTH_BYTES), "little")
-
-
-def _exactly(source: IO[bytes], count: int) -> bytes:
-    data = source.read(count)
-    if len(data) < count:
-        raise EOFError
-    return data
+def _answered(request: list[bytes]) -> tuple[bytes, bytes]:
+    """Call the function that ``request`` names; returns (empty if it succeeded, its result)."""
+    name, *data = request
+    module, _, function = name.decode().partition(":")
+    call = getattr(importlib.import_module(module), function)
+    # The limit is in whole seconds, and counts from the start of the process.
+    most_s = int(time.process_time() + CPU_S) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (most_s, resource.RLIM_INFINITY))
+    try:
+        return b"", call(*data)
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 -- raised in the process that asked
+        return b"failed", f"{type(error).__name__}: {error}".encode("utf-8", "replace")

@@ -10,25 +10,20 @@ demand, one for each concurrent query, and end with the host process.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
-import subprocess
-import sys
+import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
-from ramify.actors.child_process import IdleProcesses, import_path
+from ramify.actors.answering_process import answer_requests, ask, start
+from ramify.actors.child_process import IdleProcesses
 from ramify.actors.run_messages import decode, encode
 from ramify.sources.sqlite_query import QUERY_S, Params, run_query
 
 GRACE_S = 10.0
 """Time beyond a query's limit to start the process and send the rows."""
-_COMMAND = "from ramify.sources.sqlite_process import serve; serve()"
-_LENGTH_BYTES = 8
 _ERRORS = {kind.__name__: kind for kind in (ValueError, PermissionError, TimeoutError)}
 
 
@@ -50,17 +45,7 @@ class SqlAnswer(msgspec.Struct, frozen=True):
     text: str = ""
 
 
-def _start() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-c", _COMMAND],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, **import_path()},
-    )
-
-
-_processes = IdleProcesses(_start)
+_processes = IdleProcesses(functools.partial(start, f"{__name__}:serve"))
 
 
 def query_in_time(
@@ -75,18 +60,12 @@ def query_in_time(
     asked = _encoded_query(path, query, params, limit_s)
     try:
         with _processes.one() as process:
-            assert process.stdout is not None
-            _send(process.stdin, asked)
-            poll = select.poll()
-            poll.register(process.stdout, select.POLLIN)
-            if not poll.poll((limit_s + grace_s) * 1000):
-                raise TimeoutError(
-                    f"sql: stopped after {limit_s:g} s: one of its functions takes too long on "
-                    "such values"
-                )
-            answer: SqlAnswer = decode(_receive(process.stdout), SqlAnswer)
+            (data,) = ask(process, [asked], limit_s + grace_s)
+            answer: SqlAnswer = decode(data, SqlAnswer)
     except TimeoutError:
-        raise
+        raise TimeoutError(
+            f"sql: stopped after {limit_s:g} s: one of its functions takes too long on such values"
+        ) from None
     except (EOFError, OSError):
         raise ValueError(
             "sql: the query ended the process that it ran in: ask for less at once"
@@ -98,16 +77,17 @@ def query_in_time(
 
 def serve() -> None:
     """Answer queries from standard input until it is closed."""
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
-        while True:
-            asked: SqlQuery = decode(_receive(source), SqlQuery)
-            try:
-                rows = run_query(Path(asked.path), asked.query, asked.params, asked.limit_s)
-                data = encode(SqlAnswer(rows))
-            except Exception as error:  # noqa: BLE001 -- raised in the process that asked
-                data = encode(SqlAnswer(kind=type(error).__name__, text=str(error)))
-            _send(sink, data)
+    answer_requests(_answered)
+
+
+def _answered(request: list[bytes]) -> list[bytes]:
+    """Run the query in ``request``."""
+    asked: SqlQuery = decode(request[0], SqlQuery)
+    try:
+        rows = run_query(Path(asked.path), asked.query, asked.params, asked.limit_s)
+        return [encode(SqlAnswer(rows))]
+    except Exception as error:  # noqa: BLE001 -- raised in the process that asked
+        return [encode(SqlAnswer(kind=type(error).__name__, text=str(error)))]
 
 
 def _encoded_query(path: Path, query: str, params: Params, limit_s: float) -> bytes:
@@ -120,19 +100,3 @@ def _encoded_query(path: Path, query: str, params: Params, limit_s: float) -> by
         raise ValueError(
             f"sql: params: {error}: give numbers, text, bytes or None for each ? or :name"
         ) from None
-
-
-def _send(to: Any, data: bytes) -> None:
-    to.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
-    to.flush()
-
-
-def _receive(source: Any) -> bytes:
-    return _exactly(source, int.from_bytes(_exactly(source, _LENGTH_BYTES), "little"))
-
-
-def _exactly(source: BinaryIO, count: int) -> bytes:
-    data = source.read(count)
-    if len(data) < count:
-        raise EOFError
-    return data

@@ -230,12 +230,17 @@ class LazySequence(Sequence[T]):
         return self.at(index % len(self))
 
 
-class DemonstrationScaffold(Protocol):
-    """The part of the engine's ``Scaffold`` that a demonstrator needs."""
+class DemonstrationTexts(msgspec.Struct, frozen=True):
+    """The texts that the engine writes around the replies of a demonstrator."""
 
-    def first_message(self, question: str, context: object) -> str: ...
-
-    def report(self, cell: Cell) -> str: ...
+    first_message: Callable[[str, object], str]
+    """(question, context) -> the first message of a call."""
+    report: Callable[[Cell], str]
+    """What the model is shown of a cell."""
+    system: str = ""
+    """System message; empty if there is none."""
+    native_tools: bool = False
+    """True if code is run by native tool calls."""
 
 
 class GeneratedSplit(Sequence[Item]):

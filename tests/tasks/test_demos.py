@@ -24,8 +24,10 @@ from ramify.tasks.ledger.demos import (
 )
 from ramify.tasks.ledger.ledger_rows import KINDS
 from ramify.tasks.ledger.task import documents_of, ledger
+from ramify.train.data.sft_data import texts_of
 from ramify.types.trajectory import Trajectory
 
+TEXTS = texts_of(TINY)
 SINGLE, SEVERAL = ledger(), ledger(multi=1.0)
 
 
@@ -43,7 +45,7 @@ def contents(conversation: LedgerDemonstration) -> list[str]:
 
 def test_expert_demonstration_over_one_document() -> None:
     item = of_kind(SINGLE, "sum")
-    (root,) = play(item, EXPERT, 0, TINY)
+    (root,) = play(item, EXPERT, 0, TEXTS)
     label = item.question.split("'")[1]
     first, look, shown, code, result, final = contents(root)
     assert (first, look, shown) == (
@@ -62,7 +64,7 @@ def test_expert_demonstration_over_one_document() -> None:
 
 def test_expert_demonstration_over_several_documents() -> None:
     item = of_kind(SEVERAL, "multi max")
-    root, *children = play(item, EXPERT, 0, TINY)
+    root, *children = play(item, EXPERT, 0, TEXTS)
     mark, sub_question = item.metadata["mark"], item.question.removesuffix(" in all docs")
     assert contents(root)[3] == (
         f"P=context[4:].split('\\n{mark}\\n')\nA=rlm_query_batched([\"{sub_question}\"]*len(P),P)\nr=max(A)\nprint(r)"
@@ -78,7 +80,7 @@ def test_expert_demonstration_over_several_documents() -> None:
 @pytest.mark.parametrize("task", [SINGLE, SEVERAL], ids=["single", "several"])
 def test_expert_is_always_right(task: object) -> None:
     for split in task.splits:  # type: ignore[attr-defined]
-        for calls in demonstrations(items(task, 60, split), EXPERT, 0, TINY):
+        for calls in demonstrations(items(task, 60, split), EXPERT, 0, TEXTS):
             assert all(call.correct for call in calls), calls[0].item
 
 
@@ -93,11 +95,11 @@ def test_demonstrations_restore_garbage_collection(is_on: bool) -> None:
     was_on = gc.isenabled()
     (gc.enable if is_on else gc.disable)()
     try:
-        shown = demonstrations(items(SINGLE, 3), EXPERT, 0, TINY)
+        shown = demonstrations(items(SINGLE, 3), EXPERT, 0, TEXTS)
         found = [(gc.isenabled(), len(calls)) for calls in shown]
         assert (found, gc.isenabled()) == ([(is_on, 1)] * 3, is_on)
         with pytest.raises(OSError, match="no more items"):
-            list(demonstrations(failing(), EXPERT, 0, TINY))
+            list(demonstrations(failing(), EXPERT, 0, TEXTS))
         assert gc.isenabled() == is_on
     finally:
         (gc.enable if was_on else gc.disable)()
@@ -108,7 +110,7 @@ def test_noisy_demonstrator_has_the_expected_accuracy() -> None:
 
     def right(task: object) -> list[tuple[str, bool]]:
         asked = items(task, 1500)
-        played = demonstrations(asked, NOISY, 0, TINY)
+        played = demonstrations(asked, NOISY, 0, TEXTS)
         return [(item.kind, calls[0].correct) for item, calls in zip(asked, played, strict=True)]
 
     single, several = right(SINGLE), right(SEVERAL)
@@ -125,7 +127,7 @@ def test_code_for_every_kind_names_the_columns_in_the_same_place(kind: str) -> N
     in the log."""
     for item in items(ledger(kinds=(kind,)), 30):
         (document,) = documents_of(item)
-        code = contents(play(item, EXPERT, 0, TINY)[0])[3]
+        code = contents(play(item, EXPERT, 0, TEXTS)[0])[3]
         names = ",".join("ulq"[field] for field in document.format.columns)
         assert f"R=[l.split('{document.format.separator}') for l in context.splitlines()" in code
         assert f" for {names} in R" in code
@@ -133,9 +135,9 @@ def test_code_for_every_kind_names_the_columns_in_the_same_place(kind: str) -> N
 
 def test_demonstrations_depend_only_on_item_and_seed() -> None:
     asked = items(SEVERAL, 5)
-    again = list(demonstrations(reversed(asked), NOISY, 3, TINY))[::-1]
-    assert again == list(demonstrations(asked, NOISY, 3, TINY))
-    assert again != list(demonstrations(asked, NOISY, 4, TINY))
+    again = list(demonstrations(reversed(asked), NOISY, 3, TEXTS))[::-1]
+    assert again == list(demonstrations(asked, NOISY, 3, TEXTS))
+    assert again != list(demonstrations(asked, NOISY, 4, TEXTS))
 
 
 # --- comparison with the engine
@@ -171,7 +173,7 @@ def test_played_demonstration_matches_the_engine(
 ) -> None:
     """Same messages in every call, same answers, and call rewards that agree with ``play``."""
     trajectory = scored(SINGLE, item, run_in_engine(item, habits, 0))
-    played = play(item, habits, 0, TINY)
+    played = play(item, habits, 0, TEXTS)
     assert [call.id for call in trajectory.walk()] == [each.call for each in played]
     for call, each in zip(trajectory.walk(), played, strict=True):
         assert tuple(trajectory.conversation(call)) == each.messages

@@ -40,10 +40,11 @@ from ramify.tasks.programs.program_library import (
 )
 from ramify.tasks.programs.task import programs
 from ramify.tasks.validation import validate
+from ramify.train.data.sft_data import texts_of
 from ramify.types.message import Message
 
 KNOWN = library()
-BARE = SCAFFOLDS["bare"]
+BARE = texts_of(SCAFFOLDS["bare"])
 EVALUATOR = SandboxSpec(provider="ramify.tasks.programs.evaluator")
 RIGHT = dict(enumerate(KNOWN.right))
 

@@ -20,7 +20,7 @@ from ramify.tasks.base import Item, scored, task_of
 from ramify.tasks.toolmath.demos import conversation, demonstrations
 from ramify.tasks.toolmath.task import auto, item_of, toolmath
 from ramify.tasks.validation import answered, validate
-from ramify.train.data.sft_data import trajectory_of
+from ramify.train.data.sft_data import texts_of, trajectory_of
 from ramify.types.boxed import last_boxed
 from ramify.types.message import Message
 from tests.shown import heard
@@ -182,7 +182,7 @@ def row(solution: str, asked: str = ASKED) -> dict[str, Any]:
 
 
 def test_demonstration_is_split_into_turns() -> None:
-    system, *messages = conversation(row(SOLVED), SCAFFOLDS["retool"])
+    system, *messages = conversation(row(SOLVED), texts_of(SCAFFOLDS["retool"]))
     assert system.content == SCAFFOLDS["retool"].system_prompt()
     assert messages == [
         Message("user", "What is 7!?\n\nPut the final answer into \\boxed{}."),
@@ -197,7 +197,7 @@ def test_demonstration_is_split_into_turns() -> None:
 
 
 def test_demonstration_with_native_tool_calls() -> None:
-    messages = conversation(row(SOLVED), SCAFFOLDS["retool_native"])[2:]
+    messages = conversation(row(SOLVED), texts_of(SCAFFOLDS["retool_native"]))[2:]
     assert [message.role for message in messages] == [
         "assistant",
         "tool",
@@ -219,7 +219,7 @@ def test_demonstrations_match_the_engine() -> None:
     """Replies and observations of a demonstration have the form that the engine parses and
     writes."""
     scaffold = SCAFFOLDS["retool"]
-    messages = conversation(row(SOLVED), scaffold)
+    messages = conversation(row(SOLVED), texts_of(scaffold))
     replies = [message for message in messages if message.role == "assistant"]
     model = ScriptedClient([reply.content for reply in replies], name="scripted:retool")
     with RLM(model, scaffold=scaffold) as rlm:
@@ -240,14 +240,14 @@ def test_malformed_demonstrations_are_left_out_with_a_warning(tmp_path: Path) ->
     warned: list[str] = []
     source = write(tmp_path / "sft.jsonl", [row(SOLVED), *broken])
     with heard(warned.append):
-        found = list(demonstrations(source, SCAFFOLDS["retool"]))
+        found = list(demonstrations(source, texts_of(SCAFFOLDS["retool"])))
     assert len(found) == 1
     assert warned == [
         "6 of 7 demonstrations are left out because they have another form; the first is row 1: it "
         "ends without a boxed answer"
     ]
     with pytest.raises(ConfigError, match="none of 6 rows is a demonstration"):
-        list(demonstrations(broken, SCAFFOLDS["retool"]))
+        list(demonstrations(broken, texts_of(SCAFFOLDS["retool"])))
     trajectory = trajectory_of(found[0])
     assert [len(turn.prompt) for turn in trajectory.root.turns] == [2, 1, 1]
     assert trajectory.rewards == {"correct": 1.0}

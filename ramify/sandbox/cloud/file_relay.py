@@ -1,7 +1,7 @@
 """A stream made of files, for a service that can write and read files but has no two-way stream.
 
 Decides how often the host polls for output: at once after it has sent something, then less and less
-often. Not here: the other end (see ``file_relay_remote.py``) and the service (see ``RemoteFiles``).
+often. Not here: the other end (see ``file_relay_remote.py``) and the service (see ``prime.py``).
 Compared with a stream, it costs one more request in each direction; text only.
 """
 
@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from pathlib import Path
-from typing import Protocol
+from typing import Any
+
+from ramify.sandbox.cloud import sdk
 
 _SHORTEST_S, _LONGEST_S = 0.02, 0.5
 _MAX_FAILURES = 40
@@ -18,19 +20,25 @@ _MAX_FAILURES = 40
 _READ_BYTES = 1 << 20
 
 
-class RemoteFiles(Protocol):
-    """The files of one box, and the box itself."""
+class PrimeFiles:
+    """The files of a container of Prime, and the container itself."""
+
+    def __init__(self, client: Any, id: str) -> None:
+        self._client = client
+        self._id = id
 
     async def put(self, path: str, data: bytes) -> None:
         """Write a file; create its folder if needed."""
-        ...
+        await self._client.upload_bytes(self._id, path, data, path.rpartition("/")[2])
 
     async def get(self, path: str, offset: int, length: int) -> bytes:
         """Return up to ``length`` bytes (ASCII) of a file from ``offset``. Raises any exception if
         there is no such file."""
-        ...
+        reply = await self._client.read_file(self._id, path, offset=offset, length=length)
+        return str(reply.content).encode()
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        await sdk.remove(lambda: self._client.delete(self._id))
 
 
 def relay_program() -> bytes:
@@ -42,7 +50,7 @@ def relay_program() -> bytes:
 class FileRelay:
     """Stream over the files of one box. Implements ``remote.ByteStream``."""
 
-    def __init__(self, files: RemoteFiles, folder: str) -> None:
+    def __init__(self, files: PrimeFiles, folder: str) -> None:
         self._files = files
         self._folder = folder
         self._num_sent = 0

@@ -19,7 +19,7 @@ import msgspec
 
 from ramify.sandbox.base import SandboxSpec
 from ramify.sandbox.cloud import sdk
-from ramify.sandbox.cloud.file_relay import FileRelay, relay_program
+from ramify.sandbox.cloud.file_relay import FileRelay, PrimeFiles, relay_program
 from ramify.sandbox.remote import SEPARATE_MACHINE, ByteStream, Carries, RemoteSandbox
 
 IMAGE = "python:3.12-slim"
@@ -130,24 +130,6 @@ class PrimeProcess:
                 await self._process.aclose()
         finally:
             await sdk.remove(lambda: self._client.delete(self._id))
-
-
-class PrimeFiles:
-    """The files of a container. Implements ``file_relay.RemoteFiles``."""
-
-    def __init__(self, client: Any, id: str) -> None:
-        self._client = client
-        self._id = id
-
-    async def put(self, path: str, data: bytes) -> None:
-        await self._client.upload_bytes(self._id, path, data, path.rpartition("/")[2])
-
-    async def get(self, path: str, offset: int, length: int) -> bytes:
-        reply = await self._client.read_file(self._id, path, offset=offset, length=length)
-        return str(reply.content).encode()
-
-    async def close(self) -> None:
-        await sdk.remove(lambda: self._client.delete(self._id))
 
 
 def open_provider(spec: SandboxSpec) -> RemoteSandbox:

@@ -18,13 +18,13 @@ the context. A policy that imitates it learns every skill, and has yet to learn 
 Replies are code in the form of the scaffold ``tiny``. ``LedgerDemonstrator`` runs them with the
 engine. ``play`` runs them without a session, in this process, thousands of cells per second:
 
-    play(item, NOISY, seed=0, scaffold=SCAFFOLDS["tiny"])
+    play(item, NOISY, 0, texts_of(SCAFFOLDS["tiny"]))
         ->  [root's conversation, first child's, …]
 
 The code is written by this package and the contexts are generated, so no sandbox is needed. The
-first message of each call and the reports of its cells follow the engine's rules, which are passed
-as its scaffold; conversations are equal to those of the engine (a test compares them). Not here:
-what the demonstrator does not use (echoes, tools, limits, failing children).
+first message of each call and the reports of its cells are the engine's, which are passed as
+``DemonstrationTexts``; conversations are equal to those of the engine (a test compares them). Not
+here: what the demonstrator does not use (echoes, tools, limits, failing children).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ import msgspec
 
 from ramify.clients.base import Price, Request
 from ramify.errors import RamifyError, Refused
-from ramify.tasks.base import DemonstrationScaffold, Item
+from ramify.tasks.base import DemonstrationTexts, Item
 from ramify.tasks.ledger.ledger_rows import (
     COMBINED,
     KINDS,
@@ -301,17 +301,17 @@ class LedgerDemonstration(msgspec.Struct, frozen=True):
 
 
 def play(
-    item: Item, habits: LedgerDemonstratorHabits, seed: int, scaffold: DemonstrationScaffold
+    item: Item, habits: LedgerDemonstratorHabits, seed: int, texts: DemonstrationTexts
 ) -> list[LedgerDemonstration]:
     """Return the calls of one demonstration, the root first."""
-    return _Play(item, habits, seed, scaffold).run()
+    return _Play(item, habits, seed, texts).run()
 
 
 def demonstrations(
     items: Iterable[Item],
     habits: LedgerDemonstratorHabits,
     seed: int,
-    scaffold: DemonstrationScaffold,
+    texts: DemonstrationTexts,
 ) -> Iterator[list[LedgerDemonstration]]:
     """Yield one demonstration for each item."""
     items = iter(items)
@@ -320,7 +320,7 @@ def demonstrations(
             item = next(items, None)
             if item is None:
                 return
-            conversations = play(item, habits, seed, scaffold)
+            conversations = play(item, habits, seed, texts)
         yield conversations
 
 
@@ -346,12 +346,12 @@ class _Play:
     """State of one demonstration."""
 
     def __init__(
-        self, item: Item, habits: LedgerDemonstratorHabits, seed: int, rules: DemonstrationScaffold
+        self, item: Item, habits: LedgerDemonstratorHabits, seed: int, texts: DemonstrationTexts
     ) -> None:
         self._item = item
         self._habits = habits
         self._seed = seed
-        self._rules = rules
+        self._texts = texts
         self._conversations: list[LedgerDemonstration] = []
         documents = documents_of(item)
         self._rows = {item.context[each.start : each.end]: [each] for each in documents} | {
@@ -365,7 +365,7 @@ class _Play:
     def _call(self, id: str, scene: CallScene, question: str, context: str) -> Any:
         call = DemonstratedCall(scene, self._habits, seed_of(self._item, self._seed, id))
         session = _Namespace(context, self._children(id, call, context))
-        messages = [Message("user", self._rules.first_message(question, context))]
+        messages = [Message("user", self._texts.first_message(question, context))]
         observation = None
         while True:
             code = call.reply(observation)
@@ -373,7 +373,7 @@ class _Play:
             cell = session.run(code)
             if session.answer is not None:
                 break
-            observation = self._rules.report(cell)
+            observation = self._texts.report(cell)
             messages.append(Message("user", observation))
         correct = self._is_right(question, context, session.answer)
         self._conversations.append(

@@ -34,7 +34,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from ramify.tasks.base import DemonstrationScaffold, Item
+from ramify.tasks.base import DemonstrationTexts, Item
 from ramify.tasks.programs.program_library import (
     IMPORTED,
     NUM_WORDS,
@@ -142,17 +142,17 @@ def demonstrations(
     items: Iterable[Item],
     habits: ProgramDemonstratorHabits,
     seed: int,
-    rules: DemonstrationScaffold,
+    texts: DemonstrationTexts,
 ) -> Iterator[list[ProgramDemonstration]]:
     """Yield one demonstration for each item."""
-    return ([demonstrate(item, habits, seed, rules)] for item in items)
+    return ([demonstrate(item, habits, seed, texts)] for item in items)
 
 
 def demonstrate(
-    item: Item, habits: ProgramDemonstratorHabits, seed: int, rules: DemonstrationScaffold
+    item: Item, habits: ProgramDemonstratorHabits, seed: int, texts: DemonstrationTexts
 ) -> ProgramDemonstration:
     """Return the demonstrator's conversation about ``item``."""
-    return _Demonstration(item, habits, random.Random(f"{seed}/{item.id}"), rules).run()
+    return _Demonstration(item, habits, random.Random(f"{seed}/{item.id}"), texts).run()
 
 
 class _Demonstration:
@@ -163,20 +163,20 @@ class _Demonstration:
         item: Item,
         habits: ProgramDemonstratorHabits,
         rng: random.Random,
-        rules: DemonstrationScaffold,
+        texts: DemonstrationTexts,
     ) -> None:
         problem = ProgramProblem.read(item.question)
         assert problem is not None, item.question
         self._item = item
         self._habits = habits
         self._rng = rng
-        self._rules = rules
+        self._texts = texts
         self._problem = problem
         self._library: ProgramLibrary = library(item.metadata["secret"])
         self._believed = {word: self._belief(word) for word, _ in problem.steps}
         self._imports: dict[int, None] = {}
         self._remembers = rng.random() < habits.remembers_import
-        self._question = rules.first_message(item.question, "")
+        self._question = texts.first_message(item.question, "")
 
     def run(self) -> ProgramDemonstration:
         hinted, is_wrong = (
@@ -198,7 +198,7 @@ class _Demonstration:
             outcome = self._library.run(program)
             messages += [
                 Message("assistant", program.text),
-                Message("user", self._rules.report(self._cell(program, outcome))),
+                Message("user", self._texts.report(self._cell(program, outcome))),
             ]
             if not isinstance(outcome, RuleViolation):
                 number = outcome

@@ -22,12 +22,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from ramify.errors import ConfigError
 from ramify.logging import RoomLogger
+from ramify.tasks.base import DemonstrationTexts
 from ramify.tasks.data import rows_of
 from ramify.tasks.toolmath.task import bare_question
 from ramify.types.boxed import last_boxed
@@ -46,17 +47,6 @@ _ANSWER = re.compile(r"<answer>\s*(.*?)\s*</answer>", re.DOTALL)
 _TAG = re.compile(r"</?(?:code|interpreter|answer)>")
 
 
-class ToolMathScaffold(Protocol):
-    """The part of the engine's ``Scaffold`` that a conversation needs."""
-
-    @property
-    def native_tools(self) -> bool: ...
-
-    def system_prompt(self) -> str: ...
-
-    def first_message(self, question: str, context: object) -> str: ...
-
-
 class ToolMathDemonstration(msgspec.Struct, frozen=True):
     """One demonstration; see ``train.sft.Conversation``."""
 
@@ -69,7 +59,7 @@ class ToolMathDemonstration(msgspec.Struct, frozen=True):
 
 def demonstrations(
     source: Any,
-    rules: ToolMathScaffold,
+    texts: DemonstrationTexts,
     num: int | None = None,
 ) -> Iterator[list[ToolMathDemonstration]]:
     """Yield the demonstrations in the first ``num`` rows of ``source`` (None: all). Skipped rows
@@ -79,7 +69,7 @@ def demonstrations(
     skipped, first = 0, ""
     for number in range(num_rows):
         try:
-            yield [ToolMathDemonstration(f"retool/{number}", conversation(rows[number], rules))]
+            yield [ToolMathDemonstration(f"retool/{number}", conversation(rows[number], texts))]
         except ValueError as error:
             skipped, first = skipped + 1, first or f"row {number}: {error}"
     if skipped == num_rows:
@@ -95,18 +85,17 @@ def demonstrations(
         )
 
 
-def conversation(row: Mapping[str, Any], rules: ToolMathScaffold) -> tuple[Message, ...]:
+def conversation(row: Mapping[str, Any], texts: DemonstrationTexts) -> tuple[Message, ...]:
     """Convert one row to messages. Raises ValueError that says what is wrong with the row."""
     contents = {message.get("role"): message.get("content") for message in _messages(row)}
     question, solution = contents.get("user"), contents.get("assistant")
     if not isinstance(question, str) or not isinstance(solution, str):
         raise ValueError("it needs a message of the user and one of the assistant")
-    system = rules.system_prompt()
-    first = Message("user", rules.first_message(asked(question), ""))
+    first = Message("user", texts.first_message(asked(question), ""))
     return (
-        *([Message("system", system)] if system else []),
+        *([Message("system", texts.system)] if texts.system else []),
         first,
-        *_turns(solution, rules.native_tools),
+        *_turns(solution, texts.native_tools),
     )
 
 

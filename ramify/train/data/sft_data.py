@@ -31,7 +31,7 @@ from ramify.plugins import Registry
 from ramify.store.private_files import EVALUATIONS
 from ramify.store.reviews import read_reviews
 from ramify.store.store import Store
-from ramify.tasks.base import Task
+from ramify.tasks.base import DemonstrationTexts, Task
 from ramify.train.data.stored_tokens import StoredTokens
 from ramify.types.message import Message, Reply
 from ramify.types.sequence import TokenSequence
@@ -308,6 +308,13 @@ DEMOS = Registry(
 of the training split."""
 
 
+def texts_of(scaffold: Scaffold) -> DemonstrationTexts:
+    """Return what a run with ``scaffold`` writes around the replies of a demonstrator."""
+    return DemonstrationTexts(
+        scaffold.first_message, scaffold.report, scaffold.system_prompt(), scaffold.native_tools
+    )
+
+
 def ledger_demos(
     task: Task, num: int, seed: int, scaffold: Scaffold, habits: str = "noisy"
 ) -> Iterator[Sequence[DemonstrationConversation]]:
@@ -319,7 +326,7 @@ def ledger_demos(
     if habits not in kinds:
         raise ConfigError(f"unknown habits '{habits}': {nearest(habits, kinds)}")
     items = islice(task.splits["train"], num)  # lazy: some contexts are long
-    return demonstrations(items, kinds[habits], seed, scaffold)
+    return demonstrations(items, kinds[habits], seed, texts_of(scaffold))
 
 
 def program_demos(
@@ -333,7 +340,7 @@ def program_demos(
         task.splits["train"][:num],
         msgspec.convert(habits, ProgramDemonstratorHabits, strict=False),
         seed,
-        scaffold,
+        texts_of(scaffold),
     )
 
 
@@ -347,7 +354,7 @@ def retool_demos(
         raise ConfigError(
             "sft.demos=retool needs a file: give sft.options.source=ReTool-SFT.parquet (or .jsonl)"
         )
-    return demonstrations(source, scaffold, num)
+    return demonstrations(source, texts_of(scaffold), num)
 
 
 SHORTEST, LONGEST = 6, 40

@@ -15,7 +15,7 @@ Legend: N tokens sampled in a turn, k candidate tokens per position, T tokens of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -202,8 +202,10 @@ class SignalContext(msgspec.Struct, eq=False, kw_only=True):
     filters."""
     weights: Mapping[str, float] = {}
     """The task's weights, by reward name."""
-    asking: ModelCallerFactory | None = None
-    """For judges that are models; None if no client pool is available."""
+    asking: Callable[[Trajectory, str, SignalScore], ModelCaller] | None = None
+    """(trajectory, name of the signal, score) -> a caller for judges that are models. It records
+    its calls in the score, each under the turn it is about. None if no client pool is
+    available."""
     scorers: Mapping[str, TokenScorer] = {}
     """Teachers by name: ``reference``, ``ema``, ``live`` (the current policy), or a checkpoint
     folder."""
@@ -212,14 +214,6 @@ class SignalContext(msgspec.Struct, eq=False, kw_only=True):
     """The temperature at which rollouts were sampled."""
     wants_reference: bool = False
     """Whether training needs ``SignalScore.reference`` of the rollouts it learns from."""
-
-
-class ModelCallerFactory(Protocol):
-    """Creates ``ModelCaller`` objects."""
-
-    def of(self, trajectory: Trajectory, signal: str, reading: SignalScore) -> ModelCaller:
-        """A caller that records its calls in ``reading.calls``, each under the turn it is about."""
-        ...
 
 
 class Signal(Protocol):

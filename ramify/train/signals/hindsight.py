@@ -162,7 +162,7 @@ class Hindsight(
         if hints.reading.abstained or item is None:
             return hints
         ask = (
-            context.asking.of(trajectory, "hindsight", hints.reading)
+            context.asking(trajectory, "hindsight", hints.reading)
             if context.asking is not None
             else None
         )

@@ -308,11 +308,7 @@ class ProcessRewardSignal(
     ) -> SignalScore:
         reading = SignalScore()
         item = context.items.get(task)
-        ask = (
-            context.asking.of(trajectory, "process", reading)
-            if context.asking is not None
-            else None
-        )
+        ask = context.asking(trajectory, "process", reading) if context.asking is not None else None
         turns = [
             (call, index) for call in self._calls(trajectory) for index in range(len(call.turns))
         ]

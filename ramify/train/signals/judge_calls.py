@@ -36,8 +36,7 @@ DECIMALS = 4
 
 
 class JudgeCallers:
-    """Model access of a run's judges; implements ``ModelCallerFactory``. Belongs to one event
-    loop."""
+    """Model access of a run's judges. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -54,7 +53,8 @@ class JudgeCallers:
         self.ledger = Ledger(limits, priced=True)
         self.ledger.cost = None  # until a judge with a known price has replied
 
-    def of(self, trajectory: Trajectory, signal: str, reading: SignalScore) -> ModelCaller:
+    def caller_of(self, trajectory: Trajectory, signal: str, reading: SignalScore) -> ModelCaller:
+        """Return a caller for one trajectory and one signal (``SignalContext.asking``)."""
         return _TrajectoryCaller(self, trajectory, signal, reading)
 
     async def ask(self, model: str, request: Request) -> tuple[str, Reply]:

@@ -168,7 +168,7 @@ class OutcomeSignal(
         if self.rubric is not None:
             if context.asking is None:
                 raise RamifyError("a rubric needs a judge to ask, and this run has no client pool")
-            ask = context.asking.of(trajectory, "outcome", reading)
+            ask = context.asking(trajectory, "outcome", reading)
             return await self._graded(self.rubric, trajectory, item, ask)
         if not self.verifier:
             return total(trajectory.rewards, context.weights)

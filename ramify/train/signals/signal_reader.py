@@ -105,7 +105,7 @@ class RunSignals:
                 step=0,
                 items={},
                 weights=self._weights,
-                asking=judges,
+                asking=None if judges is None else judges.caller_of,
                 writing=self._writing,
                 temperature=self._temperature,
                 wants_reference=self._wants_reference,

@@ -21,6 +21,7 @@ from ramify.train.data.sft_data import (
     induction,
     order,
     read,
+    texts_of,
     trajectory_of,
     write,
 )
@@ -28,7 +29,8 @@ from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Fork, Group, Trajectory, Turn
 
 ITEMS = ledger(multi=0.5, rows=(6, 9), doc_rows=(4, 6)).splits["train"][:40]
-DEMOS = list(demonstrations(ITEMS, NOISY, 0, SCAFFOLDS["tiny"]))
+TEXTS = texts_of(SCAFFOLDS["tiny"])
+DEMOS = list(demonstrations(ITEMS, NOISY, 0, TEXTS))
 TOKENIZER = train_tokenizer(
     (m.content for demo in DEMOS for call in demo for m in call.messages), 320
 )
@@ -45,7 +47,7 @@ def test_demonstrations_become_call_trees() -> None:
             each.messages for each in demo
         ]
         assert tree.rewards["correct"] == demo[0].correct
-    experts = [trajectory_of(demo) for demo in demonstrations(ITEMS, EXPERT, 0, SCAFFOLDS["tiny"])]
+    experts = [trajectory_of(demo) for demo in demonstrations(ITEMS, EXPERT, 0, TEXTS)]
     assert {tree.rewards["correct"] for tree in experts} == {1.0}
 
 

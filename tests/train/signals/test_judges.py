@@ -67,7 +67,9 @@ def reading(
     async def read() -> list[SignalScore]:
         pool = ClientPool(rng=None, sleep=no_sleep)
         pool.adopt(ScriptedClient(script, name="scripted:judge"))
-        context = SignalContext(step=0, items={"t/0": ITEM}, asking=judges or JudgeCallers(pool))
+        context = SignalContext(
+            step=0, items={"t/0": ITEM}, asking=(judges or JudgeCallers(pool)).caller_of
+        )
         try:
             found: list[SignalScore] = await signal.read(Group("t/0", list(trajectories)), context)
             return found
@@ -336,14 +338,14 @@ def test_judge_calls_respect_budget_and_cache(tmp_path: Any) -> None:
         client = pool.adopt(ScriptedClient(lambda _: r"\boxed{1}", name="scripted:judge"))
         signal = ProcessRewardSignal(judge=StepJudge(model="scripted:judge"))
         narrow = JudgeCallers(pool, Limits(max_calls=1))
-        context = SignalContext(step=0, items={"t/0": ITEM}, asking=narrow)
+        context = SignalContext(step=0, items={"t/0": ITEM}, asking=narrow.caller_of)
         found = (await signal.read(Group("t/0", [rollout()]), context))[0]
         assert len(found.turns) == 1
         assert "limit of 1 calls is reached" in (found.calls[1].error or "")
         cache = CallCache(Store(tmp_path))
         for expected in (3, 3):
             judges = JudgeCallers(pool, BUDGET, cache=cache)
-            context = SignalContext(step=0, items={"t/0": ITEM}, asking=judges)
+            context = SignalContext(step=0, items={"t/0": ITEM}, asking=judges.caller_of)
             found = (await signal.read(Group("t/0", [rollout()]), context))[0]
             assert len(client.requests) == expected
         assert judges.ledger.spent.calls == 0

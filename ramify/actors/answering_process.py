@@ -1,0 +1,81 @@
+"""Small processes of this package that answer requests over their pipes, one at a time.
+
+    here                                              the process
+    start("ramify.sources.sqlite_process:serve")  ──> serve() ── answer_requests(answer)
+    ask(process, [request], limit_s=20.0)         ──> answer([request]) ──> [answer]
+
+A request and its answer are lists of byte strings, each preceded by its length. Not here: how many
+such processes there are (see ``IdleProcesses`` in ``child_process.py``), and what they are asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import IO
+
+from ramify.actors.child_process import import_path
+
+_LENGTH_BYTES = 8
+
+
+def start(serve: str) -> subprocess.Popen[bytes]:
+    """Start a Python process that calls the function ``serve``, given as ``module:name``."""
+    module, _, function = serve.partition(":")
+    return subprocess.Popen(
+        [sys.executable, "-c", f"from {module} import {function}; {function}()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **import_path()},
+    )
+
+
+def ask(process: subprocess.Popen[bytes], request: Sequence[bytes], limit_s: float) -> list[bytes]:
+    """Return the answer of ``process`` to ``request``. Raises TimeoutError if it does not begin
+    within ``limit_s`` seconds, and EOFError or OSError if the process ends before it is
+    complete."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    _send(process.stdin, request)
+    # select() does not support descriptors above 1023, which a host with many sessions exceeds.
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    if not poll.poll(limit_s * 1000):
+        raise TimeoutError
+    return _receive(process.stdout)
+
+
+def answer_requests(answer: Callable[[list[bytes]], Sequence[bytes]]) -> None:
+    """Answer requests from standard input until it is closed, or until memory runs out."""
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt, MemoryError):
+        while True:
+            _send(sink, answer(_receive(source)))
+
+
+def _send(sink: IO[bytes], parts: Sequence[bytes]) -> None:
+    sink.write(len(parts).to_bytes(_LENGTH_BYTES, "little"))
+    for part in parts:
+        sink.write(len(part).to_bytes(_LENGTH_BYTES, "little"))
+        sink.write(part)
+    sink.flush()
+
+
+def _receive(source: IO[bytes]) -> list[bytes]:
+    return [_exactly(source, _number(source)) for _ in range(_number(source))]
+
+
+def _number(source: IO[bytes]) -> int:
+    return int.from_bytes(_exactly(source, _LENGTH_BYTES), "little")
+
+
+def _exactly(source: IO[bytes], count: int) -> bytes:
+    data = source.read(count)
+    if len(data) < count:
+        raise EOFError
+    return data
