@@ -28,8 +28,6 @@ def measure(kit: Kit) -> None:
     for num in (1, 4, 16, 32) if kit.quick else (1, 16, 128, 512):
         with kit.figure(f"{num} sequences"):
             _speed(kit, policy, module, num)
-    with kit.figure("CUDA graphs"):
-        _graphs(kit, policy)
     with kit.figure("16 turns"):
         _turns(kit, policy)
 
@@ -69,33 +67,14 @@ def _speed(kit: Kit, policy: Policy, module: Any, num: int) -> None:
         kit.add(f"{num} sequences: generate to engine", theirs / took, "×", expected=to_ours)
 
 
-def _graphs(kit: Kit, policy: Policy) -> None:
-    """Decoding by CUDA graphs beside the same steps call by call."""
-    if not kit.is_cuda:
-        raise Skipped("there are no CUDA graphs on a CPU; tests/inference/test_captured.py repeats")
-    for num in (1, 16):
-        given = np.random.default_rng(num).integers(4, VOCABULARY, (num, PROMPT)).tolist()
-
-        def side(capture: bool, given: list[list[int]] = given) -> Callable[[], None]:
-            return lambda: asyncio.run(_sample(policy, given, REPLY, capture=capture))
-
-        why = "some 400 kernels are launched from Python without graphs"
-        expected = kit.expect(f"graphs at {num} sequences", 1.0, 20, "×", why)
-        captured, separate = (kit.timed(side(capture), 3).median for capture in (True, False))
-        name = f"{num} sequences: call by call to CUDA graphs"
-        kit.add(name, separate / captured, "×", expected=expected)
-
-
 def _cache_bytes(kit: Kit, policy: Policy) -> int:
     config = kit.config(SHAPE)
     heads = config.num_key_value_heads * config.head_dim
     return int(2 * config.num_hidden_layers * heads * policy.dtype.itemsize)
 
 
-async def _sample(
-    policy: Policy, given: list[list[int]], num: int, *, capture: bool = True
-) -> None:
-    client = LocalClient(policy, slots=len(given), capture=capture)
+async def _sample(policy: Policy, given: list[list[int]], num: int) -> None:
+    client = LocalClient(policy, slots=len(given))
     settings = Sampling(num, 1.0, seed=1, logprobs=True)
     await asyncio.gather(
         *(client.sample(ids, settings, str(index)) for index, ids in enumerate(given))

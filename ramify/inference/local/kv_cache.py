@@ -32,8 +32,6 @@ class CacheLayout(NamedTuple):
     """d"""
     dtype: torch.dtype
     device: torch.device
-    num_spare: int = 0
-    """Positions at the end of each slot that hold nothing (``captured.py`` writes there)."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -50,13 +48,12 @@ class KeyValueCache:
         self.capacity = capacity
         self.heads = layout.heads
         self.size = layout.size
-        self._width = capacity + layout.num_spare
         self.kv = torch.zeros(
             2,
             layout.num_layers,
             num_slots,
             self.heads,
-            self._width,
+            capacity,
             self.size,
             dtype=layout.dtype,
             device=layout.device,
@@ -64,19 +61,19 @@ class KeyValueCache:
         self.rows = [
             (k.view(-1, self.size), v.view(-1, self.size)) for k, v in zip(*self.kv, strict=True)
         ]
-        """Per layer, keys and values as rows [S K (C + spare), d]."""
+        """Per layer, keys and values as rows [S K C, d]."""
         self.blocks = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(*self.kv, strict=True)]
-        """Per layer, keys and values by slot and head, [S K, C + spare, d]."""
+        """Per layer, keys and values by slot and head, [S K, C, d]."""
 
     def row_of(self, slots: Sequence[int], positions: Sequence[int]) -> list[int]:
-        """The row of each position's first head; position ``capacity`` is a spare one."""
-        stride = self.heads * self._width
+        """The row of each position's first head."""
+        stride = self.heads * self.capacity
         return [slot * stride + position for slot, position in zip(slots, positions, strict=True)]
 
     def write_rows(self, rows_T: Tensor) -> Tensor:
         """[T K] rows of all heads, from those of the first heads."""
         heads = torch.arange(self.heads, device=rows_T.device)
-        return (rows_T[:, None] + heads * self._width).flatten()
+        return (rows_T[:, None] + heads * self.capacity).flatten()
 
     def write(self, layer: int, write_at: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> None:
         """Write keys and values of T tokens to the rows ``write_at`` [T K]."""
@@ -137,12 +134,11 @@ class StepAttention:
         return self._cache.write_rows(torch.tensor(rows))
 
 
-class DecodeAttention:
+class _FirstSlots:
     """Attention of one token of each of the first n slots, over the first ``length`` positions."""
 
     def __init__(self, cache: KeyValueCache, last_n: Tensor, length: int) -> None:
-        """``last_n``: the position of each token, on the cache's device. Only tensors are read, so
-        that a CUDA graph can repeat this with other positions."""
+        """``last_n``: the position of each token, on the cache's device."""
         self._cache = cache
         self._n, self._length = len(last_n), length
         hidden_nT = torch.arange(length, device=last_n.device) > last_n[:, None]
@@ -191,7 +187,7 @@ class _SomeSlots:
             last_n = torch.zeros(self._n, dtype=torch.long).index_copy_(
                 0, torch.tensor(step.slots), last_n
             )
-        self._attend = DecodeAttention(cache, last_n.to(device), length)
+        self._attend = _FirstSlots(cache, last_n.to(device), length)
         self._slots = None if is_dense else torch.tensor(step.slots, device=device)
 
     def __call__(self, layer: int, q_THd: Tensor, scale: float) -> Tensor:

@@ -63,14 +63,13 @@ class LocalClient:
         cache_bytes: int | None = None,
         reuse: bool = True,
         fixed_shapes: torch.dtype | None = None,
-        capture: bool = True,
     ) -> None:
         """``slots``: concurrent replies (128 on a CPU, otherwise 256). ``prefill_tokens``: prompt
         tokens per step (1024 on a CPU, otherwise 8192). ``cache_bytes``: memory of the KV cache (2
         GiB on a CPU, otherwise a third of the GPU's memory). Without ``reuse``, cached prefixes of
         one request do not serve another. ``fixed_shapes``: precision of products in
         fixed shapes (``models/fixed_shapes.py``), which give the same bits in any batch; None: the
-        fastest shapes. ``capture``: on a GPU, decode by CUDA graphs (``captured.py``)."""
+        fastest shapes."""
         self.policy = policy
         self._weights: dict[str, Tensor] = {}
         """Name -> weight, filled by the first weight sync. These stay the same tensor objects,
@@ -91,9 +90,7 @@ class LocalClient:
             window=self.window,
             reuse=reuse,
         )
-        self.engine = LocalEngine(
-            runner_of(policy.model, fixed_shapes, capture=capture), room, policy.version
-        )
+        self.engine = LocalEngine(runner_of(policy.model, fixed_shapes), room, policy.version)
         self._thread = EngineThread(self.engine)
         self._sleeping_weights = SleepingWeights(policy.model)
         self.experts: MixtureShape | None = None

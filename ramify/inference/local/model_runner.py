@@ -2,8 +2,7 @@
 
 A model gets the fastest runner that gives its own results:
 
-    DenseModel             ``FlatRunner``: all spans of a step in one pass over one token axis; on a
-                           GPU, decoding steps are CUDA graphs (``captured.py``)
+    DenseModel             ``FlatRunner``: all spans of a step in one pass over one token axis
     transformers module    ``FlatRunner`` through its attention interface, if a probe gives the
                            logits of the module alone (``models.trunk``); otherwise
                            ``ModuleRunner``: one sequence at a time, with transformers' own cache
@@ -36,7 +35,6 @@ import torch
 from torch import Tensor, nn
 
 from ramify.errors import ConfigError
-from ramify.inference.local.captured import CapturedDecoding
 from ramify.inference.local.kv_cache import CacheLayout, KeyValueCache, StepAttention
 from ramify.inference.local.slots import EngineStep, SlotMove, SlotSpan
 from ramify.models.dense import CausalAttention, DenseModel
@@ -343,13 +341,9 @@ class FlatRunner:
     routers: MixtureRouters | None = None
     routes: Sequence[tuple[int, ...]] = ()
 
-    def __init__(
-        self, decoder: DecoderModel, layout: CacheLayout, captured: CapturedDecoding | None = None
-    ) -> None:
-        """``captured``: computes the decoding steps that it can."""
+    def __init__(self, decoder: DecoderModel, layout: CacheLayout) -> None:
         self._decoder = decoder
         self._layout = layout
-        self._captured_steps = captured
         self.bytes_per_token = layout.bytes_per_token
         self._cache = KeyValueCache(layout, 1, 1)
 
@@ -358,10 +352,6 @@ class FlatRunner:
         return self._cache.kv.untyped_storage().nbytes()
 
     def forward(self, step: EngineStep, wanted: Sequence[bool]) -> Tensor:
-        if self._captured_steps is not None:
-            h_ND = self._captured_steps.hidden(self._cache, step)
-            if h_ND is not None:
-                return self._decoder.logits(h_ND)
         rows_N = None
         if step.spans:
             rows = list(range(len(step.slots)))
@@ -381,13 +371,9 @@ class FlatRunner:
 
     def resize(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
         self._cache = self._cache.resized(stay, num_slots, capacity)
-        if self._captured_steps is not None:
-            self._captured_steps.clear()
 
     def forget(self) -> None:
-        # The cache needs nothing: slots are written before they are read.
-        if self._captured_steps is not None:
-            self._captured_steps.weights_changed()
+        """Nothing to do: slots are written before they are read."""
 
     @torch.inference_mode()
     def all_logits(self, ids: Sequence[int]) -> Tensor:
@@ -405,12 +391,9 @@ class FlatRunner:
         return self._decoder.hidden(ids_T, positions_T, StepAttention(cache, step), rows_N)
 
 
-def runner_of(
-    model: nn.Module, fixed_shapes: torch.dtype | None = None, *, capture: bool = True
-) -> ModelRunner:
+def runner_of(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> ModelRunner:
     """The fastest runner that computes what ``model`` computes; with ``fixed_shapes`` the one that
-    computes in fixed shapes, with products in this precision. ``capture``: whether it may decode by
-    CUDA graphs."""
+    computes in fixed shapes, with products in this precision."""
     if fixed_shapes is not None:
         if not isinstance(model, DenseModel):
             raise ConfigError(f"a {type(model).__name__} cannot compute in fixed shapes")
@@ -418,10 +401,7 @@ def runner_of(
     if isinstance(model, DenseModel):
         shape, parameter = model.shape, next(model.parameters())
         sizes = (shape.num_layers, shape.num_kv_heads, shape.head_size)
-        layout = CacheLayout(*sizes, parameter.dtype, parameter.device)
-        if parameter.device.type != "cuda" or not capture:
-            return FlatRunner(model, layout)
-        return FlatRunner(model, layout._replace(num_spare=16), CapturedDecoding(model))
+        return FlatRunner(model, CacheLayout(*sizes, parameter.dtype, parameter.device))
     return _flat(model) or ModuleRunner(model)
 
 
