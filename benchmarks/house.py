@@ -43,7 +43,7 @@ ASIDE = (
     *(f"sandbox/{name}" for name in ("monty.py", "ipython.py", "cloud/")),
     *(f"tasks/{name}" for name in ("programs/", "toolmath/", "oolong.py", "evidence.py")),
     *(f"train/{name}" for name in ("signals/hindsight.py", "signals/programs.py", "presets.py")),
-    "cluster/",
+    "extras/",
     "testing/",
 )
 """Files and folders beside the core: other vendors' sandboxes, planning, tasks and signals of

@@ -29,11 +29,11 @@ from engine import Figure, show
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from transformers.utils.logging import disable_progress_bar
 
-from ramify.cluster import memory
-from ramify.cluster.meshes import sent_bytes
-from ramify.cluster.shape import device_of, shape_of
-from ramify.cluster.steps import StepTokens
 from ramify.errors import TrainError
+from ramify.extras.cluster import memory
+from ramify.extras.cluster.meshes import sent_bytes
+from ramify.extras.cluster.shape import device_of, shape_of
+from ramify.extras.cluster.steps import StepTokens
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.models.load import Policy
 from ramify.models.weights import fingerprint_of

@@ -34,8 +34,8 @@ from statistics import fmean
 from engine import Figure, show
 from scale_stepped import Shape, carry_out
 
-from ramify.cluster.simulate import SimulationResult, SimulationSetting, simulate
-from ramify.cluster.simulation_inputs import SimulationInputs, measured
+from ramify.extras.cluster.simulate import SimulationResult, SimulationSetting, simulate
+from ramify.extras.cluster.simulation_inputs import SimulationInputs, measured
 
 MOST_OFF = 0.15
 """Tolerance of a step's seconds in either direction."""

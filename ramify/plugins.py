@@ -1,6 +1,7 @@
 """Registries: one for each kind of thing that is chosen by name, such as tasks or sandboxes.
 
     rl.algorithm=grpo                     ours: ``ALGORITHMS`` maps the name to "module:class"
+    task.name=oolong                      beside the core: ``ramify.extras`` maps it, as a package
     rl.algorithm=median                   an installed package's, by its entry points
     rl.algorithm=my_package.rl:Median     importable
     rl.algorithm=my_rl.py:Median          in a file
@@ -39,6 +40,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import msgspec
 
 from ramify.errors import ConfigError, RamifyError, nearest
+from ramify.extras import ENTRY_POINTS
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -89,6 +91,7 @@ MOVED_MODULES = {
     "ramify.train.signals.tool_use": "ramify.train.signals.outcome",
     "ramify.tasks.scoring.interval": "ramify.tasks.scoring.answer_text",
     "ramify.tasks.scoring.numeric": "ramify.tasks.scoring.answer_text",
+    "ramify.cluster": "ramify.extras.cluster",
 }
 """Beginnings of dotted paths that an earlier version stored -> today's."""
 _OTHERS = "module:name or file.py:name"
@@ -125,16 +128,16 @@ class Registry(Mapping[str, Any]):
         elsewhere: Mapping[str, str] | None = None,
     ) -> None:
         """Errors call an entry by its ``kind``. Plug-ins add entries through the entry-point group
-        ``group``, and ``table`` holds the built-in ones: each name with an object or its location
-        (``module:name``, or a module). With ``structs``, an entry must be a struct whose tag is its
-        name, so that a checkpoint can name it. Errors also list ``others``, the values that are
-        accepted in place of a name. ``aliases`` maps other names, in lower case, to built-in names.
-        ``elsewhere`` maps names that belong to another option, in lower case, to what the user
-        should do instead."""
+        ``group``, and ``table`` holds those of the core: each name with an object or its location
+        (``module:name``, or a module). ``ramify.extras`` adds more names to the built-in ones. With
+        ``structs``, an entry must be a struct whose tag is its name, so that a checkpoint can name
+        it. Errors also list ``others``, the values that are accepted in place of a name.
+        ``aliases`` maps other names, in lower case, to built-in names. ``elsewhere`` maps names
+        that belong to another option, in lower case, to what the user should do instead."""
         self.kind = kind
         self.group = group
-        self._table = dict(table)
-        self.ours = frozenset(table)
+        self._table = {**table, **ENTRY_POINTS.get(group, {})}
+        self.ours = frozenset(self._table)
         """Names that need no package but this one."""
         self._structs = structs
         self._others = others
@@ -428,8 +431,9 @@ def _line_in(place: str, error: BaseException) -> str:
 def _moved(location: str) -> str:
     """Today's place of an object, given one that an earlier version stored."""
     for old, new in MOVED_MODULES.items():
-        if location.startswith(old):
-            return new + location.removeprefix(old)
+        rest = location.removeprefix(old)
+        if rest != location and (old.endswith(".") or rest[:1] in ("", ".", ":")):
+            return new + rest
     return location
 
 

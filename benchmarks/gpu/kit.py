@@ -5,7 +5,7 @@ figures with the range that was expected before they were measured, and the file
     with kit.figure("name", …): …        a failure or a missing capability costs one figure
     OUT/gpu/STAGE.json                   written again after every figure
 
-A range comes from the data sheet of a GPU (``ramify.cluster.shape``) and the share of it that a
+A range comes from the data sheet of a GPU (``ramify.extras.cluster.shape``) and the share of it that a
 program may reach. A CPU has no sheet: a matrix product and a copy of this run take its place.
 """
 
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from ramify.cluster.shape import DEVICES, DeviceSpec
+from ramify.extras.cluster.shape import DEVICES, DeviceSpec
 from ramify.models.load import Policy, from_config
 from ramify.models.tokenizer import train_tokenizer
 
@@ -323,7 +323,7 @@ def tokenizer() -> Any:
 
 def sheet_of(device: torch.device) -> DeviceSpec | None:
     """The data sheet of a GPU, or a CPU's own speeds in a matrix product and a copy; None for a
-    GPU that ``ramify.cluster.shape`` does not list."""
+    GPU that ``ramify.extras.cluster.shape`` does not list."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device).lower().replace(" ", "")
         return next(

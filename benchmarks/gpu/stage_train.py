@@ -8,8 +8,8 @@ import trees
 from kit import SHAPES, Kit, Skipped
 from stage_parity import LOSS
 
-from ramify.cluster import memory
-from ramify.cluster.shape import ModelShape, shape_of
+from ramify.extras.cluster import memory
+from ramify.extras.cluster.shape import ModelShape, shape_of
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import PolicySpec, Run, SftSpec

@@ -1,7 +1,7 @@
 """Wait until a Ray cluster has its nodes: ``python -m ramify.actors.ray_nodes ADDRESS NODES``.
 
-Job files that start a cluster call this module (``ramify/cluster/scheduler_job.py``), because a
-run that joins a cluster checks at once whether its slots fit the cluster's nodes.
+Job files that start a cluster call this module (``ramify/extras/cluster/scheduler_job.py``),
+because a run that joins a cluster checks at once whether its slots fit the cluster's nodes.
 """
 
 from __future__ import annotations

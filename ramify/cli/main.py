@@ -21,6 +21,7 @@ from ramify import __version__
 from ramify.cli.parser import WRONG, CommandSpec, ExitCode, UsageError, unknown_option
 from ramify.cli.terminal_text import error_line, give_up_stdout, protect_terminal
 from ramify.errors import RamifyError
+from ramify.extras import EXTRA_COMMANDS
 
 COMMANDS = {
     "ask": ("ramify.cli.ask", "answer a question over files, folders, databases or a pipe"),
@@ -29,18 +30,7 @@ COMMANDS = {
     "demos": ("ramify.cli.demos", "ask a model for demonstrations of a task, once"),
     "train": ("ramify.cli.train", "train a policy from a recipe"),
     "init": ("ramify.cli.init_command", "write a new task, its expert and its recipe"),
-    "cluster plan": (
-        "ramify.cli.cluster",
-        "estimate a recipe's process placement, memory and step time",
-    ),
-    "cluster simulate": (
-        "ramify.cli.cluster",
-        "predict the speed of a finished run on other hardware",
-    ),
-    "launch": (
-        "ramify.cli.launch_command",
-        "write and submit a recipe's job files: Slurm, Kubernetes, SkyPilot, Ray",
-    ),
+    **EXTRA_COMMANDS,
     "publish": (
         "ramify.cli.publish_command",
         "write a trained policy and its model card to a folder or the Hugging Face hub",

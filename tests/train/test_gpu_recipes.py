@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.cluster.plan import PlanOptions, plan
+from ramify.extras.cluster.plan import PlanOptions, plan
 from ramify.train.metrics import read_metrics
 from ramify.train.recipe import load_recipe
 from tests.shown import train

@@ -7,15 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.cluster.plan import lines, plan
 from ramify.errors import ConfigError
+from ramify.extras.cluster.plan import lines, plan
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.backends.base import ComputeSpec, ShardSpec
 from ramify.train.config import Run
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
 from ramify.train.resource_counts import shared, sleeping
 from ramify.train.rollouts.group_queue import StepSampleSpec
-from tests.cluster.test_memory import half
+from tests.extras.cluster.test_memory import half
 from tests.train.small import small
 
 POOL = {"main": NodePool(gpus=2, cpus=8)}

@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 import msgspec
 from simpy import Environment, Event
 
-from ramify.cluster.rollout_shapes import RolloutShape
-from ramify.cluster.simulated_engine import SimulatedCache, SimulatedEngine
-from ramify.cluster.simulated_rollout import SimulatedGroup, SimulatedQueue, SimulatedStage
-from ramify.cluster.simulation_inputs import SimulationInputs
 from ramify.errors import ConfigError
+from ramify.extras.cluster.rollout_shapes import RolloutShape
+from ramify.extras.cluster.simulated_engine import SimulatedCache, SimulatedEngine
+from ramify.extras.cluster.simulated_rollout import SimulatedGroup, SimulatedQueue, SimulatedStage
+from ramify.extras.cluster.simulation_inputs import SimulationInputs
 from ramify.progress import report_progress
 
 

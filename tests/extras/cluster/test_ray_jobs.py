@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from ramify.train.metrics import read_metrics
-from tests.cluster.test_launch import ROOT, free_port
+from tests.extras.cluster.test_launch import ROOT, free_port
 
 RECIPE = """
 import msgspec

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from simpy import Environment, Event
 
-from ramify.cluster.rate import EngineRate, RecordedCpu, recorded_cpu
-from ramify.cluster.simulated_engine import SimulatedCache, SimulatedEngine
-from ramify.cluster.simulated_rollout import SimulatedCores
+from ramify.extras.cluster.rate import EngineRate, RecordedCpu, recorded_cpu
+from ramify.extras.cluster.simulated_engine import SimulatedCache, SimulatedEngine
+from ramify.extras.cluster.simulated_rollout import SimulatedCores
 from ramify.inference.local.slots import StepTiming, StepTimings
 from ramify.train.metrics import CpuMeter, MetricsFile, read_metrics
 

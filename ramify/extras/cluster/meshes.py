@@ -22,10 +22,10 @@ from typing import Any
 
 import msgspec
 
-from ramify.cluster import memory
-from ramify.cluster.shape import DeviceEfficiency, DeviceSpec, ModelShape, num_experts
-from ramify.cluster.step_work import StepTokens, forward_flop, num_passes
 from ramify.errors import ConfigError
+from ramify.extras.cluster import memory
+from ramify.extras.cluster.shape import DeviceEfficiency, DeviceSpec, ModelShape, num_experts
+from ramify.extras.cluster.step_work import StepTokens, forward_flop, num_passes
 from ramify.train.backends.mesh import MeshSizes, check_model
 from ramify.train.config import Run
 

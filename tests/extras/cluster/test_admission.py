@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from simpy import Environment
 
-from ramify.cluster import simulated_rollout
-from ramify.cluster.rate import EngineRate
-from ramify.cluster.rollout_shapes import CallShape, RolloutShape, TurnShape
-from ramify.cluster.simulate import SimulationSetting
-from ramify.cluster.simulated_engine import SimulatedEngine
-from ramify.cluster.simulated_rollout import SimulatedStage
+from ramify.extras.cluster import simulated_rollout
+from ramify.extras.cluster.rate import EngineRate
+from ramify.extras.cluster.rollout_shapes import CallShape, RolloutShape, TurnShape
+from ramify.extras.cluster.simulate import SimulationSetting
+from ramify.extras.cluster.simulated_engine import SimulatedEngine
+from ramify.extras.cluster.simulated_rollout import SimulatedStage
 from ramify.tasks.base import Item
 from ramify.train.rollouts.group_queue import GroupQueue, StepSampleSpec
 from ramify.train.rollouts.rollouter import ConcurrencyController, GroupRollout

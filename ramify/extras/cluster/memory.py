@@ -21,7 +21,7 @@ from itertools import pairwise
 
 import msgspec
 
-from ramify.cluster.shape import DeviceSpec, ModelShape
+from ramify.extras.cluster.shape import DeviceSpec, ModelShape
 from ramify.train.advantages.base import needs_of
 from ramify.train.config import Run
 

@@ -24,7 +24,8 @@ from typing import Any
 
 import msgspec
 
-from ramify.cluster.rate import (
+from ramify.errors import ConfigError
+from ramify.extras.cluster.rate import (
     EngineRate,
     MeasuredRequest,
     RecordedCpu,
@@ -32,9 +33,8 @@ from ramify.cluster.rate import (
     non_negative,
     recorded_cpu,
 )
-from ramify.cluster.rollout_shapes import CallShape, RolloutShape, shape_of
-from ramify.cluster.simulated_rollout import TrainerHost
-from ramify.errors import ConfigError
+from ramify.extras.cluster.rollout_shapes import CallShape, RolloutShape, shape_of
+from ramify.extras.cluster.simulated_rollout import TrainerHost
 from ramify.train import metrics as metric_file
 from ramify.train.checkpoint import CheckpointStore, read_state
 from ramify.types.trajectory import GroupOutcome, Trajectory

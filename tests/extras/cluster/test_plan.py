@@ -13,12 +13,18 @@ from transformers import Qwen3MoeConfig
 
 from ramify.cli.main import command
 from ramify.cli.parser import UsageError
-from ramify.cluster import steps
-from ramify.cluster.meshes import meshes
-from ramify.cluster.plan import PlanOptions, lines, plan
-from ramify.cluster.shape import DeviceEfficiency, DeviceSpec, ModelShape, device_of, shape_of
-from ramify.cluster.steps import StepTokens
 from ramify.errors import ConfigError
+from ramify.extras.cluster import steps
+from ramify.extras.cluster.meshes import meshes
+from ramify.extras.cluster.plan import PlanOptions, lines, plan
+from ramify.extras.cluster.shape import (
+    DeviceEfficiency,
+    DeviceSpec,
+    ModelShape,
+    device_of,
+    shape_of,
+)
+from ramify.extras.cluster.steps import StepTokens
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.sandbox.base import SandboxSpec
 from ramify.train.backends.base import ComputeSpec, ShardSpec
@@ -27,7 +33,7 @@ from ramify.train.config import Run, plain
 from ramify.train.metrics import MetricsFile
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
 from ramify.train.rollouts.group_queue import StepSampleSpec
-from tests.cluster.test_memory import half
+from tests.extras.cluster.test_memory import half
 from tests.train.small import small
 
 COLOCATED = PlacementSpec(
@@ -37,7 +43,7 @@ COLOCATED = PlacementSpec(
     colocate=(("trainer", "inference"),),
 )
 RECIPE = """
-from tests.cluster.test_plan import placed
+from tests.extras.cluster.test_plan import placed
 def run():
     return placed()
 """

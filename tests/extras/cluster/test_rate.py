@@ -12,9 +12,16 @@ import pytest
 from simpy import Environment
 
 from ramify import ScriptedClient
-from ramify.cluster.rate import EngineRate, MeasuredRequest, admitted, calibrate, fit, from_steps
-from ramify.cluster.simulated_engine import SimulatedEngine
 from ramify.errors import ConfigError
+from ramify.extras.cluster.rate import (
+    EngineRate,
+    MeasuredRequest,
+    admitted,
+    calibrate,
+    fit,
+    from_steps,
+)
+from ramify.extras.cluster.simulated_engine import SimulatedEngine
 
 TRUE = EngineRate(((1.0, 0.011), (32.0, 0.042)), prompt_token_s=2e-4, request_s=0.03)
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from simpy import Environment
 
-from ramify.cluster.rate import EngineRate
-from ramify.cluster.simulated_engine import SimulatedEngine, Spans, pick
+from ramify.extras.cluster.rate import EngineRate
+from ramify.extras.cluster.simulated_engine import SimulatedEngine, Spans, pick
 
 STEADY = EngineRate(((1.0, 1.0),))
 """A step takes 1 s for any number of sequences."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ramify.cluster.shape import ModelShape
+from ramify.extras.cluster.shape import ModelShape
 from ramify.train.advantages.base import needs_of
 from ramify.train.config import Run
 

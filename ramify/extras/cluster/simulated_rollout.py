@@ -33,9 +33,9 @@ import msgspec
 import numpy as np
 from simpy import Environment, Event, Resource
 
-from ramify.cluster.rate import EngineRate
-from ramify.cluster.rollout_shapes import CallShape, Ids, RolloutShape, TurnShape
-from ramify.cluster.simulated_engine import SimulatedEngine, SimulatedPrefix, Spans, pick
+from ramify.extras.cluster.rate import EngineRate
+from ramify.extras.cluster.rollout_shapes import CallShape, Ids, RolloutShape, TurnShape
+from ramify.extras.cluster.simulated_engine import SimulatedEngine, SimulatedPrefix, Spans, pick
 from ramify.train.rollouts.group_queue import AdmissionRules, room, suffice, too_slow
 
 

@@ -31,8 +31,8 @@ from typing import Any, NamedTuple, cast
 
 from simpy import Environment, Event
 
-from ramify.cluster.rate import EngineRate
-from ramify.cluster.rollout_shapes import Ids
+from ramify.extras.cluster.rate import EngineRate
+from ramify.extras.cluster.rollout_shapes import Ids
 from ramify.inference.local.slots import SlotTable
 
 

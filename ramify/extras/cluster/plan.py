@@ -14,10 +14,11 @@ from pathlib import Path
 import msgspec
 
 from ramify.actors.launcher import PlacementSlot
-from ramify.cluster import memory, steps
-from ramify.cluster.memory import MemoryEstimate
-from ramify.cluster.meshes import MeshEstimate, meshes
-from ramify.cluster.shape import (
+from ramify.errors import ConfigError
+from ramify.extras.cluster import memory, steps
+from ramify.extras.cluster.memory import MemoryEstimate
+from ramify.extras.cluster.meshes import MeshEstimate, meshes
+from ramify.extras.cluster.shape import (
     DeviceEfficiency,
     DeviceSpec,
     ModelShape,
@@ -25,9 +26,8 @@ from ramify.cluster.shape import (
     device_of,
     shape_of,
 )
-from ramify.cluster.step_work import StepTokens
-from ramify.cluster.steps import StepSeconds
-from ramify.errors import ConfigError
+from ramify.extras.cluster.step_work import StepTokens
+from ramify.extras.cluster.steps import StepSeconds
 from ramify.train.config import Run
 from ramify.train.metrics import FILE
 from ramify.train.placement.placement_slots import placement_slots

@@ -5,8 +5,8 @@ submission.
         launch/tiny/job.sbatch, launch/tiny/node.sh: 2 nodes of 8 GPUs and 64 CPUs
         submit: sbatch launch/tiny/job.sbatch
 
-Not here: the plan (``cluster/plan.py``), the job (``cluster/scheduler_job.py``) and the files
-(``cluster/job_files.py``).
+Not here: the plan (``plan.py``), the job (``scheduler_job.py``) and the files
+(``job_files.py``).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ramify.actors.run_channel import KEY
-from ramify.cli.cluster import recipe_of
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.terminal_text import write
 from ramify.errors import ConfigError
+from ramify.extras.cluster.plan_commands import recipe_of
 from ramify.secrets import SecretRedactor
 
 if TYPE_CHECKING:
-    from ramify.cluster.job_files import JobFiles, SubmitCommand
+    from ramify.extras.cluster.job_files import JobFiles, SubmitCommand
 
 _RUN_S = 600.0
 """Seconds that one command of a scheduler may take."""
@@ -48,11 +48,11 @@ def launch(
     secret: list[str] | None = None,
     option: list[str] | None = None,
 ) -> int:
-    from ramify.cluster.job_files import SCHEDULERS, JobOptions, default_folders, job_files
-    from ramify.cluster.plan import PlanOptions, plan
-    from ramify.cluster.scheduler_job import job_of
-    from ramify.cluster.shape import device_of
     from ramify.errors import nearest
+    from ramify.extras.cluster.job_files import SCHEDULERS, JobOptions, default_folders, job_files
+    from ramify.extras.cluster.plan import PlanOptions, plan
+    from ramify.extras.cluster.scheduler_job import job_of
+    from ramify.extras.cluster.shape import device_of
 
     if on is None:
         raise UsageError(f"--on is missing: give one of {', '.join(SCHEDULERS)}")

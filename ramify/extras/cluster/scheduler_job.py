@@ -21,9 +21,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ramify.cluster.plan import ClusterPlan
-from ramify.cluster.shape import DeviceSpec
 from ramify.errors import ConfigError
+from ramify.extras.cluster.plan import ClusterPlan
+from ramify.extras.cluster.shape import DeviceSpec
 from ramify.train.config import Run
 
 DNS_NAME = 40

@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from ramify.actors.run_channel import KEY
-from ramify.cluster.scheduler_job import NodeGroup, SchedulerJob, node_script
-from ramify.cluster.shape import DeviceSpec
 from ramify.errors import ConfigError, nearest
+from ramify.extras.cluster.scheduler_job import NodeGroup, SchedulerJob, node_script
+from ramify.extras.cluster.shape import DeviceSpec
 
 _PORT = 6379
 """Port on which the head listens if no other job shares its address."""

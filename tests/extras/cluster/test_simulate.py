@@ -6,9 +6,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ramify.cluster.rate import EngineRate
-from ramify.cluster.rollout_shapes import CallShape, CellShape, RolloutShape, TurnShape
-from ramify.cluster.simulate import (
+from ramify.errors import ConfigError
+from ramify.extras.cluster.rate import EngineRate
+from ramify.extras.cluster.rollout_shapes import CallShape, CellShape, RolloutShape, TurnShape
+from ramify.extras.cluster.simulate import (
     DeviceSplit,
     SimulationSetting,
     best,
@@ -18,8 +19,7 @@ from ramify.cluster.simulate import (
     simulate,
     splits,
 )
-from ramify.cluster.simulation_inputs import RunSizes, SimulationInputs
-from ramify.errors import ConfigError
+from ramify.extras.cluster.simulation_inputs import RunSizes, SimulationInputs
 
 SIZES = RunSizes(
     items=1, group=1, concurrency=9, on_wire=9, engines=1, slots=9, ranks=1, staleness=0

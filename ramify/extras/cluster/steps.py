@@ -23,11 +23,11 @@ from statistics import fmean
 
 import msgspec
 
-from ramify.cluster.memory import itemsize_of, slots
-from ramify.cluster.meshes import learning_seconds, sent_bytes
-from ramify.cluster.shape import DeviceEfficiency, DeviceSpec, ModelShape
-from ramify.cluster.step_work import StepTokens, forward_flop, num_passes
 from ramify.errors import ConfigError
+from ramify.extras.cluster.memory import itemsize_of, slots
+from ramify.extras.cluster.meshes import learning_seconds, sent_bytes
+from ramify.extras.cluster.shape import DeviceEfficiency, DeviceSpec, ModelShape
+from ramify.extras.cluster.step_work import StepTokens, forward_flop, num_passes
 from ramify.train.config import Run
 from ramify.train.metrics import read_metrics
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from ramify.cluster.rollout_shapes import CallShape, CellShape, RolloutShape, TurnShape, shape_of
+from ramify.extras.cluster.rollout_shapes import (
+    CallShape,
+    CellShape,
+    RolloutShape,
+    TurnShape,
+    shape_of,
+)
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import Call, Cell, Parent, Trajectory, Turn
 

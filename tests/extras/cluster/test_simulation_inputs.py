@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ramify.cli.cluster import SIMULATE
 from ramify.cli.parser import ExitCode, UsageError
-from ramify.cluster.simulate import SimulationSetting, simulate
-from ramify.cluster.simulation_inputs import measured
 from ramify.errors import ConfigError
+from ramify.extras.cluster.plan_commands import SIMULATE
+from ramify.extras.cluster.simulate import SimulationSetting, simulate
+from ramify.extras.cluster.simulation_inputs import measured
 from ramify.train.checkpoint import CheckpointState, CheckpointStore
 from ramify.train.config import EvaluateSpec, Schedule, SftSpec, TaskSpec
 from ramify.train.data.sft_data import write

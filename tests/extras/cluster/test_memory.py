@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import torch
 
-from ramify.cluster import memory
-from ramify.cluster.shape import ModelShape, config_of, device_of, shape_of
+from ramify.extras.cluster import memory
+from ramify.extras.cluster.shape import ModelShape, config_of, device_of, shape_of
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.generation import Generation
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec

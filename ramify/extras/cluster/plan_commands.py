@@ -5,8 +5,8 @@
 
     engines  slots  ranks  stale ≤  step s  90 % ≤  steps/h  engines busy  at once  trainer busy  …
 
-Nothing is started. Not here: the estimate (see ramify/cluster/plan.py), the simulation (see
-ramify/cluster/simulate.py) and the settings to try (see ramify/cluster/simulate.py).
+Nothing is started. Not here: the estimate (see plan.py), and the simulation with the settings to
+try (see simulate.py).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ramify.cli.terminal_text import json_line
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ramify.cluster.rate import EngineRate
-    from ramify.cluster.simulate import SimulationResult, SimulationSetting
-    from ramify.cluster.simulation_inputs import SimulationInputs
+    from ramify.extras.cluster.rate import EngineRate
+    from ramify.extras.cluster.simulate import SimulationResult, SimulationSetting
+    from ramify.extras.cluster.simulation_inputs import SimulationInputs
 
 
 def plan(
@@ -37,8 +37,8 @@ def plan(
     measured: str | None = None,
     json: bool | None = None,
 ) -> int:
-    from ramify.cluster.plan import PlanOptions, lines, plan
-    from ramify.cluster.shape import DeviceEfficiency
+    from ramify.extras.cluster.plan import PlanOptions, lines, plan
+    from ramify.extras.cluster.shape import DeviceEfficiency
     from ramify.train.recipe import load_recipe
 
     run = load_recipe(recipe_of(words), [word for word in words if "=" in word])
@@ -137,8 +137,8 @@ def simulate(
     slot_choices, staleness_choices = _numbers("slots", slots), _numbers("staleness", staleness)
     engine_choices, rank_choices = _numbers("engines", engines), _numbers("ranks", ranks)
     _check_packages()
-    from ramify.cluster.simulate import DeviceSplit, best, choices, predict, splits
-    from ramify.cluster.simulation_inputs import measured
+    from ramify.extras.cluster.simulate import DeviceSplit, best, choices, predict, splits
+    from ramify.extras.cluster.simulation_inputs import measured
 
     rate = _calibrated(calibrate, max(slot_choices or [64])) if calibrate else None
     inputs = measured(
@@ -229,7 +229,7 @@ def _calibrated(model: str, slots: int) -> EngineRate:
     import asyncio
 
     from ramify.clients.pool import ClientPool
-    from ramify.cluster.rate import calibrate
+    from ramify.extras.cluster.rate import calibrate
 
     async def run() -> EngineRate:
         pool = ClientPool()

@@ -1,0 +1,35 @@
+"""The code beside the core: sandboxes of other vendors, planning on clusters, and studies.
+
+    sandboxes/    sessions of monty, IPython, E2B, Modal, Daytona and Prime
+    cluster/      plans, simulations and job files of a run on many machines
+    studies/      tasks and signals of studies, and the defaults of other trainers
+
+A user reaches these parts by name, as if an installed package had brought them: ``ENTRY_POINTS``
+says what the ``[project.entry-points]`` of such a package would say, and ``ramify/plugins.py``
+reads it. Nothing outside this package imports a module of it, and none of its folders imports
+another one (``tests/extras/test_beside.py``). Without a folder, only its names are unknown.
+
+Decides which names the parts have. Not here: how a name is looked up (``ramify/plugins.py``), and
+where a part that has moved is today (``MOVED_MODULES`` there).
+"""
+
+from __future__ import annotations
+
+ENTRY_POINTS: dict[str, dict[str, str]] = {}
+"""Group of entry points, as a package's ``pyproject.toml`` names it -> name -> ``module:name``, or
+a module."""
+EXTRA_COMMANDS = {
+    "cluster plan": (
+        "ramify.extras.cluster.plan_commands",
+        "estimate a recipe's process placement, memory and step time",
+    ),
+    "cluster simulate": (
+        "ramify.extras.cluster.plan_commands",
+        "predict the speed of a finished run on other hardware",
+    ),
+    "launch": (
+        "ramify.extras.cluster.launch_command",
+        "write and submit a recipe's job files: Slurm, Kubernetes, SkyPilot, Ray",
+    ),
+}
+"""Command of ``ramify`` -> (its module, its one-line description)."""
