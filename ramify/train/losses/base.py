@@ -152,7 +152,7 @@ def is_clipped(r: Tensor, advantages: Tensor, low: float, high: float) -> Tensor
 
 def nowhere(tokens: LossTokens) -> Tensor:
     """[E] False for every token."""
-    return (tokens.now > 0).logical_and(tokens.now < 0)
+    return tokens.now.new_zeros(tokens.now.shape).bool()
 
 
 _NOT_NEGATIVE = (

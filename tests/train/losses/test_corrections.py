@@ -174,3 +174,8 @@ def test_corrections_are_built_and_stored_by_name(name: str) -> None:
 def test_invalid_clip_and_correction_bounds_are_rejected(options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LossSpec(**options)
+
+
+def test_equal_bounds_are_accepted() -> None:
+    given = msgspec.convert({"corrections": [{"name": "icepop", "low": 1, "high": 1}]}, LossSpec)
+    assert given.corrections == (IcePop(low=1.0, high=1.0),)

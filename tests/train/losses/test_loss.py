@@ -28,6 +28,7 @@ from ramify.train.losses import (
     Gspo,
     ImportanceSampling,
     KlCov,
+    LossFormula,
     LossTokens,
     PpoClip,
     ProxApprox,
@@ -35,7 +36,7 @@ from ramify.train.losses import (
     Sapo,
     ratio,
 )
-from ramify.train.losses.base import SequenceSums
+from ramify.train.losses.base import SequenceSums, clipped_surrogate, is_clipped
 from ramify.train.losses.loss import (
     LossEntries,
     LossSpec,
@@ -215,6 +216,20 @@ def test_clipped_tokens_per_policy_loss(loss: Any, clipped: list[int]):
     assert loss.clipped(tokens()).int().tolist() == clipped
 
 
+@pytest.mark.parametrize("advantage", [-2.0, -0.5, 0.5, 2.0])
+def test_tokens_are_clipped_if_the_surrogate_is_flat(advantage: float):
+    """Both bounds, 0.75 and 1.5, still have a slope. An advantage of 0 has none anywhere, and
+    nothing is cut off."""
+    r = torch.tensor([0.5, 0.75, 1.0, 1.5, 2.0], dtype=torch.float64, requires_grad=True)
+    given = torch.full_like(r, advantage)
+    loss = clipped_surrogate(r, given, 0.25, 0.5)
+    wanted = [-min(x * advantage, min(max(x, 0.75), 1.5) * advantage) for x in r.tolist()]
+    assert loss.tolist() == wanted
+    (slope,) = torch.autograd.grad(loss.sum(), r)
+    assert is_clipped(r, given, 0.25, 0.5).tolist() == (slope == 0).tolist()
+    assert not is_clipped(r, torch.zeros_like(r), 0.25, 0.5).any()
+
+
 def test_extreme_ratios_give_finite_losses_and_gradients():
     far = tokens(np.array([50.0, -50.0, 300.0, -300.0, 0.0]) + L)
     for name, kind in POLICY_LOSSES.items():
@@ -363,6 +378,8 @@ def test_sums_over_sequences_ignore_entries_without_weight() -> None:
     assert sums.mean(values).tolist() == [1.5, 1.5, 1.5, 5, 5, 0]
     flags = torch.tensor([0, 1, 0, 0, 1, 1]) > 0
     assert sums.any(flags).tolist() == [False, False, False, True, True, False]
+    lone = sums._replace(weighs=torch.tensor([1, 0, 0, 0, 0, 0]) > 0)
+    assert lone.mean(values).tolist() == [1, 1, 1, 0, 0, 0]
 
 
 def test_metrics_ignore_entries_without_weight_whatever_their_values() -> None:
@@ -436,3 +453,11 @@ def test_invalid_loss_options_are_rejected():
         LossSpec(kl_beta=-1.0)
     with pytest.raises(ConfigError, match="'then' is neither 'old' nor 'sampler'"):
         Cispo(anchor="then")
+
+
+def test_formula_of_a_plug_in_cannot_be_changed_after_its_bounds_were_checked():
+    class Bounded(LossFormula, tag="bounded"):
+        high: float = 2.0
+
+    with pytest.raises(AttributeError):
+        Bounded().high = -1.0
