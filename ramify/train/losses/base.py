@@ -35,9 +35,7 @@ if TYPE_CHECKING:
 _MAX_LOG_RATIO = 20.0
 
 
-class LossFormula(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name"
-):
+class LossFormula(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name"):
     """Base of all formulas: how they are stored, and how far they look. The tag is the name.
 
     Example:

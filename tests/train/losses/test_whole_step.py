@@ -14,11 +14,12 @@ import pytest
 
 from ramify.errors import ConfigError, TrainError
 from ramify.train.data.pack import PackingSpec, pack
-from ramify.train.losses import ClipCov, KlCov
+from ramify.train.losses import POLICY_LOSSES, ClipCov, KlCov
 from ramify.train.losses import loss as losses
 from ramify.train.losses.base import LossStep
+from ramify.train.losses.corrections import CORRECTIONS
 from ramify.train.losses.cov import covariance
-from ramify.train.losses.loss import LossSpec
+from ramify.train.losses.loss import LossSpec, chooses
 from ramify.types.sequence import TokenSequence
 from tests.train.backends.small import tree
 
@@ -29,6 +30,21 @@ COV = [0.116, -0.174, 0.116, -2.204, 3.306, -0.174, 0.116, 3.306, -2.204, 8.236]
 
 def step(keys: list[int], old: np.ndarray = NOW) -> LossStep:
     return LossStep(NOW, old, ADVANTAGES, np.array(keys, np.uint64))
+
+
+def test_only_formulas_over_sequences_forbid_to_split_them() -> None:
+    losses = {name for name in POLICY_LOSSES if LossSpec(policy=name).is_over_sequences}
+    assert losses == {"gspo", "gmpo", "decoupled_gspo", "sequence_clip"}
+    corrections = {name for name in CORRECTIONS if LossSpec(corrections=(name,)).is_over_sequences}
+    masks = {"sequence_mask", "geometric_mask", "worst_token_mask"}
+    assert corrections == {*masks, "sequence_tis", "opsm"}
+
+
+def test_losses_that_select_tokens_read_every_token_of_the_step() -> None:
+    specs = {name: LossSpec(policy=name) for name in POLICY_LOSSES}
+    assert {name for name, spec in specs.items() if chooses(spec)} == {"clip_cov", "kl_cov"}
+    assert specs["clip_cov"].wants_every_token
+    assert not specs["ppo_clip"].wants_every_token
 
 
 def test_covariance_of_advantage_and_logprob() -> None:
