@@ -772,8 +772,8 @@ class ResponseReader:
         except httptools.HttpParserError as error:
             if isinstance(error.__context__, ModelError):
                 raise error.__context__ from None
-            text = str(error).replace("\n", " ")
-            raise _malformed(f"{text[:1].lower()}{text[1:100]}") from None
+            text = str(error)  # one of llhttp's own sentences
+            raise _malformed(f"{text[:1].lower()}{text[1:]}") from None
 
     def _take(self, data: bytes) -> None:
         if data:
