@@ -23,7 +23,6 @@ import asyncio
 import inspect
 import math
 import random
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
@@ -260,12 +259,11 @@ class ClientPool:
     async def _reserve(self, client: Client, account: RequestBudget, gate: Limiter) -> int:
         """Reserve the budget of an attempt, and then its slots. Returns the gate's current
         round."""
-        began = time.perf_counter()
+        began_s = _now_s()
         try:
             await account.reserve()
         finally:
-            if (wait_s := time.perf_counter() - began) >= _LONG_WAIT_S:
-                _record_wait(client, "budget", wait_s)
+            _record_wait(client, "budget", _now_s() - began_s)
         try:
             return await self._enter(client, gate)
         except BaseException:
@@ -280,12 +278,12 @@ class ClientPool:
         return takes_pieces
 
     async def _enter(self, client: Client, gate: Limiter) -> int:
-        began, was_slowed = time.perf_counter(), gate.is_slowed
+        began_s, was_slowed = _now_s(), gate.is_slowed
         try:
             entered = await gate.acquire()
         finally:
             if was_slowed or gate.is_slowed:
-                _record_wait(client, "rate_limit", time.perf_counter() - began)
+                _record_wait(client, "rate_limit", _now_s() - began_s)
         try:
             await self._gate.acquire()
         except BaseException:
@@ -297,7 +295,7 @@ class ClientPool:
         """Seconds until the next attempt: as the server asked, or exponential backoff with full
         jitter."""
         backoff_s = self._random.uniform(
-            0.0, min(_LONGEST_BACKOFF_S, _FIRST_WAIT_S * 2.0 ** min(max(failed - 1, 0), 9))
+            0.0, min(_LONGEST_BACKOFF_S, _FIRST_WAIT_S * 2.0 ** min(failed - 1, 9))
         )
         return _asked_s(error) or backoff_s
 

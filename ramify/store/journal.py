@@ -245,8 +245,8 @@ def _named(path: Path) -> JournalWriter | None:
         return None
 
 
-def cut_torn_line(fd: int) -> int:
-    """Truncate a journal after its last complete line; returns the bytes cut."""
+def cut_torn_line(fd: int) -> None:
+    """Truncate a journal after its last complete line."""
     size = end = os.fstat(fd).st_size
     while end > 0:
         start = max(0, end - 65536)
@@ -257,7 +257,6 @@ def cut_torn_line(fd: int) -> int:
         end = start
     if end < size:
         os.ftruncate(fd, end)
-    return size - end
 
 
 def chain_at_end(fd: int, path: Path) -> ChecksumChain:
@@ -445,7 +444,7 @@ def check_version(line: bytes, path: Path) -> None:
         )
 
 
-async def follow(path: Path, poll_s: float = 0.1) -> AsyncIterator[AnyEvent]:
+async def follow(path: Path, poll_s: float) -> AsyncIterator[AnyEvent]:
     """All events from the first, and new ones as they arrive, until everything is read and the
     writer has exited.
 

@@ -213,9 +213,10 @@ def test_request_fails_after_max_attempts(failure, error):
 
 def test_backoff_grows_with_full_jitter():
     naps = RecordedSleep()
-    ask([server_error()] * 9, max_attempts=6, sleep=naps, rng=random.Random(7))
+    ask([server_error()] * 9, max_attempts=9, sleep=naps, rng=random.Random(7))
     expected = random.Random(7)
-    assert naps.naps == [expected.uniform(0.0, 0.5 * 2.0**i) for i in range(5)]
+    most = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert naps.naps == [expected.uniform(0.0, each) for each in most]
 
 
 def test_retry_delay_beyond_default_patience_raises_at_once():
@@ -515,7 +516,7 @@ def test_limits_of_zero_are_refused(options):
 
 def test_a_wait_as_long_as_is_allowed_is_worth_it():
     async def main(asked_s):
-        asking = ClientPool(max_wait_s=300.0)
+        asking = ClientPool()
         began_s = asyncio.get_running_loop().time()
         client = ScriptedClient([rate_limited(asked_s), "hello"])
         reply = await asking.ask(client, request(), Books())
@@ -542,6 +543,82 @@ def test_notices_say_what_is_left():
 
     (notice,) = run_skipping(main())
     assert notice.endswith("s (for 60 s at most)")
+
+
+@pytest.mark.parametrize(("seconds", "waits"), [(0.9, []), (1.0, [("budget", 1.0)])])
+def test_a_wait_of_a_second_is_recorded(records, seconds, waits):
+    class Slow(Books):
+        async def reserve(self):
+            await asyncio.sleep(seconds)
+            await super().reserve()
+
+    run_skipping(pool().ask(ScriptedClient(["hello"]), request(), Slow()))
+    found = [each for each in records if each.event == "wait"]
+    assert [(each.fields["reason"], round(each.fields["wait_s"], 1)) for each in found] == waits
+
+
+def test_a_paused_model_is_the_reason_of_a_wait(records):
+    """The request that was limited and the one behind it wait for the pause; a later one does
+    not."""
+
+    async def main():
+        asking = pool()
+        client = ScriptedClient([rate_limited(20.0), "one", "two", "three"])
+        first = asyncio.create_task(asking.ask(client, request(), Books()))
+        await asyncio.sleep(0)
+        await asyncio.sleep(5.0)
+        await asyncio.gather(first, asking.ask(client, request(), Books()))
+        await asking.ask(client, request(), Books())
+
+    run_skipping(main())
+    waits = [each.fields for each in records if each.event == "wait"]
+    assert {each["reason"] for each in waits} == {"rate_limit"}
+    assert sorted(round(each["wait_s"]) for each in waits) == [15, 20]
+
+
+def test_a_reservation_that_became_too_small_is_made_again_before_sending():
+    class Grows(Books):
+        num_checks = 0
+
+        def is_enough(self):
+            self.num_checks += 1
+            if self.num_checks < 3:
+                self.release("too small")
+            return self.num_checks == 3
+
+    async def main():
+        asking, client, books = pool(max_in_flight=1), ScriptedClient(["one", "two"]), Grows()
+        await asking.ask(client, request(), books)
+        assert (books.kinds, books.open) == (["release", "release", "settle"], 0)
+        await asking.ask(client, request(), Books())  # its slots were given back each time
+        return len(client.requests)
+
+    assert run(asyncio.wait_for(main(), 60)) == 2
+
+
+def test_a_pool_without_options_sends_64_requests_and_waits_ten_minutes_for_each():
+    async def main():
+        asking, client = ClientPool(), ScriptedClient(lambda _: stalled())
+        asks = [
+            asyncio.create_task(asking.ask(client, request(), Books(), patience_s=1.0))
+            for _ in range(70)
+        ]
+        await asyncio.sleep(1.0)
+        num_sent = client.in_flight
+        errors = await asyncio.gather(*asks, return_exceptions=True)
+        return num_sent, {str(error) for error in errors}
+
+    assert run_skipping(main()) == (64, {"scripted:test: no reply within 600 s"})
+
+
+def test_a_pool_without_options_tries_five_times():
+    async def main():
+        client = ScriptedClient([server_error()] * 9)
+        with pytest.raises(ServerFailed):
+            await ClientPool().ask(client, request(), Books())
+        return len(client.requests)
+
+    assert run_skipping(main()) == 5
 
 
 def test_an_outage_is_recorded_once_and_its_wait_when_it_ends(caplog):

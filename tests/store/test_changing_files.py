@@ -14,6 +14,7 @@ from ramify.errors import StoreError
 from ramify.store.journal import blocks
 from ramify.store.store import Store
 from ramify.types.event import AnyEvent
+from tests.clients.helpers import run_skipping
 from tests.store.helpers import append_all, short_run
 
 
@@ -38,6 +39,8 @@ def test_block_ends_before_incomplete_line(tmp_path: Path, long: int) -> None:
     append(path, line[long | 1 :] + b"\ntwo\n")
     assert list(reading) == []  # its end alone is not a line
     assert b"".join(blocks(path, 4)) == line + b"\ntwo\n"
+    with pytest.raises(StoreError, match=f"cannot read {tmp_path}: Is a directory"):
+        next(blocks(tmp_path))
 
 
 def test_blocks_of_growing_file_contain_whole_lines(tmp_path: Path) -> None:
@@ -84,17 +87,20 @@ def test_follow_rereads_line_that_its_writer_repairs(store: Store) -> None:
     assert asyncio.run(asyncio.wait_for(main(), 100)) == short_run("r1")
 
 
-def test_follow_reports_line_that_stays_damaged(store: Store) -> None:
-    async def main() -> None:
+@pytest.mark.parametrize("at", [0, 2])
+def test_follow_reports_line_that_stays_damaged_after_three_retries(store: Store, at: int) -> None:
+    async def main() -> float:
+        began_s = asyncio.get_running_loop().time()
         with store.create("r1") as journal:
-            append_all(journal, short_run("r1")[:2])
+            append_all(journal, short_run("r1")[:at])
             append(store.path("r1"), b"oops\n")
-            append_all(journal, short_run("r1")[2:])
-            async for _ in store.follow("r1", poll_s=0.01):
-                pass
+            append_all(journal, short_run("r1")[at:])
+            with pytest.raises(StoreError, match=f"line {at + 1} is damaged"):
+                async for _ in store.follow("r1", poll_s=100.0):
+                    pass
+        return asyncio.get_running_loop().time() - began_s
 
-    with pytest.raises(StoreError, match="line 3 is damaged"):
-        asyncio.run(asyncio.wait_for(main(), 100))
+    assert run_skipping(main()) == pytest.approx(300.0, abs=90.0)
 
 
 @pytest.mark.parametrize("how", ["cut", "replaced", "gone"])

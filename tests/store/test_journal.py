@@ -65,7 +65,7 @@ def test_torn_last_line_is_ignored_and_removed_on_reopen(store: Store):
     assert list(store.events("r1")) == short_run("r1")
 
 
-@pytest.mark.parametrize("tail", [b"x" * 200_000, b"\0" * 70_000, b"{"])
+@pytest.mark.parametrize("tail", [b"x" * 200_000, b"x" * 65_535, b"\0" * 70_000, b"{"])
 def test_torn_line_of_any_length_is_removed(store: Store, tail: bytes):
     write_run(store, "r1", ended=False)
     path = store.path("r1")
@@ -263,7 +263,7 @@ def test_full_disk_error_names_file_and_leaves_no_partial_line(
 RESERVE = """
 import resource, signal, sys
 from ramify.errors import StoreError
-from ramify.store.private_files import RESERVE_BYTES, reserve_bytes
+from ramify.store.private_files import RESERVE_BYTES, release_reserve, reserve_bytes
 from ramify.store.store import Store
 from ramify.types.event import NoteAdded, RunEnded
 from ramify.types.trajectory import Stop
@@ -284,6 +284,12 @@ except StoreError as error:
     print("refused")
 journal.append(RunEnded(stop=Stop.SUSPENDED))
 journal.close()
+with store.create("r2") as other:
+    release_reserve(store.root)
+    try:
+        other.append(NoteAdded(call="0", text="x" * 5000))
+    except StoreError as error:
+        print("refused", other.trouble)
 """
 
 
@@ -297,7 +303,12 @@ def test_on_a_full_disk_the_reserve_is_freed_and_only_a_suspension_is_written_af
         cwd=Path(__file__).parents[2],
     )
     assert done.stderr == ""
-    assert done.stdout.splitlines() == ["None True", "StoreError 0", "refused"]
+    assert done.stdout.splitlines() == [
+        "None True",
+        "StoreError 0",
+        "refused",
+        "refused None",  # nothing was left to use up
+    ]
     last = list(store.events("r1"))[-1]
     assert isinstance(last, RunEnded)
     assert last.stop is Stop.SUSPENDED
@@ -389,7 +400,7 @@ def test_a_reply_with_nan_is_refused_whatever_else_is_in_it(store: Store):
 def test_a_writer_is_known_only_while_it_holds_the_journal(store: Store):
     with store.create("r1") as journal:
         path = journal.path
-        assert writer(path) == this_process()
+        assert {writer(path)} == {this_process()}
         named = writer_file(path).read_bytes()
         writer_file(path).write_bytes(b"{")
         assert writer(path) is None

@@ -74,6 +74,18 @@ def test_a_damaged_line_is_named(store: Store):
     assert [run.problem is None for run in store.runs()] == [False]
 
 
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("damage", [b"\0", b"[" * 100_000], ids=["a zero", "too deep"])
+def test_a_line_that_cannot_be_decoded_is_named(store: Store, damage: bytes, at: int):
+    write_run(store, "r1")
+    path = store.path("r1")
+    lines = [line[:-18] + b"}\n" for line in path.read_bytes().splitlines()]  # no checksums
+    lines[at] = lines[at].replace(b"{", b'{"type":"RunStarted","new_field":' + damage, 1)
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(StoreError, match=rf"r1\.jsonl, line {at + 1} is damaged: "):
+        store.load("r1")
+
+
 def test_newer_schema_is_refused_and_unknown_fields_are_ignored(store: Store):
     write_run(store, "r1")
     path = store.path("r1")
