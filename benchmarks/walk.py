@@ -210,7 +210,7 @@ def train() -> Iterator[Walk]:
     step = (
         "train/trainer.py:_step",
         "engine/rlm.py:start",
-        "train/advantages/:assign_advantages",
+        "train/advantages/:compare",
         "train/losses/:per_token",
         "train/backends/optimizers.py:step",
     )

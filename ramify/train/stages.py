@@ -381,7 +381,9 @@ class RlStage:
         self, groups: list[Group], reader: SignalReader | None = None
     ) -> tuple[StepData, set[str]]:
         """(what this stage's policy learns from ``groups``, ids of the rollouts with credit)"""
-        assigned = self._assign(groups, reader)
+        assigned = self._composed(reader).assign_advantages(
+            groups, self._task.weights, every_token=self.loss.wants_every_token
+        )
         self.memory = {**self.memory, **assigned.memory}
         parts = self._minibatches(assigned)
         if not needs_of(self._algorithm).streams:  # otherwise advantages are not known yet
@@ -406,11 +408,6 @@ class RlStage:
         """The algorithm with its state and with the signals' scores."""
         algorithm = remembering(self._algorithm, self.memory)
         return algorithm if reader is None else reader.composed(algorithm)
-
-    def _assign(self, groups: Sequence[Group], reader: SignalReader | None) -> AssignedStep:
-        return self._composed(reader).assign_advantages(
-            groups, self._task.weights, every_token=self.loss.wants_every_token
-        )
 
     def _minibatches(self, assigned: AssignedStep) -> list[Minibatch]:
         """Minibatches with about equally many rollouts. Rollouts are dealt in turn, so that each

@@ -30,6 +30,7 @@ from math import fsum
 from statistics import fmean
 from typing import Literal, NamedTuple, Protocol
 
+from ramify.errors import ConfigError
 from ramify.plugins import Registry
 from ramify.tasks.base import total
 from ramify.types.trajectory import Call, Trajectory, Turn
@@ -72,7 +73,8 @@ def root(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[
 
     roots 4 and 0, mean baseline: every call of the first tree gets 2, of the second -2."""
     lengths = [sum(node.num_tokens for node in tree.values()) for tree in trees]
-    advantages = baseline([tree[_root(tree)].reward for tree in trees], lengths)
+    rewards = [tree[_root(tree)].reward for tree in trees]
+    advantages = checked(baseline, rewards, baseline(rewards, lengths))
     return [dict.fromkeys(tree, value) for tree, value in zip(trees, advantages, strict=True)]
 
 
@@ -199,8 +201,27 @@ def _advantages(
                 gamma * of_parent + reward
                 for of_parent, reward in zip(returns[node.parent], own, strict=True)
             ]
-        numbers.append({id: baseline(row, lengths)[index] for id, row in returns.items()})
+        numbers.append(
+            {
+                id: checked(baseline, row, baseline(row, lengths))[index]
+                for id, row in returns.items()
+            }
+        )
     return numbers
+
+
+def checked(
+    baseline: Callable[..., object], returns: Sequence[float], advantages: Sequence[float]
+) -> Sequence[float]:
+    """``advantages``, which ``baseline``, perhaps of a plug-in, gave for ``returns``. Raises
+    ConfigError unless they are a finite number for each."""
+    if len(advantages) != len(returns) or not all(map(math.isfinite, advantages)):
+        owner = type(getattr(baseline, "__self__", baseline)).__name__
+        raise ConfigError(
+            f"{owner}.compare() gave {list(advantages)!r:.80} for the returns "
+            f"{list(returns)!r:.80}: give a finite number for each"
+        )
+    return advantages
 
 
 def own_advantages(
@@ -220,7 +241,7 @@ def own_advantages(
             own = by_role.across(index, id) or [
                 node.reward if place == index else 0.0 for place in range(len(trees))
             ]
-            numbers[-1][id] = compare(own, lengths)[index]
+            numbers[-1][id] = checked(compare, own, compare(own, lengths))[index]
     return numbers
 
 

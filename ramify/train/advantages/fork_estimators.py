@@ -30,8 +30,14 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.tasks.base import total
 from ramify.train.advantages.base import AlgorithmNeeds, AssignedStep
-from ramify.train.advantages.credit import CreditNode, Numbers, ends_in_cut_reply, own_advantages
-from ramify.train.advantages.group import TurnCredit, TurnCredits, judged
+from ramify.train.advantages.credit import (
+    CreditNode,
+    Numbers,
+    checked,
+    ends_in_cut_reply,
+    own_advantages,
+)
+from ramify.train.advantages.group import ScoredStep, TurnCredit, TurnCredits
 from ramify.train.advantages.group_estimators import RLOO
 from ramify.types.forked_root import RootSegment, root_segments
 from ramify.types.trajectory import Call, Group, Trajectory
@@ -67,23 +73,22 @@ class TurnEstimator(RLOO, frozen=True, kw_only=True):
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> AssignedStep:
-        turns: list[TurnCredits] = []
+        step = ScoredStep(groups, weights, self)
+        for scored in step.groups:
+            found = self.of_roots(scored.group, weights)
+            rows = zip(scored.group.trajectories, found, self._own(scored.trees), strict=True)
+            scored.turns = [self._with_children(*row) for row in rows]
+            scored.advantages = [dict.fromkeys(tree, 0.0) for tree in scored.trees]
+        return step.assigned(every_token)
 
-        def judge(group: Group, trees: Trees) -> Sequence[Numbers]:
-            found = self.of_roots(group, weights)
-            for trajectory, own, credits in zip(
-                group.trajectories, self._own(trees), found, strict=True
-            ):
-                turns.append(self._with_children(trajectory, credits, own))
-            return [dict.fromkeys(tree, 0.0) for tree in trees]
-
-        return judged(groups, weights, self, judge, every_token, turns=turns)
+    def _compared(self, values: Sequence[float]) -> Sequence[float]:
+        return checked(self.compare, values, self.compare(values))
 
     def _own(self, trees: Trees) -> Sequence[Numbers]:
         """Map each call below a root to the advantage of its reward over those of other calls."""
         if self.credit == "root":
             return [{} for _ in trees]
-        return own_advantages(trees, self._checked_compare)
+        return own_advantages(trees, self.compare)
 
     def _with_children(
         self, trajectory: Trajectory, roots: dict[tuple[str, int], TurnCredit], own: Numbers
@@ -137,7 +142,7 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
             for trajectory, tree in zip(group.trajectories, trees, strict=True)
         ]
         known = [own.of(tree) for tree, own in zip(trees, values, strict=True)]
-        of_trees = self._checked_compare(known)
+        of_trees = self._compared(known)
         return [
             dict(self._credits(tree, own, known, index, of_trees[index], 1.0))
             for index, (tree, own) in enumerate(zip(trees, values, strict=True))
@@ -184,7 +189,7 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
 
     def _of_fork(self, values: list[float], trees: Sequence[float], index: int) -> Sequence[float]:
         """The advantages of the continuations of a fork, which have ``values``."""
-        return self._checked_compare(values)
+        return self._compared(values)
 
     def _share(self, place: int, num: int) -> float:
         """Part of a segment's weight that the continuation ``place`` of ``num`` carries."""
@@ -239,7 +244,7 @@ class EntropyBranchEstimator(
         found = []
         for value in values:
             others[index] = value
-            found.append(self._checked_compare(others)[index])
+            found.append(self._compared(others)[index])
         return found
 
 
@@ -274,7 +279,7 @@ class StateGroupEstimator(
         for index, own in enumerate(states):
             for state in own:
                 visitors[state].add(index)
-        of_group = self._checked_compare(returns)
+        of_group = self._compared(returns)
         found = []
         for index, (trajectory, own) in enumerate(zip(group.trajectories, states, strict=True)):
             masked = self.overlong == "mask" and ends_in_cut_reply(trajectory.root)
@@ -282,7 +287,7 @@ class StateGroupEstimator(
             for turn, state in enumerate(own):
                 peers = [index, *sorted(visitors[state] - {index})]
                 advantage = (
-                    self._checked_compare([returns[peer] for peer in peers])[0]
+                    self._compared([returns[peer] for peer in peers])[0]
                     if len(peers) > 1
                     else of_group[index]
                 )

@@ -15,8 +15,8 @@ from typing import Literal
 from ramify.errors import ConfigError
 from ramify.train.advantages import token_arithmetic as row_math
 from ramify.train.advantages.base import AssignedStep
-from ramify.train.advantages.credit import CREDITS, CreditNode, Numbers, tree_of
-from ramify.train.advantages.group import judged
+from ramify.train.advantages.credit import CREDITS, Numbers, tree_of
+from ramify.train.advantages.group import ScoredStep
 from ramify.train.advantages.group_estimators import GRPO
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Group
@@ -45,21 +45,21 @@ class GDPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="gdpo"):
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> AssignedStep:
-        def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
-            sums = [dict.fromkeys(tree, 0.0) for tree in trees]
-            names = _names(group)
+        step = ScoredStep(groups, weights, self)
+        credit = CREDITS.of(self.credit)
+        for scored in step.groups:
+            sums = [dict.fromkeys(tree, 0.0) for tree in scored.trees]
+            names = _names(scored.group)
             for name in names:
                 only = {other: float(other == name) for other in names}
-                trees_of_one = [tree_of(trajectory, only) for trajectory in group.trajectories]
-                numbers = CREDITS.of(self.credit)(trees_of_one, self.compare, self.gamma_tree)
+                trees = [tree_of(trajectory, only) for trajectory in scored.group.trajectories]
+                numbers = credit(trees, self.compare, self.gamma_tree)
                 for total, own in zip(sums, numbers, strict=True):
                     for call, value in own.items():
                         total[call] += weights.get(name, 1.0) * value
-            return sums
-
+            scored.advantages = sums
         by_rollout = self.normalise and self.over == "rollouts"
-        rescale = self._whitened if by_rollout else None
-        return judged(groups, weights, self, judge, every_token, rescale=rescale)
+        return step.assigned(every_token, rescale=self._whitened if by_rollout else None)
 
     def _whitened(self, numbers: Sequence[Numbers]) -> list[Numbers]:
         roots = [next(iter(each.values())) for each in numbers]

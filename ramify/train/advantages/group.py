@@ -1,11 +1,16 @@
 """The shared core of nearly all estimators: compare the rollouts of one task, give each call a
 number, and give each token a weight.
 
-    scored group ── length ──> rewards ── judge: credit(baseline) ──> number per call
-                                          ── weight ──> streams per token
+    RlStage.learned_from                                     (../stages.py)
+    └── assign_advantages    the steps below, in this order
+        ├── ScoredStep       group, task weights ── length ──> a tree of rewards per rollout
+        ├── credit           which calls are compared, as per_role         (credit.py)
+        │   └── compare      returns ──> advantages         (group_estimators.py)
+        └── assigned         number per call ── normalise, weight ──> streams per token
 
-Most estimators differ only in ``compare`` (``group_estimators.py``), so all options for credit,
-length and weight work with each of them. Decides which rollouts count: one without a reward, or
+Most estimators differ only in ``compare``, so all options for credit, length and weight work with
+each of them. Others have their own ``assign_advantages`` with their formula between the same two
+ends (``remax.py``, ``rae.py``). Decides which rollouts count: one without a reward, or
 with a non-finite reward, is reported and left out, and the rest of its group is still used. Also
 decides which groups have no signal, and that normalisation over the step comes before weighting.
 
@@ -14,6 +19,7 @@ Not here: the loss, clipping and the KL penalty in the loss (see losses/).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -151,31 +157,16 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         ``returns``: [n]. ``lengths``: [n] sampled tokens of each attempt, empty if unknown."""
         raise NotImplementedError(f"{type(self).__name__} has no formula: define compare()")
 
-    def _checked_compare(
-        self, returns: Sequence[float], lengths: Sequence[int] = ()
-    ) -> Sequence[float]:
-        """``compare``, whose result may be of a plug-in."""
-        advantages = self.compare(returns, lengths)
-        if len(advantages) != len(returns) or not all(map(math.isfinite, advantages)):
-            raise ConfigError(
-                f"{type(self).__name__}.compare() gave {list(advantages)!r:.80} for the returns "
-                f"{list(returns)!r:.80}: give a finite number for each"
-            )
-        return advantages
-
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> AssignedStep:
         """Compare as ``compare`` does the calls that ``credit`` selects."""
-
-        def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
-            numbers: Sequence[Numbers] = _credit_of(self.credit)(
-                trees, self._checked_compare, self.gamma_tree
-            )
-            _check_numbers(self.credit, trees, numbers)
-            return numbers
-
-        return judged(groups, weights, self, judge, every_token)
+        step = ScoredStep(groups, weights, self)
+        credit = _credit_of(self.credit)
+        for group in step.groups:
+            group.advantages = credit(group.trees, self.compare, self.gamma_tree)
+            _check_numbers(self.credit, group)
+        return step.assigned(every_token)
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         """Add the KL penalty in the reward, and then normalise if that had to wait for it."""
@@ -197,97 +188,124 @@ TurnCredits = dict[tuple[str, int], TurnCredit]
 """(call id, index of the turn in ``Call.turns``) -> its credit. Other turns are not trained."""
 
 
-Judge = Callable[[Group, Sequence[Mapping[str, CreditNode]]], Sequence[Numbers]]
-"""(a group of usable rollouts, their trees) -> a number for each call of each rollout."""
-
-
 class _Rollout(NamedTuple):
     trajectory: Trajectory
     tree: dict[str, CreditNode]
     numbers: Numbers
     """Call id -> advantage."""
-    turns: TurnCredits | None = None
+    turns: TurnCredits | None
     """Advantages of single turns. None: all turns of a call have the advantage of the call."""
 
 
-def judged(
-    groups: Sequence[Group],
-    task_weights: Mapping[str, float],
-    options: GroupOptions,
-    judge: Judge,
-    every_token: bool,
-    *,
-    gamma: float = 1.0,
-    has_baseline: bool = True,
-    rescale: Callable[[Sequence[Numbers]], Sequence[Numbers]] | None = None,
-    turns: Sequence[TurnCredits] | None = None,
-) -> AssignedStep:
-    """Assign advantages for one step from the numbers that ``judge`` gives to calls.
+@dataclasses.dataclass
+class ScoredGroup:
+    """The usable rollouts of one item. An estimator sets their advantages."""
 
-    ``gamma`` discounts a call's number by the count of tokens sampled after each token.
-    ``has_baseline``: a number of 0 carries no signal. ``rescale`` changes the numbers of all
-    rollouts of the step together; without it, ``options.normalise`` does so by token. ``turns``:
-    a list that ``judge`` extends by the credits of each rollout's turns, which then count instead
-    of the numbers of calls."""
-    usable = [_usable(group) for group in groups]
-    rollouts = [_rollouts(group, task_weights, options, judge) for group in usable]
-    if turns is not None:
-        rollouts = _with_turns(rollouts, turns)
-    teaches = [not has_baseline or _teaches(group) for group in rollouts]
-    if rescale is not None:
-        rollouts = _rescaled(rollouts, rescale)
-    with_signal = [group for group, does in zip(rollouts, teaches, strict=True) if does]
-    kept = with_signal if options.drop_zero_variance and has_baseline else rollouts
-    counts = [[_counts(rollout, options) for rollout in group] for group in kept]
-    mean_tokens = MeanTokens.of_memory(options.memory)
-    divisor = options.rollout_tokens or mean_tokens.divisor(counts)
-    weights, denominator = token_weights(counts, options.reduction, options.share, divisor)
-    shares: dict[str, Sequence[Sequence[Weights]]] = {}
-    for stream, other in (
-        ("kl_share", options.kl_reduction),
-        ("value_share", options.value_reduction),
-    ):
-        if other is not None:
-            of_other = token_weights(counts, other, options.share, divisor)
-            shares[stream] = shares_of(of_other, (weights, denominator))
-    by_token = [
-        [_per_token(rollout, count, gamma) for rollout, count in zip(group, counted, strict=True)]
-        for group, counted in zip(kept, counts, strict=True)
-    ]
-    # With a KL penalty in the reward, ``finish`` normalises after it has added the penalty.
-    if options.normalise and rescale is None and not options.kl_reward:
-        row_math.whiten_all(
-            [values for group in by_token for calls in group for values in calls.values()],
-            options.normalise_epsilon,
+    group: Group
+    """Has the usable rollouts only."""
+    trees: list[dict[str, CreditNode]]
+    """The calls of each rollout with their rewards; length has changed the root's already."""
+    advantages: Sequence[Numbers] = ()
+    """A number for each call of each rollout."""
+    turns: Sequence[TurnCredits] = ()
+    """The credit of single turns of each rollout, which then counts instead of ``advantages``;
+    empty for none."""
+
+    def rollouts(self) -> list[_Rollout]:
+        turns = self.turns or [None] * len(self.trees)
+        rows = zip(self.group.trajectories, self.trees, self.advantages, turns, strict=True)
+        return [_Rollout(*row) for row in rows]
+
+
+class ScoredStep:
+    """The groups of one optimizer step between their rewards and the credit of their tokens.
+
+    ``__init__`` decides what each call's reward is. The estimator then sets ``advantages`` of each
+    of ``groups``. ``assigned`` gives each token its advantage and its weight."""
+
+    def __init__(
+        self, groups: Sequence[Group], weights: Mapping[str, float], options: GroupOptions
+    ) -> None:
+        """``weights`` are the task's weights of its named rewards."""
+        self._given = groups
+        self._options = options
+        self._scored = [_scored(group, weights, options) for group in groups]
+
+    @property
+    def groups(self) -> list[ScoredGroup]:
+        """The groups that have a usable rollout."""
+        return [each for each in self._scored if each.trees]
+
+    def assigned(
+        self,
+        every_token: bool,
+        *,
+        gamma: float = 1.0,
+        has_baseline: bool = True,
+        rescale: Callable[[Sequence[Numbers]], Sequence[Numbers]] | None = None,
+    ) -> AssignedStep:
+        """The credit of the step's tokens.
+
+        ``gamma`` discounts a call's number by the count of tokens sampled after each token.
+        ``has_baseline``: a number of 0 carries no signal. ``rescale`` changes the numbers of all
+        rollouts of the step together; without it, ``options.normalise`` does so by token."""
+        options = self._options
+        rollouts = [each.rollouts() for each in self._scored]
+        teaches = [not has_baseline or _teaches(group) for group in rollouts]
+        if rescale is not None:
+            rollouts = _rescaled(rollouts, rescale)
+        with_signal = [group for group, does in zip(rollouts, teaches, strict=True) if does]
+        kept = with_signal if options.drop_zero_variance and has_baseline else rollouts
+        counts = [[_counts(rollout, options) for rollout in group] for group in kept]
+        mean_tokens = MeanTokens.of_memory(options.memory)
+        divisor = options.rollout_tokens or mean_tokens.divisor(counts)
+        weights, denominator = token_weights(counts, options.reduction, options.share, divisor)
+        shares: dict[str, Sequence[Sequence[Weights]]] = {}
+        for stream, other in (
+            ("kl_share", options.kl_reduction),
+            ("value_share", options.value_reduction),
+        ):
+            if other is not None:
+                of_other = token_weights(counts, other, options.share, divisor)
+                shares[stream] = shares_of(of_other, (weights, denominator))
+        by_token = [
+            [
+                _per_token(rollout, count, gamma)
+                for rollout, count in zip(group, counted, strict=True)
+            ]
+            for group, counted in zip(kept, counts, strict=True)
+        ]
+        # With a KL penalty in the reward, ``finish`` normalises after it has added the penalty.
+        if options.normalise and rescale is None and not options.kl_reward:
+            row_math.whiten_all(
+                [values for group in by_token for calls in group for values in calls.values()],
+                options.normalise_epsilon,
+            )
+        every_token = (
+            every_token or options.normalise or bool(options.kl_reward) or not has_baseline
         )
-    every_token = every_token or options.normalise or bool(options.kl_reward) or not has_baseline
-    assigned = [
-        _assigned(
-            rollout,
-            weights[place][index],
-            by_token[place][index],
-            {name: each[place][index] for name, each in shares.items()},
-            every_token,
+        assigned = [
+            _assigned(
+                rollout,
+                weights[place][index],
+                by_token[place][index],
+                {name: each[place][index] for name, each in shares.items()},
+                every_token,
+            )
+            for place, group in enumerate(kept)
+            for index, rollout in enumerate(group)
+        ]
+        assigned = [rollout for rollout in assigned if rollout.credits]
+        return AssignedStep(
+            assigned,
+            {"rl": denominator},
+            {**_metrics(self._given, rollouts, with_signal), "loss_rollout_tokens": divisor},
+            _no_signal(
+                self._given, self._scored, with_signal, assigned, options.has_group_baseline
+            ),
+            _notes(self._given),
+            {**options.memory, **mean_tokens.after(counts).memory()},
         )
-        for place, group in enumerate(kept)
-        for index, rollout in enumerate(group)
-    ]
-    assigned = [rollout for rollout in assigned if rollout.credits]
-    return AssignedStep(
-        assigned,
-        {"rl": denominator},
-        {**_metrics(groups, rollouts, with_signal), "loss_rollout_tokens": divisor},
-        _no_signal(groups, usable, with_signal, assigned, options.has_group_baseline),
-        _notes(groups),
-        {**options.memory, **mean_tokens.after(counts).memory()},
-    )
-
-
-def _with_turns(
-    groups: Sequence[Sequence[_Rollout]], turns: Sequence[TurnCredits]
-) -> list[list[_Rollout]]:
-    credits = iter(turns)
-    return [[rollout._replace(turns=next(credits)) for rollout in group] for group in groups]
 
 
 def _teaches(group: Sequence[_Rollout]) -> bool:
@@ -314,10 +332,9 @@ def has_signal(numbers: Sequence[Mapping[str, float]]) -> bool:
     return any(abs(value) > NO_ADVANTAGE for tree in numbers for value in tree.values())
 
 
-def _check_numbers(
-    credit: str, trees: Sequence[Mapping[str, CreditNode]], numbers: Sequence[Numbers]
-) -> None:
+def _check_numbers(credit: str, group: ScoredGroup) -> None:
     """Raise ConfigError unless a credit, which may be of a plug-in, gave each call a number."""
+    trees, numbers = group.trees, group.advantages
     if len(numbers) != len(trees):
         raise ConfigError(f"credit '{credit}' gave {len(numbers)} results for {len(trees)} trees")
     for tree, own in zip(trees, numbers, strict=True):
@@ -351,9 +368,9 @@ def _notes(groups: Sequence[Group]) -> list[str]:
     )
 
 
-def _rollouts(
-    group: Group, task_weights: Mapping[str, float], options: GroupOptions, judge: Judge
-) -> list[_Rollout]:
+def _scored(group: Group, task_weights: Mapping[str, float], options: GroupOptions) -> ScoredGroup:
+    """The usable rollouts of ``group``, with the rewards that are compared."""
+    group = _usable(group)
     trajectories = group.trajectories
     trees = [tree_of(trajectory, task_weights) for trajectory in trajectories]
     lengths = [length_of(trajectory) for trajectory in trajectories]
@@ -363,8 +380,7 @@ def _rollouts(
     )
     for tree, root, reward in zip(trees, roots, rewards, strict=True):
         tree[root] = tree[root]._replace(reward=reward)
-    numbers = judge(group, trees) if trees else []
-    return [_Rollout(*parts) for parts in zip(trajectories, trees, numbers, strict=True)]
+    return ScoredGroup(group, trees)
 
 
 def _for_length(
@@ -506,17 +522,17 @@ def _zero_variance(groups: Sequence[Sequence[_Rollout]]) -> float:
 
 def _no_signal(
     groups: Sequence[Group],
-    usable: Sequence[Group],
+    scored: Sequence[ScoredGroup],
     with_signal: Sequence[object],
     rollouts: Sequence[AssignedRollout],
     has_baseline: bool,
 ) -> str:
     if rollouts:
         return ""
-    if not any(group.trajectories for group in usable):
+    if not any(each.trees for each in scored):
         failed = sum(len(group.trajectories) for group in groups)
         return f"none of {failed} rollouts has a reward; their errors are in the trajectories"
-    if has_baseline and all(len(group.trajectories) < 2 for group in usable):
+    if has_baseline and all(len(each.trees) < 2 for each in scored):
         return "no group has two rollouts, so no rollout can be compared with another"
     if not with_signal:
         return f"in each of {len(groups)} groups all rollouts did equally well"

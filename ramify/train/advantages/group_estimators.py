@@ -5,8 +5,13 @@
     returns 3, 1, 1, 3     dr_grpo: 1, -1, -1, 1   grpo: ±0.866   rloo: ±4/3   maxrl: ±0.5
     returns 3, 1, 0, 0     pass_at_k: 2/std, 0, 0, 0
 
-``credit.py`` decides which calls are attempts at the same thing, and ``group.py`` what happens
-before and after the comparison. A single attempt cannot be compared with others, so its advantage
+The stack of a call of ``compare``, from the step's groups down:
+
+    GroupOptions.assign_advantages   rewards before it, weights of tokens after it   (group.py)
+    per_role, or another credit      which calls are attempts at the same thing     (credit.py)
+    DrGRPO.compare                   here
+
+A single attempt cannot be compared with others, so its advantage
 is 0 (two public implementations return the raw reward). Estimators with state, a critic or a
 greedy rollout are in the file of their name.
 """

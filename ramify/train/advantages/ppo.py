@@ -28,8 +28,8 @@ import numpy as np
 from ramify.errors import ConfigError
 from ramify.train.advantages import token_arithmetic as row_math
 from ramify.train.advantages.base import AlgorithmNeeds, AssignedStep, TokenCredit
-from ramify.train.advantages.credit import CreditNode, Numbers, returns_of
-from ramify.train.advantages.group import GroupOptions, judged
+from ramify.train.advantages.credit import returns_of
+from ramify.train.advantages.group import GroupOptions, ScoredStep
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Group
 
@@ -69,17 +69,15 @@ class PPO(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> AssignedStep:
         returns_by_call: dict[tuple[str, str], float] = {}
-
-        def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
-            for trajectory, tree in zip(group.trajectories, trees, strict=True):
+        # ``finish`` normalises, once advantages exist.
+        step = ScoredStep(groups, weights, msgspec.structs.replace(self, normalise=False))
+        for group in step.groups:
+            for trajectory, tree in zip(group.group.trajectories, group.trees, strict=True):
                 returns_by_call.update(
                     {(trajectory.id, id): R for id, R in returns_of(tree, self.gamma_tree).items()}
                 )
-            return [dict.fromkeys(tree, 0.0) for tree in trees]
-
-        # ``finish`` normalises, once advantages exist.
-        unnormalised = msgspec.structs.replace(self, normalise=False)
-        assigned = judged(groups, weights, unnormalised, judge, True, has_baseline=False)
+            group.advantages = [dict.fromkeys(tree, 0.0) for tree in group.trees]
+        assigned = step.assigned(True, has_baseline=False)
         for rollout in assigned.rollouts:
             last = dict(sorted(rollout.credits))
             for (call, turn), credit in rollout.credits.items():

@@ -20,7 +20,7 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.train.advantages.base import AssignedStep
 from ramify.train.advantages.credit import CreditNode, Numbers, returns_of
-from ramify.train.advantages.group import GroupOptions, judged
+from ramify.train.advantages.group import GroupOptions, ScoredStep
 from ramify.types.trajectory import Group
 
 
@@ -53,19 +53,18 @@ class RAE(
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> AssignedStep:
+        means = dict(self.memory)
         returns_by_role: dict[str, list[float]] = defaultdict(list)
-
-        def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
+        step = ScoredStep(groups, weights, self)
+        for group in step.groups:
             numbers = []
-            for tree in trees:
+            for tree in group.trees:
                 numbers.append(self._against(means, tree, returns_by_role))
                 if self.update == "rollout":
                     means.update(self._updated(means, returns_by_role))
                     returns_by_role.clear()
-            return numbers
-
-        means = dict(self.memory)
-        assigned = judged(groups, weights, self, judge, every_token)
+            group.advantages = numbers
+        assigned = step.assigned(every_token)
         means.update(self._updated(means, returns_by_role))
         assigned.memory |= {role: mean for role, mean in means.items() if "@" in role}
         return assigned

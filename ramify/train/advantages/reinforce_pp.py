@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from ramify.errors import ConfigError
 from ramify.train.advantages import token_arithmetic as row_math
 from ramify.train.advantages.base import AssignedStep
-from ramify.train.advantages.credit import CreditNode, Numbers, returns_of
-from ramify.train.advantages.group import GroupOptions, judged
+from ramify.train.advantages.credit import returns_of
+from ramify.train.advantages.group import GroupOptions, ScoredStep
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Group
 
@@ -47,12 +47,10 @@ class ReinforcePP(
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> AssignedStep:
-        def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
-            return [returns_of(tree, self.gamma_tree) for tree in trees]
-
-        return judged(
-            groups, weights, self, judge, every_token, gamma=self.gamma, has_baseline=False
-        )
+        step = ScoredStep(groups, weights, self)
+        for group in step.groups:
+            group.advantages = [returns_of(tree, self.gamma_tree) for tree in group.trees]
+        return step.assigned(every_token, gamma=self.gamma, has_baseline=False)
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         return row_math.add_kl(

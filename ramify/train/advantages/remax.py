@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ramify.train.advantages.base import AlgorithmNeeds, AssignedStep
-from ramify.train.advantages.credit import CreditNode, Numbers, tree_of, why_unscored
-from ramify.train.advantages.group import GroupOptions, judged
+from ramify.train.advantages.credit import CreditNode, tree_of, why_unscored
+from ramify.train.advantages.group import GroupOptions, ScoredStep
 from ramify.types.trajectory import Group
 
 
@@ -45,21 +45,24 @@ class ReMax(
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> AssignedStep:
-        def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
-            assert group.greedy is not None
-            baseline = next(iter(tree_of(group.greedy, weights).values())).reward
-            return [
-                dict.fromkeys(tree, next(iter(tree.values())).reward - baseline) for tree in trees
+        step = ScoredStep([each for each in groups if not _why_unusable(each)], weights, self)
+        for scored in step.groups:
+            assert scored.group.greedy is not None
+            baseline = _root_reward(tree_of(scored.group.greedy, weights))
+            scored.advantages = [
+                dict.fromkeys(tree, _root_reward(tree) - baseline) for tree in scored.trees
             ]
-
-        kept = [group for group in groups if not _why_unusable(group)]
-        assigned = judged(kept, weights, self, judge, every_token)
+        assigned = step.assigned(every_token)
         assigned.notes += [
             f"item {group.task} is left out: {why}"
             for group in groups
             if (why := _why_unusable(group))
         ]
         return assigned
+
+
+def _root_reward(tree: Mapping[str, CreditNode]) -> float:
+    return next(iter(tree.values())).reward
 
 
 def _why_unusable(group: Group) -> str:
