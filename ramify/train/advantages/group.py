@@ -212,7 +212,7 @@ class ScoredGroup:
     empty for none."""
 
     def rollouts(self) -> list[_Rollout]:
-        turns = self.turns or [None] * len(self.trees)
+        turns: Sequence[TurnCredits | None] = self.turns or [None] * len(self.trees)
         rows = zip(self.group.trajectories, self.trees, self.advantages, turns, strict=True)
         return [_Rollout(*row) for row in rows]
 
