@@ -48,7 +48,7 @@ DRAWS = 4000
 STEPS, ANNEALED = 30, 24
 SOURCE = {
     "name": "hindsight",
-    "judge": {"name": "ramify.train.signals.programs:RuleJudge"},
+    "judge": {"name": "ramify.extras.studies.programs.judges:RuleJudge"},
     "filter": {"min_chars": 5},
 }
 FADING = {"start": 1.0, "end": 0.0, "steps": ANNEALED}
@@ -75,7 +75,7 @@ ARMS = {
         "outcome, and a mark for each turn that ran",
         (
             "rl.algorithm.terms=[]",
-            'rl.signals={"process": {"name": "process", "judge": {"name": "ramify.train.signals.programs:StepRules"}}}',
+            'rl.signals={"process": {"name": "process", "judge": {"name": "ramify.extras.studies.programs.judges:StepRules"}}}',
             'rl.algorithm.terms=[{"signal": "process", "weight": 0.3, "norm": "step_index"}]',
         ),
     ),
@@ -83,7 +83,7 @@ ARMS = {
         "marks for turns, no outcome",
         (
             "rl.algorithm.terms=[]",
-            'rl.signals={"process": {"name": "process", "judge": {"name": "ramify.train.signals.programs:StepRules"}}}',
+            'rl.signals={"process": {"name": "process", "judge": {"name": "ramify.extras.studies.programs.judges:StepRules"}}}',
             'rl.algorithm.terms=[{"signal": "process", "weight": 1.0, "norm": "step_index"}]',
             "rl.algorithm.w_rl=0",
         ),
@@ -92,7 +92,7 @@ ARMS = {
     "teacher-alone": Arm("the teacher, no outcome", ("rl.algorithm.w_rl=0", terms(weight=1.0))),
     "privileged": Arm(
         "hints from facts (privileged: an upper bound)",
-        ("rl.signals.teacher.hints.judge=ramify.train.signals.programs:OracleJudge",),
+        ("rl.signals.teacher.hints.judge=ramify.extras.studies.programs.judges:OracleJudge",),
     ),
     "ema": Arm("a teacher that follows the policy (EMA .05)", ("rl.signals.teacher.source=ema",)),
     "live": Arm("the policy itself as the teacher", ("rl.signals.teacher.source=live",)),
@@ -138,7 +138,9 @@ ARMS = {
         "control: hints of other problems",
         (
             "rl.signals.teacher.hints="
-            + json.dumps({"name": "ramify.train.signals.programs:ShuffledHints", "source": SOURCE}),
+            + json.dumps(
+                {"name": "ramify.extras.studies.programs.judges:ShuffledHints", "source": SOURCE}
+            ),
         ),
         num_seeds=3,
     ),
@@ -289,7 +291,7 @@ async def _attempt_all(policy: Path, num_items: int, is_start: bool) -> dict[str
     rlm = RLM(
         client,
         scaffold="bare",
-        sandbox=SandboxSpec(provider="ramify.tasks.programs.evaluator"),
+        sandbox=SandboxSpec(provider="ramify.extras.studies.programs.evaluator"),
         limits=Limits(
             max_turns=3, max_depth=0, max_reply_tokens=32, max_seconds=86_400, max_concurrency=512
         ),
@@ -313,8 +315,8 @@ async def _attempt_all(policy: Path, num_items: int, is_start: bool) -> dict[str
 async def gates(client: Any, task: Any) -> dict[str, float]:
     """Return the probability of the right function at its position, with and without a hint that
     names it."""
-    from ramify.tasks.programs.demos import HintRule, hint_text
-    from ramify.tasks.programs.program_library import (
+    from ramify.extras.studies.programs.demos import HintRule, hint_text
+    from ramify.extras.studies.programs.program_library import (
         IMPORTED,
         PROGRAM_HINT,
         ProgramProblem,

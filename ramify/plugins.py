@@ -60,7 +60,7 @@ REGISTRIES = (
     "ramify.train.losses.corrections:CORRECTIONS",
     "ramify.train.signals.signal_reader:SIGNALS",
     "ramify.train.signals.judge:JUDGES",
-    "ramify.train.signals.hindsight:HINTS",
+    "ramify.train.signals.hints:HINTS",
     "ramify.train.backends.base:BACKENDS",
     "ramify.inference.http.inference_spec:ENGINES",
     "ramify.inference.weight_sync:WEIGHT_SYNCS",
@@ -92,6 +92,16 @@ MOVED_MODULES = {
     "ramify.tasks.scoring.interval": "ramify.tasks.scoring.answer_text",
     "ramify.tasks.scoring.numeric": "ramify.tasks.scoring.answer_text",
     "ramify.cluster": "ramify.extras.cluster",
+    "ramify.tasks.evidence": "ramify.extras.studies.evidence",
+    "ramify.tasks.oolong": "ramify.extras.studies.oolong",
+    "ramify.tasks.programs": "ramify.extras.studies.programs",
+    "ramify.tasks.toolmath": "ramify.extras.studies.toolmath",
+    "ramify.train.data.sft_data:program_demos": (
+        "ramify.extras.studies.programs.demos:program_demos"
+    ),
+    "ramify.train.data.sft_data:retool_demos": "ramify.extras.studies.toolmath.demos:retool_demos",
+    "ramify.train.signals.hindsight": "ramify.extras.studies.hindsight",
+    "ramify.train.signals.programs": "ramify.extras.studies.programs.judges",
 }
 """Beginnings of dotted paths that an earlier version stored -> today's."""
 _OTHERS = "module:name or file.py:name"

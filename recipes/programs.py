@@ -61,7 +61,7 @@ def run() -> train.Run:
             max_seconds=86_400,
             max_concurrency=512,
         ),
-        sandbox=SandboxSpec(provider="ramify.tasks.programs.evaluator"),
+        sandbox=SandboxSpec(provider="ramify.extras.studies.programs.evaluator"),
         evaluate=train.EvaluateSpec(num=256, validation=32, attempts=8, final=("test",)),
         schedule=train.Schedule(evaluate_every=10),
         compute=train.ComputeSpec(precision="fp32"),

@@ -15,7 +15,24 @@ where a part that has moved is today (``MOVED_MODULES`` there).
 
 from __future__ import annotations
 
-ENTRY_POINTS: dict[str, dict[str, str]] = {}
+ENTRY_POINTS: dict[str, dict[str, str]] = {
+    "ramify.tasks": {
+        "evidence": "ramify.extras.studies.evidence:evidence",
+        "oolong": "ramify.extras.studies.oolong:oolong",
+        "programs": "ramify.extras.studies.programs.task:programs",
+        "toolmath": "ramify.extras.studies.toolmath.task:toolmath",
+    },
+    "ramify.demos": {
+        "programs": "ramify.extras.studies.programs.demos:program_demos",
+        "retool": "ramify.extras.studies.toolmath.demos:retool_demos",
+    },
+    "ramify.signals": {"hindsight": "ramify.extras.studies.hindsight:Hindsight"},
+    "ramify.hints": {
+        "demonstrations": "ramify.extras.studies.hindsight:DemonstrationHints",
+        "feedback": "ramify.extras.studies.hindsight:FeedbackHints",
+        "hindsight": "ramify.extras.studies.hindsight:Hindsight",
+    },
+}
 """Group of entry points, as a package's ``pyproject.toml`` names it -> name -> ``module:name``, or
 a module."""
 EXTRA_COMMANDS = {

@@ -1,4 +1,6 @@
 # The public names, read when the package is imported: from HOME import NAME as NAME
+from ramify.extras.studies.programs.program_library import PROGRAM_HINT as PROGRAM_HINT
+from ramify.extras.studies.programs.program_library import PROGRAM_WORDS as PROGRAM_WORDS
 from ramify.tasks.base import GeneratedSplit as GeneratedSplit
 from ramify.tasks.base import Item as Item
 from ramify.tasks.base import Score as Score
@@ -11,8 +13,6 @@ from ramify.tasks.base import items_of as items_of
 from ramify.tasks.base import task_of as task_of
 from ramify.tasks.data import DatasetColumns as DatasetColumns
 from ramify.tasks.data import dataset as dataset
-from ramify.tasks.programs.program_library import PROGRAM_HINT as PROGRAM_HINT
-from ramify.tasks.programs.program_library import PROGRAM_WORDS as PROGRAM_WORDS
 from ramify.tasks.scoring import SCORERS as SCORERS
 from ramify.tasks.scoring.answer_text import IntervalF1Score as IntervalF1Score
 from ramify.tasks.scoring.answer_text import NumericScore as NumericScore

@@ -57,13 +57,9 @@ TASKS = Registry(
     "task",
     "ramify.tasks",
     {
-        "evidence": "ramify.tasks.evidence:evidence",
         "ledger": "ramify.tasks.ledger.task:ledger",
         "mixture": "ramify.tasks.mixture:mixture",
         "needle": "ramify.tasks.needle:needle",
-        "oolong": "ramify.tasks.oolong:oolong",
-        "programs": "ramify.tasks.programs.task:programs",
-        "toolmath": "ramify.tasks.toolmath.task:toolmath",
     },
     others="file.py:name, module:name, rows in a .jsonl or .parquet file, hf:NAME, or verifiers:ID",
 )

@@ -1,4 +1,12 @@
 # The public names, read when the package is imported: from HOME import NAME as NAME
+from ramify.extras.studies.hindsight import DemonstrationHints as DemonstrationHints
+from ramify.extras.studies.hindsight import FeedbackHints as FeedbackHints
+from ramify.extras.studies.hindsight import Hindsight as Hindsight
+from ramify.extras.studies.hindsight import HintFilter as HintFilter
+from ramify.extras.studies.programs.judges import OracleJudge as OracleJudge
+from ramify.extras.studies.programs.judges import RuleJudge as RuleJudge
+from ramify.extras.studies.programs.judges import ShuffledHints as ShuffledHints
+from ramify.extras.studies.programs.judges import StepRules as StepRules
 from ramify.train.advantages import ALGORITHMS as ALGORITHMS
 from ramify.train.advantages.base import Algorithm as Algorithm
 from ramify.train.advantages.base import AlgorithmNeeds as AlgorithmNeeds
@@ -119,21 +127,13 @@ from ramify.train.signals.base import TokenScorer as TokenScorer
 from ramify.train.signals.base import TokenScores as TokenScores
 from ramify.train.signals.base import TopKCandidates as TopKCandidates
 from ramify.train.signals.compose import Hybrid as Hybrid
-from ramify.train.signals.hindsight import DemonstrationHints as DemonstrationHints
-from ramify.train.signals.hindsight import FeedbackHints as FeedbackHints
-from ramify.train.signals.hindsight import Hindsight as Hindsight
-from ramify.train.signals.hindsight import HintFilter as HintFilter
-from ramify.train.signals.hindsight import TrajectoryHints as TrajectoryHints
+from ramify.train.signals.hints import TrajectoryHints as TrajectoryHints
 from ramify.train.signals.judge import HintJudge as HintJudge
 from ramify.train.signals.judge import ProcessRewardSignal as ProcessRewardSignal
 from ramify.train.signals.judge import StepJudge as StepJudge
 from ramify.train.signals.outcome import FormatSignal as FormatSignal
 from ramify.train.signals.outcome import OutcomeSignal as OutcomeSignal
 from ramify.train.signals.outcome import ToolUseSignal as ToolUseSignal
-from ramify.train.signals.programs import OracleJudge as OracleJudge
-from ramify.train.signals.programs import RuleJudge as RuleJudge
-from ramify.train.signals.programs import ShuffledHints as ShuffledHints
-from ramify.train.signals.programs import StepRules as StepRules
 from ramify.train.signals.teacher import TeacherSignal as TeacherSignal
 from ramify.train.signals.weighted_term import AnnealSchedule as AnnealSchedule
 from ramify.train.signals.weighted_term import HybridTerm as HybridTerm

@@ -295,15 +295,7 @@ def order(
     return [step for step in steps if step]
 
 
-DEMOS = Registry(
-    "demos",
-    "ramify.demos",
-    {
-        "ledger": "ramify.train.data.sft_data:ledger_demos",
-        "programs": "ramify.train.data.sft_data:program_demos",
-        "retool": "ramify.train.data.sft_data:retool_demos",
-    },
-)
+DEMOS = Registry("demos", "ramify.demos", {"ledger": "ramify.train.data.sft_data:ledger_demos"})
 """Name -> function (task, num, seed, scaffold, **options) that returns demonstrations, one per item
 of the training split."""
 
@@ -327,34 +319,6 @@ def ledger_demos(
         raise ConfigError(f"unknown habits '{habits}': {nearest(habits, kinds)}")
     items = islice(task.splits["train"], num)  # lazy: some contexts are long
     return demonstrations(items, kinds[habits], seed, texts_of(scaffold))
-
-
-def program_demos(
-    task: Task, num: int, seed: int, scaffold: Scaffold, **habits: float
-) -> Iterator[Sequence[DemonstrationConversation]]:
-    """Demonstrations of ``tasks.programs.demos``, by a demonstrator with the weaknesses
-    ``habits``."""
-    from ramify.tasks.programs.demos import ProgramDemonstratorHabits, demonstrations
-
-    return demonstrations(
-        task.splits["train"][:num],
-        msgspec.convert(habits, ProgramDemonstratorHabits, strict=False),
-        seed,
-        texts_of(scaffold),
-    )
-
-
-def retool_demos(
-    task: Task, num: int, seed: int, scaffold: Scaffold, source: str = ""
-) -> Iterator[Sequence[DemonstrationConversation]]:
-    """Demonstrations of ``tasks.toolmath.demos`` from the file ``source``."""
-    from ramify.tasks.toolmath.demos import demonstrations
-
-    if not source:
-        raise ConfigError(
-            "sft.demos=retool needs a file: give sft.options.source=ReTool-SFT.parquet (or .jsonl)"
-        )
-    return demonstrations(source, texts_of(scaffold), num)
 
 
 SHORTEST, LONGEST = 6, 40

@@ -275,7 +275,6 @@ SIGNALS = Registry(
     "ramify.signals",
     {
         "format": "ramify.train.signals.outcome:FormatSignal",
-        "hindsight": "ramify.train.signals.hindsight:Hindsight",
         "outcome": "ramify.train.signals.outcome:OutcomeSignal",
         "process": "ramify.train.signals.judge:ProcessRewardSignal",
         "teacher": "ramify.train.signals.teacher:TeacherSignal",

@@ -39,7 +39,7 @@ from ramify.train.signals.base import (
     TopKCandidates,
     TurnId,
 )
-from ramify.train.signals.hindsight import TrajectoryHints, hints_of
+from ramify.train.signals.hints import TrajectoryHints, hints_of
 from ramify.types.message import Message
 from ramify.types.token_path import TokenPath, TokenSpan
 from ramify.types.trajectory import Call, Group, Trajectory

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import KnownPrefix, Request, Sampling
+from ramify.extras.studies.hindsight import Hindsight
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy
 from ramify.tasks.base import Item
@@ -23,7 +24,6 @@ from ramify.train.signals.base import (
     SignalScore,
     TokenScores,
 )
-from ramify.train.signals.hindsight import Hindsight
 from ramify.train.signals.scorer import PolicyScorer
 from ramify.train.signals.teacher import TeacherSignal
 from ramify.types.message import Message

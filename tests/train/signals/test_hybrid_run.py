@@ -17,6 +17,7 @@ import torch
 
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
+from ramify.extras.studies.hindsight import Hindsight
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.models import checksums
 from ramify.models.weights import load_weights
@@ -41,7 +42,6 @@ from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.selfcheck import AuditedClient
 from ramify.train.signals.base import ScoringRow
 from ramify.train.signals.compose import Hybrid
-from ramify.train.signals.hindsight import Hindsight
 from ramify.train.signals.judge import ProcessRewardSignal, StepJudge
 from ramify.train.signals.outcome import ToolUseSignal
 from ramify.train.signals.scorer import PolicyScorer

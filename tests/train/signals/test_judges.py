@@ -13,17 +13,17 @@ from ramify.clients.pool import ClientPool
 from ramify.clients.scripted import ScriptedClient, rate_limited, refused
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
-from ramify.store.call_cache import CallCache
-from ramify.store.store import Store
-from ramify.tasks.base import Item
-from ramify.train.signals.base import JudgeVerdict, JudgeView, SignalContext, SignalScore
-from ramify.train.signals.hindsight import (
+from ramify.extras.studies.hindsight import (
     DemonstrationHints,
     FeedbackHints,
     Hindsight,
     HintFilter,
     leaks,
 )
+from ramify.store.call_cache import CallCache
+from ramify.store.store import Store
+from ramify.tasks.base import Item
+from ramify.train.signals.base import JudgeVerdict, JudgeView, SignalContext, SignalScore
 from ramify.train.signals.judge import (
     HintJudge,
     HintVote,

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from ramify.errors import ConfigError, RamifyError
+from ramify.extras.studies.hindsight import Hindsight
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config, save_policy
 from ramify.models.tokenizer import train_tokenizer
@@ -26,7 +27,6 @@ from ramify.train.signals.base import (
     ScoringRow,
     TokenScores,
 )
-from ramify.train.signals.hindsight import Hindsight
 from ramify.train.signals.scorer import ClientScorer, RunTeachers, check_vocabulary
 from ramify.train.signals.teacher import ALL, TEMPLATE, TeacherSignal
 from ramify.types.message import Message

@@ -16,9 +16,7 @@ import re
 from collections.abc import Sequence
 
 from ramify.errors import ConfigError
-from ramify.sandbox.base import Session
-from ramify.tasks.base import Item, Score, SimpleTask, TaskStart, WholeTrajectoryReward, generated
-from ramify.tasks.programs.program_library import (
+from ramify.extras.studies.programs.program_library import (
     MAX_OPERAND,
     MODULUS,
     NOT_IMPORTED,
@@ -28,6 +26,8 @@ from ramify.tasks.programs.program_library import (
     ProgramProblem,
     library,
 )
+from ramify.sandbox.base import Session
+from ramify.tasks.base import Item, Score, SimpleTask, TaskStart, WholeTrajectoryReward, generated
 from ramify.tasks.scoring import exact
 from ramify.types.trajectory import Cell, Trajectory
 

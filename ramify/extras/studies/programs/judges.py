@@ -7,7 +7,7 @@ and votes for turns.
                      an answer gets the vote of the program before it
     ShuffledHints    a control: each rollout gets a hint about a different problem
 
-In a recipe: ``ramify.train.signals.programs:RuleJudge``. None of them asks a model. The rules
+In a recipe: ``ramify.extras.studies.programs.judges:RuleJudge``. None of them asks a model. The rules
 themselves are in ``tasks/programs/demos.py``.
 """
 
@@ -18,11 +18,11 @@ from typing import Any
 
 import msgspec
 
+from ramify.extras.studies.programs.demos import HintRule, from_errors, from_facts, hint_text
+from ramify.extras.studies.programs.program_library import Program, ProgramProblem, library
 from ramify.tasks.base import Item
-from ramify.tasks.programs.demos import HintRule, from_errors, from_facts, hint_text
-from ramify.tasks.programs.program_library import Program, ProgramProblem, library
 from ramify.train.signals.base import JudgeVerdict, JudgeView, SignalContext
-from ramify.train.signals.hindsight import TrajectoryHints, hints_of
+from ramify.train.signals.hints import TrajectoryHints, hints_of
 from ramify.types.trajectory import Group
 
 NOTHING = JudgeVerdict(votes=(-1,), reason="no rule was seen to be broken")

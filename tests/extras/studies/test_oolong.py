@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ramify.errors import ConfigError
+from ramify.extras.studies.oolong import LABELS, OolongScore, oolong
 from ramify.tasks.base import Item, items_of
-from ramify.tasks.oolong import LABELS, OolongScore, oolong
 from ramify.tasks.validation import validate
 
 

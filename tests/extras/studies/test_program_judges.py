@@ -6,17 +6,17 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from ramify.tasks.base import Item, task_of
-from ramify.tasks.programs.program_library import (
+from ramify.extras.studies.hindsight import Hindsight, HintFilter
+from ramify.extras.studies.programs.judges import OracleJudge, RuleJudge, ShuffledHints, StepRules
+from ramify.extras.studies.programs.program_library import (
     IMPORTED,
     NUM_CHECKED,
     NUM_WORDS,
     ProgramProblem,
     library,
 )
+from ramify.tasks.base import Item, task_of
 from ramify.train.signals.base import JudgeVerdict, JudgeView, SignalContext, view_of
-from ramify.train.signals.hindsight import Hindsight, HintFilter
-from ramify.train.signals.programs import OracleJudge, RuleJudge, ShuffledHints, StepRules
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Cell, Group, Stop, Trajectory, Turn
 

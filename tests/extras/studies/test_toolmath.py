@@ -16,9 +16,9 @@ from ramify.engine.scaffold import SCAFFOLDS
 from ramify.errors import ConfigError, SourceError
 from ramify.evaluate.evaluation_report import report, table
 from ramify.evaluate.run import EvaluationPlan, evaluate
+from ramify.extras.studies.toolmath.demos import conversation, demonstrations
+from ramify.extras.studies.toolmath.task import auto, item_of, toolmath
 from ramify.tasks.base import Item, scored, task_of
-from ramify.tasks.toolmath.demos import conversation, demonstrations
-from ramify.tasks.toolmath.task import auto, item_of, toolmath
 from ramify.tasks.validation import answered, validate
 from ramify.train.data.sft_data import texts_of, trajectory_of
 from ramify.types.boxed import last_boxed

@@ -10,7 +10,7 @@ others. A hint that contains the gold answer, or a long number from it, is rejec
 does far more harm than none, so abstaining is the default everywhere. Demonstrations and tool
 feedback can replace the judge (self-distillation).
 
-Not here: how hints are used (see teacher.py).
+Not here: how hints are used (see train/signals/teacher.py).
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
-from ramify.errors import ConfigError
-from ramify.plugins import Registry
 from ramify.tasks.base import Item, total
 from ramify.tasks.scoring.answer_text import accepted, as_text
 from ramify.train.advantages.credit import was_cut_off
@@ -37,32 +35,12 @@ from ramify.train.signals.base import (
     steps_of,
     view_of,
 )
+from ramify.train.signals.hints import TrajectoryHints
 from ramify.train.signals.judge import judge_of, judged, known_judge
 from ramify.types.trajectory import Group, Trajectory
 
 LONG_NUMBER = 4
 """Number of digits from which a number of the gold answer in a hint is not a coincidence."""
-
-
-class TrajectoryHints(msgspec.Struct, eq=False):
-    """The hints found for one trajectory.
-
-    Example:
-        TrajectoryHints(SignalScore(), {("0", 1): ["The list is sorted."]})
-    """
-
-    reading: SignalScore
-    """Notes, counts and the judges' calls; ``abstained`` is set if no hint was found."""
-    at: dict[TurnId, list[str]] = msgspec.field(default_factory=dict)
-    """Turn before whose reply the hints are shown -> candidate hints, best first."""
-
-
-class HintSource(Protocol):
-    """A source of hints: ``Hindsight``, ``DemonstrationHints`` or ``FeedbackHints``."""
-
-    async def hints(self, group: Group, context: SignalContext) -> list[TrajectoryHints]:
-        """The hints for each trajectory, in order."""
-        ...
 
 
 class HintFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -341,25 +319,3 @@ class FeedbackHints(
         hints.at[trajectory.root.id, 0] = [text]
         hints.reading.notes[errors[-1].place] = text
         return hints
-
-
-HINTS = Registry(
-    "source of hints",
-    "ramify.hints",
-    {
-        "demonstrations": "ramify.train.signals.hindsight:DemonstrationHints",
-        "feedback": "ramify.train.signals.hindsight:FeedbackHints",
-        "hindsight": "ramify.train.signals.hindsight:Hindsight",
-    },
-)
-"""Name -> the class that implements ``HintSource``."""
-
-
-def hints_of(spec: Any) -> HintSource | None:
-    """The hint source that ``spec`` describes; None if ``spec`` is None. Raises ConfigError."""
-    if spec is None:
-        return None
-    source: HintSource = HINTS.build(spec)
-    if not callable(getattr(source, "hints", None)):
-        raise ConfigError(f"{spec!r} does not give hints: use one of {', '.join(HINTS)}")
-    return source

@@ -34,8 +34,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from ramify.tasks.base import DemonstrationTexts, Item
-from ramify.tasks.programs.program_library import (
+from ramify.extras.studies.programs.program_library import (
     IMPORTED,
     NUM_WORDS,
     PROGRAM_HINT,
@@ -47,6 +46,7 @@ from ramify.tasks.programs.program_library import (
     answer,
     library,
 )
+from ramify.tasks.base import DemonstrationTexts, Item, Task
 from ramify.types.message import Message
 from ramify.types.trajectory import Cell
 
@@ -146,6 +146,15 @@ def demonstrations(
 ) -> Iterator[list[ProgramDemonstration]]:
     """Yield one demonstration for each item."""
     return ([demonstrate(item, habits, seed, texts)] for item in items)
+
+
+def program_demos(
+    task: Task, num: int, seed: int, texts: DemonstrationTexts, **habits: float
+) -> Iterator[list[ProgramDemonstration]]:
+    """Yield demonstrations of the first ``num`` training items, by a demonstrator with the
+    weaknesses ``habits``. A run calls it as ``sft.demos=programs``."""
+    weaknesses = msgspec.convert(habits, ProgramDemonstratorHabits, strict=False)
+    return demonstrations(task.splits["train"][:num], weaknesses, seed, texts)
 
 
 def demonstrate(

@@ -4,7 +4,7 @@ No code that a model wrote is ever executed. A cell is parsed with the grammar o
 ``program_library.py`` and evaluated with plain arithmetic; any other cell gets a one-line error. On
 programs, the results equal those of a sandbox that runs them as Python (a test compares them),
 without one process per session. Select it by its module name:
-``SandboxSpec(provider="ramify.tasks.programs.evaluator", allow_weaker=True)``.
+``SandboxSpec(provider="ramify.extras.studies.programs.evaluator", allow_weaker=True)``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,12 @@ import re
 from typing import Any
 
 from ramify.errors import HostCallError, SandboxError
+from ramify.extras.studies.programs.program_library import (
+    NO_PROGRAM,
+    Program,
+    ProgramLibrary,
+    RuleViolation,
+)
 from ramify.sandbox.base import (
     Answer,
     CellResult,
@@ -20,7 +26,6 @@ from ramify.sandbox.base import (
     SandboxCapabilities,
     SandboxSpec,
 )
-from ramify.tasks.programs.program_library import NO_PROGRAM, Program, ProgramLibrary, RuleViolation
 from ramify.types.trajectory import Cell
 
 _ANSWER = re.compile(r"FINAL\((\d{1,9})\)")

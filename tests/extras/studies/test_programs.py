@@ -13,11 +13,7 @@ from ramify import RLM, Limits, SandboxSpec, ScriptedClient
 from ramify.engine.scaffold import SCAFFOLDS
 from ramify.errors import ConfigError, SandboxError
 from ramify.evaluate.attempt import attempt
-from ramify.models.renderer import renderer_of
-from ramify.models.tokenizer import UNKNOWN, word_tokenizer
-from ramify.sandbox.base import Sandbox, open_sandbox
-from ramify.tasks.base import task_of
-from ramify.tasks.programs.demos import (
+from ramify.extras.studies.programs.demos import (
     HintRule,
     ProgramDemonstratorHabits,
     demonstrate,
@@ -25,7 +21,7 @@ from ramify.tasks.programs.demos import (
     from_facts,
     hint_text,
 )
-from ramify.tasks.programs.program_library import (
+from ramify.extras.studies.programs.program_library import (
     IMPORTED,
     NO_PROGRAM,
     NOT_IMPORTED,
@@ -38,14 +34,18 @@ from ramify.tasks.programs.program_library import (
     RuleViolation,
     library,
 )
-from ramify.tasks.programs.task import programs
+from ramify.extras.studies.programs.task import programs
+from ramify.models.renderer import renderer_of
+from ramify.models.tokenizer import UNKNOWN, word_tokenizer
+from ramify.sandbox.base import Sandbox, open_sandbox
+from ramify.tasks.base import task_of
 from ramify.tasks.validation import validate
 from ramify.train.data.sft_data import texts_of
 from ramify.types.message import Message
 
 KNOWN = library()
 BARE = texts_of(SCAFFOLDS["bare"])
-EVALUATOR = SandboxSpec(provider="ramify.tasks.programs.evaluator")
+EVALUATOR = SandboxSpec(provider="ramify.extras.studies.programs.evaluator")
 RIGHT = dict(enumerate(KNOWN.right))
 
 
@@ -150,7 +150,7 @@ def test_sandbox_providers_are_loaded_by_module_name() -> None:
     ):
         open_sandbox(SandboxSpec(provider="no.such.module"))
     with pytest.raises(ConfigError, match="has no open_provider"):
-        open_sandbox(SandboxSpec(provider="ramify.tasks.programs.program_library"))
+        open_sandbox(SandboxSpec(provider="ramify.extras.studies.programs.program_library"))
     with pytest.raises(ConfigError, match="unknown sandbox 'jial': did you mean 'jail'"):
         open_sandbox(SandboxSpec(provider="jial"))
 

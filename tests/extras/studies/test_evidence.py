@@ -15,9 +15,9 @@ from ramify.engine.rlm import RLM
 from ramify.engine.scaffold import TINY
 from ramify.errors import ConfigError, RamifyError
 from ramify.evaluate.attempt import attempt
+from ramify.extras.studies.evidence import evidence
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import items_of
-from ramify.tasks.evidence import evidence
 from ramify.tasks.validation import answered, validate
 from ramify.train.demonstrations import demonstrations_of
 from ramify.train.recipe import load_recipe

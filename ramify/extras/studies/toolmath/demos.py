@@ -27,10 +27,10 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError
+from ramify.extras.studies.toolmath.task import bare_question
 from ramify.logging import RoomLogger
-from ramify.tasks.base import DemonstrationTexts
+from ramify.tasks.base import DemonstrationTexts, Task
 from ramify.tasks.data import rows_of
-from ramify.tasks.toolmath.task import bare_question
 from ramify.types.boxed import last_boxed
 from ramify.types.message import Message, ToolCall
 
@@ -55,6 +55,18 @@ class ToolMathDemonstration(msgspec.Struct, frozen=True):
     correct: bool = True
     """Always True: the published demonstrations were filtered by their answers."""
     call: str = "0"
+
+
+def retool_demos(
+    task: Task, num: int, seed: int, texts: DemonstrationTexts, source: str = ""
+) -> Iterator[list[ToolMathDemonstration]]:
+    """Yield the demonstrations in the first ``num`` rows of the file ``source``. A run calls it as
+    ``sft.demos=retool``. Raises ConfigError if no file is given."""
+    if not source:
+        raise ConfigError(
+            "sft.demos=retool needs a file: give sft.options.source=ReTool-SFT.parquet (or .jsonl)"
+        )
+    return demonstrations(source, texts, num)
 
 
 def demonstrations(
