@@ -41,8 +41,7 @@ from tests.test_house import two_way_sub_packages  # noqa: E402
 
 ASIDE = (
     *(f"sandbox/{name}" for name in ("monty.py", "ipython.py", "cloud/")),
-    *(f"tasks/{name}" for name in ("programs/", "toolmath/", "oolong.py", "evidence.py")),
-    *(f"train/{name}" for name in ("signals/hindsight.py", "signals/programs.py", "presets.py")),
+    "train/presets.py",
     "extras/",
     "testing/",
 )

@@ -9,12 +9,25 @@ import pytest
 import ramify.extras
 from ramify.extras import ENTRY_POINTS, EXTRA_COMMANDS
 from ramify.plugins import Registry, registries
+from ramify.sandbox.base import SANDBOXES, SandboxSpec, check_provider
 from tests.test_house import check_house
 
 FOLDERS = sorted(path.parent.name for path in Path(ramify.extras.__path__[0]).glob("*/__init__.py"))
 OLD_PLACES = {
     "ramify.cluster.plan:ClusterPlan": "ramify.extras.cluster.plan",
     "ramify.cluster.shape:DeviceSpec": "ramify.extras.cluster.shape",
+    "ramify.tasks.evidence:evidence": "ramify.extras.studies.evidence",
+    "ramify.tasks.oolong:oolong": "ramify.extras.studies.oolong",
+    "ramify.tasks.programs.task:programs": "ramify.extras.studies.programs.task",
+    "ramify.tasks.toolmath.task:toolmath": "ramify.extras.studies.toolmath.task",
+    "ramify.train.data.sft_data:program_demos": "ramify.extras.studies.programs.demos",
+    "ramify.train.data.sft_data:retool_demos": "ramify.extras.studies.toolmath.demos",
+    "ramify.train.signals.hindsight:FeedbackHints": "ramify.extras.studies.hindsight",
+    "ramify.train.signals.hindsight:Hindsight": "ramify.extras.studies.hindsight",
+    "ramify.train.signals.programs:OracleJudge": "ramify.extras.studies.programs.judges",
+    "ramify.train.signals.programs:RuleJudge": "ramify.extras.studies.programs.judges",
+    "ramify.train.signals.programs:ShuffledHints": "ramify.extras.studies.programs.judges",
+    "ramify.train.signals.programs:StepRules": "ramify.extras.studies.programs.judges",
 }
 """Place that an earlier version stored -> module in which the object is today."""
 
@@ -46,6 +59,12 @@ def test_every_folder_beside_the_core_has_names() -> None:
 def test_every_group_of_names_has_a_registry() -> None:
     groups = {each.group for each in registries() if isinstance(each, Registry)}
     assert set(ENTRY_POINTS) <= groups
+
+
+def test_a_sandbox_that_an_old_run_stored_resolves() -> None:
+    spec = SandboxSpec(provider="ramify.tasks.programs.evaluator", allow_weaker=True)
+    check_provider(spec)
+    assert SANDBOXES.of(spec.provider).__name__ == "ramify.extras.studies.programs.evaluator"
 
 
 @pytest.mark.parametrize(("old", "module"), OLD_PLACES.items())

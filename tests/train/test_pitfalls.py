@@ -21,7 +21,7 @@
  6  wrong hints are worse than none                 judges abstain by default
     train/signals/test_judges.py::test_hints_are_parsed_strictly,
     test_rate_limited_judge_is_retried_and_refusal_counts_as_unanswered
-    train/signals/test_programs.py::test_shuffled_hints_come_from_another_problem
+    extras/studies/test_program_judges.py::test_shuffled_hints_come_from_another_problem
  7  the longest hint wins
     train/signals/test_judges.py::test_hindsight_picks_one_hint_and_counts_rejected_ones
     train/signals/test_teacher.py::test_overlap_chooses_the_hint_whose_teacher_agrees_most_with_the_policy

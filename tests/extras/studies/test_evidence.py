@@ -22,7 +22,7 @@ from ramify.tasks.validation import answered, validate
 from ramify.train.demonstrations import demonstrations_of
 from ramify.train.recipe import load_recipe
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 
 PAPERS = [
     {

@@ -7,8 +7,9 @@ and votes for turns.
                      an answer gets the vote of the program before it
     ShuffledHints    a control: each rollout gets a hint about a different problem
 
-In a recipe: ``ramify.extras.studies.programs.judges:RuleJudge``. None of them asks a model. The rules
-themselves are in ``tasks/programs/demos.py``.
+In a recipe: ``ramify.extras.studies.programs.judges:RuleJudge``. None of them asks a model. The
+rules themselves are in ``demos.py``. Each tag is the place that checkpoints of earlier versions
+store, and still resolves.
 """
 
 from __future__ import annotations
