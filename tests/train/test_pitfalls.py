@@ -56,7 +56,7 @@
     engine/test_retool.py::test_invented_interpreter_output_is_dropped,
     test_closing_tag_cut_off_by_a_stop_text_is_restored,
     test_conversation_survives_every_kind_of_failure
-    tasks/test_toolmath.py::test_nested_boxes_are_whole
+    extras/studies/test_toolmath.py::test_nested_boxes_are_whole
     models/test_renderer.py::test_renderer_matches_the_template
 17  a sandbox that blocks its loop, shows its host's environment, or changes the code
     sandbox/test_process.py::test_many_sessions_open_at_once,

@@ -2,7 +2,7 @@
 
     evidence.py     answers whose proof comes from many sources
     oolong.py       counts over labelled texts, in the form of the benchmark OOLONG
-    programs/       named operations, with a demonstrator, judges and an evaluator of their own
+    programs/       named operations, with a demonstrator, judges and an evaluator
     toolmath/       mathematical problems for an agent with a Python tool
     hindsight.py    hints for a rollout that has ended
 
