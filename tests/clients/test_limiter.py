@@ -161,3 +161,35 @@ def test_a_freed_slot_goes_to_one_waiter_who_was_not_cancelled():
         return gate.in_flight
 
     assert run_skipping(main()) == 0
+
+
+def test_a_pause_has_the_time_that_is_left_of_it():
+    async def main():
+        gate = Limiter(2)
+        entered = await gate.acquire()
+        gate.slow_down(entered, 0.0)
+        over_s = gate.opens_in_s()
+        gate.slow_down(entered, 0.5)
+        return over_s, 0.4 < gate.opens_in_s() <= 0.5
+
+    assert run_skipping(main()) == (0.0, True)
+
+
+def test_a_newcomer_does_not_overtake_when_the_gate_widens():
+    async def main():
+        gate = Limiter(4)
+        entered = [await gate.acquire() for _ in range(2)]
+        gate.slow_down(entered[0], 0.001)
+        gate.release()
+        await asyncio.sleep(1.0)
+        first = asyncio.create_task(gate.acquire())
+        await asyncio.sleep(1.0)
+        assert (first.done(), gate.width) == (False, 1)
+        gate.speed_up()
+        newcomer = asyncio.create_task(gate.acquire())
+        await asyncio.sleep(1.0)
+        states = first.done(), newcomer.done(), gate.width
+        newcomer.cancel()
+        return states
+
+    assert run_skipping(main()) == (True, False, 2)

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.clients.base import Price
+from ramify.clients.base import ASSUMED_WINDOW, Price
 from ramify.clients.model import Model
-from ramify.clients.pool import ClientPool
+from ramify.clients.pool import RETRYING, ClientPool
+from ramify.clients.providers import CLIENTS
 from ramify.clients.scripted import (
     ScriptedClient,
     cut,
@@ -249,9 +250,30 @@ def test_cancelling_forfeits_sent_request_and_releases_waiting_one():
         for task in reversed(tasks):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        return [each.kinds for each in books], [each.open for each in books]
+        return [each.entries for each in books], [each.open for each in books]
 
-    assert run(main()) == ([["forfeit"], ["release"]], [0, 0])
+    (((sent, why),), ((waiting, _),)), still_open = run(main())
+    assert (sent, waiting, still_open) == ("forfeit", "release", [0, 0])
+    assert why == "scripted:test: no reply had arrived when the request ended (cancelled)"
+
+
+def test_cancelling_a_request_that_waits_for_the_run_frees_its_place_in_the_queue_of_its_model():
+    async def main():
+        asking = pool(max_in_flight=1)
+        busy = ScriptedClient([stalled()], name="scripted:busy")
+        client, books = ScriptedClient(["hello"]), Books()
+        holder = asyncio.create_task(asking.ask(busy, request(), Books()))
+        await asyncio.sleep(0)
+        waiting = asyncio.create_task(asking.ask(client, request(), books))
+        await asyncio.sleep(0)
+        for task in (waiting, holder):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        assert books.kinds == ["release"]
+        reply = await asyncio.wait_for(asking.ask(client, request(), Books()), 60)
+        return reply.message.content
+
+    assert run(main()) == "hello"
 
 
 def test_request_refused_by_account_is_not_sent():
@@ -305,8 +327,12 @@ def test_unexpected_exception_of_a_client_is_a_bad_reply_that_is_retried(fault, 
     assert type(fault).__name__ in record.exc_text
 
 
-def test_unexpected_exception_that_repeats_is_a_model_error_without_the_key():
-    remember("test key", "key-0123456789-abcdef")
+@pytest.mark.parametrize("is_given", [True, False])
+def test_unexpected_exception_that_repeats_is_a_model_error_without_the_key(is_given):
+    if is_given:
+        ClientPool(keys={"openai": "key-0123456789-abcdef"})
+    else:
+        remember("test key", "key-0123456789-abcdef")
     client = FaultyClient(KeyError("no field in\nkey-0123456789-abcdef"), 9)
     with pytest.raises(BadReply, match=r"^scripted:test: the reply could not be read") as caught:
         run(pool(max_attempts=3).ask(client, request(), Books()))
@@ -314,6 +340,12 @@ def test_unexpected_exception_that_repeats_is_a_model_error_without_the_key():
     assert "abcdef" not in str(caught.value)
     assert "\n" not in str(caught.value)
     assert can_be_fixed(caught.value)
+
+
+def test_text_of_an_unexpected_exception_is_cut():
+    client = FaultyClient(ValueError("x" * 999), 1)
+    with pytest.raises(BadReply, match=r"ValueError: x{200}\)"):
+        run(pool(max_attempts=1).ask(client, request(), Books()))
 
 
 def test_client_that_returns_no_reply_is_a_bad_reply():
@@ -557,15 +589,15 @@ def test_a_wait_of_a_second_is_recorded(records, seconds, waits):
     assert [(each.fields["reason"], round(each.fields["wait_s"], 1)) for each in found] == waits
 
 
-def test_a_paused_model_is_the_reason_of_a_wait(records):
+@pytest.mark.parametrize("width", [1, 64])
+def test_a_paused_model_is_the_reason_of_a_wait(records, width):
     """The request that was limited and the one behind it wait for the pause; a later one does
     not."""
 
     async def main():
-        asking = pool()
+        asking = pool(max_in_flight=width)
         client = ScriptedClient([rate_limited(20.0), "one", "two", "three"])
         first = asyncio.create_task(asking.ask(client, request(), Books()))
-        await asyncio.sleep(0)
         await asyncio.sleep(5.0)
         await asyncio.gather(first, asking.ask(client, request(), Books()))
         await asking.ask(client, request(), Books())
@@ -574,6 +606,84 @@ def test_a_paused_model_is_the_reason_of_a_wait(records):
     waits = [each.fields for each in records if each.event == "wait"]
     assert {each["reason"] for each in waits} == {"rate_limit"}
     assert sorted(round(each["wait_s"]) for each in waits) == [15, 20]
+
+
+def test_a_wait_for_a_slot_is_not_one_for_a_rate_limit(records):
+    async def main():
+        asking, client = pool(max_in_flight=1), ScriptedClient(["one", "two"], latency_s=5.0)
+        await asyncio.gather(*(asking.ask(client, request(), Books()) for _ in range(2)))
+
+    run_skipping(main())
+    assert [each for each in records if each.event == "wait"] == []
+
+
+class Waits(random.Random):
+    """Random numbers that are ``seconds``, or the largest possible."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def uniform(self, a, b):
+        return min(self.seconds, b)
+
+
+def beside_another(script, patience_s=0.0, **options):
+    """A request during whose first attempt another one gets through: (reply or error, notices,
+    naps)."""
+
+    async def main():
+        notices, sleep, steps = [], RecordedSleep(), iter(script)
+        asking = ClientPool(rng=Waits(4.0), sleep=sleep, **options)
+
+        async def tell(messages):
+            if messages[0].content == "another":
+                return "hello"
+            if len(client.requests) == 1:
+                await asking.ask(client, request("another"), Books())
+            return next(steps)
+
+        client = ScriptedClient(tell)
+        try:
+            outcome = await asking.ask(client, request(), Books(), notices.append, patience_s)
+        except ModelError as error:
+            outcome = error
+        return outcome, notices, sleep.naps
+
+    return run_skipping(main())
+
+
+def test_another_that_gets_through_excuses_a_rate_limit_but_no_failure():
+    reply, (notice,), _ = beside_another([rate_limited(0.1), "mine"], max_attempts=1)
+    assert reply.message.content == "mine"
+    assert notice.endswith("trying again in 0.1 s (others got through)")
+    error, notices, _ = beside_another([server_error(), "mine"], max_attempts=1)
+    assert (type(error), notices) == (ServerFailed, [])
+
+
+def test_patience_is_used_up_to_its_last_half_second():
+    """The pause of the rate limit counts, although others got through."""
+    script = [rate_limited(0.5), *[server_error()] * 99]
+    error, _, naps = beside_another(script, 8.5)
+    assert (type(error), naps) == (ServerFailed, pytest.approx([0.5, 1.0, 2.0, 4.0, 0.5], abs=0.1))
+
+
+def test_a_rate_limit_beside_another_may_last_as_long_as_the_patience(records):
+    reply, *_ = beside_another([rate_limited(8.0), "mine"], 8.0)
+    assert reply.message.content == "mine"
+    assert "outage" not in [each.fields["reason"] for each in records if each.event == "wait"]
+    error, *_ = beside_another([rate_limited(8.5), "mine"], 8.0)
+    assert type(error) is RateLimited
+
+
+def test_a_rate_limit_without_a_time_pauses_the_model_as_long_as_a_failure():
+    async def main():
+        notices = []
+        client = ScriptedClient([rate_limited()] * 4 + ["hello"])
+        await ClientPool(rng=Waits(30.0)).ask(client, request(), Books(), notices.append)
+        return [float(notice.split(RETRYING)[1].split()[0]) for notice in notices]
+
+    assert run_skipping(main()) == pytest.approx([0.5, 1.0, 2.0, 4.0], abs=0.2)
 
 
 def test_a_reservation_that_became_too_small_is_made_again_before_sending():
@@ -639,11 +749,13 @@ def test_an_outage_is_recorded_once_and_its_wait_when_it_ends(caplog):
 
 
 def test_a_reply_that_fills_its_limit_was_cut_by_it():
-    def finish(num_tokens):
+    def finish(num_tokens, price):
         reply = Reply(Message("assistant", "x"), Usage(2, num_tokens, calls=1), finish="other")
-        return ask([reply])[0].finish
+        client = ScriptedClient([reply], price=price)
+        return run(pool().ask(client, request(), Books())).finish
 
-    assert [finish(63), finish(64)] == ["other", "length"]
+    for price in (None, Price(1.0, 2.0)):
+        assert [finish(63, price), finish(64, price)] == ["other", "length"]
 
 
 def test_an_equal_model_has_the_same_client_until_the_pool_is_closed():
@@ -660,3 +772,70 @@ def test_an_equal_model_has_the_same_client_until_the_pool_is_closed():
         return found
 
     assert run(main()) == [True, False, True, False, False]
+
+
+class Connected(ScriptedClient):
+    """A client of a registered provider that records how it was connected and closed."""
+
+    def __init__(self, name, **options):
+        super().__init__(["hello"], name=name)
+        self.options = options
+        self.num_closes = 0
+
+    async def close(self):
+        self.num_closes += 1
+
+
+@CLIENTS.register("test-plain")
+def connect_plain(name, *, window, price, key, base_url):
+    return Connected(name, window=window, price=price, key=key, base_url=base_url)
+
+
+@CLIENTS.register("test-full")
+def connect_full(name, *, window, price, key, base_url, headers=None, environ=None, streams=None):
+    return Connected(name, key=key, headers=headers, environ=environ, streams=streams)
+
+
+@CLIENTS.register("test-none")
+def connect_none(name, **options):
+    return object()
+
+
+def test_a_registered_provider_gets_what_its_function_accepts():
+    asking = ClientPool(keys={"test-plain": "key-of-pool"}, base_urls={"test-plain": "http://pool"})
+    price = Price(1.0, 2.0)
+    plain = asking.bound(Model("test-plain:m", window=9000, price=price))
+    assert plain.options == {
+        "window": 9000,
+        "price": price,
+        "key": "key-of-pool",
+        "base_url": "http://pool",
+    }
+    own = asking.bound(Model("test-plain:m", base_url="http://own", api_key="key-of-model"))
+    assert (own.options["key"], own.options["base_url"]) == ("key-of-model", "http://own")
+    full = asking.bound(Model("test-full:m", headers={"x-team": "a"}, stream=False))
+    assert (full.options["headers"], full.options["streams"]) == ({"x-team": "a"}, False)
+    assert full.options["environ"] == {}  # none of the variables that are bound is set
+    assert asking.bound(Model("test-full:m")).options["headers"] is None
+    with pytest.raises(ConfigError, match="provider 'test-plain' sends no headers: omit them"):
+        asking.bound(Model("test-plain:m", headers={"x-team": "a"}))
+    with pytest.raises(ConfigError, match="provider 'test-none' gives a object, not a Client"):
+        asking.client("test-none:m")
+
+
+def test_a_closed_pool_closes_each_client_that_it_connected_once():
+    async def main():
+        asking = ClientPool()
+        connected = [asking.client(f"test-plain:{name}") for name in "ab"]
+        adopted = asking.adopt(Connected("test-plain:c"))
+        await asking.close()
+        await asking.close()
+        return [each.num_closes for each in (*connected, adopted)]
+
+    assert run(main()) == [1, 1, 0]
+
+
+def test_a_model_of_unknown_window_has_a_small_one_if_it_is_local():
+    asking = ClientPool(keys={"openai": "key-0123456789-abcdef"})
+    windows = [asking.client(name).window for name in ("vllm:unknown", "openai:unknown")]
+    assert windows == [32_768, ASSUMED_WINDOW]

@@ -119,12 +119,20 @@ def test_files_of_blobs_are_private(store: Store):
     assert modes == [0o600, 0o700, 0o600]
 
 
-def test_a_list_has_files_of_own_folders_that_still_exist(store: Store, tmp_path: Path):
+def test_a_list_follows_no_link(store: Store, tmp_path: Path):
+    digest = store.blobs.put(b"x")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "large").write_bytes(b"x" * 100_000)
+    (store.blobs.root / "folder").symlink_to(outside)
+    link = store.blobs.path(digest).with_name("link")
+    link.symlink_to(outside / "large")
+    sizes = {path.name: stat.st_size for path, stat in store.blobs.list()}
+    assert sizes == {digest: 1, "link": link.lstat().st_size}
+
+
+def test_a_list_has_files_that_still_exist(store: Store, tmp_path: Path):
     digests = [store.blobs.put(b"x", "ab" + 62 * each) for each in "0123"]
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "file").touch()
-    (store.blobs.root / "link").symlink_to(other)
     listed = store.blobs.list()
     seen = [next(listed)[0].name]
     last = next(digest for digest in digests if digest not in seen)
