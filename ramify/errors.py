@@ -376,7 +376,7 @@ def raised_at(error: BaseException) -> str:
     frames = [
         frame
         for frame in reversed(traceback.extract_tb(error.__traceback__))
-        if not frame.filename.startswith((ours, standard))
+        if not frame.filename.startswith((ours, standard, "<frozen "))
     ]
     own = [frame for frame in frames if "site-packages" not in frame.filename]
     for frame in own or frames:

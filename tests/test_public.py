@@ -33,7 +33,7 @@ PUBLIC = {
     """,
     "ramify.tasks": """
         BatchedReward Call Cell DatasetColumns GeneratedSplit IntervalF1Score Item MathScore NumericScore
-        PROGRAM_HINT PROGRAM_WORDS Rubric RubricScore SCORERS Score SimpleTask Stop Task
+        PROGRAM_HINT PROGRAM_WORDS Rubric RubricScore SCORERS Score SimpleTask StepScoredTask Stop Task
         TaskStart Trajectory Turn UnitTestScore WholeTrajectoryReward boxed_math choice
         dataset env_task exact f1 from_verifiers generated interval_f1 items_of last_number
         line_f1 math_answer normalised numeric task_of unit_tests validate verifiers_v1

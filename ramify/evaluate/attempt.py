@@ -8,7 +8,8 @@ training.
 This file decides timeouts and what counts as a failure. An attempt that ends in an error outside
 the model's control keeps what happened in ``errors`` and gets no reward. What the model caused
 itself (a prompt longer than its window, a session killed three times) is scored like any other
-answer. Only bugs and cancellations are raised.
+answer. Only bugs and cancellations are raised. Attempts whose task scores a whole step at once end
+without rewards, and ``score_attempts`` scores them later.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import functools
 import time
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -42,9 +43,10 @@ from ramify.errors import (
 from ramify.logging import RoomLogger
 from ramify.tasks.base import Item, Task, TaskStart
 from ramify.tasks.run_score import scored_in_time
+from ramify.tasks.step_scoring import score_step_in_time
 from ramify.types.event import scores_of
 from ramify.types.forked_root import line_of, root_segments
-from ramify.types.trajectory import Stop, Trajectory
+from ramify.types.trajectory import Call, Stop, Trajectory
 
 _log = RoomLogger("evaluate")
 GRACE_S = 30.0
@@ -67,9 +69,10 @@ async def attempt(
     max_cost: float | None = None,
     search: BranchSearch | None = None,
     limits: Limits | None = None,
+    is_scored: bool = True,
 ) -> Trajectory:
     """Run one attempt and return its trajectory, with ``rewards`` if it could be scored and
-    ``errors`` if not.
+    ``errors`` if not. With ``is_scored=False`` the caller scores it (``score_attempts``).
 
     ``name`` replaces the run's id; ``sampling`` is specific to this attempt, so that attempts
     differ in their seed; ``metadata`` is stored with the run. The stacks of an attempt that did not
@@ -130,7 +133,9 @@ async def attempt(
                 **trajectory.metadata,
                 **await _in_time(end, task, item, "on_end", grace_s),
             }
-        if failure is None:
+        if failure is None and not is_scored:
+            trajectory.awaits_score = True
+        elif failure is None:
             await _score(task, item, trajectory, grace_s, every_line=search is not None)
             if rlm.store is not None:
                 await asyncio.to_thread(
@@ -149,14 +154,67 @@ async def _score(
     task: Task, item: Item, trajectory: Trajectory, grace_s: float, *, every_line: bool
 ) -> None:
     """Score ``trajectory``, or each of its lines."""
-    lines = list(root_segments(trajectory).ends()) if every_line and trajectory.calls else []
-    if len(lines) < 2:
-        await in_thread(scored_in_time, task, item, trajectory, grace_s)
+    lines = _lines(trajectory, every_line)
+    for line in lines:
+        await in_thread(scored_in_time, task, item, line.trajectory, grace_s)
+    _merge_lines(trajectory, lines)
+
+
+class UnscoredAttempt(NamedTuple):
+    """An attempt that has ended and awaits its score."""
+
+    item: Item
+    trajectory: Trajectory
+    every_line: bool = False
+    """Whether each of its lines is scored as a separate attempt (``search`` of ``attempt``)."""
+
+
+async def score_attempts(
+    task: Task, attempts: Sequence[UnscoredAttempt], grace_s: float = GRACE_S
+) -> None:
+    """Score all ``attempts`` with one call of the task, which may take ``grace_s`` seconds. Each
+    trajectory gets its rewards, or the reason why it has none in ``errors``."""
+    lines = [_lines(each.trajectory, each.every_line) for each in attempts]
+    rollouts = [
+        (each.item, line.trajectory)
+        for each, own in zip(attempts, lines, strict=True)
+        for line in own
+    ]
+    if not rollouts:
         return
+    problems = iter(await in_thread(score_step_in_time, task, rollouts, grace_s))
+    for each, own in zip(attempts, lines, strict=True):
+        each.trajectory.awaits_score = False
+        failed = [problem for _ in own if (problem := next(problems)) is not None]
+        if failed:
+            each.trajectory.errors.append(str(failed[0]))
+        else:
+            _merge_lines(each.trajectory, own)
+
+
+class _Line(NamedTuple):
+    """One way through a rollout that may have forked."""
+
+    end: Call | None
+    """Its last call; None: the trajectory has no forks."""
+    share: float
+    trajectory: Trajectory
+
+
+def _lines(trajectory: Trajectory, every_line: bool) -> list[_Line]:
+    """What is scored of ``trajectory``: each of its lines, or the trajectory itself."""
+    ends = list(root_segments(trajectory).ends()) if every_line and trajectory.calls else []
+    if len(ends) < 2:
+        return [_Line(None, 1.0, trajectory)]
+    return [_Line(end, share, line_of(trajectory, end)) for end, share in ends]
+
+
+def _merge_lines(trajectory: Trajectory, lines: Sequence[_Line]) -> None:
+    """Give ``trajectory`` the rewards of its scored lines."""
     of_children: dict[str, dict[str, list[float]]] = {}
-    for end, share in lines:
-        line = line_of(trajectory, end)
-        await in_thread(scored_in_time, task, item, line, grace_s)
+    for end, share, line in lines:
+        if end is None:
+            return
         trajectory.call_rewards[end.id] = line.rewards
         for sums, values in (
             (trajectory.rewards, line.rewards),

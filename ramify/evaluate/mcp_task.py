@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ramify.engine.mcp_tools import McpTools, need_extra, recorded
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item, Score, Task, TaskStart
+from ramify.tasks.step_scoring import is_scored_by_step, step_scores
 from ramify.types.trajectory import Trajectory
 
 _LIFETIMES = ("rollout", "process")
@@ -83,6 +84,14 @@ class McpTask:
 
     def score(self, item: Item, trajectory: Trajectory) -> Score:
         return self._task.score(item, trajectory)
+
+    def is_scored_by_step(self, item: Item) -> bool:
+        return is_scored_by_step(self._task, item)
+
+    def score_step(
+        self, rollouts: Sequence[tuple[Item, Trajectory]]
+    ) -> Sequence[Score | RamifyError]:
+        return step_scores(self._task, rollouts)
 
     def close(self) -> None:
         """End the servers of the process. Idempotent; the next rollout starts them again."""

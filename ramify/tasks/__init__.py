@@ -9,6 +9,7 @@
     ''
 
     a task        Item Task SimpleTask TaskStart Score WholeTrajectoryReward generated dataset
+                  StepScoredTask (scores the rollouts of a step together)
     by name       task_of items_of; PROGRAM_WORDS PROGRAM_HINT (the task programs)
     rewards       numeric exact normalised f1 choice … (SCORERS), RubricScore, BatchedReward
     elsewhere     from_verifiers env_task

@@ -32,6 +32,7 @@ from ramify.tasks.scoring.rubric import Rubric as Rubric
 from ramify.tasks.scoring.rubric import RubricScore as RubricScore
 from ramify.tasks.scoring.unit_tests import UnitTestScore as UnitTestScore
 from ramify.tasks.scoring.unit_tests import unit_tests as unit_tests
+from ramify.tasks.step_scoring import StepScoredTask as StepScoredTask
 from ramify.tasks.text_env import env_task as env_task
 from ramify.tasks.validation import validate as validate
 from ramify.tasks.verifiers import from_verifiers as from_verifiers

@@ -417,11 +417,19 @@ def scored(task: Task, item: Item, trajectory: Trajectory) -> Trajectory:
         raise RamifyError(
             f"{where}: its score raised {type(error).__name__}: {error}{raised_at(error)}"
         ) from error
-    _check_calls(where, trajectory, score)
-    trajectory.rewards = _finite(where, score.rewards)
-    trajectory.call_rewards = {call: _finite(where, given) for call, given in score.calls.items()}
-    trajectory.metrics = {**trajectory.metrics, **_finite(where, score.metrics)}
+    store_score(where, trajectory, score)
     return trajectory
+
+
+def store_score(where: str, trajectory: Trajectory, score: Score) -> None:
+    """Store ``score`` in ``trajectory``. Raises RamifyError, which begins with ``where``, if it is
+    invalid."""
+    _check_calls(where, trajectory, score)
+    rewards = _finite(where, score.rewards)
+    calls = {call: _finite(where, given) for call, given in score.calls.items()}
+    metrics = _finite(where, score.metrics)
+    trajectory.rewards, trajectory.call_rewards = rewards, calls
+    trajectory.metrics = {**trajectory.metrics, **metrics}
 
 
 def _check_calls(where: str, trajectory: Trajectory, score: Score) -> None:
@@ -488,7 +496,8 @@ class SimpleTask(msgspec.Struct, frozen=True):
     name: str
     splits: Mapping[str, Sequence[Item]]
     reward: AnswerReward | WholeTrajectoryReward
-    """Called with (answer, item), unless it is a ``WholeTrajectoryReward``."""
+    """Called with (answer, item), unless it is a ``WholeTrajectoryReward``. A reward that can be
+    called for a whole step also has ``waits_for_step`` and ``of_step``, as ``BatchedReward``."""
     weights: Mapping[str, float] = {}
     begin: Callable[[Item], Awaitable[TaskStart]] | None = None
     """Creates the initial state of a rollout. None: a session with the item's context only."""
@@ -542,6 +551,16 @@ class SimpleTask(msgspec.Struct, frozen=True):
             if isinstance(reward, WholeTrajectoryReward)
             else reward(answer, item)
         )
+
+    def is_scored_by_step(self, item: Item) -> bool:
+        return bool(getattr(self.reward, "waits_for_step", False))
+
+    def score_step(
+        self, rollouts: Sequence[tuple[Item, Trajectory]]
+    ) -> Sequence[Score | RamifyError]:
+        reward: Any = self.reward
+        rewards = reward.of_step([(trajectory.answer, item) for item, trajectory in rollouts])
+        return [each if isinstance(each, RamifyError) else as_score(each) for each in rewards]
 
 
 def as_score(worth: Worth | Coroutine[Any, Any, Worth]) -> Score:

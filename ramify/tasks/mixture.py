@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import (
     ENDLESS,
     Item,
@@ -39,6 +39,7 @@ from ramify.tasks.base import (
     items_of,
     task_of,
 )
+from ramify.tasks.step_scoring import is_scored_by_step, step_scores
 from ramify.types.trajectory import GroupOutcome, Trajectory
 
 _PERIOD = 1000
@@ -94,9 +95,30 @@ class MixtureTask(msgspec.Struct, frozen=True):
 
     def score(self, item: Item, trajectory: Trajectory) -> Score:
         part, own = _own(item)
-        score = self.tasks[part].score(own, trajectory)
-        calls = {call: _named(part, rewards) for call, rewards in score.calls.items()}
-        return Score(_named(part, score.rewards), calls, _named(part, score.metrics))
+        return _score_of(part, self.tasks[part].score(own, trajectory))
+
+    def is_scored_by_step(self, item: Item) -> bool:
+        part, own = _own(item)
+        return is_scored_by_step(self.tasks[part], own)
+
+    def score_step(
+        self, rollouts: Sequence[tuple[Item, Trajectory]]
+    ) -> Sequence[Score | RamifyError]:
+        """Score the rollouts of each part with one call. An error of a part concerns its own."""
+        parts = [(*_own(item), trajectory) for item, trajectory in rollouts]
+        scores: dict[str, Iterator[Score | RamifyError]] = {
+            part: iter(
+                step_scores(
+                    self.tasks[part], [(own, run) for name, own, run in parts if name == part]
+                )
+            )
+            for part in dict.fromkeys(part for part, _, _ in parts)
+        }
+        found = ((part, next(scores[part])) for part, _, _ in parts)
+        return [
+            score if isinstance(score, RamifyError) else _score_of(part, score)
+            for part, score in found
+        ]
 
 
 class MixedItems(LazySequence[Item]):
@@ -295,6 +317,12 @@ def _own(item: Item) -> tuple[str, Item]:
     part, _, id = item.id.partition(_MARK)
     kind = item.kind.removeprefix(part).strip()
     return part, msgspec.structs.replace(item, id=id, kind=kind)
+
+
+def _score_of(part: str, score: Score) -> Score:
+    """The score of a part, with the part in the names of its rewards."""
+    calls = {call: _named(part, rewards) for call, rewards in score.calls.items()}
+    return Score(_named(part, score.rewards), calls, _named(part, score.metrics))
 
 
 def _named(part: str, values: Mapping[str, float]) -> dict[str, float]:

@@ -16,12 +16,14 @@ import os
 import sys
 import threading
 import traceback
-from typing import NoReturn
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
 
 from ramify.errors import RamifyError
 from ramify.tasks.base import Item, Task, scored
 from ramify.types.trajectory import Trajectory
 
+_T = TypeVar("_T")
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _OURS = os.path.dirname(__file__) + os.sep
 _exit_process = os._exit
@@ -37,30 +39,36 @@ class ScoreStopped(BaseException):
 def scored_in_time(task: Task, item: Item, trajectory: Trajectory, timeout_s: float) -> Trajectory:
     """Score a trajectory within ``timeout_s`` seconds, and return it with its rewards. Raises
     RamifyError, which names the task, the item and, after a time-out, the current line."""
+    what = f"task '{task.name}', item {item.id}: its score"
+    return call_in_time(lambda: scored(task, item, trajectory), what, timeout_s)
+
+
+def call_in_time(score: Callable[[], _T], what: str, timeout_s: float) -> _T:
+    """Call ``score`` in a separate thread, and return its result. Raises its error, or
+    RamifyError, which begins with ``what`` and names the current line, after ``timeout_s``
+    seconds."""
     os._exit = _exit_unless_scoring
-    outcome: list[Trajectory | BaseException] = []
+    results: list[_T] = []
+    errors: list[BaseException] = []
     context = contextvars.copy_context()
 
-    def score() -> None:
+    def run() -> None:
         _scoring.process = os.getpid()
         try:
-            outcome.append(context.run(scored, task, item, trajectory))
+            results.append(context.run(score))
         except BaseException as error:  # noqa: BLE001 -- raised again by the waiting thread
-            outcome.append(error)
+            errors.append(error)
 
-    thread = threading.Thread(target=score, daemon=True, name=f"ramify score of {task.name}")
+    thread = threading.Thread(target=run, daemon=True, name=f"ramify {what}")
     thread.start()
     thread.join(timeout_s)
-    if not outcome:
+    if not results and not errors:
         place = _place(thread)
         _stop(thread)
-        raise RamifyError(
-            f"task '{task.name}', item {item.id}: its score took more than {timeout_s:g} s"
-            f"{place}; it was stopped"
-        )
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    return outcome[0]
+        raise RamifyError(f"{what} took more than {timeout_s:g} s{place}; it was stopped")
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def _place(thread: threading.Thread) -> str:

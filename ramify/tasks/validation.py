@@ -10,7 +10,7 @@ the score would accept it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.tasks.base import SPLITS, Item, Task, items_of, total
 from ramify.tasks.run_score import scored_in_time
+from ramify.tasks.step_scoring import EndedRollout, is_scored_by_step, score_step_in_time
 from ramify.types.trajectory import Call, Stop, Trajectory
 
 WRONG = "(no answer of this task looks like this: qzxvkj)"
@@ -49,17 +50,31 @@ def validate(
         raise ConfigError(f"validate task '{task.name}': num is {num}; give at least 1")
     seen: dict[bytes, str] = {}
     checked = without = 0
+    together: list[EndedRollout] = []
     for split in task.splits if splits is None else splits:
         items = items_of(task, split)
         if not len(items):
             raise ConfigError(f"task '{task.name}': its split '{split}' is empty")
         for index in range(min(num, len(items))):
             item = items[index]
-            without += not prove(task, item, gold=gold)
+            is_proved = prove(task, item, gold=gold)
+            if is_proved and is_scored_by_step(task, item):
+                together += [(item, answered(item, each)) for each in (_right(task, item), WRONG)]
+            without += not is_proved
             checked += 1
             if gold:
                 _check_once(task, split, item, seen)
+    _check_together(task, together)
     return _skipped(task, without, checked, gold)
+
+
+def _check_together(task: Task, rollouts: Sequence[EndedRollout]) -> None:
+    """Raise ConfigError unless the task can score ``rollouts`` with one call, as in a step. Their
+    rewards may depend on each other, so their values are not checked."""
+    if rollouts:
+        errors = score_step_in_time(task, rollouts, SCORE_S)
+        if failed := next((error for error in errors if error is not None), None):
+            raise ConfigError(str(failed))
 
 
 def _skipped(task: Task, without: int, checked: int, gold: bool) -> str:
@@ -80,12 +95,9 @@ def prove(task: Task, item: Item, *, gold: bool = True) -> bool:
     where = f"task '{task.name}', item {item.id or '(without an id)'}"
     if not item.id or not item.question.strip():
         raise ConfigError(f"{where}: an item needs an id and a question")
-    right = item.gold if item.right is None else item.right
+    right = _right(task, item)
     if right is None or not gold:
         return False
-    as_answer = getattr(getattr(task, "reward", None), "as_answer", None)
-    if as_answer is not None:
-        right = as_answer(right)
     reached, most = _worth(task, item, right), _right_worth(task, item)
     if abs(reached - most) > _TOLERANCE:
         raise ConfigError(
@@ -100,6 +112,13 @@ def prove(task: Task, item: Item, *, gold: bool = True) -> bool:
                 "any answer"
             )
     return True
+
+
+def _right(task: Task, item: Item) -> Any:
+    """An answer to ``item`` that must score 1, in the form of an answer; None if it has none."""
+    right = item.gold if item.right is None else item.right
+    as_answer = getattr(getattr(task, "reward", None), "as_answer", None)
+    return right if right is None or as_answer is None else as_answer(right)
 
 
 def answered(item: Item, answer: Any) -> Trajectory:

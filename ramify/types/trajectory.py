@@ -224,6 +224,8 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
     """Warnings about the run as a whole, such as one about a weak sandbox."""
     reason: str = ""
     """One sentence on why the run ended; empty for ``FINAL`` and in older journals."""
+    awaits_score: bool = False
+    """Whether it has no rewards yet because its task scores the rollouts of a step together."""
 
     @property
     def root(self) -> Call:

@@ -3,12 +3,15 @@
     def shorter(completions, gold, **columns):           one list per column, all of equal length
         return [float(len(text) <= len(right)) for text, right in zip(completions, gold)]
 
+    SimpleTask("short", splits, BatchedReward(shorter))                 once per step
     SimpleTask("short", splits, BatchedReward(shorter, max_batch=32, concurrency=8))
 
-Rollouts end one by one. The first answer is scored at once. Answers that arrive while the maximum
-number of batches is running wait and form the next batch. So a reward must not depend on the other
-answers in its batch. Not here: time limits (see
-``tasks/run_score.py``).
+Without ``max_batch``, a training step calls the function once, with all its rollouts
+(``of_step``). With it, and wherever there are no steps (``ramify eval``, the check of a task),
+answers are scored as they arrive: the first at once, and those that arrive while the maximum
+number of batches is running form the next batch. Such a reward must not depend on the other
+answers in its batch. Not here: time limits (see ``tasks/run_score.py``), and which rollouts belong
+to a step (see ``train/rollouts/group_queue.py``).
 """
 
 from __future__ import annotations
@@ -37,16 +40,17 @@ class BatchedReward:
     """
 
     def __init__(
-        self, function: BatchFunction, *, max_batch: int = 1024, concurrency: int = 1
+        self, function: BatchFunction, *, max_batch: int | None = None, concurrency: int = 1
     ) -> None:
         """``function`` receives ``completions`` (the answers as text, empty if there is none) and
         every column that is one of its parameters: ``prompts`` (the questions), ``gold``, ``kind``,
-        and keys of the items' metadata. Up to ``concurrency`` batches, each of at most
-        ``max_batch`` answers, run at once.
+        and keys of the items' metadata. Without ``max_batch``, training calls it once for all
+        rollouts of a step. With ``max_batch`` it is called as answers arrive: up to ``concurrency``
+        batches, each of at most ``max_batch`` answers, run at once.
 
         Raises ConfigError if ``function`` has no parameter ``completions``.
         """
-        if max_batch < 1 or concurrency < 1:
+        if (max_batch is not None and max_batch < 1) or concurrency < 1:
             raise ConfigError(
                 f"BatchedReward: max_batch is {max_batch} and concurrency {concurrency}; both are "
                 "at least 1"
@@ -58,6 +62,8 @@ class BatchedReward:
                 f"BatchedReward: {_name(function)} has the parameters {', '.join(parameters)}; it "
                 "needs `completions`, a list of answers"
             )
+        self.waits_for_step = max_batch is None
+        """Whether training calls the function once per step, instead of as answers arrive."""
         self._function = function
         self._parameters = frozenset(parameters)
         self._max_batch = max_batch
@@ -74,6 +80,19 @@ class BatchedReward:
             self._waiting.append((answer, item, future))
         self._run_batches()
         return future.result()
+
+    def of_step(self, answered: Sequence[tuple[Any, Item]]) -> list[Any]:
+        """Call the function once, and return the reward of each answer, or a RamifyError for one
+        without. Raises what the function raises."""
+        return [
+            RamifyError(
+                f"{_name(self._function)} returned None for item {item.id}: an answer needs a "
+                "number"
+            )
+            if reward is None
+            else reward
+            for (_, item), reward in zip(answered, self._rewards(answered), strict=True)
+        ]
 
     def __len__(self) -> int:
         """Number of answers that wait for their batch."""
@@ -97,31 +116,30 @@ class BatchedReward:
 
     def _score(self, batch: Sequence[tuple[Any, Item, Future[float]]]) -> None:
         try:
-            rewards = self._function(**self._columns([(each[0], each[1]) for each in batch]))
-            if isinstance(rewards, Coroutine):
-                rewards = run_coroutine(rewards)
-            rewards = list(rewards)
-            if len(rewards) != len(batch):
-                raise RamifyError(
-                    f"{_name(self._function)} returned {len(rewards)} rewards for {len(batch)} "
-                    "completions"
-                )
+            rewards = self.of_step([(answer, item) for answer, item, _ in batch])
         except BaseException as error:  # noqa: BLE001 -- raised again by each waiting thread
             if not isinstance(error, Exception):  # ScoreStopped, or SystemExit
                 error = RamifyError(f"{_name(self._function)} was stopped: {error!r}")
             for _, _, future in batch:
                 future.set_exception(error)
             return
-        for (_, item, future), reward in zip(batch, rewards, strict=True):
-            if reward is None:
-                future.set_exception(
-                    RamifyError(
-                        f"{_name(self._function)} returned None for item {item.id}: an answer "
-                        "needs a number"
-                    )
-                )
+        for (_, _, future), reward in zip(batch, rewards, strict=True):
+            if isinstance(reward, RamifyError):
+                future.set_exception(reward)
             else:
                 future.set_result(reward)
+
+    def _rewards(self, answered: Sequence[tuple[Any, Item]]) -> list[Any]:
+        rewards = self._function(**self._columns(answered))
+        if isinstance(rewards, Coroutine):
+            rewards = run_coroutine(rewards)
+        rewards = list(rewards)
+        if len(rewards) != len(answered):
+            raise RamifyError(
+                f"{_name(self._function)} returned {len(rewards)} rewards for {len(answered)} "
+                "completions"
+            )
+        return rewards
 
     def _columns(self, answered: Sequence[tuple[Any, Item]]) -> dict[str, list[Any]]:
         items = [item for _, item in answered]

@@ -1,5 +1,5 @@
 """A rollout worker: a process with its own sandboxes and connections to the engines, which samples
-rollouts and scores them.
+rollouts and scores them, unless the task scores whole steps, which the run does.
 
     run ── RolloutRequest: item, name, seed, version ──> worker: ``evaluate.attempt`` ──> engines
         <── trajectory (in its stored form), and hashes of the ids that engines received ──
@@ -35,8 +35,10 @@ from ramify.sandbox.base import SandboxSpec, SharedContext
 from ramify.sandbox.guest.frames import pack_value, unpack_value
 from ramify.sandbox.guest.values import CodecError
 from ramify.tasks.base import Item, task_of
+from ramify.tasks.step_scoring import is_scored_by_step
 from ramify.train.branch_sampler import BranchOptions, forking
 from ramify.train.depth_models import DepthModels, DepthSpec, FrozenSpec
+from ramify.types.message import Message
 
 
 class RolloutWorkerSpec(msgspec.Struct, frozen=True, tag=True):
@@ -74,7 +76,7 @@ class EncodedItem(msgspec.Struct, frozen=True):
     kind: str
     id: str
     values: bytes
-    """Context, right answers and metadata."""
+    """Context, right answers, metadata and messages."""
 
     @classmethod
     def of(cls, item: Item) -> EncodedItem:
@@ -83,6 +85,7 @@ class EncodedItem(msgspec.Struct, frozen=True):
         if isinstance(item.context, SharedContext):
             values["context"] = item.context.value
         values["metadata"] = dict(item.metadata)
+        values["messages"] = msgspec.to_builtins(item.messages)
         try:
             parts, _ = pack_value(values)
         except CodecError as error:
@@ -94,6 +97,7 @@ class EncodedItem(msgspec.Struct, frozen=True):
 
     def restored(self) -> Item:
         values, _ = unpack_value(self.values)
+        values["messages"] = msgspec.convert(values["messages"], tuple[Message, ...])
         return Item(self.question, kind=self.kind, id=self.id, **values)
 
 
@@ -239,16 +243,18 @@ class _RolloutWorker:
         from ramify.evaluate.attempt import attempt
 
         self._engines.follow(request.version)
+        item = request.item.restored()
         try:
             trajectory = await attempt(
                 self._rlm,
                 self._task,
-                request.item.restored(),
+                item,
                 name=request.name,
                 sampling=request.sampling,
                 metadata={"rollout": request.name},
                 grace_s=self._spec.grace_s,
                 direct=self._spec.direct,
+                is_scored=not is_scored_by_step(self._task, item),
                 **forking(request.branch, self._rlm.limits),
             )
             self._send(

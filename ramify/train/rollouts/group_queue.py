@@ -16,6 +16,9 @@ weights after k steps:
 
 ``max_staleness = 0`` is the synchronous run: each step waits for its groups, in order.
 With dynamic sampling, groups without a signal are replaced by others, up to ``max_items`` per step.
+If the task scores whole steps (``tasks/step_scoring.py``), complete groups wait unscored. Once they
+are enough for the step, those that it takes are scored with one call. If some turn out to have no
+signal, dynamic sampling continues, and each further round has its own call.
 A rollout that takes more than ``straggler_factor`` times the median, while the step waits for
 nothing else, is given up, and its group continues without it.
 
@@ -128,11 +131,14 @@ class OpenGroup(msgspec.Struct, eq=False):
     """Number of its item."""
     rolling: GroupRollout
     task: asyncio.Task[Group]
-    """Completes when the group is complete and its signals are computed."""
+    """Completes when the group is complete and its signals are computed. Signals of a group that
+    is scored with others of its step are computed after that."""
     step: int | None = None
     """Number of steps behind the weights when its first rollout began; None if none has begun."""
     group: Group | None = None
     """The result, once the group is complete."""
+    is_scored: bool = False
+    """Whether it is complete, and its rollouts have rewards."""
     has_no_signal: bool = False
     """Whether it is complete and nothing can be learned from it."""
 
@@ -218,9 +224,12 @@ class GroupQueue:
                 self._find_complete()
                 self._report_progress()
                 self._begin()
-                if suffice(self._sample, self._open, self._whole(), self._step):
+                if not suffice(self._sample, self._open, self._whole(), self._step):
+                    await self._wait()
+                elif unscored := self._unscored():
+                    await self._score(unscored)
+                else:
                     break
-                await self._wait()
             self._work = None
         return self._taken()
 
@@ -312,7 +321,7 @@ class GroupQueue:
 
     async def _rolled(self, rolling: GroupRollout) -> Group:
         group = await rolling.whole()
-        if self._read is not None:
+        if self._read is not None and not self._rollouts.is_scored_by_step(rolling.item):
             await self._read(group)
         return group
 
@@ -342,9 +351,30 @@ class GroupQueue:
         for entry in self._open:
             if entry.group is None and entry.task.done():
                 entry.group = entry.task.result()
-                entry.has_no_signal = bool(self._sample.max_items) and self._has_no_signal(
-                    entry.group
-                )
+                if not self._rollouts.is_scored_by_step(entry.rolling.item):
+                    self._note_scored(entry)
+
+    def _note_scored(self, entry: OpenGroup) -> None:
+        """Note that the rollouts of a complete group have rewards."""
+        assert entry.group is not None
+        entry.is_scored = True
+        entry.has_no_signal = bool(self._sample.max_items) and self._has_no_signal(entry.group)
+
+    def _unscored(self) -> list[OpenGroup]:
+        """The groups to score now: those that the step would take, which is every complete one if
+        later steps do not take the others."""
+        ready = [entry for entry in self._whole() if not entry.has_no_signal]
+        if self._sample.max_staleness:
+            ready = sorted(ready, key=lambda entry: entry.number)[: self._sample.items]
+        return [entry for entry in ready if not entry.is_scored]
+
+    async def _score(self, entries: Sequence[OpenGroup]) -> None:
+        """Score the rollouts of complete groups together."""
+        await self._rollouts.score([entry.rolling for entry in entries])
+        if self._read is not None:
+            await asyncio.gather(*(self._read(entry.group) for entry in entries if entry.group))
+        for entry in entries:
+            self._note_scored(entry)
 
     async def _wait(self) -> None:
         """Wait until another group is complete, or until it is time to check for slow rollouts."""

@@ -3,6 +3,9 @@
     item ── group attempts, as slots become free ──> ``evaluate.attempt``: prepare, RLM, score
          ── once all are complete ──> Group
 
+    A task that scores a whole step at once (``tasks/step_scoring.py``): a rollout gives up its slot
+    unscored, and ``score`` scores those of the step.
+
 Decides the seeds: each rollout has its own, derived from the run's seed, the rollout's name and its
 item, never from its start time. A rollout that fails is recorded, and its group continues
 (``attempt`` defines failures). The same holds for a rollout that is given up, and for one that was
@@ -21,6 +24,7 @@ Not here: credit (``advantages/``), which weights answer (``trainer.py``), which
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import time
 import traceback
@@ -33,14 +37,22 @@ import msgspec
 from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
-from ramify.evaluate.attempt import GRACE_S, attempt, root_kind
+from ramify.evaluate.attempt import (
+    GRACE_S,
+    UnscoredAttempt,
+    attempt,
+    root_kind,
+    score_attempts,
+)
 from ramify.inference.base import CachePressure
 from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.tasks.base import Item, Task
+from ramify.tasks.step_scoring import is_scored_by_step
 from ramify.train.branch_sampler import BranchOptions, forking
 from ramify.train.config_fields import check_optional
 from ramify.train.placement.rollout_workers import RolloutWorkers
+from ramify.types.event import scores_of
 from ramify.types.trajectory import Group, Stop, Trajectory
 
 Gauge = Callable[[], Awaitable[CachePressure | None]]
@@ -143,7 +155,8 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     top_k: int | None = None
     grace_s: float = GRACE_S
     """How long in seconds a rollout may exceed its deadline (``limits.max_seconds``) before it
-    counts as stalled. The same limit applies to a task's ``prepare`` and ``score``."""
+    counts as stalled. The same limit applies to a task's ``prepare`` and ``score``, and to the
+    score of a whole step."""
     replay_routes: bool = False
     """For a mixture of experts: train each sampled token with the experts that the engine chose
     (2510.11370). Replies then report them."""
@@ -295,6 +308,15 @@ class GroupRollout:
             self._greedy.result.result() if self._greedy is not None else None,
         )
 
+    def unscored(self, *, every_line: bool) -> list[UnscoredAttempt]:
+        """The complete rollouts that await their score. ``every_line``: their forks are scored,
+        too."""
+        return [
+            UnscoredAttempt(self.item, trajectory, every_line and each is not self._greedy)
+            for each in self.attempts
+            if not each.was_given_up and (trajectory := each.result.result()).awaits_score
+        ]
+
     @property
     def given_up(self) -> list[str]:
         """Names of the rollouts without which the group continues."""
@@ -339,6 +361,8 @@ class Rollouter:
         self._options = options
         self._seed = seed
         self._greedy = greedy
+        self._stored: dict[str, str] = {}
+        """Name of a rollout that is not scored yet -> its stored run."""
         self.per_item = options.group + greedy
         """Attempts per item, including the greedy one."""
         followed = gauge if options.min_concurrency is not None else None
@@ -367,6 +391,23 @@ class Rollouter:
             [one(number) for number in range(self._options.group)],
             one("greedy") if self._greedy else None,
         )
+
+    def is_scored_by_step(self, item: Item) -> bool:
+        """Whether rollouts of ``item`` have no rewards before ``score``."""
+        return is_scored_by_step(self._task, item)
+
+    async def score(self, groups: Sequence[GroupRollout]) -> None:
+        """Score the rollouts of complete ``groups`` that have no rewards yet, with one call of the
+        task. Those that cannot be scored say why in their ``errors``."""
+        every_line = self._options.branch is not None
+        attempts = [each for group in groups for each in group.unscored(every_line=every_line)]
+        await score_attempts(self._task, attempts, self._options.grace_s)
+        for each in attempts:
+            run = self._stored.pop(each.trajectory.id, "")
+            if run and self._rlm.store is not None and each.trajectory.rewards:
+                took_s = time.time() - each.trajectory.started_at
+                events = scores_of(each.trajectory, took_s)
+                await asyncio.to_thread(self._rlm.store.append, run, events)
 
     async def roots(self, items: Sequence[Item]) -> RootCount:
         """How the roots of ``items`` will begin. This calls no model."""
@@ -397,7 +438,7 @@ class Rollouter:
 
         async def whole(rolling: GroupRollout) -> Group:
             group = await rolling.whole()
-            if after is not None:
+            if after is not None and not self.is_scored_by_step(rolling.item):
                 await after(group)
             return group
 
@@ -410,6 +451,10 @@ class Rollouter:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     found = [tasks.create_task(whole(pending)) for pending in begun]
+                late = [each for each in begun if self.is_scored_by_step(each.item)]
+                await self.score(late)
+                if after is not None:
+                    await asyncio.gather(*[after(await pending.whole()) for pending in late])
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
             finally:
@@ -420,6 +465,7 @@ class Rollouter:
         seed = random.Random(f"{self._seed}/{name}/{item.id}").getrandbits(31)
         sampling = self._options.sampling(self._rlm.limits.max_reply_tokens, seed, greedy=greedy)
         branch = None if greedy else self._options.branch
+        is_late = self.is_scored_by_step(item)
         if self._rollout_worker is not None:
             return self._unless_cut(
                 await self._rollout_worker.attempt(item, name, sampling, branch)
@@ -433,16 +479,22 @@ class Rollouter:
             metadata={"rollout": name},
             grace_s=self._options.grace_s,
             direct=self._options.direct,
+            on_start=functools.partial(self._stored.__setitem__, name) if is_late else None,
+            is_scored=not is_late,
             **forking(branch, self._rlm.limits),
         )
-        return self._unless_cut(rollout)
+        rollout = self._unless_cut(rollout)
+        if not rollout.awaits_score:
+            self._stored.pop(name, None)
+        return rollout
 
     def _unless_cut(self, rollout: Trajectory) -> Trajectory:
-        """``rollout``, without rewards if the deadline cut it: the load of a machine must not
-        become a reward."""
+        """``rollout``, failed and without rewards if the deadline cut it: the load of a machine
+        must not become a reward."""
         stops = [rollout.stop, *(call.stop for call in rollout.calls)]
-        if rollout.rewards and Stop.DEADLINE in stops:
+        if (rollout.rewards or rollout.awaits_score) and Stop.DEADLINE in stops:
             rollout.rewards, rollout.call_rewards = {}, {}
+            rollout.awaits_score = False
             rollout.errors.append(
                 f"{rollout.id} was cut at its deadline, and nothing is learned from it: raise "
                 f"limits.max_seconds ({self._rlm.limits.max_seconds:g}), or lower "

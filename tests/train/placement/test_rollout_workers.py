@@ -21,7 +21,7 @@ from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.tasks.base import Item
-from ramify.train.config import Run
+from ramify.train.config import Run, TaskSpec
 from ramify.train.data.sft_data import read as trajectories
 from ramify.train.depth_models import DepthSpec
 from ramify.train.metrics import StepMetrics, read_metrics
@@ -29,9 +29,11 @@ from ramify.train.placement.placement_spec import PlacementSpec, RoleSpec
 from ramify.train.placement.rollout_worker import EncodedItem, RolloutWorkerSpec
 from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.resource_counts import settled
+from ramify.types.message import Message
 from ramify.types.trajectory import Trajectory
 from tests.shown import heard, logged, train
 from tests.train.backends.test_ranks import tuned
+from tests.train.rollouts import test_scored_steps as scored_steps
 
 ONE_WORKER = PlacementSpec(rollouts=RoleSpec(count=1))
 
@@ -105,6 +107,19 @@ def test_run_with_rollout_worker_matches_one_process_even_if_worker_is_lost(tmp_
     assert not list(workers_with(str(tmp_path)))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_step_of_rollout_workers_is_scored_by_the_run_with_one_call(tmp_path: Path) -> None:
+    task = TaskSpec(name="tests.train.rollouts.test_scored_steps:ranked", validate=False)
+    scored_steps.calls.clear()
+    train(short(inference=InferenceSpec(), placement=ONE_WORKER, task=task), tmp_path)
+    rewards = [rewards for _, _, _, rewards, *_ in sampled(tmp_path)]
+    assert len(rewards) == 12
+    assert all(0 < each["rank"] <= 1 for each in rewards)
+    steps = [num for num in scored_steps.calls if num == 6]
+    assert (len(steps), sum(steps)) == (2, 12)
+
+
 def workers_with(text: str) -> Any:
     """Ids of the rollout workers that have ``text`` in their environment."""
     for path in Path("/proc").glob("[0-9]*/environ"):
@@ -169,6 +184,7 @@ def test_items_keep_the_types_of_their_values() -> None:
         kind="k",
         id="task/train/1",
         metadata={"day": datetime.date(2026, 1, 2), "pairs": ((1, 2),)},
+        messages=(Message("system", "be brief"), Message("assistant", "hm", reasoning="why")),
     )
     assert EncodedItem.of(item).restored() == item
     assert type(EncodedItem.of(item).restored().context["rows"][0]) is tuple
