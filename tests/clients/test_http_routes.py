@@ -2,14 +2,18 @@
 
 import asyncio
 import base64
+import gc
 import socket
 import ssl
+import threading
+import warnings
 
 import pytest
 
 from ramify.errors import ConfigError, ModelError, Unreachable
 from ramify.http_client.http_transport import HttpConnectionPool, route_to, route_to_socket
-from tests.clients.helpers import SkippingLoop, run
+from tests.clients.helpers import SkippingLoop, run, server_tls
+from tests.clients.test_http_transport import OK, Raw
 
 NAMES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 
@@ -60,6 +64,12 @@ def test_only_a_post_names_the_type_of_its_body():
         route_to_socket("/s", "/x", {}, "GET").head,
     ):
         assert "Content-Type" not in lines_of(head)[1]
+
+
+def test_socket_is_an_origin_without_a_port():
+    route = route_to_socket("/run/engine.sock", "/images?all=1", {}, "GET")
+    assert route.origin == ("unix", "/run/engine.sock", 0, "")
+    assert lines_of(route.head)[0] == "GET /images?all=1 HTTP/1.1"
 
 
 def test_host_that_is_not_a_name_is_refused():
@@ -161,6 +171,7 @@ def test_address_that_is_dialled(url, proxy, dialled, monkeypatch):
     [
         ("http://host/", ConnectionRefusedError(111, "refused"), "connection refused"),
         ("https://host/", ConnectionRefusedError(111, "refused"), "connection refused"),
+        ("http://host/", PermissionError(1, "no"), "operation not permitted"),
         ("http://host/", socket.gaierror(-2, "Name or service not known"), "Name or service"),
         (
             "http://host/",
@@ -210,6 +221,45 @@ def test_silent_address_is_given_up_after_half_a_minute(url, proxy, hint, monkey
     through = " through the proxy http://proxy" if proxy else ""
     assert str(error) == f"m: cannot reach {url}{through} (no answer in 30 s){hint}"
     assert 30 <= seconds < 31
+
+
+class TwoAddresses(SkippingLoop):
+    """An event loop in which every host has two addresses, of which the first is silent. Its time
+    passes only in waits."""
+
+    def __init__(self):
+        super().__init__()
+        self.tried_s = []
+
+    def time(self):
+        return self._skipping.skipped_s
+
+    async def getaddrinfo(self, host, port, **options):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))] * 2
+
+    async def sock_connect(self, sock, address):
+        self.tried_s.append(self.time())
+        if len(self.tried_s) == 1:
+            await asyncio.Event().wait()
+        await super().sock_connect(sock, address)
+
+
+def test_second_address_is_tried_after_a_quarter_of_a_second():
+    loop = TwoAddresses()
+
+    async def main():
+        async with Raw(OK) as server:
+            pool, route = (
+                HttpConnectionPool(),
+                route_to(server.url.replace("127.0.0.1", "host"), {}),
+            )
+            async with pool.send("m", route, b"{}") as sent:
+                assert (await sent.read()).body == b"hello"
+            await pool.close()
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(main())
+    assert loop.tried_s == [0.0, 0.25]
 
 
 class Dropping(asyncio.SelectorEventLoop):
@@ -274,3 +324,41 @@ def test_length_is_sent_with_every_post_and_every_body(method, body, length):
     run(main())
     wanted = None if length is None else str(length)
     assert lines_of(heads[0][:-2])[1].get("Content-Length") == wanted
+
+
+def answer_once(listening, tls):
+    """Answer one request on ``listening``, and wait until its connection is closed."""
+    with listening, listening.accept()[0] as plain:
+        connection = tls.wrap_socket(plain, server_side=True) if tls else plain
+        with connection:
+            while not connection.recv(1 << 16).endswith(b"{}"):
+                pass
+            connection.sendall(OK)
+            connection.recv(1)
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_closed_pool_leaves_nothing_to_its_event_loop(scheme, certificate, monkeypatch):
+    """The loop does not run again after ``close``, and yet no connection is left open."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+    tls = server_tls(certificate) if scheme == "https" else None
+    listening = socket.create_server(("127.0.0.1", 0))
+    route = route_to(f"{scheme}://localhost:{listening.getsockname()[1]}/", {})
+    server = threading.Thread(target=answer_once, args=(listening, tls))
+    server.start()
+
+    async def main():
+        pool = HttpConnectionPool()
+        async with pool.send("m", route, b"{}") as sent:
+            assert (await sent.read()).body == b"hello"
+        await pool.close()
+        await asyncio.get_running_loop().shutdown_default_executor()
+
+    loop = asyncio.SelectorEventLoop()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loop.run_until_complete(main())
+        loop.close()
+        gc.collect()
+    server.join()
+    assert [str(each.message) for each in caught] == []
