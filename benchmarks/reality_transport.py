@@ -35,6 +35,8 @@ BEFORE = "951c2b60"
 NUM_PIECES = 200
 TEXT = "word " * NUM_PIECES
 STREAM_S = 20 * 60
+BLOCK = 80
+"""Requests of one block, whose CPU time is measured."""
 
 
 # --- the server, in its own process ---------------------------------------------------------------
@@ -83,8 +85,9 @@ def serving(pieces: int = 1, certificate: str = "") -> Iterator[int]:
 # --- one side of a comparison, in its own process -------------------------------------------------
 
 
-async def requests(url: str, count: int, stream: bool) -> float:
-    """Return the CPU seconds of one request, with 16 at a time."""
+async def requests(url: str, stream: bool) -> None:
+    """For each line of the input, send a block of requests, 16 at a time, and print the CPU
+    seconds of one request."""
     from ramify.clients.base import Request, Sampling
     from ramify.clients.pool import ClientPool
     from ramify.types.message import Message, Usage
@@ -111,17 +114,26 @@ async def requests(url: str, count: int, stream: bool) -> float:
         for _ in range(times):
             await pool.ask(client, request, Free())
 
-    await asyncio.gather(*(ask(2) for _ in range(16)))
-    began = time.process_time()
-    await asyncio.gather(*(ask(count // 16) for _ in range(16)))
-    spent = time.process_time() - began
+    for _ in sys.stdin:
+        began = time.process_time()
+        await asyncio.gather(*(ask(BLOCK // 16) for _ in range(16)))
+        print((time.process_time() - began) / BLOCK, flush=True)
     await pool.close()
-    return spent / (count // 16 * 16)
 
 
-def side(package: Path | None, url: str, count: int, stream: bool) -> float:
-    words = [sys.executable, __file__, "side", url, str(count), str(int(stream))]
-    return float(subprocess.run(words, env=env_of(package), check=True, **_TEXT).stdout)
+def side(package: Path | None, url: str, stream: bool) -> subprocess.Popen[str]:
+    words = [sys.executable, __file__, "side", url, str(int(stream))]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(words, env=env_of(package), text=True, **pipes)
+
+
+def block_of(process: subprocess.Popen[str]) -> float:
+    """Return the CPU seconds of one request in the next block of a side."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return float(process.stdout.readline())
 
 
 _TEXT: dict[str, Any] = {"capture_output": True, "text": True}
@@ -265,25 +277,39 @@ def cold_starts(quick: bool, before: Path | None) -> Iterator[Figure]:
 
 
 def cpu_times(quick: bool, before: Path | None) -> Iterator[Figure]:
-    count, rounds = (480, 3) if quick else (1600, 5)
-    with serving(1) as one, serving(NUM_PIECES) as many:
+    """The sides take turns, block by block, because a busy machine is slower at one moment than at
+    the next. The share is the median over the turns."""
+    turns = 60 if quick else 250
+    with ExitStack() as stack:
+        one = stack.enter_context(serving(1))
         forms: dict[str, tuple[Path | None, int, bool]] = {
             "whole": (HERE.parent, one, False),
             "before": (before, one, False),
             "one piece": (HERE.parent, one, True),
-            "200 pieces": (HERE.parent, many, True),
+            "200 pieces": (HERE.parent, stack.enter_context(serving(NUM_PIECES)), True),
         }
-        found: dict[str, list[float]] = {name: [] for name in forms}
-        for _ in range(rounds):
-            for name, (package, port, stream) in forms.items():
-                if package is not None:
-                    url = f"http://127.0.0.1:{port}/v1"
-                    found[name].append(1e6 * side(package, url, count, stream))
-    least = {name: min(times) for name, times in found.items() if times}
-    then = least.get("before")
-    against: dict[str, float | str] = {} if then is None else {"before (µs)": then}
+        sides = {
+            name: stack.enter_context(side(package, f"http://127.0.0.1:{port}/v1", stream))
+            for name, (package, port, stream) in forms.items()
+            if package is not None
+        }
+        for process in sides.values():
+            block_of(process)  # opens connections
+        found = {name: [1e6 * block_of(process)] for name, process in sides.items()}
+        for turn in range(turns):
+            for name in sorted(sides, reverse=bool(turn % 2)):
+                found[name].append(1e6 * block_of(sides[name]))
+        for process in sides.values():
+            assert process.stdin is not None
+            process.stdin.close()
+    least = {name: min(times) for name, times in found.items()}
+    against: dict[str, float | str] = {}
+    share = None
+    if "before" in found:
+        against = {"before (µs)": least["before"]}
+        pairs = zip(found["whole"], found["before"], strict=True)
+        share = median(now / then for now, then in pairs)
     whole = {**against, "now (µs)": least["whole"]}
-    share = least["whole"] / then if then else None
     yield Figure("CPU time of a request that is not streamed, to before", share, "×", whole, 1.1)
     for name in ("one piece", "200 pieces"):
         figure = f"CPU time of a request that is streamed in {name}"
@@ -311,7 +337,7 @@ def main() -> int:
         asyncio.run(serve(int(sys.argv[2]), sys.argv[3]))
         return 0
     if sys.argv[1:2] == ["side"]:
-        print(asyncio.run(requests(sys.argv[2], int(sys.argv[3]), sys.argv[4] == "1")))
+        asyncio.run(requests(sys.argv[2], sys.argv[3] == "1"))
         return 0
     parser = argparse.ArgumentParser(description="Figures of the transport.")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")

@@ -24,6 +24,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from itertools import starmap
 from typing import Any, TypeVar
 
 import msgspec
@@ -97,10 +98,15 @@ class ChatCompletion(msgspec.Struct):
             return len(self.prompt_token_ids or ())
         choice = self.choices[0]
         message, logprobs = choice.message, choice.logprobs
-        parts = message.content if isinstance(message.content, list) else ()
-        tokens = logprobs.content if logprobs is not None else None
-        lists = (self.prompt_token_ids, choice.token_ids, message.tool_calls, tokens)
-        return len(self.choices) + len(parts) + sum(len(each) for each in lists if each)
+        number = len(self.choices)
+        if isinstance(message.content, list):
+            number += len(message.content)
+        if logprobs is not None:
+            number += len(logprobs.content or ())
+        for items in (self.prompt_token_ids, choice.token_ids, message.tool_calls):
+            if items:
+                number += len(items)
+        return number
 
 
 def _whole_number(value: Any) -> float:
@@ -405,7 +411,7 @@ def _message(wire: _Message) -> Message:
         role="assistant",
         content=content or _refusal(wire),
         reasoning=wire.reasoning or wire.reasoning_content or reasoning or None,
-        tool_calls=tuple(_tool_call(i, call) for i, call in enumerate(wire.tool_calls or ())),
+        tool_calls=tuple(starmap(_tool_call, enumerate(wire.tool_calls or ()))),
     )
 
 
@@ -475,9 +481,8 @@ def _usage(reported: Any) -> Usage:
     """Usage of a reply. ``calls`` is 0 if the server did not count prompt and reply, or the counts
     are impossible."""
     fields = _fields(reported)
-    inputs, outputs = (
-        _fields(fields.get(f"{kind}_tokens_details")) for kind in ("prompt", "completion")
-    )
+    inputs = _fields(fields.get("prompt_tokens_details"))
+    outputs = _fields(fields.get("completion_tokens_details"))
     return counted(
         fields.get("prompt_tokens"),
         fields.get("completion_tokens"),
