@@ -111,6 +111,16 @@ def test_error_quotes_the_start_of_what_is_not_http():
     assert body_or_error(LINE + b"Content-Length: five\r\n\r\n").startswith(
         "m: the reply is not HTTP: invalid character in Content-Length (http://"
     )
+    coding = bytes(range(97, 123)) * 2
+    assert body_or_error(LINE + b"Transfer-Encoding: %s\r\n\r\n" % coding).startswith(
+        f"m: the reply is not HTTP: its Transfer-Encoding is {coding[:40].decode()!r} (http://"
+    )
+
+
+def test_lost_reply_gives_a_reason_only_if_there_is_one():
+    assert body_or_error(OK[:-1], close=True).startswith(
+        "m: the connection broke before the reply was whole (http://"
+    )
 
 
 # --- connections that are used again --------------------------------------------------------------
@@ -213,6 +223,55 @@ LONG = LINE + b"Content-Length: 3000000\r\n\r\n" + b"x" * 3_000_000
 )
 def test_connection_is_used_again_after_a_complete_response(first, use, connections):
     assert run(asked_twice(first, use)) == connections
+
+
+def test_connection_that_carried_a_large_request_is_used_again():
+    async def main():
+        async with Raw(OK, OK) as server:
+            pool = HttpConnectionPool()
+            for body in (b"x" * 3_000_000, b"{}"):
+                async with pool.send("m", route_to(server.url, {}), body) as sent:
+                    assert (await sent.read()).body == b"hello"
+            await pool.close()
+            return server.connections
+
+    assert run(main()) == 1
+
+
+def test_connection_that_was_paused_at_its_last_byte_is_used_again():
+    """Receiving pauses once more than 1 MiB is unread, which here is the end of the body."""
+    rest = b"x" * ((1 << 20) + 1)
+    connections = 0
+
+    async def talk(reader, writer):
+        nonlocal connections
+        connections += 1
+        await reader.readuntil(b"\r\n\r\n{}")
+        writer.write(LINE + b"Content-Length: %d\r\n\r\nx" % (len(rest) + 1))
+        await begun.wait()
+        writer.write(rest)
+        await reader.readuntil(b"\r\n\r\n{}")
+        writer.write(OK)
+        await reader.read()
+        writer.close()
+
+    async def main():
+        global begun
+        begun = asyncio.Event()
+        async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
+            route = route_to(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", {})
+            pool = HttpConnectionPool()
+            async with pool.send("m", route, b"{}") as sent:
+                assert await sent.receive() == b"x"
+                begun.set()
+                while not sent.is_complete:
+                    await asyncio.sleep(0.005)
+            async with pool.send("m", route, b"{}") as sent:
+                assert (await sent.read()).body == b"hello"
+            await pool.close()
+
+    run(main())
+    assert connections == 1
 
 
 def test_connection_that_did_not_carry_the_whole_request_is_not_used_again():

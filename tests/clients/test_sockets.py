@@ -200,6 +200,8 @@ def test_tls_goes_through_a_proxy(near, certificate, monkeypatch):
     [
         (407, b"", "the proxy answered 407: it wants a user and password in its URL", False),
         (403, b"", "the proxy answered 403", False),
+        (499, b"", "the proxy answered 499", False),
+        (500, b"", "the proxy answered 500", True),
         (502, b"", "the proxy answered 502", True),
         (200, b"HTTP/1.1 200 OK\r\n\r\n", "the proxy answered 200", False),
     ],
