@@ -272,9 +272,9 @@ def gloo_sync() -> tuple[list[bytes], Any]:
 def engine() -> tuple[list[bytes], Any]:
     """A server that takes weights, started like an engine of a run."""
     from ramify.actors.launcher import LocalLauncher
-    from ramify.inference.base import TINY
     from ramify.inference.http.engine_process import EngineProcess
     from ramify.inference.http.inference_spec import InferenceSpec
+    from ramify.policy_card import packaged_policy
 
     key = os.urandom(16).hex()
     os.environ["RAMIFY_ENGINE_KEY"] = key
@@ -282,7 +282,9 @@ def engine() -> tuple[list[bytes], Any]:
     try:
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "log"
-            process = EngineProcess(launcher, InferenceSpec(), 0, TINY, "float32", 1024, log)
+            process = EngineProcess(
+                launcher, InferenceSpec(), 0, packaged_policy("tiny"), "float32", 1024, log
+            )
             answers = _answered(process.url, key, process)
             process.close()
             return [key.encode()], answers

@@ -200,10 +200,13 @@ def add_noise(folder: Path) -> Path:
     """Create a copy of the packaged policy with noise in its matrices."""
     import torch
 
-    from ramify.inference.base import TINY
     from ramify.models.load import load_policy, save_policy
+    from ramify.policy_card import packaged_policy
 
-    policy, draws = load_policy(str(TINY), torch.float32, "cpu"), torch.Generator().manual_seed(0)
+    policy, draws = (
+        load_policy(str(packaged_policy("tiny")), torch.float32, "cpu"),
+        torch.Generator().manual_seed(0),
+    )
     with torch.no_grad():
         for weight in policy.model.parameters():
             if weight.dim() > 1:

@@ -1,8 +1,8 @@
 """Store the policy of a training run in the package as the model `tiny`: `scripts/package_tiny.py
 RUN`.
 
-RUN is the folder written by `ramify train recipes/tiny_recursive.py --out RUN`. Decides how the
-weights are stored (bfloat16) and what the model card says; its figures are read from the run.
+RUN is the folder written by `ramify train recipes/packaged.py --out RUN`. Decides how the weights
+are stored (bfloat16) and what the model card says; its figures are read from the run.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from ramify.inference.base import TINY
 from ramify.models import load
+from ramify.policy_card import packaged_policy
 from ramify.train import metrics
 from ramify.train.checkpoint import find, read_state
 
@@ -22,15 +22,14 @@ CARD = """\
 # tiny
 
 A transformer of {parameters:,} parameters ({layers} layers, width {width}, {vocabulary} tokens),
-trained from scratch by `ramify train recipes/tiny_recursive.py seed={seed}`: a warm-up,
-demonstrations of which most are wrong, and reinforcement learning in sandboxed sessions, including
-child calls; {minutes:.0f} minutes on one thread. Stored as bfloat16.
+trained from scratch by `ramify train recipes/packaged.py seed={seed}`: a warm-up, demonstrations of
+which most are wrong, and reinforcement learning in sandboxed sessions, including child calls;
+{minutes:.0f} minutes of CPU time. Stored as bfloat16. `policy.json` names its scaffold and limits.
 
 **Purpose.** It shows a recursive language model at work without a key, an account or a GPU, and it
 serves in tests. It answers questions of the ledger family, in their exact words: `count rows of
-'red'`, `sum qty of 'red'`, `max qty of 'red'`, over one document or, with `in all docs`, over
-several. It can do nothing else. `user with top qty` and `latest qty of 'zamo'` it has seen in
-demonstrations only, most of them wrong.
+'red'`, `sum qty of 'red'` and `max qty of 'red'`, over one document or, with `in all docs`, over
+several; `user with top qty` and `latest qty of 'zamo'` over one. It can do nothing else.
 
 **Held-out tests**, {num} questions each over documents that training never saw, asked once at
 temperature 1 before it was stored (with `--model tiny` it answers greedily, which is better still):
@@ -54,7 +53,9 @@ NAMES = {
 def main(run: Path) -> None:
     policy = load.load_policy(run / "policy")
     policy.defaults = load.SamplingDefaults(0.0)  # users want the likeliest answer
-    load.save_policy(policy, TINY, torch.bfloat16)
+    folder = packaged_policy("tiny")
+    assert folder is not None
+    load.save_policy(policy, folder, torch.bfloat16)
     rows = list(metrics.read_metrics(run))
     config = read_state(find(run)).config
     shape = policy.config
@@ -68,8 +69,8 @@ def main(run: Path) -> None:
         minutes=rows[-1].values["cpu_s"] / 60,
         rows="".join(_tested(rows)),
     )
-    (TINY / "README.md").write_text(card, "utf-8")
-    for path in TINY.iterdir():
+    (folder / "README.md").write_text(card, "utf-8")
+    for path in folder.iterdir():
         path.chmod(0o644)
     print(card)
 

@@ -26,7 +26,8 @@ assert SPEC.loader is not None
 check_house = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(check_house)
 FLOORS = [
-    {"types", "errors", "plugins", "progress", "secrets", "logging", "log_outputs", "printable"},
+    {"types", "errors", "plugins", "policy_card", "progress", "secrets", "logging", "log_outputs"}
+    | {"printable"},
     {"http_client"},
     {"actors", "clients", "sandbox", "models", "inference", "store", "sources", "tasks"},
     {"engine", "http_server"},
@@ -43,6 +44,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ALSO = {
     ("inference", "models"),
     ("plugins", "errors"),
+    ("policy_card", "errors"),
     ("logging", "secrets"),
     ("logging", "log_outputs"),
     ("errors", "printable"),

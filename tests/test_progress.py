@@ -65,8 +65,8 @@ def test_loading_sources_reports_bytes(tmp_path: Path) -> None:
 
 def test_loading_policy_reports_bytes() -> None:
     pytest.importorskip("torch")
-    from ramify.inference.base import TINY
     from ramify.models.load import load_policy
+    from tests.packaged import TINY
 
     states: list[ProgressState] = []
     with subscribe(states.append):

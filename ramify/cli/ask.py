@@ -336,7 +336,7 @@ def _warm_up(model: str, spec: SandboxSpec | None) -> None:
     else:
         provider = split_name(model)[0]
         is_plain = provider in PROVIDERS and resolve(model).url.startswith("http:")
-    if provider not in ("scripted", *IN_PROCESS) and not is_plain:
+    if provider not in ("scripted", IN_PROCESS) and not is_plain:
         import threading
 
         # Not a daemon: OpenSSL crashes if the process ends while certificates are read.
@@ -402,21 +402,23 @@ def make_rlm(
     tools: Mapping[str, Any] | None = None,
 ) -> RLM:
     from ramify.clients.base import Sampling
+    from ramify.clients.providers import is_in_process
     from ramify.engine.limits import Limits
     from ramify.engine.rlm import RLM
+    from ramify.engine.scaffold import card_of
 
     temperature = settings.get("temperature")
     if temperature is not None and not 0 <= temperature < math.inf:
         raise ConfigError(f"temperature={temperature:g} is out of range: give 0 or more")
-    limits = Limits(**limit_fields(settings))
     named = named_models()
     given = (settings["model"], *(settings.get("sub_model") or ()))
     for name in given:
-        if name in ("tiny",) or name.startswith("local:"):
+        if is_in_process(name):
             from ramify.inference.local import check_local_model
 
             check_local_model(name)
     model, *sub_models = (named.get(name, name) for name in given)
+    limits = Limits(**{**card_of(model).limits, **limit_fields(settings)})
     scaffold = read_scaffold(settings.get("scaffold"), getattr(model, "name", model))
     if settings.get("direct") is False:
         scaffold = msgspec.structs.replace(scaffold, direct_chars=0)

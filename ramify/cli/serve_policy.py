@@ -38,7 +38,8 @@ def serve_policy(
     enable_return_routed_experts: bool | None = None,
     **listening: Any,
 ) -> int:
-    from ramify.inference.base import TINY, need_train_extra
+    from ramify.inference.base import need_train_extra
+    from ramify.policy_card import packaged_policy
 
     need_train_extra("serve-policy")
     if slots is not None and slots < 1:
@@ -51,7 +52,7 @@ def serve_policy(
         WEIGHT_SYNCS.of(weight_sync)
     address = listen_address(listening, "serve-policy", PORT)
     key = chosen_key(listening)
-    folder = str(TINY) if words[0] == "tiny" else words[0].removeprefix("local:")
+    folder = str(packaged_policy(words[0]) or words[0].removeprefix("local:"))
 
     join_run(f"engine at port {address.port}")
     notes = StderrNotes()

@@ -36,6 +36,7 @@ from ramify.clients.base import Price
 from ramify.errors import ConfigError, nearest
 from ramify.http_client.addresses import is_http_url
 from ramify.plugins import Registry, is_reference
+from ramify.policy_card import packaged_policies
 from ramify.secrets import remember
 
 _AT_URL = re.compile(r"^(?P<model>.*)@(?P<url>https?://.+)$")
@@ -201,8 +202,8 @@ PROVIDERS: dict[str, ProviderSpec] = {
     ),
 }
 
-IN_PROCESS = ("local", "tiny")
-"""Engines in this process: ``local:FOLDER``, and ``tiny``, which is a complete name."""
+IN_PROCESS = "local"
+"""Provider of the engine in this process: ``local:FOLDER`` and the packaged policies."""
 CLIENTS = Registry(
     "provider",
     "ramify.providers",
@@ -211,8 +212,7 @@ CLIENTS = Registry(
         "anthropic": "ramify.clients.anthropic:AnthropicClient",
         "litellm": "ramify.clients.litellm:LiteLLMClient",
         "scripted": "ramify.clients.scripted:connect",
-        "local": "ramify.inference.local:connect",
-        "tiny": "ramify.inference.local:connect",
+        IN_PROCESS: "ramify.inference.local:connect",
     },
 )
 """Provider -> a ``ProviderSpec``, or a function ``(name, *, window, price, key, base_url) ->
@@ -259,10 +259,11 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """``"openai:gpt-5"`` -> ``("openai", "gpt-5")``; ``"tiny"`` -> ``("tiny", "tiny")``;
-    ``"my_clients.py:connect:m"`` -> ``("my_clients.py:connect", "m")``. Raises ConfigError."""
-    if name == "tiny":
-        return name, name
+    """``"openai:gpt-5"`` -> ``("openai", "gpt-5")``; ``"my_clients.py:connect:m"`` ->
+    ``("my_clients.py:connect", "m")``; the name of a packaged policy -> ``("local", name)``. Raises
+    ConfigError."""
+    if name in packaged_policies():
+        return IN_PROCESS, name
     provider, colon, model = name.partition(":")
     first, slash, rest = name.partition("/")
     if colon and slash and not provider.endswith(".py") and "/" in provider:  # openai/gpt-5@http:…
@@ -273,8 +274,10 @@ def split_name(name: str) -> tuple[str, str]:
         attribute, colon, model = model.partition(":")
         provider = f"{provider}:{attribute}"
     if not colon:
-        alike = get_close_matches(name, ["tiny", *CLIENTS], n=1, cutoff=0.8)
-        hint = f"; did you mean '{alike[0]}{':MODEL' * (alike[0] != 'tiny')}'?" if alike else ""
+        packaged = packaged_policies()
+        alike = get_close_matches(name, [*packaged, *CLIENTS], n=1, cutoff=0.8)
+        model = "" if alike and alike[0] in packaged else ":MODEL"
+        hint = f"; did you mean '{alike[0]}{model}'?" if alike else ""
         raise ConfigError(
             f"model '{name}' has no provider: write provider:model, such as "
             f"openai:{name or 'gpt-5'}{hint}"
@@ -495,11 +498,16 @@ class PriceTable:
         )
 
 
+def is_in_process(name: str) -> bool:
+    """True if the model runs in this process: ``local:FOLDER`` or a packaged policy."""
+    return name.startswith(f"{IN_PROCESS}:") or name in packaged_policies()
+
+
 def is_local(name: str) -> bool:
     """True if the model runs on the user's own machines, where tokens are free."""
-    prefix = name.partition(":")[0]
-    if prefix in IN_PROCESS:
+    if is_in_process(name):
         return True
+    prefix = name.partition(":")[0]
     is_installed = prefix not in CLIENTS.ours and not is_reference(prefix)
     found = CLIENTS.get(prefix) if is_installed else PROVIDERS.get(prefix)
     return isinstance(found, ProviderSpec) and found.local

@@ -54,7 +54,7 @@ from ramify.engine.run_handle import (
     blocked_as_suspended,
     checked,
 )
-from ramify.engine.scaffold import Scaffold, scaffold_of
+from ramify.engine.scaffold import Scaffold, card_of, scaffold_of
 from ramify.engine.tool_set import Tools, ToolSet
 from ramify.errors import ConfigError
 from ramify.sandbox.base import SandboxSpec, check_provider
@@ -97,7 +97,7 @@ class RLM:
         **defaults: Unpack[RlmKeywords],
     ) -> None:
         options = RunOptions().updated(options, defaults, RLM.__init__.__kwdefaults__ or ())
-        limits = options.limits or Limits()
+        limits = options.limits or Limits(**card_of(model).limits)
         spec = (
             SandboxSpec(provider=sandbox) if isinstance(sandbox, str) else sandbox or SandboxSpec()
         )

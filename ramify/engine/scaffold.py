@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -23,6 +22,7 @@ from ramify.engine.foreign_formats import read_any
 from ramify.engine.prompt_text import ContextFacts, PromptFacts
 from ramify.errors import ConfigError, NamedFields
 from ramify.plugins import Registry
+from ramify.policy_card import PolicyCard, folder_of, read_card
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Cell
 
@@ -335,22 +335,27 @@ def made_for(model: object) -> str | None:
     """Name of the scaffold that a model was trained for; None if any scaffold will do.
 
     ``model`` is a model name, a client, or a list whose first entry answers the root call. The
-    answer comes from the checkpoint's chat template, so no weights are loaded.
+    answer comes from the checkpoint's folder, and no weights are loaded.
     """
     if isinstance(model, list | tuple) and model:
         return made_for(model[0])
+    named = getattr(model, "scaffold", None)
+    if isinstance(named, str):
+        return named
+    card = card_of(model)
+    # Policies from scratch were all trained with this one before folders named their scaffold.
+    return TINY.name if card.scaffold is None and card.is_from_scratch else card.scaffold
+
+
+def card_of(model: object) -> PolicyCard:
+    """What the policy of ``model``, as for ``made_for``, says about itself; an empty card if
+    nothing is known."""
+    if isinstance(model, list | tuple) and model:
+        return card_of(model[0])
     if isinstance(model, Model):
         model = model.name
-    if not isinstance(model, str):
-        named = getattr(model, "scaffold", None)
-        return named if isinstance(named, str) else None
-    if model == "tiny":
-        return "tiny"
-    if model.startswith("local:"):
-        template = Path(model.removeprefix("local:")).expanduser() / "chat_template.jinja"
-        return (
-            "tiny"
-            if template.is_file() and "<|u|>" in template.read_text(encoding="utf-8")
-            else None
-        )
-    return None
+    if isinstance(model, str):
+        folder = folder_of(model)
+        return PolicyCard() if folder is None else read_card(folder)
+    card = getattr(model, "card", None)
+    return card if isinstance(card, PolicyCard) else PolicyCard()

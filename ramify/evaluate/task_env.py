@@ -2,7 +2,7 @@
 ``close`` as in SkyRL-gym.
 
     # a class, for skyrl_gym.register with base=BaseTextEnv
-    Env = text_env(ledger(), split="train", scaffold="tiny")
+    Env = text_env(ledger(), split="train", scaffold="minimal")
     env = Env(extras={"index": 17})
 
     init(prompt)  ──▶ the run starts ──▶ the model's first messages

@@ -3,7 +3,7 @@ harness that runs our engine.
 
     # my_ledger.py, a package that the loaders of verifiers find by its name
     LedgerTaskset = taskset("ledger", split="train", multi=0.5)
-    RamifyHarness = harness(scaffold="tiny")
+    RamifyHarness = harness(scaffold="minimal")
     __all__ = ["LedgerTaskset", "RamifyHarness"]
 
 With the harness, one of their rollouts is one of our runs: with sessions and children, and with

@@ -1,7 +1,7 @@
 """Inference engines as clients: what a trainer needs from an engine in addition to replies.
 
     local:PATH, local:HUB-NAME      the engine in this process, over a checkpoint on disk
-    tiny                            the small policy that ships with the package
+    NAME                            the same, over a policy that ships with the package
 
 Importing this file imports no tensor library: a model name costs nothing until it is connected.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 PROTOCOL = 3
 """Version of the ``ramify serve-policy --weight-transfer`` protocol. It increases with every change
 that an older trainer or engine would misunderstand. Both sides send theirs at the start."""
-TINY = Path(__file__).parents[1] / "models" / "tiny"
-"""Folder of the packaged policy."""
 TAGS = ("weights", "kv_cache")
 """Parts of an engine's memory that can sleep, by the names that vLLM and SGLang use, in the order
 in which they are woken. The weights wake first, then the update runs, and the KV cache wakes last,

@@ -28,7 +28,7 @@ from ramify.errors import ConfigError, StoreError
 from ramify.models.checkpoint_files import WINDOWS, check_tokenizer, model_folder
 from ramify.models.checksums import check_model, drop
 from ramify.models.dense import DenseModel, DenseShape, unsupported
-from ramify.models.renderer import Renderer, renderer_of
+from ramify.models.renderer import SCRATCH, Renderer, renderer_of
 from ramify.models.template import store_thinking
 from ramify.models.weights import (
     check_weights,
@@ -37,6 +37,7 @@ from ramify.models.weights import (
     read_weights,
     write_weights,
 )
+from ramify.policy_card import PolicyCard, read_card, write_card
 from ramify.progress import report_progress
 
 _GENERATION = "generation_config.json"
@@ -71,6 +72,8 @@ class Policy:
     name: str
     """The path or name it was loaded from; shown to people."""
     defaults: SamplingDefaults = dataclasses.field(default_factory=SamplingDefaults)
+    card: PolicyCard = dataclasses.field(default_factory=PolicyCard)
+    """The scaffold and the limits that it was trained with."""
 
     @property
     def window(self) -> int:
@@ -138,6 +141,7 @@ def load_policy(
         version=0,
         name=str(path_or_name),
         defaults=_defaults(generation),
+        card=read_card(folder),
     )
 
 
@@ -177,6 +181,7 @@ def from_config(
         config,
         0,
         f"{config.model_type} from seed {seed}",
+        card=PolicyCard(is_from_scratch=renderer.name == SCRATCH),
     )
 
 
@@ -188,9 +193,9 @@ def save_policy(
     write: Callable[[Path], None] | None = None,
 ) -> None:
     """Write ``policy`` in Hugging Face's layout, with weights cast to ``dtype`` if given:
-    config.json, generation_config.json, model.safetensors, and the tokenizer with its chat
-    template. The folder may exist. ``write`` writes configuration and weights if they are not in
-    this process.
+    config.json, generation_config.json, model.safetensors, the tokenizer with its chat template,
+    and policy.json if its card says anything. The folder may exist. ``write`` writes configuration
+    and weights if they are not in this process.
 
     Example:
         inference.save_policy(policy, "runs/mine/policy", torch.bfloat16)
@@ -210,6 +215,7 @@ def save_policy(
         _save_module(policy.model, folder, dtype)
     policy.tokenizer.save_pretrained(folder)
     (folder / _GENERATION).write_text(json.dumps(_generation_config(policy), indent=2) + "\n")
+    write_card(folder, policy.card)
 
 
 def load_into(policy: Policy, folder: str | Path) -> None:

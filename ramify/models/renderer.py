@@ -18,7 +18,7 @@ writes the same tokens as the tokenizer's template, and never changes them later
     ChatML, Qwen   <|im_start|>user¶hello<|im_end|>¶<|im_start|>assistant¶
     Llama 3        <|start_header_id|>user<|end_header_id|>¶¶hello<|eot_id|>
                    <|start_header_id|>assistant<|end_header_id|>¶¶
-    tiny           <|u|>hello<|a|>
+    scratch        <|u|>hello<|a|>
 
 To add a format, add an entry to ``FORMATS``. What a template adds to the format is detected
 by calling it once when a policy is loaded:
@@ -101,9 +101,9 @@ def _llama3() -> ChatFormat:
     )
 
 
-def _tiny() -> ChatFormat:
+def _scratch() -> ChatFormat:
     return ChatFormat(
-        name="tiny",
+        name=SCRATCH,
         tokens=("<|u|>", "<|a|>", "<|end|>"),
         end="<|end|>",
         opens={"user": "<|u|>", "tool": "<|u|>", "assistant": "<|a|>"},
@@ -111,7 +111,9 @@ def _tiny() -> ChatFormat:
     )
 
 
-FORMATS = (_tiny(), _chatml(), _llama3())
+SCRATCH = "scratch"
+"""Name of the format of policies that are trained from scratch."""
+FORMATS = (_scratch(), _chatml(), _llama3())
 
 
 _SENTINEL = "SYSTEM-TEXT"
@@ -342,7 +344,7 @@ class Renderer(Protocol):
     """How one policy's conversations are written as token ids."""
 
     name: str
-    """``tiny``, ``chatml``, ``llama3`` or ``template``."""
+    """``scratch``, ``chatml``, ``llama3`` or ``template``."""
     stop_ids: tuple[int, ...]
     """Sampling any of these ends a reply."""
     unstable: str

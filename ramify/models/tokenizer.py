@@ -6,7 +6,7 @@ scratch.
 Text is split into words with the space before them, single digits, newlines, runs of punctuation
 and runs of blanks. So numbers are copied digit by digit, and 'red' keeps its quote separate
 (GPT-2's rule for English contractions would make it 're + d). Every byte has a token, so any text
-can be written. The conversation format is ``tiny`` of ``renderer.py``, also written as
+can be written. The conversation format is ``scratch`` of ``renderer.py``, also written as
 a chat template, so that other programs render the same.
 """
 

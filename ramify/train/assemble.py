@@ -20,10 +20,12 @@ import msgspec
 
 from ramify.actors.launcher import PlacementSlot
 from ramify.clients.base import Tool
-from ramify.engine.scaffold import Scaffold, scaffold_of
+from ramify.engine.limits import Limits
+from ramify.engine.scaffold import SCAFFOLDS, Scaffold, scaffold_of
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.logging import RoomLogger
+from ramify.policy_card import PolicyCard
 from ramify.progress import report_progress
 from ramify.tasks.base import Task, task_of
 from ramify.train.backends.base import BACKENDS, ComputeSpec, OptimizerSpec, has_bf16
@@ -200,6 +202,7 @@ def assemble(
     # Engine and trainer of a deterministic run share weights in fp32.
     dtype = "float32" if run.deterministic else precision.engine
     policy = policy_of(run, demonstrations, dtype, checkpoint, scaffold.tools())
+    policy.card = _card(run, policy)
     if not run.policy.path:
         _check_model(run, kind, device, policy.config)
     compute = msgspec.structs.replace(
@@ -432,6 +435,19 @@ def policy_of(
     policy = from_config(config, tokenizer, run.seed, device=device)
     policy.model.to(getattr(torch, dtype))
     return policy
+
+
+def _card(run: Run, policy: Policy) -> PolicyCard:
+    """What the trained policy's folder will say. A scaffold of the user's own is not named, since
+    its file may be elsewhere when the policy is asked."""
+    usual = Limits()
+    own = {
+        name: getattr(run.limits, name)
+        for name in ("max_turns", "max_depth", "max_reply_tokens")
+        if getattr(run.limits, name) != getattr(usual, name)
+    }
+    named = run.scaffold if run.scaffold in SCAFFOLDS.ours else None
+    return PolicyCard(named, **own, is_from_scratch=policy.card.is_from_scratch)
 
 
 def _usual_vocabulary(spec: PolicySpec, demonstrations: Sequence[Trajectory]) -> int:

@@ -114,7 +114,7 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """The model to train."""
 
     path: str = ""
-    """A checkpoint's folder or hub name, or ``tiny`` for the packaged one. Empty: create a model
+    """A checkpoint's folder, a hub name, or the name of a packaged policy. Empty: create a model
     from ``shape`` with random weights."""
     shape: dict[str, Any] = {}
     """If there is no ``path``: the fields of a Hugging Face configuration, including

@@ -23,6 +23,7 @@ import msgspec
 
 from ramify.clients.base import Client, Price, Request
 from ramify.clients.pool import ClientPool
+from ramify.clients.providers import is_in_process
 from ramify.engine.limits import Ledger, Limits
 from ramify.engine.resources import DepthOptions
 from ramify.engine.scaffold import Scaffold, scaffold_of
@@ -33,8 +34,6 @@ from ramify.train.signals.judge_calls import BUDGET, POLICY, LedgerBudget
 from ramify.types.message import Reply, Usage
 from ramify.types.trajectory import Call, Group, Trajectory, Turn
 
-_FREE = ("local", "tiny")
-"""Providers that cost nothing: models on this machine."""
 _TOTALS = ("frozen/cost_total", "frozen/calls_total", "frozen/tokens_total")
 
 
@@ -173,13 +172,13 @@ def check_models(depths: Sequence[DepthSpec], frozen: FrozenSpec) -> None:
     """Raise ConfigError if a frozen model has no key, or no price under a limit of costs."""
     pool = ClientPool()
     for spec in depths:
-        if spec.is_frozen and spec.model.partition(":")[0] not in _FREE:
+        if spec.is_frozen and not is_in_process(spec.model):
             _connected(pool, spec, frozen)
 
 
 def _connected(pool: ClientPool, spec: DepthSpec, frozen: FrozenSpec) -> Client:
     client = pool.client(spec.model)
-    is_free = spec.model.partition(":")[0] in _FREE
+    is_free = is_in_process(spec.model)
     if frozen.limits_cost and client.price is None and not is_free:
         raise ConfigError(
             f"depths: {spec.model} has no known price, so frozen.step_cost and frozen.run_cost "

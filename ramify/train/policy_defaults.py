@@ -13,7 +13,7 @@ model that is created from scratch), and the precision of a run.
 
 The learning rates of checkpoints are those of TRL, verl and SkyRL (full weights) and ten times as
 much for adapters (Thinking Machines, "LoRA Without Regret", whose alpha of 32 makes the best rate
-independent of the rank). A policy that a recipe of Ramify trained from scratch (format ``tiny``)
+independent of the rank). A policy that a recipe of Ramify trained from scratch (format ``scratch``)
 counts as from scratch. Only options that are not given are set; the engine's default of
 ``limits.max_reply_tokens`` counts as not given.
 
@@ -42,9 +42,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from ramify.engine.limits import Limits
-from ramify.engine.scaffold import made_for
+from ramify.engine.scaffold import card_of
 from ramify.errors import ConfigError
 from ramify.logging import RoomLogger
+from ramify.policy_card import packaged_policy
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import PolicySpec, Run
 from ramify.train.selfcheck import CanaryLimits
@@ -82,7 +83,10 @@ def with_policy_defaults(run: Run) -> Run:
 
 def is_pretrained(policy: PolicySpec) -> bool:
     """Whether the policy is a checkpoint of a model that was pretrained elsewhere."""
-    return bool(policy.path) and policy.path != "tiny" and made_for(f"local:{policy.path}") is None
+    if not policy.path:
+        return False
+    name = policy.path if packaged_policy(policy.path) else f"local:{policy.path}"
+    return not card_of(name).is_from_scratch
 
 
 def usual_warmup(num_steps: int) -> int:

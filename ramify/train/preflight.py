@@ -14,7 +14,6 @@ from ramify.engine.limits import Limits
 from ramify.engine.prompt_text import PromptFacts, context_facts
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError
-from ramify.inference.base import TINY
 from ramify.inference.http.engine_process import check_program
 from ramify.logging import RoomLogger
 from ramify.models.checkpoint_files import (
@@ -24,6 +23,7 @@ from ramify.models.checkpoint_files import (
     model_folder,
     window_in,
 )
+from ramify.policy_card import packaged_policy
 from ramify.sandbox.base import check_provider, open_sandbox
 from ramify.tasks.base import ENDLESS, Item, Task, items_of
 from ramify.tasks.data import rows_of
@@ -71,7 +71,8 @@ def check_names(run: Run) -> None:
 def path_of(run: Run) -> str | Path:
     """Where the run's policy begins, if it has a path."""
     path = run.policy.path
-    return TINY if path == "tiny" and not Path("tiny").exists() else path
+    packaged = packaged_policy(path)
+    return path if packaged is None or Path(path).exists() else packaged
 
 
 def check_policy_files(run: Run) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.errors import StoreError
+from ramify.policy_card import folder_of
 from ramify.types.event import ToolAnswered
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Annotation, Call, Cell, Turn, as_text
@@ -289,10 +290,8 @@ def tokenizer_of(run: WatchedRun, models: Iterable[str]) -> Path | None:
         *sorted((run.path.parent.parent / "checkpoints").glob("*/policy")),
     ]
     for model in models:
-        if model.startswith("local:"):
-            candidates.append(Path(model.removeprefix("local:")).expanduser())
-        elif model == "tiny":
-            candidates.append(Path(__file__).parents[1] / "models" / "tiny")
+        if folder := folder_of(model):
+            candidates.append(folder)
     for folder in candidates:
         if (folder / "tokenizer.json").is_file():
             return folder / "tokenizer.json"

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from ramify.cli.parser import ExitCode
-from ramify.inference.base import TINY
 from tests.cli.helpers import Shell
+from tests.packaged import TINY
 
 pytest.importorskip("torch", reason="needs ramify[train]")
 

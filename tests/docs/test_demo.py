@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ramify.inference.base import TINY
 from ramify.train.metrics import StepMetrics
+from tests.packaged import TINY
 from tests.train.test_recipes import SHORT
 
 ROOT = Path(__file__).parents[2]

@@ -1,7 +1,10 @@
-"""``local:FOLDER`` and ``tiny`` as model names, from the public API to the ids in the tree."""
+"""``local:FOLDER`` and ``tiny`` as model names, from the public API to the ids in the tree; what a
+policy's folder says about it."""
 
 from __future__ import annotations
 
+import ast
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +17,9 @@ from ramify.engine.scaffold import made_for
 from ramify.errors import ConfigError
 from ramify.inference.local import connect
 from ramify.inference.local.local_client import LocalClient
-from ramify.models.load import save_policy
-from tests.inference.helpers import WINDOW, policy
+from ramify.models.load import load_policy, save_policy
+from ramify.policy_card import PolicyCard, packaged_policies
+from tests.inference.helpers import policy
 from tests.models.test_load import GPT2, made
 
 
@@ -38,20 +42,28 @@ def test_run_with_a_local_model_keeps_every_id(tmp_path: Path) -> None:
 
 
 def test_scaffold_that_a_model_was_made_for_is_detected(tmp_path: Path) -> None:
-    save_policy(policy(), tmp_path / "tiny")
+    save_policy(policy(), tmp_path / "scratch")
+    (tmp_path / "before").mkdir()
+    shutil.copy(tmp_path / "scratch" / "chat_template.jinja", tmp_path / "before")
+    own = policy()
+    own.card = PolicyCard("bare", max_turns=3)
+    save_policy(own, tmp_path / "own")
     save_policy(made(GPT2), tmp_path / "other")
     (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "other" / "policy.json").unlink()
     client = LocalClient(policy())
     named = [
         made_for(each)
         for each in (
-            f"local:{tmp_path}/tiny",
+            f"local:{tmp_path}/scratch",
+            f"local:{tmp_path}/before",
+            f"local:{tmp_path}/own",
             f"local:{tmp_path}/other",
             "local:/nowhere",
             "openai:m",
         )
     ]
-    assert named == ["tiny", None, None, None]
+    assert named == ["tiny", "tiny", "bare", None, None, None]
     assert [made_for(each) for each in ("tiny", client, [client, "openai:m"], [], None)] == [
         "tiny",
         "tiny",
@@ -69,11 +81,34 @@ def test_unresolvable_model_name_is_refused(tmp_path: Path) -> None:
 
 
 def test_packaged_policy_is_connected_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'tiny' is not part of this installation"):
-        connect("tiny", tmp_path)
-    save_policy(policy(), tmp_path)
-    client = connect("tiny", tmp_path)
-    assert (client.name, client.window, made_for(client)) == ("tiny", WINDOW, "tiny")
+    client = connect("tiny")
+    assert (client.name, client.window, made_for(client)) == ("tiny", 512, "tiny")
+
+
+def test_limits_of_a_policy_are_defaults_and_a_broken_card_is_named(tmp_path: Path) -> None:
+    made_to_stop = policy()
+    made_to_stop.card = PolicyCard("bare", max_turns=3, max_reply_tokens=20)
+    save_policy(made_to_stop, tmp_path)
+    with ramify.RLM(f"local:{tmp_path}") as rlm:
+        assert (rlm.limits.max_turns, rlm.limits.max_reply_tokens) == (3, 20)
+    with ramify.RLM(f"local:{tmp_path}", limits=Limits(max_depth=0)) as rlm:
+        assert rlm.limits == Limits(max_depth=0)
+    assert load_policy(tmp_path).card == made_to_stop.card
+    (tmp_path / "policy.json").write_text('{"scaffold": 3}')
+    with pytest.raises(ConfigError, match=r"policy\.json: Expected `str \| null`"):
+        ramify.RLM(f"local:{tmp_path}")
+
+
+def test_no_module_but_its_scaffold_and_its_task_knows_a_packaged_policy() -> None:
+    package, names = Path(ramify.__file__).parent, packaged_policies()
+    assert names == ["tiny"]
+    knowing = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.Constant) and node.value in names
+    }
+    assert knowing == {"engine/scaffold.py"}
 
 
 def test_naming_a_model_imports_no_heavy_library() -> None:

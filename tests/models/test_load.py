@@ -87,7 +87,7 @@ def test_saved_policy_is_loaded_by_us_and_by_transformers(config: Any, tmp_path:
     assert (ours.defaults, ours.window, ours.renderer.name, ours.renderer.stop_ids) == (
         SamplingDefaults(0.0),
         64,
-        "tiny",
+        "scratch",
         (3,),
     )
     assert theirs.generation_config.eos_token_id == [3]

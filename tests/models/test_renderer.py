@@ -24,7 +24,7 @@ USER, REPLY, MORE = (
 SYSTEM = Message("system", "Answer.")
 STABLE = ["tiny", "chatml", "qwen2.5", "qwen3", "thinking", "llama3", "gemma"]
 CHOSEN = {
-    "tiny": "tiny",
+    "tiny": "scratch",
     "chatml": "chatml",
     "qwen2.5": "chatml",
     "qwen3": "chatml",

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from ramify.clients.base import Request, Sampling
-from ramify.inference.base import TINY
 from ramify.inference.http.http_engines import HttpEngines
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
@@ -24,6 +23,7 @@ from ramify.inference.weight_sync.base import source, sources
 from ramify.models.load import load_policy, save_policy
 from ramify.train.backends.lora import attach, merged, unmerged
 from ramify.types.message import Message
+from tests.packaged import TINY
 
 VLLM = os.environ.get("TEST_VLLM", "")
 OPTIONS = {

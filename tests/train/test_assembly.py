@@ -170,9 +170,9 @@ def test_policy_without_its_templates_special_tokens_is_rejected(tmp_path: Path)
 
 
 def test_packaged_policy_is_found_by_name() -> None:
-    from ramify.inference.base import TINY
     from ramify.models.load import load_policy
     from ramify.models.weights import fingerprint
+    from tests.packaged import TINY
 
     made = assemble(changed("policy", path="tiny", shape={}))
     assert fingerprint(made.policy.model) == fingerprint(load_policy(TINY, device="cpu").model)

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from ramify.errors import StoreError
-from ramify.inference.base import TINY
 from ramify.models import checksums
 from ramify.models.load import load_policy, save_policy
 from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state, verify
@@ -19,6 +18,7 @@ from ramify.train.config import Schedule
 from ramify.train.losses.loss import LossSpec
 from ramify.train.policy_defaults import with_policy_defaults
 from ramify.train.recipe import stored
+from tests.packaged import TINY
 from tests.shown import train
 from tests.train.small import small, weights_of
 

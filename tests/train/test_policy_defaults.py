@@ -171,4 +171,4 @@ def test_missing_chat_template_is_reported(caplog: pytest.LogCaptureFixture) -> 
         assert not caplog.records
         policy.tokenizer.chat_template = None
         note_missing_template(policy)
-    assert "no chat template: prompts are written in the format tiny" in caplog.text
+    assert "no chat template: prompts are written in the format scratch" in caplog.text

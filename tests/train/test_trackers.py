@@ -153,7 +153,7 @@ def test_resumed_run_continues_the_same_tracker_run(
 
 def policy_of(folder: Path) -> Any:
     """The small policy with a tokenizer, which otherwise would be trained on demonstrations."""
-    from ramify.inference.base import TINY
+    from tests.packaged import TINY
 
     return msgspec.structs.replace(small().policy, tokenizer=str(TINY))
 

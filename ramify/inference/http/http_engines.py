@@ -53,7 +53,7 @@ class HttpEngines:
         self.name = name
         self.window = policy.window
         self.price: Price | None = Price(0.0, 0.0)
-        self.scaffold = "tiny" if policy.renderer.name == "tiny" else None
+        self.card = policy.card
         self._policy = policy
         self._fleet = EngineFleet(policy, spec, name)
         self._sync = EngineWeightSync(self._fleet, _weight_sync(spec, policy), policy.version)

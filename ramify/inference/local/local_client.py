@@ -79,8 +79,8 @@ class LocalClient:
         self.name = name or f"local:{policy.name}"
         self.window = policy.window
         self.price: Price | None = Price(0.0, 0.0)
-        self.scaffold = "tiny" if policy.renderer.name == "tiny" else None
-        """Scaffold that this policy was trained for; None if any will do."""
+        self.card = policy.card
+        """The scaffold and the limits that this policy was trained with."""
         is_cpu = policy.device.type == "cpu"
         room = EngineLimits(
             slots=slots or (128 if is_cpu else 256),

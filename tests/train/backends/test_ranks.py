@@ -18,7 +18,6 @@ import torch
 
 from ramify.cli.train import supervise
 from ramify.errors import ConfigError, TrainError
-from ramify.inference.base import TINY
 from ramify.models.weights import read_weights
 from ramify.train import run_record
 from ramify.train.advantages.ppo import PPO
@@ -31,6 +30,7 @@ from ramify.train.execute import train
 from ramify.train.losses import ImportanceSampling, LossTokens
 from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import read_metrics
+from tests.packaged import TINY
 from tests.processes import below, kill
 from tests.shown import heard, logged
 from tests.train.small import small, weights_of

@@ -1,0 +1,10 @@
+"""The policy that ships with the package, for tests that need real weights or a real tokenizer."""
+
+from __future__ import annotations
+
+from ramify.policy_card import packaged_policy
+
+_FOLDER = packaged_policy("tiny")
+assert _FOLDER is not None
+TINY = _FOLDER
+"""Its folder."""
