@@ -33,7 +33,7 @@ import gymnasium
 from engine import Figure
 
 from ramify import Limits, tasks, train
-from ramify.clients.scripted_server import ScriptedServer
+from ramify.testing.scripted_server import ScriptedServer
 from ramify.train.data.sft_data import read
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Trajectory

@@ -38,11 +38,11 @@ from engine import Figure, show
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ramify.clients.script import server_error  # noqa: E402
 from ramify.engine.limits import Limits  # noqa: E402
 from ramify.engine.scaffold import Scaffold  # noqa: E402
 from ramify.tasks.base import Item, SimpleTask, Task, generated, items_of, task_of  # noqa: E402
 from ramify.tasks.validation import answered  # noqa: E402
+from ramify.testing.script import server_error  # noqa: E402
 from ramify.train.advantages.group_estimators import DrGRPO  # noqa: E402
 from ramify.train.backends.base import OptimizerSpec  # noqa: E402
 from ramify.train.checkpoint import CheckpointStore, read_state  # noqa: E402

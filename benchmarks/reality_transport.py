@@ -45,7 +45,7 @@ BLOCK = 80
 async def serve(pieces: int, certificate: str) -> None:
     """Answer every request with ``TEXT``, streamed in ``pieces`` if a stream is asked for."""
     from ramify.clients.loopback import LoopbackExchange, LoopbackServer
-    from ramify.clients.scripted_server import chunks_of, completion
+    from ramify.testing.scripted_server import chunks_of, completion
     from ramify.types.message import Message, Reply, Usage
 
     whole = completion(Reply(Message("assistant", TEXT), Usage(9, 9, calls=1)), "m")

@@ -24,9 +24,9 @@ from engine import Figure
 from reality_providers import SANDBOX, SCAFFOLD
 
 from ramify import RLM, Limits, ScriptedClient, Stop, Store, Suspended
-from ramify.clients.scripted import refused
 from ramify.errors import ServerFailed, Unreachable
 from ramify.sandbox.base import SharedContext
+from ramify.testing.scripted import refused
 from ramify.types.event import AnyEvent
 from ramify.types.message import Message
 

@@ -31,10 +31,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from ramify import RLM, Limits, ScriptedClient
 from ramify.clients.base import Request
-from ramify.clients.scripted import NUM_IDS, ByteTokenIds
 from ramify.models.dense import DenseModel
 from ramify.models.load import Policy
 from ramify.tasks.base import Item, SimpleTask
+from ramify.testing.scripted import NUM_IDS, ByteTokenIds
 from ramify.train import run_record
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.single import SingleBackend

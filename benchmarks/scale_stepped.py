@@ -24,9 +24,9 @@ import msgspec
 
 from ramify import RLM, Limits
 from ramify.clients.base import Price, Request
-from ramify.clients.scripted import ByteTokenIds
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward, generated
+from ramify.testing.scripted import ByteTokenIds
 from ramify.train.config import RlSpec, Schedule
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses.loss import LossSpec

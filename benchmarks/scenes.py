@@ -18,8 +18,8 @@ import re
 import signal
 from collections.abc import Callable
 
-from ramify.clients.script import ScriptedFailure, dropped
-from ramify.clients.scripted_server import ScriptedServer
+from ramify.testing.script import ScriptedFailure, dropped
+from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.message import Message
 
 MARKER = re.compile(r"<<scene:([\w.]+)>>")

@@ -11,7 +11,6 @@ from ramify.clients.base import Client as Client
 from ramify.clients.base import Price as Price
 from ramify.clients.base import Sampling as Sampling
 from ramify.clients.model import Model as Model
-from ramify.clients.scripted import ScriptedClient as ScriptedClient
 from ramify.engine.branch_search import Branches as Branches
 from ramify.engine.branch_search import by_score as by_score
 from ramify.engine.branch_search import vote as vote
@@ -45,6 +44,7 @@ from ramify.sandbox.base import Session as Session
 from ramify.sandbox.base import open_sandbox as open_sandbox
 from ramify.sources.load_sources import load as load
 from ramify.store.store import Store as Store
+from ramify.testing.scripted import ScriptedClient as ScriptedClient
 from ramify.types.event import AttemptFailed as AttemptFailed
 from ramify.types.event import CallEnded as CallEnded
 from ramify.types.event import CallStarted as CallStarted

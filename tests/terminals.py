@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ramify.cli.main import COMMANDS
-from ramify.clients.scripted import ScriptedClient
 from ramify.engine.rlm import RLM
 from ramify.sandbox.base import SandboxSpec
 from ramify.store.store import Store
+from ramify.testing.scripted import ScriptedClient
 
 KNOWN_ATTACKS = (
     "\x1b]52;c;aGFja2Vk\x07",  # the clipboard

@@ -22,13 +22,13 @@ import pytest
 import ramify
 from ramify import RLM, Limits, SandboxSpec, Store
 from ramify.clients.pool import ClientPool
-from ramify.clients.script import rate_limited, server_error, unreachable
-from ramify.clients.scripted import ScriptedClient
-from ramify.clients.scripted_server import ScriptedServer
 from ramify.engine.limits import Ledger, ResourceAmount
 from ramify.log_outputs import RUN_LOG, LogFile, levels_of
 from ramify.logging import RoomLogger, attached, in_run
 from ramify.progress import report_progress
+from ramify.testing.script import rate_limited, server_error, unreachable
+from ramify.testing.scripted import ScriptedClient
+from ramify.testing.scripted_server import ScriptedServer
 from ramify.train.execute import train
 from ramify.types.event import NoteAdded
 from ramify.types.message import Usage

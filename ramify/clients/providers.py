@@ -211,7 +211,7 @@ CLIENTS = Registry(
         **PROVIDERS,
         "anthropic": "ramify.clients.anthropic:AnthropicClient",
         "litellm": "ramify.clients.litellm:LiteLLMClient",
-        "scripted": "ramify.clients.scripted:connect",
+        "scripted": "ramify.testing.scripted:connect",
         IN_PROCESS: "ramify.inference.local:connect",
     },
 )

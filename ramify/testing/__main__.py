@@ -13,11 +13,11 @@ def main(words: list[str]) -> int:
     """Run the command and return its exit status; 2 for a wrong call."""
     match words:
         case ["serve", *options]:
-            from ramify.clients.scripted_server import main as serve
+            from ramify.testing.scripted_server import main as serve
 
             return serve(options)
         case ["sandbox", *options]:
-            from ramify.sandbox.conformance import main as check
+            from ramify.testing.conformance import main as check
 
             return check(options)
     asks_for_help = words[:1] in (["-h"], ["--help"])

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from ramify.clients.base import Tool
-from ramify.clients.scripted import ScriptedClient
+from ramify.clients.function_client import FunctionClient
 from ramify.engine.limits import Limits
 from ramify.engine.rlm import RLM
 from ramify.engine.scaffold import Scaffold
@@ -111,6 +111,8 @@ def _turns(messages: Sequence[Message], learned: Sequence[bool]) -> Iterator[Tur
 
 
 _log = RoomLogger("train")
+_EXPERT = "expert:function"
+"""Model of the demonstrations of a function."""
 
 
 class DemonstrationSet(NamedTuple):
@@ -214,7 +216,7 @@ def demonstrate(
     items = items_of(task, "train")[:num]
 
     async def ask() -> list[Trajectory]:
-        model = expert if isinstance(expert, str) else ScriptedClient(expert)
+        model = expert if isinstance(expert, str) else FunctionClient(expert, _EXPERT)
         room = asyncio.Semaphore(concurrency)
         async with RLM(model, scaffold=scaffold, limits=limits, sandbox=sandbox) as rlm:
 

@@ -277,7 +277,7 @@ def _scores(kept: KeptPolicy, begun: Mapping[str, float]) -> str:
 
 def _prompt(run: Run) -> str:
     """The messages before the first reply of a validation item."""
-    from ramify.clients.scripted import ScriptedClient
+    from ramify.clients.function_client import FunctionClient
     from ramify.engine.rlm import RLM
     from ramify.engine.scaffold import scaffold_of
     from ramify.tasks.base import items_of, task_of
@@ -286,7 +286,8 @@ def _prompt(run: Run) -> str:
     begin = f"Trained with the scaffold `{name}`; other prompts were not seen."
     try:
         item = items_of(task_of(run.task.name, **run.task.options), "validation")[0]
-        with RLM(ScriptedClient([]), limits=run.limits, scaffold=scaffold_of(run.scaffold)) as rlm:
+        nobody = FunctionClient(lambda messages: "", "nobody:asked")
+        with RLM(nobody, limits=run.limits, scaffold=scaffold_of(run.scaffold)) as rlm:
             preview = rlm.prompt(item.context, item.question)
     except (RamifyError, LookupError) as error:
         _log.warning("prompt_unknown", f"the card has no prompt: {error}", shown=True)

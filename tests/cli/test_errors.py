@@ -221,7 +221,7 @@ def server(tmp_path: Path) -> Iterator[str]:
     """A server whose first reply is a web page, and whose later ones have no choices."""
     script = '[{"fail": "html"}, ' + ", ".join(['{"fail": "no_choices"}'] * 30) + "]"
     (tmp_path / "served.json").write_text(script)
-    command = [sys.executable, "-m", "ramify.clients.scripted_server", "served.json"]
+    command = [sys.executable, "-m", "ramify.testing.scripted_server", "served.json"]
     env = Shell(tmp_path).env
     with subprocess.Popen(
         command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True

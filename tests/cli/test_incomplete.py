@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ramify.clients.scripted_server import ScriptedServer
+from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.message import Message, Reply
 from tests.cli.helpers import Done, Shell
 

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 
 from ramify.clients.pool import ClientPool
-from ramify.clients.scripted import ScriptedClient
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.plugins import Registry, load_file, registries
 from ramify.sandbox.base import SandboxSpec, open_sandbox
 from ramify.tasks.base import task_of
+from ramify.testing.scripted import ScriptedClient
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.losses.loss import LossSpec
 from ramify.train.signals.judge import judge_of
@@ -30,7 +30,7 @@ from collections.abc import Iterator
 
 import msgspec
 from ramify.clients.providers import ProviderSpec
-from ramify.clients.scripted import ScriptedClient
+from ramify.testing.scripted import ScriptedClient
 from ramify.engine.scaffold import Scaffold
 from ramify.sandbox.process import open_provider as open_process
 from ramify.tasks.base import Item, generated

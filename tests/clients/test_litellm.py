@@ -7,9 +7,9 @@ import pytest
 
 from ramify.clients.base import Price
 from ramify.clients.pool import ClientPool
-from ramify.clients.scripted import dropped, no_usage, rate_limited, refused
-from ramify.clients.scripted_server import ScriptedServer
 from ramify.errors import ConfigError, ModelError
+from ramify.testing.scripted import dropped, no_usage, rate_limited, refused
+from ramify.testing.scripted_server import ScriptedServer
 from tests.clients.helpers import Books, request, run, says
 
 

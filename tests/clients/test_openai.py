@@ -6,7 +6,6 @@ import pytest
 
 from ramify.clients.base import Request, Sampling, Tool
 from ramify.clients.pool import ClientPool
-from ramify.clients.scripted_server import ScriptedServer
 from ramify.errors import (
     BadReply,
     ConfigError,
@@ -16,6 +15,7 @@ from ramify.errors import (
     ReplyLost,
     ServerFailed,
 )
+from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.message import Message, Reply, ToolCall, Usage
 from tests.clients.helpers import Books, Says, request, run, says
 

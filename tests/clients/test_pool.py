@@ -11,21 +11,6 @@ from ramify.clients.base import ASSUMED_WINDOW, Price
 from ramify.clients.model import Model
 from ramify.clients.pool import RETRYING, ClientPool
 from ramify.clients.providers import CLIENTS
-from ramify.clients.scripted import (
-    ScriptedClient,
-    cut,
-    dropped,
-    html,
-    malformed,
-    no_choices,
-    no_usage,
-    rate_limited,
-    refused,
-    server_error,
-    stalled,
-    unreachable,
-)
-from ramify.clients.scripted_server import ScriptedServer
 from ramify.errors import (
     BadReply,
     ConfigError,
@@ -39,6 +24,21 @@ from ramify.errors import (
     can_be_fixed,
 )
 from ramify.secrets import remember
+from ramify.testing.scripted import (
+    ScriptedClient,
+    cut,
+    dropped,
+    html,
+    malformed,
+    no_choices,
+    no_usage,
+    rate_limited,
+    refused,
+    server_error,
+    stalled,
+    unreachable,
+)
+from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.message import Message, Reply, Usage
 from tests.clients.helpers import Books, Says, request, run, run_skipping
 

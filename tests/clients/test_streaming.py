@@ -10,8 +10,8 @@ from ramify.clients.event_stream import EventStream
 from ramify.clients.loopback import LoopbackServer
 from ramify.clients.model import Model
 from ramify.clients.pool import ClientPool
-from ramify.clients.scripted_server import ScriptedServer
 from ramify.errors import BadReply, ModelError, RateLimited, Refused, ReplyLost, ServerFailed
+from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.message import Message, ToolCall, Usage
 from tests.clients.helpers import Books, request, run, run_skipping
 

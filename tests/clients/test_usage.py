@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from ramify.clients.pool import ClientPool
-from ramify.clients.scripted import ScriptedClient
+from ramify.testing.scripted import ScriptedClient
 from ramify.types.message import Message, Reply, Usage
 from tests.clients.helpers import Books, request, run, says
 

@@ -13,8 +13,8 @@ import pytest
 
 import ramify
 from ramify.clients.providers import PriceTable
-from ramify.clients.scripted import ScriptedClient
 from ramify.tasks.mixture import MixturePart
+from ramify.testing.scripted import ScriptedClient
 from tests.docs import world
 from tests.docs.pages import ALL, PAGES, ROOT, Block, prose
 

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from ramify.clients.scripted_server import ScriptedServer
+from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.message import Message
 
 LOG = (

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from ramify import Limits, Sampling, Stop, Store, Suspended
-from ramify.clients.scripted import refused
 from ramify.errors import ConfigError, ReplayDiverged
+from ramify.testing.scripted import refused
 from ramify.types.message import Message
 from tests.engine.helpers import SCAFFOLD, client, code, rlm
 

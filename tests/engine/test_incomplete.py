@@ -12,10 +12,10 @@ import pytest
 
 from ramify import RLM, Limits, RamifyError, Stop
 from ramify.clients.base import Price
-from ramify.clients.scripted import refused
-from ramify.clients.scripted_server import ScriptedServer
 from ramify.engine.run_handle import Result
 from ramify.errors import ReplyCut, ReplyFiltered
+from ramify.testing.scripted import refused
+from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.message import Message, Reply, ToolCall, Usage
 from tests.clients.helpers import Says, run, says
 from tests.engine.helpers import SCAFFOLD, code

@@ -328,7 +328,7 @@ def _result_of(r: Any) -> Any:
 
 
 def test_model_error_is_raised_if_there_is_no_answer() -> None:
-    from ramify.clients.scripted import refused
+    from ramify.testing.scripted import refused
 
     with (
         rlm([refused(401, "no such key")]) as r,

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from ramify import RLM, Limits, RamifyError, SandboxSpec, Stop, Store, Suspended
-from ramify.clients.scripted import refused
-from ramify.clients.scripted_server import ScriptedServer
 from ramify.errors import ModelError, ReplayDiverged
+from ramify.testing.scripted import refused
+from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.event import AnyEvent, NoteAdded, ReplyReceived
 from ramify.types.message import Message
 from tests.clients.helpers import run

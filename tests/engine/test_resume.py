@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from ramify import RLM, Limits, RamifyError, Scaffold, Stop, Store
-from ramify.clients.scripted_server import ScriptedServer
 from ramify.errors import ConfigError, LimitReached, ReplayDiverged
+from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.event import AttemptFailed, ReplyReceived, RequestStarted
 from ramify.types.message import Message
 from tests.engine.helpers import SCAFFOLD, by_role, client, code, rlm
@@ -110,7 +110,7 @@ def _last_message(request: Any) -> str:
 
 
 def test_replay_repeats_failures_tools_and_last_word_without_a_model(tmp_path: Path) -> None:
-    from ramify.clients.scripted import refused
+    from ramify.testing.scripted import refused
 
     num_calls = iter(range(100))
 

@@ -14,8 +14,8 @@ import pytest
 
 from ramify import RLM, Limits, Sampling, SandboxSpec, Scaffold, ScriptedClient
 from ramify.clients.base import Price
-from ramify.clients.scripted import refused
 from ramify.engine.spans import SpanListener
+from ramify.testing.scripted import refused
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel")
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from ramify import RLM, DepthOptions, Limits, Stop
-from ramify.clients.scripted import refused
 from ramify.errors import ConfigError
+from ramify.testing.scripted import refused
 from ramify.types.message import Message
 from tests.engine.helpers import SCAFFOLD, at_once, by_role, client, code, rlm
 

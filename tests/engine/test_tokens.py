@@ -10,8 +10,8 @@ import pytest
 
 from ramify import Scaffold, Store
 from ramify.clients.base import KnownPrefix
-from ramify.clients.scripted import ByteTokenIds
 from ramify.engine.branch_search import Branches
+from ramify.testing.scripted import ByteTokenIds
 from ramify.types import Message, Reply, TokenSpan, Trajectory
 from ramify.types.event import ReplyReceived
 from tests.engine.helpers import SCAFFOLD, by_role, client, code, rlm

@@ -13,7 +13,6 @@ import pytest
 
 from ramify import Store
 from ramify.clients.base import Sampling
-from ramify.clients.scripted import refused
 from ramify.errors import ConfigError, RamifyError, RunInUse, StoreError
 from ramify.evaluate.evaluation_report import difference, report, table
 from ramify.evaluate.run import (
@@ -26,6 +25,7 @@ from ramify.evaluate.run import (
 from ramify.evaluate.statistics import MeanEstimate
 from ramify.tasks.base import Item, SimpleTask, TaskStart
 from ramify.tasks.scoring import exact
+from ramify.testing.scripted import refused
 from ramify.types.message import Message
 from ramify.types.trajectory import Stop, Trajectory
 from tests.engine.helpers import at_once, client

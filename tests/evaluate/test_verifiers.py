@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ramify.clients.scripted_server import ScriptedServer
 from ramify.errors import ConfigError
+from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.message import Message
 from tests.evaluate.helpers import SPEC
 

@@ -8,9 +8,9 @@ import verifiers.v1 as vf
 
 from examples.verifiers_environments import made
 from ramify import RLM, Limits, SandboxSpec, ScriptedClient
-from ramify.clients.scripted_server import ScriptedServer
 from ramify.evaluate.attempt import attempt
 from ramify.evaluate.verifiers_episodes import verifiers_task
+from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.message import Message, Reply, ToolCall
 from ramify.types.trajectory import Trajectory
 from tests.evaluate.library_rollout import library_episode

@@ -14,6 +14,10 @@ from tests.test_house import check_house
 
 FOLDERS = sorted(path.parent.name for path in Path(ramify.extras.__path__[0]).glob("*/__init__.py"))
 OLD_PLACES = {
+    "ramify.clients.script:Script": "ramify.testing.script",
+    "ramify.clients.scripted:ScriptedClient": "ramify.testing.scripted",
+    "ramify.clients.scripted_server:ScriptedServer": "ramify.testing.scripted_server",
+    "ramify.sandbox.conformance:ConformanceResult": "ramify.testing.conformance",
     "ramify.cluster.plan:ClusterPlan": "ramify.extras.cluster.plan",
     "ramify.cluster.shape:DeviceSpec": "ramify.extras.cluster.shape",
     "ramify.tasks.evidence:evidence": "ramify.extras.studies.evidence",

@@ -14,8 +14,8 @@ import sys
 import pytest
 
 from ramify.sandbox.base import SandboxSpec
-from ramify.sandbox.conformance import check_sandbox
 from ramify.sandbox.jail.provider import JailSandbox, probe
+from ramify.testing.conformance import check_sandbox
 
 TIERS = "ABC"
 _UNSHARE = {"x86_64": 272, "aarch64": 97}.get(os.uname().machine, 272)

@@ -12,8 +12,8 @@ from test_jail import answer, value, with_jail
 
 from ramify.errors import SandboxError, SessionDied
 from ramify.sandbox.base import SandboxSpec, open_sandbox
-from ramify.sandbox.conformance.base import HOST
 from ramify.sandbox.jail.provider import JailSandbox
+from ramify.testing.conformance.base import HOST
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="THE JAIL IS NOT TESTED HERE: it needs Linux"

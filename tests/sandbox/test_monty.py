@@ -14,8 +14,8 @@ import pytest
 
 from ramify.errors import ConfigError, HostCallError, SandboxError
 from ramify.sandbox.base import SandboxSpec, SharedContext, open_sandbox
-from ramify.sandbox.conformance import CHECKS, ConformanceCheck, check_one, echo
 from ramify.sandbox.monty import CAPS, MontySession
+from ramify.testing.conformance import CHECKS, ConformanceCheck, check_one, echo
 
 SPEC = SandboxSpec(provider="monty", memory_bytes=256 << 20, max_output_bytes=100_000)
 CLAIMED = [check for check in CHECKS if all(getattr(CAPS, name) for name in check.needs)]

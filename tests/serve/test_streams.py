@@ -12,9 +12,9 @@ import openai
 import pytest
 
 from ramify import Limits, ScriptedClient, Store
-from ramify.clients.scripted import refused
-from ramify.clients.scripted_server import chunks_of, completion
 from ramify.serve.answer_request import RunProgress
+from ramify.testing.scripted import refused
+from ramify.testing.scripted_server import chunks_of, completion
 from ramify.types.message import Message, Reply, Usage
 from tests.serve.serving import (
     LONG,

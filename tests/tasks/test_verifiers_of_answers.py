@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from ramify.clients.scripted import ScriptedClient
 from ramify.errors import ConfigError, RamifyError
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item
 from ramify.tasks.scoring import SCORERS, MathScore, UnitTestScore
 from ramify.tasks.scoring.rubric import Rubric, RubricScore
+from ramify.testing.scripted import ScriptedClient
 from ramify.types.boxed import last_boxed
 
 

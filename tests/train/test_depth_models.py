@@ -16,11 +16,11 @@ import torch
 
 from ramify.clients.base import Request, Sampling
 from ramify.clients.pool import ClientPool
-from ramify.clients.script import server_error
-from ramify.clients.scripted import ScriptedClient
-from ramify.clients.scripted_server import ScriptedServer
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError, Refused
+from ramify.testing.script import server_error
+from ramify.testing.scripted import ScriptedClient
+from ramify.testing.scripted_server import ScriptedServer
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.assemble import assemble
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec

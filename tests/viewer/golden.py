@@ -16,7 +16,7 @@ from typing import Any
 
 from ramify import RLM, Limits, SandboxSpec, Scaffold, ScriptedClient, Store
 from ramify.clients.base import Price
-from ramify.clients.scripted import ByteTokenIds, refused
+from ramify.testing.scripted import ByteTokenIds, refused
 from ramify.types.event import ScoreAdded
 from ramify.types.message import Message
 from ramify.types.trajectory import Trajectory

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from ramify.clients.scripted import ScriptedClient
 from ramify.engine.limits import Limits
 from ramify.engine.rlm import RLM
 from ramify.engine.scaffold import TINY
@@ -19,6 +18,7 @@ from ramify.extras.studies.evidence import evidence
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import items_of
 from ramify.tasks.validation import answered, validate
+from ramify.testing.scripted import ScriptedClient
 from ramify.train.demonstrations import demonstrations_of
 from ramify.train.recipe import load_recipe
 

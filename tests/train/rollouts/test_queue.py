@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from ramify import RLM, Limits, ScriptedClient
-from ramify.clients.scripted import ByteTokenIds
 from ramify.errors import ConfigError
 from ramify.progress import ProgressState, subscribe
 from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward
+from ramify.testing.scripted import ByteTokenIds
 from ramify.train.metrics import account
 from ramify.train.rollouts.group_queue import GroupQueue, StepGroups, StepSampleSpec
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions

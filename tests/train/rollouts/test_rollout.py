@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ramify import RLM, Limits, ScriptedClient
-from ramify.clients.scripted import ByteTokenIds, ScriptedFailure, refused
 from ramify.errors import ConfigError, Refused
 from ramify.tasks.base import Item, Score, SimpleTask, TaskStart, WholeTrajectoryReward
+from ramify.testing.scripted import ByteTokenIds, ScriptedFailure, refused
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.types.message import Message
 from ramify.types.trajectory import Group, Stop, Trajectory

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from ramify.clients.pool import ClientPool
-from ramify.clients.scripted import ScriptedClient, rate_limited, refused
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
 from ramify.extras.studies.hindsight import (
@@ -23,6 +22,7 @@ from ramify.extras.studies.hindsight import (
 from ramify.store.call_cache import CallCache
 from ramify.store.store import Store
 from ramify.tasks.base import Item
+from ramify.testing.scripted import ScriptedClient, rate_limited, refused
 from ramify.train.signals.base import JudgeVerdict, JudgeView, SignalContext, SignalScore
 from ramify.train.signals.judge import (
     HintJudge,

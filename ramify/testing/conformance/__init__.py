@@ -16,8 +16,8 @@ import msgspec
 
 from ramify.errors import RamifyError
 from ramify.sandbox.base import Sandbox, SandboxSpec, open_sandbox
-from ramify.sandbox.conformance import cells, host_calls, sharing, stopping
-from ramify.sandbox.conformance.base import ConformanceCheck, SandboxProbe, checks_by_module, echo
+from ramify.testing.conformance import cells, host_calls, sharing, stopping
+from ramify.testing.conformance.base import ConformanceCheck, SandboxProbe, checks_by_module, echo
 
 CHECKS = [
     check

@@ -2,9 +2,7 @@
 request.
 
 ``ScriptedClient`` (no network) and ``ScriptedServer`` (real HTTP) share this module, so that both
-count tokens and fail in the same way. Each text of a message counts as a quarter of its characters,
-rounded up. This is simple, the same on every machine, and never more than the bytes that a budget
-reserves.
+fail in the same way, and count tokens as ``clients/function_client.py`` does.
 
     ["hello", rate_limited(1.5), "again"]                  one per request, in order
     lambda messages: messages[-1].content.upper()          or a coroutine function
@@ -23,6 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ramify.clients.function_client import counted
 from ramify.errors import ConfigError, Refused
 from ramify.types.message import Message, Reply, Usage
 
@@ -211,46 +210,9 @@ def served(
     work)."""
     if isinstance(step, ScriptedFailure):
         paid = step.fail in PAID
-        return step, _reply(step.text, messages, max_tokens).usage if paid else Usage()
-    reply = _reply(step, messages, max_tokens)
+        return step, counted(step.text, messages, max_tokens).usage if paid else Usage()
+    reply = counted(step, messages, max_tokens)
     return reply, reply.usage
-
-
-def count(text: str | None) -> int:
-    """Number of tokens of a text, as scripted models count them."""
-    return (len(text) + 3) // 4 if text else 0
-
-
-def count_message(message: Message) -> int:
-    """Number of tokens of a message: its texts and its tool calls."""
-    calls = sum(count(call.name) + count(call.arguments) for call in message.tool_calls)
-    return count(message.content) + count(message.reasoning) + calls
-
-
-def _reply(step: str | Message | Reply, messages: tuple[Message, ...], max_tokens: int) -> Reply:
-    if isinstance(step, Reply) and step.usage.calls:
-        return step
-    reply = (
-        step
-        if isinstance(step, Reply)
-        else Reply(step if isinstance(step, Message) else Message("assistant", step))
-    )
-    message, finish = reply.message, reply.finish
-    room = max_tokens - count(message.reasoning)
-    if count(message.content) > room:
-        message, finish = (
-            msgspec.structs.replace(message, content=message.content[: 4 * max(room, 0)]),
-            "length",
-        )
-    elif message.tool_calls and finish == "stop":
-        finish = "tool_calls"
-    usage = Usage(
-        input_tokens=sum(map(count_message, messages)),
-        output_tokens=count_message(message),
-        reasoning_tokens=count(message.reasoning),
-        calls=1,
-    )
-    return msgspec.structs.replace(reply, message=message, finish=finish, usage=usage)
 
 
 def _reply_function(lines: tuple[Step | ScriptRule, ...], name: str) -> ReplyFunction:

@@ -10,7 +10,7 @@ import msgspec
 
 from ramify.errors import SandboxError, SessionDied
 from ramify.sandbox.base import SharedContext
-from ramify.sandbox.conformance.base import (
+from ramify.testing.conformance.base import (
     ConformanceError,
     SandboxProbe,
     check,

@@ -23,7 +23,18 @@ from pathlib import Path
 import msgspec
 
 from ramify.clients.base import ASSUMED_WINDOW, Price, Request
-from ramify.clients.script import (
+from ramify.errors import (
+    BadReply,
+    ConfigError,
+    ModelError,
+    RamifyError,
+    RateLimited,
+    Refused,
+    ReplyLost,
+    ServerFailed,
+    Unreachable,
+)
+from ramify.testing.script import (
     Lines,
     Script,
     ScriptedFailure,
@@ -41,17 +52,6 @@ from ramify.clients.script import (
     server_error,
     stalled,
     unreachable,
-)
-from ramify.errors import (
-    BadReply,
-    ConfigError,
-    ModelError,
-    RamifyError,
-    RateLimited,
-    Refused,
-    ReplyLost,
-    ServerFailed,
-    Unreachable,
 )
 from ramify.types.message import Message, Reply, Usage, VersionSpan
 

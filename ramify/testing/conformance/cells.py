@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from ramify.sandbox.conformance.base import (
+from ramify.testing.conformance.base import (
     SandboxProbe,
     check,
     clean,

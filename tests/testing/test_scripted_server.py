@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 from ramify.clients.pool import ClientPool
-from ramify.clients.scripted import (
+from ramify.errors import ConfigError
+from ramify.testing.scripted import (
     cut,
     dropped,
     html,
@@ -24,8 +25,7 @@ from ramify.clients.scripted import (
     refused,
     server_error,
 )
-from ramify.clients.scripted_server import ScriptedServer
-from ramify.errors import ConfigError
+from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.message import Message, Reply, ToolCall, Usage
 from tests.clients.helpers import Books, request, run
 

@@ -24,9 +24,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from ramify.clients.function_client import count_message
 from ramify.clients.loopback import LoopbackExchange, LoopbackServer
-from ramify.clients.script import Lines, Script, ScriptedFailure, Step, count_message, served
 from ramify.errors import ConfigError, Refused
+from ramify.testing.script import Lines, Script, ScriptedFailure, Step, served
 from ramify.types.message import Message, Reply, ToolCall, Usage
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ramify.errors import HostCallError, SandboxError
-from ramify.sandbox.conformance.base import (
+from ramify.testing.conformance.base import (
     ConformanceError,
     SandboxProbe,
     check,

@@ -7,7 +7,7 @@ import time
 
 from ramify.errors import SandboxError, SessionDied
 from ramify.sandbox.base import CellResult
-from ramify.sandbox.conformance.base import (
+from ramify.testing.conformance.base import (
     ConformanceError,
     SandboxProbe,
     check,

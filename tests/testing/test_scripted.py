@@ -4,9 +4,9 @@ import json
 import pytest
 
 from ramify.clients.base import Client
-from ramify.clients.script import Script, ScriptRule
-from ramify.clients.scripted import ScriptedClient, dropped, html, no_usage, rate_limited, stalled
 from ramify.errors import ConfigError, ModelError, RateLimited, Refused
+from ramify.testing.script import Script, ScriptRule
+from ramify.testing.scripted import ScriptedClient, dropped, html, no_usage, rate_limited, stalled
 from ramify.types.message import Message, Reply, ToolCall, Usage
 from tests.clients.helpers import request, run
 

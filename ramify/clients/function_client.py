@@ -1,0 +1,92 @@
+"""A model whose replies a function gives: an expert, written in Python, that demonstrates a task.
+
+    FunctionClient(lambda messages: "FINAL(42)", "expert:function")
+
+Each text of a message counts as a quarter of its characters, rounded up. This is simple, the same
+on every machine, and never more than the bytes that a budget reserves. Decides how such replies are
+counted and cut. Not here: scripts, failures and token ids for tests (``ramify/testing``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from ramify.clients.base import ASSUMED_WINDOW, Price, Request
+from ramify.errors import ConfigError, RamifyError
+from ramify.types.message import Message, Reply, Usage
+
+ModelFunction = Callable[[Sequence[Message]], str | Message | Awaitable[str | Message]]
+"""Maps the messages of a request to the reply of the model. A message may call tools."""
+
+
+class FunctionClient:
+    """A ``Client`` that answers each request with ``reply(messages)``, in this process."""
+
+    price: Price | None = None
+
+    def __init__(self, reply: ModelFunction, name: str) -> None:
+        """``name`` is that of the model in records and errors."""
+        self.name = name
+        self.window = ASSUMED_WINDOW
+        self._reply = reply
+
+    async def complete(self, request: Request) -> Reply:
+        started = time.perf_counter()
+        try:
+            given = self._reply(request.messages)
+            reply = given if isinstance(given, str | Message) else await given
+        except RamifyError:
+            raise
+        except Exception as error:
+            # The function is the caller's own code: another attempt would meet the same fault.
+            raise ConfigError(
+                f"{self.name} raised {error!r:.200}: repair the function that gives the replies"
+            ) from error
+        whole = counted(reply, request.messages, request.sampling.max_tokens)
+        model = self.name.partition(":")[2]
+        return msgspec.structs.replace(whole, model=model, seconds=time.perf_counter() - started)
+
+    async def close(self) -> None:
+        """Do nothing: there is nothing to close."""
+
+
+def count(text: str | None) -> int:
+    """Number of tokens of a text, as models without a tokenizer count them."""
+    return (len(text) + 3) // 4 if text else 0
+
+
+def count_message(message: Message) -> int:
+    """Number of tokens of a message: its texts and its tool calls."""
+    calls = sum(count(call.name) + count(call.arguments) for call in message.tool_calls)
+    return count(message.content) + count(message.reasoning) + calls
+
+
+def counted(step: str | Message | Reply, messages: tuple[Message, ...], max_tokens: int) -> Reply:
+    """Return ``step`` as a complete reply to ``messages``, cut at ``max_tokens``, with its
+    usage."""
+    if isinstance(step, Reply) and step.usage.calls:
+        return step
+    reply = (
+        step
+        if isinstance(step, Reply)
+        else Reply(step if isinstance(step, Message) else Message("assistant", step))
+    )
+    message, finish = reply.message, reply.finish
+    room = max_tokens - count(message.reasoning)
+    if count(message.content) > room:
+        message, finish = (
+            msgspec.structs.replace(message, content=message.content[: 4 * max(room, 0)]),
+            "length",
+        )
+    elif message.tool_calls and finish == "stop":
+        finish = "tool_calls"
+    usage = Usage(
+        input_tokens=sum(map(count_message, messages)),
+        output_tokens=count_message(message),
+        reasoning_tokens=count(message.reasoning),
+        calls=1,
+    )
+    return msgspec.structs.replace(reply, message=message, finish=finish, usage=usage)
