@@ -41,7 +41,6 @@ from tests.test_house import two_way_sub_packages  # noqa: E402
 
 ASIDE = (
     *(f"sandbox/{name}" for name in ("monty.py", "ipython.py", "cloud/")),
-    "train/presets.py",
     "extras/",
     "testing/",
 )

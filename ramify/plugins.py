@@ -61,6 +61,7 @@ REGISTRIES = (
     "ramify.train.signals.signal_reader:SIGNALS",
     "ramify.train.signals.judge:JUDGES",
     "ramify.train.signals.hints:HINTS",
+    "ramify.train.presets:PRESETS",
     "ramify.train.backends.base:BACKENDS",
     "ramify.inference.http.inference_spec:ENGINES",
     "ramify.inference.weight_sync:WEIGHT_SYNCS",

@@ -27,6 +27,13 @@ ENTRY_POINTS: dict[str, dict[str, str]] = {
         "retool": "ramify.extras.studies.toolmath.demos:retool_demos",
     },
     "ramify.signals": {"hindsight": "ramify.extras.studies.hindsight:Hindsight"},
+    "ramify.presets": {
+        "trl": "ramify.extras.studies.trainer_presets:TRL",
+        "skyrl": "ramify.extras.studies.trainer_presets:SKYRL",
+        "prime": "ramify.extras.studies.trainer_presets:PRIME",
+        "verl": "ramify.extras.studies.trainer_presets:VERL",
+        "areal": "ramify.extras.studies.trainer_presets:AREAL",
+    },
     "ramify.hints": {
         "demonstrations": "ramify.extras.studies.hindsight:DemonstrationHints",
         "feedback": "ramify.extras.studies.hindsight:FeedbackHints",
