@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from ramify import RLM, Limits, ScriptedClient
-from ramify.clients.scripted import ByteTokenIds
 from ramify.store.store import Store
 from ramify.tasks.base import Item, Score, SimpleTask, TaskStart, generated
 from ramify.tasks.scoring.batched import BatchedReward
+from ramify.testing.scripted import ByteTokenIds
 from ramify.train.branch_sampler import BranchOptions
 from ramify.train.config import EvaluateSpec, RlSpec, Run, Schedule, TaskSpec
 from ramify.train.metrics import GROUPS, read_metrics
