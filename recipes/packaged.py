@@ -1,11 +1,11 @@
-"""The policy that ships with the package as `tiny`: questions about one document and about several.
+"""A policy for the package: questions about one document and about several.
 
     ramify train recipes/packaged.py --out runs/packaged
-    python scripts/package_tiny.py runs/packaged      # stores it in the package
+    python scripts/package_tiny.py runs/packaged      # stores it in the package as `tiny`
 
 Rollouts of `tiny_recursive.py` are only about several documents, so its policies never learn to
 name the *latest* quantity of a person, which is asked about one. Here some rollouts are about one
-document, in the shares of `tiny.py`.
+document, in the shares of `tiny.py`. The policy in the package is still one of `tiny_recursive.py`.
 """
 
 from __future__ import annotations
