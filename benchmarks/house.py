@@ -40,7 +40,7 @@ from walk import walks  # noqa: E402
 from tests.test_house import two_way_sub_packages  # noqa: E402
 
 ASIDE = (
-    *(f"sandbox/{name}" for name in ("monty.py", "ipython.py", "cloud/")),
+    *(f"sandbox/{name}" for name in ("monty", "ipython", "cloud/")),
     "extras/",
     "testing/",
 )
