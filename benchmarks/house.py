@@ -59,7 +59,7 @@ LOOP = tuple(
 PARTS = {
     "engine": lambda name: name.startswith("engine/"),
     "training loop": lambda name: name in LOOP,
-    "sandbox session": lambda name: name == "sandbox/session.py",
+    "sandbox session": lambda name: name == "sandbox/host/session.py",
 }
 """Part of the package whose classes must stay small -> predicate: does a file belong to it?"""
 

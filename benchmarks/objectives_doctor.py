@@ -37,7 +37,7 @@ from engine import Figure, show  # noqa: E402
 from ramify.engine.limits import Limits  # noqa: E402
 from ramify.errors import SandboxError, TrainError  # noqa: E402
 from ramify.sandbox.base import SandboxSpec  # noqa: E402
-from ramify.sandbox.inprocess import InprocessSandbox  # noqa: E402
+from ramify.sandbox.providers.inprocess import InprocessSandbox  # noqa: E402
 from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward, generated  # noqa: E402
 from ramify.train import stages, trainer  # noqa: E402
 from ramify.train.advantages.group_estimators import DrGRPO  # noqa: E402

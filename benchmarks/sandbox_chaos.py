@@ -30,7 +30,7 @@ from sandbox import _below
 
 from ramify.errors import RamifyError
 from ramify.sandbox.base import SandboxSpec, SharedContext, open_sandbox
-from ramify.sandbox.process_transport import pid_of
+from ramify.sandbox.host.process_transport import pid_of
 
 HOST = "__all__ = ['host']\ndef host(*args):\n    return call_host('host', *args)\n"
 HUNG_S = 120.0

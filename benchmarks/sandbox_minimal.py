@@ -41,7 +41,7 @@ def receive(sock: socket.socket) -> tuple[Any, list[int]]:
 
 def main(control_fd: int) -> None:
     walls: Any = sys.modules["ramify_jail_walls"]
-    forkserver: Any = sys.modules["ramify_forkserver"]
+    forkserver: Any = sys.modules["ramify_server_forkserver"]
     control = socket.socket(fileno=control_fd)
     config, _ = receive(control)
     built = walls.build(
@@ -90,8 +90,9 @@ class MinimalServer:
     def __init__(self) -> None:
         import subprocess
 
-        from ramify.sandbox.forkserver_channel import ENVIRONMENT, FOLDER, LOADER
-        from ramify.sandbox.jail.provider import EMPTY, MODULES
+        from ramify.sandbox.host.forkserver_channel import ENVIRONMENT
+        from ramify.sandbox.host.server_files import FOLDER, LOADER
+        from ramify.sandbox.providers.jail import EMPTY, MODULES
 
         ours, theirs = socket.socketpair()
         boot = f"{LOADER}\nimport runpy\nload(sys.argv[1], sys.argv[3:-1])\n"

@@ -191,14 +191,14 @@ def ask() -> Iterator[Walk]:
 
 def run_cell() -> Iterator[Walk]:
     """Run a cell that prints the stack of the guest."""
-    recorder = Recorder("sandbox/session.py:run")
+    recorder = Recorder("sandbox/host/session.py:run")
     finish = "answer['content'] = 'done'\nanswer['ready'] = True"
     client = ramify.ScriptedClient([f"```repl\n{code}\n```" for code in (STACK, finish)])
     with recorder.recording(), ramify.RLM(client) as rlm:
         result = rlm.completion("line of a log\n" * 10_000, "Which stack?")
     shown = result.trajectory.calls[0].turns[0].cells[0].stdout
     guest = [each for line in shown.splitlines() for each in named_by(line)]
-    yield walk_of("A cell runs", [*recorder.at("sandbox/session.py:run"), *guest])
+    yield walk_of("A cell runs", [*recorder.at("sandbox/host/session.py:run"), *guest])
 
 
 def train() -> Iterator[Walk]:

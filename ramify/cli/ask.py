@@ -370,7 +370,7 @@ def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
     if absent := next((path for path, _ in spec.mounts if not os.path.exists(path)), None):
         raise ConfigError(f"sandbox mounts: there is no '{absent}' on this machine")
     if spec.packages and spec.provider in LOCAL_SANDBOXES:
-        from ramify.sandbox.forkserver_channel import locate
+        from ramify.sandbox.host.session_packages import locate
 
         locate(spec.packages)
     return spec

@@ -39,6 +39,14 @@ ENTRY_POINTS: dict[str, dict[str, str]] = {
         "feedback": "ramify.extras.studies.hindsight:FeedbackHints",
         "hindsight": "ramify.extras.studies.hindsight:Hindsight",
     },
+    "ramify.sandboxes": {
+        "daytona": "ramify.extras.sandboxes.daytona",
+        "e2b": "ramify.extras.sandboxes.e2b",
+        "ipython": "ramify.extras.sandboxes.ipython",
+        "modal": "ramify.extras.sandboxes.modal",
+        "monty": "ramify.extras.sandboxes.monty",
+        "prime": "ramify.extras.sandboxes.prime",
+    },
 }
 """Group of entry points, as a package's ``pyproject.toml`` names it -> name -> ``module:name``, or
 a module."""

@@ -5,13 +5,13 @@ provider implements it.
                      ^                                                         │
                      └────── answer(name, args, kwargs) <── llm_query(…) ──────┘  (same stream)
 
-A provider is little more than a ``Transport``; ``session.py`` speaks the guest's protocol over it.
-``conformance/`` is the test suite that a provider must pass before it is documented.
+A provider is little more than a ``Transport``; ``host/session.py`` speaks the guest's protocol over
+it. ``conformance/`` is the test suite that a provider must pass before it is documented.
 
 A context is encoded once: sessions are opened over it, a store keeps it by its digest, and child
 runs share it. A large one is in an anonymous memory file, which the fork server maps; a small one
 in a bytes object, which is sent to the session. Not here: where and when it is decoded (see
-``process.py``), and the codec (see ``guest/values.py``).
+``providers/process.py``), and the codec (see ``guest/values.py``).
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ class Session(Protocol):
 
 class PreparedContext(Protocol):
     """A context that is prepared once for any number of sessions; see
-    ``sandbox.context.SharedContext``."""
+    ``SharedContext``."""
 
     @property
     def digest(self) -> str: ...
@@ -381,16 +381,10 @@ SANDBOXES = Registry(
     "sandbox",
     "ramify.sandboxes",
     {
-        "daytona": "ramify.sandbox.cloud.daytona",
-        "docker": "ramify.sandbox.docker",
-        "e2b": "ramify.sandbox.cloud.e2b",
-        "inprocess": "ramify.sandbox.inprocess",
-        "ipython": "ramify.sandbox.ipython",
-        "jail": "ramify.sandbox.jail.provider",
-        "modal": "ramify.sandbox.cloud.modal",
-        "monty": "ramify.sandbox.monty",
-        "prime": "ramify.sandbox.cloud.prime",
-        "process": "ramify.sandbox.process",
+        "docker": "ramify.sandbox.providers.docker",
+        "inprocess": "ramify.sandbox.providers.inprocess",
+        "jail": "ramify.sandbox.providers.jail",
+        "process": "ramify.sandbox.providers.process",
     },
 )
 """Provider -> a function ``open_provider(spec) -> Sandbox``, or the module that defines it."""

@@ -25,8 +25,10 @@ EXCEPTIONS = {
     "socket pair that only the two have",
     ("actors/process_guard.py", "marshal"): "the other end: a guard starts with the standard "
     "library alone",
-    ("sandbox/running_cell.py", "marshal"): "compiled code of a cell goes from the host into the "
-    "session, never back",
+    (
+        "sandbox/host/running_cell.py",
+        "marshal",
+    ): "compiled code of a cell goes from the host into the session, never back",
     ("sandbox/guest/notebook.py", "marshal"): "the other end, inside the sandbox",
     ("train/backends/torchrun.py", "TCPStore"): "torchrun's own store, as a client: an address in "
     "it is believed only with the run's signature",

@@ -32,7 +32,7 @@ import msgspec
 from ramify.clients.providers import ProviderSpec
 from ramify.testing.scripted import ScriptedClient
 from ramify.engine.scaffold import Scaffold
-from ramify.sandbox.process import open_provider as open_process
+from ramify.sandbox.providers.process import open_provider as open_process
 from ramify.tasks.base import Item, generated
 from ramify.tasks.base import SimpleTask
 from ramify.train.advantages import ALGORITHMS
@@ -260,7 +260,7 @@ def test_installed_plugins_are_found_from_python(site: Path) -> None:
     with pytest.raises(ConfigError, match=r"algorithm 'doubled': .* unknown field `tims`"):
         ALGORITHMS.build({"name": "doubled", "tims": 3})
     jail = registries_by_kind()["sandbox"].of("jail")
-    assert jail.__name__ == "ramify.sandbox.jail.provider"
+    assert jail.__name__ == "ramify.sandbox.providers.jail"
 
 
 def registries_by_kind() -> dict[str, Registry]:

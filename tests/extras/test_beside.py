@@ -32,6 +32,16 @@ OLD_PLACES = {
     "ramify.train.signals.programs:RuleJudge": "ramify.extras.studies.programs.judges",
     "ramify.train.signals.programs:ShuffledHints": "ramify.extras.studies.programs.judges",
     "ramify.train.signals.programs:StepRules": "ramify.extras.studies.programs.judges",
+    "ramify.sandbox.cloud.daytona:open_provider": "ramify.extras.sandboxes.daytona",
+    "ramify.sandbox.cloud.e2b:open_provider": "ramify.extras.sandboxes.e2b",
+    "ramify.sandbox.cloud.modal:open_provider": "ramify.extras.sandboxes.modal",
+    "ramify.sandbox.cloud.prime:open_provider": "ramify.extras.sandboxes.prime",
+    "ramify.sandbox.docker:open_provider": "ramify.sandbox.providers.docker",
+    "ramify.sandbox.inprocess:open_provider": "ramify.sandbox.providers.inprocess",
+    "ramify.sandbox.ipython:open_provider": "ramify.extras.sandboxes.ipython",
+    "ramify.sandbox.jail.provider:open_provider": "ramify.sandbox.providers.jail",
+    "ramify.sandbox.monty:open_provider": "ramify.extras.sandboxes.monty",
+    "ramify.sandbox.process:open_provider": "ramify.sandbox.providers.process",
 }
 """Place that an earlier version stored -> module in which the object is today."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import jail_tiers as tiers
 
 from ramify.sandbox.base import SandboxSpec
-from ramify.sandbox.jail.provider import JailSandbox
+from ramify.sandbox.providers.jail import JailSandbox
 
 SPIN = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\nwhile True: pass"
 

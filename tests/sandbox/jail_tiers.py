@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from ramify.sandbox.base import SandboxSpec
-from ramify.sandbox.jail.provider import JailSandbox, probe
+from ramify.sandbox.providers.jail import JailSandbox, probe
 from ramify.testing.conformance import check_sandbox
 
 TIERS = "ABC"

@@ -316,7 +316,7 @@ def test_prime_double_has_exact_sdk_signatures() -> None:
 @pytest.mark.parametrize("provider", ["modal", "e2b", "daytona", "prime"])
 def test_sdk_has_every_call_that_provider_makes(provider: str) -> None:
     """Checked on the SDK itself; the extra must install the versions that the provider names."""
-    found = importlib.import_module(f"ramify.sandbox.cloud.{provider}").SDK
+    found = importlib.import_module(f"ramify.extras.sandboxes.{provider}").SDK
     extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]

@@ -13,12 +13,12 @@ import cloud_doubles as doubles
 import pytest
 
 from ramify.errors import SandboxError
+from ramify.extras.sandboxes.daytona import DaytonaService
+from ramify.extras.sandboxes.e2b import E2BService
+from ramify.extras.sandboxes.modal import ModalService
+from ramify.extras.sandboxes.prime import PrimeService, open_provider
 from ramify.sandbox.base import SandboxCapabilities, SandboxSpec
-from ramify.sandbox.cloud.daytona import DaytonaService
-from ramify.sandbox.cloud.e2b import E2BService
-from ramify.sandbox.cloud.modal import ModalService
-from ramify.sandbox.cloud.prime import PrimeService, open_provider
-from ramify.sandbox.remote import RemoteSandbox
+from ramify.sandbox.providers.remote import RemoteSandbox
 
 SPEC = SandboxSpec(provider="prime", memory_bytes=256 << 20)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from ramify.sandbox.guest.frames import FrameReader, frame, pack_value, unpack_value, write_all
 from ramify.sandbox.guest.output import HeadTailBuffer
 from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueDecoder, ValueEncoder
-from ramify.sandbox.session_wire import parse
-from ramify.sandbox.transport import FrameAssembler
+from ramify.sandbox.host.session_wire import parse
+from ramify.sandbox.host.transport import FrameAssembler
 
 text = st.text(st.characters(codec=None, exclude_categories=()), max_size=20)
 scalars = (

@@ -14,7 +14,7 @@ import pytest
 
 from ramify.errors import ConfigError
 from ramify.sandbox.base import SandboxSpec, open_sandbox, warning_of
-from ramify.sandbox.process import WARNING, ProcessSandbox
+from ramify.sandbox.providers.process import WARNING, ProcessSandbox
 
 linux = pytest.mark.skipif(
     sys.platform != "linux", reason="THE DEFAULT SANDBOX IS NOT TESTED HERE: it needs Linux"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import SandboxError
-from ramify.sandbox.docker import DockerEngine, DockerEngineError
+from ramify.sandbox.providers.docker import DockerEngine, DockerEngineError
 
 LINE = b"HTTP/1.1 200 OK\r\n"
 CHUNKS = LINE + b"Transfer-Encoding: chunked\r\n\r\n"

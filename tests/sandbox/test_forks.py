@@ -12,7 +12,7 @@ from test_jail import answer, value, with_jail
 
 from ramify.errors import SandboxError, SessionDied
 from ramify.sandbox.base import SandboxSpec, open_sandbox
-from ramify.sandbox.jail.provider import JailSandbox
+from ramify.sandbox.providers.jail import JailSandbox
 from ramify.testing.conformance.base import HOST
 
 pytestmark = pytest.mark.skipif(

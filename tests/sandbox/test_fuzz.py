@@ -20,13 +20,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ramify.errors import SandboxError, SessionDied
-from ramify.sandbox import session_wire
 from ramify.sandbox.base import CellResult, SandboxCapabilities
 from ramify.sandbox.guest.frames import frame
 from ramify.sandbox.guest.values import ProtocolError
-from ramify.sandbox.running_cell import SessionLimits
-from ramify.sandbox.session import GuestSession
-from ramify.sandbox.transport import FrameAssembler
+from ramify.sandbox.host import session_wire
+from ramify.sandbox.host.running_cell import SessionLimits
+from ramify.sandbox.host.session import GuestSession
+from ramify.sandbox.host.transport import FrameAssembler
 
 FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 HELLO = b"".join(frame(b'{"op":"hello","pid":1}'))

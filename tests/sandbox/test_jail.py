@@ -19,10 +19,10 @@ from other_user import AS_NOBODY, VERSION, own_path, readable
 
 from ramify.errors import ConfigError, SandboxError, SessionDied
 from ramify.sandbox.base import SandboxSpec, SharedContext, open_sandbox
+from ramify.sandbox.host.process_transport import pid_of
 from ramify.sandbox.jail import provider
-from ramify.sandbox.jail.provider import JailSandbox, probe
-from ramify.sandbox.process import ProcessSandbox
-from ramify.sandbox.process_transport import pid_of
+from ramify.sandbox.providers.jail import JailSandbox, probe
+from ramify.sandbox.providers.process import ProcessSandbox
 from tests.sandbox.jail_helpers import (
     answer,
     descendants,

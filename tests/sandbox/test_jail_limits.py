@@ -3,7 +3,7 @@
 import pytest
 
 from ramify.errors import SessionDied
-from ramify.sandbox.jail.provider import JailSandbox
+from ramify.sandbox.providers.jail import JailSandbox
 from tests.sandbox.jail_helpers import (
     SPIN,
     answer,

@@ -11,7 +11,7 @@ import jail_tiers as tiers
 import pytest
 
 from ramify.sandbox.base import SandboxSpec
-from ramify.sandbox.jail.provider import JailSandbox, probe
+from ramify.sandbox.providers.jail import JailSandbox, probe
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or os.uname().machine != "x86_64",

@@ -19,9 +19,9 @@ import pytest
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxSpec
 from ramify.sandbox.guest.frames import frame
-from ramify.sandbox.process import ProcessSandbox
-from ramify.sandbox.running_cell import SessionLimits
-from ramify.sandbox.session import GuestSession
+from ramify.sandbox.host.running_cell import SessionLimits
+from ramify.sandbox.host.session import GuestSession
+from ramify.sandbox.providers.process import ProcessSandbox
 from tests.sandbox.test_fuzz import HELLO
 from tests.sandbox.test_session import LyingTransport, said
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from ramify.errors import ConfigError, HostCallError, SandboxError
+from ramify.extras.sandboxes.monty import CAPS, MontySession
 from ramify.sandbox.base import SandboxSpec, SharedContext, open_sandbox
-from ramify.sandbox.monty import CAPS, MontySession
 from ramify.testing.conformance import CHECKS, ConformanceCheck, check_one, echo
 
 SPEC = SandboxSpec(provider="monty", memory_bytes=256 << 20, max_output_bytes=100_000)
@@ -226,7 +226,7 @@ import os, sys
 for name in ("fork", "memfd_create", "pidfd_open", "pipe2", "preadv", "readv", "writev"):
     vars(os).pop(name, None)
 sys.modules.update(dict.fromkeys(("fcntl", "grp", "pwd", "resource")))
-import ramify.sandbox.monty
+import ramify.extras.sandboxes.monty
 from ramify.sandbox.base import SharedContext
 print(SharedContext.decode(SharedContext({"a": (1, 2)}).buffer()).value)
 """

@@ -19,8 +19,8 @@ import pytest
 
 from ramify.errors import ConfigError, SandboxError, SessionDied
 from ramify.sandbox.base import SandboxSpec, SharedContext, open_sandbox
-from ramify.sandbox.process import ProcessSandbox
-from ramify.sandbox.process_transport import ProcessTransport
+from ramify.sandbox.host.process_transport import ProcessTransport
+from ramify.sandbox.providers.process import ProcessSandbox
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -155,7 +155,8 @@ def test_processes_and_files_vanish_with_killed_host(tmp_path: Path) -> None:
 
 def test_unused_prelaunched_fork_server_ends_with_host() -> None:
     code = (
-        "from ramify.sandbox import process as p, base; s = base.SandboxSpec(provider='process'); "
+        "from ramify.sandbox import base; from ramify.sandbox.providers import process as p; "
+        "s = base.SandboxSpec(provider='process'); "
         "p.launch(s); "
         "print(p._launched[s].folder)"
     )

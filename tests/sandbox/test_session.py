@@ -11,8 +11,8 @@ import pytest
 from ramify.errors import SandboxError, SessionDied
 from ramify.sandbox.base import SandboxCapabilities
 from ramify.sandbox.guest.frames import frame
-from ramify.sandbox.running_cell import SessionLimits
-from ramify.sandbox.session import GuestSession
+from ramify.sandbox.host.running_cell import SessionLimits
+from ramify.sandbox.host.session import GuestSession
 
 
 def said(header: Any, *blobs: bytes) -> bytes:

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.errors import SessionDied
-from ramify.sandbox import session_wire
 from ramify.sandbox.base import CellResult, SandboxSpec, open_sandbox
 from ramify.sandbox.guest.frames import (
     MAX_BLOBS,
@@ -29,6 +28,7 @@ from ramify.sandbox.guest.frames import (
     portable_to_host,
 )
 from ramify.sandbox.guest.values import ValueEncoder
+from ramify.sandbox.host import session_wire
 from tests.sandbox.test_codec import same, values
 from tests.sandbox.test_session import LyingTransport, run, said
 

@@ -5,9 +5,8 @@ and output are sent, and how code calls the host. Not here: how the process was 
 confines it. To start a guest, pass two file descriptors and call ``Guest(...).serve()``. Standard
 library only; importing this package has no side effects.
 
-Where ramify is not installed, this folder is the package ``ramify_guest`` (see
-``forkserver_channel.py``). Its modules import each other by relative names only, and this file
-imports none of them.
+In a session, this folder is the package ``ramify_guest`` (see ``host/server_files.py``). Its
+modules import each other by relative names only, and this file imports none of them.
 
     guest.py  Guest: answers the host,  ──┬─> notebook.py     names and cells
               calls from code to the host ├─> interpreter.py  state that is restored after each cell

@@ -3,7 +3,7 @@
 Decides the list for x86_64 and aarch64, which arguments are checked, and that the host is asked
 before a process is created. All other calls fail with EPERM, so that Python code sees an exception.
 Not here: when the filter is installed (see ``confine.py``) and how the host answers (see
-``watch.py``). Standard library only.
+``providers/jail_watch.py``). Standard library only.
 
     number ──search tree over the allowed numbers──> ALLOW | EPERM | steps that check an argument
 """

@@ -2,8 +2,8 @@
 forked.
 
 Decides when the zygote builds its walls, what it reports to the host about them, and what it
-prepares for a session. Not here: the fork server in general (see ``forkserver.py``) and the walls
-themselves (see ``walls.py``). Runs in a separate process with an empty environment. Standard
+prepares for a session. Not here: the fork server in general (see ``server/forkserver.py``) and the
+walls themselves (see ``walls.py``). Runs in a separate process with an empty environment. Standard
 library only.
 
     host:    config{tiers,…}  freeze{id,pid}  folders{id}  and the messages of ``forkserver.py``
@@ -25,14 +25,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ramify.sandbox import forkserver, process_setup
     from ramify.sandbox.guest import branches
     from ramify.sandbox.jail import confine, primitives, seccomp, walls
+    from ramify.sandbox.server import forkserver, process_setup
 else:
     from ramify_guest import branches
 
-    forkserver = sys.modules["ramify_forkserver"]
-    process_setup = sys.modules["ramify_process_setup"]
+    forkserver = sys.modules["ramify_server_forkserver"]
+    process_setup = sys.modules["ramify_server_process_setup"]
     confine = sys.modules["ramify_jail_confine"]
     primitives = sys.modules["ramify_jail_primitives"]
     seccomp = sys.modules["ramify_jail_seccomp"]

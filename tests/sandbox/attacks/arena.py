@@ -28,7 +28,7 @@ from attacks.base import Attack, Verdict
 from attacks.tools import TOOLS
 from ramify.errors import HostCallError, SandboxError, SessionDied
 from ramify.sandbox.base import CellResult, Sandbox, SandboxSpec, Session, open_sandbox
-from ramify.sandbox.jail.provider import JailSandbox
+from ramify.sandbox.providers.jail import JailSandbox
 
 SPEC: dict[str, Any] = {
     "memory_bytes": 256 << 20,

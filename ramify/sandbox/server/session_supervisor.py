@@ -3,9 +3,9 @@ guest there and forwards its bytes.
 
 Decides how one stream of a service (the command's standard input and output) carries both the
 guest's bytes and the operations on its process: interrupt, kill, and the report of its end. So a
-service only needs to start a command. Not here: the host's end (see ``remote.py``) and the guest
-(see ``guest/``). Runs remotely with the standard library only: it is sent together with ``guest/``
-and ``forkserver.py``, and nothing is installed (see ``forkserver_channel.py``).
+service only needs to start a command. Not here: the host's end (see ``providers/remote.py``) and
+the guest (see ``guest/``). Runs remotely with the standard library only: it is sent together with
+``guest/`` and ``forkserver.py``, and nothing is installed (see ``host/server_files.py``).
 
     packet = u8 kind | u32 length | bytes     as a line of base64 if the stream carries only text
 
@@ -182,7 +182,7 @@ def _live(server: Any, config: dict[str, Any], sock: socket.socket, spool: int) 
 def main(config: dict[str, Any], has_lines: bool) -> None:
     """Run the supervisor until the guest has ended. ``config``: seed, packages, memory_bytes,
     max_output_bytes."""
-    forkserver: Any = sys.modules["ramify_forkserver"]
+    forkserver: Any = sys.modules["ramify_server_forkserver"]
     wire = SupervisorChannel(has_lines)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 2)

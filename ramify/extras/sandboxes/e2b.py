@@ -12,9 +12,9 @@ import asyncio
 import shlex
 from typing import Any
 
+from ramify.extras.sandboxes import sdk
 from ramify.sandbox.base import SandboxSpec
-from ramify.sandbox.cloud import sdk
-from ramify.sandbox.remote import CallbackInbox, Carries, RemoteSandbox
+from ramify.sandbox.providers.remote import CallbackInbox, Carries, RemoteSandbox
 
 SDK = sdk.Sdk(
     "e2b",

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from ramify.errors import HostCallError, SandboxError, SessionDied
-from ramify.sandbox import session_wire
 from ramify.sandbox.base import Answer, CellResult, SandboxCapabilities
 from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueEncoder
-from ramify.sandbox.running_cell import (
+from ramify.sandbox.host import session_wire
+from ramify.sandbox.host.running_cell import (
     CellAlarm,
     GuestRefused,
     RunningCell,
@@ -31,8 +31,8 @@ from ramify.sandbox.running_cell import (
     compiled_module,
     result_of,
 )
-from ramify.sandbox.session_wire import SessionWire
-from ramify.sandbox.transport import ForkingTransport, Transport
+from ramify.sandbox.host.session_wire import SessionWire
+from ramify.sandbox.host.transport import ForkingTransport, Transport
 
 _FORK_S = 10.0
 """Maximum seconds until a branch is ready."""

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ramify.errors import ConfigError, HostCallError, SandboxError, SessionDied
+from ramify.extras.sandboxes.monty_cells import MontyCell, as_builtin, inspect_cell, is_plain
 from ramify.sandbox.base import (
     Answer,
     CellResult,
@@ -33,7 +34,6 @@ from ramify.sandbox.guest.frames import portable_to_host
 from ramify.sandbox.guest.guest import HostError
 from ramify.sandbox.guest.notebook import cut, safe_repr
 from ramify.sandbox.guest.values import VALUE_CHARS, CodecError, ValueEncoder, portable
-from ramify.sandbox.monty_cells import MontyCell, as_builtin, inspect_cell, is_plain
 from ramify.types.trajectory import Cell
 
 _MAX_WORKERS = 1024

@@ -3,7 +3,7 @@ with the host.
 
 Decides how a session is signalled without ever hitting another process, how a branch's process is
 identified, and how the output of a killed session is recovered. Not here: the process that it is
-forked from (see ``process.py``).
+forked from (see ``providers/process.py``).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities, anonymous_file
-from ramify.sandbox.forkserver_channel import ForkServerChannel
 from ramify.sandbox.guest.frames import ScratchBuffer, SharedMemoryBuffers, make_file
-from ramify.sandbox.transport import ReadBuffers, SocketStream, how_it_ended
+from ramify.sandbox.host.forkserver_channel import ForkServerChannel
+from ramify.sandbox.host.transport import ReadBuffers, SocketStream, how_it_ended
 
 _MAX_LEFTOVER_BYTES = 16 << 20
 _SCM_CREDENTIALS = 2

@@ -2,8 +2,8 @@
 
 Decides which process a session is forked from (the fork server, or a template process that already
 holds the session's large context) and ensures that closing leaves nothing behind. Not here: the
-connection to a session (see ``process_transport.py``) and isolation (see ``jail/``): code here runs
-with the user's rights.
+connection to a session (see ``host/process_transport.py``) and isolation (see ``jail.py``): code
+here runs with the user's rights.
 
     ProcessSandbox ──ForkServerChannel──> fork server ─┬─> session ──SocketStream──> GuestSession
                    └─ForkServerChannel──> template ────┴─> session
@@ -26,16 +26,20 @@ from typing import Any
 
 from ramify.errors import ConfigError, SandboxError
 from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec, SharedContext
-from ramify.sandbox.forkserver_channel import (
+from ramify.sandbox.host.forkserver_channel import (
     ForkServerChannel,
     StartedForkServer,
-    locate,
     start_server,
 )
-from ramify.sandbox.process_transport import ProcessTransport, SessionMemoryFiles, SessionProcess
-from ramify.sandbox.running_cell import limits_of
-from ramify.sandbox.session import GuestSession, SessionHooks
-from ramify.sandbox.transport import ReadBuffers
+from ramify.sandbox.host.process_transport import (
+    ProcessTransport,
+    SessionMemoryFiles,
+    SessionProcess,
+)
+from ramify.sandbox.host.running_cell import limits_of
+from ramify.sandbox.host.session import GuestSession, SessionHooks
+from ramify.sandbox.host.session_packages import locate
+from ramify.sandbox.host.transport import ReadBuffers
 
 WARNING = (
     "sandbox 'process': code runs in a separate process, without the host's environment and with "

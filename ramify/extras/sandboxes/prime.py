@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
+from ramify.extras.sandboxes import sdk
+from ramify.extras.sandboxes.file_relay import FileRelay, PrimeFiles, relay_program
 from ramify.sandbox.base import SandboxSpec
-from ramify.sandbox.cloud import sdk
-from ramify.sandbox.cloud.file_relay import FileRelay, PrimeFiles, relay_program
-from ramify.sandbox.remote import SEPARATE_MACHINE, ByteStream, Carries, RemoteSandbox
+from ramify.sandbox.providers.remote import SEPARATE_MACHINE, ByteStream, Carries, RemoteSandbox
 
 IMAGE = "python:3.12-slim"
 WARNING = (

@@ -1,6 +1,6 @@
 """One fork of a session of the jail, as the host sees it: the wires that its two processes get.
 
-Not here: which process may ask for a wire (``watch.py``), and when a fork begins and ends
+Not here: which process may ask for a wire (``jail_watch.py``), and when a fork begins and ends
 (``jail_transport.py``).
 """
 
@@ -11,7 +11,11 @@ import socket
 from collections.abc import Callable
 
 from ramify.errors import SandboxError
-from ramify.sandbox.process_transport import ProcessTransport, SessionMemoryFiles, SessionProcess
+from ramify.sandbox.host.process_transport import (
+    ProcessTransport,
+    SessionMemoryFiles,
+    SessionProcess,
+)
 
 
 class JailFork:

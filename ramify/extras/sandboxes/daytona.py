@@ -15,9 +15,9 @@ import shlex
 import uuid
 from typing import Any
 
+from ramify.extras.sandboxes import sdk
 from ramify.sandbox.base import SandboxSpec
-from ramify.sandbox.cloud import sdk
-from ramify.sandbox.remote import CallbackInbox, Carries, RemoteSandbox
+from ramify.sandbox.providers.remote import CallbackInbox, Carries, RemoteSandbox
 
 _BOX = ("name", "network_block_all", "ephemeral", "auto_stop_interval")
 SDK = sdk.Sdk(

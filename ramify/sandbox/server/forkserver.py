@@ -4,7 +4,7 @@ process.
 Decides how a session's process is set up (process group, limits, folder, descriptors). Ensures that
 nothing it started outlives it, and that everything ends with the host. Not here: the session itself
 (see ``guest/``) and isolation (see ``jail/``). The server is started with an empty environment; the
-host's end is ``process.py``. Standard library only.
+host's end is ``host/forkserver_channel.py``. Standard library only.
 
     host ──control socket──> server ──fork──> session          (has its own socket to the host)
                                └─────fork──> template ──fork──> session
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         output,
         values,
     )
-    from ramify.sandbox.process_setup import (
+    from ramify.sandbox.server.process_setup import (
         MAX_FILES,
         adopt_orphans,
         keep_only,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     )
 else:
     from ramify_guest import frames, guest, interpreter, notebook, output, values
-    from ramify_process_setup import (
+    from ramify_server_process_setup import (
         MAX_FILES,
         adopt_orphans,
         keep_only,

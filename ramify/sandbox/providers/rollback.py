@@ -1,9 +1,9 @@
 """A session that survives a cell that had to be killed: it continues from a fork made before the
 cell.
 
-Decides when the fork is made and what the caller sees. Not here: forking (see ``session.py``). If a
-session cannot be forked at the moment (threads are alive), it runs its cell without a fork. If that
-cell is killed, the error says why the session was not rolled back.
+Decides when the fork is made and what the caller sees. Not here: forking (see
+``host/session.py``). If a session cannot be forked at the moment (threads are alive), it runs its
+cell without a fork. If that cell is killed, the error says why the session was not rolled back.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from ramify.errors import SandboxError, SessionDied
 from ramify.sandbox.base import Answer, CellResult, SandboxCapabilities
-from ramify.sandbox.session import GuestSession
+from ramify.sandbox.host.session import GuestSession
 from ramify.types.trajectory import Cell
 
 

@@ -24,13 +24,13 @@ from ramify.sandbox.base import Answer, CellResult, SandboxSpec
 from ramify.sandbox.guest.frames import HALF_BYTES
 from ramify.sandbox.guest.output import HeadTailBuffer
 from ramify.sandbox.guest.values import Buffer, CodecError, ProtocolError, ValueEncoder, encoded
-from ramify.sandbox.session_wire import (
+from ramify.sandbox.host.session_wire import (
     CellDoneFrame,
     HostCallFrame,
     SessionWire,
     in_thread,
 )
-from ramify.sandbox.transport import ignored
+from ramify.sandbox.host.transport import ignored
 from ramify.types.trajectory import Cell
 
 MAX_CALLS = 1024

@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ramify.extras.sandboxes import sdk
 from ramify.sandbox.base import SandboxSpec
-from ramify.sandbox.cloud import sdk
-from ramify.sandbox.remote import Carries, RemoteSandbox
+from ramify.sandbox.providers.remote import Carries, RemoteSandbox
 
 APP = "ramify"
 _BOX = ("app", "image", "block_network", "timeout", "cpu", "memory")

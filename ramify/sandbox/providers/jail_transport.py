@@ -1,7 +1,7 @@
 """The transport to a session of the jail: that of a process, plus its requests to create processes.
 
 Decides when descriptors are accepted from a session: once, before it has run any code. Not here:
-the answers to its requests (see ``watch.py``).
+the answers to its requests (see ``jail_watch.py``).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities
-from ramify.sandbox.jail.jail_fork import JailFork
-from ramify.sandbox.jail.watch import ForkRequestListener, kill_strays
-from ramify.sandbox.process_transport import (
+from ramify.sandbox.host.process_transport import (
     BranchTransport,
     ProcessTransport,
     SessionProcess,
     pid_of,
 )
-from ramify.sandbox.transport import ReadBuffers
+from ramify.sandbox.host.transport import ReadBuffers
+from ramify.sandbox.providers.jail_fork import JailFork
+from ramify.sandbox.providers.jail_watch import ForkRequestListener, kill_strays
 
 _F_ADD_SEALS, _SEAL_WRITE = 1033, 0x8
 _LATER_S = 0.5

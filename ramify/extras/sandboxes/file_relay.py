@@ -12,7 +12,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from ramify.sandbox.cloud import sdk
+from ramify.extras.sandboxes import sdk
 
 _SHORTEST_S, _LONGEST_S = 0.02, 0.5
 _MAX_FAILURES = 40

@@ -31,13 +31,13 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from ramify.errors import SandboxError
+from ramify.sandbox.host.process_transport import read_proc
 from ramify.sandbox.jail import primitives
 from ramify.sandbox.jail.primitives import CONTINUE, FORKS_APART, ListenerRequest
-from ramify.sandbox.process_transport import read_proc
 
 if TYPE_CHECKING:
-    from ramify.sandbox.jail.jail_fork import JailFork
-    from ramify.sandbox.session import GuestSession
+    from ramify.sandbox.host.session import GuestSession
+    from ramify.sandbox.providers.jail_fork import JailFork
 
 _EVERY_S = 0.25
 _SHARE = 0.75

@@ -25,13 +25,13 @@ from typing import Any, TextIO
 
 from ramify.errors import ConfigError, SandboxError
 from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec, SharedContext
-from ramify.sandbox.forkserver_channel import locate
 from ramify.sandbox.guest.frames import SharedMemoryBuffers
 from ramify.sandbox.guest.guest import Guest
 from ramify.sandbox.guest.output import MemoryOutputSpool
-from ramify.sandbox.running_cell import limits_of
-from ramify.sandbox.session import GuestSession, SessionHooks
-from ramify.sandbox.transport import SCRATCH_BYTES, SocketStream
+from ramify.sandbox.host.running_cell import limits_of
+from ramify.sandbox.host.session import GuestSession, SessionHooks
+from ramify.sandbox.host.session_packages import locate
+from ramify.sandbox.host.transport import SCRATCH_BYTES, SocketStream
 
 WARNING = (
     "sandbox 'inprocess': code runs inside this process, with access to everything in it, and "

@@ -40,7 +40,7 @@ from ramify.sandbox.guest.values import (
     ValueEncoder,
     encoded,
 )
-from ramify.sandbox.transport import SCRATCH_BYTES, FrameAssembler, Transport, ignored
+from ramify.sandbox.host.transport import SCRATCH_BYTES, FrameAssembler, Transport, ignored
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Shown = Annotated[str, msgspec.Meta(max_length=VALUE_CHARS + 100)]

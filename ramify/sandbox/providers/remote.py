@@ -3,7 +3,7 @@
 Decides how the guest gets there (its files are the first data sent, so nothing is installed), how
 the guest's bytes and control messages share one stream, and how streams are read that carry only
 text or begin with a greeting. Not here: the services. Each is a ``SandboxService`` of a few lines
-(see ``docker.py``, ``cloud/``).
+(see ``docker.py`` and ``extras/sandboxes/``).
 
     GuestSession ─ RemoteTransport ─packets─> ByteStream ··> session_supervisor.py ─fork─> guest/
 
@@ -24,12 +24,14 @@ from typing import Any, Literal, Protocol
 from ramify.errors import ConfigError, SandboxError
 from ramify.logging import RoomLogger
 from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec, SharedContext
-from ramify.sandbox.forkserver_channel import ENVIRONMENT, LOADER, texts
 from ramify.sandbox.guest.frames import SharedMemoryBuffers
 from ramify.sandbox.guest.values import ProtocolError
-from ramify.sandbox.running_cell import limits_of
-from ramify.sandbox.session import GuestSession, SessionHooks
-from ramify.sandbox.session_supervisor import (
+from ramify.sandbox.host.forkserver_channel import ENVIRONMENT
+from ramify.sandbox.host.running_cell import limits_of
+from ramify.sandbox.host.server_files import LOADER, texts
+from ramify.sandbox.host.session import GuestSession, SessionHooks
+from ramify.sandbox.host.transport import how_it_ended
+from ramify.sandbox.server.session_supervisor import (
     DATA,
     END,
     ENDED,
@@ -40,7 +42,6 @@ from ramify.sandbox.session_supervisor import (
     UNKNOWN,
     to_lines,
 )
-from ramify.sandbox.transport import how_it_ended
 
 _log = RoomLogger("sandbox")
 Carries = Literal["bytes", "text", "terminal"]
@@ -54,7 +55,7 @@ _MAX_GREETING_BYTES = 1 << 16
 _MAX_PACKET_BYTES = 2 << 20
 """Maximum size of a packet from the other end, which a hostile guest may have taken over."""
 _MARK = b"ramify-guest-1\n"
-_MODULES = ("guest", "process_setup", "forkserver", "session_supervisor")
+_MODULES = ("guest", "server/process_setup", "server/forkserver", "server/session_supervisor")
 _BOOT = f"""{LOADER}
 os.dup2(1, 2)
 if sys.argv[1] == "terminal":

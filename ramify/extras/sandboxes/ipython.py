@@ -1,8 +1,9 @@
 """The provider ``ipython``: process sessions whose cells run in a real IPython.
 
-Decides that IPython is loaded ahead of time and set up in every session. Not here: how it is set up
-(see ``ipython_cells.py``, which runs in the session) and everything else about a session (see
-``process.py``). For users who know their notebook: ``%timeit``, ``!command``, ``Out[3]``, ``obj?``.
+For users who know their notebook: ``%timeit``, ``!command``, ``Out[3]``, ``obj?``. Decides that
+IPython is loaded ahead of time and set up in every session. Not here: how it is set up (see
+``ipython_cells.py``, which runs in the session) and everything else about a session (see
+``sandbox/providers/process.py``).
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import msgspec
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec
-from ramify.sandbox.process import ProcessSandbox
-from ramify.sandbox.session import GuestSession
+from ramify.sandbox.host.session import GuestSession
+from ramify.sandbox.providers.process import ProcessSandbox
 
 WARNING = (
     "sandbox 'ipython': code runs in a separate process, without the host's environment and with "

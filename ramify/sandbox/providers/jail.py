@@ -5,8 +5,7 @@ Decides which tier is used, reports what is missing for a stronger one, and deci
 session gets and how many sessions are kept ready. The tier is found out once per process, by
 building the walls and letting a trial session attack them: it is reported only if it was tested,
 never because of a version number. Not here: forking sessions from a server (see ``process.py``),
-the walls (see ``walls.py``, ``confine.py``, ``seccomp.py``), and the memory budget (see
-``watch.py``).
+the walls (see ``sandbox/jail/``), and the memory budget (see ``jail_watch.py``).
 
     JailSandbox ──> zygote in its walls ──┬─fork─> confined session <──SocketStream──> GuestSession
               └───> template ─────────────┴─fork─> confined session
@@ -32,29 +31,27 @@ import msgspec
 
 from ramify.errors import ConfigError, RamifyError, SandboxError
 from ramify.sandbox.base import PreparedContext, Sandbox, SandboxCapabilities, SandboxSpec, Session
-from ramify.sandbox.forkserver_channel import (
+from ramify.sandbox.guest.frames import open_frame
+from ramify.sandbox.host.forkserver_channel import (
     ForkServerChannel,
     StartedForkServer,
-    listed,
-    locate,
-    readable,
     start_server,
 )
-from ramify.sandbox.guest.frames import open_frame
-from ramify.sandbox.jail.jail_transport import JailTransport
-from ramify.sandbox.jail.rollback import RollbackSession
-from ramify.sandbox.jail.watch import JailBudgetWatcher, machine_bytes
-from ramify.sandbox.process import ProcessSandbox, leave_to_parent
-from ramify.sandbox.process_transport import SessionProcess, pid_of
-from ramify.sandbox.session import GuestSession
+from ramify.sandbox.host.process_transport import SessionProcess, pid_of
+from ramify.sandbox.host.session import GuestSession
+from ramify.sandbox.host.session_packages import listed, locate, readable
+from ramify.sandbox.providers.jail_transport import JailTransport
+from ramify.sandbox.providers.jail_watch import JailBudgetWatcher, machine_bytes
+from ramify.sandbox.providers.process import ProcessSandbox, leave_to_parent
+from ramify.sandbox.providers.rollback import RollbackSession
 
 MODULES = (
     "jail/primitives",
     "jail/seccomp",
     "jail/confine",
     "guest",
-    "process_setup",
-    "forkserver",
+    "server/process_setup",
+    "server/forkserver",
     "jail/walls",
     "jail/zygote",
 )

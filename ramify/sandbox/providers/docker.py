@@ -26,7 +26,7 @@ from ramify.http_client.http_transport import (
     route_to_socket,
 )
 from ramify.sandbox.base import SandboxSpec
-from ramify.sandbox.remote import Carries, RemoteSandbox
+from ramify.sandbox.providers.remote import Carries, RemoteSandbox
 
 IMAGE = "python:3.12-slim"
 NUM_CPUS = 1.0

@@ -1,0 +1,51 @@
+"""The files of this package that another process runs, and the module names that they get there.
+
+A fork server and a container have no installed ramify: the same few lines (``LOADER``) load each
+file from its folder, in the order in which a provider lists them. A file's module name there is its
+path below ``sandbox/`` with the prefix ``ramify_``; a folder becomes a package:
+
+    guest/                      ramify_guest                    in every session
+    server/process_setup.py     ramify_server_process_setup     in the fork server
+    jail/walls.py               ramify_jail_walls               in the fork server of a jail
+
+On this machine they are loaded from their own folder, so Python finds them compiled. Elsewhere they
+are loaded from a temporary folder, which is deleted before any code of a session runs. Not here:
+which files a provider needs (``MODULES`` of each), and how a process is started (see
+``forkserver_channel.py`` and ``providers/remote.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[1]
+LOADER = """
+import importlib.util, os, sys
+
+def load(folder, names):
+    for name in names:
+        path = f"{folder}/{name}"
+        path = f"{path}/__init__.py" if os.path.isdir(path) else f"{path}.py"
+        spec = importlib.util.spec_from_file_location("ramify_" + name.replace("/", "_"), path)
+        sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
+"""
+"""Runs first in the other process; ``load`` returns the last module."""
+
+
+def paths(modules: Sequence[str]) -> list[Path]:
+    """Return the files of ``modules``; for a package, all its files."""
+    files = []
+    for name in modules:
+        path = FOLDER / name
+        files += sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+    return files
+
+
+@cache
+def texts(modules: tuple[str, ...]) -> dict[str, str]:
+    """Return the source of ``modules``, by path relative to the folder that ``load`` takes."""
+    return {path.relative_to(FOLDER).as_posix(): path.read_text("utf-8") for path in paths(modules)}
