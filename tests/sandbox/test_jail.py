@@ -20,8 +20,8 @@ from other_user import AS_NOBODY, VERSION, own_path, readable
 from ramify.errors import ConfigError, SandboxError, SessionDied
 from ramify.sandbox.base import SandboxSpec, SharedContext, open_sandbox
 from ramify.sandbox.host.process_transport import pid_of
-from ramify.sandbox.jail import provider
-from ramify.sandbox.providers.jail import JailSandbox, probe
+from ramify.sandbox.jail import primitives
+from ramify.sandbox.providers.jail import WEAKER, JailSandbox, _launched, launch, probe
 from ramify.sandbox.providers.process import ProcessSandbox
 from tests.sandbox.jail_helpers import (
     answer,
@@ -100,7 +100,7 @@ def test_weaker_tier_than_requested_is_refused_with_remedy() -> None:
     ):
         JailSandbox(SandboxSpec(provider="jail"), deny=tiers.WITHOUT["C"])
     weaker = JailSandbox(SandboxSpec(provider="jail", allow_weaker=True), deny=tiers.WITHOUT["C"])
-    assert weaker.warning == provider.WEAKER["C"]
+    assert weaker.warning == WEAKER["C"]
     assert weaker.reached.tier == "C"
 
 
@@ -153,7 +153,7 @@ def load(name, path):
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-folder = {str(Path(provider.__file__).parent)!r}
+folder = {str(Path(primitives.__file__).parent)!r}
 load("ramify_jail_primitives", folder + "/primitives.py")
 s = load("ramify_jail_seccomp", folder + "/seccomp.py")
 table = s._ANYWHERE + s._WITH_PATHS + s._FILTERED
@@ -406,15 +406,15 @@ def test_killed_host_takes_all_sessions_with_it(tier: str, tmp_path: Path) -> No
 
 def test_prelaunched_zygote_is_used_and_ends() -> None:
     spec = SandboxSpec(provider="jail", cell_s=77.0)
-    provider.launch(spec)
-    pid = provider._launched[spec].process.pid
+    launch(spec)
+    pid = _launched[spec].process.pid
 
     async def main() -> None:
         jail = open_sandbox(spec)
         open_sandbox(spec)  # opened, but never used
         session = await jail.open()
         assert await value(session, "1 + 1") == "2"
-        assert spec not in provider._launched
+        assert spec not in _launched
         await jail.close()
 
     asyncio.run(main())
