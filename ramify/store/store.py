@@ -22,16 +22,16 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ramify.errors import StoreError, UnknownRun
 from ramify.secrets import SecretRedactor
 from ramify.store.journal import (
+    CANNOT_DECODE,
     Journal,
     chain_at_end,
-    check_version,
     cut_torn_line,
     damaged,
     follow,
@@ -54,7 +54,24 @@ from ramify.store.private_files import (
 from ramify.store.prune import PruneResult, StorePruner
 from ramify.store.repair import JournalCheck, JournalRepair, check_journal, repair_journal
 from ramify.store.reviews import RunReview, listed_reviews, read_reviews, write_review
-from ramify.types.event import AnyEvent, TrajectoryFold
+from ramify.store.short_events import (
+    AnyShortEvent,
+    ShortCallStart,
+    ShortCell,
+    ShortReply,
+    ShortRequest,
+    short_event,
+)
+from ramify.types.event import (
+    AnyEvent,
+    AttemptFailed,
+    CallEnded,
+    RunEnded,
+    RunResumed,
+    RunStarted,
+    ScoreAdded,
+    TrajectoryFold,
+)
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop, Trajectory, as_text, cut
 
@@ -112,37 +129,8 @@ class RunSummary(msgspec.Struct, omit_defaults=True):
     """Labels, note and corrected scores; None if the run has none."""
 
 
-class _Bill(msgspec.Struct):
-    """The costs in a reply."""
-
-    usage: Usage = Usage()
-    cost: float | None = None
-
-
-class _Glance(msgspec.Struct):
-    """The fields of any event that a summary needs; the decoder skips all others."""
-
-    type: str
-    at_s: float = 0.0
-    question: str = ""
-    started_at: float = 0.0
-    model: str = ""
-    depth: int = 0
-    reply: _Bill = msgspec.field(default_factory=_Bill)
-    usage: Usage = Usage()
-    cost: float | None = None
-    stop: Stop | None = None
-    call: str = ""
-    rewards: dict[str, float] = {}
-    answer: Any = None
-    reason: str = ""
-    error: str | None = None
-    task: str = ""
-
-
 MAX_ANSWER = 200
 """Characters of an answer in a listing."""
-_glance = msgspec.json.Decoder(_Glance)
 
 
 def summarise(path: Path) -> RunSummary:
@@ -155,48 +143,48 @@ def summarise(path: Path) -> RunSummary:
             if problem := chain.problem(line):
                 raise damaged(path, number, problem)
             chain.advance(line)
-            if line.startswith(b'{"type":"RunStarted"'):
-                check_version(line, path)
-            _add(summary, _glance.decode(line))
+            _add(summary, short_event(line, path))
             summary.num_bytes += len(line) + 1
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        summary.problem = f"{path}, line {number} is damaged: {error}"
+    except CANNOT_DECODE as error:
+        summary.problem = str(damaged(path, number, error))
     except StoreError as error:
         summary.problem = str(error)
     return summary
 
 
-def _add(summary: RunSummary, event: _Glance) -> None:
-    if event.type == "Scored":
+def _add(summary: RunSummary, event: AnyShortEvent) -> None:
+    if isinstance(event, ScoreAdded):
         if not event.call:
             summary.rewards |= event.rewards
         return
     summary.seconds = max(summary.seconds, event.at_s)
-    match event.type:
-        case "RunStarted":
+    match event:  # the most frequent ones first
+        case ShortRequest() | CallEnded() | ShortCell():
+            pass
+        case ShortReply():
+            _charge(summary, event.reply.usage, event.reply.cost)
+            summary.root_turns += event.call.isdecimal()
+        case ShortCallStart():
+            summary.num_calls += 1
+            summary.depth = max(summary.depth, event.depth)
+            summary.model = summary.model or event.model
+        case AttemptFailed():
+            _charge(summary, event.usage, event.cost)
+        case RunStarted():
             summary.num_questions, summary.stop = summary.num_questions + 1, None
             summary.root_turns = 0
             if summary.num_questions == 1:
                 summary.question, summary.started_at = event.question, event.started_at
                 summary.task = event.task
-        case "CallStarted":
-            summary.num_calls, summary.depth = (
-                summary.num_calls + 1,
-                max(summary.depth, event.depth),
-            )
-            summary.model = summary.model or event.model
-        case "Replied":
-            _charge(summary, event.reply.usage, event.reply.cost)
-            summary.root_turns += event.call.isdecimal()
-        case "Attempted":
-            _charge(summary, event.usage, event.cost)
-        case "RunEnded":
+        case RunEnded():
             summary.stop, summary.reason = event.stop, event.reason or event.error or ""
             summary.answer = (
                 None if event.answer is None else cut(as_text(event.answer), MAX_ANSWER)
             )
-        case "RunResumed":
+        case RunResumed():
             summary.stop, summary.reason, summary.answer = None, "", None
+        case _:
+            pass
 
 
 def _charge(summary: RunSummary, usage: Usage, cost: float | None) -> None:

@@ -6,7 +6,7 @@
 
 Each call is a node with its state, times and costs, but without its texts. The run as a whole is a
 ``Trajectory`` without calls. The events may be reduced ones that have the tags of events, and of
-their fields only those that are read here (see ``viewer/run_tree.py``). Not here: complete
+their fields only those that are read here (see ``store/short_events.py``). Not here: complete
 calls with their texts, which ``TrajectoryFold`` of event.py collects.
 """
 

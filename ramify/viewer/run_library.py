@@ -12,7 +12,6 @@ from __future__ import annotations
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -21,11 +20,11 @@ from ramify.evaluate.run import read_evaluation
 from ramify.store.journal import writer
 from ramify.store.private_files import EVALUATIONS as EVALUATIONS
 from ramify.store.reviews import RunReview, listed_reviews, review_file
+from ramify.store.short_events import ShortTrajectory
 from ramify.store.store import MAX_ANSWER, RunSummary, summarise
 from ramify.train.metrics import FILE as METRICS
 from ramify.types.call_tree import ending
-from ramify.types.message import Usage
-from ramify.types.trajectory import SCHEMA_VERSION, Stop, as_text, cut
+from ramify.types.trajectory import SCHEMA_VERSION, as_text, cut
 from ramify.viewer.run_locations import LocatedRun, RunLocation, RunLocations, kind_of, newer, walk
 
 
@@ -109,35 +108,7 @@ class UnreadableRow(msgspec.Struct):
     text: str
 
 
-class _Glance(msgspec.Struct):
-    """Fields of a trajectory that its row needs; the decoder skips token ids and texts."""
-
-    id: str
-    question: str
-    calls: list[_CallGlance]
-    schema_version: int = SCHEMA_VERSION
-    task: str = ""
-    rewards: dict[str, float] = {}
-    stop: Stop | None = None
-    usage: Usage = Usage()
-    cost: float | None = None
-    seconds: float = 0.0
-    started_at: float = 0.0
-    answer: Any = None
-    reason: str = ""
-
-
-class _CallGlance(msgspec.Struct):
-    model: str
-    depth: int = 0
-    turns: list[_TurnGlance] = []
-
-
-class _TurnGlance(msgspec.Struct):
-    """A turn, which is only counted."""
-
-
-_glance = msgspec.json.Decoder(_Glance)
+_trajectories = msgspec.json.Decoder(ShortTrajectory)
 
 
 def row_of_summary(summary: RunSummary, key: str) -> RunRow:
@@ -166,7 +137,7 @@ def row_of_summary(summary: RunSummary, key: str) -> RunRow:
 
 def row_of_line(line: bytes, key: str, path: Path, number: int) -> RunRow:
     try:
-        glance = _glance.decode(line)
+        short = _trajectories.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return RunRow(
             key,
@@ -174,43 +145,41 @@ def row_of_line(line: bytes, key: str, path: Path, number: int) -> RunRow:
             source=str(path),
             problem=f"{path}, line {number} is damaged: {error}",
         )
-    if glance.schema_version > SCHEMA_VERSION:
+    if short.schema_version > SCHEMA_VERSION:
         return RunRow(
-            key, glance.id, source=str(path), problem=newer(path, number, glance.schema_version)
+            key, short.id, source=str(path), problem=newer(path, number, short.schema_version)
         )
     return RunRow(
         key,
-        glance.id,
-        glance.question,
-        glance.calls[0].model if glance.calls else "",
-        glance.started_at,
-        glance.seconds,
-        max((call.depth for call in glance.calls), default=0),
-        len(glance.calls),
-        glance.usage.calls,
-        glance.usage.total_tokens,
-        glance.cost,
-        glance.stop or "",
-        next(iter(glance.rewards.values()), None),
-        glance.rewards,
+        short.id,
+        short.question,
+        short.calls[0].model if short.calls else "",
+        short.started_at,
+        short.seconds,
+        max((call.depth for call in short.calls), default=0),
+        len(short.calls),
+        short.usage.calls,
+        short.usage.total_tokens,
+        short.cost,
+        short.stop or "",
+        next(iter(short.rewards.values()), None),
+        short.rewards,
         source=str(path),
-        task=glance.task,
-        answer=None if glance.answer is None else cut(as_text(glance.answer), MAX_ANSWER),
-        ending=ending(
-            glance.stop, glance.reason, len(glance.calls[0].turns) if glance.calls else 0
-        ),
+        task=short.task,
+        answer=None if short.answer is None else cut(as_text(short.answer), MAX_ANSWER),
+        ending=ending(short.stop, short.reason, len(short.calls[0].turns) if short.calls else 0),
     )
 
 
 def row_of_evaluation(path: Path, key: str) -> EvaluationRow:
     problems: list[str] = []
     try:
-        glance = read_evaluation(path, problems)
+        record = read_evaluation(path, problems)
     except StoreError as error:
         return EvaluationRow(key, path.stem, problem=str(error))
-    rewards = [each.reward for each in glance.outcomes if each.reward is not None]
-    costs = [each.cost for each in glance.outcomes if each.cost is not None]
-    plan = glance.plan
+    rewards = [each.reward for each in record.outcomes if each.reward is not None]
+    costs = [each.cost for each in record.outcomes if each.cost is not None]
+    plan = record.plan
     return EvaluationRow(
         key,
         path.stem,
@@ -219,7 +188,7 @@ def row_of_evaluation(path: Path, key: str) -> EvaluationRow:
         plan.split,
         plan.items,
         plan.attempts,
-        len(glance.outcomes),
+        len(record.outcomes),
         sum(rewards) / len(rewards) if rewards else None,
         sum(costs) if costs else None,
         problem=problems[0] if problems else None,

@@ -1,10 +1,8 @@
 """Call tree of a run for the viewer, with the place of each call's lines in the journal, and one
 call in full: its lines, read when a user opens it.
 
-The journal is decoded without its texts. Most of a journal is prompts, replies, token ids and
-outputs, which the overview does not show. The decoder skips fields that a type does not name, so
-the types here decode several times faster than full events. Each has the tag of the event that it
-stands for, and some of its fields.
+The tree is built from events without their texts (see ``store/short_events.py``); a call is read
+in full.
 
     journal lines ──> events (of the calls that it continues, then its own) ──> CallDetail
 
@@ -20,134 +18,30 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from ramify.errors import StoreError
-from ramify.store.journal import check_version, decode_line
-from ramify.store.line_checksums import ChecksumChain
+from ramify.store.journal import decode_line
+from ramify.store.short_events import AnyShortEvent
 from ramify.types.call_node import CallNode
 from ramify.types.call_tree import CallTree
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,
     CallEnded,
-    Event,
     NoteAdded,
     ReplyReceived,
     RequestStarted,
-    RunEnded,
     RunResumed,
-    RunStarted,
     ScoreAdded,
     ToolAnswered,
     TrajectoryFold,
 )
-from ramify.types.message import Message, Usage
-from ramify.types.trajectory import Call, CallKind, ContextRef, Fork, Parent, Stop, Trajectory
-
-
-class CallStartGlance(Event, frozen=True, gc=False, tag="CallStarted"):
-    id: str
-    kind: CallKind
-    model: str
-    depth: int
-    question: str
-    parent: Parent | None = None
-    fork: Fork | None = None
-    context: ContextRef | None = None
-
-
-class RequestGlance(Event, frozen=True, gc=False, tag="Requested"):
-    call: str
-    turn: int
-
-
-class UsageGlance(msgspec.Struct, frozen=True, gc=False):
-    usage: Usage = Usage()
-    cost: float | None = None
-
-
-class ReplyGlance(Event, frozen=True, gc=False, tag="Replied"):
-    call: str
-    turn: int
-    reply: UsageGlance
-
-
-class CellGlance(Event, frozen=True, gc=False, tag="CellRan"):
-    call: str
-    turn: int
-    cell: int
-
-
-class ToolGlance(Event, frozen=True, gc=False, tag="ToolAnswered"):
-    call: str
-    error: str | None = None
-
-
-AnyGlance = (
-    RunStarted
-    | CallStartGlance
-    | RequestGlance
-    | AttemptFailed
-    | ReplyGlance
-    | CellGlance
-    | ToolGlance
-    | NoteAdded
-    | CallEnded
-    | RunEnded
-    | RunResumed
-    | ScoreAdded
-)
-_decoder: msgspec.json.Decoder[AnyGlance] = msgspec.json.Decoder(AnyGlance)
-_FIRST = b'{"type":"RunStarted"'
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
-
-class DamagedLine(msgspec.Struct, frozen=True):
-    """Journal line that cannot be decoded."""
-
-    reason: str
-
-
-def glances(
-    block: bytes, path: Path, chain: ChecksumChain
-) -> Iterator[tuple[AnyGlance | DamagedLine, int]]:
-    """Decode a block of complete lines of the journal at ``path``. They follow the lines that
-    ``chain`` covers.
-
-    Gives (event, length of its line in bytes) for each line. The chain continues after a line when
-    the next one is taken. At a line of a newer version, StoreError is raised after the events
-    before it.
-    """
-    lines = block[:-1].split(b"\n")
-    for line, event in zip(lines, _decoded(block, lines, path), strict=True):
-        problem = chain.problem(line)
-        yield DamagedLine(problem) if problem else event, len(line) + 1
-        chain.advance(line)
-
-
-def _decoded(block: bytes, lines: list[bytes], path: Path) -> Iterable[AnyGlance | DamagedLine]:
-    if _FIRST not in block:
-        with suppress(*_UNREADABLE):  # decoding all lines at once is several times faster
-            events = _decoder.decode_lines(block)
-            # ``decode_lines`` skips empty lines, which count as damage.
-            if len(events) == len(lines):
-                return events
-    return _one_by_one(lines, path)
-
-
-def _one_by_one(lines: list[bytes], path: Path) -> Iterator[AnyGlance | DamagedLine]:
-    for line in lines:
-        if line.startswith(_FIRST):
-            check_version(line, path)
-        try:
-            yield _decoder.decode(line)
-        except _UNREADABLE as error:
-            yield DamagedLine(str(error))
+from ramify.types.message import Message
+from ramify.types.trajectory import Call, Stop, Trajectory
 
 
 class RunTree:
@@ -168,7 +62,7 @@ class RunTree:
         """The run as a whole, without its calls."""
         return self.calls.run
 
-    def apply(self, event: AnyGlance, offset: int) -> CallNode | None:
+    def apply(self, event: AnyShortEvent, offset: int) -> CallNode | None:
         """Apply ``event``, whose journal line begins at ``offset``, and return its call's node.
 
         Raises KeyError or IndexError if the event is inconsistent with the earlier ones.

@@ -1,6 +1,6 @@
 """One run that a page shows: its call tree so far, updated by reading what its journal has gained.
 
-    journal ─┬─ new bytes since the last refresh ──> glances ──> RunTree (run_tree.py)
+    journal ─┬─ new bytes since the last refresh ──> short events ──> RunTree (run_tree.py)
              └─ lines of one call, when it is opened ──> CallDetail (run_tree.py)
 
 An incomplete last line is read when it is complete. A line that is damaged, or inconsistent with
@@ -19,6 +19,7 @@ from ramify.errors import StoreError
 from ramify.store.journal import blocks, writer
 from ramify.store.line_checksums import ChecksumChain
 from ramify.store.reviews import RunReview, read_reviews
+from ramify.store.short_events import DamagedLine, short_events
 from ramify.types.call_node import CallNode
 from ramify.types.event import CallEnded, CallStarted, RunStarted
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory
@@ -26,9 +27,7 @@ from ramify.viewer.run_locations import LocatedRun, kind_of, newer
 from ramify.viewer.run_tree import (
     CallDetail,
     CallDetails,
-    DamagedLine,
     RunTree,
-    glances,
     journal_events,
 )
 
@@ -161,7 +160,7 @@ class WatchedRun:
         apply, add, offset = self.tree.apply, changed.add, self.offset
         try:
             for block in blocks(self.path, offset):
-                for event, size in glances(block, self.path, self._chain):
+                for event, size in short_events(block, self.path, self._chain):
                     if isinstance(event, DamagedLine):
                         if self._should_retry(offset):
                             return

@@ -1,0 +1,211 @@
+"""Journals and trajectories without their texts: the one reading of listings and of the page.
+
+    journal lines ──> AnyShortEvent ──┬─> summarise: one row of a listing   (store.py)
+                                      └─> RunTree: the page of a run        (viewer/run_tree.py)
+    trajectory lines ──> ShortTrajectory ──> one row of a listing           (viewer/run_library.py)
+
+Most of a journal is prompts, replies, token ids and outputs, which neither shows. The decoder skips
+fields that a type does not name, so the types here are decoded several times faster than the full
+ones. Each is checked against the full one when this module is imported (``types/short_form.py``).
+
+Not here: full events (see ``journal.py``), and what is made of the short ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.store.journal import CANNOT_DECODE, check_version
+from ramify.store.line_checksums import ChecksumChain
+from ramify.types.event import (
+    AttemptFailed,
+    CallEnded,
+    CallStarted,
+    CellRan,
+    Event,
+    NoteAdded,
+    ReplyReceived,
+    RequestStarted,
+    RunEnded,
+    RunResumed,
+    RunStarted,
+    ScoreAdded,
+    ToolAnswered,
+)
+from ramify.types.message import Reply, Usage
+from ramify.types.short_form import short_form_of
+from ramify.types.trajectory import (
+    SCHEMA_VERSION,
+    Call,
+    CallKind,
+    ContextRef,
+    Fork,
+    Parent,
+    Stop,
+    Trajectory,
+    Turn,
+)
+
+
+@short_form_of(CallStarted)
+class ShortCallStart(Event, frozen=True, gc=False, tag="CallStarted"):
+    """The beginning of a call."""
+
+    id: str
+    kind: CallKind
+    model: str
+    depth: int
+    question: str
+    parent: Parent | None = None
+    fork: Fork | None = None
+    context: ContextRef | None = None
+
+
+@short_form_of(RequestStarted)
+class ShortRequest(Event, frozen=True, gc=False, tag="Requested"):
+    """A request without its prompt."""
+
+    call: str
+    turn: int
+
+
+@short_form_of(Reply)
+class ReplyBill(msgspec.Struct, frozen=True, gc=False):
+    """The costs in a reply."""
+
+    usage: Usage = Usage()
+    cost: float | None = None
+
+
+@short_form_of(ReplyReceived)
+class ShortReply(Event, frozen=True, gc=False, tag="Replied"):
+    """A reply without its text and token ids."""
+
+    call: str
+    turn: int
+    reply: ReplyBill
+
+
+@short_form_of(CellRan)
+class ShortCell(Event, frozen=True, gc=False, tag="CellRan"):
+    """A cell without its code and output."""
+
+    call: str
+    turn: int
+    cell: int
+
+
+@short_form_of(ToolAnswered)
+class ShortToolAnswer(Event, frozen=True, gc=False, tag="ToolAnswered"):
+    """A tool's answer without its arguments and result."""
+
+    call: str
+    error: str | None = None
+
+
+AnyShortEvent = (
+    RunStarted
+    | ShortCallStart
+    | ShortRequest
+    | AttemptFailed
+    | ShortReply
+    | ShortCell
+    | ShortToolAnswer
+    | NoteAdded
+    | CallEnded
+    | RunEnded
+    | RunResumed
+    | ScoreAdded
+)
+_decoder: msgspec.json.Decoder[AnyShortEvent] = msgspec.json.Decoder(AnyShortEvent)
+_FIRST = b'{"type":"RunStarted"'
+
+
+def short_event(line: bytes, path: Path) -> AnyShortEvent:
+    """Decode one line of the journal at ``path``. Raises StoreError for a newer version, and what
+    ``CANNOT_DECODE`` lists for a damaged line."""
+    if line.startswith(_FIRST):
+        check_version(line, path)
+    return _decoder.decode(line)
+
+
+class DamagedLine(msgspec.Struct, frozen=True):
+    """Journal line that cannot be decoded."""
+
+    reason: str
+
+
+def short_events(
+    block: bytes, path: Path, chain: ChecksumChain
+) -> Iterator[tuple[AnyShortEvent | DamagedLine, int]]:
+    """Decode a block of complete lines of the journal at ``path``. They follow the lines that
+    ``chain`` covers.
+
+    Gives (event, length of its line in bytes) for each line. The chain continues after a line when
+    the next one is taken. At a line of a newer version, StoreError is raised after the events
+    before it.
+    """
+    lines = block[:-1].split(b"\n")
+    for line, event in zip(lines, _decoded(block, lines, path), strict=True):
+        problem = chain.problem(line)
+        yield DamagedLine(problem) if problem else event, len(line) + 1
+        chain.advance(line)
+
+
+def _decoded(block: bytes, lines: list[bytes], path: Path) -> Iterable[AnyShortEvent | DamagedLine]:
+    if _FIRST not in block:
+        with suppress(*CANNOT_DECODE):  # decoding all lines at once is several times faster
+            events = _decoder.decode_lines(block)
+            # ``decode_lines`` skips empty lines, which count as damage.
+            if len(events) == len(lines):
+                return events
+    return _one_by_one(lines, path)
+
+
+def _one_by_one(lines: list[bytes], path: Path) -> Iterator[AnyShortEvent | DamagedLine]:
+    for line in lines:
+        try:
+            yield short_event(line, path)
+        except CANNOT_DECODE as error:
+            yield DamagedLine(str(error))
+
+
+# --- trajectories ---------------------------------------------------------------------------------
+
+
+@short_form_of(Turn)
+class ShortTurn(msgspec.Struct):
+    """A turn, which is only counted."""
+
+
+@short_form_of(Call)
+class ShortCall(msgspec.Struct):
+    """A call without its texts."""
+
+    model: str
+    depth: int = 0
+    turns: list[ShortTurn] = []
+
+
+@short_form_of(Trajectory)
+class ShortTrajectory(msgspec.Struct):
+    """A trajectory without the texts and token ids of its calls."""
+
+    id: str
+    question: str
+    calls: list[ShortCall]
+    schema_version: int = SCHEMA_VERSION
+    task: str = ""
+    rewards: dict[str, float] = {}
+    stop: Stop | None = None
+    usage: Usage = Usage()
+    cost: float | None = None
+    seconds: float = 0.0
+    started_at: float = 0.0
+    answer: Any = None
+    reason: str = ""

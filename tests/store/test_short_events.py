@@ -1,0 +1,69 @@
+"""The short forms of events: they cannot differ from the full ones without an error."""
+
+from __future__ import annotations
+
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+import pytest
+
+from ramify.store import short_events
+from ramify.types.event import AnyEvent, Event, ReplyReceived
+from ramify.types.message import Reply
+from ramify.types.short_form import short_form_of
+from ramify.types.trajectory import Call, Trajectory
+
+SHORT_PARTS = {
+    "reply": short_events.ReplyBill,
+    "calls": list[short_events.ShortCall],
+    "turns": list[short_events.ShortTurn],
+}
+
+
+def whole_forms() -> list[tuple[Any, Any]]:
+    by_tag = {kind.__struct_config__.tag: kind for kind in get_args(AnyEvent)}
+    return [
+        *(
+            (kind, by_tag[kind.__struct_config__.tag])
+            for kind in get_args(short_events.AnyShortEvent)
+        ),
+        (short_events.ReplyBill, Reply),
+        (short_events.ShortCall, Call),
+        (short_events.ShortTrajectory, Trajectory),
+    ]
+
+
+def test_every_event_has_a_short_form() -> None:
+    short = {kind.__struct_config__.tag for kind in get_args(short_events.AnyShortEvent)}
+    assert short == {kind.__struct_config__.tag for kind in get_args(AnyEvent)}
+
+
+@pytest.mark.parametrize(("short", "whole"), whole_forms())
+def test_fields_have_the_types_of_the_whole_form(short: Any, whole: Any) -> None:
+    hints, expected = get_type_hints(short), get_type_hints(whole)
+    for name in short.__struct_fields__:
+        assert hints[name] == SHORT_PARTS.get(name, expected[name])
+
+
+def test_a_field_that_was_renamed_is_an_error_at_once() -> None:
+    with pytest.raises(TypeError, match="Short has the field 'replied', which ReplyReceived lacks"):
+
+        @short_form_of(ReplyReceived)
+        class Short(Event, frozen=True, tag="Replied"):
+            replied: str = ""
+
+
+def test_a_tag_that_was_renamed_is_an_error_at_once() -> None:
+    with pytest.raises(TypeError, match="Short has the tag 'Answered', and ReplyReceived has"):
+
+        @short_form_of(ReplyReceived)
+        class Short(Event, frozen=True, tag="Answered"):
+            call: str = ""
+
+
+def test_a_part_that_was_renamed_is_an_error_at_once() -> None:
+    with pytest.raises(TypeError, match="has the field 'price', which Reply lacks"):
+
+        @short_form_of(Reply)
+        class Short(msgspec.Struct):
+            price: float = 0.0
