@@ -1,4 +1,4 @@
-"""The packages of this machine that sessions may import: where they are, and which of their files a
+"""The packages of this machine that sessions may import: their folders, and which of their files a
 jail shows.
 
 A folder into which packages were installed is shown to a jail as a whole. From any other folder,
