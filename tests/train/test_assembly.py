@@ -15,6 +15,7 @@ import pytest
 from ramify.actors.launcher import closing
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.inference_spec import InferenceSpec
+from ramify.policy_card import PolicyCard, read_card
 from ramify.train.advantages.group_estimators import GRPO
 from ramify.train.advantages.sft import SFT
 from ramify.train.assemble import assemble
@@ -176,6 +177,16 @@ def test_packaged_policy_is_found_by_name() -> None:
 
     made = assemble(changed("policy", path="tiny", shape={}))
     assert fingerprint(made.policy.model) == fingerprint(load_policy(TINY, device="cpu").model)
+
+
+def test_saved_policy_names_its_scaffold_and_its_limits(tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("from ramify.engine.scaffold import TINY\n")
+    limits = {"max_turns": 2, "max_reply_tokens": 8}
+    for scaffold, named in (("tiny", "tiny"), (f"{own}:TINY", None)):
+        assemble(small(scaffold=scaffold)).save_policy(tmp_path / "policy")
+        card = read_card(tmp_path / "policy")
+        assert card == PolicyCard(named, **limits, is_from_scratch=True)
 
 
 def test_demonstrations_longer_than_the_window_are_left_out_with_a_warning() -> None:
