@@ -21,6 +21,7 @@ RESULTS = Path(__file__).parent / "results" / "mutations.json"
 CRITICAL = (
     "ramify/engine/limits.py",
     "ramify/engine/model_requests.py",
+    "ramify/engine/truncated_replies.py",  # was a part of model_requests.py
     "ramify/engine/reply_reuse.py",
     "ramify/store/journal.py",
     "ramify/store/private_files.py",
