@@ -238,40 +238,123 @@ def test_connection_that_carried_a_large_request_is_used_again():
     assert run(main()) == 1
 
 
-def test_connection_that_was_paused_at_its_last_byte_is_used_again():
-    """Receiving pauses once more than 1 MiB is unread, which here is the end of the body."""
-    rest = b"x" * ((1 << 20) + 1)
-    connections = 0
+class Watching(asyncio.SelectorEventLoop):
+    """An event loop that keeps the connections which it opens, so that a test can watch them."""
+
+    def __init__(self):
+        super().__init__()
+        self.opened = []
+
+    async def create_connection(self, *args, **options):
+        transport, protocol = await super().create_connection(*args, **options)
+        self.opened.append(transport)
+        return transport, protocol
+
+
+async def turns(until=lambda: False):
+    for _ in range(2000):
+        if until():
+            return
+        await asyncio.sleep(0)
+
+
+def test_unread_part_of_a_stream_is_bounded_again_and_again():
+    """Receiving pauses once more than 1 MiB is unread, here at the last byte of each part, and also
+    in the next response on the same connection."""
+    part, may_send = b"x" * ((1 << 20) + 1), asyncio.Semaphore(0)
 
     async def talk(reader, writer):
-        nonlocal connections
-        connections += 1
-        await reader.readuntil(b"\r\n\r\n{}")
-        writer.write(LINE + b"Content-Length: %d\r\n\r\nx" % (len(rest) + 1))
-        await begun.wait()
-        writer.write(rest)
-        await reader.readuntil(b"\r\n\r\n{}")
-        writer.write(OK)
+        for _ in range(2):
+            await reader.readuntil(b"\r\n\r\n{}")
+            writer.write(LINE + b"Content-Length: %d\r\n\r\nx" % (2 * len(part) + 1))
+            for _ in range(2):
+                await may_send.acquire()
+                writer.write(part)
         await reader.read()
         writer.close()
 
     async def main():
-        global begun
-        begun = asyncio.Event()
+        loop, pool = asyncio.get_running_loop(), HttpConnectionPool()
         async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
             route = route_to(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", {})
-            pool = HttpConnectionPool()
-            async with pool.send("m", route, b"{}") as sent:
-                assert await sent.receive() == b"x"
-                begun.set()
-                while not sent.is_complete:
-                    await asyncio.sleep(0.005)
-            async with pool.send("m", route, b"{}") as sent:
-                assert (await sent.read()).body == b"hello"
+            for _ in range(2):
+                async with pool.send("m", route, b"{}") as sent:
+                    assert await sent.receive() == b"x"
+                    for num in range(2):
+                        may_send.release()
+                        while loop.opened[0].is_reading():
+                            await asyncio.sleep(0.002)
+                        if num == 0:
+                            assert await sent.receive() == part
+                            waiting = asyncio.ensure_future(sent.receive())
+                            await turns(loop.opened[0].is_reading)
+                            assert loop.opened[0].is_reading()
+                            waiting.cancel()
+                            await asyncio.wait({waiting})
+                    assert sent.is_complete
+                assert loop.opened[0].is_reading()
             await pool.close()
+        return len(loop.opened)
 
-    run(main())
-    assert connections == 1
+    with asyncio.Runner(loop_factory=Watching) as runner:
+        assert runner.run(asyncio.wait_for(main(), 100)) == 1
+
+
+def test_unread_part_of_a_request_waits_here_and_not_in_a_buffer():
+    async def talk(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        await may_end.wait()
+        writer.transport.abort()
+
+    async def main():
+        global may_end
+        may_end, loop, pool = asyncio.Event(), asyncio.get_running_loop(), HttpConnectionPool()
+        async with await asyncio.start_server(talk, "127.0.0.1", 0, limit=1000) as server:
+            route = route_to(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", {})
+
+            async def send():
+                async with pool.send("m", route, b"x" * 50_000_000):
+                    pass
+
+            sending = asyncio.ensure_future(send())
+            await turns()
+            size = loop.opened[0].get_write_buffer_size()
+            may_end.set()
+            with pytest.raises(ReplyLost):
+                await sending
+            await pool.close()
+        return 0 < size < 2_000_000
+
+    with asyncio.Runner(loop_factory=Watching) as runner:
+        assert runner.run(asyncio.wait_for(main(), 100))
+
+
+def test_stream_may_be_longer_than_a_whole_body():
+    """Only the part that was not received yet is bounded."""
+    may_send = asyncio.Semaphore(0)
+
+    async def talk(reader, writer):
+        await reader.readuntil(b"\r\n\r\n{}")
+        writer.write(CHUNKS)
+        for _ in range(3):
+            writer.write(b"258\r\n" + b"x" * 600 + b"\r\n")
+            await may_send.acquire()
+        writer.write(b"0\r\n\r\n")
+        await reader.read()
+        writer.close()
+
+    async def main():
+        pool, size = HttpConnectionPool(max_body_bytes=1000), 0
+        async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
+            route = route_to(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", {})
+            async with pool.send("m", route, b"{}") as sent:
+                while data := await sent.receive():
+                    size += len(data)
+                    may_send.release()
+            await pool.close()
+        return size
+
+    assert run(main()) == 1800
 
 
 def test_connection_that_did_not_carry_the_whole_request_is_not_used_again():

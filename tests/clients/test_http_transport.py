@@ -334,7 +334,8 @@ def test_bytes_on_an_idle_connection_close_it(tls, is_seen):
         server = await asyncio.start_server(talk, "127.0.0.1", 0, ssl=tls)
         port = server.sockets[0].getsockname()[1]
         url = f"https://localhost:{port}/" if tls else f"http://127.0.0.1:{port}/"
-        network = Way()
+        network, faults = Way(), []
+        asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
         assert (await network.post(url)).body == b"hello"
         writers[0].write(OK.replace(b"hello", b"STALE"))
         if is_seen:
@@ -345,9 +346,9 @@ def test_bytes_on_an_idle_connection_close_it(tls, is_seen):
             writer.transport.abort()
         server.close()
         await server.wait_closed()
-        return answer.body, len(writers)
+        return answer.body, len(writers), faults
 
-    assert run(main()) == (b"hello", 2)
+    assert run(main()) == (b"hello", 2, [])
 
 
 def test_early_response_ends_the_sending_of_a_large_body(tls):

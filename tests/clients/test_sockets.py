@@ -225,6 +225,30 @@ def test_proxy_that_opens_no_connection_is_named(status, early, says, again, mon
     assert transient is again
 
 
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (b"SSH-2.0-x\r\n", "the proxy: the reply is not HTTP: it begins with b'SSH-2.0-x"),
+        (b"", "the proxy: the connection broke before the reply was whole"),
+    ],
+    ids=["another protocol", "nothing"],
+)
+def test_proxy_that_speaks_no_http_is_named_and_tried_again(answer, says, monkeypatch):
+    async def main():
+        async with Tunnel() as proxy:
+            proxy._answer, proxy._is_open = answer, False
+            monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{proxy.port}")
+            pool = ClientPool(max_attempts=1)
+            with pytest.raises(Unreachable) as caught:
+                await pool.ask(pool.client("vllm:m@https://model.invalid/v1"), request(), Books())
+            await pool.close()
+            return str(caught.value), caught.value.transient
+
+    text, transient = run(main())
+    assert f"({says}" in text
+    assert transient
+
+
 def test_dead_proxy_is_named_with_its_variable(monkeypatch):
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")
 
