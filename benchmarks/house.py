@@ -3,6 +3,7 @@
     python benchmarks/house.py            print a table
     python benchmarks/house.py --json     also print, as the last line, {"figures": [{"name", …},
                                           …]}
+    python benchmarks/house.py --against v0.9    also compare journals with those of a commit
 
 Three rules come first: no import cycle, no protocol with one implementer, and no object on the six
 walks of `benchmarks/walk.py` that `docs/architecture.md` does not name. Then, without a floor, the
@@ -34,6 +35,7 @@ import check_house  # noqa: E402
 import check_prose  # noqa: E402
 import check_public  # noqa: E402
 from engine import Figure, show  # noqa: E402
+from journals import different as different_journals  # noqa: E402
 from walk import undocumented as not_named  # noqa: E402
 from walk import walks  # noqa: E402
 
@@ -138,7 +140,8 @@ def added_by_import() -> set[str]:
     return loaded_by("import ramify") - before - {"ramify"}
 
 
-def figures() -> Iterator[Figure]:
+def figures(commit: str = "") -> Iterator[Figure]:
+    """Yield each figure. Journals are compared with those of ``commit``, if one is given."""
     hits = [
         hit
         for name in check_prose.files([])
@@ -173,6 +176,9 @@ def figures() -> Iterator[Figure]:
         arguments, attributes = class_sizes(part)
         yield Figure(f"{part}: most constructor arguments", arguments, "arguments", {}, 8)
         yield Figure(f"{part}: most attributes", attributes, "attributes", {}, 16)
+    if commit:
+        changed = different_journals(commit)
+        yield Figure(f"journals that differ from {commit}", len(changed), "scenarios", {}, 0)
 
 
 def main() -> int:
@@ -181,8 +187,11 @@ def main() -> int:
     parser.add_argument(
         "--json", action="store_true", help="print the figures as JSON on the last line"
     )
+    parser.add_argument(
+        "--against", default="", metavar="COMMIT", help="also compare journals with this version"
+    )
     options = parser.parse_args()
-    found = list(figures())
+    found = list(figures(options.against))
     show(found)
     if options.json:
         print(json.dumps({"figures": [figure.as_json() for figure in found]}))
