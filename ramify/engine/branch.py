@@ -14,70 +14,73 @@ from typing import TYPE_CHECKING
 
 from ramify.engine.branch_search import BranchSearch
 from ramify.engine.call_outcome import CallOutcome
-from ramify.engine.rlm_loop import RlmLoop
+from ramify.engine.rlm_call import RlmCall
 from ramify.errors import ConfigError, RamifyError, ReplayDiverged, SandboxError
 from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
     from ramify.engine.typed import AnswerType
+    from ramify.types.message import Message
 
 
-class BranchedLoop:
+class BranchedCall:
     """One continuation of the root, which branches when its search says so.
 
-    ``answer`` does what ``RlmLoop.answer`` does, in several continuations.
+    ``answer`` does what ``RlmCall.answer`` does, in several continuations.
     """
 
-    def __init__(self, loop: RlmLoop, search: BranchSearch, branched_at: int = -1) -> None:
+    def __init__(self, call: RlmCall, search: BranchSearch, branched_at: int = -1) -> None:
         """``branched_at`` is the turn at which this continuation has branched already."""
-        self.chosen = loop
-        """Loop whose answer is returned, and whose session the next question continues."""
+        self.chosen = call
+        """Call whose answer is returned, and whose session the next question continues."""
         self.own: CallOutcome | None = None
         """Outcome of this continuation itself, if it was one of several."""
-        self._loop = loop
+        self._rlm_call = call
         self._search = search
         self._branched_at = branched_at
 
-    async def answer(self, question: str, kind: AnswerType | None = None) -> CallOutcome:
-        self._loop.begin(question, kind)
+    async def answer(
+        self, question: str, kind: AnswerType | None = None, before: Sequence[Message] = ()
+    ) -> CallOutcome:
+        self._rlm_call.begin(question, kind, before)
         return await self._run_turns()
 
     async def _run_turns(self) -> CallOutcome:
         """Take turns until there is an answer, in several continuations if the search asks for
         them."""
-        call = self._loop.call
+        call = self._rlm_call.call
         while True:
             width = self._search.width(call) if self._branched_at != call.turn else 1
-            outcome = await (self._branch(width) if width > 1 else self._loop.step())
+            outcome = await (self._branch(width) if width > 1 else self._rlm_call.step())
             if outcome is not None:
                 return outcome
 
     async def _branch(self, width: int) -> CallOutcome:
         """Run the next turn in ``width`` concurrent continuations and return the outcome of the
         chosen one."""
-        loop = self._loop
-        self._branched_at = loop.call.turn
-        branches: list[BranchedLoop] = [self]
-        chosen: BranchedLoop | None = None
+        origin = self._rlm_call
+        self._branched_at = origin.call.turn
+        branches: list[BranchedCall] = [self]
+        chosen: BranchedCall | None = None
         try:
             while len(branches) < width:
                 try:
-                    fork = await loop.fork()
+                    fork = await origin.fork()
                 except SandboxError:
                     if not getattr(self._search, "is_optional", False):
                         raise
                     break
                 # A fork does not branch again at the turn where it starts.
-                branches.append(BranchedLoop(fork, self._search, branched_at=0))
+                branches.append(BranchedCall(fork, self._search, branched_at=0))
             outcomes = await asyncio.gather(
                 self._run_turns_safely(), *(fork._run_fork() for fork in branches[1:])
             )
             index = self._chosen_of(outcomes)
             chosen = branches[index]
-            loop.run.note(
-                loop.call,
+            origin.run.note(
+                origin.call,
                 f"of {len(branches)} continuations of turn {self._branched_at}, "
-                f"{chosen._loop.call.id} answers",
+                f"{chosen._rlm_call.call.id} answers",
             )
         finally:
             for branch in branches:
@@ -106,7 +109,7 @@ class BranchedLoop:
         try:
             outcome = await self._run_turns_safely()
         finally:
-            self._loop.run.end(self._loop.call, self.own or outcome)
+            self._rlm_call.run.end(self._rlm_call.call, self.own or outcome)
         return outcome
 
     async def _run_turns_safely(self) -> CallOutcome:

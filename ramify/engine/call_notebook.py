@@ -32,7 +32,7 @@ import msgspec
 
 from ramify.engine import observe
 from ramify.engine.live_call import LiveCall
-from ramify.engine.run_state import RunState
+from ramify.engine.live_run import LiveRun
 from ramify.errors import HostCallError, ReplayDiverged, SessionDied
 from ramify.logging import RoomLogger
 from ramify.sandbox.base import Answer, CellResult, Session
@@ -51,7 +51,7 @@ _FEW = 64
 class Notebook:
     """Live namespace of one call, independent of the session that currently holds it."""
 
-    def __init__(self, run: RunState, call: LiveCall) -> None:
+    def __init__(self, run: LiveRun, call: LiveCall) -> None:
         self.run = run
         self.call = call
         self.num_deaths = 0

@@ -1,4 +1,4 @@
-"""How a call of a run ended."""
+"""How a call of a run, or the run itself, ended."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from ramify.errors import RamifyError, can_be_fixed
 from ramify.types.trajectory import Stop
 
 
@@ -19,3 +20,11 @@ class CallOutcome(msgspec.Struct, frozen=True):
     """Exception that ended the call, if any."""
     partial: str = ""
     """Words of the last message of a call that ended without an answer."""
+    answered_by: str = ""
+    """Id of the continuation that gave the answer, if there were several."""
+
+
+def failed(error: RamifyError, is_stored: bool) -> CallOutcome:
+    """Return the outcome of a run that ``error`` ended, or suspended if it is stored."""
+    stop = Stop.SUSPENDED if is_stored and can_be_fixed(error) else Stop.ERROR
+    return CallOutcome(stop, error=str(error), failure=error)

@@ -15,16 +15,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ramify.engine import threads
+from ramify.engine.answering import ConversationState
 from ramify.engine.event_recorder import EventRecorder, checked_listener, tracing
 from ramify.engine.question import RunKeywords, RunOptions, question
 from ramify.engine.resources import RlmSetup, SharedResources, reply_cache
-from ramify.engine.run_handle import (
-    ConversationState,
-    Result,
-    RunHandle,
-    blocked_as_suspended,
-    checked,
-)
+from ramify.engine.run_handle import Result, RunHandle, blocked_as_suspended, checked
 from ramify.errors import ConfigError
 from ramify.types.trajectory import Trajectory
 

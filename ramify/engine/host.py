@@ -24,10 +24,10 @@ from ramify.clients.base import Client
 from ramify.engine import observe
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.live_call import LiveCall
+from ramify.engine.live_run import LiveRun
 from ramify.engine.model_requests import cut_reply
 from ramify.engine.observe import plain_prompt
 from ramify.engine.prompt_text import CHARS_PER_TOKEN
-from ramify.engine.run_state import RunState
 from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
 from ramify.errors import (
     ConfigError,
@@ -62,7 +62,7 @@ class CellHost:
 
     def __init__(
         self,
-        run: RunState,
+        run: LiveRun,
         call: LiveCall,
         turn: int,
         cell: int,
@@ -455,7 +455,7 @@ def _schema_check(schema: Any) -> AnswerType:
 
 
 async def ask_plain(
-    run: RunState,
+    run: LiveRun,
     call: LiveCall,
     prompt: str,
     kind: AnswerType | None,
@@ -516,7 +516,7 @@ async def ask_plain(
     )
 
 
-def _cut(run: RunState, call: LiveCall, text: str, answer: str | None) -> CallOutcome:
+def _cut(run: LiveRun, call: LiveCall, text: str, answer: str | None) -> CallOutcome:
     error = cut_reply(run.requests, call, text)
     return CallOutcome(Stop.MAX_TOKENS, answer, str(error), error)
 

@@ -18,7 +18,7 @@ settled. So a run exceeds a limit by at most the excess of the requests that wer
 
     600 tokens reserved, 60,600 reported:  later requests reserve 60,000 tokens more
 
-Not here: deadlines, which cancel work in flight (see ``run_state.py``).
+Not here: deadlines, which cancel work in flight (see ``live_run.py``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""A call in progress: its conversation so far, and what is known about its length in tokens.
+"""A call in progress, and its history: the conversation so far, and what is known about its length
+in tokens.
 
-Not here: what its turns ask and run (``rlm_loop.py``), and what all calls of a run share
-(``run_state.py``).
+A fork of a call, and the next question of a conversation, continue with a copy of the history. Not
+here: what the turns of a call ask and run (``rlm_call.py``), and what all calls of a run share
+(``live_run.py``).
 """
 
 from __future__ import annotations
@@ -19,8 +21,104 @@ if TYPE_CHECKING:
     from ramify.sandbox.base import SharedContext
 
 
+class CallHistory(msgspec.Struct):
+    """The conversation of a call so far: messages, and their tokens as far as they are known."""
+
+    keeps_ids: bool = True
+    """If False, replies are recorded without token ids."""
+    messages: list[Message] = []
+    """Prompt and reply of every turn."""
+    surprisals: list[float | None] = []
+    """Mean of -log-probability per sampled token (nats) of each reply; None for a reply without
+    log-probabilities."""
+    counted: tuple[int, int] | None = None
+    """(number of messages, their tokens as counted by the server) up to the last reply."""
+    max_tokens: list[int] = msgspec.field(default_factory=lambda: [0])
+    """Number of messages -> upper bound on their tokens, as far as it is known."""
+    ids: tuple[int, ...] = ()
+    """Token path: ids of the whole conversation, as the model received and sampled them. Empty if
+    the last reply came without ids."""
+    replies: list[tuple[int, int]] = []
+    """(number of messages, number of ids) up to and including each reply of the path."""
+
+    def copy(self) -> CallHistory:
+        """Return the history of a second continuation from here."""
+        return msgspec.structs.replace(
+            self,
+            messages=list(self.messages),
+            surprisals=list(self.surprisals),
+            max_tokens=list(self.max_tokens),
+            replies=list(self.replies),
+        )
+
+    def max_input_tokens(self, reused: int, new: Request) -> int:
+        """Upper bound on the prompt of a request that has the first ``reused`` messages before
+        those of ``new``: the server's own count for the messages it has seen, and bytes for the
+        others."""
+        num_new = new.max_input_tokens()
+        by_bytes = self._max_tokens_of_first(reused) + num_new
+        if self.counted is None or self.counted[0] != reused:
+            return by_bytes
+        # 4 per message: a template may place its role markers around a reply differently from how
+        # the server counted them.
+        return min(by_bytes, self.counted[1] + 4 * reused + num_new)
+
+    def _max_tokens_of_first(self, num: int) -> int:
+        """Upper bound on the tokens of the first ``num`` messages, each of which is read once."""
+        bounds = self.max_tokens
+        for message in self.messages[len(bounds) - 1 : num]:
+            bounds.append(bounds[-1] + max_tokens_of(message))
+        return bounds[num]
+
+    def known_tokens(self) -> int:
+        """Tokens of the conversation so far as counted by the server; 0 if it did not report
+        them."""
+        return self.counted[1] if self.counted else 0
+
+    def known_ids(self, reused: int) -> KnownPrefix | None:
+        """Ids of the longest prefix of the first ``reused`` messages that ends with a reply."""
+        for num_messages, num_ids in reversed(self.replies):
+            if num_messages <= reused:
+                return KnownPrefix(num_messages, self.ids[:num_ids])
+        return None
+
+    def without_path(self, reply: Reply) -> tuple[Reply, int]:
+        """Return (``reply`` with only the new prompt ids, number of ids of the path that its prompt
+        reuses)."""
+        if not self.keeps_ids:
+            names = ("prompt_ids", "token_ids", "logprobs", "versions", "kept", "routes")
+            return msgspec.structs.replace(reply, **dict.fromkeys(names)), 0
+        if reply.prompt_ids is None:
+            return reply, 0
+        reused_ids = _num_common(self.ids, reply.prompt_ids)
+        return msgspec.structs.replace(reply, prompt_ids=reply.prompt_ids[reused_ids:]), reused_ids
+
+    def add_turn(self, reused: int, new: Sequence[Message], reply: Reply, reused_ids: int) -> None:
+        """Add a turn. Its prompt was the first ``reused`` messages followed by ``new``; ``reply``
+        comes from ``without_path``."""
+        self.messages = [*self.messages[:reused], *new, reply.message]
+        del self.max_tokens[reused + 1 :]
+        logprobs = reply.logprobs
+        self.surprisals.append(-sum(logprobs) / len(logprobs) if logprobs else None)
+        self.counted = (
+            None
+            if reply.usage.unknown_calls or not reply.usage.calls
+            else (len(self.messages), reply.usage.total_tokens)
+        )
+        if reply.prompt_ids is None or reply.token_ids is None:
+            self.ids, self.replies = (), []
+            return
+        self.ids = (*self.ids[:reused_ids], *reply.prompt_ids, *reply.token_ids)
+        remaining = [
+            (messages, ids)
+            for messages, ids in self.replies
+            if messages <= reused and ids <= reused_ids
+        ]
+        self.replies = [*remaining, (len(self.messages), len(self.ids))]
+
+
 class LiveCall:
-    """A call in progress: its conversation so far and what is known about its length in tokens."""
+    """A call in progress: what it was asked, its place in the tree, and its history."""
 
     def __init__(
         self,
@@ -32,10 +130,10 @@ class LiveCall:
         *,
         parent: Parent | None = None,
         context: SharedContext | None = None,
-        before: Sequence[Message] = (),
-        keeps_ids: bool = True,
+        history: CallHistory | None = None,
     ) -> None:
-        """With ``keeps_ids=False``, replies are recorded without token ids."""
+        """``history`` is that of the call which this one continues, and belongs to this one from
+        now on."""
         self.id = id
         self.kind = kind
         self.client = client
@@ -43,11 +141,7 @@ class LiveCall:
         self.question = encodable(question)
         self.parent = parent
         self.context = context
-        self.before = tuple(before)
-        """Messages of the caller before the question."""
-        self._keeps_ids = keeps_ids
-        self.messages: list[Message] = []
-        """Prompt and reply of every turn so far."""
+        self.history = CallHistory() if history is None else history
         self.turn = 0
         """Index of the next turn."""
         self.num_turns_before = 0
@@ -56,18 +150,16 @@ class LiveCall:
         """(tokens of the next reply, the limit that does not allow more), in a small budget."""
         self.num_children = 0
         self.num_forks = 0
-        self.surprisals: list[float | None] = []
-        """Mean of -log-probability per sampled token (nats) of each reply so far; None for a reply
-        without log-probabilities."""
-        self._counted: tuple[int, int] | None = None
-        """(number of messages, their tokens as counted by the server) up to the last reply."""
-        self._max_tokens = [0]
-        """Number of messages -> upper bound on their tokens, as far as it is known."""
-        self._ids: tuple[int, ...] = ()
-        """Token path: ids of the whole conversation so far, as the model received and sampled them.
-        Empty if the last reply came without ids."""
-        self._replies: list[tuple[int, int]] = []
-        """(number of messages, number of ids) up to and including each reply of the path."""
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """Prompt and reply of every turn so far."""
+        return self.history.messages
+
+    @property
+    def surprisals(self) -> Sequence[float | None]:
+        """``CallHistory.surprisals``"""
+        return self.history.surprisals
 
     @property
     def is_branch(self) -> bool:
@@ -93,86 +185,17 @@ class LiveCall:
             self.depth,
             self.question,
             context=self.context,
+            history=self.history.copy(),
         )
-        call.continue_from(self)
         call.num_turns_before = self.num_turns_before + self.turn
         return call
 
-    def max_input_tokens(self, reused: int, new: Request) -> int:
-        """Upper bound on the prompt of a request that has the first ``reused`` messages before
-        those of ``new``: the server's own count for the messages it has seen, and bytes for the
-        others."""
-        num_new = new.max_input_tokens()
-        by_bytes = self._max_tokens_of_first(reused) + num_new
-        if self._counted is None or self._counted[0] != reused:
-            return by_bytes
-        # 4 per message: a template may place its role markers around a reply differently from how
-        # the server counted them.
-        return min(by_bytes, self._counted[1] + 4 * reused + num_new)
-
-    def _max_tokens_of_first(self, num: int) -> int:
-        """Upper bound on the tokens of the first ``num`` messages, each of which is read once."""
-        bounds = self._max_tokens
-        for message in self.messages[len(bounds) - 1 : num]:
-            bounds.append(bounds[-1] + max_tokens_of(message))
-        return bounds[num]
-
-    def continue_from(self, call: LiveCall) -> None:
-        """Start with the conversation of ``call``, as the next question in the same session
-        does."""
-        self.messages = list(call.messages)
-        self.surprisals = list(call.surprisals)
-        self._counted = call._counted
-        self._max_tokens = list(call._max_tokens)
-        self._ids = call._ids
-        self._replies = list(call._replies)
-
-    def known_tokens(self) -> int:
-        """Tokens of the conversation so far as counted by the server; 0 if it did not report
-        them."""
-        return self._counted[1] if self._counted else 0
-
-    def known_ids(self, reused: int) -> KnownPrefix | None:
-        """Ids of the longest prefix of the first ``reused`` messages that ends with a reply."""
-        for num_messages, num_ids in reversed(self._replies):
-            if num_messages <= reused:
-                return KnownPrefix(num_messages, self._ids[:num_ids])
-        return None
-
-    def without_path(self, reply: Reply) -> tuple[Reply, int]:
-        """Return (``reply`` with only the new prompt ids, number of ids of the path that its prompt
-        reuses)."""
-        if not self._keeps_ids:
-            names = ("prompt_ids", "token_ids", "logprobs", "versions", "kept", "routes")
-            return msgspec.structs.replace(reply, **dict.fromkeys(names)), 0
-        if reply.prompt_ids is None:
-            return reply, 0
-        reused_ids = _num_common(self._ids, reply.prompt_ids)
-        return msgspec.structs.replace(reply, prompt_ids=reply.prompt_ids[reused_ids:]), reused_ids
-
-    def advance(self, reused: int, new: Sequence[Message], reply: Reply, reused_ids: int) -> None:
-        """Finish a turn. Its prompt was the first ``reused`` messages followed by ``new``;
-        ``reply`` comes from ``without_path``."""
-        self.messages = [*self.messages[:reused], *new, reply.message]
-        del self._max_tokens[reused + 1 :]
+    def finish_turn(
+        self, reused: int, new: Sequence[Message], reply: Reply, reused_ids: int
+    ) -> None:
+        """Add a turn to the history (see ``CallHistory.add_turn``) and begin the next one."""
+        self.history.add_turn(reused, new, reply, reused_ids)
         self.turn += 1
-        logprobs = reply.logprobs
-        self.surprisals.append(-sum(logprobs) / len(logprobs) if logprobs else None)
-        self._counted = (
-            None
-            if reply.usage.unknown_calls or not reply.usage.calls
-            else (len(self.messages), reply.usage.total_tokens)
-        )
-        if reply.prompt_ids is None or reply.token_ids is None:
-            self._ids, self._replies = (), []
-            return
-        self._ids = (*self._ids[:reused_ids], *reply.prompt_ids, *reply.token_ids)
-        remaining = [
-            (messages, ids)
-            for messages, ids in self._replies
-            if messages <= reused and ids <= reused_ids
-        ]
-        self._replies = [*remaining, (len(self.messages), len(self._ids))]
 
 
 def _num_common(path: tuple[int, ...], prompt: tuple[int, ...]) -> int:

@@ -25,8 +25,8 @@ import msgspec
 
 from ramify.clients.base import Tool
 from ramify.engine.call_outcome import CallOutcome
-from ramify.engine.live_call import LiveCall
-from ramify.engine.run_state import RunState
+from ramify.engine.live_call import CallHistory, LiveCall
+from ramify.engine.live_run import LiveRun
 from ramify.errors import LimitReached
 from ramify.types.message import Message, Reply, sendable
 from ramify.types.trajectory import Stop
@@ -52,7 +52,7 @@ class ExternalCall(msgspec.Struct):
 class ModelConversations:
     """Gives code outside of the engine access to the models of one run."""
 
-    def __init__(self, run: RunState, resources: LoopResources, question: str) -> None:
+    def __init__(self, run: LiveRun, resources: LoopResources, question: str) -> None:
         self._run = run
         self._resources = resources
         self._question = question
@@ -163,7 +163,8 @@ class ModelConversations:
         self, thread: str, tools: tuple[Tool, ...], depth: int, learns: bool
     ) -> ExternalCall:
         client = self._run.models.rlm(depth)
-        call = LiveCall(str(self._num_calls), "lm", client, depth, self._question, keeps_ids=learns)
+        history = CallHistory(keeps_ids=learns)
+        call = LiveCall(str(self._num_calls), "lm", client, depth, self._question, history=history)
         self._num_calls += 1
         external = ExternalCall(call, tools)
         self._threads.setdefault(thread, []).append(external)

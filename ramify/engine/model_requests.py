@@ -289,7 +289,7 @@ class ModelRequests:
     ) -> Stop | None:
         """Hold the cost of the final request after a turn whose reply has at most ``reply_tokens``.
         Returns the limit that this or the turn exceeds, if any."""
-        prompt = call.max_input_tokens(len(call.messages), Request(tuple(new)))
+        prompt = call.history.max_input_tokens(len(call.messages), Request(tuple(new)))
         most = Usage(
             prompt + reply_tokens + output_tokens + 1000,
             min(self._last_word_tokens(call), reply_tokens),
@@ -346,12 +346,12 @@ class ModelRequests:
                 return reply, recording.reused_ids(call.id, call.turn)
             code = recording.given.get((call.id, call.turn))
             if code is not None:
-                return call.without_path(self.setup.scaffold.reply_with(code))
+                return call.history.without_path(self.setup.scaffold.reply_with(code))
         # Branches send equal requests to get different replies, so they bypass the cache.
         if self.cache is not None and not call.is_branch:
             reply = self.cache.find(turn.digest, call.client.name, turn.request)
             if reply is not None:
-                return call.without_path(_free(reply))
+                return call.history.without_path(_free(reply))
         return None
 
     def _repeat_attempts(self, recording: RecordedReplies, turn: TurnRequest) -> None:
@@ -392,7 +392,7 @@ class ModelRequests:
             reply = msgspec.structs.replace(reply, usage=usage, cost=cost)
         if self.cache is not None:
             self.cache.keep(turn.digest, turn.call.client.name, turn.request, reply)
-        return turn.call.without_path(reply)
+        return turn.call.history.without_path(reply)
 
 
 class TurnRequest:
@@ -413,7 +413,7 @@ class TurnRequest:
         if max_tokens != sampling.max_tokens:
             sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens)
         prompt = (*call.messages[:reused], *new)
-        known = call.known_ids(reused)
+        known = call.history.known_ids(reused)
         self.call = call
         self.last_word = last_word
         self.request = Request(prompt, sampling, schema, tools, affinity=call.id, known=known)
@@ -425,7 +425,7 @@ class TurnRequest:
         self._new = new
         self._reused = reused
         most = Usage(
-            call.max_input_tokens(reused, Request(new, schema=schema, tools=tools)),
+            call.history.max_input_tokens(reused, Request(new, schema=schema, tools=tools)),
             sampling.max_tokens,
             calls=1,
             unknown_calls=1,
@@ -488,7 +488,7 @@ class TurnRequest:
         )
         if self._excess:
             self._requests.warn_of_excess(call, self._excess)
-        call.advance(self._reused, self._new, reply, reused_ids)
+        call.finish_turn(self._reused, self._new, reply, reused_ids)
 
     def take_piece(self, piece: ReplyPiece) -> None:
         """Report a part of a reply that has arrived. The reply is recorded once it is complete or

@@ -8,7 +8,7 @@ answer.
 
 A reply that cannot be parsed is answered with a description of the formats, and the conversation
 continues. Errors, time-outs and empty outputs are ordinary observations. This file decides how
-replies are parsed and answered. Not here: the loop (see ``rlm_loop.py``) and the prompts that
+replies are parsed and answered. Not here: the loop (see ``rlm_call.py``) and the prompts that
 explain the protocol to the model (see the scaffolds of this name).
 """
 

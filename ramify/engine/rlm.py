@@ -11,8 +11,8 @@
     with rlm.conversation(huge_text) as c:      # one live session, several questions
         c.ask("How many errors?"); c.ask("And warnings?")
 
-Not here: the loop (see ``rlm_loop.py``), the state that a tree of calls shares (see
-``run_state.py``) and prompts (see ``scaffold.py``).
+Not here: the loop (see ``rlm_call.py``), the state that a tree of calls shares (see
+``live_run.py``) and prompts (see ``scaffold.py``).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ are cancelled and charged as possibly billed, running cells are interrupted, and
 way are recorded, and then the run's task is cancelled.
 
 Not here: limits on tokens, calls and dollars (see ``limits.py``), and what is recorded about the
-end (see ``run_state.py``).
+end (see ``live_run.py``).
 """
 
 from __future__ import annotations

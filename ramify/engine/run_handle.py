@@ -1,7 +1,7 @@
 """Handle of a run: start it, watch it, end it early, get its result.
 
 The order of a run: the journal is opened, the context stored, RunStarted written, the question
-answered (directly or by the RLM loop), RunEnded written, and everything closed. Whatever happens in
+answered (see ``answering.py``), RunEnded written, and everything closed. Whatever happens in
 between, the journal ends with what is known.
 """
 
@@ -14,26 +14,20 @@ import html
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.clients.base import Client
 from ramify.engine import observe, threads
-from ramify.engine.branch import BranchedLoop
-from ramify.engine.call_outcome import CallOutcome
+from ramify.engine.answering import ConversationState, answer, way_to_answer
+from ramify.engine.call_outcome import CallOutcome, failed
 from ramify.engine.event_recorder import EventRecorder, context_ref
-from ramify.engine.host import ask_plain
-from ramify.engine.live_call import LiveCall
-from ramify.engine.model_conversations import ModelConversations
+from ramify.engine.live_run import LiveRun
 from ramify.engine.prompt_facts import check_instructions
-from ramify.engine.prompt_text import instructions
-from ramify.engine.question import Question, opening
+from ramify.engine.question import Question
 from ramify.engine.recorded_values import jsonable, typed_record
-from ramify.engine.resources import LoopResources, RlmSetup, RunModels, SharedResources
-from ramify.engine.rlm_loop import RlmLoop
-from ramify.engine.run_state import RunState
+from ramify.engine.resources import LoopResources, RlmSetup, SharedResources
 from ramify.engine.threads import LoopWatch
 from ramify.engine.typed import Citation, CitedAnswer
 from ramify.errors import (
@@ -44,15 +38,13 @@ from ramify.errors import (
     SandboxError,
     StoreError,
     Suspended,
-    can_be_fixed,
-    raised_at,
 )
 from ramify.logging import RoomLogger, in_run, take_collected
 from ramify.sandbox.base import SharedContext
 from ramify.types.call_tree import ending
 from ramify.types.event import AnyEvent, RunEnded, RunStarted
 from ramify.types.message import Usage
-from ramify.types.trajectory import Fork, Stop, Trajectory
+from ramify.types.trajectory import Stop, Trajectory
 
 if TYPE_CHECKING:
     from ramify.engine.reply_reuse import ReusableReplies
@@ -63,7 +55,6 @@ _log = RoomLogger("sources")
 _engine_log = RoomLogger("engine")
 _SHOWN_CHARS = 60
 """Characters of an answer in the ``repr`` of its result."""
-WayToAnswer = Callable[[RunState, Client, SharedContext | None], Awaitable[CallOutcome]]
 _CLOSE_S = 5.0
 """Maximum time to close the journal of a run whose event loop is blocked."""
 
@@ -121,21 +112,6 @@ class Result(msgspec.Struct, frozen=True):
         return f"<div>{''.join(lines)}</div>"
 
 
-class ConversationState:
-    """State that persists between the questions of a conversation: the session, its history and the
-    record."""
-
-    def __init__(self, recorder: EventRecorder) -> None:
-        self.recorder = recorder
-        self.context: SharedContext | None = None
-        self.loop: RlmLoop | None = None
-        self.num_questions = 0
-
-    async def close(self) -> None:
-        if self.loop is not None:
-            await self.loop.close()
-
-
 class RunHandle:
     """A run in progress, created by ``RLM.start`` on a running event loop."""
 
@@ -161,9 +137,7 @@ class RunHandle:
         self._recording = recording
         self._cache = cache
         self._earlier = earlier
-        self._run: RunState | None = None
-        self._resources: LoopResources | None = None
-        self._answered_by = ""
+        self._run: LiveRun | None = None
         self._requested_stop: Stop | None = None
         self._thread = threading.get_ident()
         self._on_blocked = threads.on_blocked.get()
@@ -222,21 +196,20 @@ class RunHandle:
         for text in self._question.warnings:
             _log.warning("warning", text)
         outcome = CallOutcome(Stop.ERROR, error="the run did not start")
-        run: RunState | None = None
+        run: LiveRun | None = None
         watch: LoopWatch | None = None
         try:
             async with self._shared.use() as resources:
-                self._resources = resources
                 await self._repeat_earlier()
                 context = await self._context(resources)
                 models = await self._setup.connect(resources)
                 check_instructions(self._setup, models)
-                answer = self._way_to_answer(models)
-                if answer == self._answer_by_loop:
+                way = way_to_answer(self._setup, self._question, models, self._conversation)
+                if way == "session":
                     # Without a sandbox, nothing is asked and nothing is recorded.
                     resources.sandbox()
                 # Limits that cannot be enforced are rejected here, before the first event.
-                self._run = run = RunState(
+                self._run = run = LiveRun(
                     self._setup,
                     resources,
                     models,
@@ -252,14 +225,16 @@ class RunHandle:
                 self._started(context)
                 if self._requested_stop is not None:
                     run.ending.close_in(self._requested_stop)
-                outcome = await answer(run, models.rlm(0), context)
+                outcome = await answer(
+                    run, way, self._question, context, resources, self._conversation
+                )
         except asyncio.CancelledError:
             outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
             if run is None or run.ending.suspension is None or self._task.uncancel():
                 raise
-            outcome = self._failed(run.ending.suspension)
+            outcome = failed(run.ending.suspension, self.recorder.is_stored)
         except RamifyError as error:
-            outcome = self._failed(error)
+            outcome = failed(error, self.recorder.is_stored)
             if run is None:
                 raise
         except BaseException as error:
@@ -304,7 +279,7 @@ class RunHandle:
         id = self.id if self.recorder.is_stored else ""
         error = LoopBlocked(why if place else str(run.ending.suspension), id)
         run.ending.suspension = error
-        end = self._end_of(self._failed(error), run)
+        end = self._end_of(failed(error, self.recorder.is_stored), run)
         # In a thread, because the disk may be what blocks the loop.
         ending = threading.Thread(target=self.recorder.seal, args=(end, error), daemon=True)
         ending.start()
@@ -315,12 +290,6 @@ class RunHandle:
             release(error)
         else:
             _engine_log.error("blocked", f"run {self.id}: {error}", shown=True)
-
-    def _failed(self, error: RamifyError) -> CallOutcome:
-        """Return the outcome of a run that ``error`` ended, or suspended if it is stored."""
-        is_suspended = self.recorder.is_stored and can_be_fixed(error)
-        stop = Stop.SUSPENDED if is_suspended else Stop.ERROR
-        return CallOutcome(stop, error=str(error), failure=error)
 
     async def _context(self, resources: LoopResources) -> SharedContext | None:
         """Return the context, encoded once (in a thread if it is large), and stored by content if
@@ -372,119 +341,14 @@ class RunHandle:
             )
         )
 
-    def _way_to_answer(self, models: RunModels) -> WayToAnswer:
-        """Choose how the question is answered: by the task's own conversations, by one plain call
-        if that is enough, or by the loop."""
-        if self._question.conduct is not None:
-            return self._answer_by_conversations
-        if self._conversation is not None or self._setup.search is not None:
-            return self._answer_by_loop
-        has_tools = bool(self._setup.tools.functions or self._setup.tools.values)
-        window = models.rlm(0).window
-        is_direct = self._question.is_direct(self._setup.scaffold, window, has_tools)
-        return self._answer_directly if is_direct else self._answer_by_loop
-
-    async def _answer_by_conversations(
-        self, run: RunState, client: Client, context: SharedContext | None
-    ) -> CallOutcome:
-        """Let the task's own code hold the conversations."""
-        conduct = self._question.conduct
-        assert conduct is not None
-        assert self._resources is not None
-        conversations = ModelConversations(run, self._resources, self._question.text)
-        outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
-        try:
-            outcome = CallOutcome(Stop.FINAL, await conduct(conversations))
-        except RamifyError as error:
-            outcome = self._failed(error)
-        except Exception as error:  # noqa: BLE001 -- code of the task, which may raise anything
-            failure = RamifyError(
-                f"the task's conversations ended with {error!r:.400}{raised_at(error)}"
-            )
-            failure.__cause__ = error
-            outcome = self._failed(failure)
-        finally:
-            conversations.end(outcome)
-        return outcome
-
-    async def _answer_directly(
-        self, run: RunState, client: Client, context: SharedContext | None
-    ) -> CallOutcome:
-        question = self._question
-        call = LiveCall("0", "lm", client, 0, question.text, context=context)
-        prompt = observe.plain_prompt(question.text, question.context)
-        texts = (
-            run.scaffold.direct_system if question.context is not None else "",
-            instructions(run.setup.instructions, run.setup.examples),
-        )
-        before = opening("\n\n".join(filter(None, texts)), question.before)
-        prompt = f"{prompt}\n\n{question.about}" if question.about else prompt
-        run.begin(call)
-        outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
-        try:
-            outcome = await ask_plain(run, call, prompt, question.kind, before)
-        finally:
-            run.end(call, outcome)
-        return outcome
-
-    async def _answer_by_loop(
-        self, run: RunState, client: Client, context: SharedContext | None
-    ) -> CallOutcome:
-        conversation = self._conversation
-        previous = conversation.loop if conversation is not None else None
-        call = LiveCall(
-            str(conversation.num_questions) if conversation else "0",
-            "rlm",
-            client,
-            0,
-            self._question.text,
-            context=context,
-            before=self._question.before,
-        )
-        loop = RlmLoop(run, call, previous)
-        search = self._setup.search
-        branched = BranchedLoop(loop, search) if search is not None else None
-        fork = None
-        if previous is not None and previous.call.messages:
-            call.continue_from(previous.call)
-            fork = Fork(previous.call.id, previous.call.turn - 1)
-        message = run.first_message(call, self._question.about, is_next=previous is not None)
-        if previous is not None and (added := self._new_instructions(previous.run.setup)):
-            message = f"{message}\n\n{added}"
-        if conversation is not None:
-            conversation.loop, conversation.num_questions = loop, conversation.num_questions + 1
-        run.begin(call, fork)
-        outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
-        try:
-            outcome = await (branched or loop).answer(message, self._question.kind)
-        except RamifyError as error:
-            outcome = self._failed(error)
-        finally:
-            chosen, own = (branched.chosen, branched.own) if branched else (loop, None)
-            if conversation is None:
-                await chosen.close()
-            else:
-                conversation.loop = chosen
-            run.end(call, own or outcome)
-        self._answered_by = chosen.call.id if own else ""
-        return outcome
-
-    def _new_instructions(self, before: RlmSetup) -> str:
-        """Return the instructions of this question of a conversation if they are not those of the
-        previous one, whose settings were ``before``."""
-        now = self._setup
-        if (now.instructions, now.examples) == (before.instructions, before.examples):
-            return ""
-        return instructions(now.instructions, now.examples)
-
-    def _ended(self, outcome: CallOutcome, run: RunState | None) -> CallOutcome:
+    def _ended(self, outcome: CallOutcome, run: LiveRun | None) -> CallOutcome:
         """Record the end of the run and release what it holds. Returns the run's outcome, which is
         another one if the end could not be written."""
         try:
             if self.recorder.trajectory.id:
                 self.recorder.emit(self._end_of(outcome, run))
         except (StoreError, LoopBlocked) as error:  # its journal ends as if killed
-            return self._failed(error)
+            return failed(error, self.recorder.is_stored)
         finally:
             if run is not None:
                 run.finish()
@@ -492,7 +356,7 @@ class RunHandle:
                 self.recorder.close()
         return outcome
 
-    def _end_of(self, outcome: CallOutcome, run: RunState | None) -> RunEnded:
+    def _end_of(self, outcome: CallOutcome, run: LiveRun | None) -> RunEnded:
         return RunEnded(
             at_s=self.recorder.now(),
             stop=outcome.stop,
@@ -500,20 +364,20 @@ class RunHandle:
             error=outcome.error,
             usage=run.requests.ledger.usage if run else Usage(),
             cost=run.requests.ledger.cost if run else None,
-            answered_by=self._answered_by,
+            answered_by=outcome.answered_by,
             reason=self._reason(outcome, run),
             typed_answer=typed_record(outcome.answer),
             partial=outcome.partial,
         )
 
-    def _reason(self, outcome: CallOutcome, run: RunState | None) -> str:
+    def _reason(self, outcome: CallOutcome, run: LiveRun | None) -> str:
         """The reason of the call that gave the answer, or of a failure outside of every call."""
         calls = [call for call in self.recorder.trajectory.calls if call.parent is None]
-        if calls and calls[-1].stop == outcome.stop and not self._answered_by:
+        if calls and calls[-1].stop == outcome.stop and not outcome.answered_by:
             return calls[-1].reason
         return run.reason(outcome, 0) if run else outcome.error or ""
 
-    def _result(self, outcome: CallOutcome, run: RunState) -> Result:
+    def _result(self, outcome: CallOutcome, run: LiveRun) -> Result:
         answer, citations = outcome.answer, ()
         if isinstance(answer, CitedAnswer):
             answer, citations = answer.answer, answer.citations

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ramify.engine.live_call import LiveCall
-from ramify.engine.run_state import RunState
+from ramify.engine.live_run import LiveRun
 from ramify.errors import LimitReached, Refused
 from ramify.types.message import Message, Reply
 
@@ -20,7 +20,7 @@ _LONGER = (2, 4)
 
 
 async def complete_truncated(
-    run: RunState, call: LiveCall, reply: Reply, new: Sequence[Message]
+    run: LiveRun, call: LiveCall, reply: Reply, new: Sequence[Message]
 ) -> Reply:
     """Return ``reply`` to ``new``, the last turn of ``call``, complete if possible.
 
@@ -40,7 +40,7 @@ async def complete_truncated(
 
 
 async def _more_of(
-    run: RunState,
+    run: LiveRun,
     call: LiveCall,
     reply: Reply,
     new: Sequence[Message],

@@ -1,10 +1,11 @@
-"""State of one question: what all its calls share, and each call in progress.
+"""What all calls of a run share while it is in progress: budget, models, tools, contexts, prompts.
 
-    RLM.start ──> RunHandle ──> RlmLoop (root) ──> ModelRequests.ask ──> recorded? ──> ClientPool
+    RLM.start ──> RunHandle ──> RlmCall (root) ──> ModelRequests.ask ──> recorded? ──> ClientPool
                                     │                    ^
-                                    └── CellHost ────────┘  llm_query: ask  rlm_query: child RlmLoop
+                                    └── CellHost ────────┘  llm_query: ask  rlm_query: child RlmCall
 
-Not here: a call and its conversation (see ``live_call.py``), when the run ends (see
+Not here: how the run begins and what its result is (see ``run_handle.py``), which call answers it
+(see ``answering.py``), a call and its history (see ``live_call.py``), when the run ends (see
 ``run_ending.py``), requests and their budget (see ``model_requests.py``), and the record of events
 (see ``event_recorder.py``).
 """
@@ -45,8 +46,8 @@ _log = RoomLogger("engine")
 _LIMITS = (Stop.MAX_TURNS, Stop.MAX_CALLS, Stop.MAX_TOKENS, Stop.MAX_COST, Stop.DEADLINE)
 
 
-class RunState:
-    """State that the calls of one question share. Lives on one event loop."""
+class LiveRun:
+    """A run in progress, as its calls see it. Lives on one event loop."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""The RLM loop: ask, run the code, show its output, until there is an answer; the same for every
-depth.
+"""A call with a session: ask, run the code, show its output, until there is an answer. This is the
+RLM loop, the same for every depth.
 
     ask ──> parse the reply ──> run its cells ──> final answer? ── yes ──> check it; defer it if
      ^                                               │ no                  output is unseen; return
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -32,10 +33,10 @@ from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.foreign_formats import syntax_hint
 from ramify.engine.host import CellHost
 from ramify.engine.live_call import LiveCall
+from ramify.engine.live_run import LiveRun
 from ramify.engine.model_requests import cut_reply
 from ramify.engine.question import opening
 from ramify.engine.reading import read_reply
-from ramify.engine.run_state import RunState
 from ramify.engine.truncated_replies import complete_truncated
 from ramify.engine.typed import AnswerType, TypeMismatch
 from ramify.errors import (
@@ -62,8 +63,11 @@ _HINT_CHARS = 100_000
 
 
 class TurnState(msgspec.Struct):
-    """What the turns of one call have changed, apart from its messages and its session."""
+    """What the question and the turns of one call have set, apart from its history and its session:
+    the part of a call that a fork copies."""
 
+    kind: AnswerType | None = None
+    """Type of the answer."""
     pending: list[Message] = []
     """Messages that the next request adds to the conversation."""
     reused: int | None = None
@@ -88,36 +92,37 @@ class TurnState(msgspec.Struct):
         return msgspec.structs.replace(self, pending=list(self.pending), told=dict(self.told))
 
 
-class RlmLoop:
-    """One call with its session. After ``answer``, the session and its history can be used for
+class RlmCall:
+    """One call with its session. After ``answer``, the session and the history can be used for
     another question."""
 
-    def __init__(self, run: RunState, call: LiveCall, previous: RlmLoop | None = None) -> None:
-        """``previous`` is the loop of the previous question, whose session is continued."""
+    def __init__(self, run: LiveRun, call: LiveCall, previous: RlmCall | None = None) -> None:
+        """``previous`` is the call of the previous question, whose session is continued."""
         self.run = run
         self.call = call
         self.scaffold = run.setup.scaffold_at(call.depth)
         self.notebook = Notebook(run, call)
         if previous is not None:
             self.notebook.take_over(previous.notebook)
-        self._kind: AnswerType | None = None
         self._state = TurnState()
         self._closed_by: Stop | None = None  # at which the last cell runs, which makes no calls
         self._is_root = call.parent is None
 
-    async def answer(self, question: str, kind: AnswerType | None = None) -> CallOutcome:
-        """Answer one question. ``question`` is the complete first message; ``kind`` checks the
-        final value."""
-        self.begin(question, kind)
+    async def answer(
+        self, question: str, kind: AnswerType | None = None, before: Sequence[Message] = ()
+    ) -> CallOutcome:
+        """Answer one question. ``question`` is the complete first message, which follows the
+        messages ``before``; ``kind`` checks the final value."""
+        self.begin(question, kind, before)
         while (outcome := await self.step()) is None:
             pass
         return outcome
 
-    def begin(self, question: str, kind: AnswerType | None) -> None:
+    def begin(self, question: str, kind: AnswerType | None, before: Sequence[Message]) -> None:
         """Prepare the first turn of ``answer``."""
-        self._kind = kind
+        self._state.kind = kind
         text = f"{question}\n\n{kind.instruction()}" if kind else question
-        self._state.pending = [*self._before_question(), Message("user", text)]
+        self._state.pending = [*self._before_question(before), Message("user", text)]
         self.notebook.begin_to_open()
 
     async def run_child(self, call: LiveCall) -> CallOutcome:
@@ -125,7 +130,7 @@ class RlmLoop:
         run = self.run
         run.begin(call)
         outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
-        child = RlmLoop(run, call)
+        child = RlmCall(run, call)
         try:
             try:
                 outcome = await child.answer(run.first_message(call))
@@ -142,15 +147,15 @@ class RlmLoop:
         is_complete = outcome.answer is not None and not isinstance(outcome.failure, ReplyCut)
         return CallOutcome(outcome.stop, outcome.answer) if is_complete else outcome
 
-    async def fork(self) -> RlmLoop:
+    async def fork(self) -> RlmCall:
         """Return a second continuation of this call with its own session: a fork, or a new session
         if nothing has happened in this one yet."""
         origin = self.call
         call = origin.forked()
-        fork = RlmLoop(self.run, call)
+        fork = RlmCall(self.run, call)
         if origin.messages:
             fork.notebook = await self.notebook.fork(call)
-        fork._kind, fork._state = self._kind, self._state.copy()
+        fork._state = self._state.copy()
         self.run.begin(call, Fork(origin.id, origin.turn - 1))
         return fork
 
@@ -287,8 +292,8 @@ class RlmLoop:
         """Return the outcome of a call whose last messages were words. They may be a plan, so they
         are no answer, unless they fit a type that not every text fits."""
         best, words = self._best(use_prose=False), prose_of(self._state.last_text)
-        if best is None and self._kind is not None and not self._state.is_cut:
-            best = self._kind.from_words(words)
+        if best is None and self._state.kind is not None and not self._state.is_cut:
+            best = self._state.kind.from_words(words)
         if best is not None:
             return CallOutcome(Stop.NO_CODE, best)
         if not self._state.is_cut:
@@ -303,7 +308,7 @@ class RlmLoop:
         """Return the outcome if the answer matches its type and no output is unseen. Otherwise
         return None and add a note for the model."""
         try:
-            value = self._kind.convert(final) if self._kind else final
+            value = self._state.kind.convert(final) if self._state.kind else final
         except TypeMismatch as mismatch:
             notes.append(
                 f"The answer does not fit its type: {mismatch}. Correct it and give it again with "
@@ -396,7 +401,7 @@ class RlmLoop:
                 if final.variable or is_too_much:
                     notes.append(f"{'FINAL_VAR' if final.variable else 'FINAL'}({name}): {error}")
                     return _NOTHING
-        return self._kind.literal(name) if self._kind else final.untyped()
+        return self._state.kind.literal(name) if self._state.kind else final.untyped()
 
     def _best(self, *, use_prose: bool = True) -> Any:
         """Return the best answer so far that passes its check: a deferred one, a partial one, or
@@ -410,7 +415,7 @@ class RlmLoop:
                 continue
             is_text = candidate is prose and not self._state.is_cut
             with contextlib.suppress(TypeMismatch):
-                kind = self._kind
+                kind = self._state.kind
                 return (kind.read if is_text else kind.convert)(candidate) if kind else candidate
         return None
 
@@ -463,7 +468,7 @@ class RlmLoop:
         if value is _NOTHING:
             return self._best()
         try:
-            return self._kind.convert(value) if self._kind else value
+            return self._state.kind.convert(value) if self._state.kind else value
         except TypeMismatch:
             return self._best()
 
@@ -484,11 +489,11 @@ class RlmLoop:
 
     # --- messages ---------------------------------------------------------------------------------
 
-    def _before_question(self) -> list[Message]:
+    def _before_question(self, before: Sequence[Message]) -> list[Message]:
         """Return the messages before the question: the system prompt, or the answers that earlier
         native calls still need."""
         if not self.call.messages:
-            return opening(self.run.system_prompt(self.call), self.call.before)
+            return opening(self.run.system_prompt(self.call), before)
         return [
             Message("tool", "(answered)", tool_call_id=call.id)
             for call in self.call.messages[-1].tool_calls
@@ -526,7 +531,7 @@ class RlmLoop:
         run, call = self.run, self.call
         if not self.scaffold.compact_at:
             return
-        known = call.known_tokens()
+        known = call.history.known_tokens()
         unknown = self._state.pending if known else [*call.messages, *self._state.pending]
         tokens = known + sum(len(message.content) for message in unknown) // 3
         most = self.scaffold.compact_at * call.client.window

@@ -1,0 +1,170 @@
+"""How a question is answered: by one plain call, by a call with a session, or by conversations that
+its task holds.
+
+    way_to_answer(…) ─┬─ "plain call"     a short context: one request, without a session
+                      ├─ "session"        RlmCall, or BranchedCall if the turn has several
+                      │                   continuations; the next question continues its session
+                      └─ "conversations"  the task's own code asks through ModelConversations
+
+Not here: when the run begins and ends (see ``run_handle.py``), and the turns of a call with a
+session (see ``rlm_call.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from ramify.engine import observe
+from ramify.engine.branch import BranchedCall
+from ramify.engine.call_outcome import CallOutcome, failed
+from ramify.engine.event_recorder import EventRecorder
+from ramify.engine.host import ask_plain
+from ramify.engine.live_call import LiveCall
+from ramify.engine.live_run import LiveRun
+from ramify.engine.model_conversations import ModelConversations
+from ramify.engine.prompt_text import instructions
+from ramify.engine.question import Question, opening
+from ramify.engine.resources import LoopResources, RlmSetup, RunModels
+from ramify.engine.rlm_call import RlmCall
+from ramify.errors import RamifyError, raised_at
+from ramify.sandbox.base import SharedContext
+from ramify.types.trajectory import Fork, Stop
+
+WayToAnswer = Literal["plain call", "session", "conversations"]
+
+
+class ConversationState:
+    """State that persists between the questions of a conversation: the session, its history and the
+    record."""
+
+    def __init__(self, recorder: EventRecorder) -> None:
+        self.recorder = recorder
+        self.context: SharedContext | None = None
+        self.last: RlmCall | None = None
+        """Call that answered the last question, or its chosen branch."""
+        self.num_questions = 0
+
+    async def close(self) -> None:
+        if self.last is not None:
+            await self.last.close()
+
+
+def way_to_answer(
+    setup: RlmSetup, question: Question, models: RunModels, conversation: ConversationState | None
+) -> WayToAnswer:
+    """Choose how ``question`` is answered."""
+    if question.conduct is not None:
+        return "conversations"
+    if conversation is not None or setup.search is not None:
+        return "session"
+    has_tools = bool(setup.tools.functions or setup.tools.values)
+    is_direct = question.is_direct(setup.scaffold, models.rlm(0).window, has_tools)
+    return "plain call" if is_direct else "session"
+
+
+async def answer(
+    run: LiveRun,
+    way: WayToAnswer,
+    question: Question,
+    context: SharedContext | None,
+    resources: LoopResources,
+    conversation: ConversationState | None,
+) -> CallOutcome:
+    """Return the outcome of the call that answers ``question``, or of the task's conversations."""
+    match way:
+        case "conversations":
+            return await _answer_by_conversations(run, question, resources)
+        case "plain call":
+            return await _answer_by_plain_call(run, question, context)
+        case "session":
+            return await _answer_in_session(run, question, context, conversation)
+
+
+async def _answer_by_conversations(
+    run: LiveRun, question: Question, resources: LoopResources
+) -> CallOutcome:
+    """Let the task's own code hold the conversations."""
+    assert question.conduct is not None
+    conversations = ModelConversations(run, resources, question.text)
+    outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
+    try:
+        outcome = CallOutcome(Stop.FINAL, await question.conduct(conversations))
+    except RamifyError as error:
+        outcome = failed(error, run.recorder.is_stored)
+    except Exception as error:  # noqa: BLE001 -- code of the task, which may raise anything
+        failure = RamifyError(
+            f"the task's conversations ended with {error!r:.400}{raised_at(error)}"
+        )
+        failure.__cause__ = error
+        outcome = failed(failure, run.recorder.is_stored)
+    finally:
+        conversations.end(outcome)
+    return outcome
+
+
+async def _answer_by_plain_call(
+    run: LiveRun, question: Question, context: SharedContext | None
+) -> CallOutcome:
+    call = LiveCall("0", "lm", run.models.rlm(0), 0, question.text, context=context)
+    prompt = observe.plain_prompt(question.text, question.context)
+    texts = (
+        run.scaffold.direct_system if question.context is not None else "",
+        instructions(run.setup.instructions, run.setup.examples),
+    )
+    before = opening("\n\n".join(filter(None, texts)), question.before)
+    prompt = f"{prompt}\n\n{question.about}" if question.about else prompt
+    run.begin(call)
+    outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
+    try:
+        outcome = await ask_plain(run, call, prompt, question.kind, before)
+    finally:
+        run.end(call, outcome)
+    return outcome
+
+
+async def _answer_in_session(
+    run: LiveRun,
+    question: Question,
+    context: SharedContext | None,
+    conversation: ConversationState | None,
+) -> CallOutcome:
+    previous = conversation.last if conversation is not None else None
+    number = conversation.num_questions if conversation is not None else 0
+    history, fork = None, None
+    if previous is not None and previous.call.messages:
+        history = previous.call.history.copy()
+        fork = Fork(previous.call.id, previous.call.turn - 1)
+    client, text = run.models.rlm(0), question.text
+    call = LiveCall(str(number), "rlm", client, 0, text, context=context, history=history)
+    root = RlmCall(run, call, previous)
+    search = run.setup.search
+    branched = BranchedCall(root, search) if search is not None else None
+    message = run.first_message(call, question.about, is_next=previous is not None)
+    if previous is not None and (added := _new_instructions(run.setup, previous.run.setup)):
+        message = f"{message}\n\n{added}"
+    if conversation is not None:
+        conversation.last, conversation.num_questions = root, number + 1
+    run.begin(call, fork)
+    outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
+    try:
+        outcome = await (branched or root).answer(message, question.kind, question.before)
+    except RamifyError as error:
+        outcome = failed(error, run.recorder.is_stored)
+    finally:
+        chosen, own = (branched.chosen, branched.own) if branched else (root, None)
+        if conversation is None:
+            await chosen.close()
+        else:
+            conversation.last = chosen
+        run.end(call, own or outcome)
+    return msgspec.structs.replace(outcome, answered_by=chosen.call.id if own else "")
+
+
+def _new_instructions(now: RlmSetup, before: RlmSetup) -> str:
+    """Return the instructions of this question of a conversation if they are not those of the
+    previous one, whose settings were ``before``."""
+    if (now.instructions, now.examples) == (before.instructions, before.examples):
+        return ""
+    return instructions(now.instructions, now.examples)
