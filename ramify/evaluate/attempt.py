@@ -89,41 +89,33 @@ async def attempt(
     try:
         start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
     except RamifyError as error:
-        return Trajectory(name, item.question, task=item.id, errors=[str(error)], stop=Stop.ERROR)
-    if search is not None and (start.on_end is not None or start.conduct is not None):
-        return Trajectory(
-            name, item.question, task=item.id, errors=[_not_forked(task)], stop=Stop.ERROR
-        )
+        return _not_asked(name, item, str(error))
+    shown = f"{name} item {item.id}".strip()
     about = {**(metadata or {}), "task": item.id, **_gold(item)}
+    options: dict[str, Any] = {"sampling": sampling, "limits": limits}
     begin = functools.partial(
         rlm.start,
         start,
         item.question,
         metadata=about,
-        sampling=sampling,
-        limits=limits,
         direct=direct,
         cache=False,
         search=search,
+        **options,
     )
-    shown = f"{name} item {item.id}".strip()
     try:
-        ran = (
-            await _continued(rlm, resume, shown, start, sampling, limits, grace_s)
-            if resume
-            else None
-        )
+        if search is not None:
+            _check_forkable(start)
+        ran = await _continued(rlm, resume, shown, start, options, grace_s) if resume else None
         trajectory, result = ran or await _run(rlm, shown, begin, grace_s, on_start)
         failure = _failure(result)
-    except ConfigError as error:  # the engine cannot ask this item; others it may
+    except BaseException as error:
         if start.on_end is not None:
             start.on_end(None)
-        why = f"task '{task.name}', item {item.id}: {error}"
-        return Trajectory(name, item.question, task=item.id, errors=[why], stop=Stop.ERROR)
-    except BaseException:
-        if start.on_end is not None:
-            start.on_end(None)
-        raise
+        if not isinstance(error, ConfigError):
+            raise
+        # The engine cannot ask this item; others it may.
+        return _not_asked(name, item, f"task '{task.name}', item {item.id}: {error}")
     run = trajectory.id
     trajectory.id, trajectory.task = name or trajectory.id, item.id
     try:
@@ -231,12 +223,18 @@ def _merge_lines(trajectory: Trajectory, lines: Sequence[_Line]) -> None:
         trajectory.call_rewards[call] = {name: fmean(each) for name, each in by_name.items()}
 
 
-def _not_forked(task: Task) -> str:
-    return (
-        f"task '{task.name}' keeps state outside the session (TaskStart.on_end or conduct), which "
-        "a fork of the session does not copy: set rl.rollout.branch=null, and an estimator without "
-        "forks"
-    )
+def _not_asked(name: str, item: Item, why: str) -> Trajectory:
+    """Return the trajectory of an attempt at ``item`` that asked nothing."""
+    return Trajectory(name, item.question, task=item.id, errors=[why], stop=Stop.ERROR)
+
+
+def _check_forkable(start: TaskStart) -> None:
+    """Raise ConfigError if the attempt has state that a fork of its session does not copy."""
+    if start.on_end is not None or start.conduct is not None:
+        raise ConfigError(
+            "it keeps state outside the session (TaskStart.on_end or conduct), which a fork of the "
+            "session does not copy: set rl.rollout.branch=null, and an estimator without forks"
+        )
 
 
 MAX_GOLD = 2_000
@@ -346,17 +344,19 @@ async def _continued(
     run: str,
     name: str,
     start: TaskStart,
-    sampling: Sampling | None,
-    limits: Limits | None,
+    options: Mapping[str, Any],
     grace_s: float,
 ) -> tuple[Trajectory, Result | str] | None:
-    """Continue a stored run. Returns None if it cannot be continued."""
+    """Continue a stored run with ``options`` (``sampling``, ``limits``). Returns None if it cannot
+    be continued."""
     try:
         result = rlm.recorded(run)
-        has_more = limits is not None and result is not None and result.stop is Stop.MAX_COST
+        has_more = (
+            options["limits"] is not None and result is not None and result.stop is Stop.MAX_COST
+        )
         if result is not None and not has_more:
             return result.trajectory, result
-        begin = functools.partial(rlm.restart, run, prompt=start, sampling=sampling, limits=limits)
+        begin = functools.partial(rlm.restart, run, prompt=start, **options)
         trajectory, outcome = await _run(rlm, name, begin, grace_s)
         failure = outcome.failure if isinstance(outcome, Result) else None
         if not isinstance(failure, ReplayDiverged):

@@ -157,71 +157,103 @@ async def evaluate(
     if concurrency < 1:
         raise ConfigError(f"cannot evaluate with concurrency {concurrency}: give at least 1")
     items = items_of(task, plan.split)
-    recorded = {
-        (outcome.item, outcome.attempt): outcome
-        for outcome in (record.outcomes if record is not None else ())
-    }
-    unfinished = dict(record.unfinished) if record is not None else {}
-    fresh: list[AttemptOutcome] = []
-    work = _AttemptQueue(items, min(plan.items, len(items)), plan.attempts)
+    work = _EvaluationWork(rlm, task, plan, record, budget, on_outcome)
+    options = {"grace_s": grace_s, "direct": direct}
+    queue = _AttemptQueue(items, min(plan.items, len(items)), plan.attempts)
 
     async def worker() -> None:
-        for index, number in work:
-            item = await work.item(index)
-            if (item.id, number) in recorded:
+        for index, number in queue:
+            item = await queue.item(index)
+            if work.has(item, number):
                 continue
-            dollars = None if budget is None else await budget.hold()
-            if budget is not None and dollars is None:
+            seeded = _sampling(sampling, plan.seed, item, number)
+            if not await work.attempt(item, number, sampling=seeded, **options):
                 return
-            trajectory: Trajectory | None = None
-            try:
-                trajectory = await attempt(
-                    rlm,
-                    task,
-                    item,
-                    sampling=_sampling(sampling, plan.seed, item, number),
-                    metadata={"evaluation": {"split": plan.split, "attempt": number}},
-                    grace_s=grace_s,
-                    direct=direct,
-                    resume=unfinished.get((item.id, number), ""),
-                    on_start=None
-                    if record is None
-                    else functools.partial(record.start, item.id, number),
-                    max_cost=dollars,
-                )
-            finally:
-                if budget is not None and dollars is not None:
-                    cost = dollars if trajectory is None else trajectory.cost or 0.0
-                    budget.settle(dollars, cost)
-            if (
-                budget is not None
-                and budget.is_reduced(dollars or 0.0)
-                and trajectory.stop is Stop.MAX_COST
-            ):
-                budget.is_used_up = True  # its run can be continued with a larger budget
-                return
-            outcome = outcome_of(task, item, number, trajectory, is_stored=rlm.store is not None)
-            fresh.append(outcome)
-            if record is not None:
-                record.append(outcome)
-            if on_outcome is not None:
-                on_outcome(outcome, trajectory)
 
     try:
         async with rlm, asyncio.TaskGroup() as workers:
-            for _ in range(min(concurrency, work.most)):
+            for _ in range(min(concurrency, queue.most)):
                 workers.create_task(worker())
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    place = {id: index for index, id in work.ids.items()}
+    place = {id: index for index, id in queue.ids.items()}
     outcomes = [
         outcome
-        for outcome in (*recorded.values(), *fresh)
+        for outcome in work.outcomes.values()
         if outcome.item in place and outcome.attempt < plan.attempts
     ]
     return Evaluation(
         plan, tuple(sorted(outcomes, key=lambda outcome: (place[outcome.item], outcome.attempt)))
     )
+
+
+class _EvaluationWork:
+    """The attempts of one evaluation: those that are recorded, and those that are made now."""
+
+    def __init__(
+        self,
+        rlm: RLM,
+        task: Task,
+        plan: EvaluationPlan,
+        record: EvaluationRecord | None,
+        budget: CostBudget | None,
+        on_outcome: Watcher | None,
+    ) -> None:
+        self._rlm = rlm
+        self._task = task
+        self._plan = plan
+        self._record = record
+        self._budget = budget
+        self._on_outcome = on_outcome
+        recorded = record.outcomes if record is not None else ()
+        self.outcomes = {(outcome.item, outcome.attempt): outcome for outcome in recorded}
+        """(item, attempt) -> its outcome."""
+        self._unfinished = dict(record.unfinished) if record is not None else {}
+
+    def has(self, item: Item, number: int) -> bool:
+        return (item.id, number) in self.outcomes
+
+    async def attempt(self, item: Item, number: int, **options: Any) -> bool:
+        """Make one attempt and keep its outcome. Returns False if the budget is used up, so that no
+        further one may begin."""
+        budget = self._budget
+        dollars = None if budget is None else await budget.hold()
+        if budget is not None and dollars is None:
+            return False
+        trajectory: Trajectory | None = None
+        try:
+            trajectory = await self._run(item, number, max_cost=dollars, **options)
+        finally:
+            if budget is not None and dollars is not None:
+                cost = dollars if trajectory is None else trajectory.cost or 0.0
+                budget.settle(dollars, cost)
+        was_cut = trajectory.stop is Stop.MAX_COST
+        if budget is not None and was_cut and budget.is_reduced(dollars or 0.0):
+            budget.is_used_up = True  # its run can be continued with a larger budget
+            return False
+        self._keep(item, number, trajectory)
+        return True
+
+    async def _run(self, item: Item, number: int, **options: Any) -> Trajectory:
+        record = self._record
+        return await attempt(
+            self._rlm,
+            self._task,
+            item,
+            metadata={"evaluation": {"split": self._plan.split, "attempt": number}},
+            resume=self._unfinished.get((item.id, number), ""),
+            on_start=None if record is None else functools.partial(record.start, item.id, number),
+            **options,
+        )
+
+    def _keep(self, item: Item, number: int, trajectory: Trajectory) -> None:
+        is_stored = self._rlm.store is not None
+        outcome = outcome_of(self._task, item, number, trajectory, is_stored=is_stored)
+        self.outcomes[item.id, number] = outcome
+        if self._record is not None:
+            self._record.append(outcome)
+        if self._on_outcome is not None:
+            self._on_outcome(outcome, trajectory)
 
 
 class _AttemptQueue:
