@@ -795,12 +795,12 @@ def page() -> str:
     lines = ["| the reply | booked | a run that gets no other reply | misbehaviours |"]
     lines.append("|---|---|---|---|")
     for outcome, effect in EFFECTS.items():
-        names = [each.name for each in BEHAVIOURS if _usual(each) == outcome]
+        names = [each.name for each in BEHAVIOURS if usual_effect(each) == outcome]
         lines.append(f"| {effect} | {_joined(names)} |")
     return "\n".join(lines)
 
 
-def _usual(behaviour: Behaviour) -> Outcome:
+def usual_effect(behaviour: Behaviour) -> Outcome:
     outcomes = behaviour.outcomes
     return outcomes if isinstance(outcomes, Outcome) else outcomes["other"]
 

@@ -87,7 +87,7 @@ class RankGroup:
         self.size = 1 + len(connections)
         self._own = own
         self._pulse = pulse
-        self._connections = connections
+        self.connections = connections
         self.processes = processes
         self._lock = threading.Lock()
         self._watch = RankWatch(pulse, connections, processes, timeout_s, stacks)
@@ -101,7 +101,7 @@ class RankGroup:
         with self._lock:
             self._watch.check()
             with self._pulse.doing(verb):
-                for connection in self._connections:
+                for connection in self.connections:
                     own = each[connection.rank] if each else ()
                     arguments = [msgspec.Raw(encode(value)) for value in (*shared, *own)]
                     with contextlib.suppress(OSError):  # the watch thread reports why
@@ -111,7 +111,7 @@ class RankGroup:
                 except Exception as error:  # noqa: BLE001 (another rank may be the cause)
                     self._watch.lose(_describe(verb, error), rank=0, grace_s=GRACE_S)
                 self._pulse.waits = True
-                others = [self._watch.ended(connection) for connection in self._connections]
+                others = [self._watch.ended(connection) for connection in self.connections]
         _, kind = _types(self._own.__class__, verb)
         return _values([first, *(_received(each, kind) for each in others)])
 
@@ -122,11 +122,11 @@ class RankGroup:
     def close(self) -> None:
         """Shut down the other ranks; kill those that do not exit in time."""
         self._watch.close()
-        for connection in self._connections:
+        for connection in self.connections:
             with contextlib.suppress(OSError):
                 connection.talk.send(Leave())
         end_when_done(self.processes, GRACE_S)
-        for connection in self._connections:
+        for connection in self.connections:
             connection.talk.close()
             connection.watch.close()
 

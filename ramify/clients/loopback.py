@@ -114,6 +114,11 @@ class LoopbackServer:
             ) from None
         self.port = self._server.sockets[0].getsockname()[1]
 
+    @property
+    def num_connections(self) -> int:
+        """Number of open connections."""
+        return len(self._connections)
+
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()

@@ -465,10 +465,11 @@ class PriceTable:
     """Prices and windows by ``provider:model``."""
 
     def __init__(self, entries: Mapping[str, PriceEntry]) -> None:
-        self._entries = dict(entries)
+        self.entries = dict(entries)
+        """Name -> its entry; an entry that serves several names is there for each."""
         for entry in entries.values():
             for name in entry.also:
-                self._entries.setdefault(name, entry)
+                self.entries.setdefault(name, entry)
 
     @classmethod
     def load(cls, path: str | Path | None = None) -> PriceTable:
@@ -492,9 +493,9 @@ class PriceTable:
     def _find(self, name: str) -> PriceEntry | None:
         bare = name.partition("@http")[0]
         return (
-            self._entries.get(name)
-            or self._entries.get(bare)
-            or self._entries.get(_DATE.sub("", bare))
+            self.entries.get(name)
+            or self.entries.get(bare)
+            or self.entries.get(_DATE.sub("", bare))
         )
 
 

@@ -96,10 +96,10 @@ class HttpServer:
         self._token = token
         self._public = frozenset(public)
         self._statuses = dict(statuses or {})
-        self._uploads = UploadLimiter(limits)
+        self.uploads = UploadLimiter(limits)
         self._key_help = key_help
         self._on_response = on_response
-        self._connections = ConnectionTable(limits)
+        self.connections = ConnectionTable(limits)
         self._listeners: list[socket.socket] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._runner: web.AppRunner | None = None
@@ -118,15 +118,15 @@ class HttpServer:
         if self._address.socket is None:
             self.port = self._listeners[0].getsockname()[1]
         app.middlewares.insert(0, self._admit)
-        app[_UPLOADS] = self._uploads
+        app[_UPLOADS] = self.uploads
         # handler_cancellation cancels the request of a client that disconnects.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         assert self._runner.server is not None
         self._tasks = [
-            asyncio.create_task(self._connections.sweep()),
+            asyncio.create_task(self.connections.sweep()),
             *(
-                asyncio.create_task(self._connections.accept(each, self._runner.server))
+                asyncio.create_task(self.connections.accept(each, self._runner.server))
                 for each in self._listeners
             ),
         ]
@@ -162,7 +162,7 @@ class HttpServer:
             resource = http.match_info.route.resource
             self._on_response(resource.canonical if resource else "other", status)
         # A client that was asked to wait does not need its connection in the meantime.
-        is_busy = status in (429, 503) or self._connections.is_crowded
+        is_busy = status in (429, 503) or self.connections.is_crowded
         if not response.prepared and (is_busy or not http.content.is_eof()):
             response.force_close()
         return response

@@ -32,7 +32,7 @@ class UploadLimiter:
 
     def __init__(self, limits: HttpLimits) -> None:
         self.limits = limits
-        self._reserved: Counter[str] = Counter()
+        self.reserved: Counter[str] = Counter()
         """Caller -> bytes reserved."""
 
     @asynccontextmanager
@@ -51,12 +51,12 @@ class UploadLimiter:
 
     def _reserve(self, caller: str, num_bytes: int) -> None:
         limits = self.limits
-        if self._reserved[caller] + num_bytes > limits.max_body_bytes:
+        if self.reserved[caller] + num_bytes > limits.max_body_bytes:
             whose, most = "this key's", limits.max_body_bytes
-        elif self._reserved.total() + num_bytes > limits.max_arriving_bytes:
+        elif self.reserved.total() + num_bytes > limits.max_arriving_bytes:
             whose, most = "the", limits.max_arriving_bytes
         else:
-            self._reserved[caller] += num_bytes
+            self.reserved[caller] += num_bytes
             return
         raise RequestRejected(
             f"{whose} request bodies in transfer exceed {most} bytes: try again later",
@@ -66,9 +66,9 @@ class UploadLimiter:
         )
 
     def _release(self, caller: str, num_bytes: int) -> None:
-        self._reserved[caller] -= num_bytes
-        if not self._reserved[caller]:
-            del self._reserved[caller]
+        self.reserved[caller] -= num_bytes
+        if not self.reserved[caller]:
+            del self.reserved[caller]
 
 
 class _Upload:

@@ -103,9 +103,9 @@ class RunServer:
         self.address = address = address or ListenAddress()
         self.key = ""
         """The key that this server has made for itself; empty if it has others, or needs none."""
-        self._keys = keys or ApiKeys({})
-        if self._keys.bearer_keys is None and address.needs_key:
-            self._keys, self.key = ApiKeys.generated()
+        self.keys = keys or ApiKeys({})
+        if self.keys.bearer_keys is None and address.needs_key:
+            self.keys, self.key = ApiKeys.generated()
         self.name = name
         self.metrics = ServerMetrics()
         self._rlm = rlm
@@ -114,14 +114,14 @@ class RunServer:
         self._long_chars = LONG_CHARS
         self._questions = ServedQuestions(
             rlm,
-            self._keys,
+            self.keys,
             self.metrics,
             max_runs or runs_of_this_machine(),
             sampling or Sampling(),
         )
         self._http = HttpServer(
             address,
-            self._keys.bearer_keys,
+            self.keys.bearer_keys,
             public=("/healthz",),
             limits=HttpLimits(max_body_bytes=max_body_bytes),
             on_response=self.metrics.request,
@@ -219,7 +219,7 @@ class RunServer:
 
     def _handler(self, api: ApiFormat) -> Any:
         async def handle(http: web.Request) -> web.StreamResponse:
-            caller = self._keys.caller(http[CALLER])
+            caller = self.keys.caller(http[CALLER])
             with self._questions.admitted(caller), continued(http.headers):
                 request, prompt = await self._read(http, api)
                 async with self._questions.ask(caller, request, prompt) as question:

@@ -125,6 +125,11 @@ class ScriptedServer:
         """Base URL: ``http://127.0.0.1:PORT/v1``."""
         return f"http://{self._http.host}:{self._http.port}/v1"
 
+    @property
+    def num_connections(self) -> int:
+        """Number of open connections."""
+        return self._http.num_connections
+
     async def __aenter__(self) -> ScriptedServer:
         await self._http.start()
         return self

@@ -131,7 +131,7 @@ class SelfCheck:
         canary's prompt. (In fp32, differences of up to 2e-5 occur at single tokens, and much less
         at most tokens. bf16 rounds to three digits, so differences grow with the
         log-probabilities.)"""
-        self._seen = seen
+        self.seen = seen
         self._weights = weights
         self._limits = limits
         self._request = Request(
@@ -150,12 +150,12 @@ class SelfCheck:
         """Raise TrainError if an engine and the trainer do not have the same policy."""
         ours, some = await in_torch(self._expected_weights)
         answered = 0
-        for engine in engines_of(self._seen.client):
+        for engine in engines_of(self.seen.client):
             with contextlib.suppress(EngineLost):  # it is checked when it rejoins
                 await self._check_engine(engine, ours, some, backend, in_torch)
                 answered += 1
         if answered:
-            self.good_version = self._seen.client.version
+            self.good_version = self.seen.client.version
 
     def _expected_weights(self) -> tuple[str, Mapping[str, Tensor]]:
         """(fingerprint, some values of each matrix) of the weights that engines should have."""
@@ -203,7 +203,7 @@ class SelfCheck:
         self._compare(engine, np.array(scores), ours_T[1:], "scored", allowed)
         if theirs is None:
             self._check_moved(
-                engine, EngineScores(path, tuple(scores), some, self._seen.client.version)
+                engine, EngineScores(path, tuple(scores), some, self.seen.client.version)
             )
 
     def _check_moved(self, engine: InferenceClient, now: EngineScores) -> None:
@@ -262,22 +262,22 @@ class SelfCheck:
             if self.good_version is None
             else f"the last good version is {self.good_version}"
         )
-        return f" ({engine.name}; version {self._seen.client.version}; {last})"
+        return f" ({engine.name}; version {self.seen.client.version}; {last})"
 
     def ids(self, groups: Sequence[Group]) -> None:
         """Raise TrainError if a trajectory of the first group has ids that did not go through the
         engine."""
         for trajectory in groups[0].trajectories:
             self._check_ids(trajectory)
-        self._seen.forget()
+        self.seen.forget()
 
     def _check_ids(self, trajectory: Trajectory) -> None:
         for call in trajectory.calls:
-            if call.model != self._seen.name:
+            if call.model != self.seen.name:
                 continue
             for index, turn in enumerate(call.turns):
                 path = trajectory.path(call, index) if turn.num_ids is not None else None
-                if path is not None and not self._seen.has_seen(path.ids):
+                if path is not None and not self.seen.has_seen(path.ids):
                     raise TrainError(
                         f"{trajectory.id}/call={call.id}/turn={index}: the tree has {len(path)} "
                         f"{trajectory.id}/call={call.id}/turn={index}: the trajectory has "

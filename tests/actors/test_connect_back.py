@@ -163,13 +163,13 @@ class Executed:
 def test_message_of_another_type_is_an_error() -> None:
     import pickle
 
-    ours, theirs = (Channel(each) for each in socket.socketpair())
-    with ours, theirs:
+    one, other = socket.socketpair()
+    with Channel(one) as ours, Channel(other) as theirs:
         theirs.send(Ticket("a", b"b", "c"))
         with pytest.raises(msgspec.MsgspecError):
             ours.receive(Word)
         pickled = pickle.dumps(Executed())
-        theirs._peer.sendall(len(pickled).to_bytes(8, "little") + pickled)
+        other.sendall(len(pickled).to_bytes(8, "little") + pickled)
         with pytest.raises(msgspec.MsgspecError):
             ours.receive(Word)
         with pytest.raises(TypeError, match="a Executed is not part of any message"):

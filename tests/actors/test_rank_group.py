@@ -177,7 +177,7 @@ def test_other_ranks_exit_when_rank_0_is_gone(rank_group: MakeRankGroup):
     """They notice the closed connection, whatever they are doing."""
     two = rank_group(others=1)
     assert two.call("add", 1) == [1, 2]
-    for connection in (two._connections[0].talk, two._connections[0].watch):
+    for connection in (two.connections[0].talk, two.connections[0].watch):
         connection.close()
     assert two.processes[0].wait(30) == 1
 

@@ -20,7 +20,7 @@ def test_price_of_usage_counts_cached_and_written_tokens():
 
 def test_every_packaged_price_has_date_and_source():
     table = PriceTable.load()
-    for name, entry in table._entries.items():
+    for name, entry in table.entries.items():
         assert entry.price is not None, name
         assert entry.window is not None, name
         assert re.fullmatch(r"20\d\d-\d\d", entry.taken), name

@@ -135,7 +135,7 @@ class Tunnel:
 
     def __init__(self, status=200, early=b"", tls=None):
         self.heads, self._answer, self._tls = [], b"HTTP/1.1 %d X\r\n\r\n%s" % (status, early), tls
-        self._is_open = status == 200
+        self.is_open = status == 200
 
     async def __aenter__(self):
         self._server = await asyncio.start_server(self._talk, "127.0.0.1", 0, ssl=self._tls)
@@ -153,7 +153,7 @@ class Tunnel:
         head = await reader.readuntil(b"\r\n\r\n")
         self.heads.append(head.decode())
         writer.write(self._answer)
-        if self._is_open:
+        if self.is_open:
             place = head.split()[1].decode().rsplit(":", 1)
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", int(place[1]))
             await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer))
@@ -209,7 +209,7 @@ def test_tls_goes_through_a_proxy(near, certificate, monkeypatch):
 def test_proxy_that_opens_no_connection_is_named(status, early, says, again, monkeypatch):
     async def main():
         async with Tunnel(status, early) as proxy:
-            proxy._is_open = False
+            proxy.is_open = False
             monkeypatch.setenv("HTTPS_PROXY", f"http://user:pass@127.0.0.1:{proxy.port}")
             pool = ClientPool(max_attempts=1)
             with pytest.raises(Unreachable) as caught:

@@ -252,7 +252,7 @@ def test_connection_of_a_stream_is_used_again():
             pool = ClientPool(base_urls={"openai": server.url})
             for _ in range(3):
                 await pool.ask(pool.client("openai:m"), request(), Books())
-            num = len(server._http._connections)
+            num = server.num_connections
             await pool.close()
             return num, [each.json["stream"] for each in server.requests]
 

@@ -150,7 +150,7 @@ def measured(given: dict[str, torch.Tensor], changes: dict[str, Any]) -> dict[st
         "importance_sampling_ratio": (given["old"] - given["sampler"]).exp().clamp(max=2.0),
         "num_items_in_batch": (given["completion_mask"] * given["tool_mask"]).sum(),
     }
-    loss = trainer(model, **changes)._compute_loss(model, inputs)
+    loss = trainer(model, **changes)._compute_loss(model, inputs)  # noqa: SLF001 (TRL's)
     loss.backward()
     gradient = model.logits.grad
     assert gradient is not None

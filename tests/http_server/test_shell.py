@@ -208,7 +208,7 @@ def test_connections_beyond_the_maximum_wait_and_are_answered() -> None:
     async def test() -> None:
         async with shell(limits=HttpLimits(max_connections=8)) as server:
             silent = [asyncio.create_task(raw(server)) for _ in range(8)]
-            while len(server._connections.all) < 8:
+            while len(server.connections.all) < 8:
                 await asyncio.sleep(0.01)
             async with aiohttp.ClientSession(headers=KEY) as http:
 
@@ -217,7 +217,7 @@ def test_connections_beyond_the_maximum_wait_and_are_answered() -> None:
                         return answer.status
 
                 assert await asyncio.gather(*(ask() for _ in range(40))) == [200] * 40
-            assert len(server._connections.all) <= 8
+            assert len(server.connections.all) <= 8
             for each in silent:
                 each.cancel()
             await asyncio.gather(*silent, return_exceptions=True)
@@ -250,14 +250,14 @@ def test_bodies_are_bounded_for_each_key_and_in_all() -> None:
         async with shell(limits=HttpLimits(max_body_bytes=1_000_000)) as server:
             assert await status("right", 1_000_001, server) == 413
             _, unfinished = await begin(server, "right", 900_000)
-            while not server._uploads._reserved:
+            while not server.uploads.reserved:
                 await asyncio.sleep(0.01)
             assert await status("right", 200_000, server) == 429, "the key has too much in flight"
             assert await status("right", 60_000, server) == 200, "small bodies pass"
             assert await status("other", 400_000, server) == 200
             assert await status("other", 700_000, server) == 429, "all keys have too much"
             unfinished.close()
-            while server._uploads._reserved:
+            while server.uploads.reserved:
                 await asyncio.sleep(0.01)
             assert await status("other", 1_000_000, server) == 200
 

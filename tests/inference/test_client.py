@@ -330,7 +330,7 @@ def test_closed_event_loop_with_a_pending_request_does_not_affect_others() -> No
     reply = asyncio.run(client.complete(sampling_request(max_tokens=150)))
     assert reply.usage.output_tokens == 150
     assert not lost.done()
-    lost._log_destroy_pending = False  # type: ignore[attr-defined]  # asyncio would complain, and rightly
+    lost._log_destroy_pending = False  # type: ignore[attr-defined]  # noqa: SLF001 -- asyncio would complain, and rightly
     lost.get_coro().close()  # type: ignore[union-attr]
     asyncio.run(client.close())
 

@@ -78,13 +78,13 @@ class ModalStdin:
     def __init__(self, local: LocalProcess) -> None:
         self._local = local
         self._data = b""
-        self.drain = Aio(self._drain)
+        self.drain = Aio(self.wait_drained)
 
     def write(self, data: bytes) -> None:
         assert len(data) <= 2 << 20, "Modal's buffer of input"
         self._data += data
 
-    async def _drain(self) -> None:
+    async def wait_drained(self) -> None:
         data, self._data = self._data, b""
         await self._local.write(data)
 

@@ -217,7 +217,7 @@ def double_functions() -> list[tuple[str, str, Callable[..., Any]]]:
         ("modal", "Sandbox.terminate.aio", ModalBox.terminate),
         ("modal", "App.lookup.aio", lookup),
         ("modal", "io_streams.StreamWriter.write", ModalStdin.write),
-        ("modal", "io_streams.StreamWriter.drain.aio", ModalStdin._drain),
+        ("modal", "io_streams.StreamWriter.drain.aio", ModalStdin.wait_drained),
         ("modal", "Image.debian_slim", lambda python_version=None: None),
         ("modal", "Image.from_registry", lambda tag: None),
         ("e2b", "AsyncSandbox.create", E2BBox.create),

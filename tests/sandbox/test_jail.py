@@ -21,7 +21,7 @@ from ramify.errors import ConfigError, SandboxError, SessionDied
 from ramify.sandbox.base import SandboxSpec, SharedContext, open_sandbox
 from ramify.sandbox.host.process_transport import pid_of
 from ramify.sandbox.jail import primitives
-from ramify.sandbox.providers.jail import WEAKER, JailSandbox, _launched, launch, probe
+from ramify.sandbox.providers.jail import WEAKER, JailSandbox, launched, launch, probe
 from ramify.sandbox.providers.process import ProcessSandbox
 from tests.sandbox.jail_helpers import (
     answer,
@@ -407,14 +407,14 @@ def test_killed_host_takes_all_sessions_with_it(tier: str, tmp_path: Path) -> No
 def test_prelaunched_zygote_is_used_and_ends() -> None:
     spec = SandboxSpec(provider="jail", cell_s=77.0)
     launch(spec)
-    pid = _launched[spec].process.pid
+    pid = launched[spec].process.pid
 
     async def main() -> None:
         jail = open_sandbox(spec)
         open_sandbox(spec)  # opened, but never used
         session = await jail.open()
         assert await value(session, "1 + 1") == "2"
-        assert spec not in _launched
+        assert spec not in launched
         await jail.close()
 
     asyncio.run(main())

@@ -40,7 +40,7 @@ class CallbackTimer:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.longest = 0.0
         self._began: float | None = None
-        selector = loop._selector  # type: ignore[attr-defined]
+        selector = loop._selector  # type: ignore[attr-defined]  # noqa: SLF001 (asyncio's)
         select = selector.select
 
         def watched(timeout: float | None = None) -> Any:

@@ -17,7 +17,7 @@ from tests.serve.serving import LONG, PRICE, asking, cell, serving, session, use
 
 
 def spent(server: Any, name: str = "a") -> Any:
-    return server._keys.callers[name].spent
+    return server.keys.callers[name].spent
 
 
 def test_concurrent_requests_are_limited_per_key_and_server() -> None:

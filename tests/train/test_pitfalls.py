@@ -194,9 +194,7 @@ def test_12_policy_as_its_own_teacher_has_zero_gradient() -> None:
         row.sampler_logprobs = row.streams["teacher_logprobs"].copy()
     measured = backend.forward_backward(pack(rows), LossSpec())
     gradient = max(
-        float(each.grad.abs().max())
-        for each in backend._model.parameters()
-        if each.grad is not None
+        float(each.grad.abs().max()) for each in backend.model.parameters() if each.grad is not None
     )
     assert (measured["loss"], measured["teacher_gap"], gradient) == pytest.approx(
         (0, 0, 0), abs=1e-5

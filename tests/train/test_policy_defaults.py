@@ -92,10 +92,9 @@ def test_policy_thinking_switches_the_prompt(checkpoints: Path) -> None:
     for thinking in (True, False):
         policy = PolicySpec(path=str(checkpoints / "qwen3"), thinking=thinking)
         run = msgspec.structs.replace(run_of(policy), scaffold="default")
-        renderer = assemble(run).policy.renderer
-        opened.append(
-            "<think>" in renderer._pieces.decode(renderer.prompt([Message("user", "Hm?")]))
-        )  # type: ignore[attr-defined]
+        loaded = assemble(run).policy
+        ids = loaded.renderer.prompt([Message("user", "Hm?")])
+        opened.append("<think>" in loaded.tokenizer.decode(ids))
     assert opened == [False, True]  # without thinking, the prompt ends with an empty block
 
 

@@ -106,13 +106,13 @@ class OldMatrixEngine:
 
     def __init__(self, client: LocalClient, old: LocalClient) -> None:
         self._client = client
-        self._old = old
+        self.old = old
         self.complete = client.complete
 
     async def fingerprint(self) -> None: ...
 
     async def logprobs(self, ids: Any) -> list[float]:
-        return await self._old.logprobs(ids)
+        return await self.old.logprobs(ids)
 
 
 def test_old_output_matrix_is_detected_even_if_samples_hide_it(
@@ -126,7 +126,7 @@ def test_old_output_matrix_is_detected_even_if_samples_hide_it(
     async def run() -> None:
         await checked.engine(SingleBackend(made.policy), at_once)
         assert checked.good_version == 3
-        checked._seen.client._old = old  # type: ignore[attr-defined]
+        checked.seen.client.old = old  # type: ignore[attr-defined]
         with pytest.raises(
             TrainError,
             match=r"-\d+\.\d+ by the engine, -\d+\.\d+ by the trainer, at scored token .* the last good version is 3",
@@ -255,14 +255,14 @@ def test_trajectory_ids_must_match_those_the_engine_saw(
     made: RunParts, engine: LocalClient
 ) -> None:
     checked = check(made, engine)
-    groups = roll_out(made, checked._seen)
+    groups = roll_out(made, checked.seen)
     checked.ids(groups)
     with pytest.raises(
         TrainError,
         match=r"step=0/group=0/rollout=0/call=0/turn=0: the trajectory has \d+ ids that the engine",
     ):
         checked.ids(groups)  # the ids of earlier steps are forgotten
-    groups = roll_out(made, checked._seen)
+    groups = roll_out(made, checked.seen)
     turns = groups[0].trajectories[1].root.turns
     reply = turns[0].reply
     assert reply.prompt_ids is not None

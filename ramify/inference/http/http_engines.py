@@ -55,29 +55,29 @@ class HttpEngines:
         self.price: Price | None = Price(0.0, 0.0)
         self.card = policy.card
         self._policy = policy
-        self._fleet = EngineFleet(policy, spec, name)
-        self._sync = EngineWeightSync(self._fleet, _weight_sync(spec, policy), policy.version)
+        self.fleet = EngineFleet(policy, spec, name)
+        self.sync = EngineWeightSync(self.fleet, _weight_sync(spec, policy), policy.version)
 
     @property
     def version(self) -> int:
         """Version of the weights that all engines answer with."""
-        return self._sync.version
+        return self.sync.version
 
     @property
     def engines(self) -> list[CheckedEngine]:
         """Each engine by itself, for checks that every one must pass."""
-        return [CheckedEngine(self, self._fleet, server) for server in self._fleet.alive]
+        return [CheckedEngine(self, self.fleet, server) for server in self.fleet.alive]
 
     @property
     def loads_checkpoints(self) -> bool:
         """Whether the engines take tensors under the names of a checkpoint, not of a model in
         memory."""
-        return self._fleet.spec.engine != "ramify"
+        return self.fleet.spec.engine != "ramify"
 
     @property
     def membership(self) -> EngineMembership:
         """The engines that were lost, and those that return."""
-        return self._fleet.membership
+        return self.fleet.membership
 
     # --- from start to end
 
@@ -98,12 +98,12 @@ class HttpEngines:
         that does not fit the policy.
         """
         try:
-            await self._fleet.start(out, save, launcher or LocalLauncher(), leads=gone is None)
+            await self.fleet.start(out, save, launcher or LocalLauncher(), leads=gone is None)
             if gone is None:
-                await self._sync.open()
+                await self.sync.open()
             else:
-                spec = self._fleet.spec
-                self._fleet.listed = EngineList(
+                spec = self.fleet.spec
+                self.fleet.listed = EngineList(
                     gone, spec.start_s + 2 * spec.update_s + spec.return_s
                 )
                 self.membership.on_return = self._ask_again
@@ -113,35 +113,35 @@ class HttpEngines:
 
     def follow(self, version: int) -> None:
         """Record that another process has given the servers this version."""
-        self._sync.follow(version)
+        self.sync.follow(version)
 
     def listed(self, urls: Sequence[str]) -> None:
         """Set the list of usable engines; called if another process updates the weights."""
-        self._fleet.set_listed(urls)
+        self.fleet.set_listed(urls)
 
     @property
     def answering(self) -> tuple[str, ...]:
         """Addresses of the engines that have the newest weights and may be asked."""
-        return self._fleet.answering
+        return self.fleet.answering
 
     async def look_after(self, url: str, who: str) -> None:
         """``who`` got no answer from the engine at ``url``: drop it and bring it back if it is
         gone."""
-        for server in [each for each in self._fleet.alive if each.url == url]:
-            await self._fleet.is_gone(server, Unreachable(f"by {who}"))
+        for server in [each for each in self.fleet.alive if each.url == url]:
+            await self.fleet.is_gone(server, Unreachable(f"by {who}"))
 
     async def _ask_again(self) -> None:
         """Use the engines that are back, whose weights another process updates. Replies with older
         weights are rejected."""
-        self._fleet.take_back()
-        self._fleet.mark_all_updated()
+        self.fleet.take_back()
+        self.fleet.mark_all_updated()
         self.membership.notify()
 
     async def close(self) -> None:
         """Close the weight sync and stop the servers that were started here. Idempotent."""
         await self.membership.close()
-        self._sync.close()
-        await self._fleet.close()
+        self.sync.close()
+        await self.fleet.close()
 
     # --- replies
 
@@ -170,10 +170,10 @@ class HttpEngines:
     ) -> tuple[int, SampledIds, Routes]:
         """(version that was current when asked, sampled ids, their experts), from the first server
         that answers."""
-        fleet, tree = self._fleet, tree_of(request)
+        fleet, tree = self.fleet, tree_of(request)
         remaining = msgspec.structs.replace(sampling, max_tokens=so_far.left)
         while True:
-            await self._sync.is_open.wait()
+            await self.sync.is_open.wait()
             if only is None and not fleet.alive and self.membership.is_any_expected:
                 await fleet.wait_for_engine()
                 continue
@@ -232,11 +232,11 @@ class HttpEngines:
         )
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
-        return await self._fleet.pick("logprobs").score(ids)
+        return await self.fleet.pick("logprobs").score(ids)
 
     async def fingerprint(self) -> str | None:
         """The common fingerprint of all servers; raises TrainError if they differ."""
-        servers = list(self._fleet.alive)
+        servers = list(self.fleet.alive)
         fingerprints = dict(
             zip(
                 servers,
@@ -260,18 +260,18 @@ class HttpEngines:
             except ModelError:
                 return None
 
-        return combined_pressure(await asyncio.gather(*map(of, self._fleet.alive)))
+        return combined_pressure(await asyncio.gather(*map(of, self.fleet.alive)))
 
     async def sleep(self) -> bool:
         """Release the engines' memory until the next ``update``, for a trainer on the same devices,
         if the spec enables it; returns whether it does. Requests wait until then. Raises
         ServerFailed if no engine is left."""
-        return await self._sync.sleep()
+        return await self.sync.sleep()
 
     def metrics(self) -> dict[str, float]:
         """Number of live engines, and how many were lost and came back; empty if none was ever
         lost."""
-        return self._fleet.metrics()
+        return self.fleet.metrics()
 
     # --- weights
 
@@ -279,13 +279,13 @@ class HttpEngines:
         """Switch every server to ``weights``, the sources of all tensors, as ``version``. Raises
         TrainError with the last good version if a server does not accept them."""
         assert isinstance(weights, list)
-        await self._sync.update(weights, version)
+        await self.sync.update(weights, version)
 
     async def rejoin(self, weights: object, version: int) -> bool:
         """Give ``weights``, which already answer as ``version``, to servers that came back; returns
         whether there were any."""
         assert isinstance(weights, list)
-        return await self._sync.rejoin(weights, version)
+        return await self.sync.rejoin(weights, version)
 
 
 def _weight_sync(spec: InferenceSpec, policy: Policy) -> WeightSync:
@@ -308,7 +308,7 @@ class CheckedEngine:
 
     def __init__(self, engines: HttpEngines, fleet: EngineFleet, server: EngineServer) -> None:
         self._engines = engines
-        self._fleet = fleet
+        self.fleet = fleet
         self._server = server
         self.name = server.url
 
@@ -326,7 +326,7 @@ class CheckedEngine:
         try:
             return await answer
         except (Unreachable, ReplyLost, ServerFailed) as error:
-            if await self._fleet.is_gone(self._server, error):
+            if await self.fleet.is_gone(self._server, error):
                 raise EngineLost(str(error)) from error
             raise
 

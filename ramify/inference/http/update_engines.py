@@ -34,7 +34,7 @@ class EngineWeightSync:
 
     def __init__(self, fleet: EngineFleet, weight_sync: WeightSync, version: int) -> None:
         self._fleet = fleet
-        self._weight_sync = weight_sync
+        self.weight_sync = weight_sync
         self.version = version
         """Version of the weights that all engines answer with."""
         self.is_open = asyncio.Event()
@@ -56,7 +56,7 @@ class EngineWeightSync:
 
     def close(self) -> None:
         """Close the weight sync. Idempotent."""
-        self._weight_sync.close()
+        self.weight_sync.close()
 
     def follow(self, version: int) -> None:
         """Record that another process has given the engines this version."""
@@ -169,7 +169,7 @@ class EngineWeightSync:
                     whole = is_new = await self._reopened()
 
     async def _send(self, sources: list[WeightSource], version: int, whole: bool) -> None:
-        chunks = iter(self._weight_sync.chunks(sources, version, whole=whole))
+        chunks = iter(self.weight_sync.chunks(sources, version, whole=whole))
         # The engines keep answering meanwhile: finding the differences takes time.
         chunk = await asyncio.to_thread(next, chunks, None)
         self.is_open.clear()
@@ -200,9 +200,9 @@ class EngineWeightSync:
         """Raises EnginesDropped if a server was lost meanwhile."""
         alive = self._fleet.alive
         infos = dict(
-            zip([each.url for each in alive], self._weight_sync.open(len(alive)), strict=True)
+            zip([each.url for each in alive], self.weight_sync.open(len(alive)), strict=True)
         )
-        joined = asyncio.ensure_future(asyncio.to_thread(self._weight_sync.join))
+        joined = asyncio.ensure_future(asyncio.to_thread(self.weight_sync.join))
         try:
             await self._fleet.all(lambda server: server.open_weights(infos[server.url]))
         except ModelError as error:
@@ -217,7 +217,7 @@ class EngineWeightSync:
     async def _reopened(self) -> bool:
         """Open the weight sync again for the engines that are left; returns True."""
         while True:
-            self._weight_sync.close()
+            self.weight_sync.close()
             try:
                 if self._fleet.alive:
                     await self._open_weight_sync()

@@ -270,10 +270,10 @@ class JailSandbox(ProcessSandbox):
 
     def start(self) -> StartedForkServer:
         with _lock:
-            if self._uses_whole_kernel() and self.spec in _launched:
+            if self._uses_whole_kernel() and self.spec in launched:
                 _read_report(self.spec)
                 _reported.discard(self.spec)
-                return _launched.pop(self.spec)
+                return launched.pop(self.spec)
         poorer = {"deny": sorted(self._deny), "landlock": self._landlock}
         return _start(self.spec, self.paths, poorer, reports=False)
 
@@ -415,42 +415,42 @@ def _start(
 
 _lock = threading.Lock()
 """Protects the state below: the report of a zygote is read once, whichever thread needs it."""
-_launched: dict[SandboxSpec, StartedForkServer] = {}
+launched: dict[SandboxSpec, StartedForkServer] = {}
 _reported: set[SandboxSpec] = set()
-"""Specs in ``_launched`` whose zygote's report was read."""
+"""Specs in ``launched`` whose zygote's report was read."""
 
 
 def launch(spec: SandboxSpec) -> None:
     """Start the zygote for the next sandbox of ``spec`` while the caller has other work to do."""
-    if sys.platform != "linux" or spec in _launched:
+    if sys.platform != "linux" or spec in launched:
         return
     with _lock:
-        if not _launched:
+        if not launched:
             atexit.register(_discard)
-        if spec not in _launched:
-            _launched[spec] = _start(spec, locate(spec.packages), {}, reports=True)
+        if spec not in launched:
+            launched[spec] = _start(spec, locate(spec.packages), {}, reports=True)
 
 
 def _read_report(spec: SandboxSpec) -> None:
     """Read the report of the zygote that was launched for ``spec`` on its walls."""
-    if spec in _launched and spec not in _reported:
+    if spec in launched and spec not in _reported:
         _reported.add(spec)
         try:
-            learn(_launched[spec])
+            learn(launched[spec])
         except SandboxError:  # it was killed, or says why it cannot start: the next one will too
-            _end(_launched.pop(spec))
+            _end(launched.pop(spec))
             _reported.discard(spec)
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=lambda: leave_to_parent(_launched))
+    os.register_at_fork(after_in_child=lambda: leave_to_parent(launched))
 
 
 def _discard() -> None:
     """End the zygotes that were launched and never used."""
-    for server in _launched.values():
+    for server in launched.values():
         _end(server)
-    _launched.clear()
+    launched.clear()
 
 
 def _end(server: StartedForkServer) -> None:

@@ -78,35 +78,39 @@ class SingleBackend:
         self._optim = optim or OptimizerSpec()
         self._spread = spread or SingleProcessLayout(policy.device)
         self._device = self._spread.device
-        self._compute = decided(compute or ComputeSpec(), policy.dtype, self._device.type)
+        self.compute = decided(compute or ComputeSpec(), policy.dtype, self._device.type)
+        """Precision, sharing and other settings, with the choices of this device."""
         self._dumps = dumps or Path()
-        self._model: nn.Module = policy.model.float()
+        self.model: nn.Module = policy.model.float()
+        """The policy's network, whose gradients the backend computes."""
         if self._device.type == "cpu" and spread is None:  # a rank does the opposite
             keep_freed_memory()
         with torch.no_grad():
-            trunk = trunk_of if not self._compute.deterministic else fixed_shape_trunk
-            self._trunk = self._spread.run(lambda: trunk(self._model))
+            trunk = trunk_of if not self.compute.deterministic else fixed_shape_trunk
+            self.trunk = self._spread.run(lambda: trunk(self.model))
+            """The network in two halves: hidden states, and their logits."""
         self._router_weight = configured_weight(policy.config)
-        routers = MixtureRouters.of(self._model)
+        routers = MixtureRouters.of(self.model)
         self._balance = None if routers is None else StepBalance(routers, self._spread.total)
-        recompute_layers(self._model, self._compute.recompute)
-        self._value_head: nn.Module | None = None
+        recompute_layers(self.model, self.compute.recompute)
+        self.value_head: nn.Module | None = None
         if critic and spread is None:
-            self._value_head = value_head(policy.config.hidden_size).to(self._device)
+            self.value_head = value_head(policy.config.hidden_size).to(self._device)
         elif critic:
-            self._value_head = self._model.get_submodule(VALUE_HEAD)
-        self._trained = _trained(self._model, self._value_head)
-        self._optimizers = CombinedOptimizer(self._trained, self._optim, self._spread.muon)
+            self.value_head = self.model.get_submodule(VALUE_HEAD)
+        self.trained = _trained(self.model, self.value_head)
+        """The network with its value head, if there is one."""
+        self.optimizers = CombinedOptimizer(self.trained, self._optim, self._spread.muon)
         self._num_steps = 0
         is_cuda = self._device.type == "cuda"
         gpu_bytes = torch.cuda.get_device_properties(self._device).total_memory if is_cuda else 0
-        self._max_logits = self._compute.max_logits or logits_at_once(is_cuda)
+        self._max_logits = self.compute.max_logits or logits_at_once(is_cuda)
         self._window = policy.window
         self.packing = PackingSpec(
-            self._compute.max_tokens
-            or most_tokens(policy.config, gpu_bytes, self._compute.recompute),
-            self._compute.share and self._trunk.shares,
-            compute_cost(self._model, policy.config, self._device.type),
+            self.compute.max_tokens
+            or most_tokens(policy.config, gpu_bytes, self.compute.recompute),
+            self.compute.share and self.trunk.shares,
+            compute_cost(self.model, policy.config, self._device.type),
             _FILL_TOKENS if self._device.type == "cpu" else None,
         )
 
@@ -130,7 +134,7 @@ class SingleBackend:
         given = loss.router_aux_loss_coef
         weight = self._router_weight if given is None else given
         if self._balance is not None:
-            with self._trunk.scope():
+            with self.trunk.scope():
                 self._balance.count(
                     batches, weight, self._device, lambda each: self._entries(each, "values alone")
                 )
@@ -142,7 +146,7 @@ class SingleBackend:
 
     def add(self, batch: Batch, loss: LossSpec) -> LossTally:
         """``forward_backward`` of one batch, after ``prepare``; returns its metrics."""
-        with self._trunk.scope(), self._routed(batch):
+        with self.trunk.scope(), self._routed(batch):
             entries = self._entries(batch, _output_of(loss, batch), loss.sequence)
             value, measured = losses.compute(loss, entries)
             is_finite = bool(torch.isfinite(value))
@@ -161,7 +165,7 @@ class SingleBackend:
         if max_norm is not None and norm > max_norm:
             self._spread.scale(gradients, max_norm / norm)
         if gradients:
-            self._optimizers.step(lr)
+            self.optimizers.step(lr)
         self.clear_gradient()
         self._num_steps += 1
         return {"grad_norm": norm, "lr": lr}
@@ -170,12 +174,12 @@ class SingleBackend:
         self._gradients()
 
     def clear_gradient(self) -> None:
-        self._trained.zero_grad(set_to_none=True)
+        self.trained.zero_grad(set_to_none=True)
 
     def _gradients(self) -> tuple[list[Tensor], float]:
         """The accumulated gradients and their norm. If it is not finite, clear them and raise
         TrainError."""
-        gradients = [p.grad for p in self._trained.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self.trained.parameters() if p.grad is not None]
         norm = self._spread.norm(gradients)
         if not math.isfinite(norm):
             self.clear_gradient()
@@ -187,7 +191,7 @@ class SingleBackend:
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
         found = []
-        with torch.no_grad(), self._trunk.scope():
+        with torch.no_grad(), self.trunk.scope():
             for batch in batches:
                 with self._routed(batch):
                     found.append(self._entries(batch, "no").logprobs.cpu().numpy())
@@ -198,7 +202,7 @@ class SingleBackend:
         stream ``teacher_ids``, if it has one; and with ``top`` the likeliest tokens of each entry,
         ``top_ids`` and ``top`` [E, top]."""
         results = []
-        with torch.no_grad(), self._trunk.scope():
+        with torch.no_grad(), self.trunk.scope():
             for batch in batches:
                 if top:
                     heartbeat()
@@ -212,10 +216,10 @@ class SingleBackend:
         return results
 
     def values(self, batches: Many[Batch]) -> list[Floats]:
-        if self._value_head is None:
+        if self.value_head is None:
             raise ConfigError("this backend has no critic: create it with one, as rl.critic does")
         results = []
-        with torch.no_grad(), self._trunk.scope():
+        with torch.no_grad(), self.trunk.scope():
             for batch in batches:
                 values = self._entries(batch, "values alone").values
                 assert values is not None
@@ -223,18 +227,18 @@ class SingleBackend:
         return results
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        load_weights(self._model, weights)
+        load_weights(self.model, weights)
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         state = {
             "weights": dict(self.weights()),
-            "value_head": {} if self._value_head is None else self._value_head.state_dict(),
-            "optimizers": self._optimizers.state_dict(),
+            "value_head": {} if self.value_head is None else self.value_head.state_dict(),
+            "optimizers": self.optimizers.state_dict(),
             "optim": msgspec.json.encode(self._optim).decode(),
             "num_steps": self._num_steps,
             "random": torch.get_rng_state(),
@@ -249,11 +253,11 @@ class SingleBackend:
             raise ConfigError(f"{folder} holds no trainer state: {_STATE} is missing") from None
         self._check_fit(folder, state)
         with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
+            for name, parameter in self.model.named_parameters():
                 parameter.copy_(state["weights"][name])
-        if self._value_head is not None:
-            self._value_head.load_state_dict(state["value_head"])
-        self._optimizers.load_state_dict(state["optimizers"])
+        if self.value_head is not None:
+            self.value_head.load_state_dict(state["value_head"])
+        self.optimizers.load_state_dict(state["optimizers"])
         self._num_steps = state["num_steps"]
         torch.set_rng_state(state["random"].cpu())
         if state["cuda_random"] and self._device.type == "cuda":
@@ -263,8 +267,8 @@ class SingleBackend:
     def trained(self) -> tuple[dict[str, nn.Parameter], CombinedOptimizer]:
         """(name -> trained parameter, their optimizers)"""
         return {
-            name: each for name, each in self._model.named_parameters() if each.requires_grad
-        }, self._optimizers
+            name: each for name, each in self.model.named_parameters() if each.requires_grad
+        }, self.optimizers
 
     def go_on_from(self, num_steps: int) -> None:
         """Set the number of steps, after weights and optimizer were restored."""
@@ -309,7 +313,7 @@ class SingleBackend:
                 self._tensor(each) for each in np.unique(batch.sources, return_inverse=True)
             )
             tokens = self._tensor(batch.token_ids), self._tensor(batch.positions)
-            h_ED = self._trunk.hidden(*tokens, batch.segments, rows).index_select(0, places)
+            h_ED = self.trunk.hidden(*tokens, batch.segments, rows).index_select(0, places)
             if entropy == "values alone":
                 logprobs, entropies = (
                     h_ED.new_zeros(len(h_ED), 1, dtype=torch.float32),
@@ -319,16 +323,16 @@ class SingleBackend:
                 request = self._head_request(batch, streams, entropy)
                 logprobs, entropies = entry_logprobs(
                     h_ED,
-                    self._trunk.logits,
+                    self.trunk.logits,
                     request,
                     self._config.vocab_size,
                     self._max_logits,
-                    fixed=self._compute.deterministic,
+                    fixed=self.compute.deterministic,
                 )
         return (
             logprobs,
             entropies,
-            None if self._value_head is None else self._value_head(h_ED.float()),
+            None if self.value_head is None else self.value_head(h_ED.float()),
         )
 
     def _top(self, batch: Batch, num: int) -> dict[str, Tensor]:
@@ -347,11 +351,11 @@ class SingleBackend:
                 self._tensor(each) for each in np.unique(batch.sources, return_inverse=True)
             )
             tokens = self._tensor(batch.token_ids), self._tensor(batch.positions)
-            h_ED = self._trunk.hidden(*tokens, batch.segments, rows).index_select(0, places)
+            h_ED = self.trunk.hidden(*tokens, batch.segments, rows).index_select(0, places)
             size = max(1, (1 << 22) // self._config.vocab_size)
             for start in range(0, len(h_ED), size):
                 at = slice(start, start + size)
-                z_nV = self._trunk.logits(h_ED[at]) / temperature[at, None]
+                z_nV = self.trunk.logits(h_ED[at]) / temperature[at, None]
                 logprobs_nV = z_nV.log_softmax(-1)
                 parts.append((logprobs_nV.gather(1, wanted[at]), *logprobs_nV.topk(num)))
         logprobs, top, top_ids = (torch.cat(each) for each in zip(*parts, strict=True))
@@ -380,7 +384,7 @@ class SingleBackend:
     ) -> NoReturn:
         """Write the batch to a file, name the first sequence with a non-finite loss, and raise
         TrainError."""
-        self._trained.zero_grad(set_to_none=True)
+        self.trained.zero_grad(set_to_none=True)
         if is_finite:
             raise RemoteRankError(
                 f"the loss of step {self._num_steps + 1} is not finite on another rank"
@@ -414,7 +418,7 @@ class SingleBackend:
     # --- precision and memory
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self._compute.precision != "bf16":
+        if self.compute.precision != "bf16":
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, torch.bfloat16)
 
@@ -429,10 +433,10 @@ class SingleBackend:
                     f"{folder} is from another model: '{name}' is {shapes[0]} there and "
                     f"{shapes[1]} here"
                 )
-        if (self._value_head is not None) != bool(state.get("value_head")):
+        if (self.value_head is not None) != bool(state.get("value_head")):
             raise ConfigError(
                 f"{folder} is from a backend "
-                f"{'without' if self._value_head is not None else 'with'} a critic"
+                f"{'without' if self.value_head is not None else 'with'} a critic"
             )
         there = msgspec.json.decode(state["optim"])
         here = msgspec.json.decode(msgspec.json.encode(self._optim))

@@ -123,7 +123,7 @@ class SeparateCritic:
     def __init__(self, policy: Backend, critic: Backend) -> None:
         """``critic`` has a value head, ``policy`` does not."""
         self._policy = policy
-        self._critic = critic
+        self.critic = critic
 
     @property
     def packing(self) -> PackingSpec:
@@ -144,25 +144,25 @@ class SeparateCritic:
             for batch in batches
             if "rl" in batch.denominators
         ]
-        learnt = self._critic.forward_backward(
+        learnt = self.critic.forward_backward(
             reinforced, LossSpec(policy=CriticOnlyLoss(), value=loss.value)
         )
         return {**measured, "value_loss": learnt.get("value_loss", 0.0)}
 
     def optim_step(self) -> dict[str, float]:
         with self._both_or_none():
-            for backend in (self._policy, self._critic):  # before either moves
+            for backend in (self._policy, self.critic):  # before either moves
                 backend.check_gradient()
-            critic = self._critic.optim_step()
+            critic = self.critic.optim_step()
             return {**self._policy.optim_step(), "critic_grad_norm": critic["grad_norm"]}
 
     def check_gradient(self) -> None:
         with self._both_or_none():
-            for backend in (self._policy, self._critic):
+            for backend in (self._policy, self.critic):
                 backend.check_gradient()
 
     def clear_gradient(self) -> None:
-        for backend in (self._policy, self._critic):
+        for backend in (self._policy, self.critic):
             backend.clear_gradient()
 
     @contextlib.contextmanager
@@ -178,7 +178,7 @@ class SeparateCritic:
         return self._policy.logprobs(batches)
 
     def values(self, batches: Many[Batch]) -> list[Floats]:
-        return self._critic.values(batches)
+        return self.critic.values(batches)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._policy.weights()
@@ -189,7 +189,7 @@ class SeparateCritic:
     def save(self, folder: Path) -> Callable[[], None] | None:
         waits = [
             wait_for
-            for wait_for in (self._policy.save(folder), self._critic.save(folder / _FOLDER))
+            for wait_for in (self._policy.save(folder), self.critic.save(folder / _FOLDER))
             if wait_for is not None
         ]
 
@@ -201,4 +201,4 @@ class SeparateCritic:
 
     def load(self, folder: Path) -> None:
         self._policy.load(folder)
-        self._critic.load(folder / _FOLDER)
+        self.critic.load(folder / _FOLDER)

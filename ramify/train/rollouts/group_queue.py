@@ -198,7 +198,7 @@ class GroupQueue:
         """Records of items that were passed over, until they are written."""
         self.by_id: dict[str, Item] = {}
         """Items of the open groups, by id."""
-        self._open: list[OpenGroup] = []
+        self.open_groups: list[OpenGroup] = []
         """In the order in which they began."""
         self._step = 0
         self._begun_in_step = 0
@@ -224,7 +224,7 @@ class GroupQueue:
                 self._find_complete()
                 self._report_progress()
                 self._begin()
-                if not suffice(self._sample, self._open, self._whole(), self._step):
+                if not suffice(self._sample, self.open_groups, self._whole(), self._step):
                     await self._wait()
                 elif unscored := self._unscored():
                     await self._score(unscored)
@@ -241,7 +241,9 @@ class GroupQueue:
 
     def state(self) -> tuple[int, list[int]]:
         """(number of the first item that has never begun, numbers of items of the open groups)"""
-        return self._next_item, sorted([*self._pending, *(entry.number for entry in self._open)])
+        return self._next_item, sorted(
+            [*self._pending, *(entry.number for entry in self.open_groups)]
+        )
 
     def skipped(self) -> list[GroupRecord]:
         """Records of the items that were passed over since the last call or step."""
@@ -262,10 +264,12 @@ class GroupQueue:
 
     async def close(self) -> None:
         """Cancel all rollouts, and wait until they have ended."""
-        tasks = [entry.task for entry in self._open]
+        tasks = [entry.task for entry in self.open_groups]
         for task in tasks:
             task.cancel()
-        await close([a for entry in self._open for a in entry.rolling.attempts] + self._given_up)
+        await close(
+            [a for entry in self.open_groups for a in entry.rolling.attempts] + self._given_up
+        )
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # --- beginning groups
@@ -277,12 +281,12 @@ class GroupQueue:
             self._step, self._begun_in_step = step, 0
 
     def _note_begun(self) -> None:
-        for entry in self._open:
+        for entry in self.open_groups:
             if entry.step is None and entry.rolling.began:
                 entry.step = self._step
 
     def _begin(self) -> None:
-        for _ in range(room(self._sample, self._open, self._step, self._num_steps)):
+        for _ in range(room(self._sample, self.open_groups, self._step, self._num_steps)):
             number, item = self._next()
             name = (
                 f"item={number}"
@@ -292,7 +296,7 @@ class GroupQueue:
             self._begun_in_step += 1
             self.by_id[item.id] = item
             rolling = self._rollouts.begin(item, name, self._over)
-            self._open.append(
+            self.open_groups.append(
                 OpenGroup(number, rolling, asyncio.create_task(self._rolled(rolling)))
             )
 
@@ -335,7 +339,7 @@ class GroupQueue:
         completion."""
         if self._work is not None:
             over = sorted(
-                (entry.rolling.num_over for entry in self._open if not entry.has_no_signal),
+                (entry.rolling.num_over for entry in self.open_groups if not entry.has_no_signal),
                 reverse=True,
             )
             self._work.at(sum(over[: self._sample.items]))
@@ -343,12 +347,12 @@ class GroupQueue:
     # --- waiting for groups
 
     def _whole(self) -> list[OpenGroup]:
-        return [each for each in self._open if each.is_whole]
+        return [each for each in self.open_groups if each.is_whole]
 
     def _find_complete(self) -> None:
         """Find groups that have become complete."""
         self._note_begun()
-        for entry in self._open:
+        for entry in self.open_groups:
             if entry.group is None and entry.task.done():
                 entry.group = entry.task.result()
                 if not self._rollouts.is_scored_by_step(entry.rolling.item):
@@ -378,7 +382,7 @@ class GroupQueue:
 
     async def _wait(self) -> None:
         """Wait until another group is complete, or until it is time to check for slow rollouts."""
-        running = [entry.task for entry in self._open if entry.group is None]
+        running = [entry.task for entry in self.open_groups if entry.group is None]
         await asyncio.wait(
             running, timeout=self._give_up_slow_ones(), return_when=asyncio.FIRST_COMPLETED
         )
@@ -389,8 +393,8 @@ class GroupQueue:
         if not self._sample.straggler_factor or 2 * len(self._took_s) < (self._took_s.maxlen or 0):
             return None
         bound = self._sample.straggler_factor * median(self._took_s)
-        left_s = [_time_left(each, bound) for each in self._open]
-        slow, wait_s = too_slow(self._sample, self._open, left_s, self._step)
+        left_s = [_time_left(each, bound) for each in self.open_groups]
+        slow, wait_s = too_slow(self._sample, self.open_groups, left_s, self._step)
         for each in slow:
             for attempt in _unfinished(each):
                 self._give_up(attempt, bound)
@@ -422,8 +426,8 @@ class GroupQueue:
             given_up += [entry.account(spare=True) for entry in with_signal[sample.items :]]
             closed = whole
         closed_ids = {id(entry) for entry in closed}
-        self._open = [entry for entry in self._open if id(entry) not in closed_ids]
-        remaining = {entry.rolling.item.id for entry in self._open}
+        self.open_groups = [entry for entry in self.open_groups if id(entry) not in closed_ids]
+        remaining = {entry.rolling.item.id for entry in self.open_groups}
         for item in self.by_id.keys() - remaining:
             del self.by_id[item]
         metrics = {"items": float(len(closed))}
@@ -431,7 +435,7 @@ class GroupQueue:
             metrics["skipped_items"] = float(len(self._skipped))
         given_up += self.skipped()
         if sample.max_staleness:
-            metrics["in_flight"] = float(len(self._open))
+            metrics["in_flight"] = float(len(self.open_groups))
         if sample.straggler_factor:
             metrics["stragglers"] = float(len(self._notes))
         if self._rollouts.room.follows:

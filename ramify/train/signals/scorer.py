@@ -281,13 +281,13 @@ class RunTeachers:
         self._weights = weights
         self._is_copy = is_copy
         self._executor = ThreadPoolExecutor(1, "ramify-teacher")
-        self._models: dict[str, Any] = {}
+        self.models: dict[str, Any] = {}
         self._scorers: dict[str, Any] = {}
         for name in self._sources:
             if name not in ("reference", "ema", "live", "random") and not name.startswith(
                 "client:"
             ):
-                self._models[name] = self._from_checkpoint(name)
+                self.models[name] = self._from_checkpoint(name)
 
     async def at(self, step: int) -> Mapping[str, TokenScorer]:
         """The scorers for step ``step`` of the stage, with averages updated."""
@@ -321,7 +321,7 @@ class RunTeachers:
         """Write the state that cannot be recomputed: the average after the last step."""
         from ramify.models.load import save_policy
 
-        save_policy(self._models["ema"], folder)
+        save_policy(self.models["ema"], folder)
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote. Raises ConfigError if the folder does not exist."""
@@ -333,20 +333,20 @@ class RunTeachers:
                 "teacher 'ema', so this run cannot be resumed from it; start a new run, or resume "
                 "from a checkpoint that holds them"
             )
-        self._models["ema"] = load_policy(folder, None, self._policy.device)
+        self.models["ema"] = load_policy(folder, None, self._policy.device)
 
     def _prepare(self, step: int) -> None:
         """Update the average and create missing scorers; runs in the teachers' thread."""
         from ramify.models.weights import load_weights
 
         for name, decay in self._sources.items():
-            if name == "ema" and name in self._models:
+            if name == "ema" and name in self.models:
                 self._average(decay)
             if name not in self._scorers:
                 self._scorers[name] = self._scorer(name, step)
             if name == "live" and self._is_copy:
                 load_weights(
-                    self._models[name].model, dict(self._weights()), "the policy that is trained"
+                    self.models[name].model, dict(self._weights()), "the policy that is trained"
                 )
 
     def _scorer(self, name: str, step: int) -> Any:
@@ -354,8 +354,8 @@ class RunTeachers:
             if self._client_of is None:
                 raise ConfigError(f"teacher '{name}': this run cannot connect to its client")
             return ClientScorer(self._client_of(name.removeprefix("client:")))
-        policy = self._models.get(name) or self._policy_for(name, step)
-        self._models[name] = policy
+        policy = self.models.get(name) or self._policy_for(name, step)
+        self.models[name] = policy
         backend = self._backend_of(policy)
         run = (
             self._in_engine
@@ -405,7 +405,7 @@ class RunTeachers:
         """Update the average: w ← (1 − decay) w + decay · policy"""
         import torch
 
-        averages = dict(self._models["ema"].model.named_parameters())
+        averages = dict(self.models["ema"].model.named_parameters())
         with torch.no_grad():
             for name, weight in self._weights():
                 average = averages[name]

@@ -62,7 +62,7 @@ def test_trainer_memory_matches_real_backend(kind: Any) -> None:
     single = stepped(optim)
     weights = sum(tensor.nbytes for _, tensor in single.weights())
     state = 0
-    for each in single._optimizers.each:
+    for each in single.optimizers.each:
         for of_one in each.state.values():
             state += sum(
                 value.nbytes
@@ -77,7 +77,7 @@ def test_engine_cache_memory_matches_real_engine() -> None:
     running = helpers.engine(model, slots=slots)
     running.add(Generation([5, 6, 7], max_tokens=helpers.WINDOW - 3))
     running.step()
-    real = running.runner._cache.kv.nbytes  # type: ignore[attr-defined]
+    real = running.runner.cache_bytes  # type: ignore[attr-defined]
     shape = shape_of(model.config)
     assert memory.cache_bytes(shape, CPU, 4, slots, None) == real
     run = small(policy=msgspec.structs.replace(small().policy, slots=slots))

@@ -148,7 +148,7 @@ def test_tree_stays_at_its_server_and_trees_are_distributed() -> None:
             await asyncio.gather(*map(made.engines.complete, asked))
             steps = [each.engine.num_computed for each in made.locals]
             assert min(steps) > 0
-            where = {seed: made.engines._fleet.trees[seed].url for seed in range(9)}
+            where = {seed: made.engines.fleet.trees[seed].url for seed in range(9)}
             assert sorted(list(where.values()).count(url) for url in set(where.values())) == [
                 3,
                 3,
@@ -156,7 +156,7 @@ def test_tree_stays_at_its_server_and_trees_are_distributed() -> None:
             ]
             first = await made.engines.complete(request(0, 4))
             assert first.usage.cached_tokens == len(first.prompt_ids or ()) - 1
-            assert made.engines._fleet.trees[0].url == where[0]
+            assert made.engines.fleet.trees[0].url == where[0]
 
     run(test)
 
@@ -279,7 +279,7 @@ def test_engines_compute_with_the_shared_weights_of_the_trainer() -> None:
             assert (
                 len({next(each.policy.model.parameters()).data_ptr() for each in made.locals}) == 2
             )  # mapped twice
-            weight_sync = made.engines._sync._weight_sync
+            weight_sync = made.engines.sync.weight_sync
             with torch.no_grad():
                 for parameter in made.trained.model.parameters():
                     parameter += 1.0
@@ -304,7 +304,7 @@ def test_restarted_engine_gets_all_weights() -> None:
         async with world(weight_sync="delta") as made:
             await made.train(1)
             base = made.servers[1].url.removesuffix("/v1")
-            info = made.engines._sync._weight_sync.open(1)[0]
+            info = made.engines.sync.weight_sync.open(1)[0]
             async with (
                 engine_session() as http,
                 http.post(
@@ -335,7 +335,7 @@ def test_torn_weight_file_stops_at_the_last_good_version(tmp_path: Path) -> None
         async with world(
             1, weight_sync="file", weight_sync_options={"folder": str(tmp_path)}
         ) as made:
-            made.engines._sync._weight_sync = Tearing(folder=str(tmp_path))
+            made.engines.sync.weight_sync = Tearing(folder=str(tmp_path))
             await made.train(1)
             with pytest.raises(
                 TrainError,

@@ -254,7 +254,7 @@ def test_delta_is_enough_if_sleep_kept_the_weights(level: int, share: float) -> 
             await made.train(1)
             await made.engines.sleep()
             await made.engines.update(made.sources(), 2)
-            carried: Any = made.engines._sync._weight_sync
+            carried: Any = made.engines.sync.weight_sync
             total = sum(parameter.nbytes for parameter in made.trained.model.parameters())
             assert carried.num_bytes == share * total
             assert fingerprint(made.locals[0].policy.model) == fingerprint(made.trained.model)
@@ -289,7 +289,7 @@ def test_external_engine_is_left_awake_and_woken_if_found_asleep() -> None:
                 f"{made.url}/v1/completions",
                 {"prompt": [5, 6], "max_tokens": 2, "temperature": 0},
             )
-            assert made.engines._fleet.spec.level == 1  # so that it has weights in any case
+            assert made.engines.fleet.spec.level == 1  # so that it has weights in any case
             before = await fetch_json(*asked)
             await made.engines.sleep()
             await made.engines.close()  # as after an error in the middle of learning

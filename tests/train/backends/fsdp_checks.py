@@ -33,7 +33,7 @@ def spread(ranks: FsdpRanks, compute: ComputeSpec | None = None) -> FsdpModel:
 def check_gradients(model: FsdpModel, single: SingleBackend) -> None:
     """Compare the full gradient to 1e-5 of its norm, and each tensor to 1e-4 of its norm."""
     ours = dict(model.gradients())
-    wanted = {name: each.grad for name, each in single._model.named_parameters()}
+    wanted = {name: each.grad for name, each in single.model.named_parameters()}
     assert list(ours) == list(wanted)
     apart = {name: float((gradient - wanted[name]).norm()) for name, gradient in ours.items()}
     norms = {name: float(each.norm()) for name, each in wanted.items()}

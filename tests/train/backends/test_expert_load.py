@@ -62,7 +62,7 @@ def learn(config: Any, batches: list[Batch], **compute: Any) -> tuple[dict[str, 
     """Return (metrics, gradient by parameter name)."""
     backend = SingleBackend(policy(config), compute=ComputeSpec(precision="fp32", **compute))
     measured = backend.forward_backward(batches, LOSS)
-    return measured, {name: each.grad for name, each in backend._model.named_parameters()}
+    return measured, {name: each.grad for name, each in backend.model.named_parameters()}
 
 
 def without_router_loss(config: Any) -> Any:

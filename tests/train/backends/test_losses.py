@@ -87,7 +87,7 @@ def learn(
     measured = backend.forward_backward(batches, loss)
     found = {
         name: each.grad
-        for name, each in backend._trained.named_parameters()
+        for name, each in backend.trained.named_parameters()
         if each.grad is not None
     }
     return measured["loss"], found
@@ -211,18 +211,18 @@ def test_infinite_gradient_of_policy_or_critic_stops_both(bad: str) -> None:
     batches, loss = pack(rows), LossSpec(policy=ImportanceSampling())
     own.forward_backward(batches, loss)
     before = [
-        each.detach().clone() for one in (policies, critics) for each in one._trained.parameters()
+        each.detach().clone() for one in (policies, critics) for each in one.trained.parameters()
     ]
     broken = next(
         each
-        for each in (policies if bad == "policy" else critics)._trained.parameters()
+        for each in (policies if bad == "policy" else critics).trained.parameters()
         if each.grad is not None
     )
     assert broken.grad is not None
     broken.grad.fill_(torch.inf)
     with pytest.raises(TrainError, match="the gradient of step 1 is not finite"):
         own.optim_step()
-    now = [each for one in (policies, critics) for each in one._trained.parameters()]
+    now = [each for one in (policies, critics) for each in one.trained.parameters()]
     assert all(torch.equal(each, was) for each, was in zip(now, before, strict=True))
     assert (policies.version, critics.version) == (0, 0)
     assert all(each.grad is None for each in now)
@@ -234,7 +234,7 @@ def test_infinite_gradient_of_policy_or_critic_stops_both(bad: str) -> None:
 def test_critic_is_saved_and_loaded_and_missing_critic_is_rejected(tmp_path: Any) -> None:
     backend = SeparateCritic(SingleBackend(policy()), SingleBackend(policy(), critic=True))
     with torch.no_grad():
-        backend._critic._value_head.weight.fill_(0.5)  # type: ignore[attr-defined]
+        backend.critic.value_head.weight.fill_(0.5)  # type: ignore[attr-defined]
     backend.save(tmp_path / "own")
     again = SeparateCritic(
         SingleBackend(policy(seed=1)), SingleBackend(policy(seed=1), critic=True)

@@ -81,7 +81,7 @@ def test_training_steps_match_single_process(
     for _ in range(2):
         found, wanted = (each.forward_backward(batches, LOSS) for each in (ours, single))
         assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
-        gradients = {name: each.grad for name, each in single._model.named_parameters()}
+        gradients = {name: each.grad for name, each in single.model.named_parameters()}
         for name, gradient in model.gradients():
             theirs = gradients.pop(name)
             assert theirs is not None

@@ -203,7 +203,7 @@ def test_every_stage_backend_uses_the_chosen_precision(
     trained = trained_model(made, tmp_path)
     wanted = "bf16" if computed == "bf16" else "fp32"
     backends = [trained.backend(stage.optim) for stage in made.fixed]
-    assert [each._compute.precision for each in backends] == [wanted, wanted]  # type: ignore[attr-defined]
+    assert [each.compute.precision for each in backends] == [wanted, wanted]  # type: ignore[attr-defined]
 
 
 def test_resumed_backend_uses_its_own_precision(tmp_path: Path) -> None:

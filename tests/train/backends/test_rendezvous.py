@@ -118,15 +118,17 @@ def test_several_machines_need_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # --- the store of a group
 
 
-def stores(look: Callable[[], None] = lambda: None) -> tuple[StoreHost, ChannelStore]:
+def stores(
+    look: Callable[[], None] = lambda: None,
+) -> tuple[StoreHost, ChannelStore, Channel]:
     import socket
 
     ours, theirs = (Channel(each) for each in socket.socketpair())
-    return StoreHost([ours], look), ChannelStore(theirs)
+    return StoreHost([ours], look), ChannelStore(theirs), theirs
 
 
 def test_store_has_the_operations_of_torch() -> None:
-    host, other = stores()
+    host, other, channel = stores()
     prefixed = torch.distributed.PrefixStore("a", other)
     try:
         host.store.set("a/x", "1")
@@ -143,14 +145,14 @@ def test_store_has_the_operations_of_torch() -> None:
             prefixed.wait(["never"], timedelta(seconds=0.1))
     finally:
         host.close()
-        other._channel.close()
+        channel.close()
 
 
 def test_wait_fails_with_the_reason_once_a_rank_has_ended() -> None:
     def look() -> None:
         raise TrainError("rank 1 did not start: it ended with status 3")
 
-    host, other = stores(look)
+    host, other, channel = stores(look)
     began = time.monotonic()
     with pytest.raises(torch.distributed.DistStoreError, match="rank 1 did not start: it ended"):
         host.store.wait(["never"], timedelta(seconds=600))
@@ -158,7 +160,7 @@ def test_wait_fails_with_the_reason_once_a_rank_has_ended() -> None:
     host.close()
     with pytest.raises(torch.distributed.DistNetworkError, match="rank 0, which has the store"):
         other.check(["x"])
-    other._channel.close()
+    channel.close()
 
 
 # --- the connections of a group

@@ -34,7 +34,7 @@ def learn(
     """Return (loss, gradient by parameter name)."""
     backend = backend or SingleBackend(policy())
     measured = backend.forward_backward(batches, LOSS)
-    return measured["loss"], {name: each.grad for name, each in backend._model.named_parameters()}
+    return measured["loss"], {name: each.grad for name, each in backend.model.named_parameters()}
 
 
 def check_same(
@@ -113,7 +113,7 @@ def test_recomputing_activations_changes_nothing(config: Any):
     ):
         backend = SingleBackend(model, compute=compute)
         check_same(learn(pack(tree()), backend), wanted)
-        backend._model.zero_grad()
+        backend.model.zero_grad()
 
 
 def test_transformers_module_gets_same_gradients_on_forest_and_rows():
@@ -162,9 +162,9 @@ def test_logprobs_match_plain_softmax(config: Any):
         ids = torch.from_numpy(each.token_ids)
         with torch.no_grad():
             if isinstance(config, GPT2Config):
-                logits = backend._model(input_ids=ids[None]).logits[0]
+                logits = backend.model(input_ids=ids[None]).logits[0]
             else:
-                logits = backend._trunk.logits(hidden_states(backend, each))
+                logits = backend.trunk.logits(hidden_states(backend, each))
         wanted = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0] * torch.from_numpy(
             each.rl[1:] > 0
         )
@@ -174,7 +174,7 @@ def test_logprobs_match_plain_softmax(config: Any):
 def hidden_states(backend: SingleBackend, each: TokenSequence) -> Tensor:
     (batch,) = pack([each])
     every = torch.arange(len(each))
-    return backend._trunk.hidden(torch.from_numpy(each.token_ids), every, batch.segments, every)
+    return backend.trunk.hidden(torch.from_numpy(each.token_ids), every, batch.segments, every)
 
 
 def test_logprobs_use_the_samplers_temperature_and_kept_sets():
@@ -190,7 +190,7 @@ def test_logprobs_use_the_samplers_temperature_and_kept_sets():
     )
     backend = SingleBackend(policy())
     with torch.no_grad():
-        logits = backend._trunk.logits(hidden_states(backend, plain)) / 0.5
+        logits = backend.trunk.logits(hidden_states(backend, plain)) / 0.5
     drawn = np.flatnonzero(plain.mask)
     sampler = np.zeros(len(plain), np.float32)
     for token in drawn:
@@ -301,7 +301,7 @@ def test_non_finite_gradient_stops_before_weights_change():
     backend = SingleBackend(policy())
     batches = pack(tree())
     backend.forward_backward(batches, LOSS)
-    name, first = next(backend._model.named_parameters())
+    name, first = next(backend.model.named_parameters())
     first.grad.fill_(torch.inf)
     kept = dict(backend.weights())[name].clone()
     with pytest.raises(TrainError, match="gradient of step 1 is not finite"):

@@ -298,7 +298,7 @@ def test_step_progress_counts_only_rollouts_the_step_needs() -> None:
         with subscribe(seen.append):
             taking = asyncio.create_task(queue.take(0))
             await wait_until(
-                lambda: [each.rolling.num_over for each in queue._open] == [2, 2, 2, 2]
+                lambda: [each.rolling.num_over for each in queue.open_groups] == [2, 2, 2, 2]
             )
             assert max((each.done, each.total) for each in seen if each.what == "rollouts") == (
                 4,
@@ -319,7 +319,7 @@ def test_slow_rollout_not_needed_by_the_step_keeps_running() -> None:
         taken = await queue.take(0)
         assert (0 in numbers(taken), taken.notes) == (False, [])
         gates.open(0)
-        await wait_until(lambda: all(each.task.done() for each in queue._open))
+        await wait_until(lambda: all(each.task.done() for each in queue.open_groups))
         taken = await queue.take(1)
         assert (0 in numbers(taken), taken.notes) == (True, [])
 

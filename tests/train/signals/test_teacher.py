@@ -398,7 +398,7 @@ def test_frozen_averaged_live_and_checkpoint_teachers(policy: Policy, folder: Pa
         assert first["random"] != first["live"]
         assert second["live"] != first["live"]
         assert second["ema"] not in (first["ema"], second["live"])
-        averaged = next(iter(found._models["ema"].model.parameters()))
+        averaged = next(iter(found.models["ema"].model.parameters()))
         assert torch.allclose(averaged, before * 0.75 + weight * 0.25, atol=1e-6)
         found.close()
         found.save(folder / "kept")
@@ -409,7 +409,7 @@ def test_frozen_averaged_live_and_checkpoint_teachers(policy: Policy, folder: Pa
         resumed = asyncio.run(again.at(2))
         assert asyncio.run(resumed["reference"].score([row]))[0].logprobs == second["reference"]
         wanted = averaged.lerp(weight, 0.25)
-        assert torch.equal(next(iter(again._models["ema"].model.parameters())), wanted)
+        assert torch.equal(next(iter(again.models["ema"].model.parameters())), wanted)
         again.close()
         elsewhere = teachers(policy, folder / "other", "reference", "ema")
         with pytest.raises(
