@@ -29,6 +29,7 @@ import msgspec
 from ramify.clients.base import Client, Sampling
 from ramify.clients.pool import ClientPool
 from ramify.engine import rerun, threads
+from ramify.engine.answering import way_to_answer
 from ramify.engine.branch_search import search_of
 from ramify.engine.conversation import Conversation
 from ramify.engine.event_recorder import EventRecorder, checked_listener, tracing
@@ -289,14 +290,10 @@ class RLM:
 
     async def is_direct(self, prompt: Any, query: str | None = None) -> bool:
         """True if ``start`` would answer with one plain call, without a session. Calls no model."""
-        resolved, tools = question(prompt, query, None, False), self._setup.tools
-        if self._setup.search is not None:
-            return False
+        resolved = question(prompt, query, None, False)
         async with self._shared.use() as resources:
-            window = (await self._setup.connect(resources)).rlm(0).window
-            return resolved.is_direct(
-                self._setup.scaffold, window, bool(tools.functions or tools.values)
-            )
+            models = await self._setup.connect(resources)
+            return way_to_answer(self._setup, resolved, models, None) == "plain call"
 
     def conversation(
         self, prompt: Any, options: RunOptions | None = None, **changes: Unpack[RunKeywords]

@@ -98,9 +98,9 @@ class SingleBackend:
             self.value_head = value_head(policy.config.hidden_size).to(self._device)
         elif critic:
             self.value_head = self.model.get_submodule(VALUE_HEAD)
-        self.trained = _trained(self.model, self.value_head)
+        self.trained_modules = _trained(self.model, self.value_head)
         """The network with its value head, if there is one."""
-        self.optimizers = CombinedOptimizer(self.trained, self._optim, self._spread.muon)
+        self._optimizers = CombinedOptimizer(self.trained_modules, self._optim, self._spread.muon)
         self._num_steps = 0
         is_cuda = self._device.type == "cuda"
         gpu_bytes = torch.cuda.get_device_properties(self._device).total_memory if is_cuda else 0
@@ -165,7 +165,7 @@ class SingleBackend:
         if max_norm is not None and norm > max_norm:
             self._spread.scale(gradients, max_norm / norm)
         if gradients:
-            self.optimizers.step(lr)
+            self._optimizers.step(lr)
         self.clear_gradient()
         self._num_steps += 1
         return {"grad_norm": norm, "lr": lr}
@@ -174,12 +174,12 @@ class SingleBackend:
         self._gradients()
 
     def clear_gradient(self) -> None:
-        self.trained.zero_grad(set_to_none=True)
+        self.trained_modules.zero_grad(set_to_none=True)
 
     def _gradients(self) -> tuple[list[Tensor], float]:
         """The accumulated gradients and their norm. If it is not finite, clear them and raise
         TrainError."""
-        gradients = [p.grad for p in self.trained.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self.trained_modules.parameters() if p.grad is not None]
         norm = self._spread.norm(gradients)
         if not math.isfinite(norm):
             self.clear_gradient()
@@ -238,7 +238,7 @@ class SingleBackend:
         state = {
             "weights": dict(self.weights()),
             "value_head": {} if self.value_head is None else self.value_head.state_dict(),
-            "optimizers": self.optimizers.state_dict(),
+            "optimizers": self._optimizers.state_dict(),
             "optim": msgspec.json.encode(self._optim).decode(),
             "num_steps": self._num_steps,
             "random": torch.get_rng_state(),
@@ -257,7 +257,7 @@ class SingleBackend:
                 parameter.copy_(state["weights"][name])
         if self.value_head is not None:
             self.value_head.load_state_dict(state["value_head"])
-        self.optimizers.load_state_dict(state["optimizers"])
+        self._optimizers.load_state_dict(state["optimizers"])
         self._num_steps = state["num_steps"]
         torch.set_rng_state(state["random"].cpu())
         if state["cuda_random"] and self._device.type == "cuda":
@@ -268,7 +268,7 @@ class SingleBackend:
         """(name -> trained parameter, their optimizers)"""
         return {
             name: each for name, each in self.model.named_parameters() if each.requires_grad
-        }, self.optimizers
+        }, self._optimizers
 
     def go_on_from(self, num_steps: int) -> None:
         """Set the number of steps, after weights and optimizer were restored."""
@@ -384,7 +384,7 @@ class SingleBackend:
     ) -> NoReturn:
         """Write the batch to a file, name the first sequence with a non-finite loss, and raise
         TrainError."""
-        self.trained.zero_grad(set_to_none=True)
+        self.trained_modules.zero_grad(set_to_none=True)
         if is_finite:
             raise RemoteRankError(
                 f"the loss of step {self._num_steps + 1} is not finite on another rank"

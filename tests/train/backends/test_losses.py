@@ -87,7 +87,7 @@ def learn(
     measured = backend.forward_backward(batches, loss)
     found = {
         name: each.grad
-        for name, each in backend.trained.named_parameters()
+        for name, each in backend.trained_modules.named_parameters()
         if each.grad is not None
     }
     return measured["loss"], found
@@ -211,18 +211,20 @@ def test_infinite_gradient_of_policy_or_critic_stops_both(bad: str) -> None:
     batches, loss = pack(rows), LossSpec(policy=ImportanceSampling())
     own.forward_backward(batches, loss)
     before = [
-        each.detach().clone() for one in (policies, critics) for each in one.trained.parameters()
+        each.detach().clone()
+        for one in (policies, critics)
+        for each in one.trained_modules.parameters()
     ]
     broken = next(
         each
-        for each in (policies if bad == "policy" else critics).trained.parameters()
+        for each in (policies if bad == "policy" else critics).trained_modules.parameters()
         if each.grad is not None
     )
     assert broken.grad is not None
     broken.grad.fill_(torch.inf)
     with pytest.raises(TrainError, match="the gradient of step 1 is not finite"):
         own.optim_step()
-    now = [each for one in (policies, critics) for each in one.trained.parameters()]
+    now = [each for one in (policies, critics) for each in one.trained_modules.parameters()]
     assert all(torch.equal(each, was) for each, was in zip(now, before, strict=True))
     assert (policies.version, critics.version) == (0, 0)
     assert all(each.grad is None for each in now)
