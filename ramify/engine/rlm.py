@@ -29,7 +29,7 @@ import msgspec
 from ramify.clients.base import Client, Sampling
 from ramify.clients.pool import ClientPool
 from ramify.engine import rerun, threads
-from ramify.engine.answering import way_to_answer
+from ramify.engine.answering import ConversationState, way_to_answer
 from ramify.engine.branch_search import search_of
 from ramify.engine.conversation import Conversation
 from ramify.engine.event_recorder import EventRecorder, checked_listener, tracing
@@ -48,13 +48,7 @@ from ramify.engine.resources import (
     reply_cache,
     stored_in,
 )
-from ramify.engine.run_handle import (
-    ConversationState,
-    Result,
-    RunHandle,
-    blocked_as_suspended,
-    checked,
-)
+from ramify.engine.run_handle import Result, RunHandle, blocked_as_suspended, checked
 from ramify.engine.scaffold import Scaffold, card_of, scaffold_of
 from ramify.engine.tool_set import Tools, ToolSet
 from ramify.errors import ConfigError
