@@ -21,7 +21,7 @@ from ramify.errors import ConfigError, SandboxError, SessionDied
 from ramify.sandbox.base import SandboxSpec, SharedContext, open_sandbox
 from ramify.sandbox.host.process_transport import pid_of
 from ramify.sandbox.jail import primitives
-from ramify.sandbox.providers.jail import WEAKER, JailSandbox, launched, launch, probe
+from ramify.sandbox.providers.jail import WEAKER, JailSandbox, launch, launched, probe
 from ramify.sandbox.providers.process import ProcessSandbox
 from tests.sandbox.jail_helpers import (
     answer,
