@@ -134,7 +134,7 @@ class Tunnel:
     """A proxy that opens connections on CONNECT, or refuses with ``status``."""
 
     def __init__(self, status=200, early=b"", tls=None):
-        self.heads, self._answer, self._tls = [], b"HTTP/1.1 %d X\r\n\r\n%s" % (status, early), tls
+        self.heads, self.answer, self._tls = [], b"HTTP/1.1 %d X\r\n\r\n%s" % (status, early), tls
         self.is_open = status == 200
 
     async def __aenter__(self):
@@ -152,7 +152,7 @@ class Tunnel:
         self._tasks.add(asyncio.current_task())
         head = await reader.readuntil(b"\r\n\r\n")
         self.heads.append(head.decode())
-        writer.write(self._answer)
+        writer.write(self.answer)
         if self.is_open:
             place = head.split()[1].decode().rsplit(":", 1)
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", int(place[1]))
@@ -236,7 +236,7 @@ def test_proxy_that_opens_no_connection_is_named(status, early, says, again, mon
 def test_proxy_that_speaks_no_http_is_named_and_tried_again(answer, says, monkeypatch):
     async def main():
         async with Tunnel() as proxy:
-            proxy._answer, proxy._is_open = answer, False
+            proxy.answer, proxy.is_open = answer, False
             monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{proxy.port}")
             pool = ClientPool(max_attempts=1)
             with pytest.raises(Unreachable) as caught:
