@@ -63,7 +63,28 @@ def run():
         rl=train.RlSpec(steps=2, rollout=train.RolloutOptions(direct=True)),
         limits=Limits(max_reply_tokens=64),
     )
+
+
+class Broken:
+    def reset(self, seed=None):
+        raise OSError("map file missing")
+
+
+class Old:
+    def reset(self):
+        return 0
+
+
+goals = tasks.generated("lake", lambda rng: tasks.Item("Walk from S to G."))
+broken_lake = tasks.env_task("lake", goals, lambda item: Broken())
+old_lake = tasks.env_task("lake", goals, lambda item: Old())
+
+
+def served():
+    from ramify.evaluate import McpTask
+    return McpTask(task(), "no-such-server --stdio")
 """
+PICTURE = [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}]
 POLICY = {
     "model_type": "qwen3",
     "vocab_size": 300,
@@ -224,6 +245,40 @@ MISTAKES: tuple[Mistake, ...] = (
         'task.options={"id": "FrozenLke-v1"}',
         says=("FrozenLke", "FrozenLake"),
     ),
+    _train(
+        "environment that raises",
+        "task.name=mine.py:broken_lake",
+        "task.options={}",
+        says=("item lake/train/0", "map file missing", "mine.py:"),
+    ),
+    _train(
+        "environment in the form of gym 0.21",
+        "task.name=mine.py:old_lake",
+        "task.options={}",
+        says=("reset returned a int", "(observation, info)"),
+    ),
+    _train(
+        "program of an MCP server",
+        "task.name=mine.py:served",
+        "task.options={}",
+        says=("no-such-server --stdio", "no program 'no-such-server' was found"),
+    ),
+    _train(
+        "picture in a row",
+        "task.name=picture.jsonl",
+        says=("picture.jsonl, line 1", "'image_url'", "only text is read"),
+    ),
+    _train(
+        "scaffold of a policy of words",
+        "policy.path=",
+        f"policy.shape={json.dumps(POLICY)}",
+        'policy.words=["a"]',
+        says=("scaffold=default", "system message", "scaffold=tiny"),
+    ),
+    _train("estimator as an objective", "rl.objective=branch", says=("set rl.algorithm=branch",)),
+    _train(
+        "forks without options", "rl.rollout.branch=vine", says=("rl.rollout.branch=vine", "where")
+    ),
     _train("split", 'evaluate.final=["tets"]', says=("'tets'", "did you mean 'test'?")),
     # evaluations
     _eval("task", "ledgr", says=("'ledgr'", "did you mean 'ledger'?")),
@@ -275,6 +330,9 @@ def prepare(folder: Path) -> None:
         "gap.jsonl": "\n".join(map(json.dumps, gap)),
         "torn.jsonl": "\n".join([lines[0], lines[1][:-9], *lines[2:]]),
         "replies.json": '["FINAL(1)"]',
+        "picture.jsonl": json.dumps(
+            {"prompt": [{"role": "user", "content": PICTURE}], "answer": "a"}
+        ),
         "policy/config.json": json.dumps(POLICY),
         "policy/tokenizer.json": "{}",
         "nothing/readme.txt": "",

@@ -104,6 +104,8 @@ def demos(
     plan = _plan(words, settings, num, attempts, seed)
     with ProgressScreen(notes, form_of(settings.get("progress"), notes)) as screen:
         task = task_for(plan, validate is not False, notes)
+        if (num_items := len(task.splits["train"])) < plan.items and num is not None:
+            notes.warning(f"--num {num}: the training split has {many(num_items, 'item')}")
         return _Demonstrations(settings, screen, plan, task, concurrency).run(
             Path(out).expanduser(),
             max_cost,

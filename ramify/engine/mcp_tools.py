@@ -147,6 +147,8 @@ class _McpConnection:
                     await self._stop.wait()
             except asyncio.CancelledError:
                 raise
+            except ConfigError as error:
+                ready.set_exception(error)
             except BaseException as error:  # noqa: BLE001 -- the SDK raises many types and groups
                 if not ready.done():
                     ready.set_exception(_unreachable(self._server, error, errors, self._start_s))
@@ -218,6 +220,11 @@ def _client(server: str, errors: Any) -> Client:
     if _is_address(server):
         return Client(server)
     variables, (command, *arguments) = _split(server)
+    if shutil.which(command, path=variables.get("PATH")) is None:
+        raise ConfigError(
+            f"the MCP server {recorded(server)} cannot be used: no program {command!r} was found "
+            "here: install it, or give its whole path"
+        )
     if os.name == "posix" and shutil.which(command):
         # The SDK starts a session for the server, and ends the server alone when its input ends:
         # the shell then ends what the server leaves in the session's process group.

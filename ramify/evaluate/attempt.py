@@ -250,6 +250,16 @@ def _gold(item: Item) -> dict[str, str]:
     return {} if gold is None else {"gold": text}
 
 
+async def check_begins(task: Task, item: Item, grace_s: float = GRACE_S) -> None:
+    """Begin ``item`` and end it at once, without a model. Raises RamifyError, which names task and
+    item, for a fault in the task's own code, such as that of its environment."""
+    start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
+    if start.on_end is not None:
+        await _in_time(
+            functools.partial(in_thread, start.on_end, None), task, item, "on_end", grace_s
+        )
+
+
 RootKind = Literal["session", "plain call", "conversations"]
 
 

@@ -27,8 +27,15 @@ class _WireToolCall(msgspec.Struct):
 
 
 class _TextPart(msgspec.Struct):
-    text: str
-    type: Literal["text"] = "text"
+    text: str = ""
+    type: str = "text"
+
+    def __post_init__(self) -> None:
+        if self.type != "text":
+            raise ValueError(
+                f"a part of a message has the type {self.type!r:.40}, and only text is read: leave "
+                "it out, or describe it in a text part"
+            )
 
 
 class WireMessage(msgspec.Struct):

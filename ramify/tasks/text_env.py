@@ -39,6 +39,8 @@ from ramify.types.message import Message
 from ramify.types.trajectory import Trajectory
 
 ENDED = "(the episode has ended)"
+REJECTED = "rejected actions"
+"""Metric: how many texts of an episode were no action."""
 _KEY = "episode"
 _ABOUT = (
     "`step(action)` does one action, given as text, in an environment, and returns what is seen "
@@ -112,7 +114,11 @@ def env_task(
             record = begin_episode(item).end(trajectory.answer)[_KEY]
         return Score(
             {"return": sum(record["rewards"])},
-            metrics={**record["metrics"], "steps": len(record["rewards"])},
+            metrics={
+                **record["metrics"],
+                "steps": len(record["rewards"]),
+                REJECTED: record["rejected"],
+            },
         )
 
     return SimpleTask(name, splits, WholeTrajectoryReward(score), dict(weights or {}), begin)
@@ -193,6 +199,7 @@ class EnvEpisode:
         self._render = render
         self._lock = threading.Lock()
         self._rewards: list[float] = []
+        self._num_rejected = 0
         self._done = False
         self.opening = self._opened(item)
         """First observation, without the question."""
@@ -218,8 +225,13 @@ class EnvEpisode:
         takes_seed = "seed" in parameters or any(
             each.kind is each.VAR_KEYWORD for each in parameters.values()
         )
-        observation, _ = self._env.reset(**({"seed": seed_of(item)} if takes_seed else {}))
-        return self._shown(observation)
+        found = self._env.reset(**({"seed": seed_of(item)} if takes_seed else {}))
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise RamifyError(
+                f"the environment's reset returned a {type(found).__name__}, as gym's before 0.26: "
+                "return (observation, info)"
+            )
+        return self._shown(found[0])
 
     def _shown(self, observation: Any) -> str:
         return str(observation) if self._render is None else self._render(self._env, observation)
@@ -232,7 +244,12 @@ class EnvEpisode:
         with self._lock:
             if self._done:
                 return ENDED
-            result = self._env.step(self._action(str(action)))
+            try:
+                value = self._action(str(action))
+            except ValueError:
+                self._num_rejected += 1
+                raise
+            result = self._env.step(value)
             observation, reward, self._done = _stepped(result)
             self._rewards.append(reward)
             seen = observation if isinstance(result, Mapping) else self._shown(observation)
@@ -251,7 +268,14 @@ class EnvEpisode:
                 for name, value in metrics.items()
                 if isinstance(value, int | float)
             }
-            return {_KEY: {"rewards": self._rewards, "done": self._done, "metrics": numbers}}
+            return {
+                _KEY: {
+                    "rewards": self._rewards,
+                    "done": self._done,
+                    "metrics": numbers,
+                    "rejected": self._num_rejected,
+                }
+            }
         finally:
             close = getattr(self._env, "close", None)
             if callable(close):
@@ -323,8 +347,14 @@ def _stepped(result: Any) -> tuple[Any, float, bool]:
     if isinstance(result, tuple) and len(result) == 5:
         observation, reward, terminated, truncated, _ = result
         return observation, float(reward), bool(terminated or truncated)
+    if isinstance(result, tuple) and len(result) == 4:
+        raise RamifyError(
+            "the environment's step returned 4 values, the form of gym before 0.26: return "
+            "(observation, reward, terminated, truncated, info)"
+        )
+    form = f"{len(result)} values" if isinstance(result, tuple) else f"a {type(result).__name__}"
     raise RamifyError(
-        f"the environment's step returned a {type(result).__name__}: it must be a mapping with "
+        f"the environment's step returned {form}: it must be a mapping with "
         "observations, reward and done, or (observation, reward, terminated, truncated, info)"
     )
 

@@ -50,11 +50,13 @@ from ramify.train.preflight import (
     check_deterministic,
     check_device,
     check_embedded,
+    check_first_item,
     check_inference,
     check_names,
     check_policies,
     check_policy_files,
     check_prompts,
+    check_scaffold,
     check_schedules,
     check_signals,
     check_task,
@@ -174,6 +176,8 @@ def resolve(run: Run) -> ResolvedRun:
     check_deterministic(run)
     task = task_of(run.task.name, **run.task.options)
     if run.is_evaluated:
+        check_scaffold(run, scaffold)
+        check_first_item(run, task)
         check_task(run, task)
     return ResolvedRun(task, scaffold)
 

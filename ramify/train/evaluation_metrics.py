@@ -18,6 +18,7 @@ from ramify.evaluate.statistics import MeanEstimate, mean_with_interval, share_w
 from ramify.logging import RoomLogger
 from ramify.tasks.base import Item, Task, items_of, total
 from ramify.tasks.mixture import MixtureTask
+from ramify.tasks.text_env import REJECTED
 from ramify.train.config import Run
 from ramify.train.metrics import of_parts, passes
 from ramify.train.placement.rollout_workers import RolloutWorkers
@@ -101,7 +102,21 @@ def report(
     for kind in sorted({kind for kind, _ in scores if kind}):
         values[f"{split}/{kind}"] = fmean(value for item_kind, value in scores if item_kind == kind)
     values |= {f"{split}/pass@{k}": value for k, value in passes(groups, weights).items()}
-    return values | _metrics(split, trees)
+    metrics = _metrics(split, trees)
+    _note_no_actions(split, metrics)
+    return values | metrics
+
+
+def _note_no_actions(split: str, metrics: Mapping[str, float]) -> None:
+    """Report an environment in which no text was an action, since it rewards nothing then."""
+    rejected = metrics.get(f"{split}/metric {REJECTED}", 0.0)
+    if rejected and not metrics.get(f"{split}/metric steps"):
+        text = (
+            f"{split}: no attempt did an action in its environment; {rejected:.3g} texts per "
+            "attempt were not actions: say in the item's question what an action looks like, show "
+            "it with demonstrations (sft.demos), or accept more in the task's `parse`"
+        )
+        _log.warning("no_actions", text, shown=True, split=split)
 
 
 def _scored(groups: Sequence[Group]) -> Iterator[Group]:

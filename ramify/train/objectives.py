@@ -240,6 +240,11 @@ def objective_named(name: str) -> str:
     name."""
     lower = name.lower()
     found = ALIASES.get(lower, ALGORITHMS.canonical(lower))
+    if found not in OBJECTIVES and ALGORITHMS.canonical(lower) in ALGORITHMS:
+        raise ConfigError(
+            f"objective '{name}' does not exist, but an estimator is called that: set "
+            f"rl.algorithm={ALGORITHMS.canonical(lower)}"
+        )
     if found not in OBJECTIVES:
         raise ConfigError(f"unknown objective '{name}': {nearest(name, OBJECTIVES)}")
     return found

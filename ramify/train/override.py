@@ -280,7 +280,24 @@ def _value(owner: msgspec.Struct, field: str, assignment: Assignment, choices: C
         try:
             return msgspec.convert(text, kind, strict=False)
         except msgspec.ValidationError:
-            raise ConfigError(f"override {assignment}: {_problem(first, kind, text)}") from first
+            why = _not_a_section(assignment, kind) or _problem(first, kind, text)
+            raise ConfigError(f"override {assignment}: {why}") from first
+
+
+def _not_a_section(assignment: Assignment, kind: Any) -> str:
+    """How a section of options is set, for a text that is none; empty if ``kind`` is not one."""
+    structs = [
+        each
+        for each in (kind, *typing.get_args(kind))
+        if isinstance(each, type) and issubclass(each, msgspec.Struct)
+    ]
+    if len(structs) != 1 or assignment.text.lstrip()[:1] in ("{", "["):
+        return ""
+    fields, name = structs[0].__struct_fields__, assignment.name
+    return (
+        f"{name} is a section: set its fields, as in {name}.{fields[0]}=…, or the whole as JSON, "
+        f"as in {name}='{{\"{fields[0]}\": …}}'; its fields are {', '.join(fields)}"
+    )
 
 
 def _problem(error: msgspec.ValidationError, kind: Any, text: str) -> str:

@@ -9,11 +9,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ramify.engine import observe
+from ramify.engine import observe, threads
 from ramify.engine.limits import Limits
 from ramify.engine.prompt_text import PromptFacts, context_facts
 from ramify.engine.scaffold import Scaffold
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, RamifyError
+from ramify.evaluate.attempt import GRACE_S, check_begins
 from ramify.inference.http.engine_process import check_program
 from ramify.logging import RoomLogger
 from ramify.models.checkpoint_files import (
@@ -101,6 +102,34 @@ def check_policy_files(run: Run) -> None:
         raise ConfigError(
             f"limits.max_reply_tokens={reply} leaves no room for a prompt: the policy's window has "
             f"{window} tokens ({where}): give less, or leave it out"
+        )
+
+
+def check_first_item(run: Run, task: Task) -> None:
+    """Begin one item and end it, so that a fault of its environment, its servers or its ``begin``
+    is reported before a policy is loaded. This calls no model."""
+    split, index = ("train", run.rl.sample.first_item) if run.rl is not None else ("validation", 0)
+    items = items_of(task, split)
+    if not len(items):
+        return
+    item = items[index % len(items)]
+    grace_s = run.rl.rollout.grace_s if run.rl is not None else GRACE_S
+    try:
+        threads.run(check_begins(task, item, grace_s))
+    except RamifyError as error:
+        where = f"task '{task.name}', item {item.id}"
+        text = str(error)
+        raise ConfigError(text if text.startswith(where) else f"{where}: {text}") from error
+
+
+def check_scaffold(run: Run, scaffold: Scaffold) -> None:
+    """Reject a scaffold with a system message for a policy whose format has none."""
+    spec = run.policy
+    if not spec.path and not spec.tokenizer and scaffold.system:
+        raise ConfigError(
+            f"scaffold={run.scaffold} begins with a system message, and the format of a policy "
+            "whose tokenizer is made here (policy.words, or from demonstrations) has none: set "
+            "scaffold=tiny, or give policy.path or policy.tokenizer"
         )
 
 

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from ramify.engine.scaffold import TINY
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import GeneratedSplit, Item, scored
-from ramify.tasks.text_env import ENDED, EnvEpisode, env_task, seed_of
+from ramify.tasks.text_env import ENDED, REJECTED, EnvEpisode, env_task, seed_of
 from ramify.tasks.validation import answered, validate
 from ramify.types.message import Message
 from tests.evaluate.helpers import evaluated, plan
@@ -378,3 +378,52 @@ def test_functions_that_cannot_be_called_are_refused_before_a_run(
     options = {"make": lambda item: Guess(7), **given}
     with pytest.raises(ConfigError, match=f"task 'guess': {error}"):
         env_task("guess", {"test": [Item("Guess.", id="a")]}, **options)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ((0, 1.0, False, {}), "step returned 4 values, the form of gym before 0.26: return"),
+        ((0, 1.0, False), "step returned 3 values: it must be"),
+        (0, "step returned a int: it must be"),
+    ],
+)
+def test_step_of_another_form_is_named(result: Any, message: str) -> None:
+    class Other:
+        def reset(self) -> Any:
+            return 0, {}
+
+        def step(self, action: str) -> Any:
+            return result
+
+    with pytest.raises(RamifyError, match=message):
+        EnvEpisode(Other(), Item("q", id="t/0")).step("1")
+
+
+def test_texts_that_are_no_actions_are_counted() -> None:
+    def parse(text: str) -> int:
+        return ["left", "right"].index(text)
+
+    class Walk:
+        def reset(self) -> Any:
+            return 0, {}
+
+        def step(self, action: int) -> Any:
+            return 0, 1.0, False, False, {}
+
+    task = env_task(
+        "walk",
+        {"test": [Item("q", id="t/0")]},
+        lambda item: Walk(),
+        parse=parse,
+        acts="replies",
+    )
+
+    for replies, steps in ((["go", "left", "up"], 1.0), (["go", "up"], 0.0)):
+        found = evaluated(
+            lambda messages, replies=replies: replies[len(messages) // 2],
+            task,
+            of=plan(task="walk", items=1),
+            limits={"max_turns": len(replies)},
+        )
+        assert [each.metrics for each in found.outcomes] == [{"steps": steps, REJECTED: 2.0}]

@@ -21,7 +21,7 @@ from ramify.train.metrics import (
     staleness,
 )
 from ramify.types.message import VersionSpan
-from ramify.types.trajectory import Stop
+from ramify.types.trajectory import Group, Stop, Trajectory
 from tests.shown import heard
 from tests.train import trees
 
@@ -120,3 +120,17 @@ def test_staleness_is_measured_per_token() -> None:
         "staleness_max": 3.0,
     }
     assert staleness([trees.group(trees.tree(trees.call("0", 4), reward=1.0))], 8) == {}
+
+
+def test_environment_in_which_no_text_is_an_action_is_named() -> None:
+    def played(steps: float) -> Group:
+        metrics = {"steps": steps, "rejected actions": 3.0}
+        return Group("a", [Trajectory("a", "q", rewards={"return": 0.0}, metrics=metrics)])
+
+    items = [Item("q", id="a")]
+    messages: list[str] = []
+    with heard(messages.append):
+        report("test", items, [played(1.0)], {}, max_failed=0.0)
+        assert not messages
+        report("test", items, [played(0.0)], {}, max_failed=0.0)
+    assert "test: no attempt did an action in its environment; 3 texts per attempt" in messages[0]

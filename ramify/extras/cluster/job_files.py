@@ -145,7 +145,8 @@ def _slurm(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
         'exit "$code"',
     ]
     texts = {"job.sbatch": "\n".join(lines) + "\n", "node.sh": node_script(job)}
-    return JobFiles(texts, (SubmitCommand(("sbatch", f"{folder}/job.sbatch")),))
+    command = SubmitCommand(("sbatch", f"{folder}/job.sbatch"), variables=options.secrets)
+    return JobFiles(texts, (command,))
 
 
 def _component(group: NodeGroup) -> list[str]:

@@ -100,6 +100,9 @@ def launch(
     made = job_files(on, job, options, str(folder))
     paths = _write(made, folder)
     print(f"{', '.join(paths)}: {' and '.join(map(str, job.groups))}")
+    unset = [name for name in options.secrets if not os.environ.get(name)]
+    if unset and not submit:
+        write(f"--secret {', '.join(unset)}: not set here; set it where you submit")
     for command in made.commands:
         if submit:
             _submit(command, folder)

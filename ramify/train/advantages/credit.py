@@ -49,6 +49,8 @@ class CreditNode(NamedTuple):
     """The call's question and context: calls with an equal value attempt the same thing."""
     num_tokens: int = 0
     """Number of tokens sampled in the call."""
+    is_agent: bool = False
+    """Whether the call is one of several agents of its rollout, each with its own reward."""
 
 
 class Baseline(Protocol):
@@ -71,11 +73,30 @@ def root(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[
     """Give every call its root's advantage. Rewards of other calls, and γ, are ignored. This is
     what trainers without call trees do.
 
-    roots 4 and 0, mean baseline: every call of the first tree gets 2, of the second -2."""
+    roots 4 and 0, mean baseline: every call of the first tree gets 2, of the second -2.
+
+    If a rollout has several agents with own rewards (self-play, best of n), each of them is an
+    attempt: agents 1 and -1 in each of two trees: every 1 gets 1, every -1 gets -1."""
     lengths = [sum(node.num_tokens for node in tree.values()) for tree in trees]
+    if any(len(roots_of(tree)) > 1 for tree in trees):
+        return _by_agent(trees, baseline)
     rewards = [tree[_root(tree)].reward for tree in trees]
     advantages = checked(baseline, rewards, baseline(rewards, lengths))
     return [dict.fromkeys(tree, value) for tree, value in zip(trees, advantages, strict=True)]
+
+
+def _by_agent(trees: Sequence[Tree], baseline: Baseline) -> list[Numbers]:
+    """Compare all agents of all trees with each other. A call of no agent gets the advantage of its
+    tree's first one."""
+    places = [(index, id) for index, tree in enumerate(trees) for id in roots_of(tree)]
+    agents = [trees[index][id] for index, id in places]
+    rewards = [node.reward for node in agents]
+    values = checked(baseline, rewards, baseline(rewards, [node.num_tokens for node in agents]))
+    by_place = dict(zip(places, values, strict=True))
+    return [
+        {id: by_place.get((index, id), by_place[index, _root(tree)]) for id in tree}
+        for index, tree in enumerate(trees)
+    ]
 
 
 def per_role(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
@@ -161,6 +182,12 @@ def _root(tree: Tree) -> str:
     return next(iter(tree))
 
 
+def roots_of(tree: Tree) -> list[str]:
+    """Ids of the calls that a group compares by their own rewards: the root, or each of several
+    agents."""
+    return [id for id, node in tree.items() if node.is_agent] or [_root(tree)]
+
+
 def returns_of(tree: Tree, gamma: float) -> Numbers:
     """R(call) = own reward + γ · R(parent)."""
     returns: Numbers = {}
@@ -184,7 +211,10 @@ def _advantages(
 
     So a call is compared among as many returns as its root, whether or not the other trees
     recursed, and its advantage has its root's scale. With ``dr_grpo`` and ``rloo`` it is γ times
-    its parent's advantage plus its own reward less the others', times (n-1)/n or 1."""
+    its parent's advantage plus its own reward less the others', times (n-1)/n or 1. Agents make no
+    calls, so trees with several of them are compared as by ``root``."""
+    if any(len(roots_of(tree)) > 1 for tree in trees):
+        return _by_agent(trees, baseline)
     rewards = [tree[_root(tree)].reward for tree in trees]
     lengths = [tree[_root(tree)].num_tokens for tree in trees]
     numbers: list[Numbers] = []
@@ -393,14 +423,29 @@ def tree_of(trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, C
     """Call id -> node, each parent before its children. ``weights`` are the task's, by reward
     name."""
     tree: dict[str, CreditNode] = {}
+    agents = _agents(trajectory)
     for call in in_order(trajectory):
-        rewards = trajectory.rewards if not tree else trajectory.call_rewards.get(call.id, {})
+        is_agent = call.id in agents
+        is_whole = not tree and not is_agent
+        rewards = trajectory.rewards if is_whole else trajectory.call_rewards.get(call.id, {})
         subtask = (call.question, call.context.digest if call.context else None)
         own, num = total(rewards, weights), num_sampled(call)
         tree[call.id] = CreditNode(
-            parent_of(trajectory, call), call.depth, own, call.kind, subtask, num
+            parent_of(trajectory, call), call.depth, own, call.kind, subtask, num, is_agent
         )
     return tree
+
+
+def _agents(trajectory: Trajectory) -> set[str]:
+    """Ids of the calls of several agents that the task rewarded separately; empty for one agent.
+    The lines of a fork are not agents."""
+    agents = {
+        call.id
+        for call in trajectory.calls
+        if call.parent is None and call.fork is None and call.id in trajectory.call_rewards
+    }
+    is_forked = any(call.parent is None and call.fork is not None for call in trajectory.calls)
+    return agents if len(agents) > 1 and not is_forked else set()
 
 
 def in_order(trajectory: Trajectory) -> list[Call]:

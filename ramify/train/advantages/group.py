@@ -47,6 +47,7 @@ from ramify.train.advantages.credit import (
     length_of,
     length_penalty,
     num_sampled,
+    roots_of,
     sampled,
     soft_overlong,
     tree_of,
@@ -379,7 +380,10 @@ def _scored(group: Group, task_weights: Mapping[str, float], options: GroupOptio
         [tree[root].reward for tree, root in zip(trees, roots, strict=True)], lengths, options
     )
     for tree, root, reward in zip(trees, roots, rewards, strict=True):
+        change = reward - tree[root].reward
         tree[root] = tree[root]._replace(reward=reward)
+        for agent in roots_of(tree)[1:]:
+            tree[agent] = tree[agent]._replace(reward=tree[agent].reward + change)
     return ScoredGroup(group, trees)
 
 

@@ -24,6 +24,8 @@ from ramify.train.advantages.credit import (
     root,
 )
 from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO, MaxRL, PassAtK
+from ramify.types.trajectory import Trajectory
+from tests.train import trees as made
 
 mean = DrGRPO().compare
 FIRST = {
@@ -228,3 +230,38 @@ def test_mean_grpo_and_rloo_baselines() -> None:
     assert RLOO().compare([3, 0, 0]) == pytest.approx([3, -1.5, -1.5])
     for baseline in (mean, GRPO().compare, RLOO().compare):
         assert (baseline([7]), baseline([]), baseline([0.1, 0.1, 0.1])) == ([0], [], [0, 0, 0])
+
+
+def test_agents_of_a_rollout_are_compared_by_their_own_rewards() -> None:
+    """Zero-sum self-play: the rollouts have equal means, and their agents do not."""
+    won = {"0": CreditNode(None, 0, 1, is_agent=True), "1": CreditNode(None, 0, -1, is_agent=True)}
+    drew = {"0": CreditNode(None, 0, 0, is_agent=True), "1": CreditNode(None, 0, 0, is_agent=True)}
+    for credit in CREDITS:
+        function = CREDITS.of(credit)
+        assert function([won, drew], mean, 1) == [
+            {"0": 1.0, "1": -1.0},
+            {"0": 0.0, "1": 0.0},
+        ]
+
+
+def advantages(*played: Trajectory) -> list[dict[str, float]]:
+    """The advantage of the first sampled token of each call, by rollout."""
+    step = DrGRPO(drop_zero_variance=False).assign_advantages([made.group(*played)], {})
+    return [
+        {id: credit.advantages[0] for (id, _), credit in rollout.credits.items()}
+        for rollout in step.rollouts
+    ]
+
+
+def test_agents_of_a_trajectory_have_own_rewards_and_other_conversations_do_not() -> None:
+    def agents(first: float, second: float) -> Trajectory:
+        return made.tree(
+            made.call("0", 2, reward=first), made.call("1", 2, reward=second), reward=0.0
+        )
+
+    assert advantages(agents(1, -1), agents(0.5, -0.5)) == [
+        {"0": 1.0, "1": -1.0},
+        {"0": 0.5, "1": -0.5},
+    ]
+    one = [made.tree(made.call("0", 2), made.call("1", 2), reward=r) for r in (1.0, 0.0)]
+    assert advantages(*one) == [{"0": 0.5, "1": 0.5}, {"0": -0.5, "1": -0.5}]
