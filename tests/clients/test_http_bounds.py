@@ -171,6 +171,26 @@ def test_nothing_but_the_server_is_waited_for():
     assert run_on_stopped_clock(main) == 1
 
 
+class Watching(asyncio.SelectorEventLoop):
+    """An event loop that keeps the connections which it opens, so that a test can watch them."""
+
+    def __init__(self):
+        super().__init__()
+        self.opened = []
+
+    async def create_connection(self, *args, **options):
+        transport, protocol = await super().create_connection(*args, **options)
+        self.opened.append(transport)
+        return transport, protocol
+
+
+async def turns(until=lambda: False):
+    for _ in range(2000):
+        if until():
+            return
+        await asyncio.sleep(0)
+
+
 async def asked_twice(first, use):
     """Return the number of connections after a request that ``use`` handles and another one."""
     async with Raw(first, OK) as server:
@@ -229,7 +249,7 @@ def test_connection_that_carried_a_large_request_is_used_again():
     async def main():
         async with Raw(OK, OK) as server:
             pool = HttpConnectionPool()
-            for body in (b"x" * 3_000_000, b"{}"):
+            for body in (b"x" * 30_000_000, b"{}"):  # more than fits into a socket's buffers
                 async with pool.send("m", route_to(server.url, {}), body) as sent:
                     assert (await sent.read()).body == b"hello"
             await pool.close()
@@ -238,24 +258,38 @@ def test_connection_that_carried_a_large_request_is_used_again():
     assert run(main()) == 1
 
 
-class Watching(asyncio.SelectorEventLoop):
-    """An event loop that keeps the connections which it opens, so that a test can watch them."""
+def test_bytes_after_a_complete_response_spoil_its_connection():
+    """They arrive while the exchange is still open."""
+    connections = 0
 
-    def __init__(self):
-        super().__init__()
-        self.opened = []
+    async def talk(reader, writer):
+        nonlocal connections
+        connections += 1
+        await reader.readuntil(b"\r\n\r\n{}")
+        writer.write(OK)
+        if connections == 1:
+            await is_complete.wait()
+            writer.write(OK.replace(b"hello", b"STALE"))
+            await writer.drain()
+            has_sent.set()
+        await reader.read()
+        writer.close()
 
-    async def create_connection(self, *args, **options):
-        transport, protocol = await super().create_connection(*args, **options)
-        self.opened.append(transport)
-        return transport, protocol
+    async def main():
+        global is_complete, has_sent
+        is_complete, has_sent, pool = asyncio.Event(), asyncio.Event(), HttpConnectionPool()
+        async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
+            route = route_to(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", {})
+            for _ in range(2):
+                async with pool.send("m", route, b"{}") as sent:
+                    assert (await sent.read()).body == b"hello"
+                    is_complete.set()
+                    await has_sent.wait()
+                    await turns()
+            await pool.close()
 
-
-async def turns(until=lambda: False):
-    for _ in range(2000):
-        if until():
-            return
-        await asyncio.sleep(0)
+    run(main())
+    assert connections == 2
 
 
 def test_unread_part_of_a_stream_is_bounded_again_and_again():

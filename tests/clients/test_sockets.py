@@ -230,8 +230,12 @@ def test_proxy_that_opens_no_connection_is_named(status, early, says, again, mon
     [
         (b"SSH-2.0-x\r\n", "the proxy: the reply is not HTTP: it begins with b'SSH-2.0-x"),
         (b"", "the proxy: the connection broke before the reply was whole"),
+        (
+            b"HTTP/1.1 101 -\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n",
+            "the proxy: the reply is not HTTP: it switches to a protocol that was not asked for",
+        ),
     ],
-    ids=["another protocol", "nothing"],
+    ids=["another protocol", "nothing", "an upgrade"],
 )
 def test_proxy_that_speaks_no_http_is_named_and_tried_again(answer, says, monkeypatch):
     async def main():
