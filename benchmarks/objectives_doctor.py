@@ -43,6 +43,7 @@ from ramify.train import stages, trainer  # noqa: E402
 from ramify.train.advantages.group_estimators import DrGRPO  # noqa: E402
 from ramify.train.assemble import assemble  # noqa: E402
 from ramify.train.backends.base import OptimizerSpec  # noqa: E402
+from ramify.train.build import opened_trainer  # noqa: E402
 from ramify.train.config import (  # noqa: E402
     EvaluateSpec,
     PolicySpec,
@@ -55,7 +56,6 @@ from ramify.train.config import (  # noqa: E402
 from ramify.train.execute import train  # noqa: E402
 from ramify.train.learner import Learner, PolicyWeights  # noqa: E402
 from ramify.train.metrics import Diagnosis, read_metrics  # noqa: E402
-from ramify.train.open_run import opened_run  # noqa: E402
 from ramify.train.policy_defaults import with_policy_defaults  # noqa: E402
 from ramify.train.rollouts.group_queue import StepSampleSpec  # noqa: E402
 from ramify.train.rollouts.rollouter import RolloutOptions  # noqa: E402
@@ -338,7 +338,7 @@ def _execute(run: Run, out: Path, *, is_stale: bool = False) -> list[tuple[int, 
 
 
 async def _with_stale_engine(run: Run, out: Path) -> None:
-    async with opened_run(assemble(with_policy_defaults(run)), out) as trainer:
+    async with opened_trainer(assemble(with_policy_defaults(run)), out) as trainer:
         (learner,) = trainer._learners
         learner.publisher.policy = StaleHandle(learner.publisher.policy)  # type: ignore[arg-type]
         learner.publisher.check = None  # it would find the engine's old weights at once

@@ -24,7 +24,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -278,30 +278,19 @@ def free_port(address: str) -> int:
 # --- closing
 
 
-@contextlib.asynccontextmanager
-async def closing(parts: Mapping[str, Callable[[], object]]) -> AsyncIterator[None]:
-    """Close ``parts`` in order when the block ends, whatever happens in it and to each of them. The
-    first failure is raised; later ones are logged."""
-    async with contextlib.AsyncExitStack() as stack:
-        for part, close in reversed([*parts.items()]):
-            await stack.enter_async_context(_closed(part, close))
-        yield
+def close_with(stack: contextlib.AsyncExitStack, part: str, close: Callable[[], object]) -> None:
+    """Close ``part`` when ``stack`` ends, before the parts that were given to it earlier. The first
+    failure of a block and of its parts is raised; later ones are logged."""
 
-
-@contextlib.asynccontextmanager
-async def _closed(part: str, close: Callable[[], object]) -> AsyncIterator[None]:
-    try:
-        yield
-    except BaseException:
+    async def closed(kind: object, first: BaseException | None, trace: object) -> None:
         try:
-            await _done(close())
-        except Exception as error:  # noqa: BLE001 (the first error is raised)
+            result = close()
+            if inspect.isawaitable(result):
+                await result
+        except Exception as error:
+            if first is None:
+                raise
             text = f"{part} could not be closed: {type(error).__name__}: {error}"
             _log.warning("close_failed", text, shown=True, part=part)
-        raise
-    await _done(close())
 
-
-async def _done(result: object) -> None:
-    if inspect.isawaitable(result):
-        await result
+    stack.push_async_exit(closed)

@@ -1,10 +1,10 @@
 """Assembling a run: its parts, loaded and checked in the order that finds mistakes before anything
 is spent.
 
-    Run ── resolve ── assemble ──> RunParts ── open_run.py: start processes ──> Trainer
+    Run ── resolve ── assemble ──> RunParts ── build.py: start processes ──> Trainer
 
 No process is started and nothing is written. Not here: what is done with the parts
-(``open_run.py``), and resuming (``execute.py``).
+(``build.py``), and resuming (``execute.py``).
 """
 
 from __future__ import annotations

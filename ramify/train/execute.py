@@ -22,6 +22,7 @@ from ramify.logging import RoomLogger, run_log
 from ramify.progress import report_progress
 from ramify.train.assemble import assemble, resolve
 from ramify.train.backends import launch
+from ramify.train.build import opened_trainer
 from ramify.train.checkpoint import (
     FOLDER,
     CheckpointState,
@@ -35,7 +36,6 @@ from ramify.train.config import Run, plain
 from ramify.train.config_fields import check_types
 from ramify.train.lineage import check_changes, with_same_demonstrations
 from ramify.train.metrics import StepMetrics
-from ramify.train.open_run import opened_run
 from ramify.train.policy_defaults import report_policy_defaults, with_policy_defaults
 from ramify.train.preflight import check_folder
 from ramify.train.recipe import with_defaults
@@ -152,7 +152,7 @@ def _train(
         with report_progress("preparing", note="task, demonstrations and policy"):
             parts = assemble(run, checkpoint, resolved)
         report_policy_defaults(given, run, resumed=checkpoint is not None)
-        async with opened_run(
+        async with opened_trainer(
             parts, out, checkpoint, listener=measured, on_stall=on_stall, on_start=log.begin
         ) as trainer:
             parts.keep_rows(out)

@@ -2,19 +2,21 @@
 
     RunParts ── placed machines ─ services ─ engines ─ rollout workers ──> RolloutParts
 
-Decides what starts when, and what each process is given. Not here: the trainer (``open_run.py``).
+Decides what starts when, and what each process is given; all of it is closed by the caller's stack.
+Not here: the trainer (``build.py``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from ramify.actors.launcher import Launcher, LocalLauncher
+from ramify.actors.launcher import Launcher, LocalLauncher, close_with
 from ramify.engine.rlm import RLM
 from ramify.train.assemble import RunParts
 from ramify.train.depth_models import DepthModels
@@ -28,12 +30,6 @@ from ramify.train.selfcheck import AuditedClient
 if TYPE_CHECKING:
     from ramify.inference.http.http_engines import HttpEngines
     from ramify.inference.local.local_client import LocalClient
-
-
-class Closable(Protocol):
-    """A part that was opened."""
-
-    def close(self) -> object: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,38 +49,48 @@ class RolloutParts:
     """Name of another policy -> its engines."""
 
 
-async def open_rollouts(parts: RunParts, out: Path, opened: dict[str, Closable]) -> RolloutParts:
-    """Acquire the placement slots, and start the processes other than the trainer's."""
-    from ramify.inference.local.local_client import LocalClient
-
-    client = opened["client"] = client_of(parts)
+async def open_machines(
+    parts: RunParts, out: Path, stack: contextlib.AsyncExitStack
+) -> Launcher | None:
+    """Acquire the placement slots, and start the services of the run. Returns the launcher of
+    processes on other machines; None if there are none."""
+    for each in (parts, *parts.others.values()):
+        _choose_key(each)
     hosts = _placed(parts)
     if hosts is not None:
-        opened["hosts"] = hosts
+        close_with(stack, "hosts", hosts.close)
     placement = parts.run.placement
     if placement is not None and placement.services:
-        services = opened["services"] = RunServices(
+        services = RunServices(
             hosts or LocalLauncher(), placement.services, out, restarts=placement.restarts
         )
+        close_with(stack, "services", services.close)
         await services.start()
-    rl = parts.run.rl
-    audited = AuditedClient(client, rl.sample.max_token_staleness if rl is not None else 0)
-    workers = None
-    if not isinstance(client, LocalClient):
-        await client.start(out / "inference", parts.save_policy, hosts)
-        workers = _workers(parts, client, audited, out, hosts)
-    if workers is not None:
-        opened["rollout_workers"] = workers
-        await workers.start()
+    return hosts
+
+
+async def open_rollouts(
+    parts: RunParts, out: Path, hosts: Launcher | None, stack: contextlib.AsyncExitStack
+) -> RolloutParts:
+    """Start the engines and the rollout workers."""
+    client, audited = await _engines(parts, out / "inference", hosts, stack)
+    others = {
+        name: await _engines(each, out / f"inference-{name}", None, stack, f".{name}")
+        for name, each in parts.others.items()
+    }
     run = parts.run
-    others = {name: await _engines(each, name, out, opened) for name, each in parts.others.items()}
-    depths = opened["depths"] = DepthModels(
+    depths = DepthModels(
         run.depths,
         run.frozen,
         audited,
         latest_values(out),
         others={name: seen for name, (_, seen) in others.items()},
     )
+    close_with(stack, "depths", depths.close)
+    workers = _workers(parts, client, audited, out, hosts)
+    if workers is not None:
+        close_with(stack, "rollout_workers", workers.close)
+        await workers.start()
     rlm = RLM(
         depths.clients,
         limits=run.limits,
@@ -96,16 +102,27 @@ async def open_rollouts(parts: RunParts, out: Path, opened: dict[str, Closable])
 
 
 async def _engines(
-    parts: RunParts, name: str, out: Path, opened: dict[str, Closable]
+    parts: RunParts,
+    folder: Path,
+    hosts: Launcher | None,
+    stack: contextlib.AsyncExitStack,
+    suffix: str = "",
 ) -> tuple[LocalClient | HttpEngines, AuditedClient]:
-    """Start the engines of another policy."""
+    """Start the engines of a policy; ``folder`` is for what they read and write."""
     from ramify.inference.local.local_client import LocalClient
 
-    client = opened[f"client.{name}"] = client_of(parts)
+    client = client_of(parts)
+    close_with(stack, f"client{suffix}", client.close)
     if not isinstance(client, LocalClient):
-        await client.start(out / f"inference-{name}", parts.save_policy)
-    assert parts.run.rl is not None
-    return client, AuditedClient(client, parts.run.rl.sample.max_token_staleness)
+        await client.start(folder, parts.save_policy, hosts)
+    rl = parts.run.rl
+    return client, AuditedClient(client, rl.sample.max_token_staleness if rl is not None else 0)
+
+
+def _choose_key(parts: RunParts) -> None:
+    """Choose the key with which started engines are asked, before processes inherit it."""
+    if parts.engines is not None and not parts.engines.urls:
+        os.environ.setdefault(parts.engines.key_variable, secrets.token_urlsafe(24))
 
 
 def client_of(parts: RunParts) -> LocalClient | HttpEngines:
@@ -114,8 +131,6 @@ def client_of(parts: RunParts) -> LocalClient | HttpEngines:
     if parts.engines is not None:
         from ramify.inference.http.http_engines import HttpEngines
 
-        if not parts.engines.urls:  # started engines only answer requests with this key
-            os.environ.setdefault(parts.engines.key_variable, secrets.token_urlsafe(24))
         name = f"{parts.engines.engine}:{parts.run.name}"
         return HttpEngines(parts.serving, parts.engines, name=name)
     import torch
@@ -165,15 +180,16 @@ def _placed(parts: RunParts) -> Launcher | None:
 
 def _workers(
     parts: RunParts,
-    client: HttpEngines,
+    client: LocalClient | HttpEngines,
     audited: AuditedClient,
     out: Path,
     hosts: Launcher | None,
 ) -> RolloutWorkers | None:
     """The rollout workers, not started yet, if the placement has any."""
+    from ramify.inference.local.local_client import LocalClient
 
     run, num = parts.run, parts.num_members("rollouts")
-    if not num or run.rl is None:
+    if not num or run.rl is None or isinstance(client, LocalClient):
         return None
     assert run.inference is not None
     checkpoint = out / "inference" / "checkpoint"

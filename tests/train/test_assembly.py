@@ -4,6 +4,7 @@ stored runs are read back."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import warnings
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.actors.launcher import closing
+from ramify.actors.launcher import close_with
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.policy_card import PolicyCard, read_card
@@ -360,7 +361,9 @@ def test_every_part_is_closed_even_if_others_fail() -> None:
 
     async def block(error: BaseException | None) -> None:
         with heard(messages.append):
-            async with closing(parts):
+            async with contextlib.AsyncExitStack() as stack:
+                for part, close in reversed(parts.items()):
+                    close_with(stack, part, close)
                 if error is not None:
                     raise error
 

@@ -24,10 +24,10 @@ from ramify.models.load import Policy, from_config
 from ramify.train.assemble import RunParts, assemble
 from ramify.train.backends.base import ComputeSpec, ShardSpec, decided
 from ramify.train.backends.single import SingleBackend
+from ramify.train.build import trained_model
 from ramify.train.config import Run
 from ramify.train.data.pack import pack
 from ramify.train.execute import train
-from ramify.train.open_run import trained_model
 from ramify.train.policy_defaults import RunPrecision, precision_of
 from ramify.train.selfcheck import AuditedClient, CanaryLimits, SelfCheck
 from ramify.types.message import Message

@@ -26,14 +26,15 @@ from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.assemble import assemble
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.single import SingleBackend
+from ramify.train.build import teachers_of, trained_model
 from ramify.train.config import Schedule, SftSpec
 from ramify.train.data.sft_data import read as trajectories
 from ramify.train.depth_models import DepthModels, FrozenSpec
 from ramify.train.execute import train
+from ramify.train.learner import PolicyWeights
 from ramify.train.losses.loss import LossSpec
 from ramify.train.metrics import read_metrics
 from ramify.train.open_rollouts import RolloutParts, client_of
-from ramify.train.open_run import trainer_of
 from ramify.train.override import override
 from ramify.train.preflight import check_signals
 from ramify.train.recipe import stored
@@ -307,14 +308,17 @@ def test_teachers_use_weights_of_the_ranks_with_remote_engines(
         sft=msgspec.structs.replace(run.sft, num=4),
     )
     made = assemble(run)
-    client, opened = client_of(made), {}
+    client = client_of(made)
     audited = AuditedClient(client)
     rlm = RLM(audited, limits=run.limits, scaffold=made.scaffold, sandbox=run.sandbox)
+    depths = DepthModels((), FrozenSpec(), audited)
+    parts = RolloutParts(client, audited, rlm, None, depths)
+    trained = trained_model(made, tmp_path / "out")
+    weights = PolicyWeights(made.policy, made.serving, client, trained)
+    teachers = teachers_of(made, parts, tmp_path / "out", trained, weights)
+    assert teachers is not None
     try:
-        depths = DepthModels((), FrozenSpec(), audited)
-        parts = RolloutParts(client, audited, rlm, None, depths)
-        trainer_of(made, parts, tmp_path / "out", opened)
-        backend = opened["trained"].backend(OptimizerSpec())
+        backend = trained.backend(OptimizerSpec())
         row = ScoringRow([5, 6, 7, 8], [(1, 4)])
         names = ("live", "ema", "reference")
 
@@ -332,7 +336,7 @@ def test_teachers_use_weights_of_the_ranks_with_remote_engines(
             (wanted,) = PolicyScorer(
                 SingleBackend(policy), 512, policy.config.vocab_size, client.close
             ).compute([row])
-            scorers = asyncio.run(opened["teachers"].at(step))
+            scorers = asyncio.run(teachers.at(step))
             return [
                 {name: scorers[name].compute([row])[0].logprobs for name in names},
                 {"now": wanted.logprobs},
@@ -346,9 +350,8 @@ def test_teachers_use_weights_of_the_ranks_with_remote_engines(
         assert second["reference"] == first["reference"]
         assert second["ema"] not in (first["ema"], second["live"])
     finally:
-        for part in ("teachers", "trained"):
-            if part in opened:
-                opened[part].close()
+        teachers.close()
+        trained.close()
         asyncio.run(client.close())
 
 

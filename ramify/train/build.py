@@ -1,9 +1,12 @@
-"""Opening a run: its processes and engines, and the trainer over them, closed again in order.
+"""Building a trainer from the parts of a run: what is opened in which order, and closed again.
 
-    RunParts ── open_rollouts.py ─ trained models ──> Trainer
+    RunParts ─ machines ─ services ─ engines ─ rollout workers ─ trained models ─ stages ─> Trainer
 
-Decides what each part is given, and that callers end before the parts they call. Not here: checks
-(``assemble.py``) and the order of a run's steps (``trainer.py``).
+All that is opened is on one stack and closed in reverse: a part is opened after the parts that it
+calls. Trained models are opened late and closed after the engines, since an engine that comes back
+asks for their weights. Decides what each part is given. Not here: what is loaded and checked
+(``assemble.py``), how engines and workers start (``open_rollouts.py``), and the order of a run's
+steps (``trainer.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ramify.actors.launcher import closing
+from ramify.actors.launcher import Launcher, close_with
 from ramify.errors import ConfigError
 from ramify.logging import RoomLogger
 from ramify.progress import report_progress
@@ -27,13 +30,13 @@ from ramify.tasks.base import items_of
 from ramify.tasks.mixture import MixtureTask
 from ramify.train.advantages.base import needs_of
 from ramify.train.assemble import RunParts, adapters_of, device_of, read_in_parts
-from ramify.train.config import RlSpec, plain
+from ramify.train.config import plain
 from ramify.train.demonstrations import num_demonstrated
 from ramify.train.depth_models import OwnCalls, temperatures
 from ramify.train.evaluation_metrics import evaluate
 from ramify.train.learner import Learner, PolicyWeights, Publisher
 from ramify.train.metrics import CpuMeter, StepMetrics
-from ramify.train.open_rollouts import Closable, RolloutParts, open_rollouts
+from ramify.train.open_rollouts import RolloutParts, open_machines, open_rollouts
 from ramify.train.preflight import first_prompt
 from ramify.train.rollouts.difficulty_pool import DifficultyPool
 from ramify.train.rollouts.rollouter import Rollouter
@@ -57,16 +60,6 @@ if TYPE_CHECKING:
     from ramify.train.backends.base import Backend, TrainedModel
 
 _log = RoomLogger("train")
-_CLOSED_IN_ORDER = (
-    "teachers",
-    "rollout_workers",
-    "depths",
-    "client",
-    "trained",
-    "services",
-    "hosts",
-)
-"""Callers before the parts they call."""
 _SWITCH_S = 5e-4
 """How long one thread may keep the interpreter from another. The event loop's thread, which talks
 to sessions, waits for the engine's thread after each system call; with Python's 5 ms, a step of
@@ -74,7 +67,7 @@ rollouts takes a fifth longer."""
 
 
 @contextlib.asynccontextmanager
-async def opened_run(
+async def opened_trainer(
     parts: RunParts,
     out: Path,
     checkpoint: Path | None = None,
@@ -87,7 +80,6 @@ async def opened_run(
     block. ``on_start`` is called when it is known that the run can continue from ``checkpoint``."""
     import torch
 
-    interval = sys.getswitchinterval()
     if checkpoint is not None:
         parts.check_fits(checkpoint)
     on_start()
@@ -100,45 +92,67 @@ async def opened_run(
     )
     if parts.run.threads is not None:
         torch.set_num_threads(parts.run.threads)
-    opened: dict[str, Closable] = {}
-    others = (f"{part}.{name}" for part in ("client", "trained") for name in parts.others)
-    order = [*_CLOSED_IN_ORDER, *others]
-    async with closing({part: partial(_close, opened, part) for part in order}):
-        sys.setswitchinterval(_SWITCH_S)
-        gc.collect()
-        # Demonstrations and their rows stay in memory: scanning them in every garbage collection
-        # would cost a tenth of a step.
-        gc.freeze()
-        try:
-            with report_progress("preparing", note="engine and sandbox"):
-                rollouts = await open_rollouts(parts, out, opened)
-            async with rollouts.rlm:
-                yield trainer_of(parts, rollouts, out, opened, listener, on_stall)
-        finally:
-            gc.unfreeze()
-            sys.setswitchinterval(interval)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(_interpreter_for_training())
+        with report_progress("preparing", note="engine and sandbox"):
+            hosts = await open_machines(parts, out, stack)
+            models = await stack.enter_async_context(contextlib.AsyncExitStack())
+            rollouts = await open_rollouts(parts, out, hosts, stack)
+        trained = trained_model(parts, out, hosts)
+        close_with(models, "trained", trained.close)
+        weights = PolicyWeights(parts.policy, parts.serving, rollouts.client, trained)
+        teachers = teachers_of(parts, rollouts, out, trained, weights)
+        if teachers is not None:
+            close_with(stack, "teachers", teachers.close)
+        record = _record(parts, rollouts, out, trained, listener)
+        watch = RunWatchdog(
+            out, parts.run.stall_s, others=getattr(trained, "stacks", None), on_stall=on_stall
+        )
+        wiring = Wiring(
+            record,
+            WatchedThread(watch),
+            first_prompt(parts.scaffold, parts.run, items_of(parts.task, "validation")[0]),
+            rollouts.client.name if parts.others else "",
+        )
+        learners = [
+            _learner(parts, rollouts.audited, weights, trained, wiring),
+            *_other_learners(parts, rollouts, out, weights, wiring, models),
+        ]
+        stages = [*parts.fixed, *_rl_stages(parts, rollouts, out, teachers)]
+        trainer = Trainer(
+            record, learners, stages, _evaluator(parts, rollouts), guard=parts.run.guard
+        )
+        await stack.enter_async_context(rollouts.rlm)
+        yield trainer
 
 
-def trainer_of(
+@contextlib.contextmanager
+def _interpreter_for_training() -> Iterator[None]:
+    """Switch threads and collect garbage as a step of rollouts needs it."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    gc.collect()
+    # Demonstrations and their rows stay in memory: scanning them in every garbage collection
+    # would cost a tenth of a step.
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        sys.setswitchinterval(interval)
+
+
+def _record(
     parts: RunParts,
     rollouts: RolloutParts,
     out: Path,
-    opened: dict[str, Closable],
-    listener: Callable[[StepMetrics], None] | None = None,
-    on_stall: Callable[[str], None] | None = None,
-) -> Trainer:
-    """The trainer over started parts. What it opens is added to ``opened``."""
+    trained: TrainedModel,
+    listener: Callable[[StepMetrics], None] | None,
+) -> RunRecord:
+    """What the run writes, and what it measures in addition to its steps."""
     from ramify.inference.local.local_client import LocalClient
 
     run, client = parts.run, rollouts.client
-    prompt = first_prompt(parts.scaffold, run, items_of(parts.task, "validation")[0])
-    trained = trained_model(parts, out, opened.get("hosts"))
-    opened["trained"] = trained
-    weights = PolicyWeights(parts.policy, parts.serving, client, trained)
-    stages = _stages(parts, rollouts, out, trained, weights, opened)
-    watch = RunWatchdog(
-        out, run.stall_s, others=getattr(trained, "stacks", None), on_stall=on_stall
-    )
     measures: list[Callable[[], Mapping[str, float]]] = []
     if run.depths:
         measures.append(rollouts.depths.step_metrics)
@@ -148,7 +162,7 @@ def trainer_of(
     # With other backends, child processes of this one do more than run sessions.
     elif trained.is_here and rollouts.workers is None:
         meter = CpuMeter(client.engine.paces.taken)
-    record = RunRecord(
+    return RunRecord(
         out,
         run.schedule,
         config=plain(run),
@@ -159,27 +173,14 @@ def trainer_of(
         measures=measures,
         meter=meter,
     )
-    thread = WatchedThread(watch)
-    model = client.name if parts.others else ""
-    learners = [
-        _learner(parts, rollouts.audited, weights, trained, Wiring(record, thread, prompt, model))
-    ]
-    for name, (engine, audited) in rollouts.others.items():
-        each = parts.others[name]
-        model_of = opened[f"trained.{name}"] = trained_model(each, out / f"dumps-{name}")
-        handle = PolicyWeights(each.policy, each.serving, engine, model_of)
-        wiring = Wiring(record, thread, prompt, engine.name, name)
-        source = weights.weights if run.policies[name].policy is None else None
-        learners.append(_learner(each, audited, handle, model_of, wiring, source))
+
+
+def _evaluator(parts: RunParts, rollouts: RolloutParts) -> SplitEvaluator:
+    run = parts.run
+    if not run.is_evaluated:
+        return SplitEvaluator(None, keep=run.evaluate.keep)
     evaluating = partial(evaluate, run, parts.task, rollouts.rlm, rollouts.workers)
-    splits = (run.evaluate.first, run.evaluate.final) if run.is_evaluated else ((), ())
-    return Trainer(
-        record,
-        learners,
-        stages,
-        SplitEvaluator(evaluating if run.is_evaluated else None, *splits, run.evaluate.keep),
-        guard=run.guard,
-    )
+    return SplitEvaluator(evaluating, run.evaluate.first, run.evaluate.final, run.evaluate.keep)
 
 
 class Wiring(NamedTuple):
@@ -223,13 +224,33 @@ def _learner(
     )
 
 
+def _other_learners(
+    parts: RunParts,
+    rollouts: RolloutParts,
+    out: Path,
+    main: PolicyWeights,
+    wiring: Wiring,
+    models: contextlib.AsyncExitStack,
+) -> Iterator[Learner]:
+    """The learners of ``Run.policies``. ``main``: the weights of ``Run.policy``, of which some of
+    them begin as a copy."""
+    for name, (engine, audited) in rollouts.others.items():
+        own = parts.others[name]
+        trained = trained_model(own, out / f"dumps-{name}")
+        close_with(models, f"trained.{name}", trained.close)
+        weights = PolicyWeights(own.policy, own.serving, engine, trained)
+        source = main.weights if parts.run.policies[name].policy is None else None
+        own_wiring = wiring._replace(model=engine.name, name=name)
+        yield _learner(own, audited, weights, trained, own_wiring, source)
+
+
 def _control_ids(policy: Policy) -> set[int]:
     """The special tokens of a policy that do not end its replies."""
     added = policy.tokenizer.added_tokens_decoder
     return {id for id, token in added.items() if token.special} - {*policy.renderer.stop_ids}
 
 
-def trained_model(parts: RunParts, out: Path, hosts: Closable | None = None) -> TrainedModel:
+def trained_model(parts: RunParts, out: Path, hosts: Launcher | None = None) -> TrainedModel:
     """The model to train: the policy of this process, or a copy of it sharded over ranks."""
     run = parts.run
     if parts.kind.is_here:
@@ -271,60 +292,48 @@ def _backend(parts: RunParts, trained: TrainedModel, stage: TrainingStage) -> Ba
     return trained.with_critic(stage.optim, critic_optim)
 
 
-def _stages(
-    parts: RunParts,
-    rollouts: RolloutParts,
-    out: Path,
-    trained: TrainedModel,
-    weights: PolicyWeights,
-    opened: dict[str, Closable],
-) -> list[TrainingStage]:
-    stages, rl = list(parts.fixed), parts.run.rl
-    if rl is not None:
-        signals = None
-        if isinstance(rl.algorithm, Hybrid):
-            teachers = _teachers(parts, rollouts, out, trained, weights)
-            if teachers is not None:
-                opened["teachers"] = teachers
-            signals = _signals(parts, rollouts, teachers)
-        rollouter = Rollouter(
-            rollouts.rlm,
-            parts.task,
-            rl.rollout,
-            seed=parts.run.seed,
-            greedy=needs_of(rl.algorithm).greedy,
-            gauge=getattr(rollouts.client, "pressure", None),
-            rollout_worker=rollouts.workers,
+def _rl_stages(
+    parts: RunParts, rollouts: RolloutParts, out: Path, teachers: RunTeachers | None
+) -> Iterator[RlStage]:
+    """The stage with rollouts, if the run has one."""
+    run, rl = parts.run, parts.run.rl
+    if rl is None:
+        return
+    signals = _signals(parts, rollouts, teachers) if isinstance(rl.algorithm, Hybrid) else None
+    rollouter = Rollouter(
+        rollouts.rlm,
+        parts.task,
+        rl.rollout,
+        seed=run.seed,
+        greedy=needs_of(rl.algorithm).greedy,
+        gauge=getattr(rollouts.client, "pressure", None),
+        rollout_worker=rollouts.workers,
+    )
+    pool = None
+    if rl.sample.settled_share is not None:
+        pool = DifficultyPool(
+            rl.sample.settled_share,
+            out,
+            seed=run.seed,
+            has_parts=isinstance(parts.task, MixtureTask),
         )
-
-        names = {POLICY: rollouts.client.name}
-        names |= {name: client.name for name, (client, _) in rollouts.others.items()}
-
-        temperature = temperatures(parts.run.depths, names, rl.rollout.temperature)
-
-        def stage(own: RlSpec, model: str, **more: Any) -> RlStage:
-            """The part of the policy that answers as ``model``."""
-            algorithm = OwnCalls(own.algorithm, model) if parts.others else own.algorithm
-            return RlStage(own, algorithm, parts.task, rollouter, temperature=temperature, **more)
-
-        others = {
-            name: stage(each.run.rl, names[name])
-            for name, each in parts.others.items()
-            if each.run.rl is not None
-        }
-        pool = None
-        if rl.sample.settled_share is not None:
-            pool = DifficultyPool(
-                rl.sample.settled_share,
-                out,
-                seed=parts.run.seed,
-                has_parts=isinstance(parts.task, MixtureTask),
-            )
-        stages.append(stage(rl, names[POLICY], signals=signals, others=others, pool=pool))
-    return stages
+    names = {POLICY: rollouts.client.name}
+    names |= {name: client.name for name, (client, _) in rollouts.others.items()}
+    temperature = temperatures(run.depths, names, rl.rollout.temperature)
+    stage = partial(RlStage, task=parts.task, rollouts=rollouter, temperature=temperature)
+    if not parts.others:
+        yield stage(rl, rl.algorithm, signals=signals, pool=pool)
+        return
+    others = {
+        name: stage(each.run.rl, OwnCalls(each.run.rl.algorithm, names[name]))
+        for name, each in parts.others.items()
+        if each.run.rl is not None
+    }
+    own = OwnCalls(rl.algorithm, names[POLICY])
+    yield stage(rl, own, signals=signals, others=others, pool=pool)
 
 
-def _teachers(
+def teachers_of(
     parts: RunParts,
     rollouts: RolloutParts,
     out: Path,
@@ -337,7 +346,8 @@ def _teachers(
     from ramify.train.backends.single import SingleBackend
 
     rl, client = parts.run.rl, rollouts.client
-    assert rl is not None
+    if rl is None or not isinstance(rl.algorithm, Hybrid):
+        return None
     sources = needed(rl.signals)
     if "live" in sources and rl.sample.max_staleness:
         raise ConfigError(
@@ -380,8 +390,3 @@ def _signals(parts: RunParts, rollouts: RolloutParts, teachers: RunTeachers | No
         temperature=rl.rollout.temperature,
         wants_reference="ref_logprobs" in streams_of(rl.loss) | needs_of(rl.algorithm).streams,
     )
-
-
-def _close(opened: Mapping[str, Closable], part: str) -> object:
-    """Close a part if it was opened."""
-    return opened[part].close() if part in opened else None
