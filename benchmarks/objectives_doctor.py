@@ -56,7 +56,7 @@ from ramify.train.config import (  # noqa: E402
 from ramify.train.execute import train  # noqa: E402
 from ramify.train.learner import Learner, PolicyWeights  # noqa: E402
 from ramify.train.metrics import Diagnosis, read_metrics  # noqa: E402
-from ramify.train.policy_defaults import with_policy_defaults  # noqa: E402
+from ramify.train.resolve import resolve  # noqa: E402
 from ramify.train.rollouts.group_queue import StepSampleSpec  # noqa: E402
 from ramify.train.rollouts.rollouter import RolloutOptions  # noqa: E402
 from ramify.train.run_doctor import TrainingGuard  # noqa: E402
@@ -338,7 +338,7 @@ def _execute(run: Run, out: Path, *, is_stale: bool = False) -> list[tuple[int, 
 
 
 async def _with_stale_engine(run: Run, out: Path) -> None:
-    async with opened_trainer(assemble(with_policy_defaults(run)), out) as trainer:
+    async with opened_trainer(assemble(resolve(run)), out) as trainer:
         (learner,) = trainer._learners
         learner.publisher.policy = StaleHandle(learner.publisher.policy)  # type: ignore[arg-type]
         learner.publisher.check = None  # it would find the engine's old weights at once

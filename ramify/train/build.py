@@ -29,11 +29,12 @@ from ramify.store.store import Store
 from ramify.tasks.base import items_of
 from ramify.tasks.mixture import MixtureTask
 from ramify.train.advantages.base import needs_of
-from ramify.train.assemble import RunParts, adapters_of, device_of, read_in_parts
+from ramify.train.assemble import RunParts
 from ramify.train.config import plain
 from ramify.train.demonstrations import num_demonstrated
 from ramify.train.depth_models import OwnCalls, temperatures
 from ramify.train.evaluation_metrics import evaluate
+from ramify.train.initial_policy import adapters_of, device_of, read_in_parts
 from ramify.train.learner import Learner, PolicyWeights, Publisher
 from ramify.train.metrics import CpuMeter, StepMetrics
 from ramify.train.open_rollouts import RolloutParts, open_machines, open_rollouts

@@ -14,32 +14,25 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ramify.errors import ConfigError
 from ramify.log_outputs import RUN_LOG, LogFile
 from ramify.logging import RoomLogger, run_log
 from ramify.progress import report_progress
-from ramify.train.assemble import assemble, resolve
+from ramify.train.assemble import assemble
 from ramify.train.backends import launch
 from ramify.train.build import opened_trainer
 from ramify.train.checkpoint import (
     FOLDER,
     CheckpointState,
     CheckpointStore,
-    find,
     locked,
     read_state,
-    verify,
 )
 from ramify.train.config import Run, plain
-from ramify.train.config_fields import check_types
-from ramify.train.lineage import check_changes, with_same_demonstrations
 from ramify.train.metrics import StepMetrics
-from ramify.train.policy_defaults import report_policy_defaults, with_policy_defaults
+from ramify.train.policy_defaults import report_policy_defaults
 from ramify.train.preflight import check_folder
-from ramify.train.recipe import with_defaults
-from ramify.train.trackers.base import RunTrackers
+from ramify.train.resolve import resolve
 from ramify.train.trainer import Trainer
 from ramify.train.watchdog import RunStopped
 
@@ -118,17 +111,8 @@ def _train(
     log: LogFile,
 ) -> CheckpointState:
     """``train`` in the process that holds the folder's lock."""
-    check_types(run)
-    trackers = RunTrackers(run.trackers, run.tracker_options)
-    resolved = resolve(run)
-    given, run = run, with_policy_defaults(run)
-    checkpoint = find(resume) if resume is not None else None
-    if checkpoint is not None:
-        verify(checkpoint)
-        state = read_state(checkpoint)
-        recorded = msgspec.structs.replace(state, config=with_defaults(state.config))
-        run = with_same_demonstrations(run, recorded)
-        check_changes(recorded, plain(run))
+    resolved = resolve(run, resume)
+    run, checkpoint, trackers = resolved.run, resolved.checkpoint, resolved.trackers
     is_of_out = checkpoint is not None and checkpoint.resolve().parent == (out / FOLDER).resolve()
     if not is_of_out and any(out.glob(f"{FOLDER}/step-*")):
         raise ConfigError(f"{out} already contains a run: resume it, or give another folder")
@@ -150,8 +134,8 @@ def _train(
 
     async def execute() -> CheckpointState:
         with report_progress("preparing", note="task, demonstrations and policy"):
-            parts = assemble(run, checkpoint, resolved)
-        report_policy_defaults(given, run, resumed=checkpoint is not None)
+            parts = assemble(resolved)
+        report_policy_defaults(resolved.given, run, resumed=checkpoint is not None)
         async with opened_trainer(
             parts, out, checkpoint, listener=measured, on_stall=on_stall, on_start=log.begin
         ) as trainer:

@@ -164,8 +164,8 @@ def _write_adapter(folder: Path, backend: Path, run: Run) -> None:
     """Write the adapters of a run of one process, whose matrices are in its backend's state."""
     import torch
 
-    from ramify.train.assemble import adapters_of
     from ramify.train.backends import adapters
+    from ramify.train.initial_policy import adapters_of
 
     adapters.need_peft()
     try:

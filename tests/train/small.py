@@ -11,6 +11,8 @@ from typing import Any
 from ramify.engine.limits import Limits
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward, generated
+from ramify.train.assemble import RunParts
+from ramify.train.assemble import assemble as load_parts
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.config import (
     EvaluateSpec,
@@ -23,6 +25,7 @@ from ramify.train.config import (
     WarmUpSpec,
 )
 from ramify.train.findings import CollapseAlarms
+from ramify.train.resolve import resolve
 from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.run_doctor import TrainingGuard
@@ -111,6 +114,11 @@ def weights_of(out: Path) -> dict[str, Any]:
     from ramify.models.weights import read_weights
 
     return read_weights(out / "policy")
+
+
+def assemble(run: Run) -> RunParts:
+    """The parts of ``run``, loaded and checked as before a training."""
+    return load_parts(resolve(run))
 
 
 class Unpublished:

@@ -19,7 +19,6 @@ from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.policy_card import PolicyCard, read_card
 from ramify.train.advantages.group_estimators import GRPO
 from ramify.train.advantages.sft import SFT
-from ramify.train.assemble import assemble
 from ramify.train.backends.base import OptimizerSpec, ShardSpec
 from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state
 from ramify.train.config import (
@@ -41,7 +40,7 @@ from ramify.train.policy_defaults import with_policy_defaults
 from ramify.train.recipe import load_recipe, stored
 from ramify.train.rollouts.rollouter import RolloutOptions
 from tests.shown import heard
-from tests.train.small import SHAPE, small
+from tests.train.small import SHAPE, assemble, small
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LATE = OptimizerSpec(schedule="linear", warmup_steps=30)

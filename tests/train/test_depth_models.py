@@ -22,7 +22,6 @@ from ramify.testing.script import server_error
 from ramify.testing.scripted import ScriptedClient
 from ramify.testing.scripted_server import ScriptedServer
 from ramify.train.advantages.group_estimators import DrGRPO
-from ramify.train.assemble import assemble
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.config import (
     EvaluateSpec,
@@ -41,7 +40,7 @@ from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.types.message import Message
 from tests.shown import train
-from tests.train.small import small, weights_of
+from tests.train.small import assemble, small, weights_of
 
 MODEL = "openai:gpt-5-mini"
 """A model with a known price."""

@@ -15,7 +15,6 @@ from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy
-from ramify.train.assemble import assemble
 from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import LoraSpec, Run
@@ -27,7 +26,7 @@ from ramify.train.selfcheck import AuditedClient, SelfCheck
 from tests.train.backends.small import policy as small_policy
 from tests.train.backends.small import tree
 from tests.train.backends.test_precision import PROMPT, at_once
-from tests.train.small import small, weights_of
+from tests.train.small import assemble, small, weights_of
 
 FIXED = ComputeSpec(precision="fp32", deterministic=True)
 

@@ -13,7 +13,6 @@ from transformers import AutoTokenizer, Qwen3Config
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
 from ramify.models.load import from_config, load_policy, save_policy
-from ramify.train.assemble import assemble
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import CriticSpec, LoraSpec, PolicySpec, RlSpec, Run, SftSpec
 from ramify.train.policy_defaults import report_policy_defaults, with_policy_defaults
@@ -21,7 +20,7 @@ from ramify.train.preflight import note_missing_template
 from ramify.train.stages import scheduled
 from ramify.types.message import Message
 from tests.models.templates import tokenizer_of
-from tests.train.small import SHAPE, small
+from tests.train.small import SHAPE, assemble, small
 
 
 @pytest.fixture(scope="module")

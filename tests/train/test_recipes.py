@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from ramify.models.load import load_policy, save_policy
-from ramify.train.assemble import assemble
 from ramify.train.execute import train
 from ramify.train.metrics import read_metrics
 from ramify.train.recipe import load_recipe
-from tests.train.small import SHAPE, small
+from tests.train.small import SHAPE, assemble, small
 
 ROOT = Path(__file__).parents[2]
 SHORT = (

@@ -13,12 +13,12 @@ from transformers import Qwen3Config
 
 from ramify.errors import ConfigError, SourceError
 from ramify.models.load import from_config, save_policy
-from ramify.train.assemble import assemble
 from ramify.train.config import Run, plain
 from ramify.train.metrics import read_metrics
 from ramify.train.recipe import load_recipe
 from tests.models.templates import tokenizer_of
 from tests.shown import train
+from tests.train.small import assemble
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SOLVED = (

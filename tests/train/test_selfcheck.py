@@ -21,7 +21,7 @@ from ramify.inference.weight_sync.base import sources
 from ramify.models.load import Policy, from_config
 from ramify.serve.policy import PolicyServer
 from ramify.tasks.base import items_of
-from ramify.train.assemble import RunParts, assemble
+from ramify.train.assemble import RunParts
 from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import pack
 from ramify.train.preflight import first_prompt
@@ -30,7 +30,7 @@ from ramify.train.selfcheck import AuditedClient, CanaryLimits, SelfCheck
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Group
 from tests.inference.helpers import ENGINE_KEY
-from tests.train.small import small
+from tests.train.small import assemble, small
 
 
 @pytest.fixture(scope="module")

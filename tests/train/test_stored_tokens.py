@@ -16,7 +16,6 @@ from ramify.models.renderer import renderer_of
 from ramify.models.tokenizer import train_tokenizer
 from ramify.store.private_files import TOKENIZED
 from ramify.tasks.base import task_of
-from ramify.train.assemble import assemble
 from ramify.train.config import PolicySpec, TaskSpec
 from ramify.train.data.sft_data import TrajectoryTokenizer, form_of, read
 from ramify.train.data.stored_tokens import StoredTokens
@@ -28,7 +27,7 @@ from ramify.train.demonstrations import (
 )
 from ramify.types.message import Message
 from tests.docs.world import scripted
-from tests.train.small import small
+from tests.train.small import assemble, small
 
 TASK, SCAFFOLD = task_of("ledger", rows=(4, 6)), scaffold_of("tiny")
 TOKENIZER = train_tokenizer(["print(context[:40]) FINAL(0) count rows of 'red'"] * 2, 261)

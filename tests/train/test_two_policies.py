@@ -15,7 +15,6 @@ from ramify.engine.limits import Limits
 from ramify.models.weights import read_weights
 from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward, generated
 from ramify.train.advantages.group_estimators import DrGRPO
-from ramify.train.assemble import assemble
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import (
     EvaluateSpec,
@@ -34,7 +33,7 @@ from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.types.message import Message
 from ramify.types.trajectory import Trajectory
 from tests.shown import train
-from tests.train.small import _make, small
+from tests.train.small import _make, assemble, small
 from tests.train.test_depth_models import FROZEN, POLICY, served
 from tests.train.test_loop import Killed, kill_at, same
 

@@ -21,19 +21,19 @@ from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config
-from ramify.train.assemble import RunParts, assemble
+from ramify.train.assemble import RunParts
 from ramify.train.backends.base import ComputeSpec, ShardSpec, decided
 from ramify.train.backends.single import SingleBackend
 from ramify.train.build import trained_model
 from ramify.train.config import Run
 from ramify.train.data.pack import pack
 from ramify.train.execute import train
-from ramify.train.policy_defaults import RunPrecision, precision_of
+from ramify.train.precision import RunPrecision, precision_of
 from ramify.train.selfcheck import AuditedClient, CanaryLimits, SelfCheck
 from ramify.types.message import Message
 from tests.train.backends.small import policy as small_policy
 from tests.train.backends.small import tree
-from tests.train.small import small
+from tests.train.small import assemble, small
 
 ROOT = Path(ramify.__file__).parent
 PROMPT = [Message("user", "count rows of 'red' in a table with more columns than any other")]

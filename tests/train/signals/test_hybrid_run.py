@@ -23,7 +23,6 @@ from ramify.models import checksums
 from ramify.models.weights import load_weights
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
-from ramify.train.assemble import assemble
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.build import teachers_of, trained_model
@@ -52,7 +51,7 @@ from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.training import kept, samples
 from ramify.viewer.transcript import tokens, transcript
 from ramify.viewer.watched_run import WatchedRun
-from tests.train.small import small, weights_of
+from tests.train.small import assemble, small, weights_of
 
 TEACHER = HybridTerm(
     signal="teacher", weight=AnnealSchedule(1.0, 0.0, steps=50), clip=2.0, route="hinted"

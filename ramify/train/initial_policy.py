@@ -1,0 +1,246 @@
+"""The policy that a run begins with: its device, its weights and its tokenizer.
+
+    policy.path   a checkpoint, or its shapes alone if only ranks and engines hold weights
+    policy.shape  random weights, and a tokenizer trained on the demonstrations
+    neither       a shape that follows from the demonstrations (``policy_defaults.shape_for``)
+
+Also decides whether the engine of this process serves the trained policy itself or a copy of it.
+Not here: options that follow from the policy (``policy_defaults.py``), and how its files are read
+(``models/load.py``).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ramify.clients.base import Tool
+from ramify.engine.limits import Limits
+from ramify.engine.scaffold import SCAFFOLDS
+from ramify.errors import ConfigError
+from ramify.logging import RoomLogger
+from ramify.policy_card import PolicyCard
+from ramify.progress import report_progress
+from ramify.train.backends.base import BACKENDS
+from ramify.train.config import PolicySpec, Run
+from ramify.train.demonstrations import DemonstrationSet, tokenised
+from ramify.train.policy_defaults import shape_for, vocabulary_for
+from ramify.train.preflight import path_of
+from ramify.types.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from ramify.models.load import Policy
+
+_log = RoomLogger("train")
+NUM_TOKENIZER_TEXTS = 3000
+"""Maximum number of demonstrations that a tokenizer is trained on; more change little."""
+
+
+def device_of(run: Run) -> str:
+    """Kind of the device that the policy is trained on."""
+    import torch
+
+    kind = run.policy.device.partition(":")[0]
+    return kind if kind != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def stored_precision(run: Run) -> str:
+    """Precision of the checkpoint's weights; float32 without a checkpoint."""
+    if not run.policy.path:
+        return "float32"
+    from ramify.models.load import read_config, stored_dtype
+
+    return str(stored_dtype(read_config(path_of(run)), "cuda")).removeprefix("torch.")
+
+
+def policy_of(
+    run: Run,
+    demonstrations: Sequence[DemonstrationSet],
+    dtype: str,
+    checkpoint: Path | None = None,
+    tools: Sequence[Tool] = (),
+) -> Policy:
+    """Return the initial policy of ``run`` in precision ``dtype``. If the tokenizer was trained and
+    a ``checkpoint`` is given, the tokenizer is read from it. ``tools`` are the native tools of the
+    scaffold."""
+    import torch
+    from transformers import AutoConfig
+
+    from ramify.models.load import from_config, load_policy, load_tokenizer
+    from ramify.models.tokenizer import train_tokenizer, word_tokenizer
+
+    spec = run.policy
+    device = None if spec.device == "auto" else spec.device
+    if spec.path:
+        device = "meta" if is_bare(run) else device
+        return load_policy(path_of(run), getattr(torch, dtype), device, thinking=spec.thinking)
+    if spec.tokenizer:
+        tokenizer = load_tokenizer(Path(spec.tokenizer))
+    elif spec.words:
+        tokenizer = word_tokenizer(spec.words)
+    elif checkpoint is not None:
+        tokenizer = load_tokenizer(checkpoint / "policy")
+    elif shown := [each for one in demonstrations for each in one.trajectories]:
+        with report_progress("tokenizer", note="trained on the demonstrations"):
+            tokenizer = train_tokenizer(
+                _texts(shown[:NUM_TOKENIZER_TEXTS]),
+                spec.vocab_size or _usual_vocabulary(spec, shown),
+                is_exact=spec.vocab_size is not None or bool(spec.shape),
+            )
+    else:
+        raise ConfigError(
+            "policy: a model trained from scratch needs a tokenizer, or demonstrations to train "
+            "one on"
+        )
+    config = AutoConfig.for_model(
+        **{
+            "vocab_size": len(tokenizer),
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            **(spec.shape or _shape(tokenizer, demonstrations, checkpoint, tools)),
+        }
+    )
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    policy = from_config(config, tokenizer, run.seed, device=device)
+    policy.model.to(getattr(torch, dtype))
+    return policy
+
+
+def card_of(run: Run, policy: Policy) -> PolicyCard:
+    """What the trained policy's folder will say. A scaffold of the user's own is not named, since
+    its file may be elsewhere when the policy is asked."""
+    usual = Limits()
+    own = {
+        name: getattr(run.limits, name)
+        for name in ("max_turns", "max_depth", "max_reply_tokens")
+        if getattr(run.limits, name) != getattr(usual, name)
+    }
+    named = run.scaffold if run.scaffold in SCAFFOLDS.ours else None
+    return PolicyCard(named, **own, is_from_scratch=policy.card.is_from_scratch)
+
+
+def _usual_vocabulary(spec: PolicySpec, demonstrations: Sequence[Trajectory]) -> int:
+    return 512 if spec.shape else vocabulary_for(sum(map(len, _texts(demonstrations))))
+
+
+def _shape(
+    tokenizer: PreTrainedTokenizerFast,
+    demonstrations: Sequence[DemonstrationSet],
+    checkpoint: Path | None,
+    tools: Sequence[Tool],
+) -> dict[str, Any]:
+    """The shape that follows from the demonstrations, or that of the checkpoint, since a resumed
+    run may have other demonstrations."""
+    from ramify.models.load import read_config
+    from ramify.models.renderer import renderer_of
+
+    if checkpoint is not None:
+        config: dict[str, Any] = read_config(checkpoint / "policy").to_dict()
+        return config
+    shown = tokenised(demonstrations, tokenizer, renderer_of(tokenizer), tools)
+    lengths = [len(path.ids) for each in shown for call in each.calls for path in each.paths(call)]
+    if not lengths:
+        raise ConfigError("policy: no demonstrations, from which the sizes of a new model follow")
+    shape = shape_for(sum(lengths), max(lengths))
+    _log.info(
+        "derived_shape",
+        f"the policy follows from {sum(lengths):,} tokens of demonstrations: vocabulary "
+        f"{len(tokenizer):,}, window {shape['max_position_embeddings']:,}, width "
+        f"{shape['hidden_size']}, layers {shape['num_hidden_layers']}",
+        shown=True,
+        tokens=sum(lengths),
+        longest=max(lengths),
+    )
+    return shape
+
+
+def serving_of(run: Run, policy: Policy, is_here: bool) -> Policy:
+    """The policy that the engine serves. It is the trained one itself, or a copy that each
+    publication renews: if the trained one has another precision or adapters, or is trained while
+    rollouts continue."""
+    from ramify.train.backends.lora import attach
+
+    lora = run.policy.lora
+    if not is_here:
+        return policy
+    waits = run.rl is None or not run.rl.sample.max_staleness
+    if lora is None and str(policy.dtype) == "torch.float32" and waits:
+        return policy
+    serving = dataclasses.replace(policy, model=copy.deepcopy(policy.model))
+    if lora is not None:
+        num = attach(policy.model, lora.rank, lora.scale_alpha, lora.targets, run.seed)
+        _log.info(
+            "adapters",
+            f"adapters of rank {lora.rank}: {num:,} of {policy.num_parameters:,} parameters are "
+            "trained",
+            shown=True,
+            rank=lora.rank,
+            parameters=num,
+        )
+    return serving
+
+
+def set_deterministic(policy: Policy) -> None:
+    """Raise ConfigError if the policy cannot compute in fixed shapes. On a GPU, choose only kernels
+    that repeat themselves."""
+    import torch
+
+    from ramify.models.trunk import fixed_shape_trunk
+
+    fixed_shape_trunk(policy.model)
+    if policy.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def adapters_of(run: Run) -> Any:
+    """The ``AdapterSpec`` of a run; None without adapters."""
+    from ramify.train.backends.adapters import AdapterSpec
+
+    lora = run.policy.lora
+    if lora is None:
+        return None
+    return AdapterSpec(rank=lora.rank, alpha=lora.scale_alpha, targets=lora.targets, seed=run.seed)
+
+
+def read_in_parts(run: Run) -> Path | None:
+    """The folder from which each rank can read its own part of the policy; None if this process
+    has to read all of it."""
+    from ramify.models.checkpoint_files import model_folder
+    from ramify.models.load import read_config
+    from ramify.models.stored_weights import is_read_in_parts
+    from ramify.train.backends.meta_model import on_meta
+
+    if not run.policy.path or not is_read_in_parts(on_meta(read_config(path_of(run)))):
+        return None
+    return model_folder(path_of(run))
+
+
+def is_bare(run: Run) -> bool:
+    """Whether this process needs no weights: ranks read theirs from the checkpoint, engines are
+    other processes, and no signal scores with the policy here."""
+    return (
+        not BACKENDS.of(run.compute.backend).is_here
+        and run.inference is not None
+        and (run.rl is None or not run.rl.signals)
+        and read_in_parts(run) is not None
+    )
+
+
+def _texts(demonstrations: Sequence[Trajectory]) -> Iterator[str]:
+    for trajectory in demonstrations:
+        for texts in _calls(trajectory):
+            yield from texts
+
+
+def _calls(trajectory: Trajectory) -> Iterator[list[str]]:
+    """The messages of each call."""
+    for call in trajectory.calls:
+        yield [message.content for message in trajectory.conversation(call)]

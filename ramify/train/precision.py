@@ -1,0 +1,109 @@
+"""The precision of a run: one decision for the engine and the trainer, from the checkpoint and the
+kind of device, and how far their log-probabilities may differ because of it:
+
+    policy.dtype   compute.precision   engine                  trainer's products
+    auto           auto                fp32 on a CPU and from  fp32 if the engine is fp32, else
+                                       scratch, else as        bf16 (fp32 on a GPU without bf16)
+                                       stored
+    auto           fp32, bf16          as compute.precision    as given
+    given          auto                as given                bf16 if that has 16 bits, else fp32
+    given          fp32, bf16          as given                as given
+
+It does not depend on which precision a processor is fast at: otherwise the same run would compute
+different numbers on another machine. The trainer's weights, log-probabilities and losses are always
+fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from ramify.errors import ConfigError
+from ramify.train.config import Run
+from ramify.train.selfcheck import CanaryLimits
+
+_OPTIONS = "policy.dtype (engine) and compute.precision (trainer)"
+_LIMITS = {"float32": (1e-4, 0.0), "float16": (0.04, 2.0**-8), "bfloat16": (0.3, 2.0**-5)}
+"""Precision -> largest difference of two log-probabilities that it causes: in nats, and as a part
+of the path's largest log-probability, since rounding grows with it. bf16 has 8 bits: 2^-5 is eight
+units in the last place; six were measured. Two precisions allow what the coarser one does: with
+bf16 on one side as much was measured as with bf16 on both."""
+_FOREIGN = 1e-3
+"""The first of these for fp32 in the kernels of another engine."""
+_UNITS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""Precision -> relative error of one rounding."""
+
+
+class RunPrecision(NamedTuple):
+    """In which precision a run computes."""
+
+    engine: str
+    """``float32``, ``float16`` or ``bfloat16``."""
+    trainer: Literal["fp32", "bf16"]
+    """Precision of matrix products."""
+
+    @property
+    def both(self) -> tuple[str, str]:
+        """The engine's and the trainer's, in the same words."""
+        return self.engine, "float32" if self.trainer == "fp32" else "bfloat16"
+
+    def canary_limits(self, run: Run) -> CanaryLimits:
+        """How much log-probabilities of engine and trainer may differ: the larger limit of
+        both precisions, or ``inference.tolerance``; 0 in a deterministic run."""
+        spec = run.inference
+        hint = f"the engine computes in {self.engine} and the trainer in {self.trainer}"
+        if run.deterministic:
+            hint += (
+                "; deterministic=true needs the same bits, which this device does not give: set "
+                "deterministic=false"
+                + ("" if self.trainer == "fp32" else ", or policy.dtype=float32")
+            )
+            return CanaryLimits(0.0, 0.0, hint)
+        if self.both != ("float32", "float32"):
+            hint += "; set policy.dtype=float32 and compute.precision=fp32 to rule out rounding"
+        if spec is not None and spec.tolerance is not None:
+            return CanaryLimits(spec.tolerance, 0.0, hint)
+        is_ours = spec is None or spec.engine == "ramify"
+        tolerance, rounding = max(_LIMITS[each] for each in self.both)
+        return CanaryLimits(tolerance if is_ours else max(tolerance, _FOREIGN), rounding, hint)
+
+
+def precision_of(run: Run, stored: str, device: str, *, has_bf16: bool = True) -> RunPrecision:
+    """The precision of ``run``. ``stored``: that of the checkpoint's weights; ``float32`` without a
+    checkpoint. ``device``: ``cpu`` or ``cuda``; ``has_bf16``: whether it supports bf16, as every
+    CPU does. Raises ConfigError if engine and trainer could not agree."""
+    dtype, products = run.policy.dtype, run.compute.precision
+    if not has_bf16 and "bf16" in (products, dtype.replace("bfloat16", "bf16")):
+        raise ConfigError(
+            f"policy.dtype={dtype} and compute.precision={products}: this device does not support "
+            "bf16: set both to auto, or to float32 and fp32"
+        )
+    if dtype != "auto":
+        engine = str(dtype)
+    elif products != "auto":
+        engine = "float32" if products == "fp32" else "bfloat16"
+    else:
+        engine = "float32" if device == "cpu" else stored
+    if products == "auto":
+        products = "bf16" if engine != "float32" and has_bf16 else "fp32"
+    precision = RunPrecision(engine, products)
+    _check(run, precision)
+    return precision
+
+
+def _check(run: Run, precision: RunPrecision) -> None:
+    """Raise ConfigError if engine and trainer could not agree."""
+    if run.deterministic and precision.both[0] != precision.both[1]:
+        raise ConfigError(
+            f"deterministic=true needs one precision, but the engine would compute in "
+            f"{precision.engine} and the trainer in {precision.trainer}: set {_OPTIONS} to the "
+            "same, or only one of them"
+        )
+    tolerance = None if run.inference is None else run.inference.tolerance
+    unit = max(_UNITS[each] for each in precision.both)
+    if tolerance is not None and tolerance < unit:
+        raise ConfigError(
+            f"inference.tolerance={tolerance:g} is less than one rounding ({unit:.2g}) of the "
+            f"precisions, {precision.engine} in the engine and {precision.trainer} in the trainer: "
+            f"raise it, or set {_OPTIONS} to fp32"
+        )

@@ -1,0 +1,99 @@
+"""Resolving a run: from what a recipe says to what will be done, without a tensor library.
+
+    recipe.py     a file, a preset, an objective, overrides    ──> Run
+    resolve       types ─ trackers ─ names and files ─ task    mistakes are found, cheapest first
+                  ─ defaults of the policy ─ checkpoint        ──> ResolvedRun, with a complete Run
+    assemble.py   device ─ placement ─ precision ─ policy      ──> RunParts
+    build.py      machines ─ engines ─ stages                  ──> Trainer
+
+Decides the order of the checks. Not here: what each of them checks (``preflight.py``), and which
+fields may differ from those of a checkpoint (``lineage.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import msgspec
+
+from ramify.engine.scaffold import Scaffold, scaffold_of
+from ramify.tasks.base import Task, task_of
+from ramify.train.checkpoint import find, read_state, verify
+from ramify.train.config import Run, plain
+from ramify.train.config_fields import check_types
+from ramify.train.depth_models import check_models, check_scaffolds
+from ramify.train.lineage import check_changes, with_same_demonstrations
+from ramify.train.policy_defaults import with_policy_defaults
+from ramify.train.preflight import (
+    check_branches,
+    check_deterministic,
+    check_first_item,
+    check_inference,
+    check_names,
+    check_policies,
+    check_policy_files,
+    check_scaffold,
+    check_signals,
+    check_task,
+)
+from ramify.train.recipe import with_defaults
+from ramify.train.trackers.base import RunTrackers
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedRun:
+    """A run that can be trained as far as its configuration, its task and its files show."""
+
+    given: Run
+    """The recipe with its overrides."""
+    run: Run
+    """The same with the options set that depend on the policy or on the checkpoint."""
+    task: Task
+    """The task. Its first items and their scores have been checked."""
+    scaffold: Scaffold
+    trackers: RunTrackers
+    checkpoint: Path | None
+    """Where the run continues from; None: it begins."""
+
+
+def resolve(given: Run, resume: Path | None = None) -> ResolvedRun:
+    """Check everything that needs no weights, and load what the recipe names. ``resume``: a run's
+    folder or one of its checkpoints.
+
+    Raises ConfigError for mistakes in the recipe and StoreError for a damaged checkpoint. Imports
+    no tensor library before all that can be said without one, so that a mistake is reported at
+    once."""
+    run = given
+    check_types(run)
+    trackers = RunTrackers(run.trackers, run.tracker_options)
+    check_policies(run)
+    check_names(run)
+    check_policy_files(run)
+    scaffold = scaffold_of(run.scaffold)
+    check_scaffolds(run.depths, scaffold)
+    check_models(run.depths, run.frozen)
+    check_inference(run)
+    check_signals(run)
+    check_branches(run)
+    check_deterministic(run)
+    task = task_of(run.task.name, **run.task.options)
+    if run.is_evaluated:
+        check_scaffold(run, scaffold)
+        check_first_item(run, task)
+        check_task(run, task)
+    run = with_policy_defaults(run)
+    checkpoint = find(resume) if resume is not None else None
+    if checkpoint is not None:
+        run = _continued(run, checkpoint)
+    return ResolvedRun(given, run, task, scaffold, trackers, checkpoint)
+
+
+def _continued(run: Run, checkpoint: Path) -> Run:
+    """``run`` with the demonstrations of ``checkpoint``, which must suit it."""
+    verify(checkpoint)
+    state = read_state(checkpoint)
+    recorded = msgspec.structs.replace(state, config=with_defaults(state.config))
+    run = with_same_demonstrations(run, recorded)
+    check_changes(recorded, plain(run))
+    return run
