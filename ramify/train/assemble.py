@@ -21,7 +21,6 @@ from ramify.actors.launcher import PlacementSlot
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.logging import RoomLogger
 from ramify.tasks.base import Task
 from ramify.train.backends.base import BACKENDS, ComputeSpec, OptimizerSpec, has_bf16
 from ramify.train.config import Run, plain
@@ -58,8 +57,6 @@ from ramify.types.sequence import TokenSequence
 
 if TYPE_CHECKING:
     from ramify.models.load import Policy
-
-_log = RoomLogger("train")
 
 
 @dataclasses.dataclass(frozen=True)
