@@ -11,25 +11,25 @@
 
 Synchronous training is ``max_staleness = 0``: rollouts of step k begin after step k-1. Decides the
 order of operations. Not here: where data comes from (``stages.py``), how a policy learns and its
-engines get the weights (``learner.py``), what is written (``run_record.py``), credit
-(``advantages/``), losses (``losses/``) and devices (``backends/``).
+engines get the weights (``learner.py``), how many policies there are (``learners.py``), what is
+written (``run_record.py``), credit (``advantages/``), losses (``losses/``) and devices
+(``backends/``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from ramify.errors import StoreError
 from ramify.logging import RoomLogger
 from ramify.progress import on_heartbeat, report_progress, subscribe
-from ramify.train import metrics as metric_file
-from ramify.train.checkpoint import CheckpointState, Write, read_state, verify
-from ramify.train.learner import EnginePhase, Learner
+from ramify.train.checkpoint import CheckpointState, Write, read_state
+from ramify.train.learner import Learner
+from ramify.train.learners import Learners
 from ramify.train.metrics import Diagnosis
 from ramify.train.run_doctor import (
     GuardVerdict,
@@ -74,14 +74,14 @@ class Trainer:
     ) -> None:
         """``learners``: the policies that are trained, ``Run.policy`` first."""
         self.record = record
-        self._learners = learners
+        self._learners = Learners(learners, record)
         self._stages = stages
         self._evaluation = evaluation
         self._guard = guard or TrainingGuard()
         self._source: StepSource | None = None
         self._rollback = ""
         """Reason to go back to the best checkpoint. Empty: no rollback."""
-        self._thread = learners[0].publisher.thread
+        self._thread = self._learners.thread
         self._watch = self._thread.watch
 
     @property
@@ -120,8 +120,7 @@ class Trainer:
     async def _run(self, resume: Path | None) -> CheckpointState:
         if resume is not None:
             await self._thread.run(self.state.step + 1, self._restore, resume)
-            for learner in self._learners:  # its engine may hold other weights
-                await learner.publisher.policy.publish()
+            await self._learners.publish_resumed()
         else:
             self.record.begin()
         self.record.open()
@@ -132,13 +131,8 @@ class Trainer:
 
     async def _run_stage(self, stage: TrainingStage) -> None:
         # A run that resumes within a stage has its backend, first evaluation and checkpoint.
-        is_new = self._learners[0].publisher.backend is None
-        for learner, own in self._learning(stage):
-            if is_new:
-                await self._in_torch(learner.begin, own)
-            if "ref_logprobs" in own.streams:
-                loading = partial(learner.load_reference, is_new=not self.state.stage_step)
-                await self._in_torch(loading, self.record.out)
+        is_new = not self._learners.has_begun
+        await self._learners.begin(stage)
         if stage.samples and is_new:
             also = await self._roots(stage)
             for split in ("validation", *self._evaluation.first):
@@ -157,14 +151,7 @@ class Trainer:
             await self._save_steps_so_far()
             raise
         self.record.begin_next_stage()
-        for learner in self._learners:
-            learner.publisher.backend = None
-
-    def _learning(self, stage: TrainingStage) -> list[tuple[Learner, TrainingStage]]:
-        """The policies that learn in ``stage``, each with its part of it."""
-        main, *others = self._learners
-        own = stage.others
-        return [(main, stage), *((each, own[each.name]) for each in others if each.name in own)]
+        self._learners.end()
 
     async def _run_steps(self, stage: TrainingStage) -> None:
         with report_progress(
@@ -200,8 +187,7 @@ class Trainer:
         """The data of each remaining step. Later rollouts continue meanwhile, as far as
         ``max_staleness`` allows."""
         state = self.state
-        for learner, own in self._learning(stage):
-            own.memory = dict(state.memory_of(learner.name))
+        self._learners.recall(stage)
         async with stage.source(state.next_item, state.pending) as source:
             self._source = source
             if state.is_due:
@@ -228,27 +214,14 @@ class Trainer:
         record, state, source = self.record, self.state, self._source
         assert source is not None
         started = time.monotonic()
-        values = dict(work.metrics)
-        learning = list(_own_parts(self._learners, stage, work))
         where = self._where(stage)
-        for learner, _, own in learning:
-            if self._report_notes(stage, own, where, learner.name):
-                values |= learner.measured({"no_signal": 1.0})
-        async with contextlib.AsyncExitStack() as stack:
-            for learner, _, own in learning:
-                await stack.enter_async_context(learner.publisher.changing)
-                version = learner.publisher.policy.version
-                values |= learner.measured(metric_file.staleness(learner.own(work.groups), version))
-                if own.parts or own.groups:
-                    values |= learner.measured(await learner.publisher.sleep())
-            for each in learning:
-                values |= await self._learned(*each)
+        values = {**work.metrics, **self._learners.report(stage, work, where)}
+        async with self._learners.changing(stage, work) as measured:
+            values |= measured
+            values |= await self._learners.learn(stage, work)
             values["learn_s"] = time.monotonic() - started
-            memories = {learner.name: own.memory for learner, _, own in learning}
-            record.count_step(memories.pop(""), memories)
-            for learner, _, own in learning:
-                if stage.samples and (own.parts or learner.publisher.phase is EnginePhase.ASLEEP):
-                    await learner.publisher.publish()
+            self._learners.count_step(stage, work)
+            await self._learners.publish_step(stage, work)
         values = record.measured(values)
         verdict: GuardVerdict | None = None
         if stage.samples:
@@ -256,10 +229,7 @@ class Trainer:
             values |= verdict.metrics
             self._report_verdict(verdict, where)
         record.write(stage.name, values, [] if verdict is None else verdict.diagnoses)
-        for learner, _, _ in learning:
-            check = learner.publisher.check
-            if check is not None and work.groups:
-                check.ids(work.groups)
+        self._learners.check_ids(stage, work)
         record.write_rollouts(work.groups, work.accounts)
         if self._rollback:
             return
@@ -267,36 +237,6 @@ class Trainer:
             source.newer(state.stage_step)
         state.is_due = True
         await self._at_intervals(stage)
-
-    async def _learned(
-        self, learner: Learner, stage: TrainingStage, work: StepData
-    ) -> dict[str, float]:
-        """Learn from the data of a step. Returns the metrics of that."""
-        values = {} if not learner.name else dict(work.metrics)
-        probe = None
-        if stage.samples:
-            probe = await self._in_torch(learner.probe, stage, work, self.state.step + 1)
-        if work.parts:
-            values |= await self._in_torch(learner.prepare, stage, work)
-        if stage.samples:
-            values |= learner.measured_before(work, probe)
-        values |= _over_parts(
-            [await self._in_torch(learner.learn, stage, part) for part in work.parts]
-        )
-        if stage.samples:
-            values |= await self._in_torch(learner.measured_after, stage, work, probe)
-        return learner.measured(values)
-
-    def _report_notes(self, stage: TrainingStage, work: StepData, where: str, name: str) -> str:
-        """Report what is remarkable about the data of a step. Returns why it has no signal."""
-        where += f", {name}" if name else ""
-        about = {"step": self.state.step + 1, "stage": stage.name}
-        for note in work.notes:
-            _log.warning("step_note", f"{where}: {note}", shown=True, **about)
-        if work.no_signal:
-            text = f"{where} has nothing to learn from: {work.no_signal}"
-            _log.warning("no_signal", text, shown=True, **about)
-        return work.no_signal
 
     def _note_position(self, source: StepSource) -> None:
         """Note which items have begun, for a checkpoint."""
@@ -365,9 +305,7 @@ class Trainer:
         note = Diagnosis(name="rollback", text=text, action="rollback")
         self.record.write(stage.name, {}, [note])
         await self._in_torch(self._restore_stage, stage, checkpoint)
-        for learner, _ in self._learning(stage):
-            learner.publisher.learned()
-            await learner.publisher.publish()
+        await self._learners.publish_restored(stage)
         await self._in_torch(self._save)  # a run that is killed now continues with the smaller rate
 
     # --- checkpoints, in the torch thread
@@ -376,8 +314,7 @@ class Trainer:
         stage = self._stages[self.state.stage]
         saved = stage.kept if self.state.stage_step else {}
         parts: dict[str, Write] = {name: each.save for name, each in saved.items()}
-        for learner, _ in self._learning(stage):
-            parts |= learner.parts()
+        parts |= self._learners.parts(stage)
         self.record.save(parts)
 
     def _restore(self, checkpoint: Path) -> None:
@@ -388,17 +325,14 @@ class Trainer:
         is_open = is_open and not self.state.stopped
         if is_open:
             self._restore_stage(stage, checkpoint)
-            for learner in self._learners:
-                self.record.copy_reference(checkpoint, learner.paths.reference)
+            self._learners.copy_references(checkpoint)
             return
-        for learner, own in self._learning(stage):
-            learner.restore(own, checkpoint, is_open=False)
+        self._learners.restore(stage, checkpoint, is_open=False)
         self.record.begin_next_stage()  # the next one begins with a new optimizer
 
     def _restore_stage(self, stage: TrainingStage, checkpoint: Path) -> None:
         """Restore what learns in ``stage`` as it was at ``checkpoint``."""
-        for learner, own in self._learning(stage):
-            learner.restore(own, checkpoint, is_open=True, lr_scale=self.state.lr_scale)
+        self._learners.restore(stage, checkpoint, is_open=True)
         for name, part in stage.kept.items() if self.state.stage_step else ():
             part.load(checkpoint / name)
 
@@ -414,9 +348,7 @@ class Trainer:
         if there is one. ``also`` is written in the same row."""
         if self._evaluation.of is None:
             return {}
-        for learner in self._learners:
-            async with learner.publisher.changing:
-                await learner.publisher.publish()
+        await self._learners.publish()
         started = time.monotonic()
         evaluating = self._evaluation.of(split)
         values = dict(await self._watch.bounded(f"evaluating {split}", evaluating, can_stop=True))
@@ -441,40 +373,10 @@ class Trainer:
         for name, checkpoint in sorted(found.items(), key=lambda each: each[0] == keep):
             if checkpoint is None:
                 continue
-            for learner in self._learners:
-                await self._in_torch(verify, checkpoint, f"{learner.paths.policy}/")
-                await learner.publisher.load(checkpoint / learner.paths.policy)
+            await self._learners.load(checkpoint)
             scores = {}
             for split in self._evaluation.final:
                 scores |= await self.evaluate(split, name)
-        for learner in self._learners:
-            await self._in_torch(learner.save_policy, self.record.out / learner.paths.policy)
+        await self._learners.save_policies()
         if (kept := found[keep]) is not None:
             self.record.note_kept(kept, scores, is_best=kept == checkpoints.best())
-
-
-def _own_parts(
-    learners: Sequence[Learner], stage: TrainingStage, work: StepData
-) -> Iterator[tuple[Learner, TrainingStage, StepData]]:
-    """Each policy that learns in ``stage``, with its part of the stage and of the step's data."""
-    for learner in learners:
-        if not learner.name:
-            yield learner, stage, work
-        elif learner.name in work.others:
-            yield learner, stage.others[learner.name], work.others[learner.name]
-
-
-def _over_parts(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine the metrics of a step's optimizer steps: sums of counts, and means of the rest over
-    those that have a number. The mismatch of trainer and sampler is that of the first optimizer
-    step, since it moves the weights."""
-    combined: dict[str, float] = {}
-    for name in dict.fromkeys(name for part in measured for name in part):
-        values = [part[name] for part in measured if name in part]
-        if name in ("batches", "packed_tokens", "row_tokens"):
-            combined[name] = sum(values)
-        elif not name.startswith("mismatch"):
-            combined[name] = sum(values) / len(values)
-        elif name in measured[0]:
-            combined[name] = measured[0][name]
-    return combined

@@ -1,0 +1,235 @@
+"""The policies that a run trains, as one. A run without ``Run.policies`` has one.
+
+    trainer.py ── begin, learn, publish, save, restore ──> Learners ── for each policy ──> Learner
+
+The policies of ``Run.policies`` learn from their own calls in the same rollouts: each has a part
+of the stage (``TrainingStage.others``) and of a step's data (``StepData.others``). Decides their
+order: the first is ``Run.policy``, and all have learnt before the first is published. Not here: how
+one policy learns (``learner.py``), and when (``trainer.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from ramify.logging import RoomLogger
+from ramify.train.checkpoint import Write, verify
+from ramify.train.learner import EnginePhase, Learner
+from ramify.train.metrics import staleness
+from ramify.train.run_record import RunRecord
+from ramify.train.stages import StepData, TrainingStage
+from ramify.train.watchdog import WatchedThread
+
+_log = RoomLogger("train")
+T = TypeVar("T")
+
+
+class Learners:
+    """All policies that a run trains."""
+
+    def __init__(self, learners: Sequence[Learner], record: RunRecord) -> None:
+        """``learners``: ``Run.policy`` first."""
+        self._all = learners
+        self._record = record
+
+    @property
+    def thread(self) -> WatchedThread:
+        """The thread in which all of them compute."""
+        return self._all[0].publisher.thread
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the current stage has begun."""
+        return self._all[0].publisher.backend is not None
+
+    def _in(self, stage: TrainingStage) -> list[tuple[Learner, TrainingStage]]:
+        """The policies that learn in ``stage``, each with its part of it."""
+        main, *others = self._all
+        own = stage.others
+        return [(main, stage), *((each, own[each.name]) for each in others if each.name in own)]
+
+    def _of(
+        self, stage: TrainingStage, work: StepData
+    ) -> Iterator[tuple[Learner, TrainingStage, StepData]]:
+        """The policies that learn from ``work``, each with its part of it."""
+        for learner, own in self._in(stage):
+            if not learner.name:
+                yield learner, own, work
+            elif learner.name in work.others:
+                yield learner, own, work.others[learner.name]
+
+    async def _in_torch(self, work: Callable[..., T], *arguments: object) -> T:
+        return await self.thread.run(self._record.state.step + 1, work, *arguments)
+
+    # --- a stage
+
+    async def begin(self, stage: TrainingStage) -> None:
+        """Begin ``stage`` with new optimizers, or continue it, and load the references."""
+        state, is_new = self._record.state, not self.has_begun
+        for learner, own in self._in(stage):
+            if is_new:
+                await self._in_torch(learner.begin, own)
+            if "ref_logprobs" in own.streams:
+                loading = partial(learner.load_reference, is_new=not state.stage_step)
+                await self._in_torch(loading, self._record.out)
+
+    def end(self) -> None:
+        """End the current stage."""
+        for learner in self._all:
+            learner.publisher.backend = None
+
+    def recall(self, stage: TrainingStage) -> None:
+        """Give the algorithms of ``stage`` the state that the run has recorded."""
+        for learner, own in self._in(stage):
+            own.memory = dict(self._record.state.memory_of(learner.name))
+
+    # --- a step
+
+    def report(self, stage: TrainingStage, work: StepData, where: str) -> dict[str, float]:
+        """Report what is remarkable about the data of a step. Returns which policies have nothing
+        to learn, as metrics."""
+        values: dict[str, float] = {}
+        about = {"step": self._record.state.step + 1, "stage": stage.name}
+        for learner, _, own in self._of(stage, work):
+            whose = f"{where}, {learner.name}" if learner.name else where
+            for note in own.notes:
+                _log.warning("step_note", f"{whose}: {note}", shown=True, **about)
+            if own.no_signal:
+                text = f"{whose} has nothing to learn from: {own.no_signal}"
+                _log.warning("no_signal", text, shown=True, **about)
+                values |= learner.measured({"no_signal": 1.0})
+        return values
+
+    @contextlib.asynccontextmanager
+    async def changing(
+        self, stage: TrainingStage, work: StepData
+    ) -> AsyncIterator[dict[str, float]]:
+        """Inside the block weights may change: no engine rejoins, and those on the trainer's
+        devices sleep. Gives the staleness of what was sampled, and how long falling asleep took."""
+        values: dict[str, float] = {}
+        async with contextlib.AsyncExitStack() as stack:
+            for learner, _, own in self._of(stage, work):
+                await stack.enter_async_context(learner.publisher.changing)
+                version = learner.publisher.policy.version
+                values |= learner.measured(staleness(learner.own(work.groups), version))
+                if own.parts or own.groups:
+                    values |= learner.measured(await learner.publisher.sleep())
+            yield values
+
+    async def learn(self, stage: TrainingStage, work: StepData) -> dict[str, float]:
+        """Learn from the data of a step. Returns the metrics of that."""
+        values: dict[str, float] = {}
+        for learner, own_stage, own in self._of(stage, work):
+            measured = dict(own.metrics) if learner.name else {}
+            measured |= await self._learned(learner, own_stage, own)
+            values |= learner.measured(measured)
+        return values
+
+    async def _learned(
+        self, learner: Learner, stage: TrainingStage, work: StepData
+    ) -> dict[str, float]:
+        values: dict[str, float] = {}
+        probe = None
+        if stage.samples:
+            step = self._record.state.step + 1
+            probe = await self._in_torch(learner.probe, stage, work, step)
+        if work.parts:
+            values |= await self._in_torch(learner.prepare, stage, work)
+        if stage.samples:
+            values |= learner.measured_before(work, probe)
+        values |= _over_parts(
+            [await self._in_torch(learner.learn, stage, part) for part in work.parts]
+        )
+        if stage.samples:
+            values |= await self._in_torch(learner.measured_after, stage, work, probe)
+        return values
+
+    def count_step(self, stage: TrainingStage, work: StepData) -> None:
+        """Count a step that was learnt, and note the state of its algorithms."""
+        memories = {learner.name: own.memory for learner, _, own in self._of(stage, work)}
+        self._record.count_step(memories.pop(""), memories)
+
+    async def publish_step(self, stage: TrainingStage, work: StepData) -> None:
+        """Publish what a step changed, if the stage samples. Call it inside ``changing``."""
+        for learner, _, own in self._of(stage, work):
+            publisher = learner.publisher
+            if stage.samples and (own.parts or publisher.phase is EnginePhase.ASLEEP):
+                await publisher.publish()
+
+    def check_ids(self, stage: TrainingStage, work: StepData) -> None:
+        """Compare the token ids of the step's rollouts with those that the engines gave."""
+        for learner, _, _ in self._of(stage, work):
+            check = learner.publisher.check
+            if check is not None and work.groups:
+                check.ids(work.groups)
+
+    # --- the engines
+
+    async def publish(self) -> None:
+        """Publish weights that the engines do not have yet."""
+        for learner in self._all:
+            async with learner.publisher.changing:
+                await learner.publisher.publish()
+
+    async def publish_resumed(self) -> None:
+        """Publish the weights of a run that is resumed: its engines may hold others."""
+        for learner in self._all:
+            await learner.publisher.policy.publish()
+
+    async def publish_restored(self, stage: TrainingStage) -> None:
+        """Publish the weights of ``stage`` after they went back to a checkpoint."""
+        for learner, _ in self._in(stage):
+            learner.publisher.learned()
+            await learner.publisher.publish()
+
+    # --- checkpoints: all but the last two are called in the training thread
+
+    def parts(self, stage: TrainingStage) -> dict[str, Write]:
+        """What a checkpoint within ``stage`` holds of the policies."""
+        parts: dict[str, Write] = {}
+        for learner, _ in self._in(stage):
+            parts |= learner.parts()
+        return parts
+
+    def restore(self, stage: TrainingStage, checkpoint: Path, *, is_open: bool) -> None:
+        """Restore the weights, and the optimizers if the stage continues (``is_open``)."""
+        lr_scale = self._record.state.lr_scale if is_open else 1.0
+        for learner, own in self._in(stage):
+            learner.restore(own, checkpoint, is_open=is_open, lr_scale=lr_scale)
+
+    def copy_references(self, checkpoint: Path) -> None:
+        """Copy the references that the run of ``checkpoint`` began with."""
+        for learner in self._all:
+            self._record.copy_reference(checkpoint, learner.paths.reference)
+
+    async def load(self, checkpoint: Path) -> None:
+        """Load the policies of ``checkpoint``, to publish them next."""
+        for learner in self._all:
+            await self._in_torch(verify, checkpoint, f"{learner.paths.policy}/")
+            await learner.publisher.load(checkpoint / learner.paths.policy)
+
+    async def save_policies(self) -> None:
+        """Save the current policies in the run's folder."""
+        for learner in self._all:
+            folder = self._record.out / learner.paths.policy
+            await self._in_torch(learner.save_policy, folder)
+
+
+def _over_parts(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Combine the metrics of a step's optimizer steps: sums of counts, and means of the rest over
+    those that have a number. The mismatch of trainer and sampler is that of the first optimizer
+    step, since it moves the weights."""
+    combined: dict[str, float] = {}
+    for name in dict.fromkeys(name for part in measured for name in part):
+        values = [part[name] for part in measured if name in part]
+        if name in ("batches", "packed_tokens", "row_tokens"):
+            combined[name] = sum(values)
+        elif not name.startswith("mismatch"):
+            combined[name] = sum(values) / len(values)
+        elif name in measured[0]:
+            combined[name] = measured[0][name]
+    return combined
