@@ -97,6 +97,7 @@ async def opened_trainer(
         stack.enter_context(_interpreter_for_training())
         with report_progress("preparing", note="engine and sandbox"):
             hosts = await open_machines(parts, out, stack)
+            # Closed after the engines: one that comes back asks for the trained weights.
             models = await stack.enter_async_context(contextlib.AsyncExitStack())
             rollouts = await open_rollouts(parts, out, hosts, stack)
         trained = trained_model(parts, out, hosts)

@@ -36,6 +36,9 @@ class PreparedRollouts(Rollouter):
         self.room = ConcurrencyController(99)
         self.per_item = 2
 
+    def is_scored_by_step(self, item: Item) -> bool:
+        return False
+
     def begin(
         self, item: Item, name: str, over: Callable[[RolloutAttempt], None] = lambda _: None
     ) -> GroupRollout:
