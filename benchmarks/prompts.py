@@ -41,7 +41,7 @@ import prompts_answers
 from engine import Figure, show
 
 import ramify
-from ramify import Limits, SandboxSpec, Scaffold, ScriptedClient
+from ramify import JailSpec, Limits, SandboxSpec, Scaffold, ScriptedClient
 from ramify.clients.base import Price
 from ramify.engine import prompt_text
 from ramify.engine.prompt_text import PromptFacts
@@ -121,7 +121,7 @@ def situations(folder: Path) -> list[Situation]:
         Situation("large text, few calls", TEXT * 9, {"limits": Limits(max_calls=12)}),
         Situation("no context", None, ask={"direct": False}),
         Situation("no context, no children", None, {"limits": Limits(max_depth=0)}, {"direct": False}),
-        Situation("no context, a folder mounted", None, {"sandbox": SandboxSpec(mounts=mounted)}, {"direct": False}, (str(project),)),
+        Situation("no context, a folder mounted", None, {"sandbox": JailSpec(mounts=mounted)}, {"direct": False}, (str(project),)),
         Situation("list of texts", [f"review {n}" for n in range(2000)]),
         Situation("list of mixed values", ["a", 1, None, {"b": 2}]),
         Situation("list of one long text", ["x" * 200_000]),
@@ -150,7 +150,7 @@ def situations(folder: Path) -> list[Situation]:
         Situation("tools", options={"tools": [city_of, add]}, facts=("city_of(host: str)", "The city where a host stands.", "add(a: int, b: int = 2)")),
         Situation("values as tools", options={"tools": {"HOSTS": ["web-1"], "LIMIT": 3}}, facts=("HOSTS", "LIMIT")),
         Situation("packages", options={"sandbox": SandboxSpec(packages=("numpy", "msgspec"))}, facts=("numpy", "msgspec")),
-        Situation("mount", options={"sandbox": SandboxSpec(mounts=mounted)}, facts=(str(project),)),
+        Situation("mount", options={"sandbox": JailSpec(mounts=mounted)}, facts=(str(project),)),
         Situation("weak sandbox", options={"sandbox": SandboxSpec(provider="process", allow_weaker=True)}),
         Situation("no children", options={"limits": Limits(max_depth=0)}),
         Situation("grandchildren", options={"limits": Limits(max_depth=2, max_children=3)}, facts=("3 at once",)),

@@ -46,7 +46,14 @@ from sandbox_peers import (
     ipykernel,
 )
 
-from ramify.sandbox.base import Sandbox, SandboxSpec, Session, SharedContext, open_sandbox
+from ramify.sandbox.base import (
+    Sandbox,
+    SandboxSpec,
+    Session,
+    SharedContext,
+    open_sandbox,
+    provider_spec,
+)
 
 MB = 1_000_000
 Figures = AsyncIterator[Figure]
@@ -69,7 +76,7 @@ class Bench(NamedTuple):
     async def sandbox(self, **changes: Any) -> AsyncIterator[Sandbox]:
         """Yield a sandbox that has already opened its first session."""
         fields = {name: getattr(self.spec, name) for name in self.spec.__struct_fields__}
-        made = open_sandbox(SandboxSpec(**{**fields, **changes}))
+        made = open_sandbox(provider_spec({**fields, **changes}))
         try:
             await (await made.open()).close()
             yield made

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from ramify.sandbox import base
-from ramify.sandbox.base import SandboxSpec, open_sandbox
+from ramify.sandbox.base import JailSpec, open_sandbox
 
 SharedContext: Any = getattr(base, "SharedContext", None)
 if SharedContext is None:  # an earlier version
@@ -42,8 +42,8 @@ class Side:
     memory (MB)."""
 
     def __init__(self) -> None:
-        self.plain: Any = open_sandbox(SandboxSpec(pool=0, memory_bytes=4 << 30))
-        self.pooled: Any = open_sandbox(SandboxSpec(pool=4))
+        self.plain: Any = open_sandbox(JailSpec(pool=0, memory_bytes=4 << 30))
+        self.pooled: Any = open_sandbox(JailSpec(pool=4))
         self.session: Any = None
         self.large: Any = None
         self.many: list[Any] = []

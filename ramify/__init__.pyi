@@ -36,12 +36,14 @@ from ramify.errors import WeakSandboxWarning as WeakSandboxWarning
 from ramify.progress import ProgressState as ProgressState
 from ramify.progress import subscribe as subscribe
 from ramify.sandbox.base import CellResult as CellResult
+from ramify.sandbox.base import JailSpec as JailSpec
 from ramify.sandbox.base import PreparedContext as PreparedContext
 from ramify.sandbox.base import Sandbox as Sandbox
 from ramify.sandbox.base import SandboxCapabilities as SandboxCapabilities
 from ramify.sandbox.base import SandboxSpec as SandboxSpec
 from ramify.sandbox.base import Session as Session
 from ramify.sandbox.base import open_sandbox as open_sandbox
+from ramify.sandbox.providers.docker import DockerSpec as DockerSpec
 from ramify.sources.load_sources import load as load
 from ramify.store.store import Store as Store
 from ramify.testing.scripted import ScriptedClient as ScriptedClient

@@ -228,7 +228,7 @@ class SandboxError(RamifyError):
     """A session could not be started, or violated its protocol.
 
     Example:
-        ramify.open_sandbox(ramify.SandboxSpec(tier="A"))    # on a machine without namespaces
+        ramify.open_sandbox(ramify.JailSpec(tier="A"))    # on a machine without namespaces
     """
 
 

@@ -14,7 +14,7 @@ output is context and not trained on. For a chat template without native tool ca
 
 from __future__ import annotations
 
-from ramify import Limits, SandboxSpec, train
+from ramify import JailSpec, Limits, train
 
 DATA = {"validation": "data/aime-2025.parquet", "test": "data/aime-2024.parquet"}
 LIMITS = Limits(
@@ -25,7 +25,7 @@ LIMITS = Limits(
     max_tokens=400_000,
     max_concurrency=256,
 )
-SANDBOX = SandboxSpec(cell_s=120.0, memory_bytes=4 << 30, pool=8)
+SANDBOX = JailSpec(cell_s=120.0, memory_bytes=4 << 30, pool=8)
 """Full Python in the jail; add ``sandbox.packages=["sympy", "numpy"]`` if they are installed."""
 
 

@@ -147,7 +147,7 @@ def situations(folder: Path) -> list[Situation]:
             "Llama 3",
             rlm={
                 "tools": [city_of],
-                "sandbox": ramify.SandboxSpec(
+                "sandbox": ramify.JailSpec(
                     packages=("msgspec",), mounts=(("/usr/share", "/usr/share"),)
                 ),
                 "limits": few,

@@ -24,7 +24,7 @@ SPEC.loader.exec_module(CHECK)
 PUBLIC = {
     "ramify": """
         AttemptFailed Branches Call CallEnded CallStarted Cell CellRan CellResult Citation
-        Client ConfigError DepthOptions Event Limits McpTools Message Model ModelError NoteAdded
+        Client ConfigError DepthOptions DockerSpec Event JailSpec Limits McpTools Message Model ModelError NoteAdded
         PreparedContext Price ProgressState PromptPreview RLM RamifyError ReplayDiverged ReplyReceived
         RequestStarted Result RunEnded RunOptions RunStarted Sampling Sandbox SandboxCapabilities
         SandboxError SandboxSpec Scaffold ScoreAdded ScriptedClient Session SourceError Stop

@@ -351,23 +351,22 @@ def _read_authorities() -> None:
 
 
 def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
-    from ramify.sandbox.base import SandboxSpec, check_provider
+    from ramify.sandbox.base import JailSpec, SandboxSpec, check_provider, provider_spec
 
-    provider = settings.get("sandbox") or SandboxSpec().provider
-    fields = {
+    fields: dict[str, Any] = {
         name: settings[name] for name in ("tier", "allow_weaker") if settings.get(name) is not None
     }
     if memory := settings.get("memory"):
         fields["memory_bytes"] = parse_size(memory, "--memory")
-    spec = SandboxSpec(
-        provider=provider,
-        packages=tuple(settings.get("package") or ()),
-        mounts=tuple(read_mount(mount) for mount in settings.get("mount") or ()),
-        **fields,
-    )
-    check_provider(spec)
+    if mounts := settings.get("mount"):
+        fields["mounts"] = [read_mount(mount) for mount in mounts]
+    if provider := settings.get("sandbox"):
+        fields["provider"] = provider
+    check_provider(SandboxSpec(**({"provider": provider} if provider else {})))
+    spec = provider_spec({**fields, "packages": list(settings.get("package") or ())})
     # A session is opened only if the question needs one, and a wrong value is an error before.
-    if absent := next((path for path, _ in spec.mounts if not os.path.exists(path)), None):
+    places = spec.mounts if isinstance(spec, JailSpec) else ()
+    if absent := next((path for path, _ in places if not os.path.exists(path)), None):
         raise ConfigError(f"sandbox mounts: there is no '{absent}' on this machine")
     if spec.packages and spec.provider in LOCAL_SANDBOXES:
         from ramify.sandbox.host.session_packages import locate

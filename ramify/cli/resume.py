@@ -19,7 +19,7 @@ from ramify.engine.limits import Limits
 from ramify.engine.rlm import RLM
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError, ReplayDiverged, SourceError
-from ramify.sandbox.base import SandboxSpec
+from ramify.sandbox.base import provider_spec
 from ramify.store.recorded_replies import RecordedReplies
 from ramify.store.store import Store
 from ramify.types.event import RunStarted
@@ -62,7 +62,7 @@ def rebuild(
     if not models:
         raise ConfigError(f"run {started.id} does not record its model: ask the question again")
     try:
-        sandbox = msgspec.convert(config.get("sandbox", {}), SandboxSpec)
+        sandbox = provider_spec(config.get("sandbox", {}))
         return RLM(
             [PlaceholderClient(n) if stand_ins else known(n) for n in models],
             sub_model=[PlaceholderClient(n) if stand_ins else known(n) for n in subs] or None,

@@ -28,7 +28,7 @@ from ramify.engine.prompt_text import (
 from ramify.engine.resources import ModelFacts, RlmSetup, RunModels
 from ramify.engine.tool_set import ToolSet
 from ramify.errors import ConfigError
-from ramify.sandbox.base import SandboxCapabilities, SandboxSpec
+from ramify.sandbox.base import JailSpec, SandboxCapabilities, SandboxSpec
 
 ReplyLimits = Callable[[Client, int, bool], tuple[int, int]]
 """(model, depth, True for a plain call) -> (tokens of a reply, additional tokens of hidden
@@ -112,7 +112,8 @@ def check_instructions(setup: RlmSetup, models: RunModels) -> None:
 
 
 def _mounts(spec: SandboxSpec) -> tuple[MountFacts, ...]:
-    return tuple(MountFacts(inside, os.path.isdir(outside)) for outside, inside in spec.mounts)
+    mounts = spec.mounts if isinstance(spec, JailSpec) else ()
+    return tuple(MountFacts(inside, os.path.isdir(outside)) for outside, inside in mounts)
 
 
 def _fitting_chars(

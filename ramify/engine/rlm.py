@@ -52,7 +52,7 @@ from ramify.engine.run_handle import Result, RunHandle, blocked_as_suspended, ch
 from ramify.engine.scaffold import Scaffold, card_of, scaffold_of
 from ramify.engine.tool_set import Tools, ToolSet
 from ramify.errors import ConfigError
-from ramify.sandbox.base import SandboxSpec, check_provider
+from ramify.sandbox.base import SandboxSpec, check_provider, provider_spec
 from ramify.store.recorded_replies import RecordedReplies
 from ramify.store.store import Store
 from ramify.types.event import AnyEvent
@@ -93,10 +93,8 @@ class RLM:
     ) -> None:
         options = RunOptions().updated(options, defaults, RLM.__init__.__kwdefaults__ or ())
         limits = options.limits or Limits(**card_of(model).limits)
-        spec = (
-            SandboxSpec(provider=sandbox) if isinstance(sandbox, str) else sandbox or SandboxSpec()
-        )
-        for name, value, kind in (("sandbox", spec, SandboxSpec), ("store", store, Store)):
+        given_spec = SandboxSpec(sandbox) if isinstance(sandbox, str) else sandbox or SandboxSpec()
+        for name, value, kind in (("sandbox", given_spec, SandboxSpec), ("store", store, Store)):
             if value is not None and not isinstance(value, kind):
                 raise ConfigError(
                     f"{name} is a {type(value).__name__}: give a ramify.{kind.__name__}(…)"
@@ -112,7 +110,8 @@ class RLM:
             raise ConfigError(f"branches is {branches}: {problem}")
         given = options.search if options.search is not None or branches == 1 else branches
         search = None if given is None else search_of(given)
-        check_provider(spec)  # reports an unknown provider before any model is called
+        check_provider(given_spec)  # reports an unknown provider before any model is called
+        spec = provider_spec(given_spec)
         tool_set = ToolSet(tools)
         self.store = store
         self._shared = SharedResources(limits.max_concurrency, spec)

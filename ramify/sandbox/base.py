@@ -19,16 +19,17 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import inspect
 import itertools
 import mmap
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from ramify.errors import ConfigError, NamedFields, RamifyError, SandboxError
-from ramify.plugins import Registry
+from ramify.plugins import Registry, explained
 from ramify.sandbox.guest.frames import pack_value, unpack_value, write_all
 from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueDecoder, ValueEncoder
 from ramify.types.trajectory import Cell
@@ -180,8 +181,49 @@ class SandboxCapabilities(msgspec.Struct, frozen=True):
 MIN_MEMORY_BYTES = 64 << 20
 
 
-class SandboxSpec(msgspec.Struct, metaclass=NamedFields, frozen=True, forbid_unknown_fields=True):
-    """Configuration of the sandbox: the provider and the limits of each session."""
+_FORMER_FIELDS: dict[str, Any] = {
+    "image": "",
+    "tier": "B",
+    "files_bytes": 16 << 20,
+    "mounts": (),
+    "cpu_s": 3600,
+    "rollback": False,
+    "pool": 2,
+    "all_memory_bytes": 0,
+}
+"""Fields that every provider had in an earlier version, with their defaults, which are in stored
+configurations."""
+
+
+class _SpecFields(NamedFields):
+    """Metaclass of the specs: a field that another spec has is reported with what to write."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        for name, value in fields.items():
+            if name in _FORMER_FIELDS and name not in cls.__struct_fields__:
+                owner: type[SandboxSpec] = JailSpec
+                provider = fields.get("provider", args[0] if args else "")
+                if name not in JailSpec.__struct_fields__ and provider:
+                    owner = spec_class(provider)
+                raise ConfigError(
+                    f"{cls.__name__} has no field '{name}', since not all sandboxes obey it: write "
+                    + (
+                        f"{owner.__name__}({name}={value!r})"
+                        if name in owner.__struct_fields__
+                        else f"the spec of a provider that has it, such as DockerSpec({name}="
+                        f"{value!r})"
+                    )
+                )
+        return super().__call__(*args, **fields)
+
+
+class SandboxSpec(msgspec.Struct, metaclass=_SpecFields, frozen=True, forbid_unknown_fields=True):
+    """Configuration of a sandbox: the provider, and the limits of each session that all providers
+    have. A provider that has more options has another spec, such as ``JailSpec``.
+
+    Example:
+        SandboxSpec(provider="process", memory_bytes=1 << 30)
+    """
 
     provider: str = "jail"
     """A name in ``SANDBOXES``, or the place of a function ``open_provider(spec)``
@@ -198,43 +240,14 @@ class SandboxSpec(msgspec.Struct, metaclass=NamedFields, frozen=True, forbid_unk
     """Maximum output of one cell that the host keeps, as a head and a tail. The session itself
     keeps up to sixteen times as much."""
     packages: tuple[str, ...] = ()
-    """Third-party packages, installed on the host, that sessions may import. The provider imports
-    them ahead of time if it can."""
-    image: str = ""
-    """Image for sessions in a container or a cloud (e2b: a template; daytona: a snapshot or image).
-    It must have python3, version 3.11 or later, and ``packages``. Empty: the provider's plain
-    Python."""
-    tier: str = "B"
-    """Weakest tier of the jail that is accepted; the strongest one that this machine supports is
-    used. A: namespaces, the host's files do not exist in the session. B: Landlock, files cannot be
-    opened. C: no system call that names a file is allowed."""
-    files_bytes: int = 16 << 20
-    """Maximum size of the files in a session's folder; 0: no folder. Jail at tier A only."""
-    mounts: tuple[tuple[str, str], ...] = ()
-    """Read-only mounts: (file or folder on this machine, path inside the session). Jail only. At
-    tier B both paths must be the same; tier C has no mounts."""
-    cpu_s: int = 3600
-    """CPU time of a session over its whole life, summed over its threads. Jail only."""
-    rollback: bool = False
-    """Keep a fork from before each cell, and continue from it if the cell had to be killed.
-    Sessions cannot write files then. Jail only."""
-    pool: int = 2
-    """Number of sessions kept ready. Jail only."""
-    all_memory_bytes: int = 0
-    """Maximum memory of all sessions of a sandbox together; 0: three quarters of the machine's
-    memory. If they exceed it, the session that uses the most is ended. Jail only."""
+    """Third-party packages, installed on the host or in the image, that sessions may import. The
+    provider imports them ahead of time if it can."""
     allow_weaker: bool = False
     """Accept a weaker tier, or the ``process`` provider if no jail is available, with a warning. If
     ``provider`` names a weak provider, accepting it silences its warning."""
 
     def __post_init__(self) -> None:
-        for name in ("packages", "mounts"):
-            given = getattr(self, name)
-            if isinstance(given, str) or not isinstance(given, Iterable):
-                raise ConfigError(f"sandbox {name} is {given!r:.80}: give a list")
-            if isinstance(given, list):
-                items = tuple(tuple(item) if isinstance(item, list) else item for item in given)
-                msgspec.structs.force_setattr(self, name, items)
+        listed(self, "packages")
         for name in ("memory_bytes", "cell_s", "grace_s", "max_output_bytes"):
             value = getattr(self, name)
             if not value > 0:
@@ -244,6 +257,48 @@ class SandboxSpec(msgspec.Struct, metaclass=NamedFields, frozen=True, forbid_unk
                 f"sandbox memory_bytes is {self.memory_bytes:,}, too little for a Python session: "
                 f"give at least {MIN_MEMORY_BYTES:,}"
             )
+
+
+def listed(spec: SandboxSpec, name: str) -> None:
+    """Store a field that was given as a list as a tuple. Raises ConfigError if it is neither."""
+    given = getattr(spec, name)
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ConfigError(f"sandbox {name} is {given!r:.80}: give a list")
+    if isinstance(given, list):
+        items = tuple(tuple(item) if isinstance(item, list) else item for item in given)
+        msgspec.structs.force_setattr(spec, name, items)
+
+
+class JailSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
+    """Configuration of the default provider, the jail.
+
+    Example:
+        JailSpec(tier="A", mounts=(("/srv/data", "/data"),))
+    """
+
+    tier: str = "B"
+    """Weakest tier that is accepted; the strongest one that this machine supports is used. A:
+    namespaces, the host's files do not exist in the session. B: Landlock, files cannot be opened.
+    C: no system call that names a file is allowed."""
+    files_bytes: int = 16 << 20
+    """Maximum size of the files in a session's folder; 0: no folder. At tier A only."""
+    mounts: tuple[tuple[str, str], ...] = ()
+    """Read-only mounts: (file or folder on this machine, path inside the session). At tier B both
+    paths must be the same; tier C has no mounts."""
+    cpu_s: int = 3600
+    """CPU time of a session over its whole life, summed over its threads."""
+    rollback: bool = False
+    """Keep a fork from before each cell, and continue from it if the cell had to be killed.
+    Sessions cannot write files then."""
+    pool: int = 2
+    """Number of sessions kept ready."""
+    all_memory_bytes: int = 0
+    """Maximum memory of all sessions of a sandbox together; 0: three quarters of the machine's
+    memory. If they exceed it, the session that uses the most is ended."""
+
+    def __post_init__(self) -> None:
+        SandboxSpec.__post_init__(self)
+        listed(self, "mounts")
         if self.tier not in ("A", "B", "C"):
             raise ConfigError(f"sandbox tier is {self.tier!r}: give 'A', 'B' or 'C'")
         for name in ("files_bytes", "cpu_s", "pool", "all_memory_bytes"):
@@ -251,6 +306,14 @@ class SandboxSpec(msgspec.Struct, metaclass=NamedFields, frozen=True, forbid_unk
                 raise ConfigError(
                     f"sandbox {name} is {getattr(self, name)!r}: it cannot be negative"
                 )
+
+
+if TYPE_CHECKING:
+    AnySandboxSpec = SandboxSpec
+else:
+    AnySandboxSpec = Any
+"""Type of a stored field with the spec of any provider. A decoder leaves it as it was stored, since
+it cannot know a plug-in's spec: ``provider_spec`` completes it."""
 
 
 class CellResult(msgspec.Struct, frozen=True):
@@ -397,7 +460,7 @@ def launch(spec: SandboxSpec) -> None:
     with contextlib.suppress(RamifyError, OSError):
         launch_provider = getattr(SANDBOXES.of(spec.provider), "launch", None)
         if launch_provider is not None:
-            launch_provider(spec)
+            launch_provider(provider_spec(spec))
 
 
 def open_sandbox(spec: SandboxSpec) -> Sandbox:
@@ -409,15 +472,8 @@ def open_sandbox(spec: SandboxSpec) -> Sandbox:
     Example:
         sandbox = ramify.open_sandbox(ramify.SandboxSpec(provider="docker"))
     """
-    sandbox = _provider_of(spec)(spec)
-    # With allow_weaker, "jail" may have opened a process sandbox instead.
-    is_jail = spec.provider == "jail" and sandbox.caps.isolates_files
-    if spec.mounts and not is_jail:
-        name = "process" if spec.provider == "jail" else spec.provider
-        raise ConfigError(
-            f"sandbox '{name}' does not support mounts, only 'jail' does: remove them"
-        )
-    return sandbox
+    open_provider = _provider(spec.provider)
+    return open_provider(provider_spec(spec))
 
 
 def warning_of(sandbox: Sandbox, spec: SandboxSpec) -> str | None:
@@ -429,14 +485,73 @@ def warning_of(sandbox: Sandbox, spec: SandboxSpec) -> str | None:
 def check_provider(spec: SandboxSpec) -> None:
     """Raise ConfigError if there is no such provider. One of ours is not imported for this."""
     if spec.provider not in SANDBOXES.ours:
-        _provider_of(spec)
+        _provider(spec.provider)
 
 
-def _provider_of(spec: SandboxSpec) -> Callable[[SandboxSpec], Sandbox]:
-    found = SANDBOXES.of(spec.provider)
-    open_provider: Callable[[SandboxSpec], Sandbox] = getattr(found, "open_provider", found)
+def provider_spec(given: SandboxSpec | Mapping[str, Any] | str) -> SandboxSpec:
+    """Return ``given`` (a spec, its fields as they are stored, or the name of a provider) as the
+    spec of its provider. Fields that are not given have their defaults. Raises ConfigError for a
+    field that the provider does not have.
+
+    Example:
+        provider_spec({"provider": "jail", "tier": "A"})    # JailSpec(tier="A")
+    """
+    stored: Any = {"provider": given} if isinstance(given, str) else given
+    if isinstance(given, SandboxSpec):
+        kind = spec_class(given.provider)
+        is_ours = type(given).__module__.startswith("ramify.")
+        if type(given) is kind or (isinstance(given, kind) and not is_ours):
+            return given
+        stored = {name: getattr(given, name) for name in given.__struct_fields__}
+    if not isinstance(stored, Mapping):
+        raise ConfigError(f"sandbox is a {type(stored).__name__}: give a ramify.SandboxSpec(…)")
+    provider = stored.get("provider", SandboxSpec().provider)
+    if not isinstance(provider, str):
+        raise ConfigError(f"sandbox provider is {provider!r:.80}: give a name")
+    kind = spec_class(provider)
+    fields: dict[str, Any] = {}
+    for name, value in stored.items():
+        if name in _FORMER_FIELDS and name not in kind.__struct_fields__:
+            if (tuple(value) if isinstance(value, list) else value) == _FORMER_FIELDS[name]:
+                continue  # every stored configuration of an earlier version has it
+            only = ", only 'jail' does" if name in JailSpec.__struct_fields__ else ""
+            raise ConfigError(f"sandbox '{provider}' does not support {name}{only}: remove it")
+        fields[name] = value
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"sandbox '{provider}': {explained(error, kind)}") from error
+
+
+def spec_class(provider: str) -> type[SandboxSpec]:
+    """Return the class of a provider's spec: the annotated type of the parameter of its
+    ``open_provider``. It is the common class if there is no such annotation, or if the provider is
+    unknown, which ``check_provider`` reports."""
+    if provider == "jail":
+        return JailSpec  # without importing the jail
+    try:
+        open_provider = _provider(provider)
+    except ConfigError:
+        return SandboxSpec
+    parameters = inspect.signature(open_provider).parameters
+    try:
+        parameters = inspect.signature(open_provider, eval_str=True).parameters
+    except NameError as error:  # a type that is imported for type checkers only
+        parameters = inspect.signature(open_provider).parameters
+        if "SandboxSpec" not in str(next(iter(parameters.values())).annotation):
+            raise ConfigError(
+                f"sandbox '{provider}': a type of open_provider is not imported at run time: "
+                f"{error}"
+            ) from error
+    kind = next(iter(parameters.values())).annotation if parameters else None
+    return kind if isinstance(kind, type) and issubclass(kind, SandboxSpec) else SandboxSpec
+
+
+def _provider(name: str) -> Callable[[Any], Sandbox]:
+    found = SANDBOXES.of(name)
+    open_provider: Callable[[Any], Sandbox] = getattr(found, "open_provider", found)
     if not callable(open_provider):
-        raise ConfigError(f"sandbox '{spec.provider}': the module has no open_provider(spec)")
+        raise ConfigError(f"sandbox '{name}': the module has no open_provider(spec)")
     return open_provider
 
 

@@ -28,7 +28,13 @@ from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.plugins import check_methods, name_places
-from ramify.sandbox.base import SandboxSpec
+from ramify.sandbox.base import (
+    AnySandboxSpec,
+    JailSpec,
+    SandboxSpec,
+    check_provider,
+    provider_spec,
+)
 from ramify.tasks.base import DATA_SUFFIXES
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
@@ -392,7 +398,8 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """Budgets of the models in ``depths`` that are not trained."""
     scaffold: str = "default"
     limits: Limits = Limits()
-    sandbox: SandboxSpec = SandboxSpec()
+    sandbox: AnySandboxSpec = JailSpec()
+    """Where the sessions of rollouts and evaluations run: the spec of a provider."""
     evaluate: EvaluateSpec = EvaluateSpec()
     schedule: Schedule = Schedule()
     guard: TrainingGuard = TrainingGuard()
@@ -423,6 +430,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         return not only_talks or self.task != TaskSpec()
 
     def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "sandbox", provider_spec(self.sandbox))
         if not self.stall_s > 0:
             raise ConfigError(
                 f"stall_s={self.stall_s} must be above 0: it is the longest time without progress"
@@ -458,7 +466,15 @@ def with_objective(run: Run, name: str) -> Run:
     return msgspec.structs.replace(run, rl=rl)
 
 
+def with_sandbox(run: Run, provider: str) -> Run:
+    """Return ``run`` with another provider of its sandbox. Limits that all providers have stay."""
+    common = {name: getattr(run.sandbox, name) for name in SandboxSpec.__struct_fields__}
+    check_provider(spec := SandboxSpec(**{**common, "provider": provider}))
+    return msgspec.structs.replace(run, sandbox=provider_spec(spec))
+
+
 CHOICES: Choices = {
+    "sandbox.provider": with_sandbox,
     "rl.objective": with_objective,
     "rl.algorithm": ALGORITHMS,
     "rl.loss.policy": POLICY_LOSSES,

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify import Citation, SandboxSpec, Scaffold, Stop, Store
+from ramify import Citation, JailSpec, SandboxSpec, Scaffold, Stop, Store
 from ramify.engine.action import FinalAnswer, ParsedAction, read_action
 from ramify.errors import ConfigError, ModelError, SandboxError, WeakSandboxWarning
 from ramify.types.message import Message, Reply, ToolCall
@@ -405,7 +405,7 @@ def test_unusable_sandbox_is_refused_before_any_request(
     monkeypatch.setenv("DOCKER_HOST", "unix:///no/such/engine.sock")
     for spec, error, message in (
         (
-            SandboxSpec(mounts=((str(tmp_path / "none"), "/data"),)),
+            JailSpec(mounts=((str(tmp_path / "none"), "/data"),)),
             ConfigError,
             "sandbox mounts: there is no '.*none'",
         ),

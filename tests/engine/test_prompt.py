@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ramify import RLM, Limits, SandboxSpec, Scaffold, ScriptedClient, Store, load
+from ramify import RLM, JailSpec, Limits, SandboxSpec, Scaffold, ScriptedClient, Store, load
 from ramify.clients.base import Price
 from ramify.engine.scaffold import MARKERS
 from ramify.errors import ConfigError
@@ -117,7 +117,7 @@ def test_no_function_is_named_that_this_run_does_not_have() -> None:
 
 
 def test_the_machine_is_described_as_it_is(tmp_path: Path) -> None:
-    spec = SandboxSpec(packages=("msgspec",), mounts=((str(tmp_path), str(tmp_path)),))
+    spec = JailSpec(packages=("msgspec",), mounts=((str(tmp_path), str(tmp_path)),))
     prompt = system(TEXT, sandbox=spec)
     assert "Python's standard library, and msgspec." in prompt
     assert f"you can read: {tmp_path}." in prompt

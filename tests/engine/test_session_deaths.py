@@ -12,6 +12,7 @@ import pytest
 
 from ramify import SandboxSpec, Stop, Store
 from ramify.engine.branch_search import Branches
+from ramify.sandbox.base import provider_spec
 from ramify.types.event import (
     AnyEvent,
     CallStarted,
@@ -33,7 +34,7 @@ REBUILT = (
 
 
 def spec(provider: str = "jail", **options: Any) -> SandboxSpec:
-    return SandboxSpec(provider=provider, allow_weaker=True, **options)
+    return provider_spec({"provider": provider, "allow_weaker": True, **options})
 
 
 def script(root: list[str]) -> Any:

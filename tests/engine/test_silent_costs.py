@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import ramify
-from ramify import ConfigError, SandboxSpec
+from ramify import ConfigError, JailSpec, SandboxSpec
 from tests.engine.helpers import client, code, rlm
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -81,8 +81,8 @@ def test_tools_may_have_descriptions() -> None:
 
 
 def test_a_sandbox_takes_lists() -> None:
-    spec = SandboxSpec(packages=["numpy"], mounts=[["/data", "/data"]])  # type: ignore[arg-type]
-    assert spec == SandboxSpec(packages=("numpy",), mounts=(("/data", "/data"),))
+    spec = JailSpec(packages=["numpy"], mounts=[["/data", "/data"]])  # type: ignore[arg-type]
+    assert spec == JailSpec(packages=("numpy",), mounts=(("/data", "/data"),))
     with pytest.raises(ConfigError, match="sandbox packages is 'numpy': give a list"):
         SandboxSpec(packages="numpy")  # type: ignore[arg-type]
 

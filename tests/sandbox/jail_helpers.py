@@ -8,7 +8,7 @@ from typing import Any
 
 import jail_tiers as tiers
 
-from ramify.sandbox.base import SandboxSpec
+from ramify.sandbox.base import JailSpec
 from ramify.sandbox.providers.jail import JailSandbox
 
 SPIN = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\nwhile True: pass"
@@ -20,7 +20,7 @@ async def answer(name: str, args: Any, kwargs: Any) -> Any:
 
 def with_jail(test: Callable[[JailSandbox], Awaitable[None]], tier: str = "A", **spec: Any) -> None:
     async def main() -> None:
-        sandbox = tiers.open_jail(SandboxSpec(provider="jail", tier=tier, **spec))
+        sandbox = tiers.open_jail(JailSpec(tier=tier, **spec))
         try:
             await test(sandbox)
         finally:

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from ramify.sandbox.base import SandboxSpec
+from ramify.sandbox.base import JailSpec
 from ramify.sandbox.providers.jail import JailSandbox, probe
 from ramify.testing.conformance import check_sandbox
 
@@ -36,7 +36,7 @@ def why_not(tier: str) -> str | None:
     return None if reached.tier == tier else f"TIER {tier} IS NOT TESTED HERE: {reached.missing}"
 
 
-def open_jail(spec: SandboxSpec) -> JailSandbox:
+def open_jail(spec: JailSpec) -> JailSandbox:
     """Open a jail of exactly ``spec.tier``; skips the test if the kernel does not allow it."""
     if why := why_not(spec.tier):
         pytest.skip(why)
@@ -44,8 +44,7 @@ def open_jail(spec: SandboxSpec) -> JailSandbox:
 
 
 async def _failed_checks(tier: str) -> list[str]:
-    spec = SandboxSpec(
-        provider="jail",
+    spec = JailSpec(
         tier=tier,
         memory_bytes=256 << 20,
         max_output_bytes=100_000,

@@ -41,7 +41,7 @@ from cloud_doubles import (
 )
 
 from ramify.errors import SandboxError
-from ramify.sandbox.base import SandboxSpec, open_sandbox
+from ramify.sandbox.base import SandboxSpec, open_sandbox, provider_spec
 from ramify.testing.conformance import CHECKS, ConformanceCheck, check_one, echo
 
 KEYS = ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET", "E2B_API_KEY", "DAYTONA_API_KEY", "PRIME_API_KEY")
@@ -61,9 +61,8 @@ def services(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
         name = provider.split("-")[0]
         made = makers[name]() if name in makers else prime_sdk(provider == "prime-files", tmp_path)
         monkeypatch.setitem(sys.modules, made.__name__, made)
-        return SandboxSpec(
-            provider=name, memory_bytes=256 << 20, max_output_bytes=100_000, grace_s=3.0, **fields
-        )
+        limits = {"memory_bytes": 256 << 20, "max_output_bytes": 100_000, "grace_s": 3.0}
+        return provider_spec({"provider": name, **limits, **fields})
 
     return put
 

@@ -13,14 +13,15 @@ import cloud_doubles as doubles
 import pytest
 
 from ramify.errors import SandboxError
-from ramify.extras.sandboxes.daytona import DaytonaService
-from ramify.extras.sandboxes.e2b import E2BService
-from ramify.extras.sandboxes.modal import ModalService
-from ramify.extras.sandboxes.prime import PrimeService, open_provider
-from ramify.sandbox.base import SandboxCapabilities, SandboxSpec
+from ramify.extras.sandboxes.daytona import DaytonaService, DaytonaSpec
+from ramify.extras.sandboxes.e2b import E2BService, E2BSpec
+from ramify.extras.sandboxes.modal import ModalService, ModalSpec
+from ramify.extras.sandboxes.prime import PrimeService, PrimeSpec, open_provider
+from ramify.sandbox.base import SandboxCapabilities
 from ramify.sandbox.providers.remote import RemoteSandbox
 
-SPEC = SandboxSpec(provider="prime", memory_bytes=256 << 20)
+LIMITS = {"memory_bytes": 256 << 20}
+SPEC = PrimeSpec(**LIMITS)
 
 
 class DeadProcess(doubles.PrimeProcess):
@@ -81,7 +82,7 @@ def prime(cloud: Cloud) -> RemoteSandbox:
     sdk = types.SimpleNamespace(
         AsyncSandboxClient=lambda: cloud, CreateSandboxRequest=doubles.prime_request
     )
-    return RemoteSandbox(SPEC, PrimeService(sdk), SandboxCapabilities(), None)
+    return RemoteSandbox(SPEC, PrimeService(sdk, SPEC), SandboxCapabilities(), None)
 
 
 async def error_of_open(cloud: Cloud) -> str:
@@ -218,16 +219,18 @@ def service(provider: str, slow: SlowService) -> Any:
     if provider == "modal":
         sdk = doubles.modal_sdk()
         sdk.Sandbox = types.SimpleNamespace(create=doubles.Aio(slow.make))
-        return ModalService(sdk)
+        return ModalService(sdk, ModalSpec(**LIMITS))
     if provider == "e2b":
         return E2BService(
-            types.SimpleNamespace(AsyncSandbox=types.SimpleNamespace(create=slow.make))
+            types.SimpleNamespace(AsyncSandbox=types.SimpleNamespace(create=slow.make)),
+            E2BSpec(**LIMITS),
         )
     client = types.SimpleNamespace(create=slow.make, delete=slow.end)
     return DaytonaService(
         types.SimpleNamespace(
             AsyncDaytona=lambda: client, CreateSandboxFromSnapshotParams=lambda **fields: fields
-        )
+        ),
+        DaytonaSpec(**LIMITS),
     )
 
 
@@ -235,7 +238,7 @@ def service(provider: str, slow: SlowService) -> Any:
 def test_a_cancelled_creation_leaves_no_box(provider: str) -> None:
     async def run() -> int:
         slow = SlowService()
-        task = asyncio.ensure_future(service(provider, slow).start(["true"], SPEC))
+        task = asyncio.ensure_future(service(provider, slow).start(["true"]))
         await slow.is_waiting.wait()
         task.cancel()
         await asyncio.sleep(0)
@@ -265,7 +268,7 @@ def test_daytona_deletes_by_name_a_sandbox_that_did_not_start() -> None:
         AsyncDaytona=Client, CreateSandboxFromSnapshotParams=lambda **fields: fields
     )
     with pytest.raises(RuntimeError, match="did not start"):
-        asyncio.run(DaytonaService(sdk).start(["true"], SPEC))
+        asyncio.run(DaytonaService(sdk, DaytonaSpec(**LIMITS)).start(["true"]))
     assert boxes == []
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jail_tiers as tiers
 import pytest
 
-from ramify.sandbox.base import Sandbox, SandboxSpec, open_sandbox
+from ramify.sandbox.base import JailSpec, Sandbox, SandboxSpec, open_sandbox
 from ramify.testing.conformance import CHECKS, ConformanceCheck, check_one
 
 OpenProvider = tuple[asyncio.Runner, Sandbox, SandboxSpec]
@@ -15,7 +15,7 @@ SPECS = {
     "process": SandboxSpec(provider="process", memory_bytes=256 << 20, **LIMITS),
     "inprocess": SandboxSpec(provider="inprocess", **LIMITS),
     **{
-        f"jail {tier}": SandboxSpec(provider="jail", tier=tier, memory_bytes=256 << 20, **LIMITS)
+        f"jail {tier}": JailSpec(tier=tier, memory_bytes=256 << 20, **LIMITS)
         for tier in tiers.TIERS
     },
 }
@@ -32,7 +32,7 @@ def open_provider(request: pytest.FixtureRequest) -> Iterator[OpenProvider]:
 
 
 async def open_spec(spec: SandboxSpec) -> Sandbox:
-    return tiers.open_jail(spec) if spec.provider == "jail" else open_sandbox(spec)
+    return tiers.open_jail(spec) if isinstance(spec, JailSpec) else open_sandbox(spec)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=[check.name for check in CHECKS])

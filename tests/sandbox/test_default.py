@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.sandbox.base import SandboxSpec, open_sandbox, warning_of
+from ramify.sandbox.base import SandboxSpec, provider_spec, warning_of
 from ramify.sandbox.providers.process import WARNING, ProcessSandbox
 
 linux = pytest.mark.skipif(
@@ -184,4 +184,4 @@ def test_mounts_are_refused_by_providers_without_them() -> None:
         with pytest.raises(
             ConfigError, match=f"sandbox '{provider}' does not support mounts, only 'jail' does"
         ):
-            open_sandbox(SandboxSpec(provider=provider, mounts=((str(_ROOT), "/data"),)))
+            provider_spec({"provider": provider, "mounts": [[str(_ROOT), "/data"]]})

@@ -21,6 +21,7 @@ import pytest
 
 from ramify.errors import ConfigError, SandboxError, SessionDied
 from ramify.sandbox.base import SandboxSpec, open_sandbox
+from ramify.sandbox.providers.docker import DockerSpec
 from ramify.testing.conformance import CHECKS, ConformanceCheck, check_one, echo
 
 SPEC = SandboxSpec(provider="docker", memory_bytes=256 << 20, max_output_bytes=100_000, grace_s=3.0)
@@ -253,7 +254,7 @@ def open_once(
 
 
 def spec(**fields: Any) -> SandboxSpec:
-    return SandboxSpec(provider="docker", memory_bytes=256 << 20, **fields)
+    return DockerSpec(memory_bytes=256 << 20, **fields)
 
 
 @pytest.mark.parametrize(
@@ -287,11 +288,11 @@ def test_image_without_python_or_requested_package_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with pytest.raises(
-        SandboxError, match=r"did not start Python, it said: .*no-python.*SandboxSpec\.image"
+        SandboxError, match=r"did not start Python, it said: .*no-python.*\(image=…\)"
     ):
         open_once(monkeypatch, tmp_path, python="no-python")
     with pytest.raises(
-        SandboxError, match=r"'no_such_package' cannot be imported: .*SandboxSpec\.image"
+        SandboxError, match=r"'no_such_package' cannot be imported: .*set by image=…"
     ):
         open_once(monkeypatch, tmp_path, spec(packages=("no_such_package",)))
 

@@ -11,7 +11,7 @@ import pytest
 from test_jail import answer, value, with_jail
 
 from ramify.errors import SandboxError, SessionDied
-from ramify.sandbox.base import SandboxSpec, open_sandbox
+from ramify.sandbox.base import JailSpec, SandboxSpec, open_sandbox
 from ramify.sandbox.providers.jail import JailSandbox
 from ramify.testing.conformance.base import HOST
 
@@ -163,7 +163,7 @@ def test_every_descriptor_is_replaced_before_linux_6_2() -> None:
     """The kernel does not report how many descriptors a process has."""
 
     async def main() -> None:
-        sandbox = JailSandbox(SandboxSpec(pool=0), counts=False)
+        sandbox = JailSandbox(JailSpec(pool=0), counts=False)
         try:
             session = await sandbox.open()
             await value(session, "x = [0]")
@@ -195,10 +195,10 @@ def test_forks_beyond_open_file_limit_raise_sandbox_error() -> None:
     code = """
 import asyncio, resource
 from ramify.errors import SandboxError
-from ramify.sandbox.base import SandboxSpec, open_sandbox
+from ramify.sandbox.base import JailSpec, open_sandbox
 async def main():
     resource.setrlimit(resource.RLIMIT_NOFILE, (128, 256))
-    sandbox = open_sandbox(SandboxSpec(provider="jail", tier="C", allow_weaker=True))
+    sandbox = open_sandbox(JailSpec(tier="C", allow_weaker=True))
     session = await sandbox.open()
     forks = await asyncio.gather(*(session.fork() for _ in range(100)), return_exceptions=True)
     print({type(each).__name__ for each in forks} == {"GuestSession", "SandboxError"}, len(forks[0].tree) > 20)

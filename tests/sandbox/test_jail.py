@@ -18,7 +18,7 @@ import pytest
 from other_user import AS_NOBODY, VERSION, own_path, readable
 
 from ramify.errors import ConfigError, SandboxError, SessionDied
-from ramify.sandbox.base import SandboxSpec, SharedContext, open_sandbox
+from ramify.sandbox.base import JailSpec, SandboxSpec, SharedContext, open_sandbox
 from ramify.sandbox.host.process_transport import pid_of
 from ramify.sandbox.jail import primitives
 from ramify.sandbox.providers.jail import WEAKER, JailSandbox, launch, launched, probe
@@ -98,8 +98,8 @@ def test_weaker_tier_than_requested_is_refused_with_remedy() -> None:
         SandboxError,
         match=r"does not reach tier B .*tier B: no Landlock.*lsm=landlock.*allow_weaker",
     ):
-        JailSandbox(SandboxSpec(provider="jail"), deny=tiers.WITHOUT["C"])
-    weaker = JailSandbox(SandboxSpec(provider="jail", allow_weaker=True), deny=tiers.WITHOUT["C"])
+        JailSandbox(JailSpec(), deny=tiers.WITHOUT["C"])
+    weaker = JailSandbox(JailSpec(allow_weaker=True), deny=tiers.WITHOUT["C"])
     assert weaker.warning == WEAKER["C"]
     assert weaker.reached.tier == "C"
 
@@ -225,20 +225,20 @@ def test_mount_is_read_only_at_requested_path(tmp_path: Path) -> None:
 )
 def test_invalid_mount_is_named(mounts: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        open_sandbox(SandboxSpec(provider="jail", mounts=mounts))
+        open_sandbox(JailSpec(mounts=mounts))
 
 
 @pytest.mark.parametrize("tier", ["B", "C"])
 def test_weaker_tiers_refuse_mount_at_another_path(tier: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"reaches tier {tier}, .* cannot be mounted at '/data'"):
-        tiers.open_jail(SandboxSpec(provider="jail", tier=tier, mounts=((str(tmp_path), "/data"),)))
+        tiers.open_jail(JailSpec(tier=tier, mounts=((str(tmp_path), "/data"),)))
 
 
 def test_memory_limit_above_machine_memory_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"all_memory_bytes is .* more than the .* bytes of this machine"
     ):
-        open_sandbox(SandboxSpec(provider="jail", all_memory_bytes=1 << 50))
+        open_sandbox(JailSpec(all_memory_bytes=1 << 50))
 
 
 def test_session_folder_is_private_and_size_limited() -> None:
@@ -342,7 +342,7 @@ def test_closed_jail_leaves_no_processes_mounts_or_descriptors(tier: str) -> Non
 
     async def main() -> None:
         context = SharedContext("x" * (2 << 20))
-        jail = tiers.open_jail(SandboxSpec(provider="jail", tier=tier))
+        jail = tiers.open_jail(JailSpec(tier=tier))
         await life(jail, context)
         await asyncio.sleep(0.2)
         fds = len(os.listdir("/proc/self/fd"))
@@ -374,10 +374,10 @@ def test_killed_host_takes_all_sessions_with_it(tier: str, tmp_path: Path) -> No
         textwrap.dedent("""
         import asyncio, sys, time
         import jail_tiers as tiers
-        from ramify.sandbox.base import SandboxSpec
+        from ramify.sandbox.base import JailSpec
         async def answer(name, args, kwargs): return None
         async def main():
-            jail = tiers.open_jail(SandboxSpec(provider="jail", tier=sys.argv[1]))
+            jail = tiers.open_jail(JailSpec(tier=sys.argv[1]))
             session = await jail.open()
             branch = await session.fork()
             running = [asyncio.ensure_future(s.run("while True: pass", answer=answer)) for s in (session, branch)]
@@ -405,7 +405,7 @@ def test_killed_host_takes_all_sessions_with_it(tier: str, tmp_path: Path) -> No
 
 
 def test_prelaunched_zygote_is_used_and_ends() -> None:
-    spec = SandboxSpec(provider="jail", cell_s=77.0)
+    spec = JailSpec(cell_s=77.0)
     launch(spec)
     pid = launched[spec].process.pid
 

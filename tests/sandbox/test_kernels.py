@@ -10,7 +10,7 @@ from typing import Any
 import jail_tiers as tiers
 import pytest
 
-from ramify.sandbox.base import SandboxSpec
+from ramify.sandbox.base import JailSpec
 from ramify.sandbox.providers.jail import JailSandbox, probe
 
 pytestmark = pytest.mark.skipif(
@@ -139,7 +139,7 @@ def refused(call, *arguments):
 @pytest.mark.parametrize("landlock", range(1, 7))
 def test_sessions_run_confined_on_older_landlock(landlock: int, tier: str) -> None:
     async def main() -> None:
-        spec = SandboxSpec(tier=tier, pool=0)
+        spec = JailSpec(tier=tier, pool=0)
         jail = JailSandbox(spec, deny=tiers.WITHOUT[tier], landlock=landlock, counts=landlock > 2)
         assert (jail.reached.tier, jail.reached.landlock) == (tier, landlock)
         try:
@@ -154,7 +154,7 @@ def test_sessions_run_confined_on_older_landlock(landlock: int, tier: str) -> No
 
 def test_sessions_run_confined_in_docker_container() -> None:
     async def main() -> None:
-        jail = JailSandbox(SandboxSpec(pool=0), deny=frozenset(DOCKER))
+        jail = JailSandbox(JailSpec(pool=0), deny=frozenset(DOCKER))
         assert jail.reached.tier == "B"
         try:
             await check_runs_and_confines(jail)
@@ -188,7 +188,7 @@ failed"""
     )
 
     async def main() -> None:
-        jail = JailSandbox(SandboxSpec(tier=tier, pool=0), deny=tiers.WITHOUT[tier])
+        jail = JailSandbox(JailSpec(tier=tier, pool=0), deny=tiers.WITHOUT[tier])
         try:
             ran = (await (await jail.open()).run(code, answer=answer)).cell
         finally:

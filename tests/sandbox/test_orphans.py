@@ -13,7 +13,7 @@ import pytest
 from attacks.watch import start_time
 
 from ramify.errors import SandboxError
-from ramify.sandbox.base import SandboxSpec, open_sandbox
+from ramify.sandbox.base import JailSpec, SandboxSpec, open_sandbox
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="THE JAIL IS NOT TESTED HERE: it needs Linux"
@@ -24,10 +24,10 @@ import asyncio, json, os, sys
 sys.path.insert(0, sys.argv[2])
 import jail_tiers as tiers
 from attacks import watch
-from ramify.sandbox.base import SandboxSpec
+from ramify.sandbox.base import JailSpec
 async def answer(name, args, kwargs): return None
 async def main():
-    sandbox = tiers.open_jail(SandboxSpec(tier=sys.argv[1], allow_weaker=True, pool=0))
+    sandbox = tiers.open_jail(JailSpec(tier=sys.argv[1], allow_weaker=True, pool=0))
     session = await sandbox.open()
     branch = await session.fork()
     spinning = asyncio.ensure_future(branch.run("while True: pass", answer=answer, timeout_s=600))
@@ -114,7 +114,7 @@ async def answer(name: str, args: object, kwargs: object) -> None:
 
 def test_cancelled_fork_leaves_origin_usable() -> None:
     async def main() -> None:
-        sandbox = open_sandbox(SandboxSpec(pool=0))
+        sandbox = open_sandbox(JailSpec(pool=0))
         session = await sandbox.open()
         for delay in (0.0, 0.0005, 0.001, 0.002, 0.004):
             forking = asyncio.ensure_future(session.fork())

@@ -18,12 +18,12 @@ pytestmark = pytest.mark.skipif(
 SCRIPT = """
 import asyncio, json, sys
 import jail_tiers
-from ramify.sandbox.base import SandboxSpec
+from ramify.sandbox.base import JailSpec
 from ramify.sandbox.providers.jail import JailSandbox
 tier, packages, code = json.loads(sys.argv[1])
 async def answer(*_): return None
 async def main():
-    spec = SandboxSpec(provider="jail", tier=tier, packages=tuple(packages))
+    spec = JailSpec(tier=tier, packages=tuple(packages))
     if jail_tiers.why_not(tier):
         return "skip"
     sandbox = JailSandbox(spec, deny=jail_tiers.WITHOUT[tier])

@@ -20,6 +20,11 @@ NO_PROMISE = "advice or definition"
 
 SANDBOX = {
     "The model writes Python": NO_PROMISE,
+    "`SandboxSpec` has the limits": "sandbox/test_specs.py::test_a_spec_is_completed_by_its_provider",
+    "Options of one provider": "sandbox/test_specs.py::test_a_spec_is_completed_by_its_provider",
+    "`ramify.JailSpec` (": "sandbox/test_specs.py::test_a_spec_is_completed_by_its_provider",
+    "A field that a provider does not have": "sandbox/test_specs.py::test_a_wrong_field_says_what_to_write",
+    "If the parameter of `open_provider`": "sandbox/test_specs.py::test_a_plugin_has_options_of_its_own",
     "`SandboxSpec(provider=…)` chooses": NO_PROMISE,
     "The default is `jail`": "sandbox/test_default.py::test_weak_sandbox_warning_is_silenced_only_by_naming_it",
     "If the jail is not available": "sandbox/test_default.py::test_unavailable_tier_is_refused_with_remedy",

@@ -22,6 +22,7 @@ from itertools import pairwise
 import msgspec
 
 from ramify.extras.cluster.shape import DeviceSpec, ModelShape
+from ramify.sandbox.base import JailSpec
 from ramify.train.advantages.base import needs_of
 from ramify.train.config import Run
 
@@ -117,7 +118,7 @@ def limits_of_sessions(run: Run, rollout_workers: int) -> Iterator[tuple[str, in
     machine."""
     one = run.sandbox.memory_bytes
     yield "one session (sandbox.memory_bytes)", one
-    if run.sandbox.provider != "jail":
+    if not isinstance(run.sandbox, JailSpec):
         yield "all together, each at its limit", _at_once(run, rollout_workers) * one
     else:
         yield "all together (sandbox.all_memory_bytes)", run.sandbox.all_memory_bytes

@@ -37,21 +37,35 @@ SDK = sdk.Sdk(
 )
 
 
+class DaytonaSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
+    """Configuration of the provider ``daytona``.
+
+    Example:
+        DaytonaSpec(image="python:3.12-slim")
+    """
+
+    provider: str = "daytona"
+    image: str = ""
+    """Image of a registry. It must have python3, version 3.11 or later, and ``packages``. Empty:
+    the service's snapshot for Python."""
+
+
 class DaytonaService:
     """Starts Daytona sandboxes. Implements ``remote.SandboxService``."""
 
     name = "daytona"
     carries: Carries = "terminal"
 
-    def __init__(self, daytona: Any) -> None:
+    def __init__(self, daytona: Any, spec: DaytonaSpec) -> None:
         self._daytona = daytona
+        self._spec = spec
         self._client: Any = None
 
-    async def start(self, command: list[str], spec: SandboxSpec) -> DaytonaStream:
+    async def start(self, command: list[str]) -> DaytonaStream:
         if self._client is None:
             self._client = self._daytona.AsyncDaytona()
         client = self._client
-        box = await self._create(spec)
+        box = await self._create()
         try:
             inbox = CallbackInbox()
             terminal = await box.process.create_pty_session(id="ramify", on_data=inbox.put)
@@ -62,7 +76,7 @@ class DaytonaService:
             raise
         return DaytonaStream(client, box, terminal, inbox)
 
-    async def _create(self, spec: SandboxSpec) -> Any:
+    async def _create(self) -> Any:
         """Create and start a sandbox.
 
         The SDK's ``create`` also waits for the start. If the start fails, the sandbox exists and is
@@ -70,7 +84,7 @@ class DaytonaService:
         """
         client = self._client
         name = f"ramify-{uuid.uuid4().hex[:12]}"
-        request = client.create(self._parameters(spec, name), timeout=0)
+        request = client.create(self._parameters(name), timeout=0)
         try:
             return await sdk.create(self.name, request, client.delete)
         except Exception:
@@ -84,15 +98,15 @@ class DaytonaService:
             return
         await self._client.delete(box)
 
-    def _parameters(self, spec: SandboxSpec, name: str) -> Any:
+    def _parameters(self, name: str) -> Any:
         common = {
             "name": name,
             "network_block_all": True,
             "ephemeral": True,
             "auto_stop_interval": sdk.LIFETIME_S // 60,
         }
-        if spec.image:
-            return self._daytona.CreateSandboxFromImageParams(image=spec.image, **common)
+        if self._spec.image:
+            return self._daytona.CreateSandboxFromImageParams(image=self._spec.image, **common)
         return self._daytona.CreateSandboxFromSnapshotParams(language="python", **common)
 
     async def close(self) -> None:
@@ -123,8 +137,8 @@ class DaytonaStream:
             await sdk.remove(lambda: self._client.delete(self._box))
 
 
-def open_provider(spec: SandboxSpec) -> RemoteSandbox:
+def open_provider(spec: DaytonaSpec) -> RemoteSandbox:
     """Entry point for ``base.open_sandbox``."""
     daytona = SDK.load()
     sdk.need_key("daytona", ("DAYTONA_API_KEY",), instead="DAYTONA_JWT_TOKEN")
-    return RemoteSandbox(spec, DaytonaService(daytona))
+    return RemoteSandbox(spec, DaytonaService(daytona, spec))

@@ -34,18 +34,32 @@ SDK = sdk.Sdk(
 )
 
 
+class E2BSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
+    """Configuration of the provider ``e2b``.
+
+    Example:
+        E2BSpec(image="my-template")
+    """
+
+    provider: str = "e2b"
+    image: str = ""
+    """Name of a template. It must have python3, version 3.11 or later, and ``packages``. Empty: the
+    plain Python of the service."""
+
+
 class E2BService:
     """Starts E2B sandboxes. Implements ``remote.SandboxService``."""
 
     name = "e2b"
     carries: Carries = "text"
 
-    def __init__(self, e2b: Any) -> None:
+    def __init__(self, e2b: Any, spec: E2BSpec) -> None:
         self._e2b = e2b
+        self._spec = spec
 
-    async def start(self, command: list[str], spec: SandboxSpec) -> E2BStream:
+    async def start(self, command: list[str]) -> E2BStream:
         request = self._e2b.AsyncSandbox.create(
-            template=spec.image or None, timeout=sdk.LIFETIME_S, allow_internet_access=False
+            template=self._spec.image or None, timeout=sdk.LIFETIME_S, allow_internet_access=False
         )
         box = await sdk.create(self.name, request, lambda created: created.kill())
         try:
@@ -85,8 +99,8 @@ class E2BStream:
         await sdk.remove(self._box.kill)
 
 
-def open_provider(spec: SandboxSpec) -> RemoteSandbox:
+def open_provider(spec: E2BSpec) -> RemoteSandbox:
     """Entry point for ``base.open_sandbox``."""
     e2b = SDK.load()
     sdk.need_key("e2b", ("E2B_API_KEY",))
-    return RemoteSandbox(spec, E2BService(e2b))
+    return RemoteSandbox(spec, E2BService(e2b, spec))

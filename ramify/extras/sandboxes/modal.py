@@ -33,21 +33,35 @@ SDK = sdk.Sdk(
 )
 
 
+class ModalSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
+    """Configuration of the provider ``modal``.
+
+    Example:
+        ModalSpec(image="python:3.12-slim")
+    """
+
+    provider: str = "modal"
+    image: str = ""
+    """Image of a registry. It must have python3, version 3.11 or later, and ``packages``. Empty:
+    a plain Python."""
+
+
 class ModalService:
     """Starts Modal sandboxes. Implements ``remote.SandboxService``."""
 
     name = "modal"
     carries: Carries = "bytes"
 
-    def __init__(self, modal: Any) -> None:
+    def __init__(self, modal: Any, spec: ModalSpec) -> None:
         self._modal = modal
+        self._spec = spec
 
-    async def start(self, command: list[str], spec: SandboxSpec) -> ModalStream:
+    async def start(self, command: list[str]) -> ModalStream:
         modal = self._modal
         app = await modal.App.lookup.aio(APP, create_if_missing=True)
         image = (
-            modal.Image.from_registry(spec.image)
-            if spec.image
+            modal.Image.from_registry(self._spec.image)
+            if self._spec.image
             else modal.Image.debian_slim(python_version="3.12")
         )
         request = modal.Sandbox.create.aio(
@@ -56,7 +70,7 @@ class ModalService:
             block_network=True,
             timeout=sdk.LIFETIME_S,
             cpu=sdk.NUM_CPUS,
-            memory=(spec.memory_bytes + sdk.OVERHEAD_BYTES) >> 20,
+            memory=(self._spec.memory_bytes + sdk.OVERHEAD_BYTES) >> 20,
         )
         box = await sdk.create(self.name, request, lambda created: created.terminate.aio())
         try:
@@ -88,9 +102,9 @@ class ModalStream:
         await sdk.remove(self._box.terminate.aio)
 
 
-def open_provider(spec: SandboxSpec) -> RemoteSandbox:
+def open_provider(spec: ModalSpec) -> RemoteSandbox:
     """Entry point for ``base.open_sandbox``."""
     modal = SDK.load()
     file = os.environ.get("MODAL_CONFIG_PATH", "~/.modal.toml")
     sdk.need_key("modal", ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"), file)
-    return RemoteSandbox(spec, ModalService(modal))
+    return RemoteSandbox(spec, ModalService(modal, spec))

@@ -56,22 +56,36 @@ CONTAINER_CALLS = (
 """Calls that are also needed if the SDK supports containers."""
 
 
+class PrimeSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
+    """Configuration of the provider ``prime``.
+
+    Example:
+        PrimeSpec(image="python:3.12-slim")
+    """
+
+    provider: str = "prime"
+    image: str = ""
+    """Image of the boxes. It must have python3, version 3.11 or later, and ``packages``. Empty:
+    a plain Python."""
+
+
 class PrimeService:
     """Starts Prime sandboxes. Implements ``remote.SandboxService``."""
 
     name = "prime"
     carries: Carries = "text"
 
-    def __init__(self, prime: Any) -> None:
+    def __init__(self, prime: Any, spec: PrimeSpec) -> None:
         self._prime = prime
+        self._spec = spec
         self._client: Any = None
 
-    async def start(self, command: list[str], spec: SandboxSpec) -> ByteStream:
+    async def start(self, command: list[str]) -> ByteStream:
         if self._client is None:
             self._client = self._prime.AsyncSandboxClient()
         client = self._client
         created = await sdk.create(
-            self.name, client.create(self._request(spec)), lambda box: client.delete(box.id)
+            self.name, client.create(self._request()), lambda box: client.delete(box.id)
         )
         try:
             await client.wait_for_creation(created.id)
@@ -80,11 +94,11 @@ class PrimeService:
             await sdk.abandon(self.name, f"sandbox {created.id}", lambda: client.delete(created.id))
             raise
 
-    def _request(self, spec: SandboxSpec) -> Any:
-        gigabytes = -(-(spec.memory_bytes + sdk.OVERHEAD_BYTES) // (1 << 30))
+    def _request(self) -> Any:
+        gigabytes = -(-(self._spec.memory_bytes + sdk.OVERHEAD_BYTES) // (1 << 30))
         return self._prime.CreateSandboxRequest(
             name=f"ramify-{uuid.uuid4().hex[:12]}",
-            docker_image=spec.image or IMAGE,
+            docker_image=self._spec.image or IMAGE,
             cpu_cores=sdk.NUM_CPUS,
             memory_gb=float(gigabytes),
             timeout_minutes=sdk.LIFETIME_S // 60,
@@ -132,11 +146,11 @@ class PrimeProcess:
             await sdk.remove(lambda: self._client.delete(self._id))
 
 
-def open_provider(spec: SandboxSpec) -> RemoteSandbox:
+def open_provider(spec: PrimeSpec) -> RemoteSandbox:
     """Entry point for ``base.open_sandbox``."""
     prime = SDK.load()
     if hasattr(prime.AsyncSandboxClient, "is_vm"):
         replace(SDK, calls=CONTAINER_CALLS).load()
     sdk.need_key("prime", ("PRIME_API_KEY",), "~/.prime/config.json")
     caps = msgspec.structs.replace(SEPARATE_MACHINE, isolates_network=False)
-    return RemoteSandbox(spec, PrimeService(prime), caps, WARNING)
+    return RemoteSandbox(spec, PrimeService(prime, spec), caps, WARNING)

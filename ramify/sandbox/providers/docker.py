@@ -49,18 +49,31 @@ HOW_TO_GET_ONE = (
 )
 
 
+class DockerSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
+    """Configuration of the provider ``docker``.
+
+    Example:
+        DockerSpec(image="python:3.12-slim")
+    """
+
+    provider: str = "docker"
+    image: str = ""
+    """Image of the containers. It must have python3, version 3.11 or later, and ``packages``.
+    Empty: a plain Python."""
+
+
 class DockerService:
     """Starts containers on an engine. Implements ``remote.SandboxService``."""
 
     name = "docker"
     carries: Carries = "bytes"
 
-    def __init__(self, engine: DockerEngine, allow_weaker: bool) -> None:
+    def __init__(self, engine: DockerEngine, spec: DockerSpec) -> None:
         self._engine = engine
-        self._allow_weaker = allow_weaker
+        self._spec = spec
 
-    async def start(self, command: list[str], spec: SandboxSpec) -> DockerContainer:
-        request = container(command, spec)
+    async def start(self, command: list[str]) -> DockerContainer:
+        request = container(command, self._spec)
         id = await self._create(request)
         try:
             running = DockerContainer(self._engine, id, await self._engine.attach(id))
@@ -69,7 +82,7 @@ class DockerService:
             raise
         try:
             await self._engine.ask("start a container", "POST", f"/containers/{id}/start")
-            if not self._allow_weaker:
+            if not self._spec.allow_weaker:
                 description = await self._engine.ask(
                     "describe a container", "GET", f"/containers/{id}/json"
                 )
@@ -132,7 +145,7 @@ async def _remove(engine: DockerEngine, id: str) -> None:
             raise
 
 
-def container(command: list[str], spec: SandboxSpec) -> dict[str, Any]:
+def container(command: list[str], spec: DockerSpec) -> dict[str, Any]:
     """Return the request to create a container."""
     memory = spec.memory_bytes + _OVERHEAD_BYTES
     return {
@@ -188,7 +201,7 @@ def _compare(request: dict[str, Any], description: dict[str, Any]) -> None:
         raise SandboxError(
             f"sandbox 'docker': this engine did not apply {', '.join(missing)} to the container, "
             "according to its own description; use another engine, or accept this with "
-            "SandboxSpec(allow_weaker=True)"
+            "DockerSpec(allow_weaker=True)"
         )
 
 
@@ -336,6 +349,6 @@ def _message(data: bytes) -> str:
     return " ".join(str(message).split())[:500]
 
 
-def open_provider(spec: SandboxSpec) -> RemoteSandbox:
+def open_provider(spec: DockerSpec) -> RemoteSandbox:
     """Entry point for ``base.open_sandbox``."""
-    return RemoteSandbox(spec, DockerService(DockerEngine(find_socket()), spec.allow_weaker))
+    return RemoteSandbox(spec, DockerService(DockerEngine(find_socket()), spec))

@@ -30,7 +30,14 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, RamifyError, SandboxError
-from ramify.sandbox.base import PreparedContext, Sandbox, SandboxCapabilities, SandboxSpec, Session
+from ramify.sandbox.base import (
+    JailSpec,
+    PreparedContext,
+    Sandbox,
+    SandboxCapabilities,
+    SandboxSpec,
+    Session,
+)
 from ramify.sandbox.guest.frames import open_frame
 from ramify.sandbox.host.forkserver_channel import (
     ForkServerChannel,
@@ -202,7 +209,7 @@ class JailSandbox(ProcessSandbox):
 
     def __init__(
         self,
-        spec: SandboxSpec,
+        spec: JailSpec,
         *,
         deny: frozenset[int] = frozenset(),
         landlock: int = NEWEST,
@@ -216,6 +223,7 @@ class JailSandbox(ProcessSandbox):
         check_mounts(spec.mounts)
         check_memory(spec)
         super().__init__(spec)
+        self.spec: JailSpec = spec
         self._deny, self._landlock, self._counts = deny, landlock, counts
         if self._uses_whole_kernel():
             with _lock:
@@ -376,7 +384,7 @@ def check_places(mounts: tuple[tuple[str, str], ...], reached: ProbedTier) -> No
             )
 
 
-def check_memory(spec: SandboxSpec) -> None:
+def check_memory(spec: JailSpec) -> None:
     """Raise ConfigError if ``spec`` asks for more memory than this machine has."""
     available, default = machine_bytes(), SandboxSpec().memory_bytes
     for name, num_bytes in (
@@ -391,7 +399,7 @@ def check_memory(spec: SandboxSpec) -> None:
 
 
 def _start(
-    spec: SandboxSpec, paths: list[str], poorer: dict[str, Any], *, reports: bool
+    spec: JailSpec, paths: list[str], poorer: dict[str, Any], *, reports: bool
 ) -> StartedForkServer:
     """Start a zygote. ``poorer``: kernel features to do without."""
     config = (
@@ -415,12 +423,12 @@ def _start(
 
 _lock = threading.Lock()
 """Protects the state below: the report of a zygote is read once, whichever thread needs it."""
-launched: dict[SandboxSpec, StartedForkServer] = {}
-_reported: set[SandboxSpec] = set()
+launched: dict[JailSpec, StartedForkServer] = {}
+_reported: set[JailSpec] = set()
 """Specs in ``launched`` whose zygote's report was read."""
 
 
-def launch(spec: SandboxSpec) -> None:
+def launch(spec: JailSpec) -> None:
     """Start the zygote for the next sandbox of ``spec`` while the caller has other work to do."""
     if sys.platform != "linux" or spec in launched:
         return
@@ -431,7 +439,7 @@ def launch(spec: SandboxSpec) -> None:
             launched[spec] = _start(spec, locate(spec.packages), {}, reports=True)
 
 
-def _read_report(spec: SandboxSpec) -> None:
+def _read_report(spec: JailSpec) -> None:
     """Read the report of the zygote that was launched for ``spec`` on its walls."""
     if spec in launched and spec not in _reported:
         _reported.add(spec)
@@ -463,12 +471,16 @@ def _end(server: StartedForkServer) -> None:
     os.close(server.complaints)
 
 
-def open_provider(spec: SandboxSpec) -> Sandbox:
+def open_provider(spec: JailSpec) -> Sandbox:
     """Entry point for ``base.open_sandbox``. If the jail is not available and ``spec`` accepts
     weaker isolation, returns a process sandbox, which has a warning."""
     try:
         return JailSandbox(spec)
     except SandboxError:
-        if spec.allow_weaker:
-            return ProcessSandbox(spec)
-        raise
+        if not spec.allow_weaker:
+            raise
+    if spec.mounts:
+        raise ConfigError(
+            "sandbox 'process' does not support mounts, only 'jail' does: remove them"
+        )
+    return ProcessSandbox(spec)

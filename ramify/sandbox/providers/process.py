@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Coroutine, MutableMapping
 from typing import Any
 
 from ramify.errors import ConfigError, SandboxError
@@ -310,7 +310,7 @@ def launch(spec: SandboxSpec) -> None:
         _launched[spec] = _start(spec, locate(spec.packages))
 
 
-def leave_to_parent(launched: dict[SandboxSpec, StartedForkServer]) -> None:
+def leave_to_parent(launched: MutableMapping[Any, StartedForkServer]) -> None:
     """In a forked child: forget servers that the parent launched for its own sandboxes. Both would
     otherwise talk to the same one."""
     for server in launched.values():

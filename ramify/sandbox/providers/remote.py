@@ -127,7 +127,7 @@ class SandboxService(Protocol):
     """Name for messages, such as "docker"."""
     carries: Carries
 
-    async def start(self, command: list[str], spec: SandboxSpec) -> ByteStream:
+    async def start(self, command: list[str]) -> ByteStream:
         """Create a fresh box and start ``command`` in it."""
         ...
 
@@ -186,7 +186,7 @@ class RemoteSandbox:
     async def _start(self) -> ByteStream:
         try:
             async with asyncio.timeout(PROVISION_S):
-                return await self._service.start(boot_command(self._service.carries), self._spec)
+                return await self._service.start(boot_command(self._service.carries))
         except SandboxError:
             raise
         except Exception as error:
@@ -255,7 +255,7 @@ class RemoteTransport:
         output = f"it said: {lines[-1][:300]}" if lines else "it said nothing"
         return (
             f"sandbox '{self._service.name}': its image did not start Python, {output}; "
-            "name an image that has python3 of version 3.11 or later (SandboxSpec.image)"
+            "name an image that has python3 of version 3.11 or later (image=…)"
         )
 
     # -- the transport
@@ -397,9 +397,7 @@ class RemoteTransport:
         if kind == DATA:
             self._received(memoryview(body))
         elif kind == FAILED:
-            self._ends(
-                f"{body[:2000].decode('utf-8', 'replace')} (in its image; see SandboxSpec.image)"
-            )
+            self._ends(f"{body[:2000].decode('utf-8', 'replace')} (in its image; set by image=…)")
         elif kind == ENDED and len(body) >= END.size:
             status, start = END.unpack_from(body)
             self._left = (start, body[END.size :])

@@ -24,7 +24,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from ramify.errors import ConfigError, HostCallError, RamifyError, SessionDied
-from ramify.sandbox.base import CellResult, Sandbox, SandboxSpec, open_sandbox
+from ramify.sandbox.base import (
+    AnySandboxSpec,
+    CellResult,
+    JailSpec,
+    Sandbox,
+    SandboxSpec,
+    open_sandbox,
+    provider_spec,
+)
 from ramify.tasks.base import Item
 from ramify.tasks.scoring.answer_text import as_text
 
@@ -43,7 +51,10 @@ class UnitTestScore(msgspec.Struct, frozen=True):
     timeout_s: float = 10.0
     """Time limit of one test, including the run of the program."""
     share: bool = False
-    sandbox: SandboxSpec = SandboxSpec(cell_s=60.0, pool=1)
+    sandbox: AnySandboxSpec = JailSpec(cell_s=60.0, pool=1)
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "sandbox", provider_spec(self.sandbox))
 
     def __call__(self, answer: Any, item: Item) -> float:
         tests = _tests(item)

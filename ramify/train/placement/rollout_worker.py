@@ -31,7 +31,7 @@ from ramify.errors import ConfigError, RamifyError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.log_outputs import Sender, SentRecord
 from ramify.logging import attach
-from ramify.sandbox.base import SandboxSpec, SharedContext
+from ramify.sandbox.base import AnySandboxSpec, SharedContext, provider_spec
 from ramify.sandbox.guest.frames import pack_value, unpack_value
 from ramify.sandbox.guest.values import CodecError
 from ramify.tasks.base import Item, task_of
@@ -50,7 +50,7 @@ class RolloutWorkerSpec(msgspec.Struct, frozen=True, tag=True):
     """Options of the task."""
     scaffold: str
     limits: Limits
-    sandbox: SandboxSpec
+    sandbox: AnySandboxSpec
     inference: InferenceSpec
     """With the addresses of the running engines."""
     checkpoint: str
@@ -66,6 +66,9 @@ class RolloutWorkerSpec(msgspec.Struct, frozen=True, tag=True):
     """See ``Run.depths``; all have the policy."""
     variables: tuple[str, ...] = ()
     """Environment variables that hold the addresses of services."""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "sandbox", provider_spec(self.sandbox))
 
 
 class EncodedItem(msgspec.Struct, frozen=True):

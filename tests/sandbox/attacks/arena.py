@@ -27,7 +27,7 @@ from attacks import watch
 from attacks.base import Attack, Verdict
 from attacks.tools import TOOLS
 from ramify.errors import HostCallError, SandboxError, SessionDied
-from ramify.sandbox.base import CellResult, Sandbox, SandboxSpec, Session, open_sandbox
+from ramify.sandbox.base import CellResult, Sandbox, Session, open_sandbox, provider_spec
 from ramify.sandbox.providers.jail import JailSandbox
 
 SPEC: dict[str, Any] = {
@@ -120,7 +120,7 @@ class Arena:
 
     def __init__(self, provider: str, spec: Mapping[str, Any], landlock: int = 0) -> None:
         """``landlock``: the newest version that the jail may use; 0: the kernel's own."""
-        self.spec = SandboxSpec(provider=provider, **{**SPEC, **spec})
+        self.spec = provider_spec({"provider": provider, **SPEC, **spec})
         self._landlock = landlock
         self.sandbox: Sandbox
         self.sibling: Session
