@@ -40,7 +40,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -347,7 +347,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"{hint}known: {', '.join(names)}"
 
 
-class NamedFields(type(msgspec.Struct)):  # type: ignore[misc]
+if TYPE_CHECKING:
+    from msgspec import StructMeta
+else:
+    StructMeta = type(msgspec.Struct)  # older versions of msgspec do not name it
+
+
+class NamedFields(StructMeta):
     """Metaclass of structs that users write by hand: reports an unknown field with the nearest
     name, as in ``unknown keyword 'temprature' of Sampling: did you mean 'temperature'?``"""
 
