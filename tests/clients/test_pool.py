@@ -327,13 +327,15 @@ def test_unexpected_exception_of_a_client_is_a_bad_reply_that_is_retried(fault, 
     assert type(fault).__name__ in record.exc_text
 
 
-@pytest.mark.parametrize("is_given", [True, False])
-def test_unexpected_exception_that_repeats_is_a_model_error_without_the_key(is_given):
+@pytest.mark.parametrize(
+    ("is_given", "key"), [(True, "given-0123456789-abcdef"), (False, "found-0123456789-abcdef")]
+)
+def test_unexpected_exception_that_repeats_is_a_model_error_without_the_key(is_given, key):
     if is_given:
-        ClientPool(keys={"openai": "key-0123456789-abcdef"})
+        ClientPool(keys={"openai": key})
     else:
-        remember("test key", "key-0123456789-abcdef")
-    client = FaultyClient(KeyError("no field in\nkey-0123456789-abcdef"), 9)
+        remember("test key", key)
+    client = FaultyClient(KeyError(f"no field in\n{key}"), 9)
     with pytest.raises(BadReply, match=r"^scripted:test: the reply could not be read") as caught:
         run(pool(max_attempts=3).ask(client, request(), Books()))
     assert len(client.faults) == 6
