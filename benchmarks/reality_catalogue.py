@@ -737,6 +737,7 @@ STREAMS = [
         "an event of 100 MB",
         lambda e: [stream_head(), *(chunk(b"x" * 1_000_000) for _ in range(100)), LAST_CHUNK],
         REFUSED_PAID,
+        weaker="unbounded",
         unasked=REFUSED_PAID,
     ),
     stream(
