@@ -7,7 +7,7 @@
 
 Three rules come first: no import cycle, no protocol with one implementer, and no object on the six
 walks of `benchmarks/walk.py` that `docs/architecture.md` does not name. Then, without a floor, the
-statements that a reader of the core has to own: all but `testing/` and what plug-ins bring (`ASIDE`).
+statements that a reader of the core has to own: all but `testing/` and `extras/` (`ASIDE`).
 
 Counts come from syntax trees and from walks that are traced, so every run gives the same numbers;
 `--quick` changes nothing. Decides what is counted. Not here: the rules themselves (see
@@ -41,13 +41,9 @@ from walk import walks  # noqa: E402
 
 from tests.test_house import two_way_sub_packages  # noqa: E402
 
-ASIDE = (
-    *(f"sandbox/{name}" for name in ("monty", "ipython", "cloud/")),
-    "extras/",
-    "testing/",
-)
-"""Files and folders beside the core: other vendors' sandboxes, planning, tasks and signals of
-studies, and doubles for tests."""
+ASIDE = ("extras/", "testing/")
+"""Folders beside the core: sandboxes of other vendors, planning, and studies; and doubles for
+tests."""
 
 
 def sources() -> Iterator[tuple[str, str]]:
