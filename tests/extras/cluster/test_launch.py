@@ -441,3 +441,37 @@ def test_slurm_script_makes_a_private_key(tmp_path: Path) -> None:
         key = (tmp_path / "run.key").read_text()
     assert re.fullmatch(r"[0-9a-f]{64}", key)
     assert stat.S_IMODE((tmp_path / "run.key").stat().st_mode) == 0o600
+
+
+@pytest.mark.slow
+def test_job_goes_back_to_the_queue_after_sigterm_and_after_a_lost_node(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal is the one that Slurm sends before the time limit; the node is declared down."""
+    shell = Shell(tmp_path, monkeypatch)
+    shell.program(
+        "ramify", "trap 'echo saved >> called; exit 143' TERM; echo run >> called; sleep 600 & wait"
+    )
+    (tmp_path / "my.py").write_text(TRAINED.format(compute=""))
+    words = ["launch", "my.py", "--on", "slurm", "--out", "runs/x", "--device", "cpu", "--submit"]
+    assert run(words) == 0
+    called = tmp_path / "called"
+
+    def starts(num: int) -> bool:
+        said("scontrol", "update", "JobId=1", "StartTime=now")  # a requeued job waits two minutes
+        return called.exists() and called.read_text().count("run") == num
+
+    def restarts() -> str:
+        return re.findall(r"Restarts=(\d+)", said("scontrol", "show", "job", "1"))[0]
+
+    wait_until(lambda: starts(1), "the run", slurm / "log")
+    said("scancel", "--batch", "--signal=TERM", "1")
+    wait_until(lambda: restarts() == "1", "the requeue", slurm / "log")
+    assert called.read_text().split() == ["run", "saved"]
+    wait_until(lambda: starts(2), "the second run", slurm / "log")
+    node = said("squeue", "-h", "-o", "%N")
+    said("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+    wait_until(lambda: restarts() == "2", "the requeue after a lost node", slurm / "log")
+    wait_until(lambda: starts(3), "the third run", slurm / "log")
+    said("scancel", "1")
+    wait_until(lambda: not said("squeue", "-h"), "the end of the job", slurm / "log")
