@@ -2,17 +2,14 @@
 
 import asyncio
 import base64
-import gc
 import socket
 import ssl
-import threading
-import warnings
 
 import pytest
 
 from ramify.errors import ConfigError, ModelError, Unreachable
 from ramify.http_client.http_transport import HttpConnectionPool, route_to, route_to_socket
-from tests.clients.helpers import SkippingLoop, run, server_tls
+from tests.clients.helpers import SkippingLoop, run
 from tests.clients.test_http_transport import OK, Raw
 
 NAMES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
@@ -324,41 +321,3 @@ def test_length_is_sent_with_every_post_and_every_body(method, body, length):
     run(main())
     wanted = None if length is None else str(length)
     assert lines_of(heads[0][:-2])[1].get("Content-Length") == wanted
-
-
-def answer_once(listening, tls):
-    """Answer one request on ``listening``, and wait until its connection is closed."""
-    with listening, listening.accept()[0] as plain:
-        connection = tls.wrap_socket(plain, server_side=True) if tls else plain
-        with connection:
-            while not connection.recv(1 << 16).endswith(b"{}"):
-                pass
-            connection.sendall(OK)
-            connection.recv(1)
-
-
-@pytest.mark.parametrize("scheme", ["http", "https"])
-def test_closed_pool_leaves_nothing_to_its_event_loop(scheme, certificate, monkeypatch):
-    """The loop does not run again after ``close``, and yet no connection is left open."""
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
-    tls = server_tls(certificate) if scheme == "https" else None
-    listening = socket.create_server(("127.0.0.1", 0))
-    route = route_to(f"{scheme}://localhost:{listening.getsockname()[1]}/", {})
-    server = threading.Thread(target=answer_once, args=(listening, tls))
-    server.start()
-
-    async def main():
-        pool = HttpConnectionPool()
-        async with pool.send("m", route, b"{}") as sent:
-            assert (await sent.read()).body == b"hello"
-        await pool.close()
-        await asyncio.get_running_loop().shutdown_default_executor()
-
-    loop = asyncio.SelectorEventLoop()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        loop.run_until_complete(main())
-        loop.close()
-        gc.collect()
-    server.join()
-    assert [str(each.message) for each in caught] == []
