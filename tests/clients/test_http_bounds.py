@@ -9,7 +9,7 @@ import pytest
 
 from ramify.errors import BadReply, ModelError, ReplyLost
 from ramify.http_client.http_transport import HttpConnectionPool, route_to
-from tests.clients.helpers import run
+from tests.clients.helpers import run, server_tls
 from tests.clients.test_http_grammar import CHUNKS, FIVE, LINE, outcome
 from tests.clients.test_http_transport import OK, Raw
 
@@ -292,6 +292,13 @@ def test_bytes_after_a_complete_response_spoil_its_connection():
     assert connections == 2
 
 
+@pytest.mark.parametrize("stale", [OK.replace(b"hello", b"STALE"), CHUNKS + FIVE])
+def test_response_right_after_a_chunked_one_is_not_part_of_it(stale):
+    """Both arrive at once. The second one answers no request, so its connection is not used
+    again."""
+    assert run(outcome(CHUNKS + FIVE + stale))[1] == 2
+
+
 def test_unread_part_of_a_stream_is_bounded_again_and_again():
     """Receiving pauses once more than 1 MiB is unread, here at the last byte of each part, and also
     in the next response on the same connection."""
@@ -332,6 +339,48 @@ def test_unread_part_of_a_stream_is_bounded_again_and_again():
 
     with asyncio.Runner(loop_factory=Watching) as runner:
         assert runner.run(asyncio.wait_for(main(), 100)) == 1
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_closed_pool_leaves_no_socket_to_its_event_loop(scheme, certificate, monkeypatch):
+    """The loop may end right after ``close``, without another iteration."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+
+    async def main():
+        tls = server_tls(certificate) if scheme == "https" else None
+        async with Raw(OK, tls=tls) as server:
+            pool = HttpConnectionPool()
+            async with pool.send("m", route_to(server.url, {}), b"{}") as sent:
+                assert (await sent.read()).body == b"hello"
+            (opened,) = asyncio.get_running_loop().opened
+            kept = opened.get_extra_info("socket")
+            is_open = kept.fileno() >= 0
+            await pool.close()
+            return is_open, kept.fileno()
+
+    with asyncio.Runner(loop_factory=Watching) as runner:
+        assert runner.run(main()) == (True, -1)
+
+
+def test_pool_may_be_closed_while_a_stream_is_paused():
+    """What has arrived can still be received. Then the stream is lost."""
+
+    async def main():
+        loop, received = asyncio.get_running_loop(), 0
+        async with Raw(LONG) as server:
+            pool = HttpConnectionPool()
+            async with pool.send("m", route_to(server.url, {}), b"{}") as sent:
+                received += len(await sent.receive())
+                while loop.opened[0].is_reading():
+                    await asyncio.sleep(0.002)
+                await pool.close()
+                received += len(await sent.receive())
+                with pytest.raises(ReplyLost):
+                    await sent.receive()
+            return received
+
+    with asyncio.Runner(loop_factory=Watching) as runner:
+        assert 1 << 20 < runner.run(asyncio.wait_for(main(), 100)) < 3_000_000
 
 
 def test_unread_part_of_a_request_waits_here_and_not_in_a_buffer():

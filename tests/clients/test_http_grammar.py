@@ -110,6 +110,7 @@ MALFORMED = {
     "endless interim replies": b"HTTP/1.1 103 Early Hints\r\n\r\n" * 50,
     "an endless interim reply": b"HTTP/1.1 103 Early Hints\r\n" + b"X: 1\r\n" * 20_000,
     "another protocol": b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n",
+    "another protocol without a name": b"HTTP/1.1 101 Switching Protocols\r\n\r\n" + OK,
     "an empty line before": b"\r\n" + OK,
     "SSH": b"SSH-2.0-OpenSSH_9.6\r\n",
     "TLS": b"\x15\x03\x01\x00\x02\x02\x46",
@@ -119,7 +120,7 @@ MALFORMED = {
     "two digits": b"HTTP/1.1 20 OK\r\nContent-Length: 5\r\n\r\nhello",
     "four digits": b"HTTP/1.1 2000 OK\r\nContent-Length: 5\r\n\r\nhello",
     "a status in another script": b"HTTP/1.1 20\xb2 OK\r\nContent-Length: 5\r\n\r\nhello",
-    "status 099": b"HTTP/1.1 099 OK\r\nContent-Length: 5\r\n\r\nhello",
+    "status 099": b"HTTP/1.1 099 OK\r\n\r\n" + OK,
     "no status": b"HTTP/1.1 OK\r\nContent-Length: 5\r\n\r\nhello",
     "two spaces": b"HTTP/1.1  200 OK\r\nContent-Length: 5\r\n\r\nhello",
 }
