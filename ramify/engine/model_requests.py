@@ -89,6 +89,8 @@ class ModelRequests:
             self.ledger.cost = None  # until a model with a known price has replied
         self._last_word: Reservation | None = None
         """What is held for the root's final request."""
+        self._last_word_limit: int | None = None
+        """Tokens of the reply for which that is enough; None if nothing was held."""
         self._sampling: dict[int, Sampling] = {}
         """Id of a client -> sampling of its replies."""
         self._text_limits: dict[tuple[int, int, bool], tuple[int, str]] = {}
@@ -124,6 +126,8 @@ class ModelRequests:
         limit = self.reply_tokens(call, longer)
         if last_word:
             limit = min(limit, self._last_word_tokens(call))
+            if call.parent is None and self._last_word_limit is not None:
+                limit = min(limit, self._last_word_limit)
         messages = tuple(map(sendable, new))
         if recording is not None and last_word is None:
             messages = recording.edited(call.id, call.turn, messages)
@@ -293,13 +297,13 @@ class ModelRequests:
         most = Usage(
             prompt + reply_tokens + output_tokens + 1000,
             min(self._last_word_tokens(call), reply_tokens),
-            calls=1,
         )
         before = self._last_word
         self._last_word = self._reservation(call, most)
         exceeded = self.ledger.hold(self._last_word.amount)
-        if exceeded is None and output_tokens == 0:
-            turn = self._reservation(call, Usage(prompt, reply_tokens, calls=1))
+        if exceeded is None:
+            self._last_word_limit = most.output_tokens
+            turn = self._reservation(call, Usage(prompt, reply_tokens))
             exceeded = self.ledger.would_pass(turn.amount)
         if exceeded is not None:
             self._last_word = before
@@ -313,7 +317,7 @@ class ModelRequests:
         ``limit``; ``limit`` itself if even a short reply is too much."""
         tokens, given = limit, Request(tuple(prompt), self.sampling).max_input_tokens()
         while tokens >= _LEAST_REPLY_TOKENS:
-            reservation = self._reservation(call, Usage(given, tokens, calls=1))
+            reservation = self._reservation(call, Usage(given, tokens))
             if (stop := self.ledger.would_pass(reservation.amount)) is None:
                 return tokens
             call.shrunk = (tokens // 2, str(stop))

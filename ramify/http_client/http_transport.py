@@ -813,7 +813,8 @@ class ResponseReader:
     def on_body(self, data: bytes) -> None:
         if self._is_chunked:
             self._overhead -= len(data)
-            self._take(data)
+            if not self.is_complete:  # otherwise, it is the body of an unsolicited response
+                self._take(data)
 
     def on_message_complete(self) -> None:
         if self._is_chunked:
