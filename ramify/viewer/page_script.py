@@ -33,7 +33,8 @@ from ramify.viewer.watched_run import WatchedRun
 
 STATIC = Path(__file__).parent / "static"
 APP = "app.js"
-_IMPORT = re.compile(r'^import (.+?) from "\./(.+?)";\n', re.MULTILINE)
+_IMPORT = re.compile(r'^import (\w+|\{[^}]*\}) from "\./(.+?)";\n', re.MULTILINE)
+"""An import; the formatter puts one of many names on several lines."""
 ON_DEMAND = ("markdown.js", "latex.js", "report.js")
 """Modules that a run's page imports on demand, and that an exported file contains."""
 _VENDOR_EXPORTS = re.compile(r"export\s*\{([^}]*)\};?")

@@ -1,10 +1,11 @@
-// Running again from a turn: an edited prompt or edited code, what the new run may cost, and its start.
+// Running again from a turn: an edited prompt or edited code, what the new run may cost, and its
+// start.
 
-import { h, fill, toast } from "./dom.js";
 import { get, post } from "./api.js";
+import { fill, h, toast } from "./dom.js";
 import { count, dollars, grouped, runAddress } from "./format.js";
 
-const PAUSE_MS = 400;  // after a key, before the cost of the edit is requested
+const PAUSE_MS = 400; // after a key, before the cost of the edit is requested
 
 // Fills `holder` with the form of a turn; a second click empties it.
 export async function showAgain(holder, key, call, turn) {
@@ -22,29 +23,62 @@ class AgainForm {
   constructor(place, where) {
     this.place = place;
     this.where = where;
+    this.checks = 0; // requests for the cost; only the answer to the last one is shown
     this.texts = place.messages.map(({ role, text }) => this.area(text, `edited ${role} message`));
     this.code = place.code === null ? null : this.area(place.code, "edited code");
-    this.what = h("select", { "aria-label": "what is edited", onchange: () => this.draw() },
-      h("option", { value: "prompt" }, "edit the prompt"), this.code ? h("option", { value: "code" }, "edit the code") : null);
-    this.most = h("input", { type: "number", min: "0", step: "any", "aria-label": "most dollars", value: place.estimate.max_cost ?? "", oninput: () => this.later() });
+    this.what = h(
+      "select",
+      { "aria-label": "what is edited", onchange: () => this.draw() },
+      h("option", { value: "prompt" }, "edit the prompt"),
+      this.code ? h("option", { value: "code" }, "edit the code") : null,
+    );
+    this.most = h("input", {
+      type: "number",
+      min: "0",
+      step: "any",
+      "aria-label": "most dollars",
+      value: place.estimate.max_cost ?? "",
+      oninput: () => this.later(),
+    });
     this.fields = h("div.again-fields");
     this.cost = h("p.again-cost", { role: "status" });
     this.start = h("button.small.go", { type: "button", onclick: () => this.run() });
-    this.element = h("form.again", { "aria-label": "run again from this turn", onsubmit: (event) => event.preventDefault() },
-      h("div.strip-tools", null, this.what, place.estimate.max_cost === null ? null : h("label", null, "may spend $", this.most)),
-      this.fields, this.cost, this.start);
+    this.element = h(
+      "form.again",
+      { "aria-label": "run again from this turn", onsubmit: (event) => event.preventDefault() },
+      h(
+        "div.strip-tools",
+        null,
+        this.what,
+        place.estimate.max_cost === null ? null : h("label", null, "may spend $", this.most),
+      ),
+      this.fields,
+      this.cost,
+      this.start,
+    );
     this.draw();
   }
 
   area(text, label) {
-    const area = h("textarea", { "aria-label": label, spellcheck: "false", rows: String(Math.min(16, text.split("\n").length + 1)), oninput: () => this.later() });
+    const area = h("textarea", {
+      "aria-label": label,
+      spellcheck: "false",
+      rows: String(Math.min(16, text.split("\n").length + 1)),
+      oninput: () => this.later(),
+    });
     area.value = text;
     return area;
   }
 
   draw() {
     if (this.what.value === "code") fill(this.fields, this.code);
-    else fill(this.fields, this.texts.map((area, index) => h("label", null, h("b", null, this.place.messages[index].role), area)));
+    else
+      fill(
+        this.fields,
+        this.texts.map((area, index) =>
+          h("label", null, h("b", null, this.place.messages[index].role), area),
+        ),
+      );
     this.check();
   }
 
@@ -56,14 +90,23 @@ class AgainForm {
 
   // What the server needs: only what was changed.
   body() {
-    const texts = this.texts.map((area) => area.value), most = this.most.value.trim();
-    const edit = this.what.value === "code" ? { code: this.code.value }
-      : texts.some((text, index) => text !== this.place.messages[index].text) ? { prompt: texts } : {};
-    return { ...this.where, ...edit, ...(most && Number(most) !== this.place.max_cost ? { max_cost: Number(most) } : {}) };
+    const texts = this.texts.map((area) => area.value),
+      most = this.most.value.trim();
+    const edit =
+      this.what.value === "code"
+        ? { code: this.code.value }
+        : texts.some((text, index) => text !== this.place.messages[index].text)
+          ? { prompt: texts }
+          : {};
+    return {
+      ...this.where,
+      ...edit,
+      ...(most && Number(most) !== this.place.max_cost ? { max_cost: Number(most) } : {}),
+    };
   }
 
   async check() {
-    const number = (this.checks = (this.checks ?? 0) + 1);
+    const number = ++this.checks;
     this.start.disabled = true;
     try {
       const cost = await post("/api/again/cost", this.body());
@@ -74,11 +117,21 @@ class AgainForm {
   }
 
   say(cost) {
-    const most = cost.max_cost === null ? `at most ${count(cost.max_tokens)} tokens: no price is known` : `at most ${dollars(cost.max_cost)}`;
-    fill(this.cost, `The new run may cost ${most}, in at most ${grouped(cost.max_calls)} requests. `,
-      cost.recorded_cost === null ? null : `From this turn on, the recorded run spent ${dollars(cost.recorded_cost)}. `,
-      cost.input_tokens === null ? "The code runs first; " : `The prompt has about ${grouped(cost.input_tokens)} tokens of the ${grouped(cost.window)} that ${cost.model} can read; `,
-      "what came before this turn is repeated from the record and costs nothing.");
+    const most =
+      cost.max_cost === null
+        ? `at most ${count(cost.max_tokens)} tokens: no price is known`
+        : `at most ${dollars(cost.max_cost)}`;
+    fill(
+      this.cost,
+      `The new run may cost ${most}, in at most ${grouped(cost.max_calls)} requests. `,
+      cost.recorded_cost === null
+        ? null
+        : `From this turn on, the recorded run spent ${dollars(cost.recorded_cost)}. `,
+      cost.input_tokens === null
+        ? "The code runs first; "
+        : `The prompt has about ${grouped(cost.input_tokens)} tokens of the ${grouped(cost.window)} that ${cost.model} can read; `,
+      "what came before this turn is repeated from the record and costs nothing.",
+    );
     fill(this.start, `run again, for ${most}`.replace(": no price is known", ""));
     this.start.disabled = false;
   }

@@ -13,20 +13,27 @@ export async function load(name) {
   return optional[name];
 }
 
-const BEAT_MS = 4000;  // the server is asked for a sign of life if it gave none for so long
-const PATIENCE_MS = 8000;  // without any answer, the server is gone, or hangs
+const BEAT_MS = 4000; // the server is asked for a sign of life if it gave none for so long
+const PATIENCE_MS = 8000; // without any answer, the server is gone, or hangs
 
 export async function get(path, parameters = {}) {
   if (offline) return fromFile(path, parameters);
   const query = new URLSearchParams(parameters).toString();
-  const address = query ? `${path}?${query}` : path, early = window.ramifyEarly;
+  const address = query ? `${path}?${query}` : path,
+    early = window.ramifyEarly;
   window.ramifyEarly = null;
   return answered(early && early.address === address ? early.answer : fetch(address));
 }
 
 export async function post(path, body) {
   if (offline) throw new Error("this file holds one run alone; ramify view can run it again");
-  return answered(fetch(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) }));
+  return answered(
+    fetch(path, {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(body),
+    }),
+  );
 }
 
 // The JSON of a response; while it is late, the page says that the server does not answer.
@@ -47,15 +54,16 @@ async function answered(request) {
   return data;
 }
 
-let heard = Date.now();  // when the server last gave a sign of life
+let heard = Date.now(); // when the server last gave a sign of life
 
-// Asks for a sign of life while nothing else does. A server that hangs accepts connections and never
-// answers, so only the time tells.
+// Asks for a sign of life while nothing else does. A server that hangs accepts connections and
+// never answers, so only the time tells.
 export function watchServer() {
   if (offline) return;
   setInterval(async () => {
     if (document.hidden || Date.now() - heard < BEAT_MS) return;
-    const asking = new AbortController(), late = setTimeout(() => asking.abort(), PATIENCE_MS - BEAT_MS);
+    const asking = new AbortController(),
+      late = setTimeout(() => asking.abort(), PATIENCE_MS - BEAT_MS);
     try {
       const response = await fetch("/api/alive", { signal: asking.signal, cache: "no-store" });
       await response.arrayBuffer();
@@ -72,10 +80,13 @@ export function watchServer() {
 // hidden page does not follow; it receives what it missed when it is shown again.
 export function follow(path, parameters, version, tell, ended) {
   if (offline) return () => {};
-  let stream = null, done = false;
+  let stream = null,
+    done = false;
   const open = () => {
     if (stream || done || document.hidden) return;
-    stream = new EventSource(`${path}?${new URLSearchParams({ ...parameters, version: version() })}`);
+    stream = new EventSource(
+      `${path}?${new URLSearchParams({ ...parameters, version: version() })}`,
+    );
     following++;
     showState();
     stream.onopen = () => setConnected(true);
@@ -120,16 +131,29 @@ export function setConnected(is) {
   if (is) {
     heard = Date.now();
     known?.remove();
-  } else if (!known) document.getElementById("top").after(h("div.connection", { id: "connection", role: "alert" }, `The viewer does not answer since ${new Date(heard).toTimeString().slice(0, 8)}. What is shown may be out of date; trying again …`));
+  } else if (!known)
+    document
+      .getElementById("top")
+      .after(
+        h(
+          "div.connection",
+          { id: "connection", role: "alert" },
+          `The viewer does not answer since ${new Date(heard).toTimeString().slice(0, 8)}. What is shown may be out of date; trying again …`,
+        ),
+      );
 }
 
-let following = 0;  // open streams of changes
+let following = 0; // open streams of changes
 
 // The connection in the bar: live (changes arrive as they happen), connected, or no answer.
 export function showState() {
   const badge = document.getElementById("state");
   if (!badge) return;
-  const state = document.body.classList.contains("stale") ? "no answer" : following ? "live" : "connected";
+  const state = document.body.classList.contains("stale")
+    ? "no answer"
+    : following
+      ? "live"
+      : "connected";
   badge.textContent = state;
   badge.className = `state ${state.replace(" ", "-")}`;
 }
@@ -158,7 +182,13 @@ function searched(needle) {
     const at = needle ? text.toLowerCase().indexOf(needle) : -1;
     if (at >= 0 && found.length < 200) {
       const start = Math.max(0, at - 60);
-      found.push({ call, turn, where, text: text.slice(start, at + needle.length + 60), at: at - start });
+      found.push({
+        call,
+        turn,
+        where,
+        text: text.slice(start, at + needle.length + 60),
+        at: at - start,
+      });
     }
   };
   for (const call of Object.values(offline.calls)) {

@@ -1,13 +1,13 @@
-// Code with line numbers, syntax colors and a mark at the line of an error. The highlighter's tree is
-// converted to elements; its HTML is not used.
+// Code with line numbers, syntax colors and a mark at the line of an error. The highlighter's tree
+// is converted to elements; its HTML is not used.
 
-import { h, copy } from "./dom.js";
+import { copy, h } from "./dom.js";
+import { grouped } from "./format.js";
 import hljs from "./vendor/highlight.js";
 import python from "./vendor/highlight-python.js";
-import { grouped } from "./format.js";
 
 hljs.registerLanguage("python", python);
-const MAX_COLOURED = 60000;  // characters; more stays plain
+const MAX_COLOURED = 60000; // characters; more stays plain
 const OUTPUT_LINES = 14;
 
 // [[{ text, scope }, …] of each line]
@@ -24,7 +24,8 @@ function colouredLines(code) {
     else for (const child of node.children) walk(child, node.scope || scope);
   };
   if (code.length > MAX_COLOURED) add(code, "");
-  else walk(hljs.highlight(code, { language: "python", ignoreIllegals: true })._emitter.rootNode, "");
+  else
+    walk(hljs.highlight(code, { language: "python", ignoreIllegals: true })._emitter.rootNode, "");
   return lines;
 }
 
@@ -48,29 +49,64 @@ export function codeBlock(code, { error = "", died = false, label = "code" } = {
   const text = code.replace(/\n+$/, "");
   const marked = error ? errorLine(error) : 0;
   const rows = colouredLines(text).map((parts, index) => {
-    const row = h("span.line", { "data-n": String(index + 1) }, parts.map(({ text: each, scope }) => h("span", { class: scopeClass(scope) }, each)), "\n");
+    const row = h(
+      "span.line",
+      { "data-n": String(index + 1) },
+      parts.map(({ text: each, scope }) => h("span", { class: scopeClass(scope) }, each)),
+      "\n",
+    );
     if (index + 1 !== marked) return row;
     row.classList.add("wrong");
-    return [row, h("span.fault", { role: "note" }, `${died ? lastLine(error.split("\n")[0]) : lastLine(error)}\n`)];
+    return [
+      row,
+      h(
+        "span.fault",
+        { role: "note" },
+        `${died ? lastLine(error.split("\n")[0]) : lastLine(error)}\n`,
+      ),
+    ];
   });
-  return h("div.code", null,
-    h("button.copy", { type: "button", onclick: () => copy(text, label), "aria-label": `copy ${label}`, title: "copy" }, "copy"),
-    h("pre", { tabindex: "0", "aria-label": label }, h("code", null, rows)));
+  return h(
+    "div.code",
+    null,
+    h(
+      "button.copy",
+      {
+        type: "button",
+        onclick: () => copy(text, label),
+        "aria-label": `copy ${label}`,
+        title: "copy",
+      },
+      "copy",
+    ),
+    h("pre", { tabindex: "0", "aria-label": label }, h("code", null, rows)),
+  );
 }
 
-// A text that the server may have cut ({ text, chars }), collapsed if it is long. `whole` fetches the
-// full text.
-export function textBlock(value, { kind = "text", lines = OUTPUT_LINES, whole = null, label = "text" } = {}) {
+// A text that the server may have cut ({ text, chars }), collapsed if it is long. `whole` fetches
+// the full text.
+export function textBlock(
+  value,
+  { kind = "text", lines = OUTPUT_LINES, whole = null, label = "text" } = {},
+) {
   const text = typeof value === "string" ? value : value.text;
   const chars = typeof value === "string" ? 0 : value.chars;
   const all = text.replace(/\n+$/, "").split("\n");
   const long = all.length > lines || text.length > 160 * lines;
-  const pre = h(kind === "answer-text" ? "div" : "pre", { class: `said ${kind}` }, text.replace(/\n+$/, ""));
+  const pre = h(
+    kind === "answer-text" ? "div" : "pre",
+    { class: `said ${kind}` },
+    text.replace(/\n+$/, ""),
+  );
   const block = h("div.block", null, pre);
   if (long) {
     pre.classList.add("folded");
     pre.style.setProperty("--lines", lines);
-    const button = h("button.unfold", { type: "button", "aria-expanded": "false" }, foldWords(all.length, text.length));
+    const button = h(
+      "button.unfold",
+      { type: "button", "aria-expanded": "false" },
+      foldWords(all.length, text.length),
+    );
     button.onclick = () => {
       const open = pre.classList.toggle("folded") === false;
       button.setAttribute("aria-expanded", String(open));
@@ -79,7 +115,11 @@ export function textBlock(value, { kind = "text", lines = OUTPUT_LINES, whole = 
     block.append(button);
   }
   if (chars) {
-    const more = h("button.unfold", { type: "button" }, `${grouped(chars - text.length)} more characters`);
+    const more = h(
+      "button.unfold",
+      { type: "button" },
+      `${grouped(chars - text.length)} more characters`,
+    );
     more.onclick = async () => {
       more.disabled = true;
       const full = whole ? await whole() : null;

@@ -1,5 +1,6 @@
-// Creates elements from plain values. Text is always inserted as text: no module turns a string into
-// HTML, and the page's Content-Security-Policy (require-trusted-types-for) makes the browser refuse it.
+// Creates elements from plain values. Text is always inserted as text: no module turns a string
+// into HTML, and the page's Content-Security-Policy (require-trusted-types-for) makes the browser
+// refuse it.
 
 // h("button.small", { onclick, title: "x", "aria-label": "y" }, "text", node, [nodes], null)
 export function h(what, properties, ...children) {
@@ -9,7 +10,8 @@ export function h(what, properties, ...children) {
   for (const [name, value] of Object.entries(properties || {})) {
     if (value === null || value === undefined || value === false) continue;
     if (typeof value === "function") element[name] = value;
-    else if (name === "style") for (const [key, each] of Object.entries(value)) element.style.setProperty(key, each);
+    else if (name === "style")
+      for (const [key, each] of Object.entries(value)) element.style.setProperty(key, each);
     else if (name === "class") element.classList.add(...value.split(" ").filter(Boolean));
     else if (name === "href") element.setAttribute("href", safeAddress(value));
     else element.setAttribute(name, value === true ? "" : value);
@@ -41,7 +43,10 @@ let idle = 0;
 // Announce a message to screen readers, and show it briefly.
 export function toast(text) {
   let box = document.getElementById("toast");
-  if (!box) document.body.append((box = h("div", { id: "toast", role: "status" })));
+  if (!box) {
+    box = h("div", { id: "toast", role: "status" });
+    document.body.append(box);
+  }
   fill(box, text);
   box.classList.add("shown");
   clearTimeout(idle);

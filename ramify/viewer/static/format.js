@@ -27,7 +27,8 @@ export function seconds(value) {
   if (value < 0.001) return value > 0 ? `${Math.max(1, Math.round(value * 1e6))} µs` : "0 s";
   if (value < 1) return `${Math.round(value * 1000)} ms`;
   if (value < 60) return `${value.toFixed(value < 10 ? 2 : 1)} s`;
-  const minutes = Math.floor(value / 60), rest = Math.round(value % 60);
+  const minutes = Math.floor(value / 60),
+    rest = Math.round(value % 60);
   if (minutes >= 60) return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
   return rest ? `${minutes} min ${rest} s` : `${minutes} min`;
 }
@@ -39,7 +40,8 @@ export function ticking(value) {
 
 export function moment(unixTime) {
   if (!unixTime) return "–";
-  const date = new Date(unixTime * 1000), two = (n) => String(n).padStart(2, "0");
+  const date = new Date(unixTime * 1000),
+    two = (n) => String(n).padStart(2, "0");
   return `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ${two(date.getHours())}:${two(date.getMinutes())}`;
 }
 
@@ -47,11 +49,16 @@ export function number(value) {
   if (value === null || value === undefined) return "–";
   if (Number.isInteger(value)) return grouped(value);
   const size = Math.abs(value);
-  return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+  return size !== 0 && (size < 1e-3 || size >= 1e6)
+    ? value.toExponential(2)
+    : String(Number(value.toPrecision(4)));
 }
 
 export function oneLine(text, width = 200) {
-  const line = text.slice(0, 4 * width).replace(/\s+/g, " ").trim();
+  const line = text
+    .slice(0, 4 * width)
+    .replace(/\s+/g, " ")
+    .trim();
   return line.length <= width ? line : `${line.slice(0, width - 1)}…`;
 }
 
@@ -61,21 +68,31 @@ export function many(n, noun) {
 
 const STOPS = {
   __proto__: null,
-  final: ["final", "good"], error: ["error", "bad"], cancelled: ["cancelled", "warn"], no_code: ["no code", "bad"],
-  max_turns: ["max turns", "warn"], max_tokens: ["max tokens", "warn"], max_cost: ["max cost", "warn"],
-  suspended: ["suspended", "warn"], deadline: ["deadline", "warn"], max_calls: ["max calls", "warn"], suspended: ["suspended", "warn"],
+  final: ["final", "good"],
+  error: ["error", "bad"],
+  cancelled: ["cancelled", "warn"],
+  no_code: ["no code", "bad"],
+  max_turns: ["max turns", "warn"],
+  max_tokens: ["max tokens", "warn"],
+  max_cost: ["max cost", "warn"],
+  deadline: ["deadline", "warn"],
+  max_calls: ["max calls", "warn"],
+  suspended: ["suspended", "warn"],
 };
 
 // [text, color class]
 export function stopWords(stop, alive = false) {
-  return STOPS[stop] || (stop ? [stop, "warn"] : alive ? ["running", "live"] : ["interrupted", "warn"]);
+  return (
+    STOPS[stop] || (stop ? [stop, "warn"] : alive ? ["running", "live"] : ["interrupted", "warn"])
+  );
 }
 
 export function runAddress(key) {
   return `#/run/${encodeURIComponent(key)}`;
 }
 
-const MARKUP = /(^|\n)(#{1,6} |\s*[-*+] \S|\s*\d+[.)] \S|> |\|.*\||```)|\*\*\S|`[^`\n]+`|\$[^\s$][^$]*\$|\\\(|\\\[|\]\(/;
+const MARKUP =
+  /(^|\n)(#{1,6} |\s*[-*+] \S|\s*\d+[.)] \S|> |\|.*\||```)|\*\*\S|`[^`\n]+`|\$[^\s$][^$]*\$|\\\(|\\\[|\]\(/;
 
 // Whether a text is worth reading as Markdown or LaTeX.
 export function hasMarkup(text) {

@@ -26,7 +26,11 @@ class Heap {
     values[at] = value;
   }
   pop() {
-    const { orders, values } = this, top = values[0], order = orders.pop(), value = values.pop(), size = orders.length;
+    const { orders, values } = this,
+      top = values[0],
+      order = orders.pop(),
+      value = values.pop(),
+      size = orders.length;
     for (let at = 0, below; size; at = below) {
       below = 2 * at + 1;
       if (below + 1 < size && orders[below + 1] < orders[below]) below++;
@@ -46,9 +50,9 @@ class Heap {
 // sessions of depth d; band 2d + 1 holds its plain calls.
 export class Lanes {
   constructor() {
-    this.of = [];     // call -> lane
-    this.bands = [];  // band -> { num, free, ending, calls }
-    this.ended = [];  // call -> whether its end has been handled
+    this.of = []; // call -> lane
+    this.bands = []; // band -> { num, free, ending, calls }
+    this.ended = []; // call -> whether its end has been handled
   }
   update(calls) {
     for (let index = 0; index < calls.length; index++) {
@@ -57,7 +61,8 @@ export class Lanes {
         if (!this.ended[index] && call.ended_s !== null) this.end(index, call);
         continue;
       }
-      const band = (this.bands[bandOf(call)] ||= emptyBand());
+      this.bands[bandOf(call)] ||= emptyBand();
+      const band = this.bands[bandOf(call)];
       while (band.ending.size && band.ending.least <= call.started_s) {
         const lane = band.ending.pop();
         band.free.push(lane, lane);
@@ -89,9 +94,11 @@ export function shared(wanted, least, weights, room) {
   const heights = least.map((each, index) => Math.min(each, wanted[index]));
   for (let round = 0; round < 6; round++) {
     const spare = room - heights.reduce((a, b) => a + b, 0);
-    const open = wanted.map((each, index) => (heights[index] < each ? weights[index] : 0)), sum = open.reduce((a, b) => a + b, 0);
+    const open = wanted.map((each, index) => (heights[index] < each ? weights[index] : 0)),
+      sum = open.reduce((a, b) => a + b, 0);
     if (spare < 1 || !sum) break;
-    for (let index = 0; index < heights.length; index++) heights[index] = Math.min(wanted[index], heights[index] + (spare * open[index]) / sum);
+    for (let index = 0; index < heights.length; index++)
+      heights[index] = Math.min(wanted[index], heights[index] + (spare * open[index]) / sum);
   }
   return heights;
 }

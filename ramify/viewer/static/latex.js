@@ -1,7 +1,8 @@
-// LaTeX as MathML elements, made by the vendored library node by node; null for what it cannot read.
+// LaTeX as MathML elements, made by the vendored library node by node; null for what it cannot
+// read.
 
-import { h } from "./dom.js";
 import { optional } from "./api.js";
+import { h } from "./dom.js";
 import temml from "./vendor/temml.js";
 
 function drawMath(source, displayMode) {

@@ -4,19 +4,24 @@
 
 import { h } from "./dom.js";
 
-const BEYOND = 6;  // extra rows above and below the visible ones
+const BEYOND = 6; // extra rows above and below the visible ones
 
 export class VirtualList {
   // make() creates the element of a row; show(element, index) fills it; pick(index, how) is called
   // on a click or Enter.
   constructor({ rowHeight, make, show, pick, label, role = "listbox", rowRole = "option" }) {
-    Object.assign(this, { rowHeight, make, show, pick, rowRole });
+    this.rowHeight = rowHeight;
+    this.make = make;
+    this.show = show;
+    this.pick = pick;
+    this.rowRole = rowRole;
+    this.onmove = null; // what the arrow keys do, if it is not what a click does
     this.length = 0;
     this.active = -1;
     this.space = h("div.vspace");
     this.box = h("div.vlist", { tabindex: "0", role, "aria-label": label }, this.space);
     this.free = [];
-    this.rows = new Map();  // index -> element
+    this.rows = new Map(); // index -> element
     this.waiting = false;
     this.box.addEventListener("scroll", () => this.later(), { passive: true });
     this.box.addEventListener("keydown", (event) => this.key(event));
@@ -59,7 +64,10 @@ export class VirtualList {
   draw(all) {
     const height = this.box.clientHeight || 400;
     const first = Math.max(0, Math.floor(this.box.scrollTop / this.rowHeight) - BEYOND);
-    const last = Math.min(this.length, Math.ceil((this.box.scrollTop + height) / this.rowHeight) + BEYOND);
+    const last = Math.min(
+      this.length,
+      Math.ceil((this.box.scrollTop + height) / this.rowHeight) + BEYOND,
+    );
     for (const [index, row] of this.rows) {
       if (index < first || index >= last) {
         this.rows.delete(index);
@@ -100,9 +108,11 @@ export class VirtualList {
     this.active = index;
     for (const [each, row] of this.rows) this.mark(row, each);
     if (!scroll || index < 0) return;
-    const top = index * this.rowHeight, bottom = top + this.rowHeight;
+    const top = index * this.rowHeight,
+      bottom = top + this.rowHeight;
     if (top < this.box.scrollTop) this.box.scrollTop = Math.max(0, top - 2 * this.rowHeight);
-    else if (bottom > this.box.scrollTop + this.box.clientHeight) this.box.scrollTop = bottom - this.box.clientHeight + 2 * this.rowHeight;
+    else if (bottom > this.box.scrollTop + this.box.clientHeight)
+      this.box.scrollTop = bottom - this.box.clientHeight + 2 * this.rowHeight;
   }
 
   choose(index, event) {
@@ -114,7 +124,16 @@ export class VirtualList {
   key(event) {
     if (event.metaKey || event.ctrlKey || event.altKey) return;
     const page = Math.max(1, Math.floor(this.box.clientHeight / this.rowHeight) - 1);
-    const steps = { ArrowDown: 1, ArrowUp: -1, j: 1, k: -1, PageDown: page, PageUp: -page, Home: -1e9, End: 1e9 };
+    const steps = {
+      ArrowDown: 1,
+      ArrowUp: -1,
+      j: 1,
+      k: -1,
+      PageDown: page,
+      PageUp: -page,
+      Home: -1e9,
+      End: 1e9,
+    };
     if (event.key in steps) {
       event.preventDefault();
       event.stopPropagation();

@@ -5,20 +5,32 @@
 //   #/run/KEY/report                          one run to read or print
 //   #/evaluation[/KEY[/OTHER]]              evaluations, and one of them
 
-import { h, fill } from "./dom.js";
 import { load, offline, showState, watchServer } from "./api.js";
+import { fill, h } from "./dom.js";
 import { runAddress } from "./format.js";
 import { runPage } from "./run.js";
 
 let page = document.getElementById("page");
 const bar = document.getElementById("top");
-let view = null, shown = "", turning = 0;
+let view = null,
+  shown = "",
+  turning = 0;
 
-const PAGES = [["#/", "Runs"], ["#/training", "Training"], ["#/evaluation", "Evaluations"], ["#/compare", "Compare"]];
+const PAGES = [
+  ["#/", "Runs"],
+  ["#/training", "Training"],
+  ["#/evaluation", "Evaluations"],
+  ["#/compare", "Compare"],
+];
 
 function readRoute() {
   const parts = location.hash.replace(/^#\/?/, "").split("/").map(decoded);
-  const route = { name: parts[0] || (offline ? "run" : "runs"), keys: parts.slice(1).filter(Boolean), call: null, turn: null };
+  const route = {
+    name: parts[0] || (offline ? "run" : "runs"),
+    keys: parts.slice(1).filter(Boolean),
+    call: null,
+    turn: null,
+  };
   if (route.name === "run") {
     route.keys = [offline ? offline.picture.head.key : parts[1] || ""];
     if (parts[2] === "report") route.name = "report";
@@ -26,7 +38,8 @@ function readRoute() {
     if (parts[4] === "turn") route.turn = Math.max(0, Number(parts[5]) - 1) || 0;
   }
   const at = parts.indexOf("call", 2);
-  if (route.name === "compare" && at > 0) [route.call, route.keys] = [parts[at + 1], parts.slice(1, at)];
+  if (route.name === "compare" && at > 0)
+    [route.call, route.keys] = [parts[at + 1], parts.slice(1, at)];
   return route;
 }
 
@@ -39,10 +52,12 @@ function decoded(part) {
 }
 
 async function turn() {
-  const route = readRoute(), name = `${route.name} ${route.keys.join(" ")}`, number = ++turning;
+  const route = readRoute(),
+    name = `${route.name} ${route.keys.join(" ")}`,
+    number = ++turning;
   drawBar(route);
   if (name === shown && view && view.show) return view.show(route);
-  if (view && view.close) view.close();
+  if (view?.close) view.close();
   view = null;
   shown = name;
   document.body.dataset.page = route.name;
@@ -50,44 +65,85 @@ async function turn() {
   try {
     const made = await open(route, own);
     if (number === turning) view = made;
-    else if (made && made.close) made.close();
+    else if (made?.close) made.close();
   } catch (error) {
-    fill(own, h("div.pad", null, h("p.problem", { role: "alert" }, error.message), offline ? null : h("p", null, h("a", { href: "#/" }, "all runs"))));
+    fill(
+      own,
+      h(
+        "div.pad",
+        null,
+        h("p.problem", { role: "alert" }, error.message),
+        offline ? null : h("p", null, h("a", { href: "#/" }, "all runs")),
+      ),
+    );
   }
 }
 
-// A new element for the next page, with what is shown until it is drawn. One that comes late draws into an element that
-// has left the document.
+// A new element for the next page, with what is shown until it is drawn. One that comes late draws
+// into an element that has left the document.
 function ownPage() {
-  const next = page.cloneNode(false);
+  const next = /** @type {HTMLElement} */ (page.cloneNode(false));
   next.append(...page.childNodes);
   page.replaceWith(next);
-  return (page = next);
+  page = next;
+  return next;
 }
 
 async function open(route, page) {
   if (route.name === "run") return runPage(page, route.keys[0], route);
   if (route.name === "report") return (await load("report"))(page, route.keys);
   if (offline) throw new Error("this file holds one run alone");
-  if (route.name === "training") return (await import("./training.js")).trainingPage(page, route.keys);
-  if (route.name === "evaluation") return (await import("./evaluation.js")).evaluationPage(page, route.keys);
-  if (route.name === "compare") return (await import("./compare.js")).comparePage(page, route.keys, route);
+  if (route.name === "training")
+    return (await import("./training.js")).trainingPage(page, route.keys);
+  if (route.name === "evaluation")
+    return (await import("./evaluation.js")).evaluationPage(page, route.keys);
+  if (route.name === "compare")
+    return (await import("./compare.js")).comparePage(page, route.keys, route);
   if (route.name === "runs") return (await import("./runs.js")).runsPage(page, route.keys);
   throw new Error(`there is no page ${route.name}`);
 }
 
 function drawBar(route) {
   const links = offline ? [["#/", "Run"]] : PAGES;
-  const here = { runs: "Runs", run: offline ? "Run" : "", training: "Training", evaluation: "Evaluations", compare: "Compare" }[route.name];
-  fill(bar, h("a.brand", { href: offline ? runAddress(offline.picture.head.key) : "#/" }, "ramify"),
-    h("nav", { "aria-label": "pages" }, links.map(([href, name]) => h("a", { href, "aria-current": name === here ? "page" : null }, name))),
-    h("span.spread"), offline ? null : h("span.state", { id: "state", role: "status" }),
-    h("button.small", { type: "button", onclick: otherTheme, "aria-label": "dark or light", title: "dark or light (t)" }, "◐"),
-    h("button.small", { type: "button", onclick: help, "aria-label": "keys", title: "keys (?)" }, "?"));
+  const here = {
+    runs: "Runs",
+    run: offline ? "Run" : "",
+    training: "Training",
+    evaluation: "Evaluations",
+    compare: "Compare",
+  }[route.name];
+  fill(
+    bar,
+    h("a.brand", { href: offline ? runAddress(offline.picture.head.key) : "#/" }, "ramify"),
+    h(
+      "nav",
+      { "aria-label": "pages" },
+      links.map(([href, name]) =>
+        h("a", { href, "aria-current": name === here ? "page" : null }, name),
+      ),
+    ),
+    h("span.spread"),
+    offline ? null : h("span.state", { id: "state", role: "status" }),
+    h(
+      "button.small",
+      {
+        type: "button",
+        onclick: otherTheme,
+        "aria-label": "dark or light",
+        title: "dark or light (t)",
+      },
+      "◐",
+    ),
+    h(
+      "button.small",
+      { type: "button", onclick: help, "aria-label": "keys", title: "keys (?)" },
+      "?",
+    ),
+  );
   showState();
 }
 
-// --- dark and light ---------------------------------------------------------------------------------------------------
+// --- dark and light ------------------------------------------------------------------------------
 
 function setTheme(name) {
   if (name) document.documentElement.dataset.theme = name;
@@ -95,7 +151,9 @@ function setTheme(name) {
 }
 
 function otherTheme() {
-  const dark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  const dark = document.documentElement.dataset.theme
+    ? document.documentElement.dataset.theme === "dark"
+    : matchMedia("(prefers-color-scheme: dark)").matches;
   setTheme(dark ? "light" : "dark");
   try {
     localStorage.setItem("ramify-theme", dark ? "light" : "dark");
@@ -112,24 +170,42 @@ function storedTheme() {
   }
 }
 
-// --- keys -------------------------------------------------------------------------------------------------------------
+// --- keys ----------------------------------------------------------------------------------------
 
 let goes = false;
 
 function pageKeys() {
   return {
-    t: ["dark or light", otherTheme], "?": ["these keys", help],
-    ...(offline ? {} : { "g r": ["runs", () => (location.hash = "#/")], "g t": ["training", () => (location.hash = "#/training")], "g e": ["evaluations", () => (location.hash = "#/evaluation")], "g c": ["compare", () => (location.hash = "#/compare")] }),
-    ...(view && view.keys ? view.keys() : {}),
+    t: ["dark or light", otherTheme],
+    "?": ["these keys", help],
+    ...(offline
+      ? {}
+      : {
+          "g r": ["runs", () => (location.hash = "#/")],
+          "g t": ["training", () => (location.hash = "#/training")],
+          "g e": ["evaluations", () => (location.hash = "#/evaluation")],
+          "g c": ["compare", () => (location.hash = "#/compare")],
+        }),
+    ...(view?.keys ? view.keys() : {}),
   };
 }
 
 function help() {
-  const known = document.getElementById("help");
+  const known = /** @type {HTMLDialogElement | null} */ (document.getElementById("help"));
   if (known) return known.close();
-  const dialog = h("dialog", { id: "help", "aria-label": "keys" }, h("h2", null, "Keys"),
-    h("dl.keys", null, Object.entries(pageKeys()).map(([key, [words]]) => h("div", null, h("dt", null, h("kbd", null, key)), h("dd", null, words)))),
-    h("button.small", { type: "button", onclick: () => dialog.close() }, "close"));
+  const dialog = h(
+    "dialog",
+    { id: "help", "aria-label": "keys" },
+    h("h2", null, "Keys"),
+    h(
+      "dl.keys",
+      null,
+      Object.entries(pageKeys()).map(([key, [words]]) =>
+        h("div", null, h("dt", null, h("kbd", null, key)), h("dd", null, words)),
+      ),
+    ),
+    h("button.small", { type: "button", onclick: () => dialog.close() }, "close"),
+  );
   dialog.addEventListener("close", () => dialog.remove());
   document.body.append(dialog);
   dialog.showModal();
@@ -137,9 +213,12 @@ function help() {
 
 addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
-  if (event.key === "Escape" && document.activeElement instanceof HTMLElement) document.activeElement.blur();
-  if (event.target instanceof Element && event.target.closest("input, select, textarea, dialog")) return;
-  const keys = pageKeys(), name = goes ? `g ${event.key}` : event.key;
+  if (event.key === "Escape" && document.activeElement instanceof HTMLElement)
+    document.activeElement.blur();
+  if (event.target instanceof Element && event.target.closest("input, select, textarea, dialog"))
+    return;
+  const keys = pageKeys(),
+    name = goes ? `g ${event.key}` : event.key;
   goes = event.key === "g" && !goes;
   const found = keys[name];
   if (!found) return;

@@ -1,13 +1,19 @@
-// Answers as Markdown, with tables and LaTeX. The vendored parser gives a tree of tokens; elements are
-// made from it one by one, and no string becomes HTML. HTML in an answer stays text, and links and
-// images are named with their address but load nothing.
+// Answers as Markdown, with tables and LaTeX. The vendored parser gives a tree of tokens; elements
+// are made from it one by one, and no string becomes HTML. HTML in an answer stays text, and links
+// and images are named with their address but load nothing.
 
-import { h } from "./dom.js";
 import { load, optional } from "./api.js";
+import { h } from "./dom.js";
 import { Marked } from "./vendor/marked.js";
 
 // A dollar sign is money if a space is inside it, or a digit comes after it.
-const MATH = [[/^\$\$([\s\S]+?)\$\$/, true], [/^\\\[([\s\S]+?)\\\]/, true], [/^\\\(([\s\S]+?)\\\)/, false], [/^\$(?=[^\s$])((?:\\.|[^$\\\n])*?(?:[^\s\\$]|\\.))\$(?![\d$])/, false]];
+/** @type {[RegExp, boolean][]} */
+const MATH = [
+  [/^\$\$([\s\S]+?)\$\$/, true],
+  [/^\\\[([\s\S]+?)\\\]/, true],
+  [/^\\\(([\s\S]+?)\\\)/, false],
+  [/^\$(?=[^\s$])((?:\\.|[^$\\\n])*?(?:[^\s\\$]|\\.))\$(?![\d$])/, false],
+];
 
 function mathAt(source) {
   for (const [pattern, display] of MATH) {
@@ -17,7 +23,12 @@ function mathAt(source) {
   return undefined;
 }
 
-const math = (level) => ({ name: "math", level, start: (source) => source.match(/\$|\\[([]/)?.index, tokenizer: mathAt });
+const math = (level) => ({
+  name: "math",
+  level,
+  start: (source) => source.match(/\$|\\[([]/)?.index,
+  tokenizer: mathAt,
+});
 const marked = new Marked({ gfm: true, extensions: [math("inline")] });
 
 // The elements of a Markdown text.
@@ -28,19 +39,71 @@ function formatted(text) {
 function blocks(tokens) {
   return tokens.map((token) => {
     switch (token.type) {
-      case "space": case "def": return null;
-      case "heading": return h("p.md-heading", { role: "heading", "aria-level": String(Math.min(6, token.depth + 3)) }, inline(token.tokens));
-      case "paragraph": return h("p", null, inline(token.tokens));
-      case "text": return token.tokens ? inline(token.tokens) : token.text;
-      case "code": return h("pre", { tabindex: "0" }, h("code", null, token.text));
-      case "blockquote": return h("blockquote", null, blocks(token.tokens));
-      case "hr": return h("hr");
-      case "list": return h(token.ordered ? "ol" : "ul", { start: token.ordered && token.start !== 1 ? token.start : null },
-        token.items.map((item) => h("li", null, item.task ? (item.checked ? "☑ " : "☐ ") : null, blocks(item.tokens.filter((each) => each.type !== "checkbox")))));
-      case "table": return h("div.md-table", { tabindex: "0", role: "region", "aria-label": "table" }, h("table", null,
-        h("thead", null, h("tr", null, token.header.map((cell) => h("th", { scope: "col", class: cell.align || "" }, inline(cell.tokens))))),
-        h("tbody", null, token.rows.map((row) => h("tr", null, row.map((cell) => h("td", { class: cell.align || "" }, inline(cell.tokens))))))));
-      default: return h("p", null, inlineOf(token));
+      case "space":
+      case "def":
+        return null;
+      case "heading":
+        return h(
+          "p.md-heading",
+          { role: "heading", "aria-level": String(Math.min(6, token.depth + 3)) },
+          inline(token.tokens),
+        );
+      case "paragraph":
+        return h("p", null, inline(token.tokens));
+      case "text":
+        return token.tokens ? inline(token.tokens) : token.text;
+      case "code":
+        return h("pre", { tabindex: "0" }, h("code", null, token.text));
+      case "blockquote":
+        return h("blockquote", null, blocks(token.tokens));
+      case "hr":
+        return h("hr");
+      case "list":
+        return h(
+          token.ordered ? "ol" : "ul",
+          { start: token.ordered && token.start !== 1 ? token.start : null },
+          token.items.map((item) =>
+            h(
+              "li",
+              null,
+              item.task ? (item.checked ? "☑ " : "☐ ") : null,
+              blocks(item.tokens.filter((each) => each.type !== "checkbox")),
+            ),
+          ),
+        );
+      case "table":
+        return h(
+          "div.md-table",
+          { tabindex: "0", role: "region", "aria-label": "table" },
+          h(
+            "table",
+            null,
+            h(
+              "thead",
+              null,
+              h(
+                "tr",
+                null,
+                token.header.map((cell) =>
+                  h("th", { scope: "col", class: cell.align || "" }, inline(cell.tokens)),
+                ),
+              ),
+            ),
+            h(
+              "tbody",
+              null,
+              token.rows.map((row) =>
+                h(
+                  "tr",
+                  null,
+                  row.map((cell) => h("td", { class: cell.align || "" }, inline(cell.tokens))),
+                ),
+              ),
+            ),
+          ),
+        );
+      default:
+        return h("p", null, inlineOf(token));
     }
   });
 }
@@ -51,16 +114,29 @@ function inline(tokens) {
 
 function inlineOf(token) {
   switch (token.type) {
-    case "strong": return h("strong", null, inline(token.tokens));
-    case "em": return h("em", null, inline(token.tokens));
-    case "del": return h("del", null, inline(token.tokens));
-    case "codespan": return h("code", null, token.text);
-    case "br": return h("br");
-    case "math": return mathOf(token);
-    case "link": return [h("span.md-link", null, inline(token.tokens)), token.text === token.href ? null : ` (${token.href})`];
-    case "image": return `${token.text || "image"} (${token.href})`;
-    case "text": return token.tokens ? inline(token.tokens) : token.text;
-    default: return token.text ?? token.raw;
+    case "strong":
+      return h("strong", null, inline(token.tokens));
+    case "em":
+      return h("em", null, inline(token.tokens));
+    case "del":
+      return h("del", null, inline(token.tokens));
+    case "codespan":
+      return h("code", null, token.text);
+    case "br":
+      return h("br");
+    case "math":
+      return mathOf(token);
+    case "link":
+      return [
+        h("span.md-link", null, inline(token.tokens)),
+        token.text === token.href ? null : ` (${token.href})`,
+      ];
+    case "image":
+      return `${token.text || "image"} (${token.href})`;
+    case "text":
+      return token.tokens ? inline(token.tokens) : token.text;
+    default:
+      return token.text ?? token.raw;
   }
 }
 

@@ -1,12 +1,12 @@
 // The calls of a run as a list, each parent before its children. Many plain sub-calls of one cell
 // form one row until it is opened. Only visible rows are elements.
 
-import { h, fill } from "./dom.js";
-import { VirtualList } from "./list.js";
+import { fill, h } from "./dom.js";
 import { dollars, grouped, oneLine, seconds, stopWords } from "./format.js";
+import { VirtualList } from "./list.js";
 
-const TOGETHER = 8;  // maximum plain sub-calls of one cell with separate rows
-const TWO_LINES = matchMedia("(max-width: 1300px)");  // a row's question above its answer
+const TOGETHER = 8; // maximum plain sub-calls of one cell with separate rows
+const TWO_LINES = matchMedia("(max-width: 1300px)"); // a row's question above its answer
 const ROW_PIXELS = () => (TWO_LINES.matches ? 46 : 30);
 
 export class Outline {
@@ -14,20 +14,41 @@ export class Outline {
   constructor(run, pick) {
     this.run = run;
     this.pick = pick;
-    this.rows = [];       // { call } or { group: [calls], key }
+    this.rows = []; // { call } or { group: [calls], key }
     this.open = new Set();
     this.filter = "";
-    this.only = null;     // Set of the only calls to show, or null
-    this.list = new VirtualList({ rowHeight: ROW_PIXELS(), make, show: (row, index) => this.show(row, index), pick: (index) => this.chosen(index),
-      label: "calls", role: "tree", rowRole: "treeitem" });
-    this.input = h("input", { type: "search", placeholder: "filter calls", "aria-label": "filter calls", oninput: () => {
-      this.filter = this.input.value.trim().toLowerCase();
-      this.only = null;
-      this.changed(true);
-    } });
+    this.only = null; // Set of the only calls to show, or null
+    this.list = new VirtualList({
+      rowHeight: ROW_PIXELS(),
+      make,
+      show: (row, index) => this.show(row, index),
+      pick: (index) => this.chosen(index),
+      label: "calls",
+      role: "tree",
+      rowRole: "treeitem",
+    });
+    this.input = h("input", {
+      type: "search",
+      placeholder: "filter calls",
+      "aria-label": "filter calls",
+      oninput: () => {
+        this.filter = this.input.value.trim().toLowerCase();
+        this.only = null;
+        this.changed(true);
+      },
+    });
     this.tally = h("span.quiet.tally");
-    this.back = h("button.small", { type: "button", hidden: true, onclick: () => this.showAll() }, "all calls");
-    this.element = h("section.outline", { "aria-label": "calls" }, h("div.outline-head", null, this.input, this.tally, this.back), this.list.box);
+    this.back = h(
+      "button.small",
+      { type: "button", hidden: true, onclick: () => this.showAll() },
+      "all calls",
+    );
+    this.element = h(
+      "section.outline",
+      { "aria-label": "calls" },
+      h("div.outline-head", null, this.input, this.tally, this.back),
+      this.list.box,
+    );
     this.children = new Map();
     this.known = 0;
     this.resized = () => this.list.setRowHeight(ROW_PIXELS());
@@ -43,7 +64,7 @@ export class Outline {
   changed(all = false) {
     if (this.run.calls.length === this.known && !all) return this.list.later(true);
     this.known = this.run.calls.length;
-    this.children = new Map();  // only of calls with children
+    this.children = new Map(); // only of calls with children
     const roots = [];
     this.run.calls.forEach((call, index) => {
       const siblings = call.parent < 0 ? roots : this.children.get(call.parent);
@@ -85,7 +106,8 @@ export class Outline {
       run = [];
     };
     for (const index of indices) {
-      const call = this.run.calls[index], first = run.length ? this.run.calls[run[0]] : null;
+      const call = this.run.calls[index],
+        first = run.length ? this.run.calls[run[0]] : null;
       const plain = call.kind !== "rlm" && !this.children.has(index);
       if (first && (!plain || first.turn !== call.turn || first.cell !== call.cell)) flush();
       if (plain) run.push(index);
@@ -139,7 +161,7 @@ export class Outline {
   markSelected(scroll) {
     if (this.selected === undefined) return;
     let index = this.rows.findIndex((row) => row.call === this.selected);
-    if (index < 0) index = this.rows.findIndex((row) => row.group && row.group.includes(this.selected));
+    if (index < 0) index = this.rows.findIndex((row) => row.group?.includes(this.selected));
     this.list.setActive(index, scroll);
   }
 
@@ -151,17 +173,28 @@ export class Outline {
 
   // question → answer → cost → time
   showCall(row, call) {
-    const [words, tone] = stopWords(call.stop, this.run.alive), now = call.ended_s ?? this.run.now();
+    const [words, tone] = stopWords(call.stop, this.run.alive),
+      now = call.ended_s ?? this.run.now();
     row.style.setProperty("--depth", Math.min(call.depth, 8));
     row.setAttribute("aria-level", call.depth + 1);
     const [dot, id, text, came, mark, cost, took] = row.children;
     dot.className = `dot k-${call.kind}`;
     id.textContent = call.id;
     text.textContent = oneLine(call.question, 120);
-    came.textContent = call.failed ? oneLine(call.error || call.reason || words, 120) : call.stop ? oneLine(call.answer, 120) || "(empty)" : call.state === "asking" ? "asking …" : "…";
+    came.textContent = call.failed
+      ? oneLine(call.error || call.reason || words, 120)
+      : call.stop
+        ? oneLine(call.answer, 120) || "(empty)"
+        : call.state === "asking"
+          ? "asking …"
+          : "…";
     came.className = call.failed ? "came bad" : call.outlier ? "came odd" : "came";
     const worth = call.reward === null ? "" : String(Number(call.reward.toPrecision(3)));
-    const parts = [call.outlier && !call.failed ? "differs" : "", call.stop === "final" ? "" : words, worth].filter(Boolean);
+    const parts = [
+      call.outlier && !call.failed ? "differs" : "",
+      call.stop === "final" ? "" : words,
+      worth,
+    ].filter(Boolean);
     mark.className = `mark ${call.outlier && !call.failed ? "odd" : call.stop !== "final" ? tone : call.reward > 0 ? "good" : worth ? "bad" : ""}`;
     mark.textContent = parts.join(" · ");
     cost.textContent = call.cost === null ? "" : dollars(call.cost);
@@ -170,7 +203,8 @@ export class Outline {
   }
 
   showGroup(row, group) {
-    const calls = group.map((index) => this.run.calls[index]), first = calls[0];
+    const calls = group.map((index) => this.run.calls[index]),
+      first = calls[0];
     const { done, failed, odd } = tallyOf(calls);
     row.style.setProperty("--depth", Math.min(first.depth, 8));
     row.setAttribute("aria-level", first.depth + 1);
@@ -185,15 +219,22 @@ export class Outline {
     const costs = calls.filter((call) => call.cost !== null);
     cost.textContent = costs.length ? dollars(costs.reduce((sum, call) => sum + call.cost, 0)) : "";
     const ends = calls.map((call) => call.ended_s ?? this.run.now());
-    took.textContent = seconds(Math.max(0, ends.reduce((a, b) => Math.max(a, b), 0) - first.started_s));
+    took.textContent = seconds(
+      Math.max(0, ends.reduce((a, b) => Math.max(a, b), 0) - first.started_s),
+    );
     row.title = "open";
   }
 }
 
 // A failure is not done.
 export function tallyOf(calls) {
-  const failed = calls.filter((call) => call.failed).length, ended = calls.filter((call) => call.stop !== null).length;
-  return { done: ended - failed, failed, odd: calls.filter((call) => call.outlier && !call.failed).length };
+  const failed = calls.filter((call) => call.failed).length,
+    ended = calls.filter((call) => call.stop !== null).length;
+  return {
+    done: ended - failed,
+    failed,
+    odd: calls.filter((call) => call.outlier && !call.failed).length,
+  };
 }
 
 function groupKey(call) {
@@ -201,5 +242,15 @@ function groupKey(call) {
 }
 
 function make() {
-  return h("div.call-row", null, h("i.dot"), h("span.id"), h("span.text"), h("span.came"), h("span.mark"), h("span.cost"), h("span.took"));
+  return h(
+    "div.call-row",
+    null,
+    h("i.dot"),
+    h("span.id"),
+    h("span.text"),
+    h("span.came"),
+    h("span.mark"),
+    h("span.cost"),
+    h("span.took"),
+  );
 }

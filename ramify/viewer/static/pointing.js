@@ -34,14 +34,28 @@ export function listen(picture) {
     if (index >= 0) picture.zoomTo(picture.run.calls[index]);
     else picture.fit();
   });
-  canvas.addEventListener("wheel", (event) => {
-    if (!event.ctrlKey && !event.metaKey && !event.shiftKey) return;  // a plain wheel scrolls the page
-    event.preventDefault();
-    picture.zoom((event.deltaY || event.deltaX) > 0 ? 1.25 : 0.8, picture.from + (event.offsetX - LEFT) / picture.scale);
-  }, { passive: false });
+  canvas.addEventListener(
+    "wheel",
+    (event) => {
+      // a plain wheel scrolls the page
+      if (!event.ctrlKey && !event.metaKey && !event.shiftKey) return;
+      event.preventDefault();
+      picture.zoom(
+        (event.deltaY || event.deltaX) > 0 ? 1.25 : 0.8,
+        picture.from + (event.offsetX - LEFT) / picture.scale,
+      );
+    },
+    { passive: false },
+  );
   canvas.addEventListener("keydown", (event) => {
-    const act = { "+": () => picture.zoom(1 / 1.6), "=": () => picture.zoom(1 / 1.6), "-": () => picture.zoom(1.6), 0: () => picture.fit(),
-      ArrowLeft: () => pan(picture, -0.2), ArrowRight: () => pan(picture, 0.2) }[event.key];
+    const act = {
+      "+": () => picture.zoom(1 / 1.6),
+      "=": () => picture.zoom(1 / 1.6),
+      "-": () => picture.zoom(1.6),
+      0: () => picture.fit(),
+      ArrowLeft: () => pan(picture, -0.2),
+      ArrowRight: () => pan(picture, 0.2),
+    }[event.key];
     if (!act) return;
     event.preventDefault();
     event.stopPropagation();
@@ -66,9 +80,14 @@ function hover(picture, event) {
   if (index < 0) return hide(picture);
   const call = picture.run.calls[index];
   picture.tip.replaceChildren(
-    h("b", null, `${call.id} `), `${call.kind} · ${call.model}`, h("br"),
+    h("b", null, `${call.id} `),
+    `${call.kind} · ${call.model}`,
+    h("br"),
     `${stopWords(call.stop, picture.run.alive)[0]} · ${seconds((call.ended_s ?? picture.end()) - call.started_s)} · ${count(call.tokens_in + call.tokens_out)} tokens`,
-    wordsOf(call), h("p", null, oneLine(call.question, 110)), call.error ? h("p.bad", null, oneLine(call.error, 110)) : null || "");
+    wordsOf(call),
+    h("p", null, oneLine(call.question, 110)),
+    call.error ? h("p.bad", null, oneLine(call.error, 110)) : "",
+  );
   picture.tip.hidden = false;
   const box = picture.canvas.parentElement;
   picture.tip.style.left = `${Math.max(4, Math.min(event.offsetX + 12, box.clientWidth - picture.tip.offsetWidth - 6))}px`;
@@ -77,9 +96,16 @@ function hover(picture, event) {
 
 // Reward and number of tool calls; empty for most calls.
 function wordsOf(call) {
-  const named = call.scores.filter(([turn]) => turn < 0).map(([, name, value]) => `${name} ${number(value)}`);
-  const turns = call.scores.length - named.length, parts = [call.reward === null ? "" : `reward ${number(call.reward)}`, ...named,
-    turns ? `${many(turns, "score")} of turns` : "", call.tools.length ? many(call.tools.length, "tool call") : ""].filter(Boolean);
+  const named = call.scores
+    .filter(([turn]) => turn < 0)
+    .map(([, name, value]) => `${name} ${number(value)}`);
+  const turns = call.scores.length - named.length,
+    parts = [
+      call.reward === null ? "" : `reward ${number(call.reward)}`,
+      ...named,
+      turns ? `${many(turns, "score")} of turns` : "",
+      call.tools.length ? many(call.tools.length, "tool call") : "",
+    ].filter(Boolean);
   return parts.length ? h("p", null, parts.join(" · ")) : "";
 }
 

@@ -1,11 +1,11 @@
-// Links from values in outputs, code and the answer to the calls that returned them, and the key that
-// walks back along them: answer → line of code → call → its answer → …
+// Links from values in outputs, code and the answer to the calls that returned them, and the key
+// that walks back along them: answer → line of code → call → its answer → …
 //
-// The server finds the links (viewer/provenance.py). A link is certain if the value came back through
-// variables; one that only has the same text is drawn with dots.
+// The server finds the links (viewer/provenance.py). A link is certain if the value came back
+// through variables; one that only has the same text is drawn with dots.
 
-import { h, toast } from "./dom.js";
 import { get } from "./api.js";
+import { h, toast } from "./dom.js";
 
 export class Provenance {
   // view: the Transcript whose texts are linked; go(call) opens a call.
@@ -13,13 +13,14 @@ export class Provenance {
     this.view = view;
     this.go = go;
     this.links = [];
-    this.at = null;  // { link, steps, step } on the way back
+    this.at = null; // { link, steps, step } on the way back
     this.of = "";
   }
 
   // Fetches and draws the links of the shown call, once it has ended.
   async load() {
-    const { call, run } = this.view, state = call ? `${call.id}/${call.num_turns}/${call.stop}` : "";
+    const { call, run } = this.view,
+      state = call ? `${call.id}/${call.num_turns}/${call.stop}` : "";
     if (!call || (!call.stop && run.alive)) return;
     if (state !== this.of) {
       this.of = state;
@@ -48,7 +49,10 @@ export class Provenance {
     }
     for (const [place, links] of places) {
       place.dataset.linked = "yes";
-      const moved = this.plain?.place === place ? links.map((link) => movedTo(link, this.plain.text, place.textContent)).filter(Boolean) : links;
+      const moved =
+        this.plain?.place === place
+          ? links.map((link) => movedTo(link, this.plain.text, place.textContent)).filter(Boolean)
+          : links;
       linkText(place, moved, (link, text) => this.anchor(link.link ?? link, text));
     }
   }
@@ -66,48 +70,92 @@ export class Provenance {
     if (part === "answer") return this.view.foot.querySelector("section.answer .said");
     if (part === "question") return this.view.head.querySelector("h2[data-whole]");
     const block = this.view.turns.querySelector(`[data-turn="${turn}"] [data-cell="${cell}"]`);
-    return block ? block.querySelector(part === "code" ? ".code code" : `[data-part="${part}"] .said`) : null;
+    return block
+      ? block.querySelector(part === "code" ? ".code code" : `[data-part="${part}"] .said`)
+      : null;
   }
 
   anchor(link, text) {
-    const sources = link.sources || [], label = labelOf(link);
+    const sources = link.sources || [],
+      label = labelOf(link);
     const target = this.target(link);
-    const kind = link.part === "code" ? "in-code" : link.is_computed ? "computed" : link.is_certain ? "certain" : "guessed";
-    const words = !sources.length && link.via?.length ? `computed from ${label}` : sources.length ? `${link.is_computed ? "computed from" : "returned by"} ${label}${link.is_certain ? "" : ": the same text, perhaps copied"}` : "was printed before";
-    const element = h("a.from", { class: kind, href: target ? this.view.actions.address(target, null) : this.view.actions.address(this.view.call.id, link.place ? Math.max(0, link.place[0]) : null), title: words }, text);
+    const kind =
+      link.part === "code"
+        ? "in-code"
+        : link.is_computed
+          ? "computed"
+          : link.is_certain
+            ? "certain"
+            : "guessed";
+    const words =
+      !sources.length && link.via?.length
+        ? `computed from ${label}`
+        : sources.length
+          ? `${link.is_computed ? "computed from" : "returned by"} ${label}${link.is_certain ? "" : ": the same text, perhaps copied"}`
+          : "was printed before";
+    const element = h(
+      "a.from",
+      {
+        class: kind,
+        href: target
+          ? this.view.actions.address(target, null)
+          : this.view.actions.address(
+              this.view.call.id,
+              link.place ? Math.max(0, link.place[0]) : null,
+            ),
+        title: words,
+      },
+      text,
+    );
     if (link.part !== "code" && label) element.dataset.from = `⟵ ${label}`;
     link.elements = [...(link.elements || []), element];
-    if (sources.length > 1) element.addEventListener("click", (event) => {
-      event.preventDefault();
-      this.view.actions.showOnly(sources.map((id) => this.view.run.indexOf(id)).filter((index) => index >= 0), `sources of ${text.slice(0, 30)}`);
-    });
-    else if (!sources.length) element.addEventListener("click", (event) => {
-      event.preventDefault();
-      if (link.via?.length) this.line(link.via[0]);
-      else this.point(link.place);
-    });
+    if (sources.length > 1)
+      element.addEventListener("click", (event) => {
+        event.preventDefault();
+        this.view.actions.showOnly(
+          sources.map((id) => this.view.run.indexOf(id)).filter((index) => index >= 0),
+          `sources of ${text.slice(0, 30)}`,
+        );
+      });
+    else if (!sources.length)
+      element.addEventListener("click", (event) => {
+        event.preventDefault();
+        if (link.via?.length) this.line(link.via[0]);
+        else this.point(link.place);
+      });
     return element;
   }
 
   // Of several sources the one that differs from its siblings, else the first.
   target(link) {
-    const sources = link.sources || [], run = this.view.run;
+    const sources = link.sources || [],
+      run = this.view.run;
     return sources.find((id) => run.calls[run.indexOf(id)]?.outlier) || sources[0];
   }
 
   // One step back. The first is the answer's value; a call that differs comes first.
   walk() {
     if (!this.at) {
-      const links = this.links.filter((link) => link.part === "answer"), run = this.view.run;
+      const links = this.links.filter((link) => link.part === "answer"),
+        run = this.view.run;
       const odd = links.find((link) => run.calls[run.indexOf(this.target(link))]?.outlier);
       const link = odd || links.find((each) => each.is_certain) || links[0];
       this.wanted = null;
       if (!link) return void toast("no call and no output gave a value of this answer");
-      const steps = [{ text: link }, ...(link.via || []).slice(0, 3).map((via) => ({ via })), ...(link.place ? [{ place: link.place }] : []), ...((link.sources || []).length ? [{ call: this.target(link) }] : [])];
+      const steps = [
+        { text: link },
+        ...(link.via || []).slice(0, 3).map((via) => ({ via })),
+        ...(link.place ? [{ place: link.place }] : []),
+        ...((link.sources || []).length ? [{ call: this.target(link) }] : []),
+      ];
       this.at = { link, steps, step: -1 };
     }
-    const { steps } = this.at, step = steps[++this.at.step];
-    if (!step) return void (this.at.step--, toast("this is where it comes from"));
+    const { steps } = this.at,
+      step = steps[++this.at.step];
+    if (!step) {
+      this.at.step--;
+      return void toast("this is where it comes from");
+    }
     if (step.text) mark(step.text.elements?.[0]);
     else if (step.via) this.line(step.via);
     else if (step.place) this.point(step.place);
@@ -121,33 +169,53 @@ export class Provenance {
   }
 
   line([, turn, cell, line]) {
-    mark(this.view.turns.querySelector(`[data-turn="${turn}"] [data-cell="${cell}"] .line[data-n="${line}"]`));
+    mark(
+      this.view.turns.querySelector(
+        `[data-turn="${turn}"] [data-cell="${cell}"] .line[data-n="${line}"]`,
+      ),
+    );
   }
 
   // The first place that showed a value: an output, or the prompt of a plain call.
   point([turn, cell, part, start, end]) {
-    const place = part === "prompt" ? [...this.view.turns.querySelectorAll(".message .said")].pop() : this.element({ turn, cell, part });
+    const place =
+      part === "prompt"
+        ? [...this.view.turns.querySelectorAll(".message .said")].pop()
+        : this.element({ turn, cell, part });
     if (!place) return;
     const known = place.querySelector(`[data-start="${start}"]`);
     if (known) return void mark(known);
     let made = null;
-    linkText(place, [{ start, end }], (_, text) => (made = h("span.seen", { "data-start": String(start) }, text)));
+    linkText(
+      place,
+      [{ start, end }],
+      (_, text) => (made = h("span.seen", { "data-start": String(start) }, text)),
+    );
     place.closest("details")?.setAttribute("open", "");
     mark(made);
   }
 }
 
-// The same occurrence of a link's text in a text that lacks some characters; null if it is not there.
+// The same occurrence of a link's text in a text that lacks some characters; null if it is not
+// there.
 function movedTo(link, plain, shown) {
   const value = plain.slice(link.start, link.end);
   let start = -1;
-  for (let at = plain.indexOf(value); at >= 0 && at <= link.start; at = plain.indexOf(value, at + 1)) start = shown.indexOf(value, start + 1);
+  for (
+    let at = plain.indexOf(value);
+    at >= 0 && at <= link.start;
+    at = plain.indexOf(value, at + 1)
+  )
+    start = shown.indexOf(value, start + 1);
   return start < 0 ? null : { link, start, end: start + value.length };
 }
 
 function wordsOfStep(step, link) {
   if (step.via) return `${step.via[0]} was assigned here`;
-  if (step.place) return link.is_computed ? "this was printed from the context" : "the value was first shown here";
+  if (step.place)
+    return link.is_computed
+      ? "this was printed from the context"
+      : "the value was first shown here";
   const label = labelOf(link);
   return label ? `the answer ⟵ ${label}` : "a value of the answer";
 }
@@ -163,32 +231,46 @@ function mark(element) {
 function labelOf(link) {
   const { sources = [] } = link;
   if (!sources.length) return link.via?.length ? link.via[0][0] : "";
-  const calls = sources.length <= 3 ? sources.join(", ") : `${sources[0]} … ${sources[sources.length - 1]}`;
-  return link.is_computed && link.via?.length && link.part !== "code" ? `${link.via[0][0]} ⟵ ${calls}` : calls;
+  const calls =
+    sources.length <= 3 ? sources.join(", ") : `${sources[0]} … ${sources[sources.length - 1]}`;
+  return link.is_computed && link.via?.length && link.part !== "code"
+    ? `${link.via[0][0]} ⟵ ${calls}`
+    : calls;
 }
 
-// Wraps pieces of an element's text: the text of each link becomes make(link, text). Marks of errors
-// between the lines of code are no part of the text.
+// Wraps pieces of an element's text: the text of each link becomes make(link, text). Marks of
+// errors between the lines of code are no part of the text.
 export function linkText(root, links, make) {
-  const sorted = [...links].sort((a, b) => a.start - b.start || b.end - a.end), walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
+  const sorted = [...links].sort((a, b) => a.start - b.start || b.end - a.end),
+    walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
   const nodes = [];
-  while (walker.nextNode()) if (!walker.currentNode.parentElement.closest(".fault")) nodes.push(walker.currentNode);
-  let at = 0, next = 0, reached = 0;
+  while (walker.nextNode())
+    if (!walker.currentNode.parentElement.closest(".fault")) nodes.push(walker.currentNode);
+  let at = 0,
+    next = 0,
+    reached = 0;
   for (const node of nodes) {
-    const text = node.data, start = at, pieces = [];
+    const text = node.data,
+      start = at,
+      pieces = [];
     let done = 0;
     at += text.length;
     while (next < sorted.length && sorted[next].start < at) {
       const link = sorted[next];
-      const from = Math.max(link.start, start, reached), to = Math.min(link.end, at);
+      const from = Math.max(link.start, start, reached),
+        to = Math.min(link.end, at);
       if (to > from) {
-        pieces.push(text.slice(done, from - start), make(link, text.slice(from - start, to - start)));
+        pieces.push(
+          text.slice(done, from - start),
+          make(link, text.slice(from - start, to - start)),
+        );
         done = to - start;
         reached = to;
       }
-      if (link.end > at) break;  // continues in the next node
+      if (link.end > at) break; // continues in the next node
       next++;
     }
-    if (pieces.length) node.replaceWith(...pieces.filter((piece) => piece !== ""), text.slice(done));
+    if (pieces.length)
+      node.replaceWith(...pieces.filter((piece) => piece !== ""), text.slice(done));
   }
 }

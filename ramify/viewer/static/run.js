@@ -1,26 +1,32 @@
 // Page of one run: head and budget, the picture of the tree, the list of calls, and a transcript.
 
-import { h, fill, toast, copy } from "./dom.js";
-import { get, follow, offline } from "./api.js";
-import { Picture } from "./tree.js";
-import { Outline } from "./outline.js";
-import { Transcript } from "./transcript.js";
-import { Story } from "./story.js";
-import { marksOf } from "./turn.js";
+import { follow, get, offline } from "./api.js";
+import { copy, fill, h, toast } from "./dom.js";
 import { many, runAddress } from "./format.js";
+import { Outline } from "./outline.js";
+import { Story } from "./story.js";
+import { Transcript } from "./transcript.js";
+import { Picture } from "./tree.js";
+import { marksOf } from "./turn.js";
 
 const NONE = [];
-const FIRST_TEXTS = 256;  // calls whose texts come with the picture (early.js requests the same number)
+// calls whose texts come with the picture (early.js requests the same number)
+const FIRST_TEXTS = 256;
 
 // State of a run, updated by the server's events.
 export class Run {
   constructor({ head, num, columns }) {
     this.calls = [];
     this.byId = new Map();
-    this.below = new Map();  // "parent/turn/cell" -> indices
+    this.below = new Map(); // "parent/turn/cell" -> indices
     this.setHead(head);
     // A column whose values are all the same is sent as one value.
-    const whole = Object.fromEntries(Object.entries(columns).map(([name, each]) => [name, Array.isArray(each) ? each : new Array(num).fill(each)]));
+    const whole = Object.fromEntries(
+      Object.entries(columns).map(([name, each]) => [
+        name,
+        Array.isArray(each) ? each : new Array(num).fill(each),
+      ]),
+    );
     for (let index = 0; index < num; index++) this.add(index, callAt(whole, index));
   }
 
@@ -46,10 +52,12 @@ export class Run {
   add(index, call) {
     if (!this.calls[index]) {
       this.byId.set(call.id, index);
-      const last = this.last;  // most calls come from the same cell as the previous one
-      if (last && last.parent === call.parent && last.turn === call.turn && last.cell === call.cell) last.indices.push(index);
+      const last = this.last; // most calls come from the same cell as the previous one
+      if (last && last.parent === call.parent && last.turn === call.turn && last.cell === call.cell)
+        last.indices.push(index);
       else {
-        const place = `${call.parent}/${call.turn}/${call.cell}`, indices = this.below.get(place) || [];
+        const place = `${call.parent}/${call.turn}/${call.cell}`,
+          indices = this.below.get(place) || [];
         indices.push(index);
         this.below.set(place, indices);
         this.last = { parent: call.parent, turn: call.turn, cell: call.cell, indices };
@@ -60,7 +68,7 @@ export class Run {
 
   apply({ head, indices, columns }) {
     this.setHead(head);
-    indices.forEach((index, at) => this.add(index, callAt(columns, at)));
+    for (const [at, index] of indices.entries()) this.add(index, callAt(columns, at));
     return indices;
   }
 
@@ -78,26 +86,53 @@ export class Run {
 
   // Seconds since the run began: at its last event, or now while it is in progress.
   now() {
-    return this.head.at_s + (this.alive && !this.head.stop ? (performance.now() - this.seenAt) / 1000 : 0);
+    return (
+      this.head.at_s +
+      (this.alive && !this.head.stop ? (performance.now() - this.seenAt) / 1000 : 0)
+    );
   }
 }
 
 // Fields are written out, because it creates ten thousand objects several times faster.
 function callAt(of, at) {
   return {
-    id: of.id[at], kind: of.kind[at], parent: of.parent[at], turn: of.turn[at], cell: of.cell[at], depth: of.depth[at], model: of.model[at],
-    started_s: of.started_s[at], ended_s: of.ended_s[at], state: of.state[at], stop: of.stop[at], turns: of.turns[at],
-    tokens_in: of.tokens_in[at], tokens_out: of.tokens_out[at], cost: of.cost[at], reward: of.reward[at], question: of.question[at],
-    answer: of.answer[at], error: of.error[at], reason: of.reason[at], failed: of.failed[at], outlier: of.outlier[at], spans: of.spans[at] || NONE, fork: of.fork[at], tools: of.tools[at] || NONE,
+    id: of.id[at],
+    kind: of.kind[at],
+    parent: of.parent[at],
+    turn: of.turn[at],
+    cell: of.cell[at],
+    depth: of.depth[at],
+    model: of.model[at],
+    started_s: of.started_s[at],
+    ended_s: of.ended_s[at],
+    state: of.state[at],
+    stop: of.stop[at],
+    turns: of.turns[at],
+    tokens_in: of.tokens_in[at],
+    tokens_out: of.tokens_out[at],
+    cost: of.cost[at],
+    reward: of.reward[at],
+    question: of.question[at],
+    answer: of.answer[at],
+    error: of.error[at],
+    reason: of.reason[at],
+    failed: of.failed[at],
+    outlier: of.outlier[at],
+    spans: of.spans[at] || NONE,
+    fork: of.fork[at],
+    tools: of.tools[at] || NONE,
     scores: of.scores[at] || NONE,
   };
 }
 
 export async function runPage(page, key, route) {
-  const told = await get("/api/run", { key, texts: FIRST_TEXTS }), run = new Run(told);
+  const told = await get("/api/run", { key, texts: FIRST_TEXTS }),
+    run = new Run(told);
   const view = new RunView(run, key);
   view.start(page, route);
-  if (told.texts < told.num) requestAnimationFrame(() => setTimeout(() => view.fetchTexts(told.texts)));  // visible parts first
+  if (told.texts < told.num)
+    // visible parts first
+    requestAnimationFrame(() => setTimeout(() => view.fetchTexts(told.texts)));
   return view;
 }
 
@@ -105,7 +140,8 @@ class RunView {
   constructor(run, key) {
     this.run = run;
     this.key = key;
-    this.address = (call, turn) => `${runAddress(key)}/call/${encodeURIComponent(call)}${turn === null || turn === undefined ? "" : `/turn/${turn + 1}`}`;
+    this.address = (call, turn) =>
+      `${runAddress(key)}/call/${encodeURIComponent(call)}${turn === null || turn === undefined ? "" : `/turn/${turn + 1}`}`;
     const pick = (index) => this.go(run.calls[index].id);
     this.picture = new Picture(run, pick);
     this.outline = new Outline(run, pick);
@@ -135,21 +171,56 @@ class RunView {
     this.problems = h("div.problems");
     this.review = h("div.review-holder");
     this.found = h("div.found", { hidden: true });
-    this.search = h("input", { type: "search", placeholder: "search the run", "aria-label": "search the run", id: "search" });
+    this.search = h("input", {
+      type: "search",
+      placeholder: "search the run",
+      "aria-label": "search the run",
+      id: "search",
+    });
     this.search.addEventListener("keydown", (event) => {
       if (event.key === "Enter") this.find(this.search.value.trim());
       if (event.key === "Escape") this.closeFound();
     });
     this.search.addEventListener("input", () => !this.search.value && this.closeFound());
-    this.tail = h("button.small", { type: "button", "aria-pressed": "false", onclick: () => this.setFollowing(!this.following) }, "follow");
-    fill(this.story.tools, this.search, this.tail,
+    this.tail = h(
+      "button.small",
+      {
+        type: "button",
+        "aria-pressed": "false",
+        onclick: () => this.setFollowing(!this.following),
+      },
+      "follow",
+    );
+    fill(
+      this.story.tools,
+      this.search,
+      this.tail,
       h("a.small", { href: `${runAddress(this.key)}/report` }, "report"),
-      offline ? null : h("a.small", { href: `/api/journal?key=${encodeURIComponent(this.key)}`, download: "" }, "journal"),
-      offline ? null : h("button.small", { type: "button", onclick: () => this.openReview() }, "review"),
-      offline ? null : h("a.small", { href: `#/compare/${encodeURIComponent(this.key)}` }, "compare"));
-    fill(page, h("div.run", null,
-      h("div.run-head", null, this.story.element, this.review, this.found, this.problems),
-      this.picture.element, this.outline.element, this.transcript.element));
+      offline
+        ? null
+        : h(
+            "a.small",
+            { href: `/api/journal?key=${encodeURIComponent(this.key)}`, download: "" },
+            "journal",
+          ),
+      offline
+        ? null
+        : h("button.small", { type: "button", onclick: () => this.openReview() }, "review"),
+      offline
+        ? null
+        : h("a.small", { href: `#/compare/${encodeURIComponent(this.key)}` }, "compare"),
+    );
+    fill(
+      page,
+      h(
+        "div.run",
+        null,
+        h("div.run-head", null, this.story.element, this.review, this.found, this.problems),
+        this.picture.element,
+        this.outline.element,
+        this.transcript.element,
+      ),
+    );
     this.drawHead();
     this.picture.changed();
     this.outline.changed();
@@ -157,10 +228,16 @@ class RunView {
     this.ticking = setInterval(() => {
       if (!run.alive || document.hidden) return;
       this.story.tick();
-      this.outline.list.later(true);  // the seconds of pending calls advance
+      this.outline.list.later(true); // the seconds of pending calls advance
     }, 100);
     if (run.head.is_journal && (run.alive || !run.head.stop)) {
-      this.stop = follow("/api/events", { key: this.key }, () => run.head.version, (message) => this.apply(message), () => this.drawHead());
+      this.stop = follow(
+        "/api/events",
+        { key: this.key },
+        () => run.head.version,
+        (message) => this.apply(message),
+        () => this.drawHead(),
+      );
     }
   }
 
@@ -173,7 +250,10 @@ class RunView {
 
   async fetchTexts(first) {
     try {
-      const changed = this.run.addTexts(first, await get("/api/texts", { key: this.key, from: first }));
+      const changed = this.run.addTexts(
+        first,
+        await get("/api/texts", { key: this.key, from: first }),
+      );
       if (this.picture.closed) return;
       this.picture.later();
       this.outline.changed(Boolean(this.outline.filter));
@@ -187,9 +267,14 @@ class RunView {
   show(route) {
     const run = this.run;
     const id = route.call ?? (run.calls.length ? run.calls[0].id : null);
-    if (id === null) return fill(this.transcript.head, h("p.quiet", null, run.head.problems.length ? "" : "no call yet"));
+    if (id === null)
+      return fill(
+        this.transcript.head,
+        h("p.quiet", null, run.head.problems.length ? "" : "no call yet"),
+      );
     const index = run.indexOf(id);
-    if (index < 0) return fill(this.transcript.head, h("p.problem", null, `the run has no call ${id}`));
+    if (index < 0)
+      return fill(this.transcript.head, h("p.problem", null, `the run has no call ${id}`));
     this.picture.select(index);
     this.outline.select(index);
     this.shown = id;
@@ -198,21 +283,23 @@ class RunView {
 
   apply(message) {
     if (message.arriving) return this.transcript.arrive(message.arriving);
-    if (message.head.generation !== this.run.head.generation) return location.reload();  // the file was truncated or replaced
-    const fresh = !this.run.calls.length, changed = this.run.apply(message);
+    // the file was truncated or replaced
+    if (message.head.generation !== this.run.head.generation) return location.reload();
+    const fresh = !this.run.calls.length,
+      changed = this.run.apply(message);
     this.picture.changed();
     this.outline.changed();
     if (fresh && this.run.calls.length) this.show({});
     this.transcript.changed(changed);
     this.drawHead();
-    if (this.following) this.followOn(changed);
+    if (this.following) this.followOn();
     document.documentElement.dataset.version = String(this.run.head.version);
   }
 
   setFollowing(on) {
     this.following = on;
     this.tail.setAttribute("aria-pressed", String(on));
-    if (on) this.followOn([]);
+    if (on) this.followOn();
   }
 
   // Follow the session that is working now, at the end of its transcript.
@@ -235,13 +322,29 @@ class RunView {
     });
   }
 
-  // --- head -----------------------------------------------------------------------------------------------------
+  // --- head --------------------------------------------------------------------------------------
 
   drawHead() {
-    const head = this.run.head, told = head.marks.map((mark) => ({ ...mark, tokens: [] }));
+    const head = this.run.head,
+      told = head.marks.map((mark) => ({ ...mark, tokens: [] }));
     this.story.draw();
-    fill(this.problems, marksOf(told), head.problems.map((text) => h("p.problem", { role: "alert" }, text)),
-      head.num_errors ? h("details.errors", null, h("summary", null, many(head.num_errors, "error")), h("ul", null, head.errors.map((text) => h("li", null, this.linked(text))))) : null);
+    fill(
+      this.problems,
+      marksOf(told),
+      head.problems.map((text) => h("p.problem", { role: "alert" }, text)),
+      head.num_errors
+        ? h(
+            "details.errors",
+            null,
+            h("summary", null, many(head.num_errors, "error")),
+            h(
+              "ul",
+              null,
+              head.errors.map((text) => h("li", null, this.linked(text))),
+            ),
+          )
+        : null,
+    );
     this.tail.hidden = !head.alive;
   }
 
@@ -249,20 +352,55 @@ class RunView {
   linked(text) {
     const named = /^call ([\d.:]+)(?:, turn (\d+))?: /.exec(text);
     if (!named || this.run.indexOf(named[1]) < 0) return text;
-    return [h("a", { href: this.address(named[1], named[2] === undefined ? null : Number(named[2])) }, named[0].slice(0, -2)), text.slice(named[0].length - 2)];
+    return [
+      h(
+        "a",
+        { href: this.address(named[1], named[2] === undefined ? null : Number(named[2])) },
+        named[0].slice(0, -2),
+      ),
+      text.slice(named[0].length - 2),
+    ];
   }
 
-  // --- search ---------------------------------------------------------------------------------------------------
+  // --- search ------------------------------------------------------------------------------------
 
   async find(wanted) {
     if (!wanted) return this.closeFound();
     try {
       const { found, more } = await get("/api/search", { key: this.key, q: wanted });
-      const rows = found.map((each) => h("a.hit", { href: this.address(each.call, each.turn < 0 ? null : each.turn), onclick: () => this.pointAt(each) },
-        h("span.where", null, `${each.call}${each.turn < 0 ? "" : ` · turn ${each.turn + 1}`} · ${each.where}`),
-        h("span.snippet", null, each.text.slice(0, each.at), h("mark", null, each.text.slice(each.at, each.at + wanted.length)), each.text.slice(each.at + wanted.length))));
-      fill(this.found, h("div.found-head", null, found.length ? `${many(found.length, "place")}${more ? ", and more" : ""}` : `no match for “${wanted}”`,
-        h("button.small", { type: "button", onclick: () => this.closeFound() }, "close")), rows);
+      const rows = found.map((each) =>
+        h(
+          "a.hit",
+          {
+            href: this.address(each.call, each.turn < 0 ? null : each.turn),
+            onclick: () => this.pointAt(each),
+          },
+          h(
+            "span.where",
+            null,
+            `${each.call}${each.turn < 0 ? "" : ` · turn ${each.turn + 1}`} · ${each.where}`,
+          ),
+          h(
+            "span.snippet",
+            null,
+            each.text.slice(0, each.at),
+            h("mark", null, each.text.slice(each.at, each.at + wanted.length)),
+            each.text.slice(each.at + wanted.length),
+          ),
+        ),
+      );
+      fill(
+        this.found,
+        h(
+          "div.found-head",
+          null,
+          found.length
+            ? `${many(found.length, "place")}${more ? ", and more" : ""}`
+            : `no match for “${wanted}”`,
+          h("button.small", { type: "button", onclick: () => this.closeFound() }, "close"),
+        ),
+        rows,
+      );
       this.found.hidden = false;
     } catch (error) {
       toast(error.message);
@@ -280,36 +418,52 @@ class RunView {
   }
 
   nextOutlier() {
-    const calls = this.run.calls, at = this.run.indexOf(this.shown);
+    const calls = this.run.calls,
+      at = this.run.indexOf(this.shown);
     const odd = [...calls.slice(at + 1), ...calls.slice(0, at + 1)].find((call) => call.outlier);
     if (odd) this.go(odd.id);
     else toast("no call differs from its siblings");
   }
 
-  // --- keys -----------------------------------------------------------------------------------------------------
+  // --- keys --------------------------------------------------------------------------------------
 
   keys() {
     const move = (step) => {
-      this.outline.list.key(new KeyboardEvent("keydown", { key: step > 0 ? "ArrowDown" : "ArrowUp" }));
+      this.outline.list.key(
+        new KeyboardEvent("keydown", { key: step > 0 ? "ArrowDown" : "ArrowUp" }),
+      );
     };
     return {
-      j: ["next call", () => move(1)], k: ["previous call", () => move(-1)],
+      j: ["next call", () => move(1)],
+      k: ["previous call", () => move(-1)],
       b: ["one step back to where the answer comes from", () => this.transcript.provenance.walk()],
       o: ["next call that differs from its siblings", () => this.nextOutlier()],
-      u: ["the call that made this one", () => {
-        const call = this.run.calls[this.run.indexOf(this.shown)];
-        if (call && call.parent >= 0) this.go(this.run.calls[call.parent].id, call.turn);
-      }],
-      n: ["next turn", () => this.transcript.step(1)], p: ["previous turn", () => this.transcript.step(-1)],
-      e: ["next error of the call", () => this.transcript.nextError() || toast("no error in this call")],
+      u: [
+        "the call that made this one",
+        () => {
+          const call = this.run.calls[this.run.indexOf(this.shown)];
+          if (call && call.parent >= 0) this.go(this.run.calls[call.parent].id, call.turn);
+        },
+      ],
+      n: ["next turn", () => this.transcript.step(1)],
+      p: ["previous turn", () => this.transcript.step(-1)],
+      e: [
+        "next error of the call",
+        () => this.transcript.nextError() || toast("no error in this call"),
+      ],
       f: ["follow the run", () => this.run.alive && this.setFollowing(!this.following)],
-      y: ["copy the call's first cell", () => {
-        const code = this.transcript.firstCode();
-        return code ? copy(code, "cell") : toast("no code in this call");
-      }],
+      y: [
+        "copy the call's first cell",
+        () => {
+          const code = this.transcript.firstCode();
+          return code ? copy(code, "cell") : toast("no code in this call");
+        },
+      ],
       ...(offline ? {} : { r: ["labels, note and corrected scores", () => this.openReview()] }),
       "/": ["search the run", () => this.search.focus()],
-      "+": ["zoom in", () => this.picture.zoom(1 / 1.6)], "-": ["zoom out", () => this.picture.zoom(1.6)], 0: ["the whole picture", () => this.picture.fit()],
+      "+": ["zoom in", () => this.picture.zoom(1 / 1.6)],
+      "-": ["zoom out", () => this.picture.zoom(1.6)],
+      0: ["the whole picture", () => this.picture.fit()],
     };
   }
 }

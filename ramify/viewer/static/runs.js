@@ -1,30 +1,68 @@
 // The list of runs, with filter and sorting; of thousands of rows only visible ones are elements.
 
-import { h, fill, toast } from "./dom.js";
 import { get } from "./api.js";
+import { fill, h, toast } from "./dom.js";
+import { facets, parseFilter, percentiles } from "./filter.js";
+import {
+  count,
+  dollars,
+  grouped,
+  moment,
+  number,
+  oneLine,
+  runAddress,
+  seconds,
+  stopWords,
+} from "./format.js";
 import { VirtualList } from "./list.js";
 import { worthTone } from "./story.js";
-import { facets, parseFilter, percentiles } from "./filter.js";
-import { count, dollars, grouped, moment, number, oneLine, runAddress, seconds, stopWords } from "./format.js";
 
-const MAX_RUNS = 8;  // that are compared, as in viewer/comparison.py
-const EVERY_MS = 2000;  // between updates
-const SHARE = 20;  // updates of a long list are rarer: they take at most one part in so many of the time
+const MAX_RUNS = 8; // that are compared, as in viewer/comparison.py
+const EVERY_MS = 2000; // between updates
+// updates of a long list are rarer: they take at most one part in so many of the time
+const SHARE = 20;
 const NARROW = matchMedia("(max-width: 800px)");
 
-// [name, whether it is a number, sort key, text]
+/** @type {{ name: string, isNumber?: boolean, key: (run: any) => any, text: (run: any) => string }[]} */
 const COLUMNS = [
-  ["when", false, (run) => run.started_at || 0, (run) => moment(run.started_at)],
-  ["question", false, (run) => (run.question || "").toLowerCase(), (run) => run.problem ? shortened(run) : `${(run.labels || []).map((label) => `[${label}] `).join("")}${oneLine(run.question || run.id, 300)}`],
-  ["answer", false, (run) => (run.answer || "").toLowerCase(), (run) => answerWords(run)],
-  ["model", false, (run) => run.model || "", (run) => run.model || ""],
-  ["calls", true, (run) => run.num_calls || 0, (run) => count(run.num_calls || 0)],
-  ["tokens", true, (run) => run.tokens || 0, (run) => count(run.tokens || 0)],
-  ["cost", true, (run) => run.cost ?? -1, (run) => dollars(run.cost)],
-  ["seconds", true, (run) => run.seconds || 0, (run) => seconds(run.seconds || 0)],
-  ["stop", false, (run) => standing(run)[0], (run) => standing(run)[0]],
-  ["reward", true, (run) => run.reward ?? -1e9, (run) => (run.reward === undefined || run.reward === null ? "" : `${number(run.reward)}${run.reward >= 1 ? " ✓" : run.reward <= 0 ? " ✗" : ""}${run.corrected ? "*" : ""}`)],
+  { name: "when", key: (run) => run.started_at || 0, text: (run) => moment(run.started_at) },
+  { name: "question", key: (run) => (run.question || "").toLowerCase(), text: questionWords },
+  { name: "answer", key: (run) => (run.answer || "").toLowerCase(), text: answerWords },
+  { name: "model", key: (run) => run.model || "", text: (run) => run.model || "" },
+  {
+    name: "calls",
+    isNumber: true,
+    key: (run) => run.num_calls || 0,
+    text: (run) => count(run.num_calls || 0),
+  },
+  {
+    name: "tokens",
+    isNumber: true,
+    key: (run) => run.tokens || 0,
+    text: (run) => count(run.tokens || 0),
+  },
+  { name: "cost", isNumber: true, key: (run) => run.cost ?? -1, text: (run) => dollars(run.cost) },
+  {
+    name: "seconds",
+    isNumber: true,
+    key: (run) => run.seconds || 0,
+    text: (run) => seconds(run.seconds || 0),
+  },
+  { name: "stop", key: (run) => standing(run)[0], text: (run) => standing(run)[0] },
+  { name: "reward", isNumber: true, key: (run) => run.reward ?? -1e9, text: rewardWords },
 ];
+
+function questionWords(run) {
+  if (run.problem) return shortened(run);
+  const labels = (run.labels || []).map((label) => `[${label}] `).join("");
+  return `${labels}${oneLine(run.question || run.id, 300)}`;
+}
+
+function rewardWords(run) {
+  if (run.reward === undefined || run.reward === null) return "";
+  const sign = run.reward >= 1 ? " ✓" : run.reward <= 0 ? " ✗" : "";
+  return `${number(run.reward)}${sign}${run.corrected ? "*" : ""}`;
+}
 
 function standing(run) {
   return run.problem ? ["unreadable", "bad"] : stopWords(run.stop, run.alive);
@@ -33,7 +71,8 @@ function standing(run) {
 // The answer, and the reason if the run did not end with a final one.
 function answerWords(run) {
   if (run.problem) return "";
-  const answer = run.answer === undefined || run.answer === null ? "" : oneLine(run.answer, 160) || "(empty)";
+  const answer =
+    run.answer === undefined || run.answer === null ? "" : oneLine(run.answer, 160) || "(empty)";
   return run.stop === "final" ? answer : [answer, run.ending].filter(Boolean).join(" — ") || "";
 }
 
@@ -52,16 +91,21 @@ export async function runsPage(page, [filter = ""] = []) {
 class RunsView {
   constructor(filter) {
     this.filter = filter;
-    this.ticked = new Set();  // keys of the runs to compare
+    this.ticked = new Set(); // keys of the runs to compare
     this.by = "when";
     this.down = true;
     this.shown = [];
-    this.list = new VirtualList({ rowHeight: NARROW.matches ? 76 : 36, make, show: (row, index) => this.show(row, index),
+    this.list = new VirtualList({
+      rowHeight: NARROW.matches ? 76 : 36,
+      make,
+      show: (row, index) => this.show(row, index),
       pick: (index, event) => {
         if (event?.target.closest?.(".when")) this.tick(this.shown[index]);
         else if (this.shown[index].group) this.openGroup(this.shown[index].group);
         else location.hash = runAddress(this.shown[index].key);
-      }, label: "runs" });
+      },
+      label: "runs",
+    });
     this.list.onmove = () => {};
     this.resized = () => {
       this.list.setRowHeight(NARROW.matches ? 76 : 36);
@@ -70,30 +114,86 @@ class RunsView {
   }
 
   async start(page) {
-    this.input = h("input", { type: "search", id: "filter", value: this.filter, placeholder: "words, or cost>0.1 stop:error model:qwen reward:0", "aria-label": "filter runs", oninput: () => this.setFilter(this.input.value) });
+    this.input = h("input", {
+      type: "search",
+      id: "filter",
+      value: this.filter,
+      placeholder: "words, or cost>0.1 stop:error model:qwen reward:0",
+      "aria-label": "filter runs",
+      oninput: () => this.setFilter(this.input.value),
+    });
     this.fix = h("p.filter-fix", { hidden: true, role: "status" });
     this.facets = h("div.facets", { role: "group", "aria-label": "narrow by" });
     this.figures = h("p.quiet.figures-line");
-    this.groups = h("select", { "aria-label": "group by", onchange: () => this.setGroup(this.groups.value) }, ["", "origin", "task", "model", "stop", "label", "question"].map((name) => h("option", { value: name }, name ? `by ${name}` : "no groups")));
-    this.compare = h("button.small", { type: "button", hidden: true, onclick: () => this.compareTicked() }, "compare");
+    this.groups = h(
+      "select",
+      { "aria-label": "group by", onchange: () => this.setGroup(this.groups.value) },
+      ["", "origin", "task", "model", "stop", "label", "question"].map((name) =>
+        h("option", { value: name }, name ? `by ${name}` : "no groups"),
+      ),
+    );
+    this.compare = h(
+      "button.small",
+      { type: "button", hidden: true, onclick: () => this.compareTicked() },
+      "compare",
+    );
     this.tally = h("span.quiet", { "aria-live": "polite" });
     this.problems = h("div.runs-problems");
-    this.heads = COLUMNS.map(([name, numeric]) => h(`button.${classOf(name)}`, { type: "button", class: numeric ? "num" : "", onclick: () => this.sortBy(name) }, name));
+    this.heads = COLUMNS.map(({ name, isNumber }) =>
+      h(
+        `button.${classOf(name)}`,
+        { type: "button", class: isNumber ? "num" : "", onclick: () => this.sortBy(name) },
+        name,
+      ),
+    );
     this.none = h("div.empty", { hidden: true });
-    this.body = h("div.table", null, h("div.thead.cols", { role: "group", "aria-label": "sort by" }, this.heads), this.list.box);
+    this.body = h(
+      "div.table",
+      null,
+      h("div.thead.cols", { role: "group", "aria-label": "sort by" }, this.heads),
+      this.list.box,
+    );
     document.title = "Runs · Ramify";
     await this.load();
-    fill(page, h("div.runs", null, h("div.runs-head", null, h("h1", null, "Runs"), this.input, this.tally, this.groups, this.compare, this.figures, this.fix, this.facets), this.problems, this.none, this.body));
+    fill(
+      page,
+      h(
+        "div.runs",
+        null,
+        h(
+          "div.runs-head",
+          null,
+          h("h1", null, "Runs"),
+          this.input,
+          this.tally,
+          this.groups,
+          this.compare,
+          this.figures,
+          this.fix,
+          this.facets,
+        ),
+        this.problems,
+        this.none,
+        this.body,
+      ),
+    );
     this.arrange();
     this.again();
   }
 
   // The next update; a list of thousands of runs takes a while.
   again() {
-    this.timer = setTimeout(async () => {
-      if (!document.hidden) await this.load().then(() => this.closed || this.arrange(), () => {});
-      if (!this.closed) this.again();
-    }, Math.max(EVERY_MS, SHARE * this.took));
+    this.timer = setTimeout(
+      async () => {
+        if (!document.hidden)
+          await this.load().then(
+            () => this.closed || this.arrange(),
+            () => {},
+          );
+        if (!this.closed) this.again();
+      },
+      Math.max(EVERY_MS, SHARE * this.took),
+    );
   }
 
   close() {
@@ -129,7 +229,8 @@ class RunsView {
       this.ticked.add(run.key);
     }
     this.compare.hidden = this.ticked.size < 2;
-    this.compare.textContent = this.ticked.size === 2 ? "compare these two" : `compare these ${this.ticked.size}`;
+    this.compare.textContent =
+      this.ticked.size === 2 ? "compare these two" : `compare these ${this.ticked.size}`;
     this.list.later(true);
   }
 
@@ -140,17 +241,59 @@ class RunsView {
   drawFilter(problem) {
     this.fix.hidden = !problem;
     if (problem) {
-      const text = this.filter, fixed = `${text.slice(0, problem.start)}${problem.start ? " " : ""}${problem.fix} ${text.slice(problem.end)}`.replace(/ +/g, " ").trim();
-      fill(this.fix, h("code", null, text.slice(0, problem.start), h("u.wrong", null, text.slice(problem.start, problem.end)), text.slice(problem.end)),
-        ` ${problem.words}; `, h("button.small", { type: "button", onclick: () => this.setFilter(fixed) }, `use ${problem.fix}`));
+      const text = this.filter,
+        fixed =
+          `${text.slice(0, problem.start)}${problem.start ? " " : ""}${problem.fix} ${text.slice(problem.end)}`
+            .replace(/ +/g, " ")
+            .trim();
+      fill(
+        this.fix,
+        h(
+          "code",
+          null,
+          text.slice(0, problem.start),
+          h("u.wrong", null, text.slice(problem.start, problem.end)),
+          text.slice(problem.end),
+        ),
+        ` ${problem.words}; `,
+        h(
+          "button.small",
+          { type: "button", onclick: () => this.setFilter(fixed) },
+          `use ${problem.fix}`,
+        ),
+      );
     }
-    const runs = this.shown, cost = percentiles(runs.map((run) => run.cost)), time = percentiles(runs.filter((run) => run.stop).map((run) => run.seconds || 0));
+    const runs = this.shown,
+      cost = percentiles(runs.map((run) => run.cost)),
+      time = percentiles(runs.filter((run) => run.stop).map((run) => run.seconds || 0));
     const rewards = runs.map((run) => run.reward).filter((reward) => typeof reward === "number");
-    fill(this.figures, [cost ? `cost: median ${dollars(cost[0])}, 90 % below ${dollars(cost[1])}` : "", time ? `time: median ${seconds(time[0])}, 90 % below ${seconds(time[1])}` : "",
-      rewards.length ? `mean reward ${number(rewards.reduce((a, b) => a + b, 0) / rewards.length)}` : ""].filter(Boolean).join(" · "));
+    fill(
+      this.figures,
+      [
+        cost ? `cost: median ${dollars(cost[0])}, 90 % below ${dollars(cost[1])}` : "",
+        time ? `time: median ${seconds(time[0])}, 90 % below ${seconds(time[1])}` : "",
+        rewards.length
+          ? `mean reward ${number(rewards.reduce((a, b) => a + b, 0) / rewards.length)}`
+          : "",
+      ]
+        .filter(Boolean)
+        .join(" · "),
+    );
     const chips = facets(runs);
-    fill(this.facets, chips.map(([field, value, count]) => h("button.small", { type: "button", onclick: () => this.setFilter(`${this.filter.trim()} ${field}:${quoted(value)}`.trim()) },
-      `${field}:${value || "none"} `, h("span.quiet", null, grouped(count)))));
+    fill(
+      this.facets,
+      chips.map(([field, value, count]) =>
+        h(
+          "button.small",
+          {
+            type: "button",
+            onclick: () => this.setFilter(`${this.filter.trim()} ${field}:${quoted(value)}`.trim()),
+          },
+          `${field}:${value || "none"} `,
+          h("span.quiet", null, grouped(count)),
+        ),
+      ),
+    );
   }
 
   async load() {
@@ -160,27 +303,47 @@ class RunsView {
   }
 
   sortBy(name) {
-    const numeric = COLUMNS.find((column) => column[0] === name)[1];
-    this.down = this.by === name ? !this.down : numeric || name === "when";
+    const { isNumber } = COLUMNS.find((column) => column.name === name);
+    this.down = this.by === name ? !this.down : isNumber || name === "when";
     this.by = name;
     this.arrange();
   }
 
   arrange() {
-    const { matches, problem, group } = parseFilter(this.filter), words = this.filter.trim();
-    const value = COLUMNS.find((column) => column[0] === this.by)[2], sign = this.down ? -1 : 1;
-    this.shown = this.data.runs.filter(matches).map((run) => [value(run), run])
-      .sort((a, b) => (a[0] < b[0] ? -sign : a[0] > b[0] ? sign : 0)).map(([, run]) => run);
-    this.heads.forEach((head, index) => Object.assign(head.dataset, { sort: COLUMNS[index][0] === this.by ? (this.down ? "descending" : "ascending") : "none" }));
-    this.heads.forEach((head, index) => head.setAttribute("aria-pressed", String(COLUMNS[index][0] === this.by)));
-    this.heads.forEach((head, index) => (head.textContent = `${COLUMNS[index][0]}${COLUMNS[index][0] === this.by ? (this.down ? " ↓" : " ↑") : ""}`));
-    const total = this.data.runs.length, num = this.shown.length;
+    const { matches, problem, group } = parseFilter(this.filter),
+      words = this.filter.trim();
+    const value = COLUMNS.find((column) => column.name === this.by).key,
+      sign = this.down ? -1 : 1;
+    this.shown = this.data.runs
+      .filter(matches)
+      .map((run) => [value(run), run])
+      .sort((a, b) => (a[0] < b[0] ? -sign : a[0] > b[0] ? sign : 0))
+      .map(([, run]) => run);
+    for (const [index, head] of this.heads.entries()) {
+      const { name } = COLUMNS[index],
+        isSorted = name === this.by;
+      head.dataset.sort = isSorted ? (this.down ? "descending" : "ascending") : "none";
+      head.setAttribute("aria-pressed", String(isSorted));
+      head.textContent = `${name}${isSorted ? (this.down ? " ↓" : " ↑") : ""}`;
+    }
+    const total = this.data.runs.length,
+      num = this.shown.length;
     this.drawFilter(problem);
     if (group) this.shown = this.grouped(this.shown, group);
     this.groups.value = group ? group.name : "";
     fill(this.tally, words ? `${grouped(num)} of ${grouped(total)}` : grouped(total));
     const said = JSON.stringify(this.data.problems);
-    if (said !== this.said) fill(this.problems, this.data.problems.map((each) => h("p.problem", null, each.text.includes(each.path) ? each.text : `${each.path} ${each.text}`)));
+    if (said !== this.said)
+      fill(
+        this.problems,
+        this.data.problems.map((each) =>
+          h(
+            "p.problem",
+            null,
+            each.text.includes(each.path) ? each.text : `${each.path} ${each.text}`,
+          ),
+        ),
+      );
     this.said = said;
     this.none.hidden = total > 0;
     this.body.hidden = !total;
@@ -188,7 +351,8 @@ class RunsView {
     this.list.set(this.shown.length);
   }
 
-  // Rows in groups: a row for each value, with its number of runs and its median figures, before its runs.
+  // Rows in groups: a row for each value, with its number of runs and its median figures, before
+  // its runs.
   grouped(runs, { name, of }) {
     const groups = new Map();
     for (const run of runs) {
@@ -196,34 +360,69 @@ class RunsView {
       if (!groups.has(value)) groups.set(value, []);
       groups.get(value).push(run);
     }
-    return [...groups].sort((a, b) => b[1].length - a[1].length).flatMap(([value, members]) => [groupRow(name, value, members), ...members]);
+    return [...groups]
+      .sort((a, b) => b[1].length - a[1].length)
+      .flatMap(([value, members]) => [groupRow(name, value, members), ...members]);
   }
 
   sayNone() {
     const trainings = this.data.trainings.length;
-    fill(this.none, h("p", null, `No runs yet in ${this.data.places.join(", ")}.`), h("p", null, "Create one with ", h("code", null, "ramify ask QUESTION PATH…")),
-      trainings ? h("p", null, h("a", { href: "#/training" }, `${trainings} training run${trainings === 1 ? "" : "s"}`)) : null);
+    fill(
+      this.none,
+      h("p", null, `No runs yet in ${this.data.places.join(", ")}.`),
+      h("p", null, "Create one with ", h("code", null, "ramify ask QUESTION PATH…")),
+      trainings
+        ? h(
+            "p",
+            null,
+            h(
+              "a",
+              { href: "#/training" },
+              `${trainings} training run${trainings === 1 ? "" : "s"}`,
+            ),
+          )
+        : null,
+    );
   }
 
   show(row, index) {
-    const run = this.shown[index], cells = row.children;
+    const run = this.shown[index],
+      cells = row.children;
     row.classList.toggle("group-row", Boolean(run.group));
     row.classList.toggle("ticked", this.ticked.has(run.key));
-    COLUMNS.forEach(([name, , , words], at) => {
-      const text = words(run);
+    for (const [at, column] of COLUMNS.entries()) {
+      const { name } = column,
+        text = column.text(run);
       if (cells[at].textContent !== text) cells[at].textContent = text;
       if (name === "stop") cells[at].className = `stop mark ${standing(run)[1]}`;
       if (name === "reward" && text) cells[at].className = `reward num ${worthTone(run.reward)}`;
       if (name === "question") cells[at].classList.toggle("bad", Boolean(run.problem));
-    });
-    row.title = run.problem || [run.question, run.answer, run.ending, (run.labels || []).join(", "), run.note, run.corrected ? `corrected: ${JSON.stringify(run.corrected)}` : "", run.id].filter(Boolean).join("\n");
+    }
+    row.title =
+      run.problem ||
+      [
+        run.question,
+        run.answer,
+        run.ending,
+        (run.labels || []).join(", "),
+        run.note,
+        run.corrected ? `corrected: ${JSON.stringify(run.corrected)}` : "",
+        run.id,
+      ]
+        .filter(Boolean)
+        .join("\n");
   }
 
   keys() {
     return {
-      j: ["next run", () => this.move(1)], k: ["previous run", () => this.move(-1)],
-      x: ["tick the run, to compare it", () => this.list.active >= 0 && this.tick(this.shown[this.list.active])],
-      Enter: ["open the run", () => this.list.active >= 0 && this.list.choose(this.list.active)], "/": ["filter", () => this.input.focus()],
+      j: ["next run", () => this.move(1)],
+      k: ["previous run", () => this.move(-1)],
+      x: [
+        "tick the run, to compare it",
+        () => this.list.active >= 0 && this.tick(this.shown[this.list.active]),
+      ],
+      Enter: ["open the run", () => this.list.active >= 0 && this.list.choose(this.list.active)],
+      "/": ["filter", () => this.input.focus()],
     };
   }
 
@@ -237,13 +436,21 @@ function quoted(value) {
   return /\s/.test(value) ? `"${value.replaceAll('"', "")}"` : value || "none";
 }
 
-// A row that stands for many runs: its figures are medians, its reward is the mean. A click filters by it.
+// A row that stands for many runs: its figures are medians, its reward is the mean. A click filters
+// by it.
 function groupRow(name, value, runs) {
-  const median = (values) => percentiles(values)?.[0], rewards = runs.map((run) => run.reward).filter((reward) => typeof reward === "number");
+  const median = (values) => percentiles(values)?.[0],
+    rewards = runs.map((run) => run.reward).filter((reward) => typeof reward === "number");
   return {
-    key: `group ${value}`, group: `${name}:${quoted(value)}`, question: `${value || `no ${name}`} · ${grouped(runs.length)} run${runs.length === 1 ? "" : "s"}`,
-    num_calls: median(runs.map((run) => run.num_calls || 0)), tokens: median(runs.map((run) => run.tokens || 0)), cost: median(runs.map((run) => run.cost)) ?? null,
-    seconds: median(runs.map((run) => run.seconds || 0)), stop: "medians", reward: rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : undefined,
+    key: `group ${value}`,
+    group: `${name}:${quoted(value)}`,
+    question: `${value || `no ${name}`} · ${grouped(runs.length)} run${runs.length === 1 ? "" : "s"}`,
+    num_calls: median(runs.map((run) => run.num_calls || 0)),
+    tokens: median(runs.map((run) => run.tokens || 0)),
+    cost: median(runs.map((run) => run.cost)) ?? null,
+    seconds: median(runs.map((run) => run.seconds || 0)),
+    stop: "medians",
+    reward: rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : undefined,
   };
 }
 
@@ -253,5 +460,11 @@ function classOf(column) {
 }
 
 function make() {
-  return h("div.run-row.cols", null, COLUMNS.map(([name, numeric]) => h(`span.${classOf(name)}`, { class: numeric ? "num" : "" })));
+  return h(
+    "div.run-row.cols",
+    null,
+    COLUMNS.map(({ name, isNumber }) =>
+      h(`span.${classOf(name)}`, { class: isNumber ? "num" : "" }),
+    ),
+  );
 }

@@ -1,15 +1,16 @@
 // The saved rollouts of one training step: the best and the worst, and metrics for each depth.
 
-import { h, fill, toast } from "./dom.js";
 import { get } from "./api.js";
+import { fill, h, toast } from "./dom.js";
 import { count, many, number, oneLine, runAddress, stopWords } from "./format.js";
 
-const MAX_ROWS = 5;  // best ones, and as many worst ones
+const MAX_ROWS = 5; // best ones, and as many worst ones
 
 export class Samples {
   // kept: the steps with saved rollouts
   constructor(key, kept) {
-    Object.assign(this, { key, kept });
+    this.key = key;
+    this.kept = kept;
     this.element = h("section.samples", { hidden: true, "aria-label": "rollouts of a step" });
   }
 
@@ -21,7 +22,12 @@ export class Samples {
 
   // The nearest step with saved rollouts.
   showNear(step) {
-    if (this.kept.length) this.showStep(this.kept.reduce((best, each) => (Math.abs(each - step) < Math.abs(best - step) ? each : best)));
+    if (this.kept.length)
+      this.showStep(
+        this.kept.reduce((best, each) =>
+          Math.abs(each - step) < Math.abs(best - step) ? each : best,
+        ),
+      );
   }
 
   async showStep(step) {
@@ -34,33 +40,137 @@ export class Samples {
 
   drawSamples({ step, rows, problems, depths }) {
     this.step = step;
-    const kept = this.kept, at = kept.indexOf(step), move = (by) => this.showStep(kept[Math.min(kept.length - 1, Math.max(0, at + by))]);
-    const shown = rows.length <= 2 * MAX_ROWS || this.whole ? rows : [...rows.slice(0, MAX_ROWS), null, ...rows.slice(-MAX_ROWS)];
-    const known = rows.filter((row) => row.reward !== null), mean = known.reduce((sum, row) => sum + row.reward, 0) / known.length;
-    fill(this.element,
-      h("div.samples-head", null, h("b", null, "rollouts"), h("span.spread"),
-        h("button.small", { type: "button", onclick: () => move(-1), disabled: at <= 0, "aria-label": "earlier step" }, "←"),
-        h("select", { "aria-label": "step", onchange: (event) => this.showStep(Number(event.target.value)) }, kept.map((each) => h("option", { value: String(each), selected: each === step }, `step ${each}`))),
-        h("button.small", { type: "button", onclick: () => move(1), disabled: at >= kept.length - 1, "aria-label": "later step" }, "→"),
-        h("span.quiet", null, `${many(rows.length, "rollout")}${known.length ? `, mean reward ${number(mean)}` : ""}, best first`)),
+    const kept = this.kept,
+      at = kept.indexOf(step),
+      move = (by) => this.showStep(kept[Math.min(kept.length - 1, Math.max(0, at + by))]);
+    const shown =
+      rows.length <= 2 * MAX_ROWS || this.whole
+        ? rows
+        : [...rows.slice(0, MAX_ROWS), null, ...rows.slice(-MAX_ROWS)];
+    const known = rows.filter((row) => row.reward !== null),
+      mean = known.reduce((sum, row) => sum + row.reward, 0) / known.length;
+    fill(
+      this.element,
+      h(
+        "div.samples-head",
+        null,
+        h("b", null, "rollouts"),
+        h("span.spread"),
+        h(
+          "button.small",
+          {
+            type: "button",
+            onclick: () => move(-1),
+            disabled: at <= 0,
+            "aria-label": "earlier step",
+          },
+          "←",
+        ),
+        h(
+          "select",
+          { "aria-label": "step", onchange: (event) => this.showStep(Number(event.target.value)) },
+          kept.map((each) =>
+            h("option", { value: String(each), selected: each === step }, `step ${each}`),
+          ),
+        ),
+        h(
+          "button.small",
+          {
+            type: "button",
+            onclick: () => move(1),
+            disabled: at >= kept.length - 1,
+            "aria-label": "later step",
+          },
+          "→",
+        ),
+        h(
+          "span.quiet",
+          null,
+          `${many(rows.length, "rollout")}${known.length ? `, mean reward ${number(mean)}` : ""}, best first`,
+        ),
+      ),
       problems.map((text) => h("p.problem", null, text)),
-      h("div.rollouts", null, shown.map((row) => (row ? sampleRow(row) : h("button.unfold", { type: "button", onclick: () => {
-        this.whole = true;
-        this.drawSamples({ step, rows, problems, depths });
-      } }, `${many(rows.length - 2 * MAX_ROWS, "rollout")} between the best and the worst`)))),
-      h("div.scroll-x", null, h("table.depths", null, h("thead", null, h("tr", null, ["depth", "calls", "reward", "turns", "tokens", "surprise", "cut"].map((name, index) => h("th", { class: index ? "num" : "" }, name)))),
-        h("tbody", null, depths.map((each) => h("tr", null, h("td", null, `${each.depth} ${each.kind}`),
-          [number(each.calls), brief(each.reward), brief(each.turns), count(each.sampled), brief(each.surprise), `${Math.round(100 * each.truncated)}%`].map((text) => h("td.num", null, text))))))));
+      h(
+        "div.rollouts",
+        null,
+        shown.map((row) =>
+          row
+            ? sampleRow(row)
+            : h(
+                "button.unfold",
+                {
+                  type: "button",
+                  onclick: () => {
+                    this.whole = true;
+                    this.drawSamples({ step, rows, problems, depths });
+                  },
+                },
+                `${many(rows.length - 2 * MAX_ROWS, "rollout")} between the best and the worst`,
+              ),
+        ),
+      ),
+      h(
+        "div.scroll-x",
+        null,
+        h(
+          "table.depths",
+          null,
+          h(
+            "thead",
+            null,
+            h(
+              "tr",
+              null,
+              ["depth", "calls", "reward", "turns", "tokens", "surprise", "cut"].map(
+                (name, index) => h("th", { class: index ? "num" : "" }, name),
+              ),
+            ),
+          ),
+          h(
+            "tbody",
+            null,
+            depths.map((each) =>
+              h(
+                "tr",
+                null,
+                h("td", null, `${each.depth} ${each.kind}`),
+                [
+                  number(each.calls),
+                  brief(each.reward),
+                  brief(each.turns),
+                  count(each.sampled),
+                  brief(each.surprise),
+                  `${Math.round(100 * each.truncated)}%`,
+                ].map((text) => h("td.num", null, text)),
+              ),
+            ),
+          ),
+        ),
+      ),
+    );
     this.element.hidden = false;
   }
 }
 
 function sampleRow(row) {
   const [words, tone] = stopWords(row.stop);
-  return h("a.rollout", { href: runAddress(row.key) }, h("b.num", null, number(row.reward)),
+  return h(
+    "a.rollout",
+    { href: runAddress(row.key) },
+    h("b.num", null, number(row.reward)),
     h("span.asked", null, oneLine(row.question, 160) || row.id),
-    h("span.came", { class: row.answer ? "" : "bad" }, oneLine(row.answer || row.error || "no answer", 160)),
-    h("span.quiet", null, h("span", { class: `mark ${tone}` }, words), ` · ${many(row.num_calls, "call")} · ${count(row.tokens)} tokens`));
+    h(
+      "span.came",
+      { class: row.answer ? "" : "bad" },
+      oneLine(row.answer || row.error || "no answer", 160),
+    ),
+    h(
+      "span.quiet",
+      null,
+      h("span", { class: `mark ${tone}` }, words),
+      ` · ${many(row.num_calls, "call")} · ${count(row.tokens)} tokens`,
+    ),
+  );
 }
 
 function brief(value) {

@@ -1,20 +1,26 @@
-// Draws the picture: the axis, a bar with its events for each call, and frames around the hovered and
-// the chosen call.
+// Draws the picture: the axis, a bar with its events for each call, and frames around the hovered
+// and the chosen call.
 //
 // In a session's bar, bright parts are model requests and pale parts are running code. A light tick
-// is a tool's answer, a red one its failure. A dot below is a scored turn: green above zero, else red.
+// is a tool's answer, a red one its failure. A dot below is a scored turn: green above zero, else
+// red.
 
-import { bandOf } from "./lanes.js";
 import { oneLine } from "./format.js";
+import { bandOf } from "./lanes.js";
 
-export const AXIS = 20, LEFT = 30, RIGHT = 10;  // pixels around the bars
+export const AXIS = 20,
+  LEFT = 30,
+  RIGHT = 10; // pixels around the bars
 
 export function drawAxis(picture, pen, width, height) {
-  const colours = picture.paint(), span = picture.to - picture.from;
+  const colours = picture.paint(),
+    span = picture.to - picture.from;
   pen.font = "11px system-ui, sans-serif";
   pen.textBaseline = "top";
-  const rough = span / Math.max(2, (width - LEFT) / 110), power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough) || power * 10;
+  const rough = span / Math.max(2, (width - LEFT) / 110),
+    power = 10 ** Math.floor(Math.log10(rough));
+  const step =
+    [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough) || power * 10;
   pen.strokeStyle = colours.line;
   pen.fillStyle = colours["ink-3"];
   for (let at = Math.ceil(picture.from / step) * step; at <= picture.to; at += step) {
@@ -27,19 +33,28 @@ export function drawAxis(picture, pen, width, height) {
   }
   pen.textBaseline = "middle";
   for (let depth = 0; 2 * depth < picture.bands.length; depth++) {
-    const band = picture.bands[2 * depth].height ? picture.bands[2 * depth] : picture.bands[2 * depth + 1];
-    if (band?.height) pen.fillText(String(depth), 12, band.top + Math.min(band.height, band.most) / 2);
+    const band = picture.bands[2 * depth].height
+      ? picture.bands[2 * depth]
+      : picture.bands[2 * depth + 1];
+    if (band?.height)
+      pen.fillText(String(depth), 12, band.top + Math.min(band.height, band.most) / 2);
   }
 }
 
 export function drawCall(picture, pen, call, index, width) {
-  const band = picture.bands[bandOf(call)], end = call.ended_s ?? (picture.run.alive ? picture.end() : picture.run.lastSeen());
-  const left = picture.x(call.started_s), right = picture.x(end);
+  const band = picture.bands[bandOf(call)],
+    end = call.ended_s ?? (picture.run.alive ? picture.end() : picture.run.lastSeen());
+  const left = picture.x(call.started_s),
+    right = picture.x(end);
   if (right < LEFT - 2 || left > width) return;
-  const x = Math.max(left, LEFT - 2), w = Math.max(Math.min(right, width) - x, 1.2);
-  const lane = band.lane, pad = lane > 8 ? 1.5 : lane > 3 ? 0.75 : 0;
-  const y = band.top + picture.lanes.of[index] * lane + pad, tall = Math.max(Math.min(lane, band.most) - 2 * pad, 0.8);
-  const colour = picture.colour(call), colours = picture.paint();
+  const x = Math.max(left, LEFT - 2),
+    w = Math.max(Math.min(right, width) - x, 1.2);
+  const lane = band.lane,
+    pad = lane > 8 ? 1.5 : lane > 3 ? 0.75 : 0;
+  const y = band.top + picture.lanes.of[index] * lane + pad,
+    tall = Math.max(Math.min(lane, band.most) - 2 * pad, 0.8);
+  const colour = picture.colour(call),
+    colours = picture.paint();
   const plain = call.kind !== "rlm" || !call.spans.length;
   pen.fillStyle = colour;
   pen.globalAlpha = plain ? 1 : 0.55;
@@ -48,7 +63,8 @@ export function drawCall(picture, pen, call, index, width) {
   if (!plain && w > 3) {
     pen.fillStyle = colour;
     for (let at = 0; at < call.spans.length; at += 2) {
-      const asked = Math.max(picture.x(call.spans[at]), x), replied = Math.min(picture.x(call.spans[at + 1] ?? end), x + w);
+      const asked = Math.max(picture.x(call.spans[at]), x),
+        replied = Math.min(picture.x(call.spans[at + 1] ?? end), x + w);
       if (replied > asked) pen.fillRect(asked, y, Math.max(replied - asked, 1), tall);
     }
   }
@@ -58,7 +74,8 @@ export function drawCall(picture, pen, call, index, width) {
   }
   if (call.tools.length && tall > 4) drawTools(picture, pen, call, y, tall);
   if (call.scores.length && tall > 4) drawScores(picture, pen, call, x, w, y + tall - 3);
-  if (tall >= 11 && w > 44) drawLabel(picture, pen, call, Math.max(x, LEFT), y, w - Math.max(0, LEFT - x), tall);
+  if (tall >= 11 && w > 44)
+    drawLabel(picture, pen, call, Math.max(x, LEFT), y, w - Math.max(0, LEFT - x), tall);
 }
 
 function drawTools(picture, pen, call, y, tall) {
@@ -87,7 +104,11 @@ function drawScores(picture, pen, call, x, w, y) {
 export function worthColour(colours, reward, range) {
   if (reward === null || !range) return colours["line-2"];
   const share = (reward - range[0]) / (range[1] - range[0]);
-  return share >= 0.999 ? colours.good : share <= 0.001 ? colours.bad : `color-mix(in oklab, ${colours.good} ${Math.round(100 * share)}%, ${colours.bad})`;
+  return share >= 0.999
+    ? colours.good
+    : share <= 0.001
+      ? colours.bad
+      : `color-mix(in oklab, ${colours.good} ${Math.round(100 * share)}%, ${colours.bad})`;
 }
 
 function drawLabel(picture, pen, call, x, y, w, tall) {
@@ -102,20 +123,28 @@ function drawLabel(picture, pen, call, x, y, w, tall) {
   pen.restore();
 }
 
-export function drawSelected(picture, pen, width) {
+export function drawSelected(picture, pen) {
   const colours = picture.paint();
   const frame = (index, colour, thick) => {
     const call = picture.run.calls[index];
     if (!call) return;
-    const band = picture.bands[bandOf(call)], x = picture.x(call.started_s), right = picture.x(call.ended_s ?? picture.end());
+    const band = picture.bands[bandOf(call)],
+      x = picture.x(call.started_s),
+      right = picture.x(call.ended_s ?? picture.end());
     const y = band.top + picture.lanes.of[index] * band.lane;
     pen.strokeStyle = colour;
     pen.lineWidth = thick;
-    pen.strokeRect(x - 1, y - 0.5, Math.max(right - x, 2) + 2, Math.max(Math.min(band.lane, band.most), 3) + 1);
+    pen.strokeRect(
+      x - 1,
+      y - 0.5,
+      Math.max(right - x, 2) + 2,
+      Math.max(Math.min(band.lane, band.most), 3) + 1,
+    );
     pen.lineWidth = 1;
     return [x, y, Math.min(band.lane, band.most)];
   };
-  let at = picture.selected, below = null;
+  let at = picture.selected,
+    below = null;
   for (let number = 0; at >= 0 && picture.run.calls[at] && number < 50; number++) {
     const place = frame(at, number ? colours["ink-2"] : colours.ink, number ? 1 : 2);
     if (below && place) {
@@ -127,11 +156,15 @@ export function drawSelected(picture, pen, width) {
     below = place;
     at = picture.run.calls[at].parent;
   }
-  if (picture.hovered >= 0 && picture.hovered !== picture.selected) frame(picture.hovered, colours["ink-2"], 1);
+  if (picture.hovered >= 0 && picture.hovered !== picture.selected)
+    frame(picture.hovered, colours["ink-2"], 1);
 }
 
 function axisWords(at, step) {
-  if (step >= 1) return at >= 120 ? `${Math.floor(at / 60)}m${at % 60 ? ` ${Math.round(at % 60)}s` : ""}` : `${Math.round(at)} s`;
+  if (step >= 1)
+    return at >= 120
+      ? `${Math.floor(at / 60)}m${at % 60 ? ` ${Math.round(at % 60)}s` : ""}`
+      : `${Math.round(at)} s`;
   if (step >= 0.1 || at >= 1) return `${Number(at.toFixed(3))} s`;
   if (step >= 0.001) return `${Math.round(at * 1000)} ms`;
   return `${Math.round(at * 1e6)} µs`;

@@ -1,11 +1,11 @@
 // The tokens of one turn as a strip: prompt tokens are plain, sampled tokens are colored by
 // log-probability, advantage or policy version.
 
-import { h, fill } from "./dom.js";
 import { get } from "./api.js";
+import { fill, h } from "./dom.js";
 import { grouped, number } from "./format.js";
 
-const MAX_SHOWN = 4000;  // tokens at once; more on request
+const MAX_SHOWN = 4000; // tokens at once; more on request
 
 export async function tokenStrip(holder, key, call, turn) {
   if (holder.firstChild) return fill(holder);
@@ -19,16 +19,35 @@ export async function tokenStrip(holder, key, call, turn) {
 }
 
 function drawStrip(holder, found) {
-  const modes = [...["logprob", "advantage", "version"].filter((name) => found[`${name}s`]), ...Object.keys(found.scores)];
+  const modes = [
+    ...["logprob", "advantage", "version"].filter((name) => found[`${name}s`]),
+    ...Object.keys(found.scores),
+  ];
   const about = h("p.about", { "aria-live": "polite" }, summary(found));
   const strip = h("div.strip", { tabindex: "0", role: "group", "aria-label": "tokens" });
-  const choose = h("select", { "aria-label": "what the colour of a token says" }, modes.map((name) => h("option", { value: name }, `colour: ${name}`)));
+  const choose = h(
+    "select",
+    { "aria-label": "what the colour of a token says" },
+    modes.map((name) => h("option", { value: name }, `colour: ${name}`)),
+  );
   const given = h("label", null, h("input", { type: "checkbox" }), " given tokens");
   const draw = (most) => {
     const start = given.firstChild.checked ? 0 : found.given.length;
     const all = [...found.given, ...found.sampled].slice(start);
-    const tokens = all.slice(0, most).map((id, index) => token(found, id, start + index, choose.value));
-    fill(strip, tokens, all.length > most ? h("button.small", { type: "button", onclick: () => draw(all.length) }, `${grouped(all.length - most)} more`) : null);
+    const tokens = all
+      .slice(0, most)
+      .map((id, index) => token(found, id, start + index, choose.value));
+    fill(
+      strip,
+      tokens,
+      all.length > most
+        ? h(
+            "button.small",
+            { type: "button", onclick: () => draw(all.length) },
+            `${grouped(all.length - most)} more`,
+          )
+        : null,
+    );
   };
   const say = (event) => {
     const at = event.target.closest("[data-at]");
@@ -39,12 +58,27 @@ function drawStrip(holder, found) {
   choose.onchange = () => draw(MAX_SHOWN);
   given.firstChild.onchange = () => draw(MAX_SHOWN);
   draw(MAX_SHOWN);
-  fill(holder, h("div.strip-tools", null, modes.length ? choose : null, found.given.length ? given : null, about), strip);
+  fill(
+    holder,
+    h(
+      "div.strip-tools",
+      null,
+      modes.length ? choose : null,
+      found.given.length ? given : null,
+      about,
+    ),
+    strip,
+  );
 }
 
 function summary(found) {
-  const parts = [`${grouped(found.reused)} kept, ${grouped(found.given.length)} given, ${grouped(found.sampled.length)} sampled`];
-  if (found.logprobs?.length) parts.push(`mean logprob ${number(found.logprobs.reduce((a, b) => a + b, 0) / found.logprobs.length)}`);
+  const parts = [
+    `${grouped(found.reused)} kept, ${grouped(found.given.length)} given, ${grouped(found.sampled.length)} sampled`,
+  ];
+  if (found.logprobs?.length)
+    parts.push(
+      `mean logprob ${number(found.logprobs.reduce((a, b) => a + b, 0) / found.logprobs.length)}`,
+    );
   if (found.advantages) {
     const unique = [...new Set(found.advantages)];
     parts.push(unique.length === 1 ? `advantage ${number(unique[0])}` : "advantages differ");
@@ -54,12 +88,18 @@ function summary(found) {
 }
 
 function describe(found, at) {
-  const id = [...found.given, ...found.sampled][at], index = at - found.given.length, text = found.texts ? ` ${JSON.stringify(found.texts[at])}` : "";
+  const id = [...found.given, ...found.sampled][at],
+    index = at - found.given.length,
+    text = found.texts ? ` ${JSON.stringify(found.texts[at])}` : "";
   if (index < 0) return `token ${id}${text} · given`;
   const parts = [`token ${id}${text}`, "sampled"];
-  if (found.logprobs) parts.push(`logprob ${number(found.logprobs[index])} (p ${number(Math.exp(found.logprobs[index]))})`);
+  if (found.logprobs)
+    parts.push(
+      `logprob ${number(found.logprobs[index])} (p ${number(Math.exp(found.logprobs[index]))})`,
+    );
   if (found.advantages) parts.push(`advantage ${number(found.advantages[index])}`);
-  for (const [name, values] of Object.entries(found.scores)) parts.push(`${name} ${number(values[index])}`);
+  for (const [name, values] of Object.entries(found.scores))
+    parts.push(`${name} ${number(values[index])}`);
   if (found.versions) parts.push(`version ${found.versions[index]}`);
   return parts.join(" · ");
 }
@@ -67,7 +107,11 @@ function describe(found, at) {
 function token(found, id, at, mode) {
   const index = at - found.given.length;
   const text = found.texts ? visible(found.texts[at]) : String(id);
-  const element = h("span.tok", { "data-at": String(at), class: index < 0 ? "given" : "sampled" }, text || "·");
+  const element = h(
+    "span.tok",
+    { "data-at": String(at), class: index < 0 ? "given" : "sampled" },
+    text || "·",
+  );
   if (index >= 0) {
     const [tone, strength] = colouring(found, index, mode);
     if (tone) {
@@ -75,19 +119,22 @@ function token(found, id, at, mode) {
       element.style.setProperty("--strength", strength.toFixed(2));
     }
   }
-  if (found.texts && found.texts[at].includes("\n")) return [element, h("br")];
+  if (found.texts?.[at].includes("\n")) return [element, h("br")];
   return element;
 }
 
 // [tone, 0…1]: unlikely tokens are strong; advantages are good or bad by size; versions alternate.
+/** @returns {[string, number]} */
 function colouring(found, index, mode) {
   if (mode === "logprob" && found.logprobs) return ["odd", Math.min(1, -found.logprobs[index] / 4)];
   const signed = mode === "advantage" ? found.advantages : found.scores[mode];
   if (signed) {
-    const most = signed.reduce((most, each) => Math.max(most, Math.abs(each)), 1e-9), value = signed[index];
+    const most = signed.reduce((most, each) => Math.max(most, Math.abs(each)), 1e-9),
+      value = signed[index];
     return [value >= 0 ? "good" : "bad", Math.abs(value) / most];
   }
-  if (mode === "version" && found.versions) return [["one", "two", "three"][((found.versions[index] % 3) + 3) % 3], 0.6];
+  if (mode === "version" && found.versions)
+    return [["one", "two", "three"][((found.versions[index] % 3) + 3) % 3], 0.6];
   return ["", 0];
 }
 

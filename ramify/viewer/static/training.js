@@ -1,18 +1,27 @@
-// Training page: a curve over the steps for each metric, an optional second run, and saved rollouts.
+// Training page: a curve over the steps for each metric, an optional second run, and saved
+// rollouts.
 
-import uPlot from "./vendor/uplot.js";
-import { h, fill } from "./dom.js";
-import { get, follow } from "./api.js";
+import { follow, get } from "./api.js";
 import { aligned, chartsOf, inGroups } from "./curves.js";
-import { Samples } from "./samples.js";
+import { fill, h } from "./dom.js";
 import { count, number, seconds } from "./format.js";
+import { Samples } from "./samples.js";
+import uPlot from "./vendor/uplot.js";
 
 export async function trainingPage(page, keys) {
   const { trainings } = await get("/api/runs");
   document.title = "Training · Ramify";
   if (!trainings.length) {
-    fill(page, h("div.empty", null, h("h1", null, "Training"), h("p", null, "The given paths contain no folder of ramify train."),
-      h("p", null, "Show one with ", h("code", null, "ramify view runs/mine"))));
+    fill(
+      page,
+      h(
+        "div.empty",
+        null,
+        h("h1", null, "Training"),
+        h("p", null, "The given paths contain no folder of ramify train."),
+        h("p", null, "Show one with ", h("code", null, "ramify view runs/mine")),
+      ),
+    );
     return null;
   }
   const view = new TrainingView(trainings, keys[0] || trainings[0].key, keys[1] || "");
@@ -22,8 +31,10 @@ export async function trainingPage(page, keys) {
 
 class TrainingView {
   constructor(trainings, key, other) {
-    Object.assign(this, { trainings, key, otherKey: other === key ? "" : other });
-    this.charts = new Map();  // chart -> { element, plot, holder, latest, lines }
+    this.trainings = trainings;
+    this.key = key;
+    this.otherKey = other === key ? "" : other;
+    this.charts = new Map(); // chart -> { element, plot, holder, latest, lines }
   }
 
   async start(page) {
@@ -31,28 +42,67 @@ class TrainingView {
     document.head.append(this.link);
     this.data = await get("/api/training", { key: this.key });
     this.other = this.otherKey ? await get("/api/training", { key: this.otherKey }) : null;
-    const option = (each, chosen) => h("option", { value: each.key, selected: each.key === chosen }, this.nameOf(each));
-    const choose = h("select", { "aria-label": "training run", onchange: () => this.go(choose.value, this.otherKey) }, this.trainings.map((each) => option(each, this.key)));
-    const overlay = h("select", { "aria-label": "laid over it", onchange: () => this.go(this.key, overlay.value) }, h("option", { value: "" }, "overlay: none"),
-      this.trainings.filter((each) => each.key !== this.key).map((each) => option(each, this.otherKey)));
-    this.filter = h("input", { type: "search", id: "filter", placeholder: "filter curves", "aria-label": "filter curves", oninput: () => this.draw() });
+    const option = (each, chosen) =>
+      h("option", { value: each.key, selected: each.key === chosen }, this.nameOf(each));
+    const choose = h(
+      "select",
+      { "aria-label": "training run", onchange: () => this.go(choose.value, this.otherKey) },
+      this.trainings.map((each) => option(each, this.key)),
+    );
+    const overlay = h(
+      "select",
+      { "aria-label": "laid over it", onchange: () => this.go(this.key, overlay.value) },
+      h("option", { value: "" }, "overlay: none"),
+      this.trainings
+        .filter((each) => each.key !== this.key)
+        .map((each) => option(each, this.otherKey)),
+    );
+    this.filter = h("input", {
+      type: "search",
+      id: "filter",
+      placeholder: "filter curves",
+      "aria-label": "filter curves",
+      oninput: () => this.draw(),
+    });
     this.standing = h("span.quiet");
     this.problems = h("div.problems");
     this.diagnoses = h("div.problems", { role: "group", "aria-label": "diagnoses" });
     this.tiles = h("dl.tiles");
     this.samples = new Samples(this.key, this.data.kept);
     this.grid = h("div.charts");
-    fill(page, h("div.wide", null, h("div.wide-head", null, h("h1", null, "Training"), h("div.choose", null, choose, this.trainings.length > 1 ? overlay : null, this.filter), this.standing),
-      this.problems, this.diagnoses, this.tiles, h("div.beside", null, this.grid, this.samples.element)));
+    fill(
+      page,
+      h(
+        "div.wide",
+        null,
+        h(
+          "div.wide-head",
+          null,
+          h("h1", null, "Training"),
+          h("div.choose", null, choose, this.trainings.length > 1 ? overlay : null, this.filter),
+          this.standing,
+        ),
+        this.problems,
+        this.diagnoses,
+        this.tiles,
+        h("div.beside", null, this.grid, this.samples.element),
+      ),
+    );
     this.draw();
     if (this.data.kept.length) this.samples.showStep(this.data.kept[this.data.kept.length - 1]);
-    this.stop = follow("/api/training/events", { key: this.key }, () => this.data.version ?? 0, (data) => {
-      const isLast = this.samples.step === this.data.kept.at(-1), newest = data.kept.at(-1);
-      this.data = { ...data };
-      this.samples.kept = data.kept;
-      this.draw();
-      if (isLast && newest !== this.samples.step) this.samples.showStep(newest);
-    });
+    this.stop = follow(
+      "/api/training/events",
+      { key: this.key },
+      () => this.data.version ?? 0,
+      (data) => {
+        const isLast = this.samples.step === this.data.kept.at(-1),
+          newest = data.kept.at(-1);
+        this.data = { ...data };
+        this.samples.kept = data.kept;
+        this.draw();
+        if (isLast && newest !== this.samples.step) this.samples.showStep(newest);
+      },
+    );
     this.resize = new ResizeObserver(() => this.size());
     this.resize.observe(this.grid);
     this.recolour = () => this.again();
@@ -78,19 +128,42 @@ class TrainingView {
     location.hash = `#/training/${encodeURIComponent(key)}${other && other !== key ? `/${encodeURIComponent(other)}` : ""}`;
   }
 
-  // --- curves ---------------------------------------------------------------------------------------------------
+  // --- curves ------------------------------------------------------------------------------------
 
   draw() {
-    const data = this.data, stages = data.stages.map(([name, step]) => `${name} from ${step}`).join(", ");
+    const data = this.data,
+      stages = data.stages.map(([name, step]) => `${name} from ${step}`).join(", ");
     this.standing.textContent = `step ${number(data.step)} · ${seconds(data.at_s)}${stages ? ` · ${stages}` : ""}`;
-    fill(this.problems, [...data.problems, ...(this.other ? this.other.problems : [])].map((text) => h("p.problem", { role: "alert" }, text)));
+    fill(
+      this.problems,
+      [...data.problems, ...(this.other ? this.other.problems : [])].map((text) =>
+        h("p.problem", { role: "alert" }, text),
+      ),
+    );
     // The newest first: a run that goes wrong repeats itself.
-    fill(this.diagnoses, [...(data.diagnoses || [])].reverse().map(({ step, name, text, action }) =>
-      h("p.problem", { role: "alert" }, h("b", null, `step ${number(step)} · ${name.replaceAll("_", " ")}`), ` ${text}${action === "warn" ? "" : ` (${action})`}`)));
+    fill(
+      this.diagnoses,
+      [...(data.diagnoses || [])]
+        .reverse()
+        .map(({ step, name, text, action }) =>
+          h(
+            "p.problem",
+            { role: "alert" },
+            h("b", null, `step ${number(step)} · ${name.replaceAll("_", " ")}`),
+            ` ${text}${action === "warn" ? "" : ` (${action})`}`,
+          ),
+        ),
+    );
     this.drawTiles();
-    const words = this.filter.value.toLowerCase(), all = chartsOf(Object.keys(data.names));
-    const wanted = [...all.keys()].filter((chart) => chart.toLowerCase().includes(words)), order = inGroups(wanted);
-    const signature = JSON.stringify(order.map(([, charts]) => charts.map((chart) => [chart, all.get(chart).map((line) => line.name)])));
+    const words = this.filter.value.toLowerCase(),
+      all = chartsOf(Object.keys(data.names));
+    const wanted = [...all.keys()].filter((chart) => chart.toLowerCase().includes(words)),
+      order = inGroups(wanted);
+    const signature = JSON.stringify(
+      order.map(([, charts]) =>
+        charts.map((chart) => [chart, all.get(chart).map((line) => line.name)]),
+      ),
+    );
     if (signature !== this.signature) {
       this.signature = signature;
       for (const [name, chart] of this.charts) {
@@ -99,8 +172,18 @@ class TrainingView {
           this.charts.delete(name);
         }
       }
-      fill(this.grid, order.map(([title, members]) => [h("h2.group-title", null, title), members.map((name) => this.chart(name, all.get(name)).element)]));
-      if (!order.length) fill(this.grid, h("p.quiet", null, all.size ? "no curve of that name" : "nothing was measured yet"));
+      fill(
+        this.grid,
+        order.map(([title, members]) => [
+          h("h2.group-title", null, title),
+          members.map((name) => this.chart(name, all.get(name)).element),
+        ]),
+      );
+      if (!order.length)
+        fill(
+          this.grid,
+          h("p.quiet", null, all.size ? "no curve of that name" : "nothing was measured yet"),
+        );
       this.size();
     }
     for (const chart of this.charts.values()) {
@@ -110,11 +193,19 @@ class TrainingView {
   }
 
   drawTiles() {
-    const found = [], last = (name) => this.data.names[name]?.[1].at(-1);
-    for (const name of ["reward", "validation/reward"]) if (last(name) !== undefined) found.push([`${name} now`, number(last(name))]);
-    for (const { stage, values } of this.data.final) for (const [name, value] of Object.entries(values)) if (/reward$|pass/.test(name)) found.push([`${stage}: ${name}`, number(value)]);
-    if (last("tokens_per_s") !== undefined) found.push(["tokens per second", count(last("tokens_per_s"))]);
-    fill(this.tiles, found.map(([name, value]) => h("div.tile", null, h("dt", null, name), h("dd", null, value))));
+    const found = [],
+      last = (name) => this.data.names[name]?.[1].at(-1);
+    for (const name of ["reward", "validation/reward"])
+      if (last(name) !== undefined) found.push([`${name} now`, number(last(name))]);
+    for (const { stage, values } of this.data.final)
+      for (const [name, value] of Object.entries(values))
+        if (/reward$|pass/.test(name)) found.push([`${stage}: ${name}`, number(value)]);
+    if (last("tokens_per_s") !== undefined)
+      found.push(["tokens per second", count(last("tokens_per_s"))]);
+    fill(
+      this.tiles,
+      found.map(([name, value]) => h("div.tile", null, h("dt", null, name), h("dd", null, value))),
+    );
     this.tiles.hidden = !found.length;
   }
 
@@ -126,8 +217,14 @@ class TrainingView {
 
   chart(name, lines) {
     if (this.charts.has(name)) return this.charts.get(name);
-    const latest = h("span"), holder = h("div.plot");
-    const element = h("section.chart", { "aria-label": name, "data-name": name }, h("h3", null, name, latest), holder);
+    const latest = h("span"),
+      holder = h("div.plot");
+    const element = h(
+      "section.chart",
+      { "aria-label": name, "data-name": name },
+      h("h3", null, name, latest),
+      holder,
+    );
     const chart = { element, holder, latest, lines };
     chart.plot = this.plot(chart);
     this.charts.set(name, chart);
@@ -135,21 +232,70 @@ class TrainingView {
   }
 
   plot(chart) {
-    const style = getComputedStyle(document.documentElement), colour = (each) => style.getPropertyValue(each).trim();
-    const axis = { stroke: colour("--ink-3"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 }, font: "11px system-ui" };
-    const data = this.values(chart.lines), few = data[0].length < 60, several = chart.lines.length > 1;
-    const series = [{ label: "step" }, ...chart.lines.map((line) => ({ label: line.name, stroke: colour(line.colour), width: 1.6, spanGaps: true, points: { show: few, size: 4 } }))];
-    if (this.other) series.push(...chart.lines.map((line) => ({ label: line.name, stroke: colour(several ? line.colour : "--warn"), width: 1.6, dash: [5, 3], spanGaps: true, points: { show: false } })));
-    const plot = new uPlot({
-      width: Math.max(chart.holder.clientWidth, 300), height: 180, series, scales: { x: { time: false } }, legend: { show: false }, padding: [8, 10, 0, 0],
-      axes: [{ ...axis, size: 26 }, { ...axis, size: 58, values: (_, ticks) => ticks.map((each) => (each === null ? "" : number(each))) }],
-      cursor: { points: { size: 6 }, drag: { x: true, y: false }, sync: { key: "training" } },
-      hooks: {
-        setCursor: [(self) => this.said(self, chart)],
-        draw: [(self) => this.drawStages(self, colour("--line-2"), colour("--ink-3"))],
+    const style = getComputedStyle(document.documentElement),
+      colour = (each) => style.getPropertyValue(each).trim();
+    const axis = {
+      stroke: colour("--ink-3"),
+      grid: { stroke: colour("--line"), width: 1 },
+      ticks: { stroke: colour("--line"), width: 1 },
+      font: "11px system-ui",
+    };
+    const data = this.values(chart.lines),
+      few = data[0].length < 60,
+      several = chart.lines.length > 1;
+    const series = [
+      { label: "step" },
+      ...chart.lines.map((line) => ({
+        label: line.name,
+        stroke: colour(line.colour),
+        width: 1.6,
+        spanGaps: true,
+        points: { show: few, size: 4 },
+      })),
+    ];
+    if (this.other)
+      series.push(
+        ...chart.lines.map((line) => ({
+          label: line.name,
+          stroke: colour(several ? line.colour : "--warn"),
+          width: 1.6,
+          dash: [5, 3],
+          spanGaps: true,
+          points: { show: false },
+        })),
+      );
+    const plot = new uPlot(
+      {
+        width: Math.max(chart.holder.clientWidth, 300),
+        height: 180,
+        series,
+        scales: { x: { time: false } },
+        legend: { show: false },
+        padding: [8, 10, 0, 0],
+        axes: [
+          { ...axis, size: 26 },
+          {
+            ...axis,
+            size: 58,
+            values: (_, ticks) => ticks.map((each) => (each === null ? "" : number(each))),
+          },
+        ],
+        cursor: { points: { size: 6 }, drag: { x: true, y: false }, sync: { key: "training" } },
+        hooks: {
+          setCursor: [(self) => this.said(self, chart)],
+          draw: [(self) => this.drawStages(self, colour("--line-2"), colour("--ink-3"))],
+        },
       },
-    }, data, chart.holder);
-    plot.over.addEventListener("click", () => plot.cursor.idx !== null && plot.cursor.idx !== undefined && this.samples.showNear(plot.data[0][plot.cursor.idx]));
+      data,
+      chart.holder,
+    );
+    plot.over.addEventListener(
+      "click",
+      () =>
+        plot.cursor.idx !== null &&
+        plot.cursor.idx !== undefined &&
+        this.samples.showNear(plot.data[0][plot.cursor.idx]),
+    );
     return plot;
   }
 
@@ -157,7 +303,11 @@ class TrainingView {
   said(plot, chart) {
     const at = plot.cursor.idx;
     if (at === null || at === undefined || plot.cursor.left < 0) return this.sayLatest(chart);
-    this.say(chart, `step ${number(plot.data[0][at])}: `, plot.data.slice(1).map((each) => each[at] ?? null));
+    this.say(
+      chart,
+      `step ${number(plot.data[0][at])}: `,
+      plot.data.slice(1).map((each) => each[at] ?? null),
+    );
   }
 
   sayLatest(chart) {
@@ -166,13 +316,25 @@ class TrainingView {
   }
 
   say(chart, before, values) {
-    const lines = chart.lines, several = lines.length > 1;
-    fill(chart.latest, before, values.map((value, index) => [index ? " · " : "",
-      several && index < lines.length ? h("i.line-key", { style: { background: `var(${lines[index].colour})` } }) : "", several && index < lines.length ? `${lines[index].label} ` : "", number(value)]));
+    const lines = chart.lines,
+      several = lines.length > 1;
+    fill(
+      chart.latest,
+      before,
+      values.map((value, index) => [
+        index ? " · " : "",
+        several && index < lines.length
+          ? h("i.line-key", { style: { background: `var(${lines[index].colour})` } })
+          : "",
+        several && index < lines.length ? `${lines[index].label} ` : "",
+        number(value),
+      ]),
+    );
   }
 
   drawStages(plot, line, ink) {
-    const pen = plot.ctx, { left, top, width, height } = plot.bbox;
+    const pen = plot.ctx,
+      { left, top, width, height } = plot.bbox;
     pen.save();
     pen.fillStyle = ink;
     pen.textAlign = "left";
@@ -194,7 +356,8 @@ class TrainingView {
   size() {
     for (const chart of this.charts.values()) {
       const width = chart.holder.clientWidth;
-      if (width && Math.abs(width - chart.plot.width) > 1) chart.plot.setSize({ width, height: 180 });
+      if (width && Math.abs(width - chart.plot.width) > 1)
+        chart.plot.setSize({ width, height: 180 });
     }
   }
 
@@ -206,6 +369,10 @@ class TrainingView {
   }
 
   keys() {
-    return { "]": ["rollouts of a later step", () => this.samples.move(1)], "[": ["rollouts of an earlier step", () => this.samples.move(-1)], "/": ["filter curves", () => this.filter.focus()] };
+    return {
+      "]": ["rollouts of a later step", () => this.samples.move(1)],
+      "[": ["rollouts of an earlier step", () => this.samples.move(-1)],
+      "/": ["filter curves", () => this.filter.focus()],
+    };
   }
 }

@@ -1,13 +1,14 @@
-// Transcript of one call, turn by turn: prompts, replies, code with output and errors, and sub-calls.
-// While the run is in progress, only new turns are fetched, and only changed elements are rebuilt.
+// Transcript of one call, turn by turn: prompts, replies, code with output and errors, and sub-
+// calls. While the run is in progress, only new turns are fetched, and only changed elements are
+// rebuilt.
 
-import { h, fill, copy } from "./dom.js";
 import { get, load, offline } from "./api.js";
-import { textBlock } from "./code.js";
-import { Provenance } from "./provenance.js";
-import { count, dollars, hasMarkup, number, oneLine, seconds, stopWords } from "./format.js";
-import { fillSubcalls } from "./subcalls.js";
 import { ArrivingReply } from "./arriving.js";
+import { textBlock } from "./code.js";
+import { copy, fill, h } from "./dom.js";
+import { count, dollars, hasMarkup, number, oneLine, seconds, stopWords } from "./format.js";
+import { Provenance } from "./provenance.js";
+import { fillSubcalls } from "./subcalls.js";
 import { marksOf, noteLine, textOf, told, turnElement } from "./turn.js";
 
 export class Transcript {
@@ -18,21 +19,29 @@ export class Transcript {
     this.head = h("div.call-head");
     this.turns = h("div.turns");
     this.foot = h("div.call-foot");
-    this.element = h("article.transcript", { tabindex: "-1", "aria-label": "transcript" }, this.head, this.turns, this.foot);
+    this.element = h(
+      "article.transcript",
+      { tabindex: "-1", "aria-label": "transcript" },
+      this.head,
+      this.turns,
+      this.foot,
+    );
     this.provenance = new Provenance(this, actions.go);
     this.arriving = new ArrivingReply();
     this.id = null;
-    this.wanted = null;  // first turn to fetch
+    this.wanted = null; // first turn to fetch
     this.loading = null;
+    this.footSignature = "";
+    this.footOf = ""; // the call whose foot is drawn
   }
 
-  // --- which call -----------------------------------------------------------------------------------------------
+  // --- which call --------------------------------------------------------------------------------
 
   async show(id, turn = null) {
     if (this.id !== id) {
       this.id = id;
       this.call = null;
-      this.parts = [];      // turn -> { element, json, places: cell -> element }
+      this.parts = []; // turn -> { element, json, places: cell -> element }
       this.row = this.run.indexOf(id);
       fill(this.head, h("p.quiet", null, "Loading …"));
       fill(this.turns);
@@ -54,7 +63,8 @@ export class Transcript {
 
   async fetch() {
     while (this.wanted !== null) {
-      const id = this.id, from = this.call ? this.wanted : 0;
+      const id = this.id,
+        from = this.call ? this.wanted : 0;
       this.wanted = null;
       try {
         const call = await get("/api/call", { key: this.run.head.key, id, from });
@@ -73,7 +83,9 @@ export class Transcript {
     const children = new Set();
     for (const index of indices) {
       const call = this.run.calls[index];
-      if (index === this.row) this.load(call.stop === null ? Math.max(0, this.call.turns.length - 1) : 0);  // a score may belong to any turn
+      if (index === this.row)
+        // a score may belong to any turn
+        this.load(call.stop === null ? Math.max(0, this.call.turns.length - 1) : 0);
       else if (call.parent === this.row) children.add(`${call.turn}/${call.cell}`);
     }
     if (children.size) this.drawSubcalls(children);
@@ -91,56 +103,125 @@ export class Transcript {
 
   full(pick) {
     if (offline) return async () => null;
-    return async () => pick(await get("/api/call", { key: this.run.head.key, id: this.call.id, full: 1 }));
+    return async () =>
+      pick(await get("/api/call", { key: this.run.head.key, id: this.call.id, full: 1 }));
   }
 
-  // --- head and foot --------------------------------------------------------------------------------------------
+  // --- head and foot -----------------------------------------------------------------------------
 
   drawHead() {
-    const call = this.call, [words, tone] = stopWords(call.stop, this.run.alive && this.run.calls[this.row]?.state !== "done");
+    const call = this.call,
+      [words, tone] = stopWords(
+        call.stop,
+        this.run.alive && this.run.calls[this.row]?.state !== "done",
+      );
     const took = (call.ended_s ?? this.run.now()) - call.started_s;
     const facts = [
-      ["model", call.model], ["took", call.stop || !this.run.alive ? seconds(took) : "…"], ["turns", number(call.num_turns)], ["in", count(call.usage.input_tokens)],
-      ["out", count(call.usage.output_tokens)], ["cost", dollars(call.cost)],
+      ["model", call.model],
+      ["took", call.stop || !this.run.alive ? seconds(took) : "…"],
+      ["turns", number(call.num_turns)],
+      ["in", count(call.usage.input_tokens)],
+      ["out", count(call.usage.output_tokens)],
+      ["cost", dollars(call.cost)],
       ...(call.usage.cached_tokens ? [["cached", count(call.usage.cached_tokens)]] : []),
-      ...(call.context ? [["context", `${call.context.kind}, ${count(call.context.chars)} chars`]] : []),
+      ...(call.context
+        ? [["context", `${call.context.kind}, ${count(call.context.chars)} chars`]]
+        : []),
       ...Object.entries(call.rewards).map(([name, value]) => [`reward: ${name}`, number(value)]),
     ];
     const signature = JSON.stringify([facts, words, call.id, call.question, call.marks]);
     if (signature === this.headSignature && this.head.querySelector("h2")) return;
     this.headSignature = signature;
-    fill(this.head,
-      h("div.crumbs", null, this.crumbs(), h("span", { class: `badge k-${call.kind}` }, call.kind), h("span", { class: `badge ${tone}` }, words)),
-      h("h2", { "data-whole": call.question === oneLine(textOf(call.question), 300) }, oneLine(textOf(call.question), 300) || "(no question)"),
-      h("dl.facts", null, facts.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))),
+    fill(
+      this.head,
+      h(
+        "div.crumbs",
+        null,
+        this.crumbs(),
+        h("span", { class: `badge k-${call.kind}` }, call.kind),
+        h("span", { class: `badge ${tone}` }, words),
+      ),
+      h(
+        "h2",
+        { "data-whole": call.question === oneLine(textOf(call.question), 300) },
+        oneLine(textOf(call.question), 300) || "(no question)",
+      ),
+      h(
+        "dl.facts",
+        null,
+        facts.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value))),
+      ),
       marksOf(call.marks),
-      call.fork ? h("p.note", null, call.fork.turn >= 0 ? `goes on from turn ${call.fork.turn + 1} of ` : "a branch beside ",
-        h("a", { href: this.actions.address(call.fork.call, Math.max(0, call.fork.turn)) }, `call ${call.fork.call}`)) : null);
+      call.fork
+        ? h(
+            "p.note",
+            null,
+            call.fork.turn >= 0
+              ? `goes on from turn ${call.fork.turn + 1} of `
+              : "a branch beside ",
+            h(
+              "a",
+              { href: this.actions.address(call.fork.call, Math.max(0, call.fork.turn)) },
+              `call ${call.fork.call}`,
+            ),
+          )
+        : null,
+    );
   }
 
   crumbs() {
     const line = [];
-    for (let at = this.row; at >= 0; at = this.run.calls[at].parent) line.unshift(this.run.calls[at]);
+    for (let at = this.row; at >= 0; at = this.run.calls[at].parent)
+      line.unshift(this.run.calls[at]);
     return line.map((call, index) => [
       index ? h("span.quiet", null, "›") : null,
-      index === line.length - 1 ? h("b", null, `call ${call.id}`) : h("a", { href: this.actions.address(call.id, line[index + 1]?.turn ?? null) }, call.id),
+      index === line.length - 1
+        ? h("b", null, `call ${call.id}`)
+        : h("a", { href: this.actions.address(call.id, line[index + 1]?.turn ?? null) }, call.id),
     ]);
   }
 
   drawFoot() {
-    const call = this.call, notes = call.notes.filter((note) => note.turn >= call.num_turns && !call.pending);
+    const call = this.call,
+      notes = call.notes.filter((note) => note.turn >= call.num_turns && !call.pending);
     const signature = JSON.stringify([call.answer, call.error, call.stop, notes, this.run.alive]);
     if (signature === this.footSignature && this.footOf === call.id) return;
     [this.footSignature, this.footOf] = [signature, call.id];
     const parts = [notes.map(noteLine)];
-    if (call.error) parts.push(h("section.answer.failed", null, h("h3", null, "failed"), textBlock(call.error, { kind: "error", whole: this.full((it) => it.error) })));
+    if (call.error)
+      parts.push(
+        h(
+          "section.answer.failed",
+          null,
+          h("h3", null, "failed"),
+          textBlock(call.error, { kind: "error", whole: this.full((it) => it.error) }),
+        ),
+      );
     if (call.has_answer) {
       const text = typeof call.answer === "string" ? call.answer : call.answer.text;
-      parts.push(h("section.answer", null, h("h3", null, call.stop === "final" || !call.stop ? "answer" : `answer, as far as it got (${stopWords(call.stop)[0]})`,
-        h("button.copy", { type: "button", onclick: () => copy(text, "answer") }, "copy")),
-        textBlock(call.answer, { kind: "answer-text", lines: 30, whole: this.full((it) => it.answer) })));
-    } else if (call.stop && !call.error) parts.push(h("p.note", null, `ended without an answer: ${stopWords(call.stop)[0]}`));
-    else if (!call.stop && !this.run.alive) parts.push(h("p.note", null, "was interrupted here: the run's process ended"));
+      parts.push(
+        h(
+          "section.answer",
+          null,
+          h(
+            "h3",
+            null,
+            call.stop === "final" || !call.stop
+              ? "answer"
+              : `answer, as far as it got (${stopWords(call.stop)[0]})`,
+            h("button.copy", { type: "button", onclick: () => copy(text, "answer") }, "copy"),
+          ),
+          textBlock(call.answer, {
+            kind: "answer-text",
+            lines: 30,
+            whole: this.full((it) => it.answer),
+          }),
+        ),
+      );
+    } else if (call.stop && !call.error)
+      parts.push(h("p.note", null, `ended without an answer: ${stopWords(call.stop)[0]}`));
+    else if (!call.stop && !this.run.alive)
+      parts.push(h("p.note", null, "was interrupted here: the run's process ended"));
     fill(this.foot, parts);
     const said = this.foot.querySelector(".said.answer-text");
     if (said && hasMarkup(said.textContent)) this.format(said, said.textContent);
@@ -155,7 +236,7 @@ export class Transcript {
     this.provenance.redraw(said, text);
   }
 
-  // --- turns ----------------------------------------------------------------------------------------------------
+  // --- turns -------------------------------------------------------------------------------------
 
   drawTurn(turn) {
     const json = JSON.stringify([turn, this.call.notes.filter((note) => note.turn === turn.index)]);
@@ -166,7 +247,8 @@ export class Transcript {
     if (known) known.element.replaceWith(part.element);
     else this.turns.append(part.element);
     this.parts[turn.index] = part;
-    for (let cell = turn.cells.length; this.run.made(this.row, turn.index, cell).length; cell++) this.drawEarly(turn.index, cell);
+    for (let cell = turn.cells.length; this.run.made(this.row, turn.index, cell).length; cell++)
+      this.drawEarly(turn.index, cell);
   }
 
   drawPending() {
@@ -175,10 +257,25 @@ export class Transcript {
     this.waiting = null;
     if (!asked || this.call.stop) return void this.arriving.leave();
     const late = this.call.notes.filter((note) => note.turn === asked.turn);
-    this.waiting = h("section.turn.pending", { id: `turn-${asked.turn}` },
-      h("header.turn-head", null, h("span.turn-no", null, this.call.kind === "rlm" ? `turn ${asked.turn + 1}` : "request"),
-        h("span.turn-facts", null, this.run.alive ? h("span.live", null, "asking the model …") : "was asking the model when the run was interrupted")),
-      late.map(noteLine), told(this, { index: asked.turn, prompt: asked.prompt }), this.arriving.element);
+    this.waiting = h(
+      "section.turn.pending",
+      { id: `turn-${asked.turn}` },
+      h(
+        "header.turn-head",
+        null,
+        h("span.turn-no", null, this.call.kind === "rlm" ? `turn ${asked.turn + 1}` : "request"),
+        h(
+          "span.turn-facts",
+          null,
+          this.run.alive
+            ? h("span.live", null, "asking the model …")
+            : "was asking the model when the run was interrupted",
+        ),
+      ),
+      late.map(noteLine),
+      told(this, { index: asked.turn, prompt: asked.prompt }),
+      this.arriving.element,
+    );
     this.turns.append(this.waiting);
     this.arriving.show(this.id, asked.turn);
   }
@@ -189,11 +286,12 @@ export class Transcript {
     if (this.waiting) this.arriving.show(this.id, this.call.pending.turn);
   }
 
-  // --- sub-calls ------------------------------------------------------------------------------------------------
+  // --- sub-calls ---------------------------------------------------------------------------------
 
   drawSubcalls(keys) {
     for (const key of keys) {
-      const [turn, cell] = key.split("/").map(Number), place = this.parts[turn]?.places.get(cell);
+      const [turn, cell] = key.split("/").map(Number),
+        place = this.parts[turn]?.places.get(cell);
       if (place) fillSubcalls(this, place, turn, cell);
       else if (this.call.turns[turn]) this.drawEarly(turn, cell);
     }
@@ -208,7 +306,7 @@ export class Transcript {
     part.element.append(h("div.cell.early", null, place));
   }
 
-  // --- navigation ---------------------------------------------------------------------------------------------
+  // --- navigation --------------------------------------------------------------------------------
 
   scrollTo(turn) {
     const element = this.turns.querySelector(`[data-turn="${Number(turn)}"]`);
@@ -245,11 +343,17 @@ export class Transcript {
   }
 
   scroller() {
-    return this.element.scrollHeight > this.element.clientHeight + 1 ? this.element : { getBoundingClientRect: () => ({ top: 0 }) };
+    return this.element.scrollHeight > this.element.clientHeight + 1
+      ? this.element
+      : { getBoundingClientRect: () => ({ top: 0 }) };
   }
 
   firstCode() {
-    const found = this.element.querySelector(".turn:focus .code code, .turn:focus-within .code code") || this.element.querySelector(".code code");
-    return found ? this.call.turns.flatMap((turn) => turn.cells).map((cell) => textOf(cell.code))[0] : "";
+    const found =
+      this.element.querySelector(".turn:focus .code code, .turn:focus-within .code code") ||
+      this.element.querySelector(".code code");
+    return found
+      ? this.call.turns.flatMap((turn) => turn.cells).map((cell) => textOf(cell.code))[0]
+      : "";
   }
 }

@@ -1,21 +1,22 @@
-// The call tree as a picture: time from left to right, depth from top to bottom, a bar for each call.
+// The call tree as a picture: time from left to right, depth from top to bottom, a bar for each
+// call.
 //
 // Each depth has two bands: its sessions, and below them its plain calls, which are many and thin.
-// Overlapping calls of a band get separate lanes; if there are more lanes than pixels, lanes overlap.
-// Bars of running calls grow with the clock. Not here: layout (lanes.js), drawing (strokes.js), mouse
-// and keyboard (pointing.js).
+// Overlapping calls of a band get separate lanes; if there are more lanes than pixels, lanes
+// overlap. Bars of running calls grow with the clock. Not here: layout (lanes.js), drawing
+// (strokes.js), mouse and keyboard (pointing.js).
 
 import { h } from "./dom.js";
 import { seconds, stopWords } from "./format.js";
 import { Lanes, shared } from "./lanes.js";
 import { listen } from "./pointing.js";
-import { AXIS, LEFT, RIGHT, drawAxis, drawCall, drawSelected, worthColour } from "./strokes.js";
+import { AXIS, drawAxis, drawCall, drawSelected, LEFT, RIGHT, worthColour } from "./strokes.js";
 
 const GAP = 4;
-const LANES = [22, 9];  // maximum pixels of a lane: sessions, plain calls
-const LEAST = [14, 8];  // minimum pixels of a band
-const TALLEST = 0.22;  // share of the window that the strip may fill
-const FRAME_MS = 33;  // between frames of a growing picture
+const LANES = [22, 9]; // maximum pixels of a lane: sessions, plain calls
+const LEAST = [14, 8]; // minimum pixels of a band
+const TALLEST = 0.22; // share of the window that the strip may fill
+const FRAME_MS = 33; // between frames of a growing picture
 
 export class Picture {
   // run: the page's model (run.js); pick(index) is called when a call is clicked.
@@ -29,18 +30,40 @@ export class Picture {
     this.selected = -1;
     this.hovered = -1;
     this.mode = "stop";
-    this.canvas = h("canvas", { tabindex: "0", role: "img", "aria-label": "the tree of calls over time; the list of calls below holds the same" });
+    this.canvas = h("canvas", {
+      tabindex: "0",
+      role: "img",
+      "aria-label": "the tree of calls over time; the list of calls below holds the same",
+    });
     this.tip = h("div.tip", { hidden: true, role: "tooltip" });
-    const button = (text, label, onclick) => h("button.tool", { type: "button", onclick, "aria-label": label, title: label }, text);
+    const button = (text, label, onclick) =>
+      h("button.tool", { type: "button", onclick, "aria-label": label, title: label }, text);
     this.legend = h("div.legend");
-    this.modes = h("select", { "aria-label": "what colours mean", onchange: () => this.setMode(this.modes.value) },
-      [["stop", "outcome"], ["reward", "reward"]].map(([mode, name]) => h("option", { value: mode }, `colour: ${name}`)));
+    this.modes = h(
+      "select",
+      { "aria-label": "what colours mean", onchange: () => this.setMode(this.modes.value) },
+      [
+        ["stop", "outcome"],
+        ["reward", "reward"],
+      ].map(([mode, name]) => h("option", { value: mode }, `colour: ${name}`)),
+    );
     this.startUp = h("span.start-up", { hidden: true });
     this.frame = h("div.canvas", null, this.canvas, this.tip);
-    this.element = h("section.picture", { "aria-label": "tree" },
-      h("div.picture-tools", null, this.startUp, this.legend, this.modes,
-        button("−", "zoom out", () => this.zoom(1.6)), button("+", "zoom in", () => this.zoom(1 / 1.6)), button("fit", "fit: show all of it", () => this.fit())),
-      this.frame);
+    this.element = h(
+      "section.picture",
+      { "aria-label": "tree" },
+      h(
+        "div.picture-tools",
+        null,
+        this.startUp,
+        this.legend,
+        this.modes,
+        button("−", "zoom out", () => this.zoom(1.6)),
+        button("+", "zoom in", () => this.zoom(1 / 1.6)),
+        button("fit", "fit: show all of it", () => this.fit()),
+      ),
+      this.frame,
+    );
     listen(this);
     this.sized = new ResizeObserver(() => this.later());
     this.sized.observe(this.canvas.parentElement);
@@ -64,10 +87,24 @@ export class Picture {
   setMode(mode) {
     this.mode = mode;
     const entries = {
-      stop: [["good", "final"], ["warn", "limit"], ["bad", "error"], ["live", "running"], ["odd", "differs"]],
-      reward: [["good", "best"], ["bad", "worst"], ["none", "not scored"]],
+      stop: [
+        ["good", "final"],
+        ["warn", "limit"],
+        ["bad", "error"],
+        ["live", "running"],
+        ["odd", "differs"],
+      ],
+      reward: [
+        ["good", "best"],
+        ["bad", "worst"],
+        ["none", "not scored"],
+      ],
     }[mode];
-    this.legend.replaceChildren(...entries.map(([swatch, text]) => h("span.key", null, h("i", { class: `sw-${swatch}` }), text)));
+    this.legend.replaceChildren(
+      ...entries.map(([swatch, text]) =>
+        h("span.key", null, h("i", { class: `sw-${swatch}` }), text),
+      ),
+    );
     this.later();
   }
 
@@ -81,13 +118,19 @@ export class Picture {
 
   // As tall as its lanes need; hidden for a run of one plain call, which has no tree.
   resize() {
-    const calls = this.run.calls, start = this.start();
+    const calls = this.run.calls,
+      start = this.start();
     this.element.hidden = !calls.length || (calls.length === 1 && calls[0].kind !== "rlm");
-    const bands = this.lanes.bands.filter((band) => band.num), gaps = GAP * Math.max(bands.length - 1, 0);
-    const tall = this.lanes.bands.reduce((sum, band, index) => sum + band.num * LANES[index % 2], AXIS + gaps + 8);
+    const bands = this.lanes.bands.filter((band) => band.num),
+      gaps = GAP * Math.max(bands.length - 1, 0);
+    const tall = this.lanes.bands.reduce(
+      (sum, band, index) => sum + band.num * LANES[index % 2],
+      AXIS + gaps + 8,
+    );
     const least = AXIS + gaps + 8 + bands.length * LEAST[0];
     const height = Math.min(tall, Math.max(least, Math.round(TALLEST * innerHeight)));
-    if (height !== this.height) this.frame.style.height = `${(this.height = height)}px`;
+    if (height !== this.height) this.frame.style.height = `${height}px`;
+    this.height = height;
     this.startUp.hidden = start < 0.0005;
     const said = `start-up ${seconds(start)}`;
     if (this.startUp.textContent !== said) this.startUp.textContent = said;
@@ -125,7 +168,8 @@ export class Picture {
   }
 
   zoomTo(call) {
-    const end = call.ended_s ?? this.end(), margin = Math.max((end - call.started_s) * 0.05, this.end() / 1e5);
+    const end = call.ended_s ?? this.end(),
+      margin = Math.max((end - call.started_s) * 0.05, this.end() / 1e5);
     [this.from, this.to] = [Math.max(0, call.started_s - margin), end + margin];
     this.zoomed = true;
     this.later();
@@ -137,20 +181,31 @@ export class Picture {
     requestAnimationFrame(() => {
       this.waiting = false;
       this.draw();
-      if (this.run.alive && !this.closed && !document.hidden) setTimeout(() => this.later(), FRAME_MS);
+      if (this.run.alive && !this.closed && !document.hidden)
+        setTimeout(() => this.later(), FRAME_MS);
     });
   }
 
-  // --- positions -----------------------------------------------------------------------------------------
+  // --- positions ---------------------------------------------------------------------------------
 
   layout(width, height) {
-    const bands = this.lanes.bands, used = bands.filter((band) => band.num).length;
+    const bands = this.lanes.bands,
+      used = bands.filter((band) => band.num).length;
     const room = height - AXIS - GAP * Math.max(used - 1, 0) - 6;
-    const heights = shared(bands.map((band, index) => band.num * LANES[index % 2]), bands.map((band, index) => (band.num ? LEAST[index % 2] : 0)),
-      bands.map((band) => Math.sqrt(band.num)), room);
+    const heights = shared(
+      bands.map((band, index) => band.num * LANES[index % 2]),
+      bands.map((band, index) => (band.num ? LEAST[index % 2] : 0)),
+      bands.map((band) => Math.sqrt(band.num)),
+      room,
+    );
     let top = AXIS;
     this.bands = heights.map((tall, index) => {
-      const found = { top, height: tall, lane: tall / Math.max(bands[index].num, 1), most: LANES[index % 2] };
+      const found = {
+        top,
+        height: tall,
+        lane: tall / Math.max(bands[index].num, 1),
+        most: LANES[index % 2],
+      };
       top += tall ? tall + GAP : 0;
       return found;
     });
@@ -164,14 +219,21 @@ export class Picture {
 
   // The topmost call at a position, or the nearest one within a few pixels.
   at(x, y) {
-    const number = (this.bands || []).findIndex((band) => band.height && y >= band.top && y < band.top + band.height + GAP);
+    const number = (this.bands || []).findIndex(
+      (band) => band.height && y >= band.top && y < band.top + band.height + GAP,
+    );
     if (number < 0) return -1;
-    const band = this.bands[number], lane = (y - band.top) / band.lane, reach = Math.max(1, 3 / band.lane);
-    let best = -1, least = Infinity;
+    const band = this.bands[number],
+      lane = (y - band.top) / band.lane,
+      reach = Math.max(1, 3 / band.lane);
+    let best = -1,
+      least = Infinity;
     for (const index of this.lanes.bands[number].calls) {
-      const call = this.run.calls[index], off = Math.abs(this.lanes.of[index] + 0.5 - lane);
+      const call = this.run.calls[index],
+        off = Math.abs(this.lanes.of[index] + 0.5 - lane);
       if (off > reach) continue;
-      const left = this.x(call.started_s), right = Math.max(this.x(call.ended_s ?? this.end()), left + 2);
+      const left = this.x(call.started_s),
+        right = Math.max(this.x(call.ended_s ?? this.end()), left + 2);
       const beside = x < left ? left - x : x > right ? x - right : 0;
       if (beside > 4) continue;
       const distance = beside + off * Math.min(band.lane, 8);
@@ -180,19 +242,35 @@ export class Picture {
     return best;
   }
 
-  // --- drawing --------------------------------------------------------------------------------------------------
+  // --- drawing -----------------------------------------------------------------------------------
 
   paint() {
     if (this.colours) return this.colours;
-    const style = getComputedStyle(document.documentElement), value = (name) => style.getPropertyValue(name).trim();
-    const names = ["good", "bad", "warn", "live", "odd", "ink", "ink-2", "ink-3", "line", "line-2", "paper", "on-bar"];
-    return (this.colours = Object.fromEntries(names.map((name) => [name, value(`--${name}`)])));
+    const style = getComputedStyle(document.documentElement),
+      value = (name) => style.getPropertyValue(name).trim();
+    const names = [
+      "good",
+      "bad",
+      "warn",
+      "live",
+      "odd",
+      "ink",
+      "ink-2",
+      "ink-3",
+      "line",
+      "line-2",
+      "paper",
+      "on-bar",
+    ];
+    this.colours = Object.fromEntries(names.map((name) => [name, value(`--${name}`)]));
+    return this.colours;
   }
 
   // [minimum, maximum] reward of all calls, or null without rewards.
   range() {
     if (this.worth === null) {
-      let least = Infinity, most = -Infinity;
+      let least = Infinity,
+        most = -Infinity;
       for (const { reward } of this.run.calls) {
         if (reward === null) continue;
         if (reward < least) least = reward;
@@ -206,14 +284,30 @@ export class Picture {
   colour(call) {
     const colours = this.paint();
     if (this.mode === "reward") return worthColour(colours, call.reward, this.range());
-    return colours[call.outlier && !call.failed ? "odd" : call.failed ? "bad" : call.stop ? stopWords(call.stop)[1] : this.run.alive ? "live" : "warn"];
+    return colours[
+      call.outlier && !call.failed
+        ? "odd"
+        : call.failed
+          ? "bad"
+          : call.stop
+            ? stopWords(call.stop)[1]
+            : this.run.alive
+              ? "live"
+              : "warn"
+    ];
   }
 
   draw() {
-    const box = this.canvas.parentElement, width = box.clientWidth, height = box.clientHeight;
-    if (!width || !height) return void (this.canvas.dataset.drawn = String(this.run.calls.length));  // hidden
+    const box = this.canvas.parentElement,
+      width = box.clientWidth,
+      height = box.clientHeight;
+    this.canvas.dataset.drawn = String(this.run.calls.length);
+    if (!width || !height) return; // hidden
     const density = devicePixelRatio || 1;
-    if (this.canvas.width !== Math.round(width * density) || this.canvas.height !== Math.round(height * density)) {
+    if (
+      this.canvas.width !== Math.round(width * density) ||
+      this.canvas.height !== Math.round(height * density)
+    ) {
       this.canvas.width = Math.round(width * density);
       this.canvas.height = Math.round(height * density);
     }
@@ -227,9 +321,9 @@ export class Picture {
     pen.rect(LEFT - 1, AXIS - 2, width - LEFT - RIGHT + 2, height);
     pen.clip();
     const calls = this.run.calls;
-    for (let index = 0; index < calls.length; index++) drawCall(this, pen, calls[index], index, width);
-    drawSelected(this, pen, width);
+    for (let index = 0; index < calls.length; index++)
+      drawCall(this, pen, calls[index], index, width);
+    drawSelected(this, pen);
     pen.restore();
-    this.canvas.dataset.drawn = String(calls.length);
   }
 }

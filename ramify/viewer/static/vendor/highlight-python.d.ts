@@ -1,0 +1,2 @@
+declare const python: unknown;
+export default python;

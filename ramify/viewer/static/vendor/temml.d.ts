@@ -1,0 +1,2 @@
+declare const temml: { render(source: string, place: HTMLElement, options: object): void };
+export default temml;
