@@ -45,6 +45,8 @@ from ramify.sandbox.base import Session as Session
 from ramify.sandbox.base import open_sandbox as open_sandbox
 from ramify.sandbox.providers.docker import DockerSpec as DockerSpec
 from ramify.sources.load_sources import load as load
+from ramify.store.base import RunStore as RunStore
+from ramify.store.memory_store import MemoryStore as MemoryStore
 from ramify.store.store import Store as Store
 from ramify.testing.scripted import ScriptedClient as ScriptedClient
 from ramify.types.event import AttemptFailed as AttemptFailed

@@ -24,7 +24,7 @@ from ramify.errors import ConfigError
 from ramify.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from ramify.store.store import Store
+    from ramify.store.base import RunStore
 
 
 class Conversation:
@@ -34,7 +34,7 @@ class Conversation:
         self,
         setup: RlmSetup,
         shared: SharedResources,
-        store: Store | None,
+        store: RunStore | None,
         prompt: Any,
         options: RunOptions,
         *,
@@ -95,7 +95,7 @@ class Conversation:
     async def __aenter__(self) -> Conversation:
         store = self._store
         self._shared.pin()
-        journal = store.create(store.new_id("conversation")) if store else None
+        journal = None if store is None else store.create(store.new_id("conversation"))
         recorder = EventRecorder(
             journal.id if journal else secrets.token_hex(8),
             journal,

@@ -34,7 +34,7 @@ from ramify.types.event import (
 from ramify.types.trajectory import ContextRef, Stop, Trajectory
 
 if TYPE_CHECKING:
-    from ramify.store.journal import Journal
+    from ramify.store.base import RunJournal
     from ramify.store.live_text import LiveTextWriter
 
 _log = RoomLogger("engine")
@@ -67,7 +67,7 @@ class EventRecorder:
     def __init__(
         self,
         id: str,
-        journal: Journal | None = None,
+        journal: RunJournal | None = None,
         listeners: tuple[Listener, ...] = (),
         *,
         held: Callable[[AnyEvent], bool] | None = None,
@@ -153,7 +153,7 @@ class EventRecorder:
         """Record a note on the call with the id ``call``."""
         self.emit(NoteAdded(at_s=self.now(), call=call, text=text, is_warning=is_warning))
 
-    def _write(self, journal: Journal, event: AnyEvent) -> None:
+    def _write(self, journal: RunJournal, event: AnyEvent) -> None:
         """Write ``event`` unless the journal contains it. A resumed run that asks nothing new and
         gives no answer leaves its journal unchanged."""
         if self._held is not None and self._held(event):

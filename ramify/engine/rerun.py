@@ -32,7 +32,7 @@ from ramify.types.message import Message
 from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
-    from ramify.store.store import Store
+    from ramify.store.base import RunStore
 
 _OF_THE_RECORD = ("cite", "cache", "metadata", "direct", *INSTRUCTIONS)
 """Options that a resumed or replayed run takes from its record."""
@@ -166,7 +166,7 @@ def recorded_limits(recording: RecordedReplies) -> Limits:
 
 
 def question_of(
-    store: Store | None, started: RunStarted, kind: Any, prompt: Any = None
+    store: RunStore | None, started: RunStarted, kind: Any, prompt: Any = None
 ) -> Question:
     """The recorded question, with ``kind`` as the type of its answer if that is given, and with the
     tools and the sessions of ``prompt``."""
@@ -199,7 +199,7 @@ def question_of(
     )
 
 
-def from_record(store: Store, run: str, ended: RunEnded, kind: Any = None) -> Result:
+def from_record(store: RunStore, run: str, ended: RunEnded, kind: Any = None) -> Result:
     """The result of a run that has ended. ``kind`` is the type of its answer, if that is given."""
     trajectory = store.load(run)
     answer: Any = trajectory.answer

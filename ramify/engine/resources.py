@@ -33,9 +33,7 @@ from ramify.sandbox.base import Sandbox, SandboxSpec, launch, open_sandbox, warn
 
 if TYPE_CHECKING:
     from ramify.engine.reply_reuse import ReusableReplies
-    from ramify.store.journal import Journal
-    from ramify.store.private_files import BlobStore
-    from ramify.store.store import Store
+    from ramify.store.base import RunBlobs, RunStore
 
 T = TypeVar("T")
 _log = RoomLogger("engine")
@@ -291,7 +289,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
     sampling: Sampling
     tools: ToolSet
     child_tools: ToolSet
-    blobs: BlobStore | None
+    blobs: RunBlobs | None
     has_own_scaffold: bool
     """True if the user chose the scaffold, which then serves every model."""
     search: BranchSearch | None = None
@@ -410,7 +408,7 @@ def _given(*models: Sequence[Model | Client]) -> list[dict[str, Any]]:
     return [{"name": m.name, **settings} for m in distinct if (settings := m.settings())]
 
 
-def stored_in(store: Store | None, what: str) -> Store:
+def stored_in(store: RunStore | None, what: str) -> RunStore:
     """Return ``store``. Raises ConfigError if there is none, since ``what`` needs one."""
     if store is None:
         raise ConfigError(
@@ -419,24 +417,22 @@ def stored_in(store: Store | None, what: str) -> Store:
     return store
 
 
-def reply_cache(store: Store | None, is_enabled: bool) -> ReusableReplies | None:
+def reply_cache(store: RunStore | None, is_enabled: bool) -> ReusableReplies | None:
     """Return the replies recorded in ``store`` if their reuse is enabled."""
     if not is_enabled:
         return None
     from ramify.engine.reply_reuse import ReusableReplies
+    from ramify.store.store import Store
 
-    return ReusableReplies(stored_in(store, "cache=True"))
+    kept = stored_in(store, "cache=True")
+    if not isinstance(kept, Store):
+        raise ConfigError(
+            f"cache=True reads the journals of a folder, which a {type(kept).__name__} does not "
+            "have: RLM(…, store=ramify.Store())"
+        )
+    return ReusableReplies(kept)
 
 
 def new_id() -> str:
     """A unique id for a run that is not stored."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
-
-
-def close_journal(store: Store | None, journal: Journal | None) -> None:
-    """Close ``journal`` and delete it if it has no event: that run failed before it started, so
-    there is nothing to list or resume."""
-    if store is not None and journal is not None:
-        journal.close()
-        if journal.path.stat().st_size == 0:
-            store.remove(journal.path)

@@ -43,7 +43,6 @@ from ramify.engine.resources import (
     RlmSetup,
     SharedResources,
     as_models,
-    close_journal,
     new_id,
     reply_cache,
     stored_in,
@@ -53,8 +52,8 @@ from ramify.engine.scaffold import Scaffold, card_of, scaffold_of
 from ramify.engine.tool_set import Tools, ToolSet
 from ramify.errors import ConfigError
 from ramify.sandbox.base import SandboxSpec, check_provider, provider_spec
+from ramify.store.base import RunStore
 from ramify.store.recorded_replies import RecordedReplies
-from ramify.store.store import Store
 from ramify.types.event import AnyEvent
 
 __all__ = ["RLM", "Result", "RunHandle"]
@@ -70,7 +69,7 @@ class RLM:
     tools          your functions and values, available in the session; functions run in this
                    process, with its permissions
     child_tools    tools of the children; by default ``tools``
-    store          where runs are saved; by default they are not
+    store          where runs are kept: a ``Store`` or ``MemoryStore``; by default nowhere
     depths         turns, scaffold and tools by depth (``DepthOptions``), if they differ
     branches       number of continuations of the root's first turn; the majority answer wins
     options        defaults of all questions, also as keywords: ``sub_model``, ``limits``,
@@ -85,7 +84,7 @@ class RLM:
         sandbox: SandboxSpec | str | None = None,
         tools: Tools | None = None,
         child_tools: Tools | None = None,
-        store: Store | None = None,
+        store: RunStore | None = None,
         branches: int = 1,
         depths: Sequence[DepthOptions] = (),
         options: RunOptions | None = None,
@@ -94,11 +93,12 @@ class RLM:
         options = RunOptions().updated(options, defaults, RLM.__init__.__kwdefaults__ or ())
         limits = options.limits or Limits(**card_of(model).limits)
         given_spec = SandboxSpec(sandbox) if isinstance(sandbox, str) else sandbox or SandboxSpec()
-        for name, value, kind in (("sandbox", given_spec, SandboxSpec), ("store", store, Store)):
+        for name, value, kind, wanted in (
+            ("sandbox", given_spec, SandboxSpec, "SandboxSpec"),
+            ("store", store, RunStore, "Store"),
+        ):
             if value is not None and not isinstance(value, kind):
-                raise ConfigError(
-                    f"{name} is a {type(value).__name__}: give a ramify.{kind.__name__}(…)"
-                )
+                raise ConfigError(f"{name} is a {type(value).__name__}: give a ramify.{wanted}(…)")
         if not isinstance(branches, int):
             raise ConfigError(f"branches is a {type(branches).__name__}: give a number")
         if branches < 1 or (branches > 1 and options.search is not None):
@@ -124,7 +124,7 @@ class RLM:
             options.sampling or Sampling(),
             tool_set,
             tool_set if child_tools is None else ToolSet(child_tools),
-            store.blobs if store else None,
+            None if store is None else store.blobs,
             scaffold is not None,
             search,
             tuple(depths),
@@ -243,13 +243,11 @@ class RLM:
     def _recorder(self, question: str, options: RunOptions) -> EventRecorder:
         """Recorder of a new run, which is in the store if there is one."""
         listeners = (*checked_listener(options.on_event), *tracing())
-        journal = self.store.create(self.store.new_id(question)) if self.store else None
-        return EventRecorder(
-            journal.id if journal else new_id(),
-            journal,
-            listeners,
-            on_close=functools.partial(close_journal, self.store, journal),
-        )
+        if self.store is None:
+            return EventRecorder(new_id(), None, listeners)
+        journal = self.store.create(self.store.new_id(question))
+        finish = functools.partial(self.store.finish, journal)
+        return EventRecorder(journal.id, journal, listeners, on_close=finish)
 
     async def aprompt(
         self,

@@ -4,7 +4,8 @@
                         └── server stops, or is killed ──▶ listed at the next start
 
 Each run in progress has an empty file as its mark, because a server may be killed at any time, and
-two servers may share a store. Not here: how a run continues (see RLM.restart).
+two servers may share a store. Only a store in a folder has marks. Not here: how a run continues
+(see RLM.restart).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 
 from ramify.errors import RamifyError
 from ramify.http_server.rejections import RequestRejected
+from ramify.store.base import RunStore
 from ramify.store.private_files import FILE_MODE, make_folder
 from ramify.store.recorded_replies import RecordedReplies
 from ramify.store.store import Store
@@ -25,9 +27,9 @@ _ID = re.compile(r"[\w-]+")
 class UnfinishedRuns:
     """Marks of the runs in progress in one store."""
 
-    def __init__(self, store: Store | None) -> None:
+    def __init__(self, store: RunStore | None) -> None:
         self._store = store
-        self._folder = None if store is None else make_folder(store.root / "serving")
+        self._folder = make_folder(store.root / "serving") if isinstance(store, Store) else None
 
     def begin(self, run: str) -> None:
         if self._folder is not None:

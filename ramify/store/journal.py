@@ -91,6 +91,11 @@ class Journal:
         """Why an event was not written; none is written after it."""
         self._closed = False
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no event was ever written to it."""
+        return self._size == 0
+
     def append(self, event: AnyEvent) -> None:
         """Write ``event``. It then survives the death of this process, and a reply soon also that
         of the machine.

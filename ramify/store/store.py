@@ -20,7 +20,6 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +27,7 @@ import msgspec
 
 from ramify.errors import StoreError, UnknownRun
 from ramify.secrets import SecretRedactor
+from ramify.store.base import RunStore, check_run_id, id_of, is_run_id
 from ramify.store.journal import (
     CANNOT_DECODE,
     Journal,
@@ -70,10 +70,9 @@ from ramify.types.event import (
     RunResumed,
     RunStarted,
     ScoreAdded,
-    TrajectoryFold,
 )
 from ramify.types.message import Usage
-from ramify.types.trajectory import Stop, Trajectory, as_text, cut
+from ramify.types.trajectory import Stop, as_text, cut
 
 if TYPE_CHECKING:
     import sqlite3
@@ -290,14 +289,13 @@ class RunIndex:
         return database
 
 
-_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _STAMP = re.compile(r"\d{8}-\d{6}-")
-_DIGITS = "0123456789abcdefghjkmnpqrstvwxyz"
-"""Base 32 in ascending order, without letters that look alike."""
 
 
-class Store:
-    """The runs in one folder. Safe for several threads and processes at once."""
+class Store(RunStore):
+    """The runs in one folder. Safe for several threads and processes at once.
+
+    ``run`` may also be the path of a ``.jsonl`` file."""
 
     def __init__(self, root: str | Path | None = None, *, fsync: Fsync = os.fsync) -> None:
         """``fsync`` flushes an open file to disk. Tests pass the method of a
@@ -310,23 +308,10 @@ class Store:
         self._index = RunIndex(self.root / "index.sqlite")
         self._size = StoreSize(self.root)
 
-    def new_id(self, question: str) -> str:
-        """A unique, readable id that sorts by time (UTC, to the microsecond), such as
-        ``20260301-142501-5gk0x7m-which-host-failed``."""
-        now = time.time()
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
-        fraction = _base32(int(now % 1 * 1e6), 4)
-        unique = "".join(_DIGITS[byte % 32] for byte in os.urandom(3))
-        words = re.findall(r"[a-z0-9]+", question.lower())[:4]
-        return "-".join([stamp, fraction + unique, *(word[:16] for word in words)])
-
     def create(self, run_id: str, secrets: Mapping[str, str] | None = None) -> Journal:
         """A journal for a new run. ``secrets`` (name -> value) are redacted in it, as are those of
         the environment."""
-        if not _ID.fullmatch(run_id):
-            raise StoreError(
-                f"{run_id!r} cannot name a run: use letters, digits, '-', '_' and '.', at most 128"
-            )
+        check_run_id(run_id)
         self._size.warn_if_full()
         keep_reserve(self.root)
         path = self._runs / f"{run_id}.jsonl"
@@ -377,13 +362,6 @@ class Store:
         if holder is not None:
             raise in_use(self.path(run), str(holder))
 
-    def append(self, run: str | Path, events: Iterable[AnyEvent]) -> None:
-        """Append to a run that no process writes what became known after its end, such as a
-        ``ScoreAdded``."""
-        with self.reopen(run) as journal:
-            for event in events:
-                journal.append(event)
-
     def path(self, run: str | Path) -> Path:
         """The journal that ``run`` refers to: a run's id, the unique beginning of one, ``"last"``,
         or a ``.jsonl`` file."""
@@ -394,15 +372,10 @@ class Store:
                 raise UnknownRun(f"the journal {path} does not exist")
             return path
         exact = self._runs / f"{name}.jsonl"
-        if _ID.fullmatch(name) and exact.is_file():
+        if is_run_id(name) and exact.is_file():
             return exact
-        journals = self._journals()
-        if name == "last" and journals:
-            return journals[0]
-        matches = [path for path in journals if path.stem.startswith(name)] if name else []
-        if len(matches) == 1:
-            return matches[0]
-        raise UnknownRun(self._not_found(name, journals, matches))
+        ids = [path.stem for path in self._journals()]
+        return self._runs / f"{id_of(name, ids, self._runs)}.jsonl"
 
     def events(self, run: str | Path) -> Iterator[AnyEvent]:
         """The events of ``run``, oldest first; also readable while it is being written."""
@@ -411,13 +384,6 @@ class Store:
     def follow(self, run: str | Path, poll_s: float = 0.1) -> AsyncIterator[AnyEvent]:
         """The events of ``run`` from the first, and new ones while it is being written."""
         return follow(self.path(run), poll_s)
-
-    def load(self, run: str | Path) -> Trajectory:
-        """The trajectory of ``run``."""
-        fold = TrajectoryFold()
-        for event in self.events(run):
-            fold.apply(event)
-        return fold.trajectory
 
     def runs(self, limit: int | None = None) -> list[RunSummary]:
         """Summaries, newest first."""
@@ -489,18 +455,6 @@ class Store:
                     continue
         return [path for _, path in sorted(keyed, reverse=True)]
 
-    def _not_found(self, name: str, journals: list[Path], matches: list[Path]) -> str:
-        if matches:
-            return (
-                f"{len(matches)} runs begin with {name!r}, such as {matches[-1].stem}: give more "
-                "of the id"
-            )
-        if not journals:
-            return f"the store {self._runs} has no runs"
-        close = get_close_matches(name, [path.stem for path in journals], n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]}? " if close else ""
-        return f"found no run {name!r} in {self._runs}: {hint}the last one is {journals[0].stem}"
-
 
 def default_root() -> Path:
     """The store's folder if none is given."""
@@ -516,11 +470,3 @@ def _when(entry: os.DirEntry[str]) -> str:
     if _STAMP.match(entry.name):
         return entry.name
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime(entry.stat().st_mtime)) + entry.name
-
-
-def _base32(number: int, width: int) -> str:
-    digits = ""
-    for _ in range(width):
-        number, digit = divmod(number, 32)
-        digits = _DIGITS[digit] + digits
-    return digits

@@ -1,0 +1,174 @@
+"""The seam of the store: what the engine needs in order to keep runs, and to read and
+continue them.
+
+    engine ── create, reopen ──> RunJournal ── append(event) …  close
+           ── blobs ───────────> RunBlobs      contexts and long outputs, by content hash
+           ── events, load ────> what a resume, a replay or a fork repeats
+
+``store.py`` keeps them in a folder, ``memory_store.py`` in this process. Another store
+inherits from ``RunStore`` and has its methods without a body here. Decides also how runs are named
+and looked up. Not here: listing, pruning and repairing (those of a folder), and the page, which
+reads the files of a folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Protocol, runtime_checkable
+
+from ramify.errors import StoreError, UnknownRun
+from ramify.store.live_text import LiveTextWriter
+from ramify.store.private_files import Bytes
+from ramify.types.event import AnyEvent, TrajectoryFold
+from ramify.types.trajectory import Trajectory
+
+
+class RunJournal(Protocol):
+    """The journal of one run, open for writing. It has one writer at a time. Safe for several
+    threads."""
+
+    id: str
+    """Id of the run."""
+    trouble: StoreError | None
+    """Why the run should end soon, such as a full disk; None while all is well."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no event was ever written to it."""
+
+    def append(self, event: AnyEvent) -> None:
+        """Write ``event`` without secrets; the engine acts on it afterwards. Raises StoreError if
+        it cannot be written. If a place for it was missing, each later event is refused, too: a
+        journal with a gap cannot be resumed."""
+
+    def close(self) -> None:
+        """Release the journal for other writers. Idempotent."""
+
+    def live_text(self) -> LiveTextWriter | None:
+        """The file that shows replies as they arrive; None if no page can follow the run."""
+
+
+class RunBlobs(Protocol):
+    """Contexts and long outputs, by content hash. Safe for several threads."""
+
+    def put(self, data: Bytes, digest: str | None = None) -> str:
+        """Keep ``data`` and return its SHA-256 in hexadecimal digits, which is ``digest`` if that
+        is known."""
+
+    def get(self, digest: str) -> bytes:
+        """The bytes with this digest. Raises StoreError if there are none."""
+
+
+@runtime_checkable
+class RunStore(Protocol):
+    """A place for runs. ``run`` is a run's id, the unique beginning of one, or ``"last"``; a method
+    raises UnknownRun if there is no such run."""
+
+    blobs: RunBlobs
+
+    def create(self, run_id: str, secrets: Mapping[str, str] | None = None) -> RunJournal:
+        """A journal for a new run. ``secrets`` (name -> value) are redacted in it, as are those of
+        the environment. Raises StoreError if there is such a run."""
+
+    def reopen(self, run: str, secrets: Mapping[str, str] | None = None) -> RunJournal:
+        """The journal of an earlier run, to continue it. Raises RunInUse while it is being
+        written."""
+
+    def check_free(self, run: str) -> None:
+        """Raise RunInUse while ``run`` is being written."""
+
+    def events(self, run: str) -> Iterable[AnyEvent]:
+        """The events of ``run``, oldest first; also readable while it is being written."""
+
+    def remove(self, run: str) -> int:
+        """Delete a run and the blobs that no other run needs; returns the bytes freed. Not possible
+        while it is being written."""
+
+    def new_id(self, question: str) -> str:
+        """A unique, readable id that sorts by time (UTC, to the microsecond), such as
+        ``20260301-142501-5gk0x7m-which-host-failed``."""
+        now = time.time()
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+        fraction = _base32(int(now % 1 * 1e6), 4)
+        unique = "".join(_DIGITS[byte % 32] for byte in os.urandom(3))
+        words = re.findall(r"[a-z0-9]+", question.lower())[:4]
+        return "-".join([stamp, fraction + unique, *(word[:16] for word in words)])
+
+    def append(self, run: str, events: Iterable[AnyEvent]) -> None:
+        """Append to a run that is not being written what became known after its end, such as a
+        ``ScoreAdded``."""
+        journal = self.reopen(run)
+        try:
+            for event in events:
+                journal.append(event)
+        finally:
+            journal.close()
+
+    def load(self, run: str) -> Trajectory:
+        """The trajectory of ``run``."""
+        fold = TrajectoryFold()
+        for event in self.events(run):
+            fold.apply(event)
+        return fold.trajectory
+
+    def finish(self, journal: RunJournal) -> None:
+        """Close ``journal`` and delete its run if that has no event: it failed before it started,
+        so there is nothing to list or resume."""
+        journal.close()
+        if journal.is_empty:
+            self.remove(journal.id)
+
+
+_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_DIGITS = "0123456789abcdefghjkmnpqrstvwxyz"
+"""Base 32 in ascending order, without letters that look alike."""
+
+
+def is_run_id(name: str) -> bool:
+    """Whether ``name`` can name a run."""
+    return _ID.fullmatch(name) is not None
+
+
+def check_run_id(run_id: str) -> None:
+    """Raise StoreError if ``run_id`` cannot name a run."""
+    if not is_run_id(run_id):
+        raise StoreError(
+            f"{run_id!r} cannot name a run: use letters, digits, '-', '_' and '.', at most 128"
+        )
+
+
+def id_of(name: str, ids: Sequence[str], place: object) -> str:
+    """The one of ``ids``, newest first, that ``name`` refers to: an id, the unique beginning of
+    one, or ``"last"``. Raises UnknownRun, which names ``place``."""
+    if name in ids:
+        return name
+    if name == "last" and ids:
+        return ids[0]
+    matches = [id for id in ids if id.startswith(name)] if name else []
+    if len(matches) == 1:
+        return matches[0]
+    raise UnknownRun(_not_found(name, ids, matches, place))
+
+
+def _not_found(name: str, ids: Sequence[str], matches: list[str], place: object) -> str:
+    if matches:
+        return (
+            f"{len(matches)} runs begin with {name!r}, such as {matches[-1]}: give more of the id"
+        )
+    if not ids:
+        return f"the store {place} has no runs"
+    close = get_close_matches(name, ids, n=1, cutoff=0.4)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"found no run {name!r} in {place}: {hint}the last one is {ids[0]}"
+
+
+def _base32(number: int, width: int) -> str:
+    digits = ""
+    for _ in range(width):
+        number, digit = divmod(number, 32)
+        digits = _DIGITS[digit] + digits
+    return digits

@@ -1,0 +1,179 @@
+"""Runs in this process's memory: nothing is written to a disk, and all of it ends with the process.
+
+A run in it can be resumed, replayed and forked, which one without a store cannot. Its events are
+kept as the lines that a file would have, so that what is read back is the same, and has no secrets.
+Not here: a page, listings and ``cache=True``, which need the files of a ``Store``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+
+import msgspec
+
+from ramify.errors import RunInUse, StoreError
+from ramify.secrets import SecretRedactor
+from ramify.store.base import RunStore, check_run_id, id_of
+from ramify.store.journal import encode_line
+from ramify.store.private_files import Bytes
+from ramify.types.event import AnyEvent
+
+_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+class MemoryStore(RunStore):
+    """The runs of this process. Safe for several threads.
+
+    >>> rlm = ramify.RLM("openai:gpt-5-mini", store=ramify.MemoryStore())
+    """
+
+    def __init__(self) -> None:
+        self.blobs = MemoryBlobs()
+        self._lines: dict[str, list[bytes]] = {}
+        """Id of a run -> its events, in the order in which the runs were created."""
+        self._written: set[str] = set()
+        """Ids of the runs whose journals are open."""
+        self._lock = threading.Lock()
+
+    def create(self, run_id: str, secrets: Mapping[str, str] | None = None) -> MemoryJournal:
+        check_run_id(run_id)
+        with self._lock:
+            if run_id in self._lines:
+                raise StoreError(
+                    f"run {run_id} already exists in {self}: resume it, or use another id"
+                )
+            self._lines[run_id] = []
+            self._written.add(run_id)
+        return self._journal(run_id, secrets)
+
+    def reopen(self, run: str, secrets: Mapping[str, str] | None = None) -> MemoryJournal:
+        with self._lock:
+            id = self._free(run)
+            self._written.add(id)
+        return self._journal(id, secrets)
+
+    def check_free(self, run: str) -> None:
+        with self._lock:
+            self._free(run)
+
+    def events(self, run: str) -> Iterator[AnyEvent]:
+        with self._lock:
+            lines = tuple(self._lines[self._id(run)])
+        return map(_decoder.decode, lines)
+
+    def runs(self) -> list[str]:
+        """Ids of the runs, newest first."""
+        with self._lock:
+            return [*self._lines][::-1]
+
+    def remove(self, run: str) -> int:
+        """Delete a run, and the blobs that no run needs once no run is being written, since a run
+        puts a blob just before it refers to it. Returns the bytes freed."""
+        with self._lock:
+            freed = sum(map(len, self._lines.pop(self._free(run))))
+            if not self._written:
+                freed += self.blobs.keep_only(
+                    {digest for lines in self._lines.values() for digest in _digests(lines)}
+                )
+        return freed
+
+    def _journal(self, id: str, secrets: Mapping[str, str] | None) -> MemoryJournal:
+        return MemoryJournal(id, self._lines[id], SecretRedactor(secrets), self._release)
+
+    def _release(self, id: str) -> None:
+        with self._lock:
+            self._written.discard(id)
+
+    def _id(self, run: str) -> str:
+        return id_of(run, [*self._lines][::-1], self)
+
+    def _free(self, run: str) -> str:
+        id = self._id(run)
+        if id in self._written:
+            raise RunInUse(f"run {id} is being written in this process: wait for it, or cancel it")
+        return id
+
+    def __repr__(self) -> str:
+        return "this process's memory"
+
+
+class MemoryJournal:
+    """A journal of a ``MemoryStore``, open for writing. Safe for several threads."""
+
+    trouble: StoreError | None = None
+
+    def __init__(
+        self,
+        id: str,
+        lines: list[bytes],
+        secrets: SecretRedactor,
+        on_close: Callable[[str], object],
+    ) -> None:
+        """``lines`` are the events so far; new ones are added to them."""
+        self.id = id
+        self._lines = lines
+        self._secrets = secrets
+        self._on_close = on_close
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._lines
+
+    def append(self, event: AnyEvent) -> None:
+        with self._lock:
+            if self._closed:
+                raise StoreError(
+                    f"the journal of run {self.id} is closed: open it again with "
+                    f"store.reopen({self.id!r})"
+                )
+            self._lines.append(encode_line(event, self._secrets))
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._on_close(self.id)
+
+    def live_text(self) -> None:
+        """None: no page follows a run that has no files."""
+
+
+class MemoryBlobs:
+    """The blobs of a ``MemoryStore``. Safe for several threads."""
+
+    def __init__(self) -> None:
+        self._data: dict[str, bytes] = {}
+
+    def put(self, data: Bytes, digest: str | None = None) -> str:
+        digest = digest or hashlib.sha256(data).hexdigest()
+        if digest not in self._data:
+            self._data[digest] = bytes(data)
+        return digest
+
+    def get(self, digest: str) -> bytes:
+        try:
+            return self._data[digest]
+        except KeyError:
+            raise StoreError(
+                f"blob {digest} is not in this process's memory: deleted, or from another store"
+            ) from None
+
+    def keep_only(self, digests: Container[str]) -> int:
+        """Delete all other blobs; returns the bytes freed."""
+        unneeded = [digest for digest in [*self._data] if digest not in digests]
+        return sum(len(self._data.pop(digest)) for digest in unneeded)
+
+
+_DIGEST = re.compile(rb'"([0-9a-f]{64})"')
+
+
+def _digests(lines: Iterable[bytes]) -> Iterator[str]:
+    """The digests that events refer to."""
+    for line in lines:
+        yield from map(bytes.decode, _DIGEST.findall(line))
