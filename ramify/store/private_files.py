@@ -105,8 +105,8 @@ def keep_reserve(root: Path) -> None:
                 os.posix_fallocate(fd, 0, RESERVE_BYTES)
         finally:
             os.close(fd)
-    except OSError:
-        return  # the disk is nearly full
+    except OSError:  # the disk is nearly full: an empty file would pass for a reserve
+        release_reserve(root)
 
 
 def reserve_bytes(root: Path) -> int:
@@ -339,7 +339,7 @@ class BlobStore:
         temporary = path.with_name(f".{digest[:16]}.{os.getpid()}.{os.urandom(6).hex()}")
         try:
             _write(temporary, data)
-            os.replace(temporary, path)
+            _rename(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -451,3 +451,10 @@ def _write(path: Path, data: memoryview) -> None:
         write_all(fd, data, path)
     finally:
         os.close(fd)
+
+
+def _rename(path: Path, to: Path) -> None:
+    try:
+        os.replace(path, to)
+    except OSError as error:
+        raise StoreError(f"cannot write the blob {to}: {error.strerror}") from error

@@ -174,7 +174,8 @@ def test_a_blob_whose_folder_disappears_cannot_be_written(tmp_path: Path):
 
 def test_a_blob_that_cannot_be_named_leaves_no_file(store: Store):
     digest = "ab" + 62 * "0"
-    (store.blobs.path(digest) / "in the way").mkdir(parents=True)
-    with pytest.raises(OSError, match="directory"):
+    path = store.blobs.path(digest)
+    (path / "in the way").mkdir(parents=True)
+    with pytest.raises(StoreError, match=f"cannot write the blob {path}: .*[Dd]irectory"):
         store.blobs.put(b"x", digest)
     assert [path.name for path, _ in store.blobs.list()] == [digest]

@@ -4,6 +4,7 @@ thread that flushes."""
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import threading
@@ -106,6 +107,19 @@ def test_the_reserve_is_allocated_once_and_released_once(tmp_path: Path) -> None
     assert [release_reserve(tmp_path), release_reserve(tmp_path)] == [True, False]
     keep_reserve(tmp_path / "gone")  # no error: the store works without it
     assert reserve_bytes(tmp_path) == 0
+
+
+def test_a_disk_without_space_for_the_reserve_keeps_no_empty_file(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (RESERVE_BYTES - 1, limits[1]))
+    try:
+        keep_reserve(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+    assert not release_reserve(tmp_path)
+    keep_reserve(tmp_path)
+    assert release_reserve(tmp_path)
 
 
 @pytest.fixture
