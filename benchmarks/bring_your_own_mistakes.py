@@ -11,6 +11,7 @@ interpreter, which forks for each. Not here: the checks, which are in the packag
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import subprocess
@@ -373,7 +374,11 @@ def answer_commands() -> None:
     """Read commands from stdin, run each in a fork, and print an ``Answer`` for each."""
     from ramify.cli.main import run
 
-    for command in json.load(sys.stdin):
+    commands = json.load(sys.stdin)
+    if len(commands) > 1:  # what most of them import is imported once
+        importlib.import_module("ramify.cli.eval")
+        importlib.import_module("ramify.train.execute")
+    for command in commands:
         with tempfile.TemporaryFile("w+") as printed:
             child = os.fork()
             if not child:

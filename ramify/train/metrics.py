@@ -56,7 +56,7 @@ import msgspec
 
 from ramify.evaluate.evaluation_report import RIGHT
 from ramify.evaluate.statistics import pass_at_k
-from ramify.inference.local.slots import StepTiming
+from ramify.inference.local.step_timings import StepTiming
 from ramify.tasks.base import total
 from ramify.tasks.mixture import part_of
 from ramify.types.trajectory import Call, Group, GroupOutcome, Trajectory

@@ -47,7 +47,7 @@ import numpy as np
 
 from ramify.clients.base import Client, Request, Sampling
 from ramify.errors import ConfigError
-from ramify.inference.local.slots import StepTiming
+from ramify.inference.local.step_timings import StepTiming
 from ramify.train.metrics import StepMetrics
 from ramify.types.message import Message, Reply
 

@@ -37,7 +37,8 @@ from ramify.errors import Refused
 from ramify.inference.base import CachePressure
 from ramify.inference.local.generation import Generation, draw
 from ramify.inference.local.model_runner import ModelRunner
-from ramify.inference.local.slots import EngineStep, SlotSpan, SlotTable, StepTimings
+from ramify.inference.local.slots import EngineStep, SlotSpan, SlotTable
+from ramify.inference.local.step_timings import StepTimings
 
 _LEAST_CAPACITY = 128
 """Initial number of tokens per slot."""

@@ -14,7 +14,7 @@ from simpy import Environment, Event
 from ramify.extras.cluster.rate import EngineRate, RecordedCpu, recorded_cpu
 from ramify.extras.cluster.simulated_engine import SimulatedCache, SimulatedEngine
 from ramify.extras.cluster.simulated_rollout import SimulatedCores
-from ramify.inference.local.slots import StepTiming, StepTimings
+from ramify.inference.local.step_timings import StepTiming, StepTimings
 from ramify.train.metrics import CpuMeter, MetricsFile, read_metrics
 
 

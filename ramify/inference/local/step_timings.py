@@ -1,0 +1,55 @@
+"""The CPU time of an engine's steps, grouped by the amount of work:
+
+    timings.note(sequences=12, read=0, cpu_s=0.0061)
+    timings.taken()  ──▶  [StepTiming(sequences=16, reads=False, steps=311, tokens=3702,
+                                      read=0, cpu_s=1.42), …]
+
+CPU time is the same whether or not other processes use the machine; wall-clock time is not. Readers
+of stored metrics import this file, so it needs neither numpy nor torch. Not here: what a step
+computes (see ``slots.py``).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class StepTiming(msgspec.Struct, kw_only=True):
+    """Totals of all steps of one kind."""
+
+    sequences: int
+    """Upper bound on the sequences that got a token; more than half as many did. A power of two, or
+    0."""
+    reads: bool
+    """Whether the steps also processed prompt tokens."""
+    steps: int = 0
+    tokens: int = 0
+    """Sampled tokens, one per sequence and step."""
+    read: int = 0
+    """Prompt tokens."""
+    cpu_s: float = 0.0
+    """CPU seconds of the engine's thread, in Python and in the tensor library."""
+
+
+class StepTimings:
+    """Step timings of one engine. Recorded in its thread, read in any."""
+
+    def __init__(self) -> None:
+        self._timings: dict[tuple[int, bool], StepTiming] = {}
+
+    def note(self, sequences: int, read: int, cpu_s: float) -> None:
+        """Record one step."""
+        bound = 1 << (sequences - 1).bit_length() if sequences else 0
+        key = (bound, read > 0)
+        timing = self._timings.get(key)
+        if timing is None:
+            timing = self._timings[key] = StepTiming(sequences=bound, reads=read > 0)
+        timing.steps += 1
+        timing.tokens += sequences
+        timing.read += read
+        timing.cpu_s += cpu_s
+
+    def taken(self) -> list[StepTiming]:
+        """The totals since the last call."""
+        timings, self._timings = self._timings, {}
+        return [timings[key] for key in sorted(timings)]
