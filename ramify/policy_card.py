@@ -8,34 +8,37 @@
 Training writes the file. A folder without it is a checkpoint from elsewhere, which any scaffold
 and any limits suit, or was trained from scratch before the file existed: its chat template tells.
 
-Not here: weights and tokenizers (see ``models``).
+A file with an unknown field or with a limit that no run accepts is an error, since it would
+otherwise be ignored without notice. Not here: weights and tokenizers (see ``models``).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from ramify.errors import ConfigError
+from ramify.plugins import explained
 
 FILE = "policy.json"
 _PACKAGED = Path(__file__).parent / "models"
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 _SCRATCH_MARK = "<|u|>"
 """Opens a question in the conversation format of policies that are trained from scratch."""
 
 
-class PolicyCard(msgspec.Struct, frozen=True, omit_defaults=True):
+class PolicyCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The scaffold and the limits that a policy was trained with."""
 
     scaffold: str | None = None
     """Name of the scaffold; None if any will do."""
-    max_turns: int | None = None
+    max_turns: AtLeastOne | None = None
     """Turns of a call; this and the other limits are None if there is none of the policy's own."""
-    max_depth: int | None = None
+    max_depth: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Levels of calls below the root."""
-    max_reply_tokens: int | None = None
+    max_reply_tokens: AtLeastOne | None = None
     """Tokens of a reply."""
     is_from_scratch: bool = False
     """True if training began with random weights and Ramify's own conversation format."""
@@ -69,15 +72,30 @@ def folder_of(model: str) -> Path | None:
 
 
 def read_card(folder: Path) -> PolicyCard:
-    """Read what ``folder`` says about its policy. Raises ConfigError for an invalid file."""
+    """Read what ``folder`` says about its policy. Raises ConfigError for an invalid file. The
+    folder of a run has another file of this name, and says nothing about a policy."""
+    path = folder / FILE
     try:
-        return msgspec.json.decode((folder / FILE).read_bytes(), type=PolicyCard)
-    except OSError:
+        return msgspec.json.decode(path.read_bytes(), type=PolicyCard)
+    except (FileNotFoundError, NotADirectoryError):
         return PolicyCard(is_from_scratch=_has_own_format(folder / "chat_template.jinja"))
-    except msgspec.MsgspecError as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        if policy_folder(folder) is not None:
+            return PolicyCard()
         raise ConfigError(
-            f"{folder / FILE}: {error}: correct it, or remove the file to use any scaffold"
+            f"{path}: {explained(error, PolicyCard)}: correct it, or remove the file to use any "
+            "scaffold"
         ) from None
+
+
+def policy_folder(run: Path) -> Path | None:
+    """The folder of the policy that a training run stored, given the run's folder; None for any
+    other folder."""
+    folder = run / "policy"
+    is_run = (folder / "config.json").is_file() and not (run / "config.json").is_file()
+    return folder if is_run else None
 
 
 def write_card(folder: Path, card: PolicyCard) -> None:
@@ -89,4 +107,4 @@ def write_card(folder: Path, card: PolicyCard) -> None:
 
 
 def _has_own_format(template: Path) -> bool:
-    return template.is_file() and _SCRATCH_MARK in template.read_text(encoding="utf-8")
+    return template.is_file() and _SCRATCH_MARK.encode() in template.read_bytes()

@@ -45,6 +45,7 @@ ALSO = {
     ("inference", "models"),
     ("plugins", "errors"),
     ("policy_card", "errors"),
+    ("policy_card", "plugins"),
     ("logging", "secrets"),
     ("logging", "log_outputs"),
     ("errors", "printable"),

@@ -22,7 +22,7 @@ from ramify.engine.foreign_formats import read_any
 from ramify.engine.prompt_text import ContextFacts, PromptFacts
 from ramify.errors import ConfigError, NamedFields
 from ramify.plugins import Registry
-from ramify.policy_card import PolicyCard, folder_of, read_card
+from ramify.policy_card import FILE, PolicyCard, folder_of, read_card
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Cell
 
@@ -325,7 +325,15 @@ def scaffold_of(given: Scaffold | str | None, model: object = None) -> Scaffold:
     if given is not None and not isinstance(given, str):
         raise ConfigError(f"scaffold is a {type(given).__name__}: give a name or a Scaffold")
     name = given or made_for(model) or "default"
-    found = SCAFFOLDS.of(name)
+    try:
+        found = SCAFFOLDS.of(name)
+    except ConfigError as error:
+        if given is not None:
+            raise
+        raise ConfigError(
+            f"{error}. The policy's {FILE} names it: install the package that has it, or give "
+            "another scaffold"
+        ) from error
     if not isinstance(found, Scaffold):
         raise ConfigError(f"scaffold '{name}' is a {type(found).__name__}, not a Scaffold")
     return found

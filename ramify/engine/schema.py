@@ -163,10 +163,34 @@ def _pattern(text: str) -> Any:
     try:
         return re2.compile(text, options)
     except (re2.error, UnicodeEncodeError) as error:
-        why = error.args[0].decode() if isinstance(error, re2.error) else str(error)
+        why = error.args[0] if isinstance(error, re2.error) else str(error)
+        why = why.decode(errors="replace") if isinstance(why, bytes) else str(why)
         raise ConfigError(
-            f"the pattern {text!r:.100} of the JSON schema is not taken: RE2 says {why[:200]!r}"
+            f"the pattern {text!r:.100} of the JSON schema is not accepted: RE2 says "
+            f"{why[:200]!r}: {_instead(why)}"
         ) from None
+
+
+def _instead(why: str) -> str:
+    """What to write in place of an expression that RE2 refused for the reason ``why``."""
+    part = why.rpartition(": ")[2]
+    if "perl operator" in why and part.startswith(("(?=", "(?!", "(?<")):
+        return (
+            "it has no look-around: write the texts that are allowed, or one pattern for each "
+            "condition, under allOf, and excluded ones under not"
+        )
+    is_named = "perl operator" in why and part == "(?P"
+    if is_named or ("escape sequence" in why and part[1:].isdigit()):
+        return "it has no backreferences: write the repeated part out, or the alternatives as enum"
+    if part == "\\Z":
+        return "write \\z for the end of the text"
+    if "perl operator" in why or "bad repetition" in why:
+        return "write an ordinary group and plain repetitions: it never tries a text twice"
+    if "repetition size" in why:
+        return "repeat at most 1,000 times, or use minLength and maxLength"
+    if "too large" in why:
+        return "shorten it, or use minLength and maxLength"
+    return "correct it"
 
 
 # --- the counting validator -----------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, nearest
+from ramify.policy_card import policy_folder
 
 WINDOWS = ("max_position_embeddings", "n_positions", "max_seq_len")
 """Configuration fields that may contain the context window."""
@@ -37,7 +38,9 @@ def model_folder(path_or_name: str | Path) -> Path:
             "(merge_and_unload of peft), or give the model, and policy.lora for new adapters"
         )
     if folder.exists():
-        raise ConfigError(f"{folder} is not a model: it has no config.json")
+        policy = policy_folder(folder)
+        hint = "" if policy is None else f"; the policy of this run is {policy}"
+        raise ConfigError(f"{folder} is not a model: it has no config.json{hint}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

@@ -6,7 +6,7 @@ provider implements it.
                      └────── answer(name, args, kwargs) <── llm_query(…) ──────┘  (same stream)
 
 A provider is little more than a ``Transport``; ``host/session.py`` speaks the guest's protocol over
-it. ``conformance/`` is the test suite that a provider must pass before it is documented.
+it. ``testing/conformance`` is the test suite that a provider must pass before it is documented.
 
 A context is encoded once: sessions are opened over it, a store keeps it by its digest, and child
 runs share it. A large one is in an anonymous memory file, which the fork server maps; a small one
@@ -154,7 +154,7 @@ that it raises is raised in the session."""
 class SandboxCapabilities(msgspec.Struct, frozen=True):
     """What a provider supports on this machine. The jail has tested its claims by attacking its own
     walls. The other providers report what Docker, the cloud service or Monty promises;
-    ``conformance/`` tests those claims.
+    ``testing/conformance`` tests those claims.
 
     Example:
         if not sandbox.caps.fork: ...    # branches then need a new session

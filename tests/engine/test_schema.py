@@ -128,6 +128,26 @@ def test_untrusted_schema_with_risky_parts_is_refused(schema: dict[str, Any], sa
         answer_type(json.loads(json.dumps(schema)), trusted=False)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "cure"),
+    [
+        ("(?=a)b", "no look-around: write .* under allOf, and excluded ones under not"),
+        ("(?!a)b", "no look-around"),
+        ("(?<!a)b", "no look-around"),
+        (r"(a)\1", "no backreferences: write the repeated part out"),
+        ("(?P<x>a)(?P=x)", "no backreferences"),
+        ("(?>a)", "never tries a text twice"),
+        ("a++", "never tries a text twice"),
+        (r"a\Z", r"write \\z"),
+        ("a{1001}", "minLength and maxLength"),
+        ("(", "correct it"),
+    ],
+)
+def test_refused_expression_is_answered_with_what_to_write(pattern: str, cure: str) -> None:
+    with pytest.raises(ConfigError, match=cure):
+        answer_type({"type": "string", "pattern": pattern}, trusted=False)
+
+
 def test_large_expression_over_a_long_text_is_stopped_by_the_step_limit() -> None:
     kind = answer_type({"pattern": "a{999}" * 10}, trusted=False)
     with pytest.raises(TypeMismatch, match=r"at \$"):

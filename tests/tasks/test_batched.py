@@ -131,7 +131,7 @@ def test_rewards_of_an_evaluation_are_batched() -> None:
         (lambda completions: [1.0, 2.0], "returned 2 rewards for 1 completions"),
         (lambda completions: [None], "returned None for item t/test/0: an answer needs a number"),
         (lambda completions: 1 / 0, "its score raised ZeroDivisionError"),
-        (lambda completions, rubric: [1.0], "missing 1 required positional argument: 'rubric'"),
+        (lambda completions, rubric: [1.0], "needs the column 'rubric', which no item has"),
         (lambda completions: exit(3), "was stopped: SystemExit"),
     ],
 )

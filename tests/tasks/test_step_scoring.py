@@ -63,6 +63,15 @@ def test_only_rewards_without_a_batch_size_wait_for_their_step() -> None:
             "task 't': its score of 2 rollouts: reward function '<lambda>' returned 1 rewards for "
             "2 completions",
         ),
+        (lambda completions: None, "returned None: return a list with one reward for each"),
+        (lambda completions: 0.5, "returned 0.5: return a list"),
+        (lambda completions: "ab", "returned 'ab': return a list"),
+        (lambda completions: {"a": [1.0, 1.0]}, "returned {'a': [1.0, 1.0]}: return a list"),
+        (
+            lambda completions, solution: [1.0, 1.0],
+            "needs the column 'solution', which no item has: the columns are completions, gold, "
+            "kind, prompts; rename or remove the parameter",
+        ),
         (lambda completions: 1 / 0, "its score of 2 rollouts raised ZeroDivisionError"),
         (lambda completions: exit(3), "its score of 2 rollouts raised SystemExit(3), at "),
         (lambda completions: [float("nan")] * 2, "reward 'correct' is nan; it must be a finite"),

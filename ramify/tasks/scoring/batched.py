@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -66,6 +66,12 @@ class BatchedReward:
         """Whether training calls the function once per step, instead of as answers arrive."""
         self._function = function
         self._parameters = frozenset(parameters)
+        self._needs = {
+            name
+            for name, each in parameters.items()
+            if each.default is each.empty
+            and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        }
         self._max_batch = max_batch
         self._concurrency = concurrency
         self._lock = threading.Lock()
@@ -133,6 +139,11 @@ class BatchedReward:
         rewards = self._function(**self._columns(answered))
         if isinstance(rewards, Coroutine):
             rewards = run_coroutine(rewards)
+        if isinstance(rewards, str | bytes | Mapping) or not isinstance(rewards, Iterable):
+            raise RamifyError(
+                f"{_name(self._function)} returned {rewards!r:.80}: return a list with one reward "
+                "for each completion"
+            )
         rewards = list(rewards)
         if len(rewards) != len(answered):
             raise RamifyError(
@@ -153,6 +164,11 @@ class BatchedReward:
             "gold": [item.gold for item in items],
             "kind": [item.kind for item in items],
         }
+        if missing := sorted(self._needs - columns.keys()):
+            raise RamifyError(
+                f"{_name(self._function)} needs the column '{missing[0]}', which no item has: the "
+                f"columns are {', '.join(sorted(columns))}; rename or remove the parameter"
+            )
         if self._takes_all:
             return columns
         return {name: column for name, column in columns.items() if name in self._parameters}
