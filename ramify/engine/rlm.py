@@ -235,10 +235,9 @@ class RLM:
             question(prompt, query, options.answer_type, options.cite), direct=options.direct
         )
         setup = self._setup.for_run(options).with_task(resolved)
+        cache = reply_cache(self.store, options.cache)  # first: it may raise, and holds no journal
         recorder = self._recorder(resolved.text, options)
-        return RunHandle(
-            setup, resolved, self._shared, recorder, cache=reply_cache(self.store, options.cache)
-        )
+        return RunHandle(setup, resolved, self._shared, recorder, cache=cache)
 
     def _recorder(self, question: str, options: RunOptions) -> EventRecorder:
         """Recorder of a new run, which is in the store if there is one."""

@@ -165,11 +165,13 @@ def test_removing_a_run_frees_its_blobs_but_not_those_of_others() -> None:
 
 
 def test_reuse_of_replies_needs_a_folder() -> None:
+    store = MemoryStore()
     with (
-        rlm([code("FINAL(1)")], store=MemoryStore()) as r,
+        rlm([code("FINAL(1)")], store=store) as r,
         pytest.raises(ConfigError, match=r"which a MemoryStore does not have: RLM\(…, store="),
     ):
         r.completion("text", "?", cache=True)
+    assert store.runs() == []
 
 
 def test_a_memory_store_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
