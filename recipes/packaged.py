@@ -5,7 +5,7 @@
 
 Rollouts of `tiny_recursive.py` are only about several documents, so its policies never learn to
 name the *latest* quantity of a person, which is asked about one. Here some rollouts are about one
-document, in the shares of `tiny.py`. The policy in the package is still one of `tiny_recursive.py`.
+document, in the shares of `tiny.py`. The policy in the package is of this recipe.
 """
 
 from __future__ import annotations

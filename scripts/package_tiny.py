@@ -15,6 +15,7 @@ import torch
 
 from ramify.models import load
 from ramify.policy_card import packaged_policy
+from ramify.tasks.ledger.ledger_rows import KINDS
 from ramify.train import metrics
 from ramify.train.checkpoint import find, read_state
 
@@ -84,7 +85,7 @@ def _tested(rows: list[metrics.StepMetrics]) -> Iterator[str]:
             split, _, kind = name.partition("/")
             if kind == "reward" and split in NAMES:
                 yield f"| {NAMES[split]} | {100 * value:.0f} % |\n"
-            elif split == "test" and kind not in ("", "failed"):
+            elif split == "test" and kind.removeprefix("multi ") in KINDS:
                 yield f"| {kind} | {100 * value:.0f} % |\n"
 
 

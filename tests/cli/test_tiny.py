@@ -13,7 +13,10 @@ from tests.packaged import TINY
 pytest.importorskip("torch", reason="needs ramify[train]")
 
 
-@pytest.mark.parametrize(("options", "least"), [((), 0.7), (("multi=1.0",), 0.5)])
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [((), 0.7), (("multi=1.0",), 0.5), (('kinds=["latest"]',), 0.7)],
+)
 def test_tiny_model_answers_ledger_questions(
     shell: Shell, options: tuple[str, ...], least: float
 ) -> None:
