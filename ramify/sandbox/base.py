@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from ramify.errors import ConfigError, NamedFields, RamifyError, SandboxError
+from ramify.errors import ConfigError, NamedFields, RamifyError, SandboxError, raised_at
 from ramify.plugins import Registry, explained
 from ramify.sandbox.guest.frames import pack_value, unpack_value, write_all
 from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueDecoder, ValueEncoder
@@ -467,13 +467,36 @@ def open_sandbox(spec: SandboxSpec) -> Sandbox:
     """Open the sandbox that ``spec`` describes. No process starts before its first session.
 
     Raises ConfigError for an unknown provider or package, or for mounts that the provider does not
-    support. Raises SandboxError, with the missing feature, if this machine cannot run the provider.
+    support. Raises SandboxError, with the missing feature, if this machine cannot run the provider,
+    and for whatever else a plug-in raises.
 
     Example:
         sandbox = ramify.open_sandbox(ramify.SandboxSpec(provider="docker"))
     """
     open_provider = _provider(spec.provider)
-    return open_provider(provider_spec(spec))
+    complete = provider_spec(spec)
+    if spec.provider in SANDBOXES.ours:
+        return open_provider(complete)
+    where = f"sandbox '{spec.provider}': its open_provider"
+    try:
+        sandbox = open_provider(complete)
+    except RamifyError:
+        raise
+    except Exception as error:  # code of a plug-in, which may raise anything
+        cure = ""
+        if (
+            isinstance(error, AttributeError)
+            and error.name in _FORMER_FIELDS
+            and isinstance(error.obj, SandboxSpec)
+        ):
+            cure = (
+                f": not every spec has {error.name}; annotate its parameter with a subclass of "
+                "SandboxSpec that has it"
+            )
+        raise SandboxError(f"{where} raised {error!r}{raised_at(error)}{cure}") from error
+    if not callable(getattr(sandbox, "open", None)):
+        raise SandboxError(f"{where} returned a {type(sandbox).__name__}: return a Sandbox")
+    return sandbox
 
 
 def warning_of(sandbox: Sandbox, spec: SandboxSpec) -> str | None:

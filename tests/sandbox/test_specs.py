@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from ramify import RLM, DockerSpec, JailSpec, SandboxSpec, ScriptedClient
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, SandboxError
 from ramify.sandbox.base import open_sandbox, provider_spec
 from ramify.tasks import UnitTestScore
 from ramify.train.config import CHOICES, PolicySpec, RlSpec, Run
@@ -97,12 +97,42 @@ def test_a_plugin_has_options_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
         "    provider: str = 'my_box'\n"
         "    color: str = 'red'\n"
         "def open_provider(spec: BoxSpec):\n"
-        "    return spec.color\n"
+        "    return Box(spec)\n"
+        "class Box:\n"
+        "    def __init__(self, spec):\n"
+        "        self.warning = spec.color\n"
+        "    async def open(self): ...\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     spec = provider_spec({"provider": "my_box:open_provider", "color": "blue"})
-    assert open_sandbox(spec) == "blue"  # type: ignore[comparison-overlap]
+    assert open_sandbox(spec).warning == "blue"
     stored = msgspec.json.decode(msgspec.json.encode(run(sandbox=spec)))
     assert msgspec.convert(stored, Run).sandbox == spec
-    assert open_sandbox(SandboxSpec("my_box:open_provider")) == "red"  # type: ignore[comparison-overlap]
+    assert open_sandbox(SandboxSpec("my_box:open_provider")).warning == "red"
     sys.modules.pop("my_box")
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (
+            "return spec.image",
+            "not every spec has image; annotate its parameter with a subclass of SandboxSpec",
+        ),
+        ("raise KeyError('BOX_URL')", "raised KeyError('BOX_URL')"),
+        ("pass", "returned a NoneType: return a Sandbox"),
+    ],
+)
+def test_a_plugin_that_opens_no_sandbox_is_answered_by_one_line(
+    tmp_path: Path, body: str, says: str
+) -> None:
+    """Also one that was written when all providers had the same fields."""
+    file = tmp_path / "box.py"
+    file.write_text(f"def open_provider(spec):\n    {body}\n")
+    with pytest.raises(SandboxError) as caught:
+        open_sandbox(SandboxSpec(f"{file}:open_provider"))
+    text = str(caught.value)
+    assert says in text
+    assert "its open_provider" in text
+    assert "\n" not in text
+    assert ("box.py:2" in text) == (body != "pass")
