@@ -54,4 +54,5 @@ def test_doctor_warns_about_chosen_weak_sandbox(shell: Shell) -> None:
 
 def test_doctor_checks_every_extra() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert set(EXTRAS) == set(project["optional-dependencies"]) - {"dev", "docs", "serve-test"}
+    of_developers = {"dev", "docs", "serve-test", "test"}
+    assert set(EXTRAS) == set(project["optional-dependencies"]) - of_developers
