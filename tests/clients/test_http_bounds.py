@@ -47,6 +47,37 @@ def test_reply_has_at_most_16_interim_replies():
     assert body_or_error(interim * 16 + OK) == b"hello"
     assert "more than 16 interim replies" in body_or_error(interim * 17 + OK)
     assert body_or_error(b"HTTP/1.1 199 -\r\n\r\n" + OK) == b"hello"
+    assert "its status is 99 (" in body_or_error(b"HTTP/1.1 099 -\r\n\r\n" + OK)
+
+
+def test_interim_reply_is_no_switch_of_protocols():
+    """Also if a switch was asked for."""
+
+    async def main():
+        async with Raw(b"HTTP/1.1 103 Early Hints\r\n\r\n" + OK) as server:
+            pool, route = HttpConnectionPool(), route_to(server.url, {})
+            async with pool.send("m", route, b"{}", upgrades=True) as sent:
+                found = sent.status, (await sent.read()).body
+            await pool.close()
+            return found
+
+    assert run(main()) == (200, b"hello")
+
+
+def test_connection_is_taken_over_after_a_switch_of_protocols():
+    switch = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n"
+
+    async def main():
+        async with Raw(switch + b"first") as server:
+            pool, route = HttpConnectionPool(), route_to(server.url, {})
+            async with pool.send("m", route, b"{}", upgrades=True) as sent:
+                transport, arrived = sent.take_over()
+            is_open = not transport.is_closing()
+            transport.abort()
+            await pool.close()
+            return is_open, arrived
+
+    assert run(main()) == (True, b"first")
 
 
 def test_frames_of_chunks_have_at_most_8_kib_beyond_their_least():

@@ -110,6 +110,8 @@ MALFORMED = {
     "endless interim replies": b"HTTP/1.1 103 Early Hints\r\n\r\n" * 50,
     "an endless interim reply": b"HTTP/1.1 103 Early Hints\r\n" + b"X: 1\r\n" * 20_000,
     "another protocol": b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n",
+    "another protocol, announced": b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\n"
+    b"Upgrade: x\r\n\r\n",
     "another protocol without a name": b"HTTP/1.1 101 Switching Protocols\r\n\r\n" + OK,
     "an empty line before": b"\r\n" + OK,
     "SSH": b"SSH-2.0-OpenSSH_9.6\r\n",

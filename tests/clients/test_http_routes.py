@@ -8,7 +8,12 @@ import ssl
 import pytest
 
 from ramify.errors import ConfigError, ModelError, Unreachable
-from ramify.http_client.http_transport import HttpConnectionPool, route_to, route_to_socket
+from ramify.http_client.http_transport import (
+    HttpConnectionPool,
+    HttpResponse,
+    route_to,
+    route_to_socket,
+)
 from tests.clients.helpers import SkippingLoop, run
 from tests.clients.test_http_transport import OK, Raw
 
@@ -67,6 +72,16 @@ def test_socket_is_an_origin_without_a_port():
     route = route_to_socket("/run/engine.sock", "/images?all=1", {}, "GET")
     assert route.origin == ("unix", "/run/engine.sock", 0, "")
     assert lines_of(route.head)[0] == "GET /images?all=1 HTTP/1.1"
+
+
+def test_routes_and_responses_can_be_shared():
+    """No request can change where another one is sent, or what it was answered."""
+    for fixed, field in (
+        (route_to("http://host/", {}), "url"),
+        (HttpResponse(200, {}, b""), "body"),
+    ):
+        with pytest.raises(AttributeError):
+            setattr(fixed, field, getattr(fixed, field))
 
 
 def test_host_that_is_not_a_name_is_refused():
