@@ -97,6 +97,8 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
         complete = plain(msgspec.convert(config, Run))
     except (ConfigError, msgspec.ValidationError):
         return dict(config)  # redacted values may not be valid: compare them as they are
+    if "sandbox" in config:  # its former fields, which another provider never obeyed, are gone
+        config = {**config, "sandbox": complete["sandbox"]}
     return _completed(config, complete)
 
 
