@@ -12,7 +12,7 @@ from ramify.errors import ConfigError
 from ramify.types.message import Message
 
 
-def answered(reply) -> ramify.Completion:
+def answered(reply) -> ramify.Result:
     with ramify.RLM(FunctionClient(reply, "expert:python"), sandbox="inprocess") as rlm:
         return rlm.completion("What is six times seven?")
 
