@@ -81,6 +81,10 @@ def test_training_page(browser: Any, world: World, tmp_path: Path, size: tuple[i
         page.get_by_label("filter curves").fill("entropy")
         page.locator(".chart[data-name='loss']").wait_for(state="detached")
         assert page.locator(".chart").count() == 1
+        page.get_by_label("filter curves").fill("nmae:entropy")
+        page.get_by_role("button", name="use name:entropy").click()
+        page.locator(".chart").first.wait_for()
+        assert page.locator(".chart").count() == 1
         page.keyboard.press("Escape")
         page.keyboard.press("[")
         page.locator(".samples select").evaluate("(it) => it.value")
@@ -114,6 +118,8 @@ def test_evaluation_page_and_scored_run(
         assert kinds == [["all", "4", "0.750"], ["even", "2", "1.000"], ["odd", "2", "0.500"]]
         photograph(page, f"evaluation-{size[0]}", tmp_path)
         page.locator("#filter").fill("wrong odd")
+        page.locator(".wide-head .quiet", has_text="2 of 8").wait_for()
+        page.locator("#filter").fill("result:wrong kind:odd reward<1")
         page.locator(".wide-head .quiet", has_text="2 of 8").wait_for()
         page.locator("#filter").fill("words/test/0")
         page.locator(".attempt:visible").first.click()

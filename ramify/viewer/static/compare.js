@@ -21,6 +21,7 @@ import {
 } from "./format.js";
 import { VirtualList } from "./list.js";
 import { scoresOf } from "./story.js";
+import { table } from "./table.js";
 import { pieces, textOf } from "./turn.js";
 
 const MAX_RUNS = 8; // as in viewer/comparison.py
@@ -167,56 +168,31 @@ class CompareView {
       ["time", (head) => seconds(head.seconds)],
     ];
     const lines = all.filter(([, words]) => this.heads.some((head) => words(head)));
-    return h(
-      "table.figures.compared-runs",
-      null,
-      h(
-        "thead",
-        null,
-        h(
-          "tr",
-          null,
-          h("td"),
-          this.heads.map((head, at) =>
-            h(
-              "th",
-              { scope: "col" },
-              h("b.run-letter", null, letter(at)),
-              h("a", { href: runAddress(this.runs[at]) }, moment(head.started_at)),
-              this.runs.length > 2
-                ? h(
-                    "button.small.remove",
-                    {
-                      type: "button",
-                      "aria-label": `remove run ${letter(at)}`,
-                      onclick: () => this.open(this.runs.filter((_, each) => each !== at)),
-                    },
-                    "×",
-                  )
-                : null,
-            ),
-          ),
-        ),
-      ),
-      h(
-        "tbody",
-        null,
-        lines.map(([name, words]) =>
-          h(
-            "tr",
-            null,
-            h("th", { scope: "row" }, name),
-            this.heads.map((head, at) =>
-              h(
-                "td",
-                { class: at && words(head) !== words(this.heads[0]) ? "differs" : "" },
-                words(head) || "–",
-              ),
-            ),
-          ),
-        ),
-      ),
-    );
+    /** @type {import("./table.js").Column[]} */
+    const columns = [
+      { name: null, isHead: true, cell: ([name]) => name },
+      ...this.heads.map((head, at) => ({
+        name: this.columnHead(head, at),
+        cell: ([, words]) => words(head) || "–",
+        tone: ([, words]) => (at && words(head) !== words(this.heads[0]) ? "differs" : ""),
+      })),
+    ];
+    return table("table.figures.compared-runs", columns, lines);
+  }
+
+  columnHead(head, at) {
+    const remove = () => this.open(this.runs.filter((_, each) => each !== at));
+    return [
+      h("b.run-letter", null, letter(at)),
+      h("a", { href: runAddress(this.runs[at]) }, moment(head.started_at)),
+      this.runs.length > 2
+        ? h(
+            "button.small.remove",
+            { type: "button", "aria-label": `remove run ${letter(at)}`, onclick: remove },
+            "×",
+          )
+        : null,
+    ];
   }
 
   // --- the calls ---------------------------------------------------------------------------------

@@ -4,10 +4,36 @@
 
 import { get } from "./api.js";
 import { fill, h } from "./dom.js";
+import { FilterInput } from "./filter.js";
 import { count, dollars, many, number, oneLine, runAddress, seconds, stopWords } from "./format.js";
 import { VirtualList } from "./list.js";
+import { table } from "./table.js";
 
 const EVERY_MS = 2000; // between requests while attempts are still being made
+
+// What attempts can be filtered by.
+/** @type {import("./filter.js").Fields} */
+const ATTEMPT_FIELDS = {
+  numbers: {
+    reward: (each) => each.reward,
+    seconds: (each) => each.seconds,
+    tokens: (each) => each.tokens,
+  },
+  texts: {
+    item: (each) => each.item,
+    kind: (each) => each.kind,
+    answer: (each) => each.answer,
+    error: (each) => each.error,
+    stop: (each) => each.stop,
+    result: resultOf,
+  },
+  words: (each) =>
+    `${each.item} ${each.kind} ${each.answer} ${each.error} ${stopWords(each.stop)[0]} ${resultOf(each)}`,
+};
+
+function resultOf(each) {
+  return each.reward === null ? "failed" : each.right ? "right" : "wrong";
+}
 
 export async function evaluationPage(page, keys) {
   const { evaluations } = await get("/api/runs");
@@ -21,6 +47,21 @@ export async function evaluationPage(page, keys) {
 function evaluationAddress(key, other = "") {
   return `#/evaluation/${encodeURIComponent(key)}${other ? `/${encodeURIComponent(other)}` : ""}`;
 }
+
+/** @type {import("./table.js").Column[]} */
+const RECORD_COLUMNS = [
+  {
+    name: "evaluation",
+    cell: (each) => h("a", { href: evaluationAddress(each.key) }, each.name),
+  },
+  { name: "score", isNumber: true, cell: (each) => number(each.score ?? null) },
+  { name: "model", cell: (each) => each.model || "" },
+  { name: "task", cell: (each) => `${each.task}${each.split ? `/${each.split}` : ""}` },
+  { name: "items", isNumber: true, cell: (each) => number(each.items || 0) },
+  { name: "attempts", isNumber: true, cell: (each) => number(each.attempts || 0) },
+  { name: "made", isNumber: true, cell: (each) => number(each.num_made || 0) },
+  { name: "cost", isNumber: true, cell: (each) => dollars(each.cost) },
+];
 
 function listed(page, evaluations) {
   if (!evaluations.length) {
@@ -36,36 +77,6 @@ function listed(page, evaluations) {
     );
     return null;
   }
-  const heads = ["evaluation", "score", "model", "task", "items", "attempts", "made", "cost"],
-    numbers = new Set(["score", ...heads.slice(4)]);
-  const row = (each) =>
-    h(
-      "tr",
-      null,
-      [
-        h("a", { href: evaluationAddress(each.key) }, each.name),
-        ...(each.problem
-          ? [h("span.bad", null, each.problem)]
-          : [
-              number(each.score ?? null),
-              each.model || "",
-              `${each.task}${each.split ? `/${each.split}` : ""}`,
-              number(each.items || 0),
-              number(each.attempts || 0),
-              number(each.num_made || 0),
-              dollars(each.cost),
-            ]),
-      ].map((cell, index) =>
-        h(
-          "td",
-          {
-            class: !each.problem && numbers.has(heads[index]) ? "num" : "",
-            colspan: each.problem && index ? "7" : null,
-          },
-          cell,
-        ),
-      ),
-    );
   fill(
     page,
     h(
@@ -80,20 +91,9 @@ function listed(page, evaluations) {
       h(
         "div.scroll-x",
         null,
-        h(
-          "table.figures.records",
-          null,
-          h(
-            "thead",
-            null,
-            h(
-              "tr",
-              null,
-              heads.map((name) => h("th", { class: numbers.has(name) ? "num" : "" }, name)),
-            ),
-          ),
-          h("tbody", null, evaluations.map(row)),
-        ),
+        table("table.figures.records", RECORD_COLUMNS, evaluations, {
+          problem: (each) => each.problem,
+        }),
       ),
     ),
   );
@@ -121,12 +121,11 @@ class EvaluationView {
 
   async start(page) {
     this.body = h("div.evaluation");
-    this.filter = h("input", {
-      type: "search",
-      id: "filter",
+    this.filter = new FilterInput(ATTEMPT_FIELDS, {
+      label: "filter attempts",
       placeholder: "filter attempts: item, kind, answer, stop, right, wrong",
-      "aria-label": "filter attempts",
-      oninput: () => this.arrange(),
+      changed: () => this.arrange(),
+      id: "filter",
     });
     this.tally = h("span.quiet", { "aria-live": "polite" });
     fill(
@@ -135,7 +134,14 @@ class EvaluationView {
         "div.wide",
         null,
         this.body,
-        h("div.wide-head", null, h("h2", null, "Attempts"), this.filter, this.tally),
+        h(
+          "div.wide-head",
+          null,
+          h("h2", null, "Attempts"),
+          this.filter.input,
+          this.tally,
+          this.filter.fix,
+        ),
         h("div.attempts", null, this.list.box),
       ),
     );
@@ -205,168 +211,16 @@ class EvaluationView {
       h("p.quiet.file", null, data.path),
       data.problems.map((text) => h("p.problem", { role: "alert" }, text)),
       report
-        ? [this.tiles(report), this.compared(), this.kinds(report), this.rest(report)]
+        ? PANELS.map((panel) => panel(report, data))
         : h("p.note", null, "No attempt has been made yet."),
     );
   }
 
-  tiles(report) {
-    const all = report.rows[0],
-      spent = report.spent,
-      tile = (name, value, figure) =>
-        h(
-          "div.tile",
-          null,
-          h("dt", null, name),
-          h("dd", null, value),
-          figure ? interval(figure) : null,
-        );
-    return h(
-      "dl.tiles",
-      { "aria-label": "figures" },
-      all.average
-        ? tile(`avg@${report.plan.attempts}`, shownFigure(all.average), all.average)
-        : null,
-      report.k > 1 && all.passes
-        ? tile(`pass@${report.k}`, shownFigure(all.passes), all.passes)
-        : null,
-      report.k > 1 && all.majority
-        ? tile(`majority@${report.k}`, shownFigure(all.majority), all.majority)
-        : null,
-      tile(
-        "attempts",
-        `${number(report.attempts)}${report.failed ? `, ${number(report.failed)} failed` : ""}`,
-      ),
-      tile("cost", dollars(spent.cost)),
-      tile("tokens", `${count(spent.input_tokens)} in, ${count(spent.output_tokens)} out`),
-      tile(
-        "an attempt",
-        `${seconds(spent.seconds_mean)}, ${number(spent.turns_mean)} turns, ${number(spent.calls_mean)} calls`,
-      ),
-    );
-  }
-
-  compared() {
-    const found = this.data.compared;
-    if (!found) return null;
-    if (found.problem) return h("p.problem", null, found.problem);
-    const { value, low, high } = found.difference,
-      sure = low > 0 || high < 0;
-    return h(
-      "p.parting",
-      { role: "note" },
-      `${value >= 0 ? "+" : ""}${value.toFixed(3)} [${low.toFixed(3)} ${high.toFixed(3)}] against ${found.name}, over ${many(found.items, "item")}: ${sure ? (value > 0 ? "better" : "worse") : "no difference that is sure"}.`,
-    );
-  }
-
-  // Bars with intervals for each kind of item, and pass@k for each k.
-  kinds(report) {
-    const several = report.k > 1,
-      heads = [
-        "kind",
-        "items",
-        "mean reward",
-        ...(several ? [`pass@${report.k}`, `majority@${report.k}`] : []),
-      ];
-    const cell = (figure) =>
-      h(
-        "td",
-        null,
-        figure
-          ? [h("span.num", null, shownFigure(figure)), bar(figure)]
-          : h("span.quiet", null, "–"),
-      );
-    return h(
-      "div.beside-figures",
-      null,
-      h(
-        "div.scroll-x",
-        null,
-        h(
-          "table.figures",
-          { "aria-label": "by kind" },
-          h(
-            "thead",
-            null,
-            h(
-              "tr",
-              null,
-              heads.map((name) => h("th", null, name)),
-            ),
-          ),
-          h(
-            "tbody",
-            null,
-            report.rows.map((row) =>
-              h(
-                "tr",
-                null,
-                h("td", null, row.kind || "(no kind)"),
-                h("td.num", null, number(row.items)),
-                cell(row.average),
-                several ? [cell(row.passes), cell(row.majority)] : null,
-              ),
-            ),
-          ),
-        ),
-      ),
-      this.data.passes.length > 1
-        ? h(
-            "table.figures.passes",
-            { "aria-label": "pass@k" },
-            h("thead", null, h("tr", null, h("th", null, "k"), h("th", null, "pass@k"))),
-            h(
-              "tbody",
-              null,
-              this.data.passes.map(([k, value]) =>
-                h(
-                  "tr",
-                  null,
-                  h("td.num", null, number(k)),
-                  h("td", null, h("span.num", null, value.toFixed(3)), bar({ value })),
-                ),
-              ),
-            ),
-          )
-        : null,
-    );
-  }
-
-  rest(report) {
-    const named = { ...report.rewards, ...report.metrics },
-      parts = Object.entries(named).map(([name, value]) => `${name} ${number(value)}`);
-    const stops = Object.entries(report.stops).map(
-      ([stop, many]) => `${number(many)} ${stopWords(stop === "None" ? null : stop)[0]}`,
-    );
-    return [
-      h(
-        "p.quiet",
-        null,
-        `ended: ${stops.join(", ")}${parts.length > 1 ? ` · means: ${parts.join(", ")}` : ""}`,
-      ),
-      report.failed
-        ? h(
-            "p.problem",
-            null,
-            `${many(report.failed, "attempt")} failed and ${report.failed === 1 ? "is" : "are"} left out; the first: ${report.first_error}`,
-          )
-        : null,
-    ];
-  }
-
   arrange() {
-    const words = this.filter.value.toLowerCase().split(/\s+/).filter(Boolean);
-    this.shown = this.data.attempts.filter((each) => {
-      const text =
-        `${each.item} ${each.kind} ${each.answer} ${each.error} ${stopWords(each.stop)[0]} ${each.reward === null ? "failed" : each.right ? "right" : "wrong"}`.toLowerCase();
-      return words.every((word) => text.includes(word));
-    });
-    fill(
-      this.tally,
-      words.length
-        ? `${number(this.shown.length)} of ${number(this.data.attempts.length)}`
-        : number(this.data.attempts.length),
-    );
+    const { attempts } = this.data;
+    this.shown = attempts.filter(this.filter.matches);
+    const shown = this.filter.text.trim() ? `${number(this.shown.length)} of ` : "";
+    fill(this.tally, `${shown}${number(attempts.length)}`);
     this.list.box.style.height = `${Math.min(15, Math.max(1, this.shown.length)) * 34 + 2}px`;
     this.list.set(this.shown.length);
   }
@@ -374,6 +228,118 @@ class EvaluationView {
   keys() {
     return { "/": ["filter attempts", () => this.filter.focus()] };
   }
+}
+
+// --- panels ------------------------------------------------------------------------------------
+
+// What is shown of a report, from top to bottom. A panel receives the report and what the server
+// sent with it, and gives elements, or null if it has nothing to show. A new one is a module, and a
+// line here.
+const PANELS = [tiles, compared, kinds, rest];
+
+function tiles(report) {
+  const all = report.rows[0],
+    spent = report.spent,
+    tile = (name, value, figure) =>
+      h(
+        "div.tile",
+        null,
+        h("dt", null, name),
+        h("dd", null, value),
+        figure ? interval(figure) : null,
+      );
+  return h(
+    "dl.tiles",
+    { "aria-label": "figures" },
+    all.average ? tile(`avg@${report.plan.attempts}`, shownFigure(all.average), all.average) : null,
+    report.k > 1 && all.passes
+      ? tile(`pass@${report.k}`, shownFigure(all.passes), all.passes)
+      : null,
+    report.k > 1 && all.majority
+      ? tile(`majority@${report.k}`, shownFigure(all.majority), all.majority)
+      : null,
+    tile(
+      "attempts",
+      `${number(report.attempts)}${report.failed ? `, ${number(report.failed)} failed` : ""}`,
+    ),
+    tile("cost", dollars(spent.cost)),
+    tile("tokens", `${count(spent.input_tokens)} in, ${count(spent.output_tokens)} out`),
+    tile(
+      "an attempt",
+      `${seconds(spent.seconds_mean)}, ${number(spent.turns_mean)} turns, ${number(spent.calls_mean)} calls`,
+    ),
+  );
+}
+
+function compared(_, data) {
+  const found = data.compared;
+  if (!found) return null;
+  if (found.problem) return h("p.problem", null, found.problem);
+  const { value, low, high } = found.difference,
+    sure = low > 0 || high < 0;
+  return h(
+    "p.parting",
+    { role: "note" },
+    `${value >= 0 ? "+" : ""}${value.toFixed(3)} [${low.toFixed(3)} ${high.toFixed(3)}] against ${found.name}, over ${many(found.items, "item")}: ${sure ? (value > 0 ? "better" : "worse") : "no difference that is sure"}.`,
+  );
+}
+
+// Bars with intervals for each kind of item, and pass@k for each k.
+function kinds(report, { passes }) {
+  const several = report.k > 1;
+  const figure = (name, of) => ({
+    name,
+    cell: (row) =>
+      of(row)
+        ? [h("span.num", null, shownFigure(of(row))), bar(of(row))]
+        : h("span.quiet", null, "–"),
+  });
+  const columns = [
+    { name: "kind", cell: (row) => row.kind || "(no kind)" },
+    { name: "items", isNumber: true, cell: (row) => number(row.items) },
+    figure("mean reward", (row) => row.average),
+    ...(several
+      ? [
+          figure(`pass@${report.k}`, (row) => row.passes),
+          figure(`majority@${report.k}`, (row) => row.majority),
+        ]
+      : []),
+  ];
+  const each = [
+    { name: "k", isNumber: true, cell: ([k]) => number(k) },
+    {
+      name: "pass@k",
+      cell: ([, value]) => [h("span.num", null, value.toFixed(3)), bar({ value })],
+    },
+  ];
+  return h(
+    "div.beside-figures",
+    null,
+    h("div.scroll-x", null, table("table.figures", columns, report.rows, { label: "by kind" })),
+    passes.length > 1 ? table("table.figures.passes", each, passes, { label: "pass@k" }) : null,
+  );
+}
+
+function rest(report) {
+  const named = { ...report.rewards, ...report.metrics },
+    parts = Object.entries(named).map(([name, value]) => `${name} ${number(value)}`);
+  const stops = Object.entries(report.stops).map(
+    ([stop, many]) => `${number(many)} ${stopWords(stop === "None" ? null : stop)[0]}`,
+  );
+  return [
+    h(
+      "p.quiet",
+      null,
+      `ended: ${stops.join(", ")}${parts.length > 1 ? ` · means: ${parts.join(", ")}` : ""}`,
+    ),
+    report.failed
+      ? h(
+          "p.problem",
+          null,
+          `${many(report.failed, "attempt")} failed and ${report.failed === 1 ? "is" : "are"} left out; the first: ${report.first_error}`,
+        )
+      : null,
+  ];
 }
 
 function shownFigure({ value }) {

@@ -1,32 +1,23 @@
-// The filter of the list of runs: words, and fields with a value or a bound.
+// The one filter language of all lists (runs, calls, attempts, curves), and its input.
 //
-//   cost>0.1 stop:error model:qwen reward:0 "two words"
+//   cost>0.1 stop:error model:qwen reward:0 -label:odd "two words"
 //
-// parseFilter(text) -> { matches(run), problem, group }: `group:origin` groups the rows. A part
-// that cannot be read has a problem with its place and its fix, and is left aside.
+// A list says which fields its rows have. All parts must hold; `group:FIELD` groups the rows of a
+// list that has groups. A part that cannot be read is shown with its fix, and is left aside.
 
-// Field -> its value for a run. Numbers can be compared.
-const FIELDS = {
-  __proto__: null, // a field that is named like a method of every object is unknown
-  cost: (run) => run.cost,
-  tokens: (run) => run.tokens || 0,
-  calls: (run) => run.num_calls || 0,
-  seconds: (run) => run.seconds || 0,
-  depth: (run) => run.depth || 0,
-  reward: (run) => run.reward,
-  stop: (run) => (run.problem ? "unreadable" : run.stop || (run.alive ? "running" : "interrupted")),
-  model: (run) => run.model || "",
-  task: (run) => run.task || "",
-  question: (run) => run.question || "",
-  answer: (run) => run.answer ?? "",
-  label: (run) => (run.labels || []).join("\n"),
-  note: (run) => run.note || "",
-  corrected: (run) => Object.keys(run.corrected || {}).join("\n"),
-  id: (run) => run.id,
-  file: (run) => run.source || "",
-  origin: (run) => originOf(run),
-};
-const NUMBERS = new Set(["cost", "tokens", "calls", "seconds", "depth", "reward"]);
+import { fill, h } from "./dom.js";
+
+/**
+ * What the rows of a list can be filtered by.
+ * @typedef {object} Fields
+ * @property {Record<string, (row: any) => number | null | undefined>} numbers can be compared
+ * @property {Record<string, (row: any) => string>} texts lines of it are values of their own
+ * @property {(row: any) => string} words where a part without a field is looked for
+ * @property {string[]} [groups] the texts that rows are grouped by
+ */
+
+/** @typedef {{ start: number, end: number, words: string, fix: string }} Problem */
+
 const COMPARE = {
   ">": (a, b) => a > b,
   "<": (a, b) => a < b,
@@ -36,82 +27,159 @@ const COMPARE = {
   "=": (a, b) => a === b,
 };
 
-// Where a run came from: a question of a user, an evaluation, or a rollout of training.
-export function originOf(run) {
-  return /(^|\/)rollouts\//.test(run.source || "") ? "rollout" : run.task ? "evaluation" : "asked";
+export class FilterInput {
+  // changed() is called after each edit.
+  /** @param {Fields} fields */
+  constructor(fields, { label, placeholder, changed, text = "", id = null }) {
+    this.fields = fields;
+    this.changed = changed;
+    this.input = h("input", {
+      type: "search",
+      id,
+      value: text,
+      placeholder,
+      "aria-label": label,
+      oninput: () => this.set(this.input.value),
+    });
+    this.fix = h("p.filter-fix", { hidden: true, role: "status" });
+    this.read();
+  }
+
+  get text() {
+    return this.input.value;
+  }
+
+  set(text) {
+    if (this.input.value !== text) this.input.value = text;
+    this.read();
+    this.changed();
+  }
+
+  clear() {
+    this.input.value = "";
+    this.read();
+  }
+
+  focus() {
+    this.input.focus();
+  }
+
+  read() {
+    const { matches, group, problem } = parseFilter(this.text, this.fields);
+    this.matches = matches;
+    this.group = group;
+    this.fix.hidden = !problem;
+    if (problem) this.showFix(problem);
+  }
+
+  /** @param {Problem} problem */
+  showFix({ start, end, words, fix }) {
+    const text = this.text,
+      before = `${text.slice(0, start)}${start ? " " : ""}`,
+      fixed = `${before}${fix} ${text.slice(end)}`.replace(/ +/g, " ").trim();
+    fill(
+      this.fix,
+      h(
+        "code",
+        null,
+        text.slice(0, start),
+        h("u.wrong", null, text.slice(start, end)),
+        text.slice(end),
+      ),
+      ` ${words}; `,
+      h("button.small", { type: "button", onclick: () => this.set(fixed) }, `use ${fix}`),
+    );
+  }
 }
 
-export function parseFilter(text) {
+/**
+ * @param {string} text
+ * @param {Fields} fields
+ */
+export function parseFilter(text, fields) {
   const tests = [];
-  let problem = null,
-    group = null;
+  let group = null;
+  /** @type {Problem | null} */
+  let problem = null;
   for (const match of text.matchAll(/(-?)(?:([a-z_]+)(>=|<=|[:=<>]))?("[^"]*"?|\S+)/gi)) {
-    const [part, not, field, sign, raw] = match,
-      value = raw.replace(/^"|"$/g, "").toLowerCase();
-    if (field?.toLowerCase() === "group") {
-      if (FIELDS[value] && !NUMBERS.has(value)) group = { name: value, of: FIELDS[value] };
-      else
-        problem ??= {
-          start: match.index,
-          end: match.index + part.length,
-          words: "rows are grouped by origin, task, model, stop, label or question",
-          fix: "group:origin",
-        };
+    const [part, not, name, sign, raw] = match,
+      value = raw.replace(/^"|"$/g, "").toLowerCase(),
+      field = name?.toLowerCase(),
+      place = { start: match.index, end: match.index + part.length };
+    if (field === "group" && fields.groups) {
+      const of = own(fields.texts, value);
+      if (of) group = { name: value, of };
+      else problem ??= { ...place, ...groupProblem(fields.groups) };
       continue;
     }
-    const test = field
-      ? fieldTest(field.toLowerCase(), sign, value)
-      : (run) => textOfRun(run).includes(value);
-    if (typeof test === "function") tests.push(not ? (run) => !test(run) : test);
-    else problem ??= { start: match.index, end: match.index + part.length, ...test };
+    const test = field ? fieldTest(fields, field, sign, value) : wordTest(fields, value);
+    if (typeof test === "function") tests.push(not ? (row) => !test(row) : test);
+    else problem ??= { ...place, ...test };
   }
+  problem ??= openPart(text, fields);
+  return { matches: (row) => tests.every((test) => test(row)), problem, group };
+}
+
+function groupProblem(groups) {
+  const words = `${groups.slice(0, -1).join(", ")} or ${groups.at(-1)}`;
+  return { words: `rows are grouped by ${words}`, fix: `group:${groups[0]}` };
+}
+
+// A field whose value has not been typed yet.
+/**
+ * @param {string} text
+ * @param {Fields} fields
+ * @returns {Problem | null}
+ */
+function openPart(text, { numbers, groups }) {
   const open = /(?:^|\s)([a-z_]+)(>=|<=|[:=<>])(?=\s|$)/i.exec(text);
-  if (open && !problem)
-    problem = {
-      start: open.index,
-      end: open.index + open[0].length,
-      words: `${open[1]}${open[2]} needs a value`,
-      fix: `${open[1]}${open[2]}${NUMBERS.has(open[1]) ? "0" : "error"}`.replace(
-        "group:error",
-        "group:origin",
-      ),
-    };
-  return { matches: (run) => tests.every((test) => test(run)), problem, group };
+  if (!open) return null;
+  const part = `${open[1]}${open[2]}`,
+    value = own(numbers, open[1]) ? "0" : open[1] === "group" && groups ? groups[0] : "none";
+  return {
+    start: open.index,
+    end: open.index + open[0].length,
+    words: `${part} needs a value`,
+    fix: `${part}${value}`,
+  };
+}
+
+function wordTest({ words }, value) {
+  return (row) => words(row).toLowerCase().includes(value);
 }
 
 // A test, or { words, fix } if the part cannot be read.
-function fieldTest(field, sign, value) {
-  const of = FIELDS[field];
-  if (!of) {
-    const near = nearest(field, Object.keys(FIELDS));
-    return {
-      words: `there is no field ${field}: fields are ${Object.keys(FIELDS).join(", ")}`,
-      fix: `${near}${sign}${value}`,
-    };
-  }
-  if (NUMBERS.has(field)) {
+function fieldTest({ numbers, texts }, field, sign, value) {
+  const numberOf = own(numbers, field),
+    textOf = own(texts, field);
+  if (numberOf) {
     const number = Number(value.replace(/^\$|,/g, ""));
-    if (!Number.isNaN(number) && value)
-      return (run) => typeof of(run) === "number" && COMPARE[sign](of(run), number);
+    if (Number.isNaN(number) || !value)
+      return {
+        words: `${field} is compared with a number, not with ${value}`,
+        fix: `${field}${sign}0.1`,
+      };
+    return (row) => typeof numberOf(row) === "number" && COMPARE[sign](numberOf(row), number);
+  }
+  if (!textOf) {
+    const known = [...Object.keys(numbers), ...Object.keys(texts)];
     return {
-      words: `${field} is compared with a number, not with ${value}`,
-      fix: `${field}${sign}0.1`,
+      words: `there is no field ${field}: fields are ${known.join(", ")}`,
+      fix: `${nearest(field, known)}${sign}${value}`,
     };
   }
   if (sign !== ":" && sign !== "=")
     return { words: `${field} is text: use ${field}:`, fix: `${field}:${value}` };
-  if (value === "none") return (run) => !String(of(run));
-  const wanted = value.replaceAll(" ", "_");
-  return sign === "="
-    ? (run) => String(of(run)).toLowerCase().split("\n").includes(value)
-    : (run) =>
-        String(of(run))
-          .toLowerCase()
-          .includes(field === "stop" ? wanted : value);
+  const wordsOf = (row) => String(textOf(row) ?? "").toLowerCase();
+  if (value === "none") return (row) => !wordsOf(row);
+  if (sign === "=") return (row) => wordsOf(row).split("\n").includes(value);
+  const named = value.replaceAll(" ", "_"); // "max turns" is stored as max_turns
+  return (row) => wordsOf(row).includes(value) || wordsOf(row).includes(named);
 }
 
-function textOfRun(run) {
-  return `${run.question || ""} ${run.model || ""} ${FIELDS.stop(run)} ${FIELDS.stop(run).replaceAll("_", " ")} ${run.id} ${run.task || ""} ${run.source || ""} ${run.answer ?? ""} ${(run.labels || []).join(" ")} ${run.note || ""} ${run.problem || ""}`.toLowerCase();
+// A field that is named like a method of every object is unknown.
+function own(fields, name) {
+  return Object.hasOwn(fields, name) ? fields[name] : null;
 }
 
 function nearest(word, known) {
@@ -128,37 +196,4 @@ function nearest(word, known) {
     return row[b.length];
   };
   return known.map((each) => [distance(word, each), each]).sort((a, b) => a[0] - b[0])[0][1];
-}
-
-// [[field, value, number of runs], …]: what the runs can be narrowed by.
-export function facets(runs) {
-  const found = [];
-  /** @type {[string, (run: any) => any][]} */
-  const narrowing = [
-    ["origin", originOf],
-    ["stop", FIELDS.stop],
-    ["model", FIELDS.model],
-    ["task", FIELDS.task],
-    ["label", (run) => run.labels || []],
-  ];
-  for (const [field, of] of narrowing) {
-    const counts = new Map();
-    for (const run of runs)
-      for (const value of [of(run)].flat()) counts.set(value, (counts.get(value) || 0) + 1);
-    if (counts.size > 1 || (field === "label" && counts.size))
-      found.push(
-        ...[...counts]
-          .sort((a, b) => b[1] - a[1])
-          .slice(0, 5)
-          .map(([value, count]) => [field, value, count]),
-      );
-  }
-  return found;
-}
-
-// The 50th and 90th percentile of numbers, or null for none.
-export function percentiles(values) {
-  const sorted = values.filter((value) => typeof value === "number").sort((a, b) => a - b);
-  const at = (share) => sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))];
-  return sorted.length ? [at(0.5), at(0.9)] : null;
 }

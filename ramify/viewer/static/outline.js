@@ -2,12 +2,42 @@
 // form one row until it is opened. Only visible rows are elements.
 
 import { fill, h } from "./dom.js";
+import { FilterInput } from "./filter.js";
 import { dollars, grouped, oneLine, seconds, stopWords } from "./format.js";
 import { VirtualList } from "./list.js";
 
+const PLACEHOLDER = "filter calls";
 const TOGETHER = 8; // maximum plain sub-calls of one cell with separate rows
 const TWO_LINES = matchMedia("(max-width: 1300px)"); // a row's question above its answer
 const ROW_PIXELS = () => (TWO_LINES.matches ? 46 : 30);
+
+// What calls can be filtered by.
+/** @returns {import("./filter.js").Fields} */
+function callFields(run) {
+  const stopOf = (call) => call.stop || (run.alive ? "running" : "interrupted");
+  return {
+    numbers: {
+      cost: (call) => call.cost,
+      tokens: (call) => call.tokens_in + call.tokens_out,
+      seconds: (call) => (call.ended_s ?? run.now()) - call.started_s,
+      depth: (call) => call.depth,
+      turns: (call) => call.turns,
+      reward: (call) => call.reward,
+    },
+    texts: {
+      stop: stopOf,
+      kind: (call) => call.kind,
+      model: (call) => call.model,
+      question: (call) => call.question,
+      answer: (call) => call.answer,
+      error: (call) => call.error,
+      differs: (call) => call.outlier,
+      id: (call) => call.id,
+    },
+    words: (call) =>
+      `${call.id} ${call.kind} ${call.model} ${stopWords(call.stop, run.alive)[0]} ${call.outlier} ${call.question} ${call.answer} ${call.error}`,
+  };
+}
 
 export class Outline {
   // run: the page's model; pick(index) is called when the user chooses a call.
@@ -16,7 +46,14 @@ export class Outline {
     this.pick = pick;
     this.rows = []; // { call } or { group: [calls], key }
     this.open = new Set();
-    this.filter = "";
+    this.filter = new FilterInput(callFields(run), {
+      label: "filter calls",
+      placeholder: PLACEHOLDER,
+      changed: () => {
+        this.only = null;
+        this.changed(true);
+      },
+    });
     this.only = null; // Set of the only calls to show, or null
     this.list = new VirtualList({
       rowHeight: ROW_PIXELS(),
@@ -27,16 +64,6 @@ export class Outline {
       role: "tree",
       rowRole: "treeitem",
     });
-    this.input = h("input", {
-      type: "search",
-      placeholder: "filter calls",
-      "aria-label": "filter calls",
-      oninput: () => {
-        this.filter = this.input.value.trim().toLowerCase();
-        this.only = null;
-        this.changed(true);
-      },
-    });
     this.tally = h("span.quiet.tally");
     this.back = h(
       "button.small",
@@ -46,7 +73,8 @@ export class Outline {
     this.element = h(
       "section.outline",
       { "aria-label": "calls" },
-      h("div.outline-head", null, this.input, this.tally, this.back),
+      h("div.outline-head", null, this.filter.input, this.tally, this.back),
+      this.filter.fix,
       this.list.box,
     );
     this.children = new Map();
@@ -72,12 +100,12 @@ export class Outline {
       else this.children.set(call.parent, [index]);
     });
     this.rows = [];
-    if (this.filter || this.only) this.addMatches();
+    if (this.narrowed()) this.addMatches();
     else this.add(roots);
     this.list.set(this.rows.length);
     this.back.hidden = !this.only;
     this.markSelected(false);
-    const shown = this.filter || this.only ? `${grouped(this.rows.length)} of ` : "";
+    const shown = this.narrowed() ? `${grouped(this.rows.length)} of ` : "";
     fill(this.tally, `${shown}${grouped(this.run.calls.length)}`);
   }
 
@@ -119,29 +147,28 @@ export class Outline {
 
   addMatches() {
     this.run.calls.forEach((call, index) => {
-      if (this.only ? this.only.has(index) : this.matches(call)) this.rows.push({ call: index });
+      if (this.only ? this.only.has(index) : this.filter.matches(call))
+        this.rows.push({ call: index });
     });
   }
 
-  matches(call) {
-    const words = `${call.id} ${call.kind} ${call.model} ${stopWords(call.stop, this.run.alive)[0]} ${call.outlier} ${call.question} ${call.answer} ${call.error}`;
-    return words.toLowerCase().includes(this.filter);
+  narrowed() {
+    return Boolean(this.only || this.filter.text.trim());
   }
 
   // Show only these calls, for example those of one cell.
   showOnly(indices, words) {
     this.only = new Set(indices);
-    this.filter = "";
-    this.input.value = "";
-    this.input.placeholder = words;
+    this.filter.clear();
+    this.filter.input.placeholder = words;
     this.changed(true);
   }
 
   showAll() {
-    if (!this.only && !this.filter) return;
+    if (!this.narrowed()) return;
     this.only = null;
-    this.filter = this.input.value = "";
-    this.input.placeholder = "filter calls";
+    this.filter.clear();
+    this.filter.input.placeholder = PLACEHOLDER;
     this.changed(true);
   }
 

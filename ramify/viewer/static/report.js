@@ -16,6 +16,7 @@ import {
 } from "./format.js";
 import { Run } from "./run.js";
 import { Story } from "./story.js";
+import { table } from "./table.js";
 import { textOf } from "./turn.js";
 
 const MAX_ROWS = 1000; // calls in the table
@@ -31,7 +32,7 @@ async function reportPage(page, [key]) {
     h("button.small", { type: "button", onclick: () => print() }, "print"),
     h("a.small", { href: runAddress(key) }, offline ? "run" : "back to the run"),
   );
-  fill(page, h("div.report", null, story.element, table(run), sheets));
+  fill(page, h("div.report", null, story.element, callTable(run), sheets));
   story.draw();
   for (const call of sessions.slice(0, MAX_SESSIONS)) {
     try {
@@ -53,30 +54,40 @@ async function reportPage(page, [key]) {
 }
 
 // question → answer → cost → time of every call
-function table(run) {
-  const rows = run.calls.slice(0, MAX_ROWS).map((call) => {
-    const [words, tone] = stopWords(call.stop, run.alive),
-      came = call.failed ? call.error || call.reason || words : call.answer;
-    return h(
-      "tr",
-      null,
-      h("td", null, call.id),
-      h(
-        "td",
-        { style: { "padding-left": `${6 + 12 * Math.min(call.depth, 6)}px` } },
-        oneLine(call.question, 160),
-      ),
-      h("td", { class: call.failed ? "bad" : "" }, oneLine(came || "", 160)),
-      h(
-        "td",
-        { class: call.outlier ? "odd" : call.stop === "final" ? "" : tone },
-        call.outlier || (call.stop === "final" ? "" : words),
-      ),
-      h("td.right", null, call.cost === null ? "" : dollars(call.cost)),
-      h("td.right", null, seconds(Math.max(0, (call.ended_s ?? run.now()) - call.started_s))),
-    );
-  });
-  const more = run.calls.length - rows.length;
+function callTable(run) {
+  const stopOf = (call) => stopWords(call.stop, run.alive);
+  const cameOf = (call) =>
+    call.failed ? call.error || call.reason || stopOf(call)[0] : call.answer;
+  /** @type {import("./table.js").Column[]} */
+  const columns = [
+    { name: "call", cell: (call) => call.id },
+    {
+      name: "question",
+      cell: (call) => oneLine(call.question, 160),
+      style: (call) => ({ "padding-left": `${6 + 12 * Math.min(call.depth, 6)}px` }),
+    },
+    {
+      name: "answer",
+      cell: (call) => oneLine(cameOf(call) || "", 160),
+      tone: (call) => (call.failed ? "bad" : ""),
+    },
+    {
+      name: h("span.offscreen", null, "mark"),
+      cell: (call) => call.outlier || (call.stop === "final" ? "" : stopOf(call)[0]),
+      tone: (call) => (call.outlier ? "odd" : call.stop === "final" ? "" : stopOf(call)[1]),
+    },
+    {
+      name: "cost",
+      cell: (call) => (call.cost === null ? "" : dollars(call.cost)),
+      tone: () => "right",
+    },
+    {
+      name: "time",
+      cell: (call) => seconds(Math.max(0, (call.ended_s ?? run.now()) - call.started_s)),
+      tone: () => "right",
+    },
+  ];
+  const more = run.calls.length - MAX_ROWS;
   return h(
     "section.sheet",
     null,
@@ -84,22 +95,7 @@ function table(run) {
     h(
       "div.md-table",
       { tabindex: "0", role: "region", "aria-label": "calls" },
-      h(
-        "table",
-        null,
-        h(
-          "thead",
-          null,
-          h(
-            "tr",
-            null,
-            ["call", "question", "answer", "", "cost", "time"].map((name) =>
-              h("th", { scope: "col" }, name || h("span.offscreen", null, "mark")),
-            ),
-          ),
-        ),
-        h("tbody", null, rows),
-      ),
+      table("table", columns, run.calls.slice(0, MAX_ROWS)),
     ),
     more > 0 ? h("p.note", null, `and ${grouped(more)} more`) : null,
   );

@@ -256,7 +256,7 @@ class RunView {
       );
       if (this.picture.closed) return;
       this.picture.later();
-      this.outline.changed(Boolean(this.outline.filter));
+      this.outline.changed(this.outline.narrowed());
       this.transcript.changed(changed);
     } catch (error) {
       toast(error.message);

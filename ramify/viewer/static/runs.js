@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { fill, h, toast } from "./dom.js";
-import { facets, parseFilter, percentiles } from "./filter.js";
+import { FilterInput } from "./filter.js";
 import {
   count,
   dollars,
@@ -15,6 +15,7 @@ import {
   stopWords,
 } from "./format.js";
 import { VirtualList } from "./list.js";
+import { facets, percentiles, RUN_FIELDS } from "./run_fields.js";
 import { worthTone } from "./story.js";
 
 const MAX_RUNS = 8; // that are compared, as in viewer/comparison.py
@@ -90,7 +91,13 @@ export async function runsPage(page, [filter = ""] = []) {
 
 class RunsView {
   constructor(filter) {
-    this.filter = filter;
+    this.filter = new FilterInput(RUN_FIELDS, {
+      label: "filter runs",
+      placeholder: "words, or cost>0.1 stop:error model:qwen reward:0",
+      changed: () => this.filtered(),
+      text: filter,
+      id: "filter",
+    });
     this.ticked = new Set(); // keys of the runs to compare
     this.by = "when";
     this.down = true;
@@ -114,21 +121,12 @@ class RunsView {
   }
 
   async start(page) {
-    this.input = h("input", {
-      type: "search",
-      id: "filter",
-      value: this.filter,
-      placeholder: "words, or cost>0.1 stop:error model:qwen reward:0",
-      "aria-label": "filter runs",
-      oninput: () => this.setFilter(this.input.value),
-    });
-    this.fix = h("p.filter-fix", { hidden: true, role: "status" });
     this.facets = h("div.facets", { role: "group", "aria-label": "narrow by" });
     this.figures = h("p.quiet.figures-line");
     this.groups = h(
       "select",
       { "aria-label": "group by", onchange: () => this.setGroup(this.groups.value) },
-      ["", "origin", "task", "model", "stop", "label", "question"].map((name) =>
+      ["", ...RUN_FIELDS.groups].map((name) =>
         h("option", { value: name }, name ? `by ${name}` : "no groups"),
       ),
     );
@@ -164,12 +162,12 @@ class RunsView {
           "div.runs-head",
           null,
           h("h1", null, "Runs"),
-          this.input,
+          this.filter.input,
           this.tally,
           this.groups,
           this.compare,
           this.figures,
-          this.fix,
+          this.filter.fix,
           this.facets,
         ),
         this.problems,
@@ -204,22 +202,22 @@ class RunsView {
   }
 
   // The filter is part of the address, so that it can be shared and reloaded.
-  setFilter(text) {
-    this.filter = this.input.value = text;
+  filtered() {
+    const { text } = this.filter;
     history.replaceState(null, "", text.trim() ? `#/runs/${encodeURIComponent(text)}` : "#/");
     this.arrange();
   }
 
   setGroup(name) {
-    this.setFilter(`${this.ungrouped()} ${name ? `group:${name}` : ""}`.trim());
+    this.filter.set(`${this.ungrouped()} ${name ? `group:${name}` : ""}`.trim());
   }
 
   openGroup(part) {
-    this.setFilter(`${this.ungrouped()} ${part}`.trim());
+    this.filter.set(`${this.ungrouped()} ${part}`.trim());
   }
 
   ungrouped() {
-    return this.filter.replace(/(^|\s)group:\S*/gi, "").trim();
+    return this.filter.text.replace(/(^|\s)group:\S*/gi, "").trim();
   }
 
   tick(run) {
@@ -238,31 +236,7 @@ class RunsView {
     location.hash = `#/compare/${[...this.ticked].map(encodeURIComponent).join("/")}`;
   }
 
-  drawFilter(problem) {
-    this.fix.hidden = !problem;
-    if (problem) {
-      const text = this.filter,
-        fixed =
-          `${text.slice(0, problem.start)}${problem.start ? " " : ""}${problem.fix} ${text.slice(problem.end)}`
-            .replace(/ +/g, " ")
-            .trim();
-      fill(
-        this.fix,
-        h(
-          "code",
-          null,
-          text.slice(0, problem.start),
-          h("u.wrong", null, text.slice(problem.start, problem.end)),
-          text.slice(problem.end),
-        ),
-        ` ${problem.words}; `,
-        h(
-          "button.small",
-          { type: "button", onclick: () => this.setFilter(fixed) },
-          `use ${problem.fix}`,
-        ),
-      );
-    }
+  drawFigures() {
     const runs = this.shown,
       cost = percentiles(runs.map((run) => run.cost)),
       time = percentiles(runs.filter((run) => run.stop).map((run) => run.seconds || 0));
@@ -287,7 +261,8 @@ class RunsView {
           "button.small",
           {
             type: "button",
-            onclick: () => this.setFilter(`${this.filter.trim()} ${field}:${quoted(value)}`.trim()),
+            onclick: () =>
+              this.filter.set(`${this.filter.text.trim()} ${field}:${quoted(value)}`.trim()),
           },
           `${field}:${value || "none"} `,
           h("span.quiet", null, grouped(count)),
@@ -310,8 +285,8 @@ class RunsView {
   }
 
   arrange() {
-    const { matches, problem, group } = parseFilter(this.filter),
-      words = this.filter.trim();
+    const { matches, group } = this.filter,
+      words = this.filter.text.trim();
     const value = COLUMNS.find((column) => column.name === this.by).key,
       sign = this.down ? -1 : 1;
     this.shown = this.data.runs
@@ -328,7 +303,7 @@ class RunsView {
     }
     const total = this.data.runs.length,
       num = this.shown.length;
-    this.drawFilter(problem);
+    this.drawFigures();
     if (group) this.shown = this.grouped(this.shown, group);
     this.groups.value = group ? group.name : "";
     fill(this.tally, words ? `${grouped(num)} of ${grouped(total)}` : grouped(total));
@@ -422,7 +397,7 @@ class RunsView {
         () => this.list.active >= 0 && this.tick(this.shown[this.list.active]),
       ],
       Enter: ["open the run", () => this.list.active >= 0 && this.list.choose(this.list.active)],
-      "/": ["filter", () => this.input.focus()],
+      "/": ["filter", () => this.filter.focus()],
     };
   }
 

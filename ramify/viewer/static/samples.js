@@ -3,7 +3,18 @@
 import { get } from "./api.js";
 import { fill, h, toast } from "./dom.js";
 import { count, many, number, oneLine, runAddress, stopWords } from "./format.js";
+import { table } from "./table.js";
 
+/** @type {import("./table.js").Column[]} */
+const DEPTH_COLUMNS = [
+  { name: "depth", cell: (each) => `${each.depth} ${each.kind}` },
+  { name: "calls", isNumber: true, cell: (each) => number(each.calls) },
+  { name: "reward", isNumber: true, cell: (each) => brief(each.reward) },
+  { name: "turns", isNumber: true, cell: (each) => brief(each.turns) },
+  { name: "tokens", isNumber: true, cell: (each) => count(each.sampled) },
+  { name: "surprise", isNumber: true, cell: (each) => brief(each.surprise) },
+  { name: "cut", isNumber: true, cell: (each) => `${Math.round(100 * each.truncated)}%` },
+];
 const MAX_ROWS = 5; // best ones, and as many worst ones
 
 export class Samples {
@@ -109,44 +120,7 @@ export class Samples {
               ),
         ),
       ),
-      h(
-        "div.scroll-x",
-        null,
-        h(
-          "table.depths",
-          null,
-          h(
-            "thead",
-            null,
-            h(
-              "tr",
-              null,
-              ["depth", "calls", "reward", "turns", "tokens", "surprise", "cut"].map(
-                (name, index) => h("th", { class: index ? "num" : "" }, name),
-              ),
-            ),
-          ),
-          h(
-            "tbody",
-            null,
-            depths.map((each) =>
-              h(
-                "tr",
-                null,
-                h("td", null, `${each.depth} ${each.kind}`),
-                [
-                  number(each.calls),
-                  brief(each.reward),
-                  brief(each.turns),
-                  count(each.sampled),
-                  brief(each.surprise),
-                  `${Math.round(100 * each.truncated)}%`,
-                ].map((text) => h("td.num", null, text)),
-              ),
-            ),
-          ),
-        ),
-      ),
+      h("div.scroll-x", null, table("table.depths", DEPTH_COLUMNS, depths)),
     );
     this.element.hidden = false;
   }

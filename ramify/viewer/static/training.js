@@ -4,9 +4,18 @@
 import { follow, get } from "./api.js";
 import { aligned, chartsOf, inGroups } from "./curves.js";
 import { fill, h } from "./dom.js";
+import { FilterInput } from "./filter.js";
 import { count, number, seconds } from "./format.js";
 import { Samples } from "./samples.js";
 import uPlot from "./vendor/uplot.js";
+
+// Curves have a name and nothing else to filter by.
+/** @type {import("./filter.js").Fields} */
+const CURVE_FIELDS = {
+  numbers: {},
+  texts: { name: (chart) => chart },
+  words: (chart) => chart,
+};
 
 export async function trainingPage(page, keys) {
   const { trainings } = await get("/api/runs");
@@ -57,12 +66,11 @@ class TrainingView {
         .filter((each) => each.key !== this.key)
         .map((each) => option(each, this.otherKey)),
     );
-    this.filter = h("input", {
-      type: "search",
-      id: "filter",
+    this.filter = new FilterInput(CURVE_FIELDS, {
+      label: "filter curves",
       placeholder: "filter curves",
-      "aria-label": "filter curves",
-      oninput: () => this.draw(),
+      changed: () => this.draw(),
+      id: "filter",
     });
     this.standing = h("span.quiet");
     this.problems = h("div.problems");
@@ -79,8 +87,15 @@ class TrainingView {
           "div.wide-head",
           null,
           h("h1", null, "Training"),
-          h("div.choose", null, choose, this.trainings.length > 1 ? overlay : null, this.filter),
+          h(
+            "div.choose",
+            null,
+            choose,
+            this.trainings.length > 1 ? overlay : null,
+            this.filter.input,
+          ),
           this.standing,
+          this.filter.fix,
         ),
         this.problems,
         this.diagnoses,
@@ -155,9 +170,8 @@ class TrainingView {
         ),
     );
     this.drawTiles();
-    const words = this.filter.value.toLowerCase(),
-      all = chartsOf(Object.keys(data.names));
-    const wanted = [...all.keys()].filter((chart) => chart.toLowerCase().includes(words)),
+    const all = chartsOf(Object.keys(data.names));
+    const wanted = [...all.keys()].filter(this.filter.matches),
       order = inGroups(wanted);
     const signature = JSON.stringify(
       order.map(([, charts]) =>
