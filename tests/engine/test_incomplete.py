@@ -10,11 +10,11 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from ramify import RLM, Limits, RamifyError, Stop
+from ramify import RLM, DepthOptions, Limits, RamifyError, Stop
 from ramify.clients.base import Price
 from ramify.engine.run_handle import Result
 from ramify.errors import ReplyCut, ReplyFiltered
-from ramify.testing.scripted import refused
+from ramify.testing.scripted import ByteTokenIds, ScriptedClient, refused
 from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.message import Message, Reply, ToolCall, Usage
 from tests.clients.helpers import Says, run, says
@@ -384,6 +384,7 @@ def test_truncated_reply_is_continued_if_the_server_supports_it() -> None:
             result = await rlm.acompletion("text", "?")
         first, *later = [received.json for received in server.requests]
         assert "continue_final_message" not in first
+        assert {body["max_tokens"] for body in (first, *later)} == {8192}
         for num, body in enumerate(later, 1):
             sent = body["messages"][len(first["messages"]) :]
             assert sent == [{"role": "assistant", "content": "".join(parts[:num])}]
@@ -391,6 +392,60 @@ def test_truncated_reply_is_continued_if_the_server_supports_it() -> None:
         assert (result.answer, result.usage.calls) == ("one two three", 3)
 
     run(main())
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_blank_truncated_reply_is_not_continued(text: str) -> None:
+    async def main() -> None:
+        script = [reply(text, "length"), code("FINAL('whole')")]
+        async with (
+            ScriptedServer(script) as server,
+            RLM(f"vllm:test@{server.url}", scaffold=SCAFFOLD) as rlm,
+        ):
+            assert (await rlm.acompletion("text", "?")).answer == "whole"
+        first, second = [received.json for received in server.requests]
+        assert first["messages"] == second["messages"]
+        assert "continue_final_message" not in second
+
+    run(main())
+
+
+def test_truncated_reply_of_a_policy_in_training_stays_as_it_is() -> None:
+    """It is one with token ids."""
+    model = ScriptedClient([reply("```repl\n1", "length"), code("FINAL(2)")], ids=ByteTokenIds())
+    with RLM(model, scaffold=SCAFFOLD) as rlm:
+        assert rlm.completion("text", "?").answer == 2
+    first, second = model.requests
+    assert first.sampling == second.sampling
+    assert second.messages[len(first.messages)].content == "```repl\n1"
+
+
+def test_truncated_reply_of_a_child_leaves_the_final_request_as_it_was() -> None:
+    """Only the root has a final request, and what was held for it stays."""
+
+    def script(messages: tuple[Message, ...]) -> Any:
+        if "Answer now" in messages[-1].content:
+            return "FINAL(7)"
+        if "a child" in messages[1].content:
+            return next(of_child)
+        return next(of_root)
+
+    of_root = iter([code("1"), code("print(rlm_query('a child'))")])
+    of_child = iter([reply("```repl\nFINAL(", "length"), code("FINAL('whole')")])
+    model = ScriptedClient(script)
+    limits = Limits(max_turns=2, max_reply_tokens=100)
+    depths = [DepthOptions(), DepthOptions(max_reply_tokens=50)]
+    with RLM(model, scaffold=SCAFFOLD, limits=limits, depths=depths) as rlm:
+        assert rlm.completion("text", "?").answer == 7
+    assert [each.sampling.max_tokens for each in model.requests] == [100, 100, 50, 100, 100]
+    assert model.requests[2].messages == model.requests[3].messages
+
+
+def test_truncated_reply_of_a_child_is_used_if_no_call_is_left() -> None:
+    half = reply(code("FINAL('done')") + "\n```repl\nx = 2", "length")
+    script = [code("FINAL(rlm_query('a child'))"), half]
+    result = result_of(script, scaffold=SCAFFOLD, limits=Limits(max_calls=3))
+    assert (result.answer, result.usage.calls) == ("done", 2)
 
 
 def test_truncated_reply_is_not_continued_beyond_max_calls() -> None:
