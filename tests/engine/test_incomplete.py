@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import datetime
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import pytest
 
-from ramify import RLM, DepthOptions, Limits, RamifyError, Stop
+from ramify import RLM, DepthOptions, Limits, RamifyError, Stop, Store
 from ramify.clients.base import Price
 from ramify.engine.run_handle import Result
 from ramify.errors import ReplyCut, ReplyFiltered
 from ramify.testing.scripted import ByteTokenIds, ScriptedClient, refused
 from ramify.testing.scripted_server import ScriptedServer
+from ramify.types.event import NoteAdded
 from ramify.types.message import Message, Reply, ToolCall, Usage
 from tests.clients.helpers import Says, run, says
 from tests.engine.helpers import SCAFFOLD, code
@@ -446,6 +448,28 @@ def test_truncated_reply_of_a_child_is_used_if_no_call_is_left() -> None:
     script = [code("FINAL(rlm_query('a child'))"), half]
     result = result_of(script, scaffold=SCAFFOLD, limits=Limits(max_calls=3))
     assert (result.answer, result.usage.calls) == ("done", 2)
+
+
+@pytest.mark.parametrize(
+    ("provider", "how"),
+    [("openai", "asking again with a larger one"), ("vllm", "continuing it")],
+)
+def test_log_says_how_a_truncated_reply_is_completed(
+    provider: str, how: str, tmp_path: Path
+) -> None:
+    store = Store(tmp_path)
+
+    async def main() -> None:
+        script = [reply("```repl\nFINAL(", "length"), code("FINAL(1)")]
+        async with (
+            ScriptedServer(script) as server,
+            RLM(f"{provider}:test@{server.url}", scaffold=SCAFFOLD, store=store) as rlm,
+        ):
+            await rlm.start("text", "?").result()
+
+    run(main())
+    notes = [event.text for event in store.events("last") if isinstance(event, NoteAdded)]
+    assert f"the reply was cut at its limit of tokens: {how}" in notes
 
 
 def test_truncated_reply_is_not_continued_beyond_max_calls() -> None:
