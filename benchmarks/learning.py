@@ -6,6 +6,8 @@ reductions, and without training the children.
     python benchmarks/learning.py --quick    one seed of the single-document run, cut short; within
                                              five minutes
     python benchmarks/learning.py --on-test  `tiny.py` with the five seeds SEEDS_ON_TEST, on test only
+    python benchmarks/learning.py --forks    `tiny_recursive.py` with estimators over forks, against
+                                             the default at equal CPU time; results/learning_forks.json
     python benchmarks/learning.py --json     also print the figures as JSON, like
                                              benchmarks/engine.py
 
@@ -53,6 +55,16 @@ CREDITS = {
     "fixed": ("L of 200", ["rl.algorithm.rollout_tokens=200"]),
 }
 """Variant of the recursive run -> (description, overrides)."""
+FORKS = {
+    "default": [],
+    "branch": ["rl.algorithm=branch", 'rl.rollout.branch={"where": [1], "num": 4, "budget": 4}'],
+    "vine": [
+        "rl.algorithm=vine",
+        'rl.rollout.branch={"where": [1], "num": 4, "budget": 4, "lines": "first"}',
+    ],
+}
+"""Variants of ``--forks`` -> overrides. Each samples 160 lines per step: the default as 20 items with
+8 rollouts, the others as 10 items with 4 rollouts of 4 lines. Chosen before the first run."""
 BEFORE = {"tiny": (240, 248, 248), "per_role": (221, 236, 220)}
 """Run -> right answers out of 256 after RL, by seed, under the defaults until November 2026: each
 rollout divided by its own tokens, and ``siblings`` credit."""
@@ -163,6 +175,92 @@ def recursive(runs: Path, seed: int, variants: Sequence[str]) -> Iterator[RunRes
             *CREDITS[variant][1],
         )
         yield read_recursive_result(folder, start, variant, seed)
+
+
+def with_forks(runs: Path, seed: int, only_finished: bool) -> Iterator[RunResult]:
+    """Yield the runs of ``FORKS``, which all start from the same demonstrations. Times of their
+    curves are without validation."""
+    name, recipe = f"tiny-recursive-{seed}", "recipes/tiny_recursive.py"
+    start, asked = runs / f"{name}-sft", [f"seed={seed}", "evaluate.num=512"]
+    if not only_finished:
+        train(start, recipe, *asked, "rl=null", 'evaluate.final=["test"]')
+    for variant, overrides in FORKS.items():
+        folder = runs / f"{name}-forks-{variant}"
+        if not only_finished:
+            forked = ["rl.sample.items=10", "rl.rollout.group=4"] if overrides else []
+            train(
+                folder,
+                recipe,
+                *asked,
+                f"policy.path={start}/policy",
+                "warmup=null",
+                "sft=null",
+                f"rl.sample.first_item={FIRST_ITEM}",
+                "evaluate.first=[]",
+                "evaluate.final=[]",
+                "evaluate.validation=256",
+                "schedule.evaluate_every=12",
+                *forked,
+                *overrides,
+            )
+        if is_trained(folder):
+            rows = list(read_metrics(folder))
+            curve = curve_without_validation(rows)
+            yield RunResult(variant, seed, curve, {}, rows[-1].values["cpu_s"], 0.0)
+
+
+def curve_without_validation(rows: Sequence[StepMetrics]) -> list[tuple[float, float]]:
+    """Return (CPU seconds of rollouts and learning, reward on the validation stream)."""
+    curve, spent, last = [], 0.0, rows[0].values["cpu_s"]
+    for row in rows:
+        if "validation/reward" in row.values:
+            curve.append((spent, row.values["validation/reward"]))
+        else:
+            spent += row.values["cpu_s"] - last
+        last = row.values["cpu_s"]
+    return curve
+
+
+def at_equal_time(runs: Sequence[RunResult]) -> dict[str, dict[int, float]]:
+    """Return each variant's reward on the validation stream by seed, at the CPU time at which the
+    shortest of the seed's runs ended (linear between two validations)."""
+    rewards: dict[str, dict[int, float]] = {}
+    for seed in dict.fromkeys(run.seed for run in runs):
+        of_seed = [run for run in runs if run.seed == seed]
+        end = min(run.curve[-1][0] for run in of_seed)
+        for run in of_seed:
+            rewards.setdefault(run.name, {})[seed] = between(run.curve, end)
+    return rewards
+
+
+def between(curve: Sequence[tuple[float, float]], time: float) -> float:
+    """Return the value of the piecewise linear ``curve`` at ``time``."""
+    for (before, low), (after, high) in pairwise(curve):
+        if before <= time <= after:
+            return low + (high - low) * (time - before) / (after - before)
+    return curve[-1][1]
+
+
+def figures_of_forks(runs: Sequence[RunResult]) -> Iterator[Figure]:
+    """Yield what each estimator over forks gains against the default, in points of reward at equal
+    CPU time: positive is better, and the interval is Student's over seeds."""
+    rewards = at_equal_time(runs)
+    for variant in FORKS:
+        seeds = sorted(set(rewards.get(variant, {})) & set(rewards.get("default", {})))
+        if variant == "default" or not seeds:
+            continue
+        pairs = [100 * (rewards[variant][s] - rewards["default"][s]) for s in seeds]
+        ends = {
+            f"{name} at its end": mean(run.curve[-1][1] for run in runs if run.name == name)
+            for name in ("default", variant)
+        }
+        yield Figure(
+            f"{variant} against the default at equal CPU time, {mean_of_pairs(pairs)}",
+            mean(pairs),
+            "points",
+            {**{f"seed {s}": pair for s, pair in zip(seeds, pairs, strict=True)}, **ends},
+            valid=len(seeds) == 3,
+        )
 
 
 def read_recursive_result(folder: Path, start: Path, variant: str, seed: int) -> RunResult:
@@ -408,12 +506,24 @@ def main() -> int:
         "--on-test", action="store_true", help="tiny.py with five seeds, on test only"
     )
     options_of.add_argument(
+        "--forks", action="store_true", help="tiny_recursive.py with estimators over forks"
+    )
+    options_of.add_argument(
         "--variants", nargs="+", choices=CREDITS, default=list(CREDITS), help="of the recursive run"
     )
     options = options_of.parse_args()
     folder = folder_of(options)
     if options.on_test:
         return tell([on_test(folder, options.report)], options.json)
+    if options.forks:
+        with_seeds = [run for s in options.seeds for run in with_forks(folder, s, options.report)]
+        gains = list(figures_of_forks(with_seeds))
+        data = {
+            "figures": [gain.as_json() for gain in gains],
+            "runs": [r._asdict() for r in with_seeds],
+        }
+        (RESULTS.parent / "learning_forks.json").write_text(json.dumps(data, indent=1) + "\n")
+        return tell(gains, options.json)
     runs: list[RunResult] = []
     for seed in options.seeds[:1] if options.quick else options.seeds:
         if options.report:
