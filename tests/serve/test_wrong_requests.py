@@ -99,7 +99,7 @@ CHAT = [
     (
         {"messages": ASKED, "response_format": BACK},
         "response_format.json_schema.schema",
-        "(groupref)",
+        "RE2 says 'invalid escape sequence: \\\\1': it has no backreferences",
     ),
     (
         {"messages": ASKED, "response_format": HUGE},

@@ -51,8 +51,10 @@ def run():
 
 
 def tuned(**changes: Any) -> Run:
-    """Two RL steps with the packaged policy."""
-    rl = msgspec.structs.replace(small().rl, steps=2)
+    """Two RL steps with the packaged policy, whose replies differ at this temperature."""
+    first = small().rl
+    rollout = msgspec.structs.replace(first.rollout, temperature=2.0)
+    rl = msgspec.structs.replace(first, steps=2, rollout=rollout)
     policy = PolicySpec(path=str(TINY), slots=16)
     fields = {
         "warmup": None,
