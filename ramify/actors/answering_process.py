@@ -23,15 +23,23 @@ from ramify.actors.child_process import import_path
 _LENGTH_BYTES = 8
 
 
-def start(serve: str) -> subprocess.Popen[bytes]:
-    """Start a Python process that calls the function ``serve``, given as ``module:name``."""
+_BARE = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TZ")
+"""Environment variables of a process that gets no others."""
+
+
+def start(serve: str, *, is_bare: bool = False) -> subprocess.Popen[bytes]:
+    """Start a Python process that calls the function ``serve``, given as ``module:name``.
+
+    is_bare: whether it starts without the environment variables of this process, which may be
+    keys."""
     module, _, function = serve.partition(":")
+    kept = {n: v for n, v in os.environ.items() if not is_bare or n in _BARE}
     return subprocess.Popen(
         [sys.executable, "-c", f"from {module} import {function}; {function}()"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, **import_path()},
+        env={**kept, **import_path()},
     )
 
 

@@ -136,9 +136,14 @@ def source_record(loaded: LoadedContext | None, paths: list[str]) -> dict[str, A
     """Record of the paths and file tools of a run, so that a resume can load the tools again."""
     if loaded is None:
         return {}
+    from ramify.sources.database_servers import is_server, without_password
+
     return {
         "sources": {
-            "paths": [p if p == "-" else str(Path(p).absolute()) for p in paths],
+            "paths": [
+                without_password(p) if is_server(p) else p if p == "-" else str(Path(p).absolute())
+                for p in paths
+            ],
             "tools": [*loaded.tools],
         }
     }

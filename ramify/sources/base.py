@@ -19,6 +19,7 @@ import msgspec
 
 from ramify.errors import SourceError
 from ramify.progress import ProgressTask
+from ramify.sources.table_types import TableEntry
 
 MAX_FILE_S = 60.0
 """Time limit for parsing one file of a kind that can take arbitrarily long."""
@@ -44,7 +45,8 @@ class SourceItem(msgspec.Struct, frozen=True):
     name: str
     """Key of the text in the context, if the context is a dict."""
     kind: str
-    """``text``, ``csv``, ``jsonl``, ``json``, ``pdf`` or ``sqlite``."""
+    """``text``, ``csv``, ``jsonl``, ``json``, ``pdf``, ``sqlite``, ``server``, or another kind of
+    table: ``parquet``, ``arrow``, ``duckdb``, ``xlsx``."""
     chars: int
     """Length of the text in the context."""
     num_bytes: int
@@ -72,8 +74,9 @@ class LoadedContext(msgspec.Struct, frozen=True):
     problems: list[SourceProblem]
     left_out: dict[str, list[str]]
     """Reason -> names that a folder's rules exclude: ignored, hidden or linked files."""
-    tools: dict[str, Callable[..., Any]]
-    """Functions for the session that run in the host: ``sql`` if there is a database."""
+    tools: dict[str, Any]
+    """For the session, if there are tables or databases: the function ``sql``, which runs in the
+    host, and the value ``tables``."""
 
     def manifest(self) -> str:
         """Describe the context for a model's prompt in a few lines, in addition to its type, size
@@ -88,6 +91,12 @@ class LoadedContext(msgspec.Struct, frozen=True):
                 f"Names: {listing([repr(item.name) for item in self.items])}",
                 *(f"{item.name!r}: {item.detail}" for item in self.items[:200] if item.detail),
             ][: 2 + _SHOWN]
+        if self.tools.get("tables"):
+            names = listing([f"{each['name']} ({each['file']})" for each in self.tools["tables"]])
+            lines.append(
+                f"Tables for sql(), in DuckDB's dialect: {names}; `tables` lists their columns, "
+                "rows and samples"
+            )
         if self.problems:
             lines.append(f"Not loaded: {len(self.problems):,} files ({_by_suffix(self.problems)})")
         return "\n".join(lines)
@@ -105,7 +114,7 @@ class LoadedContext(msgspec.Struct, frozen=True):
             lines += [
                 f"{item.name}: {item.detail}"
                 for item in self.items
-                if item.kind in ("sqlite", "pdf")
+                if item.kind not in ("text", "csv", "jsonl", "json")
             ][:_SHOWN]
         return [*map(_printable, lines), *self.warnings()]
 
@@ -147,6 +156,14 @@ class SourceLoader:
         self.problems: list[SourceProblem] = []
         self.left_out: dict[str, list[str]] = {}
         self.databases: dict[str, Path] = {}
+        """SQLite files by name."""
+        self.servers: dict[str, Callable[..., list[tuple[Any, ...]]]] = {}
+        """Name of a database on a server -> the function that queries it."""
+        self.tables: list[TableEntry] = []
+        self.kept_tables: Any = None
+        """Folder of tables that have no file of their own; see ``tables.KeptTables``."""
+        self.describing_s = 0.0
+        """Time spent on describing tables."""
         self.seen: set[str] = set()
         """Real paths read so far. A file that is named twice is loaded once."""
         self._spent = 0

@@ -42,6 +42,10 @@ READERS: dict[str, str] = {
     "text": "ramify.sources.file_kinds:read",
     "pdf": "ramify.sources.pdf:read",
     "sqlite": "ramify.sources.sqlite:read",
+    "parquet": "ramify.sources.table_files:read_parquet",
+    "arrow": "ramify.sources.table_files:read_arrow",
+    "duckdb": "ramify.sources.table_files:read_duckdb",
+    "xlsx": "ramify.sources.table_files:read_xlsx",
     "zip": "ramify.sources.archives:read_zip",
     "tar": "ramify.sources.archives:read_tar",
     "packed": "ramify.sources.archives:read_tar",  # gzip, bzip2, xz: a tar or a single file
@@ -51,6 +55,9 @@ READERS: dict[str, str] = {
 _MAGIC = {
     b"SQLite format 3\0": "sqlite",
     b"%PDF-": "pdf",
+    b"PAR1": "parquet",
+    b"ARROW1\0\0": "arrow",
+    b"FEA1": "arrow",
     b"PK\x03\x04": "zip",
     b"PK\x05\x06": "zip",
     b"\x1f\x8b\x08": "packed",
@@ -65,15 +72,15 @@ _FOREIGN = {
     b"7z\xbc\xaf'\x1c": "a 7-Zip archive: unpack it first",
     b"Rar!\x1a\x07": "a RAR archive: unpack it first",
     b"\xd0\xcf\x11\xe0": "an old Office document: save it as text or PDF",
-    b"PAR1": "a Parquet file: export it as CSV or JSONL",
 }
-_OFFICE = (".docx", ".xlsx", ".pptx", ".odt", ".ods", ".odp")
+_WORKBOOKS = (".xlsx", ".xlsm")
+_OFFICE = (".docx", ".pptx", ".odt", ".ods", ".odp")
 BINARY_SUFFIXES = frozenset(
     f".{suffix}"
     for group in (
         "pyc pyo so o a dylib dll exe class wasm",
         "png jpg jpeg gif webp ico bmp tiff mp3 mp4 wav ogg mov avi ttf otf woff woff2",
-        "npy npz pt safetensors parquet",
+        "npy npz pt safetensors",
     )
     for suffix in group.split()
 )
@@ -91,6 +98,13 @@ def read_file(file: SourceFile, loading: SourceLoader) -> None:
 
 def kind_of(name: str, head: bytes) -> str:
     """Return the kind of a file: ``("a.csv.gz", b"\\x1f\\x8b…")`` -> ``"packed"``."""
+    if head[8:12] == b"DUCK":
+        return "duckdb"
+    if name.lower().endswith(_WORKBOOKS):
+        if head[:4] == b"PK\x03\x04":
+            return "xlsx"
+        if head.startswith(b"\xd0\xcf\x11\xe0"):
+            raise UnreadableSource("is an encrypted workbook", "save it without a password")
     if name.lower().endswith(_OFFICE) and head[:2] == b"PK":
         raise UnreadableSource("is an office document", "save it as text or PDF")
     for magic, kind in _MAGIC.items():
@@ -116,7 +130,9 @@ def read_regular(path: str, name: str, loading: SourceLoader, flags: int = os.O_
             raise UnreadableSource("is a pipe, a socket or a device")
         with open(fd, "rb", buffering=0, closefd=False) as file:
             head = file.read(16)
-            if head == b"SQLite format 3\0":
+            if head == b"SQLite format 3\0" or head.startswith((b"PAR1", b"ARROW1\0\0", b"FEA1")):
+                return head
+            if head[8:12] == b"DUCK":
                 return head
             loading.spend(status.st_size, name)
             return head + file.read()
@@ -141,7 +157,13 @@ _MAX_NAMES = 12
 def read(file: SourceFile, loading: SourceLoader) -> None:
     text, note = decode(file.data)
     kind, detail = describe(file.name, text)
-    loading.add(file.name, text, kind, len(file.data), "; ".join(filter(None, (detail, note))))
+    problem = ""
+    if kind in ("csv", "jsonl"):
+        from ramify.sources.tables import describe_text
+
+        problem = describe_text(file.name, kind, file.path, text, loading)
+    details = "; ".join(filter(None, (detail, note, problem)))
+    loading.add(file.name, text, kind, len(file.data), details)
 
 
 def decode(data: bytes) -> tuple[str, str]:

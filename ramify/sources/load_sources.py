@@ -11,6 +11,7 @@ folder, a glob or an archive is a ``SourceProblem``. Not here: the kinds of file
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import stat
@@ -32,6 +33,7 @@ from ramify.sources.base import (
     UnreadableSource,
     listing,
 )
+from ramify.sources.database_servers import is_server, read_server, without_password
 from ramify.sources.file_kinds import SourceFile, read_file, read_regular
 
 __all__ = ["LoadedContext", "SourceItem", "SourceProblem", "load"]
@@ -61,12 +63,18 @@ def load(
     # Files are recognized when they are read; standard input can be read only once.
     after = expanded.index((_STDIN, True)) + 1 if (_STDIN, True) in expanded else 0
     expanded = expanded[:after] + [each for each in expanded[after:] if each[0] != _STDIN]
-    labels = _labels([path for path, _ in expanded])
+    servers = [path for path, _ in expanded if is_server(path)]
+    expanded = [each for each in expanded if not is_server(each[0])]
+    labels = _labels([path for path, _ in expanded]) if expanded else []
     with report_progress("reading", unit="bytes") as work:
         loading = SourceLoader(max_bytes, max_file_s, work)
         for (path, named), label in zip(expanded, labels, strict=True):
             _read_path(path, label, named, stdin, loading)
-    single = len(expanded) == 1 and not os.path.isdir(expanded[0][0])
+        for url in servers:
+            read_server(url, loading)
+    if not expanded:
+        return _finish(loading, list(map(without_password, names)), len(servers) == 1)
+    single = len(expanded) == 1 and not servers and not os.path.isdir(expanded[0][0])
     return _finish(loading, names, single)
 
 
@@ -77,6 +85,8 @@ def _expand(name: str) -> list[tuple[str, bool]]:
         return [(name, True)]
     if not name.strip():
         raise SourceError("a path is empty: name a file, a folder, or '-' for standard input")
+    if is_server(name):
+        return [(name, True)]
     if "://" in name:
         raise SourceError(
             f"{name} is an address, not a path: fetch it first, as in curl -sL URL | ramify ask … -"
@@ -216,9 +226,7 @@ def _finish(loading: SourceLoader, names: list[str], single: bool) -> LoadedCont
         if single and len(items) == 1 and "/" not in items[0].name
         else texts
     )
-    return LoadedContext(
-        context, items, loading.problems, loading.left_out, _tools(loading.databases)
-    )
+    return LoadedContext(context, items, loading.problems, loading.left_out, _tools(loading))
 
 
 def _why_empty(loading: SourceLoader, single: bool) -> str:
@@ -230,12 +238,21 @@ def _why_empty(loading: SourceLoader, single: bool) -> str:
     return f"has no text to read ({why}): name a source that has text"
 
 
-def _tools(databases: dict[str, Path]) -> dict[str, Callable[..., Any]]:
-    if not databases:
+def _tools(loading: SourceLoader) -> dict[str, Any]:
+    if not (loading.databases or loading.servers or loading.tables):
         return {}
-    from ramify.sources.sqlite import SqliteDatabases
+    from ramify.sources.sqlite_process import query_in_time
+    from ramify.sources.tables import SessionTables
 
-    return {"sql": SqliteDatabases(databases).sql}
+    databases: dict[str, Callable[..., list[tuple[Any, ...]]]] = {
+        name: functools.partial(query_in_time, path) for name, path in loading.databases.items()
+    }
+    databases |= loading.servers
+    # A single database is queried in its own dialect, as if there were no others to join.
+    is_alone = len(databases) == 1 and all(each.file in databases for each in loading.tables)
+    default = next(iter(databases)) if is_alone else None
+    session = SessionTables(loading.tables, databases, default, loading.kept_tables)
+    return {"sql": session.sql, **({"tables": session.listing} if loading.tables else {})}
 
 
 def _nearest(path: str) -> str:

@@ -1,21 +1,20 @@
-"""SQLite databases: the schema with sample rows as context, and ``sql(query)`` for the session.
+"""SQLite databases: the schema with sample rows as context.
 
-Not here: what a query may do and how much it may return (``sqlite_query.py``), and the process in
-which the session's queries run (``sqlite_process.py``).
+Not here: what a query may do and how much it may return (``sqlite_query.py``), the process in
+which the session's queries run (``sqlite_process.py``), and ``sql`` itself (``tables.py``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ramify.sources.base import SourceLoader, UnreadableSource
 from ramify.sources.file_kinds import SourceFile
-from ramify.sources.sqlite_process import query_in_time
-from ramify.sources.sqlite_query import Params, run_query
+from ramify.sources.sqlite_query import run_query
+from ramify.sources.tables import describe_file, has_duckdb
 
 _COUNT_S = 2.0
 """Time limit for counting the rows of one table for the schema."""
@@ -37,29 +36,12 @@ def read(file: SourceFile, loading: SourceLoader) -> None:
     except (sqlite3.Error, ValueError, TimeoutError) as error:
         raise UnreadableSource("is an SQLite database that cannot be read", str(error)) from None
     loading.databases[file.name] = path
+    if has_duckdb():
+        with contextlib.suppress(UnreadableSource):  # it can be queried in its own dialect
+            describe_file(file.name, "sqlite", path, b"", loading)
     head = f'SQLite database {file.name!r}. Query it with sql("SELECT …", db={file.name!r}).\n\n'
     detail = f"SQLite: {len(tables)} table{'s' * (len(tables) != 1)}"
     loading.add(file.name, head + "\n\n".join(tables), "sqlite", path.stat().st_size, detail)
-
-
-class SqliteDatabases:
-    """Databases by name. ``sql`` is the session's tool."""
-
-    def __init__(self, paths: Mapping[str, Path]) -> None:
-        self.paths = dict(paths)
-
-    def sql(self, query: str, params: Params = (), db: str | None = None) -> list[tuple[Any, ...]]:
-        """Run one SELECT on a SQLite database and return its rows as a list of tuples.
-
-        params: values for ? or :name in the query. db: which database, if there are several."""
-        return query_in_time(self._path(db), query, params)
-
-    def _path(self, name: str | None) -> Path:
-        if name is None and len(self.paths) == 1:
-            return next(iter(self.paths.values()))
-        if name is None or name not in self.paths:
-            raise ValueError(f"sql: db={name!r}: name one of {', '.join(map(repr, self.paths))}")
-        return self.paths[name]
 
 
 def _tables(path: Path) -> list[str]:

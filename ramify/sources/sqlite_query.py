@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-QUERY_S = 30.0
-MAX_ROWS = 10_000
-MAX_RESULT_BYTES = 32 << 20
+from ramify.sources.query_process import MAX_RESULT_BYTES, QUERY_S, BoundedRows
+
 _STEPS = 10_000
 """SQLite virtual machine steps between two checks of the clock: about 0.1 ms."""
 _READING = {
@@ -67,20 +66,10 @@ def run_query(
 
 
 def _fetch(cursor: sqlite3.Cursor) -> list[tuple[Any, ...]]:
-    rows, num_bytes = [], 0
+    bounded = BoundedRows()
     for row in cursor:
-        rows.append(row)
-        num_bytes += sum(len(value) if isinstance(value, str | bytes) else 8 for value in row)
-        if len(rows) > MAX_ROWS:
-            raise ValueError(
-                f"sql: more than {MAX_ROWS:,} rows: aggregate in SQL, or page with LIMIT and OFFSET"
-            )
-        if num_bytes > MAX_RESULT_BYTES:
-            raise ValueError(
-                f"sql: more than {MAX_RESULT_BYTES >> 20} MB of rows: select fewer columns, or use "
-                "substr()"
-            )
-    return rows
+        bounded.add(row)
+    return bounded.rows
 
 
 @contextmanager

@@ -11,8 +11,8 @@ import pytest
 
 from ramify.errors import SourceError
 from ramify.sources.load_sources import load
-from ramify.sources.sqlite import SqliteDatabases, run_query
 from ramify.sources.sqlite_process import query_in_time
+from ramify.sources.sqlite_query import run_query
 
 
 def make(path: Path, num_rows: int = 5, mode: str = "delete") -> Path:
@@ -48,7 +48,7 @@ def test_context_is_schema_with_row_counts_and_samples(path: Path):
     )
     assert loaded.items[0].detail == "SQLite: 3 tables"
     assert loaded.items[0].num_bytes == path.stat().st_size
-    assert list(loaded.tools) == ["sql"]
+    assert list(loaded.tools) == ["sql", "tables"]
 
 
 def test_sql_tool_returns_rows(path: Path):
@@ -151,14 +151,14 @@ def test_multiple_databases_are_selected_by_name(tmp_path: Path):
         [(1,)],
         [(2,)],
     ]
-    with pytest.raises(ValueError, match=r"sql: db=None: name one of 'a\.db', 'sub\.db'"):
-        sql("SELECT 1")
+    both = "SELECT (SELECT count(*) FROM hosts), (SELECT count(*) FROM sub_hosts)"
+    assert sql(both) == [(1, 2)]  # in DuckDB's dialect, over all files
     with pytest.raises(ValueError, match=r"sql: db='x': name one of"):
         sql("SELECT 1", db="x")
 
 
 def test_threads_can_query_concurrently(path: Path):
-    sql = SqliteDatabases({"shop.db": path}).sql
+    sql = load([path]).tools["sql"]
     answers: list[list[tuple[int]]] = []
     threads = [
         threading.Thread(

@@ -1,0 +1,313 @@
+"""Databases on PostgreSQL and MySQL servers, named by URL: the schema with sample rows as context,
+and ``sql(query, db=…)`` in the server's dialect.
+
+    postgresql://user@host/shop    password: in the URL, PGPASSWORD, or ~/.pgpass
+    mysql://user@host/shop         password: in the URL, or MYSQL_PWD
+
+Every query is a read-only transaction that is rolled back, has a time limit on the server and one
+here (the process that waits for it is killed), and is bounded in rows and bytes. The password is
+known to that process only: names, errors and the record of a run have the URL without it. Queries
+run on the host; a session reaches no network. What the user named in the URL may read is decided by
+the server: name one with few rights. Not here: tables in files (``tables.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+
+from ramify.actors.answering_process import answer_requests
+from ramify.actors.run_messages import decode
+from ramify.errors import SourceError
+from ramify.secrets import remember
+from ramify.sources.base import SourceLoader
+from ramify.sources.duckdb_process import plain
+from ramify.sources.query_process import QUERY_S, BoundedRows, QueryProcesses, answered
+
+SCHEMES = ("postgresql://", "postgres://", "mysql://", "mariadb://")
+CONNECT_S = 10.0
+_MAX_TABLES = 200
+_NUM_SAMPLES = 3
+_MAX_SHOWN = 80
+
+
+class ServerAddress(msgspec.Struct, frozen=True):
+    """A database on a server."""
+
+    kind: str
+    """``postgresql`` or ``mysql``."""
+    host: str
+    port: int
+    user: str
+    password: str
+    database: str
+    options: str = ""
+    """Query of the URL, such as ``sslmode=require``."""
+
+    @property
+    def shown(self) -> str:
+        """The URL without password and options."""
+        return f"{self.kind}://{self.host}:{self.port}/{self.database}"
+
+
+class ServerQuestion(msgspec.Struct, frozen=True):
+    """A query, for the process that asks the server."""
+
+    address: ServerAddress
+    query: str
+    params: list[Any] | dict[str, Any] = []
+    limit_s: float = QUERY_S
+
+
+_processes = QueryProcesses(f"{__name__}:serve", is_bare=True)
+
+
+def is_server(name: str) -> bool:
+    return name.startswith(SCHEMES)
+
+
+def without_password(name: str) -> str:
+    """The URL as it may be recorded: without password."""
+    if not is_server(name):
+        return name
+    scheme, _, rest = name.partition("://")
+    login, at, place = rest.rpartition("@")
+    return f"{scheme}://{login.partition(':')[0]}{at}{place}".partition("?")[0]
+
+
+def read_server(url: str, loading: SourceLoader) -> None:
+    """Describe the database at ``url`` and add its ``sql``. Raises SourceError."""
+    address = parse_address(url)
+    try:
+        text, num_tables = _described(address)
+    except (ValueError, PermissionError, TimeoutError) as error:
+        reason = str(error).removeprefix("sql: ")
+        raise SourceError(
+            f"{address.shown} cannot be read: {reason}; check address, user and password"
+        ) from None
+    name, number = address.database, 2
+    while name in loading.servers or name in loading.databases:
+        name, number = f"{address.database} ({number})", number + 1
+
+    def sql(query: str, params: Any = ()) -> list[tuple[Any, ...]]:
+        return query_server(address, query, params)
+
+    loading.servers[name] = sql
+    product = "PostgreSQL" if address.kind == "postgresql" else "MySQL"
+    head = f'{product} database {name!r}. Query it with sql("SELECT …", db={name!r}), in its '
+    head += "dialect, with %s for parameters.\n\n"
+    loading.spend(len(text), name)
+    loading.add(name, head + text, "server", len(text), f"{product}: {num_tables} tables")
+
+
+def parse_address(url: str) -> ServerAddress:
+    """Raises SourceError, without the password, if ``url`` does not name a database."""
+    shown = without_password(url)
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise SourceError(f"{shown} is not an address: write postgresql://user@host/name") from None
+    is_postgres = parts.scheme.startswith("postgres")
+    database = unquote(parts.path.strip("/"))
+    if not database:
+        raise SourceError(f"{shown} names no database: write {parts.scheme}://user@host/name")
+    password = unquote(parts.password or "")
+    if password:
+        remember("the password of a database", password)
+    elif is_postgres:
+        password = os.environ.get("PGPASSWORD", "")
+    else:
+        password = os.environ.get("MYSQL_PWD", "")
+    return ServerAddress(
+        "postgresql" if is_postgres else "mysql",
+        parts.hostname or "localhost",
+        port or (5432 if is_postgres else 3306),
+        unquote(parts.username or ""),
+        password,
+        database,
+        parts.query,
+    )
+
+
+def query_server(
+    address: ServerAddress, query: str, params: Any = (), limit_s: float = QUERY_S
+) -> list[tuple[Any, ...]]:
+    """Return the rows of one query in a read-only transaction. Raises ValueError, PermissionError
+    or TimeoutError, none of which has the password."""
+    given = dict(params) if isinstance(params, Mapping) else list(params)
+    rows = _processes.ask(ServerQuestion(address, query, given, limit_s), limit_s, CONNECT_S)
+    return [tuple(row) for row in rows]
+
+
+def _described(address: ServerAddress) -> tuple[str, int]:
+    is_postgres = address.kind == "postgresql"
+    mine = (
+        "table_schema NOT IN ('pg_catalog', 'information_schema')"
+        if is_postgres
+        else "table_schema = DATABASE()"
+    )
+    columns = query_server(
+        address,
+        "SELECT table_schema, table_name, column_name, data_type FROM information_schema.columns "
+        f"WHERE {mine} ORDER BY table_schema, table_name, ordinal_position",
+    )
+    tables: dict[tuple[str, str], list[str]] = {}
+    for schema, table, column, kind in columns:
+        tables.setdefault((schema, table), []).append(f"{column} {kind}")
+    parts = []
+    for (schema, table), found in list(tables.items())[:_MAX_TABLES]:
+        mark = '"' if is_postgres else "`"
+        quoted = ".".join(
+            mark + name.replace(mark, mark * 2) + mark
+            for name in ((schema, table) if is_postgres and schema != "public" else (table,))
+        )
+        try:
+            rows = query_server(
+                address, f"SELECT * FROM {quoted} LIMIT {_NUM_SAMPLES}".replace("%", "%%"), (), 5.0
+            )
+        except (ValueError, PermissionError, TimeoutError):  # no right to read it, for example
+            rows = []
+        samples = [f"--   ({', '.join(map(_short, row))})" for row in rows]
+        parts.append("\n".join([f"{quoted} ({', '.join(found)})", *samples]))
+    return "\n\n".join(parts), len(tables)
+
+
+def _short(value: Any) -> str:
+    shown = f"<{len(value):,} bytes>" if isinstance(value, bytes) else repr(value)
+    return shown if len(shown) <= _MAX_SHOWN else shown[: _MAX_SHOWN - 1] + "…"
+
+
+# --- in the process -------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Answer questions from standard input until it is closed."""
+    answer_requests(_answer)
+
+
+def _answer(request: list[bytes]) -> list[bytes]:
+    asked: ServerQuestion = decode(request[0], ServerQuestion)
+    ask = _postgresql if asked.address.kind == "postgresql" else _mysql
+    return answered(lambda: ask(asked))
+
+
+def _postgresql(asked: ServerQuestion) -> list[tuple[Any, ...]]:
+    address = asked.address
+    try:
+        import psycopg
+    except ImportError:
+        raise ValueError("asking PostgreSQL needs pip install 'ramify[inputs]'") from None
+    try:
+        settings: dict[str, Any] = psycopg.conninfo.conninfo_to_dict(
+            f"postgresql:///?{address.options}"
+        )
+        given = {"user": address.user, "password": address.password}
+        with psycopg.connect(
+            host=address.host,
+            port=address.port,
+            dbname=address.database,
+            **{name: value for name, value in given.items() if value},
+            **{name: settings[name] for name in _KEPT_OPTIONS if name in settings},
+            connect_timeout=int(CONNECT_S) // 2,
+            options=f"-c statement_timeout={int(asked.limit_s * 1000)} "
+            "-c default_transaction_read_only=on",
+        ) as connection:
+            connection.read_only = True
+            # stream() sends one statement only, and its rows arrive one by one.
+            return _bounded(connection.cursor().stream(_reading(asked), asked.params or None))
+    except psycopg.errors.QueryCanceled:
+        raise TimeoutError(f"sql: stopped after {asked.limit_s:g} s: narrow it") from None
+    except (
+        psycopg.errors.InsufficientPrivilege,
+        psycopg.errors.ReadOnlySqlTransaction,
+    ) as error:
+        raise PermissionError(f"sql: {_without(address, error)}") from None
+    except (psycopg.Error, UnicodeError) as error:
+        raise ValueError(f"sql: {_without(address, error)}") from None
+
+
+_KEPT_OPTIONS = ("sslmode", "sslrootcert")
+"""Options of a URL that PostgreSQL's client gets: others could undo the limits."""
+
+
+def _mysql(asked: ServerQuestion) -> list[tuple[Any, ...]]:
+    address = asked.address
+    try:
+        import pymysql
+        import pymysql.cursors
+    except ImportError:
+        raise ValueError("asking MySQL needs pip install 'ramify[inputs]'") from None
+    try:
+        connection = pymysql.connect(
+            host=address.host,
+            port=address.port,
+            user=address.user or None,
+            password=address.password,
+            database=address.database,
+            connect_timeout=int(CONNECT_S) // 2,
+            read_timeout=asked.limit_s + 1,
+            local_infile=False,
+            charset="utf8mb4",
+            cursorclass=pymysql.cursors.SSCursor,
+        )
+    except (pymysql.Error, RuntimeError) as error:
+        raise ValueError(f"sql: {_without(address, error)}") from None
+    try:
+        with connection.cursor() as cursor:
+            _limit_time(cursor, asked.limit_s)
+            cursor.execute("START TRANSACTION READ ONLY")
+        with connection.cursor() as cursor:
+            cursor.execute(_reading(asked), asked.params or None)
+            return _bounded(cursor)
+    except pymysql.Error as error:
+        number = error.args[0] if error.args else 0
+        if number in _TIMED_OUT:
+            raise TimeoutError(f"sql: stopped after {asked.limit_s:g} s: narrow it") from None
+        kind = PermissionError if number in _REFUSED else ValueError
+        raise kind(f"sql: {_without(address, error)}") from None
+    finally:
+        connection._force_close()  # not close(), which would read the rest of the rows
+
+
+_READING = ("select", "with", "show", "describe", "explain", "values", "table")
+_WRITES = re.compile(r"outfile|dumpfile")
+_TIMED_OUT = (1028, 1317, 1969, 2013, 3024)
+_REFUSED = (1044, 1045, 1142, 1227, 1290, 1792)
+
+
+def _limit_time(cursor: Any, limit_s: float) -> None:
+    """MySQL has its limit in milliseconds, MariaDB in seconds, under another name."""
+    import pymysql
+
+    try:
+        cursor.execute(f"SET SESSION max_statement_time = {limit_s:f}")
+    except pymysql.Error:
+        cursor.execute(f"SET SESSION max_execution_time = {int(limit_s * 1000)}")
+
+
+def _reading(asked: ServerQuestion) -> str:
+    """The query. Raises PermissionError if it may be more than reading: a read-only transaction
+    permits COPY and INTO OUTFILE, which write files of the server."""
+    words = asked.query.casefold()
+    if not words.lstrip(" \t\r\n(").startswith(_READING) or _WRITES.search(words):
+        raise PermissionError("sql: only a SELECT is allowed here")
+    return asked.query
+
+
+def _bounded(cursor: Iterable[Any]) -> list[tuple[Any, ...]]:
+    bounded = BoundedRows()
+    for row in cursor:
+        bounded.add(tuple(map(plain, row)))
+    return bounded.rows
+
+
+def _without(address: ServerAddress, error: Exception) -> str:
+    """The error on one line, without the password."""
+    text = " ".join(str(error).split())[:400]
+    return text.replace(address.password, "«redacted»") if address.password else text

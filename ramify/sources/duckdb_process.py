@@ -1,0 +1,635 @@
+"""Queries over tables in files, run by DuckDB in a process of its own.
+
+    TableQuestion(tables, query) ──> one DuckDB in memory per set of tables ──> rows
+      csv, jsonl, parquet    a view over the file
+      duckdb                 its file, attached read-only
+      arrow                  read by pyarrow, without a copy
+      sqlite, xlsx           copied when a query names them, by sqlite3 and openpyxl
+
+The text of a query is hostile. DuckDB may open only the files of the tables (``allowed_paths``),
+then access to others, extensions and settings are switched off and locked. A query is one SELECT in
+a read-only transaction. The process can write no file (``RLIMIT_FSIZE``), has a bounded memory, and
+knows no key, as it starts without the environment of the host. Not here: which files are tables,
+and whether one has changed (``tables.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import decimal
+import os
+import resource
+import signal
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.actors.answering_process import answer_requests
+from ramify.actors.run_messages import decode
+from ramify.sources.query_process import QUERY_S, BoundedRows, QueryProcesses, answered
+from ramify.sources.table_types import TableInfo, TableSource
+
+MEMORY_BYTES = 2 << 30
+"""Memory that DuckDB may use."""
+_ADDRESS_BYTES = 6 << 30
+"""Address space of the process, with mapped files."""
+MAX_COPIED_ROWS = 5_000_000
+"""Rows of one SQLite table or sheet that are copied for a query."""
+MAX_COPIED_BYTES = 1 << 30
+_BATCH = 10_000
+_WHOLE_BYTES = 64 << 20
+"""A larger CSV or JSONL file has the types of its columns guessed from its first rows."""
+NUM_SAMPLES = 3
+
+
+class TableQuestion(msgspec.Struct, frozen=True):
+    """A query, or without one, a request to describe the tables."""
+
+    tables: list[TableSource]
+    query: str = ""
+    params: list[Any] | dict[str, Any] = []
+    limit_s: float = QUERY_S
+    max_text_bytes: int = 0
+    """Limit on the text of all sheets, when tables are described."""
+
+
+_processes = QueryProcesses(f"{__name__}:serve", is_bare=True)
+
+
+def query_tables(
+    tables: Sequence[TableSource],
+    query: str,
+    params: Sequence[Any] | Mapping[str, Any] = (),
+    limit_s: float = QUERY_S,
+) -> list[tuple[Any, ...]]:
+    """Return the rows of one SELECT. Raises ValueError, PermissionError or TimeoutError that says
+    what is wrong with it."""
+    given = dict(params) if isinstance(params, Mapping) else list(params)
+    asked = TableQuestion(list(tables), query, given, limit_s)
+    return [tuple(row) for row in _processes.ask(asked, limit_s)]
+
+
+def describe_tables(
+    tables: Sequence[TableSource], limit_s: float, max_text_bytes: int = 0
+) -> list[TableInfo]:
+    """Return the columns, number of rows and first rows of tables of one file. A source without
+    ``member`` whose kind has several tables stands for all of them. Raises ValueError or
+    TimeoutError that says why the file cannot be read."""
+    asked = TableQuestion(list(tables), limit_s=limit_s, max_text_bytes=max_text_bytes)
+    return msgspec.convert(_processes.ask(asked, limit_s), list[TableInfo])
+
+
+# --- in the process -------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Answer questions from standard input until it is closed."""
+    resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_BYTES, _ADDRESS_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    kept: dict[str, _Tables] = {}
+
+    def answer(request: list[bytes]) -> list[bytes]:
+        asked: TableQuestion = decode(request[0], TableQuestion)
+        return answered(lambda: _answer(asked, kept))
+
+    answer_requests(answer)
+
+
+def _answer(asked: TableQuestion, kept: dict[str, _Tables]) -> Any:
+    key = repr(asked.tables)
+    if not asked.query or key not in kept:
+        for each in kept.values():
+            each.close()
+        kept.clear()
+        tables = _Tables(asked.tables)
+        if asked.query:
+            kept[key] = tables
+    else:
+        tables = kept[key]
+    try:
+        with tables.interrupted_after(asked.limit_s):
+            if asked.query:
+                return tables.rows(asked.query, asked.params)
+            return msgspec.to_builtins(tables.describe(asked.max_text_bytes))
+    finally:
+        if not asked.query:
+            tables.close()
+
+
+class _Tables:
+    """A DuckDB in memory in which tables have their names."""
+
+    def __init__(self, tables: Sequence[TableSource]) -> None:
+        import duckdb
+
+        self._tables = list(tables)
+        self._copied: dict[str, tuple[int, ...]] = {}
+        self._values: list[Any] = []
+        self._database = duckdb.connect(
+            ":memory:",
+            config={
+                "allow_community_extensions": "false",
+                "autoinstall_known_extensions": "false",
+                "autoload_known_extensions": "false",
+                "memory_limit": f"{MEMORY_BYTES >> 20}MiB",
+                "python_enable_replacements": "false",  # a name is never a variable of this module
+                "temp_directory": "",
+                "threads": str(os.cpu_count() or 1),
+            },
+        )
+        try:
+            self._open()
+        except duckdb.Error as error:
+            self.close()
+            raise ValueError(_one_line(error)) from None
+
+    def close(self) -> None:
+        self._database.close()
+
+    def _open(self) -> None:
+        run = self._database.execute
+        attached = {each.path: f"file_{n}" for n, each in enumerate(self._tables)}
+        read = sorted(
+            {each.path for each in self._tables if each.kind in ("csv", "jsonl", "parquet")}
+        )
+        run(f"SET allowed_paths = [{', '.join(map(_text, read))}]")
+        for path in {each.path for each in self._tables if each.kind == "duckdb"}:
+            run(f"ATTACH {_text(path)} AS {attached[path]} (READ_ONLY)")
+        run("SET enable_external_access = false")
+        run("SET lock_configuration = true")
+        self._tables = [
+            each for given in self._tables for each in self._members(given, attached[given.path])
+        ]
+        for number, each in enumerate(self._tables):
+            if each.kind in ("csv", "jsonl") and not each.scan:
+                each = msgspec.structs.replace(each, scan=self._scan(each))
+                self._tables[number] = each
+            name = _quoted(each.name)
+            if each.kind == "parquet":
+                run(f"CREATE VIEW {name} AS FROM read_parquet({_text(each.path)})")
+            elif each.kind == "duckdb":
+                run(f"CREATE VIEW {name} AS FROM {attached[each.path]}.{each.member}")
+            elif each.kind == "arrow":
+                self._open_arrow(each)
+            elif each.scan:
+                run(f"CREATE VIEW {name} AS {each.scan}")
+
+    def _members(self, given: TableSource, attached: str) -> list[TableSource]:
+        """The tables of a file, as which ``given`` stands."""
+        if given.member or given.kind not in ("duckdb", "sqlite", "xlsx"):
+            return [given]
+        if given.kind == "duckdb":
+            found = self._database.execute(
+                "SELECT schema_name, table_name FROM (SELECT schema_name, table_name, database_name"
+                " FROM duckdb_tables() UNION ALL SELECT schema_name, view_name, database_name FROM "
+                "duckdb_views() WHERE NOT internal) WHERE database_name = ? ORDER BY ALL",
+                [attached],
+            ).fetchall()
+            names = [f"{_quoted(schema)}.{_quoted(name)}" for schema, name in found]
+        elif given.kind == "sqlite":
+            with contextlib.closing(_sqlite(given.path)) as database:
+                names = [
+                    name
+                    for (name,) in database.execute(
+                        "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') AND "
+                        "substr(name, 1, 7) <> 'sqlite_' ORDER BY name"
+                    )
+                ]
+        else:
+            book = _workbook(given.path)
+            names = [sheet.title for sheet in book.worksheets]
+            book.close()
+        return [
+            msgspec.structs.replace(given, name=f"table_{number}", member=name)
+            for number, name in enumerate(names)
+        ]
+
+    def _scan(self, each: TableSource) -> str:
+        """What reads a CSV or JSONL file, with the types of its columns."""
+        whole = ", sample_size = -1" if os.path.getsize(each.path) <= _WHOLE_BYTES else ""
+        if each.kind == "csv":
+            (prompt,) = self._database.execute(
+                f"SELECT Prompt FROM sniff_csv({_text(each.path)}{whole})"
+            ).fetchone() or ("",)
+            return str(prompt).rstrip().rstrip(";")
+        read = f"FROM read_json({_text(each.path)}, format = 'newline_delimited'"
+        found = self._database.execute(f"DESCRIBE {read}{whole})").fetchall()
+        columns = ", ".join(f"{_text(name)}: {_text(kind)}" for name, kind, *_ in found)
+        return f"{read}, columns = {{{columns}}})"
+
+    def _open_arrow(self, each: TableSource) -> None:
+        import pyarrow
+        import pyarrow.dataset
+        import pyarrow.feather
+
+        try:
+            with open(each.path, "rb") as file:
+                is_old = file.read(4) == b"FEA1"
+            value: Any = (
+                pyarrow.feather.read_table(each.path)
+                if is_old
+                else pyarrow.dataset.dataset(each.path, format="ipc")
+            )
+            if not is_old and not self._values and not each.member:
+                # DuckDB trusts the offsets in a buffer; a damaged file must not reach it.
+                for batch in value.to_batches():
+                    batch.validate(full=True)
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            raise ValueError(_one_line(error)) from None
+        self._values.append(value)
+        self._database.register(each.name, value)
+
+    @contextlib.contextmanager
+    def interrupted_after(self, limit_s: float) -> Iterator[None]:
+        import duckdb
+
+        late = threading.Event()
+
+        def interrupt() -> None:
+            late.set()
+            self._database.interrupt()
+
+        timer = threading.Timer(limit_s, interrupt)
+        timer.start()
+        try:
+            yield
+        except duckdb.InterruptException:
+            raise TimeoutError(
+                f"sql: stopped after {limit_s:g} s: narrow it, or aggregate fewer rows"
+            ) from None
+        except duckdb.PermissionException as error:
+            raise PermissionError(
+                f"sql: only the tables of this session are allowed here ({_one_line(error)})"
+            ) from None
+        except duckdb.OutOfMemoryException:
+            raise ValueError(
+                f"sql: it needs more than {MEMORY_BYTES >> 30} GB of memory: narrow it, or "
+                "aggregate fewer groups"
+            ) from None
+        except (duckdb.Error, RuntimeError) as error:
+            raise ValueError(f"sql: {_one_line(error)}") from None
+        finally:
+            timer.cancel()
+
+    def rows(self, query: str, params: Any) -> list[tuple[Any, ...]]:
+        import duckdb
+
+        statements = duckdb.extract_statements(query)
+        if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
+            raise PermissionError(
+                "sql: only one SELECT is allowed here (or DESCRIBE, SUMMARIZE, SHOW TABLES)"
+            )
+        named = query.casefold()
+        for each in self._tables:
+            if each.kind in ("sqlite", "xlsx") and each.name.casefold() in named:
+                self._copy(each)
+        return self._read(query, params)
+
+    def _read(self, query: str, params: Any = None) -> list[tuple[Any, ...]]:
+        bounded = BoundedRows()
+        self._database.execute("BEGIN TRANSACTION READ ONLY")
+        try:
+            result = self._database.execute(query, params or None)
+            while rows := result.fetchmany(1000):
+                for row in rows:
+                    bounded.add(tuple(map(plain, row)))
+        finally:
+            self._database.execute("ROLLBACK")
+        return bounded.rows
+
+    def describe(self, max_text_bytes: int) -> list[TableInfo]:
+        infos = []
+        for each in self._tables:
+            text, note = "", ""
+            if each.kind == "sqlite":
+                with contextlib.suppress(sqlite3.Error):  # a view that does not run, for example
+                    infos.append(_sqlite_info(each))
+                continue
+            if each.kind == "xlsx":
+                text, note = _sheet_text(each, max_text_bytes)
+                max_text_bytes -= len(text)
+                if not text:
+                    continue
+                self._copy(each)
+            name = _quoted(each.name)
+            columns = [(row[0], row[1]) for row in self._read(f"DESCRIBE {name}")]
+            ((count,),) = self._read(f"SELECT count(*) FROM {name}")
+            samples = self._read(f"SELECT * FROM {name} LIMIT {NUM_SAMPLES}")
+            infos.append(TableInfo(each, columns, count, samples, note, text))
+            if each.kind == "xlsx":
+                self._forget(each)
+        return infos
+
+    # --- copies
+
+    def _forget(self, each: TableSource) -> None:
+        if self._copied.pop(each.name, None):
+            self._database.execute(f"DROP TABLE IF EXISTS {_quoted(each.name)}")
+
+    def _copy(self, each: TableSource) -> None:
+        """Copy a table of SQLite or a sheet, unless that has been done and its file is the same."""
+        version = tuple(
+            number
+            for path in (each.path, f"{each.path}-wal")
+            if os.path.exists(path)
+            for number in (os.stat(path).st_mtime_ns, os.stat(path).st_size)
+        )
+        if self._copied.get(each.name) == version:
+            return
+        self._forget(each)
+        import pyarrow
+
+        kinds, names, batches = _sqlite_rows(each) if each.kind == "sqlite" else _sheet_rows(each)
+        schema = pyarrow.schema(
+            [(name, _arrow_type(kind)) for name, kind in zip(_unique(names), kinds, strict=True)]
+        )
+
+        def converted() -> Iterator[Any]:
+            num_rows = num_bytes = 0
+            for rows in batches:
+                num_rows += len(rows)
+                columns = [
+                    pyarrow.array(
+                        [_fitting(value, kind) for value in column], type=_arrow_type(kind)
+                    )
+                    for column, kind in zip(zip(*rows, strict=True), kinds, strict=True)
+                ]
+                batch = pyarrow.record_batch(columns, schema=schema)
+                num_bytes += batch.nbytes
+                if num_rows > MAX_COPIED_ROWS or num_bytes > MAX_COPIED_BYTES:
+                    raise ValueError(
+                        f"{each.name} has more than {MAX_COPIED_ROWS:,} rows or "
+                        f"{MAX_COPIED_BYTES >> 30} GB, too many to be copied"
+                        + (": query its file alone, with db=" if each.kind == "sqlite" else "")
+                    )
+                yield batch
+
+        reader = pyarrow.RecordBatchReader.from_batches(schema, converted())
+        self._database.register("copied rows", reader)
+        try:
+            self._database.execute(f'CREATE TABLE {_quoted(each.name)} AS FROM "copied rows"')
+        finally:
+            self._database.unregister("copied rows")
+        self._copied[each.name] = version
+
+
+def _sqlite(path: str) -> sqlite3.Connection:
+    from urllib.parse import quote
+
+    database = sqlite3.connect(
+        f"file:{quote(path)}?mode=ro", uri=True, timeout=5.0, check_same_thread=False
+    )
+    database.execute("PRAGMA query_only = 1")
+    database.execute("PRAGMA trusted_schema = 0")
+    database.text_factory = lambda data: data.decode("utf-8", "replace")
+    return database
+
+
+_GUESSED_ROWS = 1000
+"""Rows of a SQLite table from which the types of its columns are described."""
+_COUNT_S = 2.0
+"""Time limit for counting the rows of one SQLite table."""
+_DUCKDB_TYPES = {"integer": "BIGINT", "real": "DOUBLE", "text": "VARCHAR", "blob": "BLOB"}
+
+
+def _sqlite_info(each: TableSource) -> TableInfo:
+    """Describe a table of SQLite without copying it; -1 rows if they take long to count."""
+    table = _quoted(each.member)
+    with contextlib.closing(_sqlite(each.path)) as database:
+        until = time.monotonic() + _COUNT_S
+        database.set_progress_handler(lambda: time.monotonic() > until, 10_000)
+        cursor = database.execute(f"SELECT * FROM {table} LIMIT {_GUESSED_ROWS}")
+        names = [column[0] for column in cursor.description]
+        rows = cursor.fetchall()
+        kinds = [
+            _common({_KINDS[type(v)] for v in column} - {"null"})
+            for column in zip(*rows, strict=True)
+        ]
+        columns = [
+            (name, _DUCKDB_TYPES[kind])
+            for name, kind in zip(names, kinds or ["text"] * len(names), strict=True)
+        ]
+        try:
+            ((count,),) = database.execute(f"SELECT count(*) FROM {table}")
+        except sqlite3.OperationalError:
+            count = -1
+    return TableInfo(each, columns, count, rows[:NUM_SAMPLES])
+
+
+_KINDS = {int: "integer", float: "real", str: "text", bytes: "blob", type(None): "null"}
+
+
+def _sqlite_rows(each: TableSource) -> tuple[list[str], list[str], Iterator[list[Any]]]:
+    """The kind and name of each column, and the rows in batches. SQLite stores any kind of value
+    in any column, so the kinds are those of the values."""
+    database = _sqlite(each.path)
+    table = _quoted(each.member)
+    names = [column[0] for column in database.execute(f"SELECT * FROM {table} LIMIT 0").description]
+    kinds = []
+    for name in names:
+        found = {
+            kind
+            for (kind,) in database.execute(f"SELECT DISTINCT typeof({_quoted(name)}) FROM {table}")
+        } - {"null"}
+        kinds.append(_common(found))
+
+    def batches() -> Iterator[list[Any]]:
+        with contextlib.closing(database):
+            cursor = database.execute(f"SELECT * FROM {table}")
+            while rows := cursor.fetchmany(_BATCH):
+                yield rows
+
+    return kinds, names, batches()
+
+
+def _workbook(path: str, *, with_formulas: bool = False) -> Any:
+    import warnings
+
+    import openpyxl
+
+    warnings.simplefilter("ignore")  # openpyxl warns of what it does not keep
+    try:
+        return openpyxl.load_workbook(
+            path, read_only=True, data_only=not with_formulas, keep_links=False
+        )
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 -- a damaged workbook raises anything
+        raise ValueError(_one_line(error) or type(error).__name__) from None
+
+
+def _sheet(each: TableSource, *, with_formulas: bool = False) -> Iterator[tuple[Any, ...]]:
+    """Rows of a sheet, without empty ones."""
+    book = _workbook(each.path, with_formulas=with_formulas)
+    try:
+        sheet = book[each.member]
+        sheet.reset_dimensions()  # what the file says about its size may be wrong
+        for row in sheet.iter_rows(values_only=True):
+            if any(value is not None for value in row):
+                yield row
+    except (ValueError, MemoryError, GeneratorExit):
+        raise
+    except Exception as error:  # noqa: BLE001 -- a damaged sheet raises anything
+        raise ValueError(_one_line(error) or type(error).__name__) from None
+    finally:
+        book.close()
+
+
+def _sheet_rows(each: TableSource) -> tuple[list[str], list[str], Iterator[list[Any]]]:
+    """As ``_sqlite_rows``. The first row holds the names if it has only text."""
+    found: list[set[str]] = []
+    head: tuple[Any, ...] = ()
+    for number, row in enumerate(_sheet(each)):
+        if number == 0:
+            head = row
+        found += [set() for _ in range(len(row) - len(found))]
+        is_names = number == 0 and all(isinstance(value, str | None) for value in row)
+        for column, value in zip(found, row, strict=False):
+            if value is not None and not is_names:
+                column.add(_kind_of(value))
+    has_names = bool(head) and all(isinstance(value, str | None) for value in head)
+    names = [
+        str(head[n]) if has_names and n < len(head) and head[n] else f"column{n + 1}"
+        for n in range(len(found))
+    ]
+
+    def batches() -> Iterator[list[Any]]:
+        rows: list[Any] = []
+        for number, row in enumerate(_sheet(each)):
+            if number == 0 and has_names:
+                continue
+            rows.append((*row, *[None] * (len(names) - len(row)))[: len(names)])
+            if len(rows) == _BATCH:
+                yield rows
+                rows = []
+        if rows:
+            yield rows
+
+    return [_common(kinds) for kinds in found], names, batches()
+
+
+_COUNTED_CELLS = 1_000_000
+"""Cells of a sheet in which formulas without a value are looked for."""
+
+
+def _sheet_text(each: TableSource, max_bytes: int) -> tuple[str, str]:
+    """A sheet as tab-separated lines, and a note on formulas that have no stored value. Raises
+    ValueError if the text is longer than ``max_bytes``."""
+    lines, num_bytes, num_cells, missing = [], 0, 0, 0
+    for row, formulas in zip(_sheet(each), _sheet(each, with_formulas=True), strict=False):
+        line = "\t".join("" if value is None else _cell(value) for value in row).rstrip("\t")
+        num_bytes += len(line) + 1
+        if num_bytes > max_bytes:
+            raise ValueError(f"its text is longer than {max_bytes / 1e6:,.0f} MB")
+        lines.append(line)
+        num_cells += len(row)
+        if num_cells <= _COUNTED_CELLS:
+            missing += sum(
+                value is None and isinstance(formula, str) and formula.startswith("=")
+                for value, formula in zip(row, formulas, strict=False)
+            )
+    note = f"{missing:,} formulas without a stored value" if missing else ""
+    return "\n".join(lines), note
+
+
+def _cell(value: Any) -> str:
+    return " ".join(str(plain(value)).split())
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, bool):
+        return "bool"
+    if isinstance(value, int):
+        return "integer" if -(2**63) <= value < 2**63 else "text"
+    if isinstance(value, datetime.datetime):
+        return "datetime"
+    if isinstance(value, datetime.date):
+        return "date"
+    return "real" if isinstance(value, float) else "text"
+
+
+def _common(kinds: set[str]) -> str:
+    """The kind that all values of a column have, or can be written as."""
+    if len(kinds) <= 1:
+        return next(iter(kinds), "text")
+    if kinds == {"integer", "real"}:
+        return "real"
+    return "datetime" if kinds == {"date", "datetime"} else "text"
+
+
+def _arrow_type(kind: str) -> Any:
+    """Arrow's type for a kind of column."""
+    import pyarrow
+
+    return {
+        "integer": pyarrow.int64,
+        "real": pyarrow.float64,
+        "text": pyarrow.string,
+        "blob": pyarrow.binary,
+        "bool": pyarrow.bool_,
+        "date": pyarrow.date32,
+        "datetime": lambda: pyarrow.timestamp("us"),
+    }[kind]()
+
+
+def _fitting(value: Any, kind: str) -> Any:
+    """``value`` as one of the column's kind."""
+    if value is None:
+        return None
+    if kind == "text" and not isinstance(value, str):
+        return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+    if kind == "real":
+        return float(value)
+    if kind == "datetime" and not isinstance(value, datetime.datetime):
+        return datetime.datetime.combine(value, datetime.time())
+    return value
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Names of columns, which DuckDB compares without case."""
+    seen: set[str] = set()
+    unique = []
+    for name in names:
+        new, number = name, 2
+        while new.casefold() in seen:
+            new, number = f"{name}_{number}", number + 1
+        seen.add(new.casefold())
+        unique.append(new)
+    return unique
+
+
+def plain(value: Any) -> Any:
+    """A value of DuckDB as one that a session can hold: dates as ISO text, decimals as numbers."""
+    if value is None or isinstance(value, str | bool | float | bytes):
+        return value
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**64 else float(value)
+    if isinstance(value, decimal.Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, dict):
+        return {str(plain(key)): plain(each) for key, each in value.items()}
+    return str(value)
+
+
+def _text(value: str | Path) -> str:
+    return "'" + str(value).replace("'", "''") + "'"
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _one_line(error: Exception) -> str:
+    """The first part of an error of DuckDB, without the place in the query."""
+    return " ".join(str(error).split("\nLINE ")[0].split())[:400]

@@ -1,0 +1,114 @@
+"""Queries in processes that can be killed: the pool, and the answer of such a process.
+
+    QueryProcesses("module:serve").ask(request, limit_s)
+        ──> idle process ── QueryAnswer ──> its value or an error
+        └── no reply within the limit: it is killed, and the next query starts another
+
+Processes are started on demand, one for each concurrent query, and end with the host process. Not
+here: what a query may do (``sqlite_query.py``, ``duckdb_process.py``, ``database_servers.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ramify.actors.answering_process import ask, start
+from ramify.actors.child_process import IdleProcesses
+from ramify.actors.run_messages import decode, encode
+
+QUERY_S = 30.0
+"""Time limit of one query."""
+MAX_ROWS = 10_000
+MAX_RESULT_BYTES = 32 << 20
+GRACE_S = 10.0
+"""Time beyond a query's limit to start the process and send the rows."""
+_ERRORS = {kind.__name__: kind for kind in (ValueError, PermissionError, TimeoutError)}
+
+
+class QueryAnswer(msgspec.Struct, frozen=True):
+    """A value, or an error."""
+
+    value: Any = None
+    kind: str = ""
+    """Name of the error's class; empty if there is none."""
+    text: str = ""
+
+
+class QueryProcesses:
+    """Pool of processes that run the function ``serve``, given as ``module:name``. They get no
+    environment variables of this process but its search paths if ``is_bare``: no key is in them."""
+
+    def __init__(self, serve: str, *, is_bare: bool = False) -> None:
+        self._processes = IdleProcesses(functools.partial(start, serve, is_bare=is_bare))
+
+    def ask(self, request: msgspec.Struct, limit_s: float, grace_s: float = GRACE_S) -> Any:
+        """Return the value of the answer. The first bytes of the reply arrive within ``limit_s +
+        grace_s`` seconds, or TimeoutError is raised. Raises ValueError, PermissionError or
+        TimeoutError, as the process did."""
+        try:
+            asked = encode(request)
+        except (TypeError, OverflowError, ValueError) as error:
+            raise ValueError(
+                f"sql: params: {error}: give numbers, text, bytes or None for each placeholder"
+            ) from None
+        try:
+            with self._processes.one() as process:
+                (data,) = ask(process, [asked], limit_s + grace_s)
+                answer: QueryAnswer = decode(data, QueryAnswer)
+        except TimeoutError:
+            raise TimeoutError(
+                f"sql: stopped after {limit_s:g} s: one of its functions takes too long on such "
+                "values"
+            ) from None
+        except (EOFError, OSError):
+            raise ValueError(
+                "sql: the query ended the process that it ran in: ask for less at once"
+            ) from None
+        if answer.kind:
+            raise _ERRORS.get(answer.kind, ValueError)(answer.text)
+        return answer.value
+
+
+def answered(call: Callable[[], Any]) -> list[bytes]:
+    """Encode the result of ``call``, or the error that it raises."""
+    try:
+        return [encode(QueryAnswer(call()))]
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 -- raised in the process that asked
+        return [encode(QueryAnswer(kind=type(error).__name__, text=str(error)))]
+
+
+class BoundedRows:
+    """Rows of a result, which raise ValueError above ``MAX_ROWS`` or ``MAX_RESULT_BYTES``."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[Any, ...]] = []
+        self._num_bytes = 0
+
+    def add(self, row: tuple[Any, ...]) -> None:
+        self.rows.append(row)
+        self._num_bytes += sum(map(_size, row))
+        if len(self.rows) > MAX_ROWS:
+            raise ValueError(
+                f"sql: more than {MAX_ROWS:,} rows: aggregate in SQL, or page with LIMIT and OFFSET"
+            )
+        if self._num_bytes > MAX_RESULT_BYTES:
+            raise ValueError(
+                f"sql: more than {MAX_RESULT_BYTES >> 20} MB of rows: select fewer columns, or use "
+                "substr()"
+            )
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, list | tuple):
+        return 8 + sum(map(_size, value))
+    if isinstance(value, dict):
+        return 8 + sum(_size(key) + _size(each) for key, each in value.items())
+    return 8

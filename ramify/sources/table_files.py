@@ -1,0 +1,79 @@
+"""Readers of files whose content is tables: Parquet, Arrow and Feather, DuckDB and xlsx.
+
+The text in the context is the schema with the first rows; for a workbook it is all its sheets, as
+tab-separated lines. Macros are not run, and formulas are not computed. Not here: how the rows are
+queried (``tables.py``).
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+
+from ramify.sources.archives import check_ratio
+from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.file_kinds import SourceFile
+from ramify.sources.table_types import TableInfo
+from ramify.sources.tables import REMEDY, describe_file, described, has_duckdb
+
+_WHAT = {
+    "parquet": "Parquet",
+    "arrow": "Arrow",
+    "duckdb": "DuckDB",
+    "xlsx": "xlsx",
+}
+
+
+def read_parquet(file: SourceFile, loading: SourceLoader) -> None:
+    _read(file, "parquet", loading)
+
+
+def read_arrow(file: SourceFile, loading: SourceLoader) -> None:
+    _read(file, "arrow", loading)
+
+
+def read_duckdb(file: SourceFile, loading: SourceLoader) -> None:
+    _read(file, "duckdb", loading)
+
+
+def read_xlsx(file: SourceFile, loading: SourceLoader) -> None:
+    try:
+        with zipfile.ZipFile(io.BytesIO(file.data)) as archive:
+            # openpyxl reads a part no further than to the size that the archive states for it.
+            for part in archive.infolist():
+                check_ratio(part.file_size, part.compress_size, file.name)
+                loading.spend(part.file_size, file.name)
+    except zipfile.BadZipFile as error:
+        raise UnreadableSource("is a damaged xlsx file", str(error)) from None
+    infos = _infos(file, "xlsx", loading)
+    parts = [f"# Sheet {info.source.member}\n{info.text}" for info in infos]
+    if not parts:
+        raise UnreadableSource("is a workbook without cells", "name one that has some")
+    notes = [f"sheet {info.source.member}: {info.note}" for info in infos if info.note]
+    detail = f"xlsx: {len(infos)} sheet{'s' * (len(infos) != 1)}"
+    loading.add(file.name, "\n\n".join(parts), "xlsx", len(file.data), "; ".join([detail, *notes]))
+
+
+def _read(file: SourceFile, kind: str, loading: SourceLoader) -> None:
+    infos = _infos(file, kind, loading)
+    if not infos:
+        raise UnreadableSource(f"is a {_WHAT[kind]} file without tables", "name one that has some")
+    head = f"{_WHAT[kind]} file {file.name!r}. Query it with sql("
+    head += f'"SELECT … FROM {infos[0].source.name}").\n\n'
+    size = file.path.stat().st_size if file.path is not None else len(file.data)
+    text = head + "\n\n".join(map(described, infos))
+    loading.add(file.name, text, kind, size, f"{_WHAT[kind]}: {_summary(infos)}")
+
+
+def _infos(file: SourceFile, kind: str, loading: SourceLoader) -> list[TableInfo]:
+    if not has_duckdb():
+        raise UnreadableSource(
+            f"is {'an' if kind in 'arrow xlsx' else 'a'} {_WHAT[kind]} file", REMEDY
+        )
+    return describe_file(file.name, kind, file.path, file.data, loading)
+
+
+def _summary(infos: list[TableInfo]) -> str:
+    if len(infos) > 1:
+        return f"{len(infos):,} tables"
+    return f"{len(infos[0].columns):,} columns; {infos[0].num_rows:,} rows"

@@ -1,0 +1,236 @@
+"""Tables of the sources: ``tables`` and ``sql`` of a session.
+
+    file ──describe_file──> TableInfo ──SessionTables──> tables   a list: names, columns, samples
+                                                         sql(…)   one SELECT over all of them
+
+Which file is a table, its name in SQL, and whether it is still the file that was read. ``sql``
+without ``db`` is DuckDB's dialect over all tables; with the name of a SQLite file or of a database
+server it is the dialect of that one. Not here: running a query (``duckdb_process.py``,
+``sqlite_process.py``, ``database_servers.py``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.duckdb_process import describe_tables, query_tables
+from ramify.sources.table_types import TableEntry, TableInfo, TableSource
+
+REMEDY = "reading it needs pip install 'ramify[inputs]'"
+MAX_TABLES = 500
+"""Tables of a load. A folder's later files are only texts."""
+DESCRIBE_S = 20.0
+"""Time limit for describing the tables of one file."""
+_ALL_S = 60.0
+"""Time after which further CSV and JSONL files of a load are only texts."""
+_MAX_SHOWN = 80
+_KEYWORDS = re.compile(
+    "all|and|any|as|asc|both|case|cast|check|column|constraint|create|default|desc|distinct|"
+    "do|else|end|except|false|fetch|for|foreign|from|grant|group|having|in|initially|"
+    "intersect|into|lateral|leading|limit|not|null|offset|on|only|or|order|primary|references|"
+    "returning|select|show|some|summarize|table|then|to|trailing|true|union|unique|using|when|"
+    "where|window|with"
+)
+"""Reserved words of DuckDB."""
+
+
+def has_duckdb() -> bool:
+    return importlib.util.find_spec("duckdb") is not None
+
+
+def describe_file(
+    name: str, kind: str, path: Path | None, data: bytes, loading: SourceLoader
+) -> list[TableInfo]:
+    """Describe the tables of a file and add them to the load. Raises UnreadableSource if the file
+    cannot be read as tables, and if it changes meanwhile."""
+    if len(loading.tables) >= MAX_TABLES:
+        raise UnreadableSource(f"is not among the first {MAX_TABLES} tables", "name fewer files")
+    place = (path if path is not None else _kept(name, kind, data, loading)).resolve()
+    before = version_of(place)
+    started = time.monotonic()
+    try:
+        found = describe_tables(
+            [TableSource("table_0", str(place), kind)], DESCRIBE_S, max(0, loading.room)
+        )
+    except (ValueError, PermissionError, TimeoutError) as error:
+        raise UnreadableSource(
+            f"is a damaged {kind} file, or is not one", str(error).removeprefix("sql: ")
+        ) from None
+    finally:
+        loading.describing_s += time.monotonic() - started
+    if version_of(place) != before:
+        raise UnreadableSource("changed while it was read", "load it again once it is complete")
+    infos = []
+    for info in found[: MAX_TABLES - len(loading.tables)]:
+        taken = {each.info.source.name.casefold() for each in loading.tables}
+        inner = info.source.member if kind != "xlsx" or len(found) > 1 else ""
+        unique = table_name(name, inner, taken)
+        info = msgspec.structs.replace(
+            info, source=msgspec.structs.replace(info.source, name=unique), text=""
+        )
+        loading.tables.append(TableEntry(name, info, before))
+        infos.append(info)
+    texts = [each.text for each in found]
+    return [
+        msgspec.structs.replace(info, text=text) for info, text in zip(infos, texts, strict=False)
+    ]
+
+
+def describe_text(name: str, kind: str, path: Path | None, text: str, loading: SourceLoader) -> str:
+    """As ``describe_file`` for a text that is also in the context; returns a note if it cannot be
+    queried."""
+    if (
+        not text
+        or not has_duckdb()
+        or len(loading.tables) >= MAX_TABLES
+        or loading.describing_s > _ALL_S
+    ):
+        return ""
+    data = text.encode("utf-8", "replace")
+    same = path is not None and path.stat().st_size == len(data)
+    try:
+        describe_file(name, kind, path if same else None, data, loading)
+    except UnreadableSource as error:
+        return f"not a table for sql ({error.remedy or error.reason})"
+    return ""
+
+
+def described(info: TableInfo) -> str:
+    """Lines that describe a table to a reader: name, columns, rows and samples."""
+    columns = ", ".join(f"{name} {kind}" for name, kind in info.columns)
+    count = f"{info.num_rows:,} rows" if info.num_rows >= 0 else "many rows"
+    lines = [f"{info.source.name} ({columns})", f"-- {count}"]
+    if info.samples:
+        lines[-1] += ", the first:"
+    lines += [f"--   ({', '.join(map(_short, row))})" for row in info.samples]
+    return "\n".join(lines)
+
+
+def table_name(file: str, member: str, taken: set[str]) -> str:
+    """Return a name that SQL takes without quotes: ``("2024/sales.csv", "")`` -> ``sales``."""
+    stem = file.rpartition("/")[2].split(".")[0]
+    inner = member.rpartition(".")[2].strip('"') if member.startswith('"') else member
+    wanted = [inner, f"{stem}_{inner}"] if inner else [stem]
+    for name in (*wanted, *(f"{wanted[-1]}_{number}" for number in range(2, MAX_TABLES + 2))):
+        plain = re.sub(r"\W+", "_", name).strip("_") or "data"
+        plain = f"t_{plain}" if plain[0].isdigit() else plain
+        plain = f"{plain}_" if _KEYWORDS.fullmatch(plain.casefold()) else plain
+        if plain.casefold() not in taken:
+            return plain
+    raise UnreadableSource("has too many tables of one name")
+
+
+def version_of(path: Path | str) -> tuple[int, ...]:
+    """Numbers that differ once a file has changed; empty if it is gone."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ()
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+class KeptTables:
+    """Folder for tables that have no file of their own. It is deleted with this object."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="ramify-tables-"))
+        weakref.finalize(self, shutil.rmtree, self.folder, True)
+
+
+class SessionTables:
+    """The tables of a load. ``sql`` is the session's tool, and ``listing`` the value ``tables``."""
+
+    def __init__(
+        self,
+        entries: Sequence[TableEntry],
+        databases: Mapping[str, Callable[..., list[tuple[Any, ...]]]],
+        default: str | None,
+        kept: KeptTables | None = None,
+    ) -> None:
+        """``databases`` are what ``db`` can name, and ``default`` is the one of a query without
+        ``db``; None stands for all tables. ``kept`` holds files that are needed as long as this."""
+        self._entries = list(entries)
+        self._databases = dict(databases)
+        self._default = default
+        self._kept = kept
+        self._sources: list[TableSource] = [each.info.source for each in entries]
+
+    @property
+    def listing(self) -> list[dict[str, Any]]:
+        """One dict per table: its name in SQL, its file, columns, rows and first rows."""
+        return [
+            {
+                "name": each.info.source.name,
+                "file": each.file,
+                **({"table": each.info.source.member} if each.info.source.member else {}),
+                "columns": dict(each.info.columns),
+                "rows": each.info.num_rows if each.info.num_rows >= 0 else None,
+                "samples": [tuple(map(_shown, row)) for row in each.info.samples],
+            }
+            for each in self._entries
+        ]
+
+    def sql(self, query: str, params: Any = (), db: str | None = None) -> list[tuple[Any, ...]]:
+        """Run one SELECT over the tables and return its rows as a list of tuples.
+
+        params: values for ? or named placeholders in the query. db: one database by its name, in
+        its own dialect; without it, all tables, in DuckDB's dialect."""
+        if not isinstance(query, str) or not query.strip():
+            raise ValueError("sql: the query is empty: give one SELECT")
+        name = db if db is not None else self._default
+        if name is not None:
+            if name not in self._databases:
+                known = ", ".join(map(repr, self._databases)) or "none here: leave db out"
+                raise ValueError(f"sql: db={name!r}: name one of {known}")
+            return self._databases[name](query, params)
+        if not self._sources:
+            raise ValueError(f"sql: name one of {', '.join(map(repr, self._databases))} as db=")
+        self._check()
+        rows = query_tables(self._sources, query, params)
+        self._check()
+        return rows
+
+    def _check(self) -> None:
+        """Raise ValueError if a file has changed since it was loaded. SQLite files may change: they
+        are copied again."""
+        for each in self._entries:
+            kind, path = each.info.source.kind, each.info.source.path
+            if kind != "sqlite" and version_of(path) != each.version:
+                raise ValueError(
+                    f"sql: the file {each.file} has changed since it was loaded: its rows are not "
+                    "those that were described, so ask the question again"
+                )
+
+
+def _kept(name: str, kind: str, data: bytes, loading: SourceLoader) -> Path:
+    """Write a table that is no file of its own, such as a member of an archive, to a file."""
+    if loading.kept_tables is None:
+        loading.kept_tables = KeptTables()
+    path = loading.kept_tables.folder / f"{len(loading.tables)}.{kind}"
+    path.write_bytes(data)
+    return path
+
+
+def _shown(value: Any) -> Any:
+    """A value of a sample, shortened."""
+    if isinstance(value, bytes):
+        return f"<{len(value):,} bytes>"
+    if isinstance(value, list | dict):
+        value = repr(value)
+    return value if not isinstance(value, str) or len(value) <= _MAX_SHOWN else f"{value[:79]}…"
+
+
+def _short(value: Any) -> str:
+    return str(_shown(value)) if isinstance(value, bytes) else repr(_shown(value))

@@ -1,0 +1,183 @@
+"""Tables in files: what ``tables`` lists, what ``sql`` returns, and what it refuses."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import openpyxl
+import pyarrow
+import pyarrow.feather
+import pyarrow.parquet
+import pytest
+
+from ramify.errors import SourceError
+from ramify.sources.load_sources import LoadedContext, load
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One file of each kind, each written by its own tool."""
+    folder = tmp_path_factory.mktemp("tables")
+    people = pyarrow.table({"id": [1, 2, 3], "team": ["a", "b", "a"]})
+    pyarrow.parquet.write_table(people, folder / "people.parquet")
+    pyarrow.feather.write_feather(people, folder / "teams.feather")
+    with duckdb.connect(folder / "shop.duckdb") as database:
+        database.execute("CREATE TABLE orders (id INT, price DECIMAL(9, 2))")
+        database.execute("INSERT INTO orders VALUES (1, 2.5), (2, 3)")
+    book = openpyxl.Workbook()
+    book.active.title = "Cities"
+    book.active.append(["id", "city", "next"])
+    book.active.append([1, "Bonn", "=A2+1"])
+    book.create_sheet("order").append([1, 2])
+    book.save(folder / "book.xlsx")
+    with sqlite3.connect(folder / "hosts.db") as old:
+        old.execute("CREATE TABLE hosts (id INTEGER, name TEXT)")
+        old.executemany("INSERT INTO hosts VALUES (?, ?)", [(1, "h1"), (2, "h2")])
+    old.close()
+    (folder / "sales.csv").write_text("id;amount\n1;5\n2;7\n")
+    (folder / "events.jsonl").write_text('{"id": 1, "tag": {"x": 2}}\n{"id": 2, "tag": null}\n')
+    (folder / "bad.parquet").write_bytes(b"PAR1" + b"x" * 100 + b"PAR1")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> LoadedContext:
+    return load([folder])
+
+
+@pytest.fixture(scope="module")
+def sql(loaded: LoadedContext) -> Callable[..., Any]:
+    return loaded.tools["sql"]
+
+
+def test_tables_are_listed_with_columns_rows_and_samples(loaded: LoadedContext):
+    listed = {each["name"]: each for each in loaded.tools["tables"]}
+    assert sorted(listed) == sorted(
+        ["Cities", "order_", "events", "hosts", "orders", "people", "sales", "teams"]
+    )
+    assert listed["sales"] == {
+        "name": "sales",
+        "file": "sales.csv",
+        "columns": {"id": "BIGINT", "amount": "BIGINT"},
+        "rows": 2,
+        "samples": [(1, 5), (2, 7)],
+    }
+    assert listed["orders"]["columns"] == {"id": "INTEGER", "price": "DECIMAL(9,2)"}
+    assert listed["hosts"]["columns"] == {"id": "BIGINT", "name": "VARCHAR"}
+    assert listed["Cities"]["samples"] == [(1, "Bonn", None)]
+    assert "Tables for sql(), in DuckDB's dialect" in loaded.manifest()
+
+
+def test_raw_text_stays_and_binary_tables_have_their_schema(loaded: LoadedContext):
+    assert isinstance(loaded.context, dict)
+    assert loaded.context["sales.csv"] == "id;amount\n1;5\n2;7\n"
+    assert "people (id BIGINT, team VARCHAR)\n-- 3 rows" in loaded.context["people.parquet"]
+    assert "# Sheet Cities\nid\tcity\tnext\n1\tBonn" in loaded.context["book.xlsx"]
+
+
+def test_one_query_joins_all_files(sql: Callable[..., Any]):
+    assert sql(
+        "SELECT p.team, o.price, h.name, s.amount, e.tag.x, t.team, c.city FROM people p JOIN "
+        "orders o USING (id) JOIN hosts h USING (id) JOIN sales s USING (id) JOIN events e USING "
+        "(id) JOIN teams t USING (id) JOIN Cities c USING (id) WHERE p.id = ?",
+        [1],
+    ) == [("a", 2.5, "h1", 5, 2, "a", "Bonn")]
+
+
+def test_named_sqlite_database_has_its_own_dialect(sql: Callable[..., Any]):
+    assert sql("PRAGMA table_info(hosts)", db="hosts.db")[0][1] == "id"
+    with pytest.raises(ValueError, match=r"db='x': name one of 'hosts\.db'"):
+        sql("SELECT 1", db="x")
+
+
+def test_damaged_files_and_missing_values_are_reported(loaded: LoadedContext, folder: Path):
+    assert any("bad.parquet" in problem.name for problem in loaded.problems)
+    assert any("1 formulas without a stored value" in item.detail for item in loaded.items)
+    with pytest.raises(SourceError, match="damaged parquet file"):
+        load([folder / "bad.parquet"])
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "SELECT * FROM read_csv('/etc/passwd')",
+        "SELECT * FROM read_text('/etc/passwd')",
+        "SELECT * FROM read_blob('/proc/self/environ')",
+        "SELECT * FROM glob('/etc/*')",
+        "SELECT * FROM '/etc/passwd'",
+        "SELECT * FROM parquet_metadata('/etc/passwd')",
+        "SELECT * FROM read_parquet('https://127.0.0.1/x')",
+        "SELECT getenv('HOME')",
+        "SELECT * FROM enable_logging(storage='file', storage_path='/tmp')",
+        "SELECT * FROM query('COPY sales TO ''/tmp/out''')",
+        "COPY sales TO '/tmp/out.csv'",
+        "ATTACH '/tmp/x.db'",
+        "INSTALL httpfs",
+        "LOAD httpfs",
+        "SET memory_limit = '90GB'",
+        "PRAGMA enable_profiling",
+        "CREATE TABLE t (x INT)",
+        "DROP VIEW sales",
+        "WITH x AS (DELETE FROM hosts RETURNING *) SELECT * FROM x",
+        "SELECT 1; SELECT 2",
+        "SELECT * FROM msgspec",
+        "EXPORT DATABASE '/tmp/x'",
+        "",
+    ],
+)
+def test_sql_reaches_nothing_but_the_tables(query: str, sql: Callable[..., Any]):
+    with pytest.raises((PermissionError, ValueError), match=r"^sql: "):
+        sql(query)
+    assert sql("SELECT count(*) FROM hosts") == [(2,)]
+
+
+def test_results_are_bounded(sql: Callable[..., Any]):
+    with pytest.raises(ValueError, match=r"more than 10,000 rows"):
+        sql("SELECT * FROM range(1000000000)")
+    with pytest.raises(ValueError, match=r"more than 32 MB"):
+        sql("SELECT repeat('x', 4000000) FROM range(1000)")
+    with pytest.raises(ValueError, match=r"memory|ended the process"):
+        sql("SELECT repeat('x', 4000000000)")
+
+
+def test_file_that_changes_between_queries_is_noticed(tmp_path: Path):
+    (tmp_path / "sales.csv").write_text("id,n\n1,2\n")
+    (tmp_path / "more.csv").write_text("id,n\n1,2\n")
+    sql = load([tmp_path]).tools["sql"]
+    assert sql("SELECT n FROM sales") == [(2,)]
+    (tmp_path / "sales.csv").write_text("id,n\n1,2\n3,4\n")
+    with pytest.raises(ValueError, match=r"sales\.csv has changed since it was loaded"):
+        sql("SELECT n FROM sales")
+
+
+def test_sqlite_table_is_copied_again_after_a_change(tmp_path: Path):
+    (tmp_path / "sales.csv").write_text("id,n\n1,2\n")
+    database = sqlite3.connect(tmp_path / "a.db")
+    database.execute("CREATE TABLE hosts (id)")
+    database.commit()
+    sql = load([tmp_path]).tools["sql"]
+    assert sql("SELECT count(*) FROM hosts, sales") == [(0,)]
+    database.execute("INSERT INTO hosts VALUES (1)")
+    database.commit()
+    database.close()
+    assert sql("SELECT count(*) FROM hosts, sales") == [(1,)]
+
+
+def test_tables_of_an_archive_are_queryable(folder: Path, tmp_path: Path):
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.write(folder / "people.parquet", "people.parquet")
+        archive.write(folder / "sales.csv", "sales.csv")
+    sql = load([tmp_path / "all.zip"]).tools["sql"]
+    assert sql("SELECT sum(amount) FROM sales JOIN people USING (id)") == [(12,)]
+
+
+def test_encrypted_workbook_is_named_as_such(tmp_path: Path):
+    (tmp_path / "a.xlsx").write_bytes(b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + b"\0" * 600)
+    with pytest.raises(SourceError, match="encrypted workbook: save it without a password"):
+        load([tmp_path / "a.xlsx"])
