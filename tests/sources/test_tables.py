@@ -139,9 +139,9 @@ def test_results_are_bounded(sql: Callable[..., Any]):
     with pytest.raises(ValueError, match=r"more than 10,000 rows"):
         sql("SELECT * FROM range(1000000000)")
     with pytest.raises(ValueError, match=r"more than 32 MB"):
-        sql("SELECT repeat('x', 4000000) FROM range(1000)")
+        sql("SELECT repeat('x', 100000) FROM range(1000)")
     with pytest.raises(ValueError, match=r"memory|ended the process"):
-        sql("SELECT repeat('x', 4000000000)")
+        sql("SELECT range(1000000000)")
 
 
 def test_file_that_changes_between_queries_is_noticed(tmp_path: Path):
