@@ -13,6 +13,7 @@ the server: name one with few rights. Not here: tables in files (``tables.py``).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -220,7 +221,9 @@ def _postgresql(asked: ServerQuestion) -> list[tuple[Any, ...]]:
         ) as connection:
             connection.read_only = True
             # stream() sends one statement only, and its rows arrive one by one.
-            return _bounded(connection.cursor().stream(_reading(asked), asked.params or None))
+            rows = connection.cursor().stream(_reading(asked), asked.params or None)
+            with contextlib.closing(rows):  # it holds the connection's lock until it is closed
+                return _bounded(rows)
     except psycopg.errors.QueryCanceled:
         raise TimeoutError(f"sql: stopped after {asked.limit_s:g} s: narrow it") from None
     except (
