@@ -16,6 +16,7 @@ from ramify.errors import SourceError
 from ramify.sources.database_servers import parse_address, without_password
 from ramify.sources.load_sources import load
 
+pytestmark = pytest.mark.slow  # starting a server takes longer than its tests
 PASSWORD = "corr3ct-h0rse"
 
 
