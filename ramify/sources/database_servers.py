@@ -27,8 +27,7 @@ from ramify.actors.run_messages import decode
 from ramify.errors import SourceError
 from ramify.secrets import remember
 from ramify.sources.base import SourceLoader
-from ramify.sources.duckdb_process import plain
-from ramify.sources.query_process import QUERY_S, BoundedRows, QueryProcesses, answered
+from ramify.sources.query_process import QUERY_S, BoundedRows, QueryProcesses, answered, plain
 
 SCHEMES = ("postgresql://", "postgres://", "mysql://", "mariadb://")
 CONNECT_S = 10.0

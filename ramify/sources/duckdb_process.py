@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import decimal
 import os
 import resource
 import signal
@@ -32,7 +31,7 @@ import msgspec
 
 from ramify.actors.answering_process import answer_requests
 from ramify.actors.run_messages import decode
-from ramify.sources.query_process import QUERY_S, BoundedRows, QueryProcesses, answered
+from ramify.sources.query_process import QUERY_S, BoundedRows, QueryProcesses, answered, plain
 from ramify.sources.table_types import TableInfo, TableSource
 
 MEMORY_BYTES = 2 << 30
@@ -603,23 +602,6 @@ def _unique(names: Sequence[str]) -> list[str]:
         seen.add(new.casefold())
         unique.append(new)
     return unique
-
-
-def plain(value: Any) -> Any:
-    """A value of DuckDB as one that a session can hold: dates as ISO text, decimals as numbers."""
-    if value is None or isinstance(value, str | bool | float | bytes):
-        return value
-    if isinstance(value, int):
-        return value if -(2**63) <= value < 2**64 else float(value)
-    if isinstance(value, decimal.Decimal):
-        return int(value) if value == value.to_integral_value() else float(value)
-    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
-        return value.isoformat()
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    if isinstance(value, dict):
-        return {str(plain(key)): plain(each) for key, each in value.items()}
-    return str(value)
 
 
 def _text(value: str | Path) -> str:

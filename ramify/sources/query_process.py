@@ -10,6 +10,8 @@ here: what a query may do (``sqlite_query.py``, ``duckdb_process.py``, ``databas
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -112,3 +114,20 @@ def _size(value: Any) -> int:
     if isinstance(value, dict):
         return 8 + sum(_size(key) + _size(each) for key, each in value.items())
     return 8
+
+
+def plain(value: Any) -> Any:
+    """A value of a database as one that a session can hold: dates as ISO text, decimals as numbers."""
+    if value is None or isinstance(value, str | bool | float | bytes):
+        return value
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**64 else float(value)
+    if isinstance(value, decimal.Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, dict):
+        return {str(plain(key)): plain(each) for key, each in value.items()}
+    return str(value)
