@@ -21,6 +21,7 @@ import os
 import resource
 import signal
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -92,6 +93,9 @@ def serve() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_BYTES, _ADDRESS_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    # DuckDB prints the progress of long queries to the standard output, which is for answers only.
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     kept: dict[str, _Tables] = {}
 
     def answer(request: list[bytes]) -> list[bytes]:
@@ -162,6 +166,7 @@ class _Tables:
         for path in {each.path for each in self._tables if each.kind == "duckdb"}:
             run(f"ATTACH {_text(path)} AS {attached[path]} (READ_ONLY)")
         run("SET enable_external_access = false")
+        run("SET enable_progress_bar = false")
         run("SET lock_configuration = true")
         self._tables = [
             each for given in self._tables for each in self._members(given, attached[given.path])

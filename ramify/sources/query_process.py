@@ -117,7 +117,8 @@ def _size(value: Any) -> int:
 
 
 def plain(value: Any) -> Any:
-    """A value of a database as one that a session can hold: dates as ISO text, decimals as numbers."""
+    """A value of a database as one that a session can hold: dates as ISO text, decimals as
+    numbers."""
     if value is None or isinstance(value, str | bool | float | bytes):
         return value
     if isinstance(value, int):
