@@ -161,7 +161,7 @@ class SourceLoader:
         """Name of a database on a server -> the function that queries it."""
         self.tables: list[TableEntry] = []
         self.kept_tables: Any = None
-        """Folder of tables that have no file of their own; see ``tables.KeptTables``."""
+        """Folder of tables that were not separate files; see ``tables.KeptTables``."""
         self.describing_s = 0.0
         """Time spent on describing tables."""
         self.seen: set[str] = set()

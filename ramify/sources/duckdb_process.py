@@ -1,4 +1,4 @@
-"""Queries over tables in files, run by DuckDB in a process of its own.
+"""Queries over tables in files, run by DuckDB in a separate process.
 
     TableQuestion(tables, query) ──> one DuckDB in memory per set of tables ──> rows
       csv, jsonl, parquet    a view over the file

@@ -142,7 +142,7 @@ def version_of(path: Path | str) -> tuple[int, ...]:
 
 
 class KeptTables:
-    """Folder for tables that have no file of their own. It is deleted with this object."""
+    """Folder for tables that were not separate files. It is deleted with this object."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ramify-tables-"))
@@ -215,10 +215,10 @@ class SessionTables:
 
 
 def _kept(name: str, kind: str, data: bytes, loading: SourceLoader) -> Path:
-    """Write a table that is no file of its own, such as a member of an archive, to a file."""
+    """Write a member of an archive, or a decoded text, to a file."""
     if loading.kept_tables is None:
         loading.kept_tables = KeptTables()
-    path = loading.kept_tables.folder / f"{len(loading.tables)}.{kind}"
+    path: Path = loading.kept_tables.folder / f"{len(loading.tables)}.{kind}"
     path.write_bytes(data)
     return path
 
