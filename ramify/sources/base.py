@@ -77,6 +77,8 @@ class LoadedContext(msgspec.Struct, frozen=True):
     tools: dict[str, Any]
     """For the session, if there are tables or databases: the function ``sql``, which runs in the
     host, and the value ``tables``."""
+    dialect: str = "DuckDB"
+    """Dialect of ``sql`` without ``db``: ``SQLite`` for a single database of that kind."""
 
     def manifest(self) -> str:
         """Describe the context for a model's prompt in a few lines, in addition to its type, size
@@ -92,10 +94,10 @@ class LoadedContext(msgspec.Struct, frozen=True):
                 *(f"{item.name!r}: {item.detail}" for item in self.items[:200] if item.detail),
             ][: 2 + _SHOWN]
         if self.tools.get("tables"):
-            names = listing([f"{each['name']} ({each['file']})" for each in self.tools["tables"]])
+            names = listing([f"{each['name']} ({each['file']!r})" for each in self.tools["tables"]])
             lines.append(
-                f"Tables for sql(), in DuckDB's dialect: {names}; `tables` lists their columns, "
-                "rows and samples"
+                f"Tables for sql(), in {self.dialect}'s dialect: {names}; `tables` lists their "
+                "columns, rows and samples"
             )
         if self.problems:
             lines.append(f"Not loaded: {len(self.problems):,} files ({_by_suffix(self.problems)})")

@@ -226,7 +226,18 @@ def _finish(loading: SourceLoader, names: list[str], single: bool) -> LoadedCont
         if single and len(items) == 1 and "/" not in items[0].name
         else texts
     )
-    return LoadedContext(context, items, loading.problems, loading.left_out, _tools(loading))
+    dialect = "SQLite" if _single_database(loading) else "DuckDB"
+    return LoadedContext(
+        context, items, loading.problems, loading.left_out, _tools(loading), dialect
+    )
+
+
+def _single_database(loading: SourceLoader) -> str | None:
+    """Name of the only database, if all tables are its own: it is queried in its own dialect, as if
+    there were no others to join."""
+    databases = [*loading.databases, *loading.servers]
+    is_single = len(databases) == 1 and all(each.file in databases for each in loading.tables)
+    return databases[0] if is_single else None
 
 
 def _why_empty(loading: SourceLoader, single: bool) -> str:
@@ -248,9 +259,7 @@ def _tools(loading: SourceLoader) -> dict[str, Any]:
         name: functools.partial(query_in_time, path) for name, path in loading.databases.items()
     }
     databases |= loading.servers
-    # A single database is queried in its own dialect, as if there were no others to join.
-    is_alone = len(databases) == 1 and all(each.file in databases for each in loading.tables)
-    default = next(iter(databases)) if is_alone else None
+    default = _single_database(loading)
     session = SessionTables(loading.tables, databases, default, loading.kept_tables)
     return {"sql": session.sql, **({"tables": session.listing} if loading.tables else {})}
 
