@@ -27,6 +27,7 @@ from ramify.sandbox.base import open_sandbox
 
 EXTRAS = {
     "litellm": "litellm",
+    "inputs": "duckdb",
     "pdf": "pypdf",
     "ipython": "IPython",
     "mcp": "mcp",
