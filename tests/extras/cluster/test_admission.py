@@ -99,6 +99,9 @@ class _Rollouts:
         attempts: Any = [attempt]
         return GroupRollout(item, attempts, None)
 
+    def is_scored_by_step(self, item: Item) -> bool:
+        return False
+
 
 async def check(
     sample: StepSampleSpec, has_no_signal: Callable[[int], bool], events: list[Event]
