@@ -69,7 +69,7 @@ def without_times(tree: Trajectory) -> tuple[Any, ...]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_run_with_rollout_worker_matches_one_process_even_if_worker_is_lost(tmp_path: Path) -> None:
-    depths = (DepthSpec(temperature=0.8, max_turns=1),)
+    depths = (DepthSpec(temperature=1.8, max_turns=1),)
     train(short(depths=depths), tmp_path / "one")
     killed: list[str] = []
 
