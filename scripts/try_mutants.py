@@ -41,6 +41,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 _IMPORT_S = 60.0
 """Maximum seconds that a fork needs to import the tree and collect its tests."""
 PYTEST = ["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "timeout=0"]
+HANGS_UNDER_COVERAGE = (
+    "tests/engine/test_outages.py"
+    "::test_fixable_call_failure_suspends_the_run_instead_of_reaching_the_code"
+)
+"""A test that CPython 3.11.7 does not end while coverage traces it (docs/log.md). It tries no
+mutant, because a mutant is tried only by the tests that are known to run its line."""
 Tests = list[tuple[str, float]]
 """(id, limit in seconds) of each test"""
 
@@ -291,8 +297,9 @@ def main() -> int:
     sys.path.insert(0, str(Path.cwd()))
     if role == "cover":
         sys.path.append(os.environ["MUTATION_TOOLS"])  # last, so that nothing of ours is replaced
+        options = [*PYTEST, "--deselect", HANGS_UNDER_COVERAGE]
         return pytest.main(
-            [*PYTEST, *sys.argv[4:]], plugins=[CoveringTests(module, Path(sys.argv[3]))]
+            [*options, *sys.argv[4:]], plugins=[CoveringTests(module, Path(sys.argv[3]))]
         )
     source, sink = int(sys.argv[3]), int(sys.argv[4])
     server = MutantServer(module, source, sink, Importer())

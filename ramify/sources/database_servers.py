@@ -207,20 +207,21 @@ def _postgresql(asked: ServerQuestion) -> list[tuple[Any, ...]]:
         settings: dict[str, Any] = psycopg.conninfo.conninfo_to_dict(
             f"postgresql:///?{address.options}"
         )
-        given = {"user": address.user, "password": address.password}
+        given: dict[str, Any] = {"user": address.user, "password": address.password}
+        given = {name: value for name, value in given.items() if value}
+        given |= {name: settings[name] for name in _KEPT_OPTIONS if name in settings}
         with psycopg.connect(
             host=address.host,
             port=address.port,
             dbname=address.database,
-            **{name: value for name, value in given.items() if value},
-            **{name: settings[name] for name in _KEPT_OPTIONS if name in settings},
+            **given,
             connect_timeout=int(CONNECT_S) // 2,
             options=f"-c statement_timeout={int(asked.limit_s * 1000)} "
             "-c default_transaction_read_only=on",
         ) as connection:
             connection.read_only = True
             # stream() sends one statement only, and its rows arrive one by one.
-            rows = connection.cursor().stream(_reading(asked), asked.params or None)
+            rows: Any = connection.cursor().stream(_reading(asked), asked.params or None)
             with contextlib.closing(rows):  # it holds the connection's lock until it is closed
                 return _bounded(rows)
     except psycopg.errors.QueryCanceled:

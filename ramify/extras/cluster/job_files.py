@@ -140,8 +140,11 @@ def _slurm(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
         "code=0",
         'wait "$head" || code=$?',
         'while kill -0 "$head" 2> /dev/null; do code=0; wait "$head" || code=$?; done',
-        "# At the time limit the run has saved its steps, and continues in the queue.",
-        'if [ -n "$is_ending" ] && [ "$code" -ne 0 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+        "# At the time limit the run has saved its steps, and continues in the queue. A cancelled",
+        "# job gets the same signal, but is no longer in the state RUNNING.",
+        'if [ -n "$is_ending" ] && [ "$code" -ne 0 ] &&',
+        '    scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING',
+        'then scontrol requeue "$SLURM_JOB_ID"; fi',
         'exit "$code"',
     ]
     texts = {"job.sbatch": "\n".join(lines) + "\n", "node.sh": node_script(job)}

@@ -473,5 +473,7 @@ def test_job_goes_back_to_the_queue_after_sigterm_and_after_a_lost_node(
     said("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
     wait_until(lambda: restarts() == "2", "the requeue after a lost node", slurm / "log")
     wait_until(lambda: starts(3), "the third run", slurm / "log")
+    # A job that its owner cancels gets SIGTERM too, but does not go back to the queue.
     said("scancel", "1")
     wait_until(lambda: not said("squeue", "-h"), "the end of the job", slurm / "log")
+    assert restarts() == "2"
