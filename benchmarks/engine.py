@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from inputs import log_text
+from contexts import log_text
 from processes import INSTALL_PEERS, Server, peers_python, run_command, run_side, scripted_server
 
 Measured = dict[str, Any]

@@ -1,6 +1,6 @@
 """``sql`` over a Parquet file beside DuckDB alone: a grouped sum of 10 million rows.
 
-    python benchmarks/inputs_tables.py [--quick] --json
+    python benchmarks/inputs.py --part tables
 
 The query process has been started before the timed part. Each side runs in turn; the figure is the
 quotient of the fastest runs. A query that DuckDB answers in less than 0.2 s would measure the pipe
@@ -9,23 +9,23 @@ to the process, so the sum is over an expression that takes longer.
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+
+from engine import Figure
 
 NUM_ROWS = 10_000_000
 _RUNS = 5
 _FLOOR = 1.5
+_LEAST_S = 0.2
 _QUERY = (
     "SELECT k, sum(sqrt(v) * ln(v + 1)), count(DISTINCT v % 1000) FROM {} GROUP BY k ORDER BY k"
 )
 
 
-def figures(quick: bool) -> Iterator[dict[str, Any]]:
+def figures(quick: bool) -> Iterator[Figure]:
     import duckdb
 
     from ramify.sources.load_sources import load
@@ -48,14 +48,14 @@ def figures(quick: bool) -> Iterator[dict[str, Any]]:
             lambda: alone.execute(_QUERY.format(place)).fetchall(),
             3 if quick else _RUNS,
         )
-    yield {
-        "name": "sql over Parquet, grouped sum of 10 million rows",
-        "value": round(ours_s / alone_s, 3),
-        "unit": f"times DuckDB alone ({alone_s:.2f} s)",
-        "against": "duckdb",
-        "floor": _FLOOR,
-        "holds": alone_s >= 0.2 and ours_s / alone_s < _FLOOR,
-    }
+    yield Figure(
+        "sql over Parquet, grouped sum of 10 million rows",
+        round(ours_s / alone_s, 3),
+        "× DuckDB alone",
+        {"seconds of DuckDB alone": round(alone_s, 3)},
+        floor=_FLOOR,
+        valid=alone_s >= _LEAST_S,
+    )
 
 
 def _fastest(
@@ -68,19 +68,3 @@ def _fastest(
             call()
             best[side] = min(best[side], time.perf_counter() - started)
     return best[0], best[1]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true", help="the last line is JSON")
-    given = parser.parse_args()
-    found = list(figures(given.quick))
-    for figure in found:
-        print(f"{figure['name']}: {figure['value']} {figure['unit']}, floor {figure['floor']}")
-    if given.json:
-        print(json.dumps({"figures": found}))
-
-
-if __name__ == "__main__":
-    main()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from inputs import log_text
+from contexts import log_text
 
 import ramify
 from ramify.sandbox.base import open_sandbox

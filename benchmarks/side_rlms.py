@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from inputs import log_text
+from contexts import log_text
 from rlm import RLM
 from rlm.environments.local_repl import LocalREPL
 from rlm.logger import RLMLogger

@@ -103,6 +103,9 @@ SETTINGS = (
         "MCP server (command or URL) whose tools sessions can call; repeat for more",
         "COMMAND",
     ),
+    OptionSpec(
+        "strict", bool, "stop if a file in a folder or an archive cannot be read, not only note it"
+    ),
     OptionSpec("temperature", float, "sampling temperature (default: the provider's)"),
     OptionSpec(
         "direct", bool, "answer with one plain call if the input is small enough (default: yes)"
@@ -253,7 +256,7 @@ def show_prompt(
         rlm = make_rlm(settings, sandbox_spec(settings), None, tools)
         # A dry run prints what was loaded itself.
         quiet = StderrNotes(quiet=True) if options.get("is_dry_run") else notes
-        loaded = load_sources(words[1:], quiet)
+        loaded = load_sources(words[1:], quiet, settings)
         return prompt_screen.show(
             rlm,
             _decoded_text(words[0]),
@@ -303,7 +306,7 @@ def _ask(
     schema = read_schema(answer_schema)
     with mcp_tools(settings) as tools:
         rlm = make_rlm(settings, spec, open_store(settings), tools)
-        loaded = load_sources(paths, screen.notes)
+        loaded = load_sources(paths, screen.notes, settings)
         cite, cache = bool(settings.get("cite")), bool(settings.get("cache"))
         options = RunOptions(answer_type=schema, cite=cite, cache=cache)
         asked = ask_runner.AskRequest(question, loaded, paths, options)
@@ -475,7 +478,9 @@ def open_store(settings: dict[str, Any]) -> Store | None:
     return Store()
 
 
-def load_sources(paths: list[str], notes: StderrNotes) -> LoadedContext | None:
+def load_sources(
+    paths: list[str], notes: StderrNotes, settings: dict[str, Any]
+) -> LoadedContext | None:
     """Load ``paths``, or standard input if there are none; None without any input."""
     if not paths and not _is_piped(notes):
         return None
@@ -484,7 +489,7 @@ def load_sources(paths: list[str], notes: StderrNotes) -> LoadedContext | None:
     for path in paths:
         if os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode):
             notes.say(f"reading the pipe {path} until it closes")
-    loaded = load(paths or ["-"], stdin=sys.stdin.buffer)
+    loaded = load(paths or ["-"], stdin=sys.stdin.buffer, strict=bool(settings.get("strict")))
     for line in loaded.describe():
         notes.say(line)
     return loaded

@@ -147,11 +147,18 @@ class SourceLoader:
     of one file."""
 
     def __init__(
-        self, max_bytes: int, max_file_s: float = MAX_FILE_S, work: ProgressTask | None = None
+        self,
+        max_bytes: int,
+        max_file_s: float = MAX_FILE_S,
+        work: ProgressTask | None = None,
+        *,
+        strict: bool = False,
     ) -> None:
-        """``work`` reports the number of bytes read."""
+        """``work`` reports the number of bytes read. If ``strict``, the first file that cannot be
+        read raises SourceError."""
         self.max_bytes = max_bytes
         self.max_file_s = max_file_s
+        self.strict = strict
         self._work = work
         self.texts: dict[str, str] = {}
         self.items: list[SourceItem] = []
@@ -195,6 +202,11 @@ class SourceLoader:
         self.items.append(SourceItem(unique, kind, len(text), num_bytes, detail))
 
     def problem(self, name: str, reason: str) -> None:
+        """Report a file that cannot be read. The others are read, unless the load is strict."""
+        if self.strict:
+            raise SourceError(
+                _printable(f"{name} {reason}; to load the other files, leave out --strict")
+            )
         self.problems.append(SourceProblem(name, reason))
 
     def leave_out(self, name: str, reason: str) -> None:

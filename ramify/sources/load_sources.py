@@ -53,9 +53,11 @@ def load(
     stdin: BinaryIO | None = None,
     max_bytes: int = MAX_BYTES,
     max_file_s: float = MAX_FILE_S,
+    strict: bool = False,
 ) -> LoadedContext:
     """Read everything that ``paths`` name, at most ``max_bytes``. ``max_file_s`` is the time limit
-    for parsing one PDF, in seconds. Raises SourceError with a remedy."""
+    for parsing one document, in seconds. If ``strict``, a file in a folder or an archive that
+    cannot be read is an error, too. Raises SourceError with a remedy."""
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     if not names:
         raise SourceError("nothing to read: name a file, a folder, or '-' for standard input")
@@ -67,7 +69,7 @@ def load(
     expanded = [each for each in expanded if not is_server(each[0])]
     labels = _labels([path for path, _ in expanded]) if expanded else []
     with report_progress("reading", unit="bytes") as work:
-        loading = SourceLoader(max_bytes, max_file_s, work)
+        loading = SourceLoader(max_bytes, max_file_s, work, strict=strict)
         for (path, named), label in zip(expanded, labels, strict=True):
             _read_path(path, label, named, stdin, loading)
         for url in servers:

@@ -419,3 +419,17 @@ def test_whole_asyncio_package_is_loaded():
     loaded = load([Path(os.__file__).parent / "asyncio"])
     assert "def create_task" in loaded.context["tasks.py"]
     assert len(loaded.items) >= 20
+
+
+# --- strict
+# -----------------------------------------------------------------------------------
+
+
+def test_strict_load_stops_at_first_file_that_cannot_be_read(tmp_path: Path):
+    write_tree(tmp_path, {"a.txt": "a", "b.bin": b"\0\1", ".hidden": "x"})
+    assert load([tmp_path]).problems == [SourceProblem("b.bin", "is binary")]
+    with pytest.raises(SourceError, match=r"^b\.bin is binary; .* leave out --strict$"):
+        load([tmp_path], strict=True)
+    (tmp_path / "b.bin").unlink()
+    loaded = load([tmp_path], strict=True)
+    assert (loaded.context, loaded.left_out) == ({"a.txt": "a"}, {"hidden": [".hidden"]})
