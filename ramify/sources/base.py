@@ -205,7 +205,7 @@ class SourceLoader:
         """Report a file that cannot be read. The others are read, unless the load is strict."""
         if self.strict:
             raise SourceError(
-                _printable(f"{name} {reason}; to load the other files, leave out --strict")
+                _printable(f"{name} {reason}; to load the other files, remove --strict")
             )
         self.problems.append(SourceProblem(name, reason))
 

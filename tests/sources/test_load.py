@@ -428,7 +428,7 @@ def test_whole_asyncio_package_is_loaded():
 def test_strict_load_stops_at_first_file_that_cannot_be_read(tmp_path: Path):
     write_tree(tmp_path, {"a.txt": "a", "b.bin": b"\0\1", ".hidden": "x"})
     assert load([tmp_path]).problems == [SourceProblem("b.bin", "is binary")]
-    with pytest.raises(SourceError, match=r"^b\.bin is binary; .* leave out --strict$"):
+    with pytest.raises(SourceError, match=r"^b\.bin is binary; .* remove --strict$"):
         load([tmp_path], strict=True)
     (tmp_path / "b.bin").unlink()
     loaded = load([tmp_path], strict=True)
