@@ -27,6 +27,7 @@ reading copies, so data cannot change after it was checked.
 
 from __future__ import annotations
 
+import binascii
 import contextlib
 import ctypes
 import itertools
@@ -135,6 +136,8 @@ small values."""
 MAX_FRAME = 256 << 20
 """Maximum size of a frame from a guest in bytes. Frames to a guest are limited by its memory and by
 the length prefix."""
+LINE_BYTES = 45_000
+"""Number of bytes in one line of base64."""
 _CHUNK = 1 << 16
 U32 = struct.Struct("<I")
 _read, _write = os.read, os.write
@@ -223,13 +226,14 @@ def split_blobs(view: memoryview, start: int, lengths: Sequence[int]) -> list[me
 
 
 class FrameReader:
-    """Reads frames from a descriptor. A long frame gets its own buffer and is read straight into
-    it."""
+    """Reads frames from a descriptor, or takes the bytes that its owner reads. A long frame gets
+    its own buffer and is read straight into it."""
 
     __slots__ = ("data", "fd", "fds", "have", "receive")
 
-    def __init__(self, fd: int, receive: Any = None) -> None:
-        """``receive``: ``recvmsg`` of a socket over which descriptors may be received."""
+    def __init__(self, fd: int = -1, receive: Any = None) -> None:
+        """``fd``: the descriptor that ``fill`` reads. ``receive``: ``recvmsg`` of a socket over
+        which descriptors may be received."""
         self.fd = fd
         self.receive = receive
         self.fds: list[int] = []
@@ -258,6 +262,16 @@ class FrameReader:
         self.have = len(self.data)
         return view
 
+    def missing(self) -> int:
+        """Return the number of bytes that complete the frame, or its length prefix."""
+        end = 4 if self.have < 4 else 4 + U32.unpack_from(self.data)[0]
+        return end - self.have
+
+    def feed(self, chunk: bytes) -> None:
+        """Take bytes that were read elsewhere."""
+        self.data[self.have : self.have + len(chunk)] = chunk
+        self.have += len(chunk)
+
     def fill(self) -> None:
         """Read once. Raises EOFError at the end of the stream."""
         if len(self.data) > self.have:
@@ -276,6 +290,12 @@ class FrameReader:
             self.fds += struct.unpack(f"{len(packed) // 4}i", packed[: len(packed) // 4 * 4])
         chunk: bytes = data
         return chunk
+
+
+def to_lines(data: bytes) -> bytes:
+    """Encode ``data`` as lines of base64, for a stream that carries only text."""
+    starts = range(0, len(data), LINE_BYTES)
+    return b"".join(binascii.b2a_base64(data[at : at + LINE_BYTES]) for at in starts)
 
 
 def write_all(fd: int, parts: list[Buffer]) -> None:

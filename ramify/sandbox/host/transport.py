@@ -137,9 +137,11 @@ class FrameAssembler:
     """Turns bytes from a guest into complete frames: views that are valid until the next ``feed``.
     If the caller stops early, the rest is kept."""
 
-    __slots__ = ("_held", "_need")
+    __slots__ = ("_held", "_max_bytes", "_need")
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = MAX_FRAME) -> None:
+        """``max_bytes``: maximum size of a frame."""
+        self._max_bytes = max_bytes
         self._held: bytearray | None = None
         self._need = 0
 
@@ -159,9 +161,9 @@ class FrameAssembler:
         try:
             while end - at >= 4:
                 size = int.from_bytes(data[at : at + 4], "little")
-                if not 5 <= size <= MAX_FRAME:
+                if not 5 <= size <= self._max_bytes:
                     raise ProtocolError(
-                        f"a frame of {size:,} bytes, where 5 to {MAX_FRAME:,} are allowed"
+                        f"a frame of {size:,} bytes, where 5 to {self._max_bytes:,} are allowed"
                     )
                 if end - at < 4 + size:
                     self._need = 4 + size

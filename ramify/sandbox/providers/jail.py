@@ -38,7 +38,7 @@ from ramify.sandbox.base import (
     SandboxSpec,
     Session,
 )
-from ramify.sandbox.guest.frames import open_frame
+from ramify.sandbox.guest.frames import FrameReader, open_frame
 from ramify.sandbox.host.forkserver_channel import (
     ForkServerChannel,
     StartedForkServer,
@@ -141,8 +141,7 @@ EMPTY = {
 def read_walls(server: StartedForkServer) -> ProbedTier:
     """Read the first frame of a zygote that reports. Blocks for the milliseconds that building the
     walls takes."""
-    sock = server.control
-    header = msgspec.json.decode(open_frame(memoryview(_receive(sock)))[0])
+    header = msgspec.json.decode(open_frame(_first_frame(server.control))[0])
     if header["op"] == "walls":
         return ProbedTier(header["tier"], header["missing"], header["landlock"])
     if "missing" in header:
@@ -150,25 +149,21 @@ def read_walls(server: StartedForkServer) -> ProbedTier:
     raise SandboxError(f"the jail could not be tested: {header.get('message', header)}")
 
 
-def _receive(sock: socket.socket) -> bytes:
-    size = int.from_bytes(_exactly(sock, 4), "little")
-    return _exactly(sock, size)
-
-
-def _exactly(sock: socket.socket, count: int) -> bytes:
-    data = b""
+def _first_frame(sock: socket.socket) -> memoryview:
+    """Read one frame, and no byte of the next, which the zygote's channel will read."""
+    reader = FrameReader()
     poll = select.poll()  # select does not support descriptors above 1023
     poll.register(sock, select.POLLIN)
-    while len(data) < count:
+    while (view := reader.next()) is None:
         if not poll.poll(_WAIT_S * 1000):
             raise SandboxError(f"the jail could not be tested: no answer within {_WAIT_S:g} s")
         part = b""
         with contextlib.suppress(OSError):
-            part = sock.recv(count - len(data))
+            part = sock.recv(reader.missing())
         if not part:
             raise SandboxError("the jail could not be tested: its process ended")
-        data += part
-    return data
+        reader.feed(part)
+    return view
 
 
 def unreachable(tier_needed: str, missing: Mapping[str, str]) -> str:

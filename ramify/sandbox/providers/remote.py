@@ -5,7 +5,7 @@ the guest's bytes and control messages share one stream, and how streams are rea
 text or begin with a greeting. Not here: the services. Each is a ``SandboxService`` of a few lines
 (see ``docker.py`` and ``extras/sandboxes/``).
 
-    GuestSession ─ RemoteTransport ─packets─> ByteStream ··> session_supervisor.py ─fork─> guest/
+    GuestSession ─ RemoteTransport ─frames──> ByteStream ··> session_supervisor.py ─fork─> guest/
 
 A service sees base64 if its streams carry text ("text") or pass through a terminal ("terminal").
 """
@@ -14,34 +14,26 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import binascii
 import contextlib
 import json
 import zlib
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
+
+import msgspec
 
 from ramify.errors import ConfigError, SandboxError
 from ramify.logging import RoomLogger
 from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec, SharedContext
-from ramify.sandbox.guest.frames import SharedMemoryBuffers
-from ramify.sandbox.guest.values import ProtocolError
+from ramify.sandbox.guest.frames import SharedMemoryBuffers, frame, open_frame, to_lines
+from ramify.sandbox.guest.values import Buffer, ProtocolError
 from ramify.sandbox.host.forkserver_channel import ENVIRONMENT
 from ramify.sandbox.host.running_cell import limits_of
 from ramify.sandbox.host.server_files import LOADER, texts
 from ramify.sandbox.host.session import GuestSession, SessionHooks
-from ramify.sandbox.host.transport import how_it_ended
-from ramify.sandbox.server.session_supervisor import (
-    DATA,
-    END,
-    ENDED,
-    FAILED,
-    HEAD,
-    INTERRUPT,
-    KILL,
-    UNKNOWN,
-    to_lines,
-)
+from ramify.sandbox.host.transport import FrameAssembler, how_it_ended
 
 _log = RoomLogger("sandbox")
 Carries = Literal["bytes", "text", "terminal"]
@@ -50,10 +42,12 @@ START_S = 120.0
 PROVISION_S = 900.0
 """Seconds to create a box, which may include pulling or building its image."""
 CLOSE_S = 30.0
-_PACKET_BYTES = 1 << 18
+_DATA, _INTERRUPT, _KILL = b'{"op":"data"}', b'{"op":"interrupt"}', b'{"op":"kill"}'
+_PIECE_BYTES = 1 << 18
+"""Maximum number of the guest's bytes in one frame: an interrupt waits for no more."""
 _MAX_GREETING_BYTES = 1 << 16
-_MAX_PACKET_BYTES = 2 << 20
-"""Maximum size of a packet from the other end, which a hostile guest may have taken over."""
+_MAX_FRAME_BYTES = 2 << 20
+"""Maximum size of a frame from the other end, which a hostile guest may have taken over."""
 _MARK = b"ramify-guest-1\n"
 _MODULES = ("guest", "server/process_setup", "server/forkserver", "server/session_supervisor")
 _BOOT = f"""{LOADER}
@@ -100,6 +94,21 @@ def _parcel(spec: SandboxSpec, seed: str) -> bytes:
     }
     parcel = {"config": config, "modules": _MODULES, "files": texts(_MODULES)}
     return base64.b64encode(zlib.compress(json.dumps(parcel).encode())) + b"\n"
+
+
+class SupervisorMessage(msgspec.Struct):
+    """Header of a frame from the session supervisor."""
+
+    op: Literal["data", "failed", "ended"]
+    message: str = ""
+    """Why the guest could not be started."""
+    status: Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
+    """The guest's exit status; None if it only closed its connection."""
+    start: int = 0
+    """Byte of the guest's output file where the frame's blob begins."""
+
+
+_decoder = msgspec.json.Decoder(SupervisorMessage)
 
 
 class ByteStream(Protocol):
@@ -218,8 +227,11 @@ class RemoteTransport:
         self.caps = caps
         self._stream = stream
         self._service = service
-        self._data = bytearray()
-        self._line = bytearray()
+        self._assembler = FrameAssembler(_MAX_FRAME_BYTES)
+        self._line = b""
+        """Beginning of a line of base64."""
+        self._early = b""
+        """What arrived together with the greeting."""
         self._urgent: deque[bytes] = deque()
         self._backlog: deque[bytes] = deque()
         self._has_work = asyncio.Event()
@@ -243,7 +255,7 @@ class RemoteTransport:
                     greeting += data
                     if not data or len(greeting) > _MAX_GREETING_BYTES:
                         raise SandboxError(self._complaint(greeting.decode("utf-8", "replace")))
-                self._feed(bytes(greeting.partition(_MARK)[2]))
+                self._early = bytes(greeting.partition(_MARK)[2])
                 await self._stream.send(parcel)
         except TimeoutError:
             raise SandboxError(
@@ -267,8 +279,8 @@ class RemoteTransport:
 
     def write(self, data: list[Any]) -> None:
         joined = memoryview(b"".join(data))
-        for at in range(0, len(joined), _PACKET_BYTES):
-            self._backlog.append(self._packed(DATA, joined[at : at + _PACKET_BYTES]))
+        for at in range(0, len(joined), _PIECE_BYTES):
+            self._backlog.append(self._packed(_DATA, joined[at : at + _PIECE_BYTES]))
         self._has_work.set()
 
     def pause(self) -> None:
@@ -278,11 +290,11 @@ class RemoteTransport:
         self._flows.set()
 
     def interrupt(self) -> None:
-        self._urgent.append(self._packed(INTERRUPT))
+        self._urgent.append(self._packed(_INTERRUPT))
         self._has_work.set()
 
     def kill(self) -> None:
-        self._urgent.append(self._packed(KILL))
+        self._urgent.append(self._packed(_KILL))
         self._has_work.set()
 
     def leftover(self, start: int) -> bytes:
@@ -323,9 +335,9 @@ class RemoteTransport:
 
     # -- bytes
 
-    def _packed(self, kind: bytes, data: bytes | memoryview = b"") -> bytes:
-        packet = HEAD.pack(kind, len(data)) + data
-        return packet if self._service.carries == "bytes" else to_lines(packet)
+    def _packed(self, header: bytes, data: Buffer = b"") -> bytes:
+        packed = b"".join(frame(header, [data]))
+        return packed if self._service.carries == "bytes" else to_lines(packed)
 
     async def _write(self) -> None:
         try:
@@ -338,22 +350,21 @@ class RemoteTransport:
             self._ends(f"the connection to it broke: {_brief(error)}")
 
     def _next_part(self) -> bytes:
-        """Return the next urgent packet, or as many packets as fit into one of full size."""
+        """Return the next urgent frame, or as many frames as fit into one of full size."""
         if self._urgent:
             return self._urgent.popleft()
         parts = [self._backlog.popleft()]
         size = len(parts[0])
-        while self._backlog and size + len(self._backlog[0]) <= _PACKET_BYTES:
+        while self._backlog and size + len(self._backlog[0]) <= _PIECE_BYTES:
             parts.append(self._backlog.popleft())
             size += len(parts[-1])
         return b"".join(parts)
 
     async def _read(self) -> None:
         try:
-            await self._take()
+            await self._take(self._early)
             while data := await self._stream.receive():
-                self._feed(data)
-                await self._take()
+                await self._take(data)
             self._ends("its box ended")
         except (ProtocolError, ValueError) as error:
             self._ends(f"it broke the protocol: {error}")
@@ -361,53 +372,39 @@ class RemoteTransport:
         except Exception as error:  # noqa: BLE001  (as above)
             self._ends(f"the connection to it broke: {_brief(error)}")
 
-    def _feed(self, data: bytes) -> None:
+    def _decoded(self, data: bytes) -> bytes:
+        """Return ``data``, or the bytes of the lines of base64 that it completes."""
         if self._service.carries == "bytes":
-            self._data += data
-            return
-        self._line += data
-        lines, newline, partial = self._line.rpartition(b"\n")
-        if newline:
-            for line in lines.split(b"\n"):
-                self._data += base64.b64decode(line)
-            self._line = bytearray(partial)
-        elif len(self._line) > _MAX_PACKET_BYTES:
+            return data
+        lines, _, self._line = (self._line + data).rpartition(b"\n")
+        if len(self._line) > _MAX_FRAME_BYTES:
             raise ProtocolError(f"a line of {len(self._line):,} bytes")
+        return b"".join(map(binascii.a2b_base64, lines.split(b"\n")))
 
-    async def _take(self) -> None:
-        """Handle the complete packets, each when the session wants more."""
-        at, data = 0, self._data
-        while len(data) - at >= HEAD.size:
-            kind, size = HEAD.unpack_from(data, at)
-            end = at + HEAD.size + size
-            if size > _MAX_PACKET_BYTES:
-                raise ProtocolError(
-                    f"a packet of {size:,} bytes, where {_MAX_PACKET_BYTES:,} are allowed"
-                )
-            if len(data) < end:
-                break
+    async def _take(self, data: bytes) -> None:
+        """Handle the frames that ``data`` completes, each when the session wants more."""
+        for view in self._assembler.feed(memoryview(self._decoded(data))):
             if not self._flows.is_set():
                 await self._flows.wait()
-            self._handle(kind, bytes(data[at + HEAD.size : end]))
-            at = end
-        if at:
-            del data[:at]
+            self._handle(view)
 
-    def _handle(self, kind: bytes, body: bytes) -> None:
-        if kind == DATA:
-            self._received(memoryview(body))
-        elif kind == FAILED:
-            self._ends(f"{body[:2000].decode('utf-8', 'replace')} (in its image; set by image=…)")
-        elif kind == ENDED and len(body) >= END.size:
-            status, start = END.unpack_from(body)
-            self._left = (start, body[END.size :])
+    def _handle(self, view: memoryview) -> None:
+        header, end = open_frame(view)
+        try:
+            message = _decoder.decode(header)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolError(f"a frame that is none: {str(error)[:200]}") from None
+        if message.op == "data":
+            self._received(view[end:])
+        elif message.op == "failed":
+            self._ends(f"{message.message[:2000]} (in its image; set by image=…)")
+        else:
+            self._left = (message.start, bytes(view[end:]))
             self._ends(
                 "it closed its connection to the host"
-                if status == UNKNOWN
-                else how_it_ended(status)
+                if message.status is None
+                else how_it_ended(message.status)
             )
-        else:
-            raise ProtocolError("a packet that is none")
 
     def _ends(self, why: str) -> None:
         if not self._exit_reason.done():

@@ -30,7 +30,6 @@ import select
 import shutil
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Sequence
@@ -114,35 +113,23 @@ class ForkServerControl:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self._data = bytearray()
-        self._fds: list[int] = []
+        self._reader = frames.FrameReader(sock.fileno(), sock.recvmsg)
 
     def receive(self) -> tuple[dict[str, Any], list[int]]:
-        """Return the next frame and its descriptors. Raises EOFError."""
-        while True:
-            if len(self._data) >= 4:
-                end = 4 + struct.unpack_from("<I", self._data)[0]
-                if len(self._data) >= end:
-                    header = json.loads(self._data[9:end])
-                    del self._data[:end]
-                    count = header.get("fds", 0)
-                    fds, self._fds = self._fds[:count], self._fds[count:]
-                    return header, fds
-            self._fill()
+        """Wait for the next frame and its descriptors. Raises EOFError."""
+        while (message := self.next()) is None:
+            self._reader.fill()
+        return message
 
-    def has_frame(self) -> bool:
-        return (
-            len(self._data) >= 4 and len(self._data) >= 4 + struct.unpack_from("<I", self._data)[0]
-        )
-
-    def _fill(self) -> None:
-        data, ancillary, _, _ = self.sock.recvmsg(1 << 16, socket.CMSG_SPACE(16 * 4))
-        if not data:
-            raise EOFError
-        for level, kind, packed in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self._fds += array.array("i", packed[: len(packed) // 4 * 4])
-        self._data += data
+    def next(self) -> tuple[dict[str, Any], list[int]] | None:
+        """Return the next frame and its descriptors, or None if more must be read first."""
+        view = self._reader.next()
+        if view is None:
+            return None
+        header: dict[str, Any] = json.loads(bytes(frames.open_frame(view)[0]))
+        fds, count = self._reader.fds, header.get("fds", 0)
+        self._reader.fds = fds[count:]
+        return header, fds[:count]
 
     def send(self, header: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         if fds:
@@ -196,9 +183,10 @@ class ForkServer:
                     self._reap()
                     continue
                 try:
-                    self.handle(*self.control.receive())
-                    while self.control.has_frame():
-                        self.handle(*self.control.receive())
+                    message: Any = self.control.receive()
+                    while message is not None:
+                        self.handle(*message)
+                        message = self.control.next()
                 except (EOFError, OSError):
                     self._end()
         os._exit(0)

@@ -7,19 +7,21 @@ service only needs to start a command. Not here: the host's end (see ``providers
 the guest (see ``guest/``). Runs remotely with the standard library only: it is sent together with
 ``guest/`` and ``forkserver.py``, and nothing is installed (see ``host/server_files.py``).
 
-    packet = u8 kind | u32 length | bytes     as a line of base64 if the stream carries only text
+    host:        data + {bytes to the guest}    interrupt  kill
+    supervisor:  data + {bytes from the guest}  failed{message}
+                 ended{status, start} + {output from byte ``start`` that was not yet read}
 
-    host:        data{to the guest}  interrupt{}  kill{}
-    supervisor:  data{from the guest}  failed{why}
-                 ended{i32 status, u64 offset of the output, output not yet read}
+Each message is a frame, as a line of base64 if the stream carries only text. The guest's own frames
+travel as the bytes of ``data``, so that it cannot forge a message of its supervisor.
 """
 
 from __future__ import annotations
 
-import base64
+import binascii
 import contextlib
 import fcntl
 import gc
+import json
 import os
 import queue
 import random
@@ -27,63 +29,48 @@ import select
 import shutil
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-DATA, INTERRUPT, KILL, FAILED, ENDED = b"d", b"i", b"k", b"f", b"e"
-HEAD = struct.Struct("<cI")
-END = struct.Struct("<iQ")
-UNKNOWN = -1000
-"""Status of a guest that closed its connection but did not end."""
+if TYPE_CHECKING:
+    from ramify.sandbox.guest import frames, guest, output
+    from ramify.sandbox.guest.values import Buffer
+    from ramify.sandbox.server import forkserver
+else:
+    import ramify_server_forkserver as forkserver
+    from ramify_guest import frames, guest, output
+
 MAX_LEFTOVER_BYTES = 1 << 20
 _CHUNK = 1 << 16
-LINE_BYTES = 45_000
-"""Number of bytes in one line of base64."""
-
-
-def to_lines(data: bytes) -> bytes:
-    """Encode ``data`` as lines of base64."""
-    starts = range(0, len(data), LINE_BYTES)
-    return b"".join(base64.b64encode(data[at : at + LINE_BYTES]) + b"\n" for at in starts)
 
 
 class SupervisorChannel:
-    """Packets over standard input and output."""
+    """Frames over standard input and output."""
 
     def __init__(self, has_lines: bool) -> None:
         self._has_lines = has_lines
         self._in: Any = sys.stdin.buffer
+        self._reader = frames.FrameReader()
         self._sending = threading.Lock()
-        self._data = bytearray()
 
-    def send(self, kind: bytes, data: bytes | memoryview = b"") -> None:
-        packet = HEAD.pack(kind, len(data)) + data
+    def send(self, header: dict[str, Any], blob: Buffer = b"") -> None:
+        parts = frames.frame(frames.json_bytes(header), [blob])
+        if self._has_lines:
+            parts = [frames.to_lines(b"".join(parts))]
         with self._sending:
-            _write_all(to_lines(packet) if self._has_lines else packet)
+            frames.write_all(1, parts)
 
-    def receive(self) -> tuple[bytes, bytes]:
-        """Return the next packet. Raises EOFError."""
-        while True:
-            if len(self._data) >= HEAD.size:
-                kind, size = HEAD.unpack_from(self._data)
-                end = HEAD.size + size
-                if len(self._data) >= end:
-                    body = bytes(self._data[HEAD.size : end])
-                    del self._data[:end]
-                    return kind, body
+    def receive(self) -> tuple[dict[str, Any], memoryview]:
+        """Return the next header and its blob. Raises EOFError."""
+        while (view := self._reader.next()) is None:
             chunk = self._in.readline() if self._has_lines else self._in.read1(_CHUNK)
             if not chunk:
                 raise EOFError
-            self._data += base64.b64decode(chunk) if self._has_lines else chunk
-
-
-def _write_all(data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(1, view) :]
+            self._reader.feed(binascii.a2b_base64(chunk) if self._has_lines else chunk)
+        text, end = frames.open_frame(view)
+        return json.loads(bytes(text)), view[end:]
 
 
 class SessionSupervisor:
@@ -96,7 +83,7 @@ class SessionSupervisor:
         self._spool = spool
         self._is_over = False
         self._reaping = threading.Lock()
-        self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
 
     def run(self) -> None:
         """Run until the guest has ended or the host is gone."""
@@ -104,20 +91,20 @@ class SessionSupervisor:
             threading.Thread(target=work, daemon=True).start()
         with contextlib.suppress(OSError):
             while data := self._sock.recv(_CHUNK):
-                self._wire.send(DATA, data)
+                self._wire.send({"op": "data"}, data)
         status = self._reap()
         start, output = self._leftover()
-        self._wire.send(ENDED, END.pack(status, start) + output)
+        self._wire.send({"op": "ended", "status": status, "start": start}, output)
 
     def _receive(self) -> None:
         with contextlib.suppress(EOFError, OSError, ValueError):
             while True:
-                kind, data = self._wire.receive()
-                if kind == DATA:
+                header, data = self._wire.receive()
+                if header["op"] == "data":
                     self._inbox.put(data)
-                elif kind == INTERRUPT:
+                elif header["op"] == "interrupt":
                     self._signal(signal.SIGINT)
-                elif kind == KILL:
+                elif header["op"] == "kill":
                     self._signal(signal.SIGKILL)
         self._signal(signal.SIGKILL)  # the host is gone
         os._exit(0)
@@ -134,8 +121,9 @@ class SessionSupervisor:
             if not self._is_over:
                 os.kill(self._pid, number)
 
-    def _reap(self) -> int:
-        """Reap the guest and return its exit status as ``subprocess`` gives it."""
+    def _reap(self) -> int | None:
+        """Reap the guest and return its exit status as ``subprocess`` gives it, or None if it
+        closed its connection but did not end."""
         has_ended = self._wait(0.3)
         if not has_ended:
             self._signal(signal.SIGKILL)
@@ -145,7 +133,7 @@ class SessionSupervisor:
             with contextlib.suppress(OSError):
                 os.killpg(self._pid, signal.SIGKILL)
             _, status = os.waitpid(self._pid, 0)
-        return os.waitstatus_to_exitcode(status) if has_ended else UNKNOWN
+        return os.waitstatus_to_exitcode(status) if has_ended else None
 
     def _wait(self, seconds: float) -> bool:
         """Return True if the guest ends within ``seconds``. It is not reaped here."""
@@ -163,8 +151,6 @@ class SessionSupervisor:
 
 def _live(server: Any, config: dict[str, Any], sock: socket.socket, spool: int) -> None:
     """Run the guest in its process, until it ends."""
-    guest: Any = sys.modules["ramify_guest.guest"]
-    output: Any = sys.modules["ramify_guest.output"]
     (wire, spool), memory = server.enter(config["folder"], [sock.detach(), spool])
     random.seed(config["seed"])
     gc.enable()
@@ -182,7 +168,6 @@ def _live(server: Any, config: dict[str, Any], sock: socket.socket, spool: int) 
 def main(config: dict[str, Any], has_lines: bool) -> None:
     """Run the supervisor until the guest has ended. ``config``: seed, packages, memory_bytes,
     max_output_bytes."""
-    forkserver: Any = sys.modules["ramify_server_forkserver"]
     wire = SupervisorChannel(has_lines)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 2)
@@ -190,13 +175,13 @@ def main(config: dict[str, Any], has_lines: bool) -> None:
     try:
         forkserver.preload([], (*forkserver.PRELOAD, *config["packages"]))
     except forkserver.PackageNotImportable as error:
-        wire.send(FAILED, str(error).encode())
+        wire.send({"op": "failed", "message": str(error)})
         return
     forkserver.settle()
     host_end, guest_end = socket.socketpair()
     spool = os.memfd_create("ramify-output", os.MFD_CLOEXEC)
     fcntl.fcntl(spool, fcntl.F_SETFL, fcntl.fcntl(spool, fcntl.F_GETFL) | os.O_APPEND)
-    server = forkserver.ForkServer(None, config)
+    server = forkserver.ForkServer(None, config)  # type: ignore[arg-type]  # it only sets up
     pid = os.fork()
     if not pid:
         try:
