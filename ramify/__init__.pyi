@@ -63,6 +63,8 @@ from ramify.types.event import ScoreAdded as ScoreAdded
 from ramify.types.event import ToolAnswered as ToolAnswered
 from ramify.types.message import Message as Message
 from ramify.types.message import Usage as Usage
+from ramify.types.picture import Picture as Picture
+from ramify.types.picture import PictureBytes as PictureBytes
 from ramify.types.trajectory import Call as Call
 from ramify.types.trajectory import Cell as Cell
 from ramify.types.trajectory import Stop as Stop

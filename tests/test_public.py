@@ -25,7 +25,7 @@ PUBLIC = {
     "ramify": """
         AttemptFailed Branches Call CallEnded CallStarted Cell CellRan CellResult Citation
         Client ConfigError DepthOptions DockerSpec Event JailSpec Limits McpTools MemoryStore Message Model ModelError NoteAdded
-        PreparedContext Price ProgressState PromptPreview RLM RamifyError ReplayDiverged ReplyReceived
+        Picture PictureBytes PreparedContext Price ProgressState PromptPreview RLM RamifyError ReplayDiverged ReplyReceived
         RequestStarted Result RunEnded RunOptions RunStarted RunStore Sampling Sandbox SandboxCapabilities
         SandboxError SandboxSpec Scaffold ScoreAdded ScriptedClient Session SourceError Stop
         Store StoreError Suspended ToolAnswered TrainError Trajectory Turn Usage WeakSandboxWarning

@@ -109,6 +109,7 @@ class PlaceholderClient:
         self.name = name
         self.window = prices.window(name) or 128_000
         self.price: Price | None = prices.price(name)
+        self.vision: bool | None = None
 
     async def complete(self, request: Request) -> Reply:
         raise ReplayDiverged(f"{self.name} received a request that the run did not record")

@@ -18,11 +18,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ramify.clients import messages_json
-from ramify.clients.base import ASSUMED_WINDOW, OnPiece, Price, Request
+from ramify.clients.base import ASSUMED_WINDOW, OnPiece, Price, Request, picture_base64
 from ramify.clients.chat_json import is_strict
 from ramify.clients.json_api import JsonApi
 from ramify.clients.messages_json import Blocks, arguments_of
 from ramify.clients.providers import Endpoint, ProviderSpec, no_key, split_name, split_url
+from ramify.clients.vision import known_vision
 from ramify.errors import ConfigError, Refused
 from ramify.http_client.addresses import is_http_url
 from ramify.http_client.http_transport import HttpConnectionPool
@@ -61,6 +62,7 @@ class AnthropicClient:
         self.name = name
         self.window = window or ASSUMED_WINDOW
         self.price = price
+        self.vision = known_vision(name)
         model, url = split_url(split_name(name)[1])
         url = base_url or url or environ.get("ANTHROPIC_BASE_URL") or _PROVIDER.url
         self._endpoint = Endpoint(
@@ -104,7 +106,7 @@ class AnthropicClient:
             (i for i, message in enumerate(request.messages) if message.role != "system"),
             len(request.messages),
         )
-        turns = _turns(request.messages[head:], self._thoughts)
+        turns = _turns(request, head, self._thoughts)
         fields: dict[str, Any] = {
             "model": self._endpoint.model,
             "max_tokens": sampling.max_tokens,
@@ -161,12 +163,13 @@ def _key_headers(name: str, key: str | None, environ: Mapping[str, str]) -> dict
     return {"Authorization": f"Bearer {token}"}
 
 
-def _turns(messages: tuple[Message, ...], thoughts: dict[Message, Blocks]) -> list[dict[str, Any]]:
-    """Return alternating user and assistant turns as lists of blocks, without empty messages."""
+def _turns(request: Request, head: int, thoughts: dict[Message, Blocks]) -> list[dict[str, Any]]:
+    """Return the messages from number ``head`` on as alternating user and assistant turns, lists of
+    blocks, without empty messages."""
     turns: list[dict[str, Any]] = []
-    for message in messages:
+    for message in request.messages[head:]:
         role = "assistant" if message.role == "assistant" else "user"
-        blocks = _blocks(message, thoughts)
+        blocks = [*_pictures(request, message), *_blocks(message, thoughts)]
         if blocks and turns and turns[-1]["role"] == role:
             turns[-1]["content"].extend(blocks)
         elif blocks:
@@ -196,6 +199,20 @@ def _blocks(message: Message, thoughts: dict[Message, Blocks]) -> Blocks:
             }
         )
     return blocks
+
+
+def _pictures(request: Request, message: Message) -> Blocks:
+    return [
+        {
+            "type": "image",
+            "source": {
+                "type": "base64",
+                "media_type": picture.media_type,
+                "data": picture_base64(request, picture),
+            },
+        }
+        for picture in message.pictures
+    ]
 
 
 def _text(text: str) -> dict[str, Any]:

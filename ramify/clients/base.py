@@ -20,6 +20,7 @@ most that the request can cost. No report can therefore lower the recorded spend
 
 from __future__ import annotations
 
+import base64
 import math
 import re
 from collections.abc import Callable
@@ -27,8 +28,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
+from ramify.clients.vision import picture_tokens
 from ramify.errors import NamedFields, ServerFailed
 from ramify.types.message import Finish, Message, Reply, Usage
+from ramify.types.picture import Picture
 
 ASSUMED_WINDOW = 128_000
 """Context window (tokens) of a model whose window is unknown."""
@@ -114,15 +117,20 @@ class Request(msgspec.Struct, frozen=True):
     together. The engine uses the call's id, which is unique within its run."""
     known: KnownPrefix | None = None
     """Set if the replies so far came with token ids. Ignored when requests are compared."""
+    model: str = ""
+    """Name of the model that is asked. Its provider's rule bounds the tokens of pictures."""
+    read_picture: Callable[[str], bytes] | None = None
+    """Returns the bytes of a picture of the messages by its digest; None if they have none. Raises
+    Refused if they are gone."""
 
     def max_input_tokens(self) -> int:
         """Upper bound on the prompt's tokens, known before sending: its UTF-8 bytes plus template
         overhead.
 
         No byte-level tokenizer produces more tokens than bytes. 16 per message and 64 per request
-        cover the role markers.
+        cover the role markers. Pictures count by the rule of the model (see ``vision.py``).
         """
-        total = 64 + sum(map(max_tokens_of, self.messages))
+        total = 64 + sum(max_tokens_of(message, self.model) for message in self.messages)
         for part in (self.schema, self.tools or None):
             total += len(msgspec.json.encode(part)) if part is not None else 0
         return total
@@ -157,14 +165,22 @@ class Request(msgspec.Struct, frozen=True):
         )
 
 
-def max_tokens_of(message: Message) -> int:
-    """Upper bound on the tokens of one message of a prompt."""
+def max_tokens_of(message: Message, model: str = "") -> int:
+    """Upper bound on the tokens of one message of a prompt to ``model``."""
     total = 16 + _num_bytes(message.content)
     if message.reasoning:
         total += _num_bytes(message.reasoning)
     for call in message.tool_calls:
         total += 16 + _num_bytes(call.name) + _num_bytes(call.arguments)
+    for picture in message.pictures:
+        total += picture_tokens(model, picture)
     return total
+
+
+def picture_base64(request: Request, picture: Picture) -> str:
+    """Return the bytes of a picture of ``request`` as base64 text. Raises Refused."""
+    assert request.read_picture is not None, "a request with pictures has their bytes"
+    return base64.b64encode(request.read_picture(picture.digest)).decode()
 
 
 def _num_bytes(text: str) -> int:
@@ -209,7 +225,9 @@ class Client(Protocol):
     ``ModelError``.
 
     A client that receives replies piece by piece also accepts ``on_piece``, an ``OnPiece``:
-    ``complete(request, on_piece)``. The pool looks for it.
+    ``complete(request, on_piece)``. The pool looks for it. A client that sends the pictures of
+    messages has ``vision``: whether its model reads them, or None if that is unknown. Without the
+    attribute, no request with pictures reaches it.
     """
 
     name: str

@@ -22,18 +22,19 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from itertools import starmap
 from typing import Any, TypeVar
 
 import msgspec
 
-from ramify.clients.base import Request, counted, dollars, finish_of
+from ramify.clients.base import Request, counted, dollars, finish_of, picture_base64
 from ramify.clients.providers import Endpoint
 from ramify.errors import ModelError, RateLimited, Refused, ReplyLost, ServerFailed
 from ramify.secrets import forms_of
 from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
+from ramify.types.picture import Picture
 
 KIND = "chat completion"
 STREAM_FIELDS = {"stream": True, "stream_options": {"include_usage": True}}
@@ -272,7 +273,7 @@ def body_fields(request: Request, endpoint: Endpoint, limit_field: str) -> dict[
     sampling = request.sampling
     fields: dict[str, Any] = {
         "model": endpoint.model,
-        "messages": _wire_messages(request.messages, endpoint.provider.reasoning_field),
+        "messages": _wire_messages(request, endpoint.provider.reasoning_field),
         limit_field: sampling.max_tokens,
     }
     for name in ("temperature", "top_p", "seed"):
@@ -354,12 +355,14 @@ def named(reported: Any, model: str) -> str:
     return reported if isinstance(reported, str) and reported else model
 
 
-def _wire_messages(messages: Sequence[Message], reasoning_field: str) -> list[dict[str, Any]]:
+def _wire_messages(request: Request, reasoning_field: str) -> list[dict[str, Any]]:
     """Return the messages as they are sent. A reply that was continued is one message."""
     wires: list[dict[str, Any]] = []
     last_role = ""
-    for message in messages:
+    for message in request.messages:
         wire = _wire_message(message, reasoning_field)
+        if message.pictures:
+            wire["content"] = [*_wire_pictures(request, message), *_wire_text(message)]
         if message.role == last_role == "assistant":
             wire["content"] = (wires[-1]["content"] or "") + (wire["content"] or "")
             wires[-1] |= wire
@@ -367,6 +370,22 @@ def _wire_messages(messages: Sequence[Message], reasoning_field: str) -> list[di
             wires.append(wire)
         last_role = message.role
     return wires
+
+
+def _wire_pictures(request: Request, message: Message) -> list[dict[str, Any]]:
+    return [
+        {"type": "image_url", "image_url": {"url": picture_url(request, picture)}}
+        for picture in message.pictures
+    ]
+
+
+def _wire_text(message: Message) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": message.content}] if message.content else []
+
+
+def picture_url(request: Request, picture: Picture) -> str:
+    """Return a picture of ``request`` as a ``data:`` URL."""
+    return f"data:{picture.media_type};base64,{picture_base64(request, picture)}"
 
 
 def _wire_message(message: Message, reasoning_field: str) -> dict[str, Any]:

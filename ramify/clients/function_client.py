@@ -59,9 +59,11 @@ def count(text: str | None) -> int:
 
 
 def count_message(message: Message) -> int:
-    """Number of tokens of a message: its texts and its tool calls."""
+    """Number of tokens of a message: its texts, its tool calls, and one for each 32 × 32 pixels of
+    its pictures."""
     calls = sum(count(call.name) + count(call.arguments) for call in message.tool_calls)
-    return count(message.content) + count(message.reasoning) + calls
+    cells = sum((-(-p.width // 32)) * (-(-p.height // 32)) for p in message.pictures)
+    return count(message.content) + count(message.reasoning) + calls + cells
 
 
 def counted(step: str | Message | Reply, messages: tuple[Message, ...], max_tokens: int) -> Reply:

@@ -23,6 +23,7 @@ from ramify.clients import chat_json
 from ramify.clients.base import Price, Request, dollars, is_known_finish
 from ramify.clients.chat_json import from_body, from_status, redacted
 from ramify.clients.providers import Endpoint, ProviderSpec, split_name, split_url
+from ramify.clients.vision import known_vision
 from ramify.errors import BadReply, ConfigError, ModelError, Refused, ReplyLost, Unreachable
 from ramify.types.message import Reply
 
@@ -80,6 +81,7 @@ class LiteLLMClient:
         litellm.disable_aiohttp_transport = True
         self._litellm: Any = litellm
         self.name = name
+        self.vision = known_vision(name)
         model, url = split_url(split_name(name)[1])
         self._endpoint = Endpoint(
             _PROVIDER,

@@ -12,6 +12,7 @@ from ramify.clients import chat_json, responses_json
 from ramify.clients.base import OnPiece, Price, Request
 from ramify.clients.json_api import JsonApi
 from ramify.clients.providers import RESPONSES_PATH, Endpoint
+from ramify.clients.vision import known_vision
 from ramify.errors import Refused
 from ramify.http_client.http_transport import HttpConnectionPool
 from ramify.types.message import Reply
@@ -34,6 +35,7 @@ class OpenAIClient:
         self.name = name
         self.window = window
         self.price = price
+        self.vision = known_vision(name)
         self.continues = bool(endpoint.provider.continue_fields)
         """True if a request that ends with a part of a reply is answered with its rest."""
         self._endpoint = endpoint

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Request, counted
-from ramify.clients.chat_json import decode_body, is_strict, named, text_in
+from ramify.clients.chat_json import decode_body, is_strict, named, picture_url, text_in
 from ramify.clients.providers import Endpoint
 from ramify.clients.reply_decoding import is_large
 from ramify.errors import ServerFailed
@@ -124,7 +124,7 @@ def body_fields(request: Request, endpoint: Endpoint, limit_field: str) -> dict[
     sampling = request.sampling
     fields: dict[str, Any] = {
         "model": endpoint.model,
-        "input": [item for message in request.messages for item in _items(message)],
+        "input": [item for message in request.messages for item in _items(request, message)],
         "max_output_tokens": sampling.max_tokens,
         "store": False,
     }
@@ -169,12 +169,19 @@ def read(response: ResponseBody, _output: Any, model: str, seconds: float) -> Re
     )
 
 
-def _items(message: Message) -> list[dict[str, Any]]:
+def _items(request: Request, message: Message) -> list[dict[str, Any]]:
     if message.role == "tool":
         id = message.tool_call_id or ""
         return [{"type": "function_call_output", "call_id": id, "output": message.content}]
     items: list[dict[str, Any]] = []
-    if message.content or not message.tool_calls:
+    if message.pictures:
+        parts = [
+            {"type": "input_image", "image_url": picture_url(request, picture)}
+            for picture in message.pictures
+        ]
+        text = [{"type": "input_text", "text": message.content}] if message.content else []
+        items.append({"role": message.role, "content": [*parts, *text]})
+    elif message.content or not message.tool_calls:
         items.append({"role": message.role, "content": message.content})
     for call in message.tool_calls:
         fields = {"call_id": call.id, "name": call.name, "arguments": call.arguments}

@@ -28,8 +28,9 @@ from ramify.engine.prompt_text import instructions
 from ramify.engine.question import Question, opening
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels
 from ramify.engine.rlm_call import RlmCall
-from ramify.errors import RamifyError, raised_at
+from ramify.errors import ConfigError, HostCallError, RamifyError, raised_at
 from ramify.sandbox.base import SharedContext
+from ramify.types.picture import MAX_PICTURES, MAX_REQUEST_BYTES, pictures_in
 from ramify.types.trajectory import Fork, Stop
 
 WayToAnswer = Literal["plain call", "session", "conversations"]
@@ -60,8 +61,20 @@ def way_to_answer(
     if conversation is not None or setup.search is not None:
         return "session"
     has_tools = bool(setup.tools.functions or setup.tools.values)
-    is_direct = question.is_direct(setup.scaffold, models.rlm(0).window, has_tools)
+    root = models.rlm(0)
+    is_direct = question.is_direct(setup.scaffold, root.window, has_tools)
+    if is_direct and question.pictures:
+        pictures = pictures_in(question.context)
+        num_bytes = sum(picture["bytes"] for picture in pictures)
+        fits = len(pictures) <= MAX_PICTURES and num_bytes <= MAX_REQUEST_BYTES
+        is_direct = fits and models.sees(root) is not False
     return "plain call" if is_direct else "session"
+
+
+def check_pictures(question: Question, models: RunModels) -> None:
+    """Raise ConfigError if the context has pictures, and no model of the run reads them."""
+    if question.pictures and all(models.sees(client) is False for client in models.all):
+        raise ConfigError(f"the context has pictures, and {models.blind(models.rlm(0))}")
 
 
 async def answer(
@@ -109,6 +122,10 @@ async def _answer_by_plain_call(
 ) -> CallOutcome:
     call = LiveCall("0", "lm", run.models.rlm(0), 0, question.text, context=context)
     prompt = observe.plain_prompt(question.text, question.context)
+    try:
+        pictures = run.pictures.in_context(question.context) if question.pictures else ()
+    except HostCallError as error:
+        raise ConfigError(f"{error}: load them again") from None
     texts = (
         run.scaffold.direct_system if question.context is not None else "",
         instructions(run.setup.instructions, run.setup.examples),
@@ -118,7 +135,7 @@ async def _answer_by_plain_call(
     run.begin(call)
     outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
     try:
-        outcome = await ask_plain(run, call, prompt, question.kind, before)
+        outcome = await ask_plain(run, call, prompt, question.kind, before, pictures)
     finally:
         run.end(call, outcome)
     return outcome

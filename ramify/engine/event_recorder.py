@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from logging import DEBUG
 from typing import TYPE_CHECKING
 
@@ -226,5 +226,8 @@ def _place(event: AnyEvent) -> str:
     return ", ".join(filter(None, parts)) or "the run"
 
 
-def context_ref(context: SharedContext | None) -> ContextRef | None:
-    return None if context is None else ContextRef(context.digest, context.chars, context.kind)
+def context_ref(context: SharedContext | None, pictures: Iterable[str] = ()) -> ContextRef | None:
+    """Reference to a context. ``pictures`` are the digests of its pictures."""
+    if context is None:
+        return None
+    return ContextRef(context.digest, context.chars, context.kind, tuple(pictures))

@@ -42,6 +42,7 @@ from ramify.errors import (
 from ramify.sandbox.base import SharedContext
 from ramify.types.event import ToolAnswered
 from ramify.types.message import Message
+from ramify.types.picture import NotAPicture, Picture
 from ramify.types.trajectory import Parent, Stop
 
 RunChild = Callable[[LiveCall], Awaitable[CallOutcome]]
@@ -99,25 +100,71 @@ class CellHost:
     # --- plain calls ------------------------------------------------------------------------------
 
     async def _llm_query_batched(
-        self, prompts: list[str], model: str | None = None, schema: Any = None
+        self,
+        prompts: list[str],
+        model: str | None = None,
+        schema: Any = None,
+        images: list[Any] | None = None,
     ) -> list[Any]:
         with _arguments_of("llm_query_batched"):
             _check_texts(prompts)
             client = self._client(model, self._run.models.plain)
+            given = self._pictures(images, len(prompts), client)
             self._check_room(len(prompts))
         # Checking a large schema takes a second, so it runs in a thread.
         kind = None if schema is None else await asyncio.to_thread(_schema_check, schema)
         calls = [self._sub_call("lm", client, prompt) for prompt in prompts]
-        return await self._all(calls, lambda call: self._plain(call, call.question, kind))
+        pictures = dict(zip((call.id for call in calls), given, strict=True))
+        return await self._all(
+            calls, lambda call: self._plain(call, call.question, kind, pictures[call.id])
+        )
 
-    async def _plain(self, call: LiveCall, prompt: str, kind: AnswerType | None) -> CallOutcome:
+    def _pictures(
+        self, images: Any, num_prompts: int, client: Client
+    ) -> Sequence[tuple[Picture, ...]]:
+        """Return the pictures for each prompt. Raises HostCallError, before anything is sent, if
+        the model reads none."""
+        if images is None:
+            return [()] * num_prompts
+        if not isinstance(images, list):
+            raise HostCallError(
+                "TypeError", f"images must be a list or None, not {type(images).__name__}"
+            )
+        if len(images) != num_prompts:
+            raise HostCallError(
+                "ValueError",
+                f"{num_prompts} prompts but {len(images)} lists of images; give one list for each "
+                "prompt",
+            )
+        pictures = self._run.pictures
+        if any(images) and self._is_blind(client):
+            why = self._run.models.blind(client)
+            data = _all_failed(num_prompts, why, "error")
+            raise HostCallError("SubcallError", why, data)
+        return [pictures.of_request(each, f"images[{i}]") for i, each in enumerate(images)]
+
+    def _is_blind(self, client: Client) -> bool:
+        """True if no picture may be sent to ``client``. A cell that is repeated asks what it asked
+        before, whether or not the model is the same."""
+        recording = self._run.recording
+        if recording is not None and recording.cell(*msgspec.structs.astuple(self._where)):
+            return not recording.has_call(self._call.peek_child(), self._where)
+        return self._run.models.sees(client) is False
+
+    async def _plain(
+        self,
+        call: LiveCall,
+        prompt: str,
+        kind: AnswerType | None,
+        pictures: tuple[Picture, ...] = (),
+    ) -> CallOutcome:
         self._run.begin(call)
         outcome = CallOutcome(Stop.CANCELLED, error="cut off")
         try:
             if why := self._does_not_fit(call, prompt):
                 outcome = CallOutcome(Stop.ERROR, error=why)
             else:
-                outcome = await ask_plain(self._run, call, prompt, kind)
+                outcome = await ask_plain(self._run, call, prompt, kind, pictures=pictures)
         finally:
             self._run.end(call, outcome)
         return outcome
@@ -189,16 +236,35 @@ class CellHost:
         prompt = plain_prompt(call.question, None if call.context is None else call.context.value)
         max_chars = 3 * (call.client.window - self._run.requests.sampling.max_tokens)
         if len(prompt) > max_chars:
-            self._run.begin(call)
-            outcome = CallOutcome(
-                Stop.ERROR,
-                error=f"the depth limit of {self._run.setup.limits.max_depth} is reached, so this "
+            return self._not_asked(
+                call,
+                f"the depth limit of {self._run.setup.limits.max_depth} is reached, so this "
                 f"rlm_query is one plain call, and {len(prompt):,} characters do not fit it "
                 f"(about {max_chars:,} do); cut the context into parts",
             )
-            self._run.end(call, outcome)
-            return outcome
-        return await self._plain(call, prompt, None)
+        try:
+            pictures = self._context_pictures(call)
+        except HostCallError as error:
+            return self._not_asked(call, str(error))
+        return await self._plain(call, prompt, None, pictures)
+
+    def _context_pictures(self, call: LiveCall) -> tuple[Picture, ...]:
+        """Return the pictures in the context of ``call``. Raises HostCallError if its model cannot
+        get them."""
+        run = self._run
+        if call.context is None or not run.pictures.has_any:
+            return ()
+        pictures = run.pictures.in_context(call.context.value)
+        if pictures and run.models.sees(call.client) is False:
+            raise HostCallError("ValueError", run.models.blind(call.client))
+        return pictures
+
+    def _not_asked(self, call: LiveCall, why: str) -> CallOutcome:
+        """Record a call for which nothing was sent."""
+        self._run.begin(call)
+        outcome = CallOutcome(Stop.ERROR, error=why)
+        self._run.end(call, outcome)
+        return outcome
 
     # --- history and tools ------------------------------------------------------------------------
 
@@ -252,10 +318,12 @@ class CellHost:
                 )
         began = run.recorder.now()
         try:
-            result = await call(name, args, kwargs)
+            result = run.pictures.returned(await call(name, args, kwargs))
             packed, error = SharedContext(result).pack(), None
         except HostCallError as failure:
             packed, error = None, f"{failure.kind}: {failure}"
+        except NotAPicture as failure:
+            packed, error = None, f"ValueError: {name} returned a picture that {failure}"
         except SandboxError as failure:  # the tool returned a value that no session can hold
             packed, error = None, f"TypeError: {name}: {failure}"
         return self._tool_outcome(
@@ -337,10 +405,7 @@ class CellHost:
             )
         else:
             return
-        failures = dict.fromkeys(range(num), why)
-        kinds = dict.fromkeys(range(num), "limit")
-        data = {"results": [None] * num, "failures": failures, "kinds": kinds}
-        raise HostCallError("SubcallError", why, data)
+        raise HostCallError("SubcallError", why, _all_failed(num, why, "limit"))
 
     async def _all(
         self,
@@ -379,6 +444,13 @@ class CellHost:
                 message = f"{message}; what arrived is in .partial of this error"
             raise HostCallError("SubcallError", str(message), data)
         return results
+
+
+def _all_failed(num: int, why: str, kind: str) -> dict[str, Any]:
+    """Data of a SubcallError of ``num`` calls of which none was made."""
+    numbers = range(num)
+    failures, kinds = dict.fromkeys(numbers, why), dict.fromkeys(numbers, kind)
+    return {"results": [None] * num, "failures": failures, "kinds": kinds}
 
 
 def _partial(outcome: CallOutcome) -> str:
@@ -460,17 +532,18 @@ async def ask_plain(
     prompt: str,
     kind: AnswerType | None,
     before: Sequence[Message] = (),
+    pictures: tuple[Picture, ...] = (),
 ) -> CallOutcome:
     """Ask a model a plain question. While the reply does not match ``kind``, ask again and show the
     error. Without ``kind``, repeat the request after an empty reply or a tool call. ``before`` are
-    the messages before the prompt. Never raises for a failed model.
+    the messages before the prompt, which shows ``pictures``. Never raises for a failed model.
 
     A reply that was truncated at its token limit ends with ``MAX_TOKENS``: its text is a partial
     answer, never a complete one.
     """
     run.pass_limit(call)
     question = f"{prompt}\n\n{kind.alone()}" if kind else prompt
-    new = [*before, Message("user", question)]
+    new = [*before, Message("user", question, pictures=pictures)]
     schema = kind.enforced if kind else None
     error, text, is_cut = "no reply", "", False
     reused = 0 if kind is None else None

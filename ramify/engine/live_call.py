@@ -35,6 +35,8 @@ class CallHistory(msgspec.Struct):
     """(number of messages, their tokens as counted by the server) up to the last reply."""
     max_tokens: list[int] = msgspec.field(default_factory=lambda: [0])
     """Number of messages -> upper bound on their tokens, as far as it is known."""
+    bounded_for: str = ""
+    """Model for which ``max_tokens`` holds."""
     ids: tuple[int, ...] = ()
     """Token path: ids of the whole conversation, as the model received and sampled them. Empty if
     the last reply came without ids."""
@@ -56,18 +58,21 @@ class CallHistory(msgspec.Struct):
         those of ``new``: the server's own count for the messages it has seen, and bytes for the
         others."""
         num_new = new.max_input_tokens()
-        by_bytes = self._max_tokens_of_first(reused) + num_new
+        by_bytes = self._max_tokens_of_first(reused, new.model) + num_new
         if self.counted is None or self.counted[0] != reused:
             return by_bytes
         # 4 per message: a template may place its role markers around a reply differently from how
         # the server counted them.
         return min(by_bytes, self.counted[1] + 4 * reused + num_new)
 
-    def _max_tokens_of_first(self, num: int) -> int:
-        """Upper bound on the tokens of the first ``num`` messages, each of which is read once."""
+    def _max_tokens_of_first(self, num: int, model: str) -> int:
+        """Upper bound on the tokens of the first ``num`` messages for ``model``. Each message is
+        read once, unless the model is another one."""
+        if model != self.bounded_for:
+            self.bounded_for, self.max_tokens = model, [0]
         bounds = self.max_tokens
         for message in self.messages[len(bounds) - 1 : num]:
-            bounds.append(bounds[-1] + max_tokens_of(message))
+            bounds.append(bounds[-1] + max_tokens_of(message, model))
         return bounds[num]
 
     def known_tokens(self) -> int:

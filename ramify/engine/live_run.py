@@ -25,10 +25,11 @@ from ramify.engine.live_call import LiveCall
 from ramify.engine.model_requests import ModelRequests, TurnRequest
 from ramify.engine.prompt_facts import facts_of
 from ramify.engine.prompt_text import ContextFacts, context_facts
-from ramify.engine.question import Question
+from ramify.engine.question import PAGE_PICTURE, Question
 from ramify.engine.recorded_values import jsonable
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels
 from ramify.engine.run_ending import RunEnding
+from ramify.engine.run_pictures import RunPictures
 from ramify.errors import ReplyCut
 from ramify.logging import RoomLogger
 from ramify.sandbox.base import Session
@@ -66,10 +67,20 @@ class LiveRun:
         self.recording = recording
         self.prepare_session = question.on_session
         """Prepares each new session, if the question has such a function."""
+        self.pictures = RunPictures(setup.blobs, question.pictures)
+        self._context_has_pictures = bool(question.pictures)
         under_way: set[TurnRequest] = set()
         self.ending = RunEnding(setup.limits, recorder, under_way)
         self.requests = ModelRequests(
-            setup, models, resources.pool, recorder, self.ending, under_way, recording, cache
+            setup,
+            models,
+            resources.pool,
+            recorder,
+            self.ending,
+            under_way,
+            recording,
+            cache,
+            self.pictures.read,
         )
         self._resources = resources
         num = max(2, len(setup.depths))
@@ -265,8 +276,16 @@ class LiveRun:
             self.tools_at(call.depth),
             self.context_facts(call),
             call.depth,
+            has_pictures=self._has_pictures(call.depth),
         )
         return self.setup.scaffold_at(call.depth).system_prompt(facts)
+
+    def _has_pictures(self, depth: int) -> bool:
+        """True if sessions at ``depth`` can show pictures to a model. Known before the run starts,
+        because a repeated run must get the same prompts."""
+        has_tool = PAGE_PICTURE in self.tools_at(depth).functions
+        sees = any(self.models.sees(client) is not False for client in self.models.all)
+        return sees and (self._context_has_pictures or has_tool)
 
     # --- sessions ---------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -64,8 +64,10 @@ class ModelRequests:
         under_way: set[TurnRequest],
         recording: RecordedReplies | None,
         cache: ReusableReplies | None,
+        read_picture: Callable[[str], bytes] | None = None,
     ) -> None:
-        """``cache`` maps the hash of a request to the reply of an earlier run. The constructor's
+        """``cache`` maps the hash of a request to the reply of an earlier run. ``read_picture``
+        returns the bytes of one of the run's pictures. The constructor's
         caller shares ``under_way``, which lists requests that may have been sent and have no
         recorded outcome."""
         clients = models.all
@@ -77,6 +79,7 @@ class ModelRequests:
         self.under_way = under_way
         self.recording = recording
         self.cache = cache
+        self.read_picture = read_picture
         self.sampling = msgspec.structs.replace(
             setup.sampling,
             max_tokens=min(setup.sampling.max_tokens, setup.limits.max_reply_tokens),
@@ -293,7 +296,8 @@ class ModelRequests:
     ) -> Stop | None:
         """Hold the cost of the final request after a turn whose reply has at most ``reply_tokens``.
         Returns the limit that this or the turn exceeds, if any."""
-        prompt = call.history.max_input_tokens(len(call.messages), Request(tuple(new)))
+        asked = Request(tuple(new), model=call.client.name)
+        prompt = call.history.max_input_tokens(len(call.messages), asked)
         most = Usage(
             prompt + reply_tokens + output_tokens + 1000,
             min(self._last_word_tokens(call), reply_tokens),
@@ -315,7 +319,8 @@ class ModelRequests:
     def _affordable(self, call: LiveCall, prompt: Sequence[Message], limit: int) -> int:
         """Return the tokens of the reply to ``prompt`` that the run's budget allows, at most
         ``limit``; ``limit`` itself if even a short reply is too much."""
-        tokens, given = limit, Request(tuple(prompt), self.sampling).max_input_tokens()
+        asked = Request(tuple(prompt), self.sampling, model=call.client.name)
+        tokens, given = limit, asked.max_input_tokens()
         while tokens >= _LEAST_REPLY_TOKENS:
             reservation = self._reservation(call, Usage(given, tokens))
             if (stop := self.ledger.would_pass(reservation.amount)) is None:
@@ -420,16 +425,20 @@ class TurnRequest:
         known = call.history.known_ids(reused)
         self.call = call
         self.last_word = last_word
-        self.request = Request(prompt, sampling, schema, tools, affinity=call.id, known=known)
+        model = call.client.name
+        read_picture = requests.read_picture
+        self.request = Request(prompt, sampling, schema, tools, call.id, known, model, read_picture)
         recording = requests.recording
         # A run that is continued with another model keeps the hashes of its calls.
-        model = recording.model_of(call.id) if recording is not None else None
-        self.digest = prompt_hash(model or call.client.name, self.request)
+        recorded = recording.model_of(call.id) if recording is not None else None
+        self.digest = prompt_hash(recorded or model, self.request)
         self._requests = requests
         self._new = new
         self._reused = reused
         most = Usage(
-            call.history.max_input_tokens(reused, Request(new, schema=schema, tools=tools)),
+            call.history.max_input_tokens(
+                reused, Request(new, schema=schema, tools=tools, model=model)
+            ),
             sampling.max_tokens,
             calls=1,
             unknown_calls=1,

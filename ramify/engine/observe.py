@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from ramify.types.message import Message
+from ramify.types.picture import digest_in, shown
 from ramify.types.trajectory import Cell, Stop
 
 LAST_WORD = (
@@ -267,6 +268,8 @@ def rendered(value: Any) -> str:
     """Return a context as plain text, for a model that gets it in its prompt."""
     if isinstance(value, str):
         return value
+    if digest_in(value) is not None:
+        return shown(value)
     if isinstance(value, Mapping):
         return "\n\n".join(f"=== {key} ===\n{rendered(item)}" for key, item in value.items())
     if isinstance(value, list | tuple):

@@ -93,19 +93,43 @@ def _ask(name: str, *args: Any, **kwargs: Any) -> list[Any]:
         raise SubcallError(str(error), *given) from None
 
 
-def llm_query(prompt: str, model: str | None = None, schema: Any = None) -> Any:
+def llm_query(prompt: str, model: str | None = None, schema: Any = None, images: Any = None) -> Any:
     """Ask a language model once; returns its text, or a value if ``schema`` (a JSON schema, a type such as ``list[int]``
-    or a dataclass) is given. It sees only ``prompt``. Raises SubcallError."""
-    return llm_query_batched([prompt], model, schema)[0]
+    or a dataclass) is given. It sees only ``prompt`` and ``images`` (a list of pictures). Raises SubcallError."""
+    return llm_query_batched([prompt], model, schema, None if images is None else [images])[0]
 
 
 def llm_query_batched(
-    prompts: Sequence[str], model: str | None = None, schema: Any = None
+    prompts: Sequence[str], model: str | None = None, schema: Any = None, images: Any = None
 ) -> list[Any]:
-    """Ask for every prompt at once; replies in the order of the prompts. Raises SubcallError after all have ended."""
+    """Ask for every prompt at once; replies in the order of the prompts. ``images`` has a list of pictures for each
+    prompt. Raises SubcallError after all have ended."""
     if isinstance(prompts, str):
         raise TypeError("llm_query_batched takes a list of prompts; for a single one use llm_query")
-    return _ask("llm_query_batched", _texts(prompts), model=model, schema=_schema(schema))
+    given = {} if images is None else {"images": [_pictures(each) for each in images]}
+    return _ask("llm_query_batched", _texts(prompts), model=model, schema=_schema(schema), **given)
+
+
+def _pictures(images: Any) -> list[Any]:
+    """Return the pictures of one prompt as values that the host accepts. None stands for no picture, and a single one
+    for a list of one."""
+    if images is None:
+        return []
+    single = isinstance(images, (Mapping, bytes, bytearray, memoryview)) or hasattr(images, "save")
+    return [_picture(image) for image in ([images] if single else images)]
+
+
+def _picture(image: Any) -> Any:
+    """Return a picture as a plain value. One of the library Pillow, if the session has it, becomes a PNG file."""
+    if isinstance(image, (bytearray, memoryview)):
+        return bytes(image)
+    if not isinstance(image, bytes) and callable(getattr(image, "save", None)):
+        import io
+
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        return file.getvalue()
+    return image
 
 
 def _texts(prompts: Any) -> list[str]:

@@ -44,8 +44,11 @@ def facts_of(
     tools: ToolSet,
     context: ContextFacts,
     depth: int,
+    *,
+    has_pictures: bool = False,
 ) -> PromptFacts:
-    """Return the facts about a call at ``depth``. ``limit`` is the limit of the whole run."""
+    """Return the facts about a call at ``depth``. ``limit`` is the limit of the whole run.
+    ``has_pictures``: its session has pictures, and a model of the run may read them."""
     limits = setup.limits
     has_children = depth < limits.max_depth
     roles: dict[int, list[str]] = {}
@@ -65,6 +68,7 @@ def facts_of(
     return PromptFacts(
         depth=depth,
         context=context,
+        has_pictures=has_pictures,
         models=tuple(map(prompt_model, models.all)),
         budget=BudgetFacts(
             setup.max_turns(depth),

@@ -25,6 +25,7 @@ import msgspec
 
 from ramify.clients.base import Price
 from ramify.errors import ConfigError, nearest
+from ramify.types.picture import MAX_PICTURES
 
 ContextKind = Literal[
     "none", "text", "list", "dict", "folder", "rows", "tables", "database", "conversation", "value"
@@ -121,6 +122,8 @@ class PromptFacts(msgspec.Struct, frozen=True):
 
     depth: int = 0
     context: ContextFacts = ContextFacts()
+    has_pictures: bool = False
+    """True if the session has pictures, and a model of the run may read them."""
     models: tuple[PromptModel, ...] = ()
     budget: BudgetFacts | None = None
     children: bool = False
@@ -431,14 +434,24 @@ def _names(facts: PromptFacts) -> str:
     has_choice = len(facts.models) > 1
     most = f", at most {sub.chars:,} characters" if sub is not None else ""
     # A model that sees images might be asked to look at one.
-    most += ", no images" if any(model.vision for model in facts.models) else ""
+    is_blind = any(model.vision for model in facts.models) and not facts.has_pictures
+    most += ", no images" if is_blind else ""
+    images = ", images=None" * facts.has_pictures
     lines = [
-        f"- `llm_query(prompt{', model=None' * has_choice}, schema=None)`: ask a language model, "
-        f"which sees only `prompt`, so put the text into it{most}. Returns its text or, with a "
-        "`schema` (a type such as list[int], or a JSON schema), a checked value.",
+        f"- `llm_query(prompt{', model=None' * has_choice}, schema=None{images})`: ask a language "
+        f"model, which sees only `prompt`, so put the text into it{most}. Returns its text or, "
+        "with a `schema` (a type such as list[int], or a JSON schema), a checked value.",
         "- `llm_query_batched(prompts)`: many prompts at once, in parallel, which is much faster "
         "than a loop. Returns the replies in order.",
     ]
+    if facts.has_pictures:
+        lines.append(
+            "- Pictures: a value such as {'picture': '…', 'name': 'chart.png', …} stands for a "
+            f"picture. `llm_query(prompt, images=[value])` shows up to {MAX_PICTURES} of them, or "
+            "of the bytes of PNG, JPEG or WebP files, to the model; `llm_query_batched(prompts, "
+            "images=[[value], …])` takes one list for each prompt. You see a picture only in this "
+            "way."
+        )
     if facts.context.kind != "none":
         lines.insert(0, f"- `context`: the data, a {facts.context.type}.")
     return "\n".join(lines)

@@ -21,6 +21,7 @@ from ramify.engine import observe
 from ramify.engine.branch_search import BranchSearch
 from ramify.engine.limits import Limits
 from ramify.engine.prompt_text import PromptExample, examples_of
+from ramify.engine.run_pictures import PictureSource
 from ramify.engine.scaffold import Scaffold
 from ramify.engine.typed import CITE_INSTRUCTION, AnswerType, answer_type, cited_type
 from ramify.errors import ConfigError, NamedFields, nearest
@@ -34,6 +35,9 @@ _OF_A_MODEL = ("api_key", "base_url", "alias", "window", "price", "headers", "vi
 """Keywords of ``Model``, which users look for elsewhere."""
 _PICTURES = ("image", "image_url", "input_image", "input_audio", "input_file", "file", "video_url")
 """Types of the parts of a message that are not text, as providers name them."""
+PAGE_PICTURE = "page_picture"
+"""Name of the tool of sources that shows a page of a PDF. A question about a short context can do
+without it."""
 _LONG_QUESTION_CHARS = 2000
 """A shorter question may well be longer than its context."""
 MAX_BARE_PROMPT_CHARS = 20_000
@@ -212,6 +216,8 @@ class Question(msgspec.Struct, frozen=True):
     """Messages before the question: a system message, few-shot examples, earlier turns."""
     warnings: tuple[str, ...] = ()
     """About the sources: files that are not in the context."""
+    pictures: Mapping[str, PictureSource] = {}
+    """Pictures of the context: digest -> bytes, or their place."""
 
     def is_direct(self, scaffold: Scaffold, window: int, has_tools: bool) -> bool:
         """True if the context is small enough for one direct call and nothing requires a
@@ -219,7 +225,7 @@ class Question(msgspec.Struct, frozen=True):
         if (
             not self.direct
             or has_tools
-            or self.tools
+            or self.tools.keys() - {PAGE_PICTURE}
             or self.on_session is not None
             or scaffold.protocol != "notebook"
         ):
@@ -234,6 +240,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     about, tools, on_session, warnings, conduct = "", {}, None, (), None
     instructions, examples = "", tuple[PromptExample, ...]()
     before = tuple[Message, ...]()
+    pictures: Mapping[str, PictureSource] = {}
     # Most prompts are texts, and the check of a protocol looks at each of its attributes.
     if not isinstance(prompt, str) and isinstance(prompt, SourceContext):
         instructions = getattr(prompt, "instructions", "")
@@ -241,6 +248,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         before = tuple(getattr(prompt, "messages", ()))
         on_session = getattr(prompt, "on_session", None)  # the setup of a task
         conduct = getattr(prompt, "conduct", None)
+        pictures = getattr(prompt, "pictures", {})
         warnings = tuple(getattr(prompt, "warnings", tuple)())
         about, tools, prompt = prompt.manifest(), dict(prompt.tools), prompt.context
     if isinstance(prompt, os.PathLike):
@@ -300,6 +308,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         examples=examples,
         before=before,
         warnings=warnings,
+        pictures=pictures,
     )
 
 

@@ -194,8 +194,13 @@ def question_of(
             "resume the evaluation or the training that made it"
         )
     before = msgspec.convert(config.get("before", ()), tuple[Message, ...])
+    pictures = () if started.context is None else started.context.pictures
     return msgspec.structs.replace(
-        resolved, about=config.get("about", ""), direct=direct, before=before
+        resolved,
+        about=config.get("about", ""),
+        direct=direct,
+        before=before,
+        pictures=dict.fromkeys(pictures),
     )
 
 

@@ -101,6 +101,22 @@ class RunModels:
             self._aliases[id(client)], client.name, client.window, client.price, vision
         )
 
+    def sees(self, client: Client) -> bool | None:
+        """Whether a client's model reads pictures; None if that is unknown. The user's word counts
+        more than the model's name. A client that cannot send pictures sees none."""
+        known: bool | None = getattr(client, "vision", False)
+        bound = self._bound.get(id(client))
+        is_stated = bound is not None and bound.vision is not None and hasattr(client, "vision")
+        return bound.vision if bound is not None and is_stated else known
+
+    def blind(self, client: Client) -> str:
+        """Say that a client's model reads no pictures, and what to do."""
+        seeing = [self._aliases[id(each)] for each in self.all if self.sees(each) is not False]
+        remedy = "name one that does: " + ", ".join(seeing) if seeing else "name a model that does"
+        is_able = hasattr(client, "vision")
+        stated = "; if it does, say so: ramify.Model(…, vision=True), or vision = true in settings"
+        return f"{client.name} reads no pictures: {remedy}{stated if is_able else ''}"
+
     def sampling(self, client: Client, run: Sampling) -> Sampling:
         """Return the sampling for a client's requests, given the sampling of the run."""
         bound = self._bound.get(id(client))

@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.engine import observe, threads
-from ramify.engine.answering import ConversationState, answer, way_to_answer
+from ramify.engine.answering import (
+    ConversationState,
+    WayToAnswer,
+    answer,
+    check_pictures,
+    way_to_answer,
+)
 from ramify.engine.call_outcome import CallOutcome, failed
 from ramify.engine.event_recorder import EventRecorder, context_ref
 from ramify.engine.live_run import LiveRun
@@ -201,8 +207,9 @@ class RunHandle:
         try:
             async with self._shared.use() as resources:
                 await self._repeat_earlier()
-                context = await self._context(resources)
                 models = await self._setup.connect(resources)
+                check_pictures(self._question, models)
+                context = await self._context(resources)
                 check_instructions(self._setup, models)
                 way = way_to_answer(self._setup, self._question, models, self._conversation)
                 if way == "session":
@@ -222,7 +229,9 @@ class RunHandle:
                 watch = LoopWatch(
                     limits.max_seconds, limits.stall_s, self._blocked, run.ending.overdue
                 )
-                self._started(context)
+                if self._question.pictures:
+                    await asyncio.to_thread(run.pictures.store)
+                self._started(context, way)
                 if self._requested_stop is not None:
                     run.ending.close_in(self._requested_stop)
                 outcome = await answer(
@@ -317,9 +326,9 @@ class RunHandle:
             self._conversation.context = context
         return context
 
-    def _started(self, context: SharedContext | None) -> None:
+    def _started(self, context: SharedContext | None, way: WayToAnswer) -> None:
         schema = self._question.kind.schema if self._question.kind else None
-        before = self._question.before
+        before, pictures = self._question.before, self._question.pictures
         config = {
             **self._setup.config,
             **({"conversation": True} if self._conversation is not None else {}),
@@ -328,6 +337,8 @@ class RunHandle:
             "cite": self._question.cite,
             "about": self._question.about,
             **({"before": msgspec.to_builtins(before)} if before else {}),
+            # The vision of the models decided this, and a repeated run may not have the models.
+            **({"direct": False} if pictures and way == "session" else {}),
         }
         self.recorder.emit(
             RunStarted(
@@ -336,7 +347,7 @@ class RunHandle:
                 question=self._question.text,
                 started_at=time.time(),
                 task=str(config.get("task", "")),
-                context=context_ref(context),
+                context=context_ref(context, pictures),
                 config=config,
             )
         )

@@ -25,7 +25,7 @@ from ramify.errors import SourceError
 from ramify.http_server.rejections import RequestRejected
 from ramify.serve.answer_request import AttachedFile, ChatMessage
 from ramify.sources.base import LoadedContext, SourceLoader, UnreadableSource
-from ramify.sources.file_kinds import SourceFile, read_file
+from ramify.sources.file_kinds import HEAD_BYTES, SourceFile, kind_of, read_file
 
 LONG_CHARS = MAX_BARE_PROMPT_CHARS
 """Maximum characters of a text that stays in the question; a longer one moves to the context. For a
@@ -119,6 +119,8 @@ def _piece(
     try:
         data = _decoded(part)
         loading.spend(len(data), name)
+        if kind_of(name, data[:HEAD_BYTES]) == "picture":
+            raise UnreadableSource("is a picture", "give its text: the server reads only text")
         read_file(SourceFile(name, data), loading)
     except UnreadableSource as error:
         raise RequestRejected(f"the file {name!r} {error}", param=part.where) from None

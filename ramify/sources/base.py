@@ -11,7 +11,7 @@ no file is skipped silently.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import msgspec
 from ramify.errors import SourceError
 from ramify.progress import ProgressTask
 from ramify.sources.table_types import TableEntry
+from ramify.types.picture import Picture, digest_in
 
 MAX_FILE_S = 60.0
 """Time limit for parsing one file of a kind that can take arbitrarily long."""
@@ -45,10 +46,10 @@ class SourceItem(msgspec.Struct, frozen=True):
     name: str
     """Key of the text in the context, if the context is a dict."""
     kind: str
-    """``text``, ``csv``, ``jsonl``, ``json``, ``pdf``, ``sqlite``, ``server``, or another kind of
-    table: ``parquet``, ``arrow``, ``duckdb``, ``xlsx``."""
+    """``text``, ``csv``, ``jsonl``, ``json``, ``pdf``, ``picture``, ``sqlite``, ``server``, or
+    another kind of table: ``parquet``, ``arrow``, ``duckdb``, ``xlsx``."""
     chars: int
-    """Length of the text in the context."""
+    """Length of the text in the context; 0 for a picture."""
     num_bytes: int
     """Size on disk, or unpacked size of an archive member."""
     detail: str = ""
@@ -68,8 +69,9 @@ class SourceProblem(msgspec.Struct, frozen=True):
 class LoadedContext(msgspec.Struct, frozen=True):
     """A context with its items, the files that could not be read, and those that were skipped."""
 
-    context: str | dict[str, str]
-    """Text of a single file; otherwise name -> text, sorted by name."""
+    context: str | dict[str, Any]
+    """Text of a single file, or the value of a single picture; otherwise name -> text or value,
+    sorted by name."""
     items: list[SourceItem]
     problems: list[SourceProblem]
     left_out: dict[str, list[str]]
@@ -79,6 +81,8 @@ class LoadedContext(msgspec.Struct, frozen=True):
     host, and the value ``tables``."""
     dialect: str = "DuckDB"
     """Dialect of ``sql`` without ``db``: ``SQLite`` for a single database of that kind."""
+    pictures: Mapping[str, bytes | Path] = {}
+    """Digest of a picture in the context -> its bytes, or its file."""
 
     def manifest(self) -> str:
         """Describe the context for a model's prompt in a few lines, in addition to its type, size
@@ -87,6 +91,8 @@ class LoadedContext(msgspec.Struct, frozen=True):
             item = self.items[0]
             head = f"It is the text of {item.name!r}."
             lines = [f"{head} {item.detail}" if item.detail else head]
+        elif digest_in(self.context) is not None:
+            lines = [f"It is the picture {self.items[0].name!r}: {self.items[0].detail}."]
         else:
             lines = [
                 f"Kinds: {_by_suffix(self.items)}",
@@ -108,7 +114,8 @@ class LoadedContext(msgspec.Struct, frozen=True):
         chars = sum(item.chars for item in self.items)
         if len(self.items) <= _SHOWN:
             lines = [
-                f"{item.name}: {item.detail or item.kind}, {item.chars:,} characters"
+                f"{item.name}: {item.detail or item.kind}"
+                + (f", {item.chars:,} characters" if item.kind != "picture" else "")
                 for item in self.items
             ]
         else:
@@ -161,6 +168,10 @@ class SourceLoader:
         self.strict = strict
         self._work = work
         self.texts: dict[str, str] = {}
+        self.picture_values: dict[str, dict[str, Any]] = {}
+        """Name -> value of a picture."""
+        self.pictures: dict[str, bytes | Path] = {}
+        """Digest of a picture -> its bytes, or its file."""
         self.items: list[SourceItem] = []
         self.problems: list[SourceProblem] = []
         self.left_out: dict[str, list[str]] = {}
@@ -195,11 +206,25 @@ class SourceLoader:
 
     def add(self, name: str, text: str, kind: str, num_bytes: int, detail: str = "") -> None:
         """Add one text to the context as ``name``, or as ``name (2)`` if that name exists."""
-        number, unique = 2, name
-        while unique in self.texts:
-            unique, number = f"{name} ({number})", number + 1
+        unique = self._unique(name)
         self.texts[unique] = text
         self.items.append(SourceItem(unique, kind, len(text), num_bytes, detail))
+
+    def add_picture(
+        self, name: str, picture: Picture, source: bytes | Path, detail: str, num_bytes: int
+    ) -> None:
+        """Add one picture to the context. ``source``: its bytes, or the file that has them;
+        ``num_bytes``: size of the file that was named."""
+        unique = self._unique(name)
+        self.picture_values[unique] = picture.value()
+        self.pictures.setdefault(picture.digest, source)
+        self.items.append(SourceItem(unique, "picture", 0, num_bytes, detail))
+
+    def _unique(self, name: str) -> str:
+        number, unique = 2, name
+        while unique in self.texts or unique in self.picture_values:
+            unique, number = f"{name} ({number})", number + 1
+        return unique
 
     def problem(self, name: str, reason: str) -> None:
         """Report a file that cannot be read. The others are read, unless the load is strict."""

@@ -41,6 +41,7 @@ Reader = Callable[[SourceFile, SourceLoader], None]
 READERS: dict[str, str] = {
     "text": "ramify.sources.file_kinds:read",
     "pdf": "ramify.sources.pdf:read",
+    "picture": "ramify.sources.pictures:read",
     "sqlite": "ramify.sources.sqlite:read",
     "parquet": "ramify.sources.table_files:read_parquet",
     "arrow": "ramify.sources.table_files:read_arrow",
@@ -55,6 +56,8 @@ READERS: dict[str, str] = {
 _MAGIC = {
     b"SQLite format 3\0": "sqlite",
     b"%PDF-": "pdf",
+    b"\x89PNG\r\n": "picture",
+    b"\xff\xd8\xff": "picture",
     b"PAR1": "parquet",
     b"ARROW1\0\0": "arrow",
     b"FEA1": "arrow",
@@ -64,8 +67,6 @@ _MAGIC = {
     b"\xfd7zXZ\0": "packed",
 }
 _FOREIGN = {
-    b"\x89PNG\r\n": "a PNG image",
-    b"\xff\xd8\xff": "a JPEG image",
     b"GIF8": "a GIF image",
     b"\x7fELF": "a compiled program",
     b"\x28\xb5\x2f\xfd": "packed by zstd: unpack it first",
@@ -75,6 +76,7 @@ _FOREIGN = {
 }
 _WORKBOOKS = (".xlsx", ".xlsm")
 _OFFICE = (".docx", ".pptx", ".odt", ".ods", ".odp")
+PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 BINARY_SUFFIXES = frozenset(
     f".{suffix}"
     for group in (
@@ -92,6 +94,8 @@ def read_file(file: SourceFile, loading: SourceLoader) -> None:
     kind = kind_of(file.name, file.data[:HEAD_BYTES])
     if file.inside and kind in ("zip", "tar", "packed"):
         raise UnreadableSource("is an archive within an archive", "unpack the outer one first")
+    if file.inside and kind == "picture":
+        raise UnreadableSource("is a picture in an archive", "unpack it, and name the picture")
     reader: Reader = pkgutil.resolve_name(READERS[kind])
     reader(file, loading)
 
@@ -110,6 +114,8 @@ def kind_of(name: str, head: bytes) -> str:
     for magic, kind in _MAGIC.items():
         if head.startswith(magic):
             return kind
+    if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
+        return "picture"
     for magic, description in _FOREIGN.items():
         if head.startswith(magic):
             raise UnreadableSource(f"is {description}")

@@ -19,7 +19,15 @@ from pathspec import GitIgnoreSpec
 
 from ramify.errors import SourceError
 from ramify.sources.base import SourceLoader, UnreadableSource
-from ramify.sources.file_kinds import BINARY_SUFFIXES, SourceFile, read_file, read_regular
+from ramify.sources.file_kinds import (
+    BINARY_SUFFIXES,
+    HEAD_BYTES,
+    PICTURE_SUFFIXES,
+    SourceFile,
+    kind_of,
+    read_file,
+    read_regular,
+)
 
 MAX_FILES = 200_000
 _SQLITE_TAILS = ("-wal", "-shm", "-journal")
@@ -39,6 +47,7 @@ class _Walk:
         self._prefix = prefix
         self._loading = loading
         self._num_files = 0
+        self._pictures: list[str] = []
 
     def run(self) -> None:
         layers, top = outer_layers(self._root, self._loading)
@@ -47,6 +56,13 @@ class _Walk:
         while pending:
             below, layers = pending.pop()
             pending += reversed(self._read_one(below, layers))
+        has_texts = any(item.name.startswith(self._prefix) for item in self._loading.items)
+        for name in self._pictures:
+            if has_texts:
+                why = "pictures beside texts: name them to load them, as in folder/*.png"
+                self._loading.leave_out(self._prefix + name, why)
+            else:
+                self._file(name, is_picture=True)
 
     def _read_one(self, below: str, layers: Layers) -> list[tuple[str, Layers]]:
         """Load the files of the folder ``below`` (``""`` or ``"a/b/"``) and return its
@@ -99,7 +115,10 @@ class _Walk:
                 self._prefix + name, "is a link out of the folder: name its target to read it"
             )
 
-    def _file(self, name: str) -> None:
+    def _file(self, name: str, *, is_picture: bool = False) -> None:
+        if name.lower().endswith(PICTURE_SUFFIXES) and not is_picture:
+            self._pictures.append(name)
+            return
         self._num_files += 1
         if self._num_files > MAX_FILES:
             raise SourceError(f"{self._root} has over {MAX_FILES:,} files: name a smaller folder")
@@ -109,9 +128,13 @@ class _Walk:
         self._loading.seen.add(path)
         suffix = os.path.splitext(name)[1].lower()
         try:
-            if suffix in BINARY_SUFFIXES:
+            if suffix in BINARY_SUFFIXES and not is_picture:
                 raise UnreadableSource("is binary")
             data = read_regular(path, self._prefix + name, self._loading)
+            if not is_picture and kind_of(name, data[:HEAD_BYTES]) == "picture":
+                self._pictures.append(name)
+                self._loading.seen.discard(path)
+                return
             read_file(SourceFile(self._prefix + name, data, Path(path)), self._loading)
         except UnreadableSource as error:
             self._loading.problem(self._prefix + name, str(error))

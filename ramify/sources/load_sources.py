@@ -218,19 +218,24 @@ def _drain(stream: BinaryIO, name: str, loading: SourceLoader) -> bytes:
 
 def _finish(loading: SourceLoader, names: list[str], single: bool) -> LoadedContext:
     chars = sum(item.chars for item in loading.items)
-    if chars == 0:
+    if chars == 0 and not loading.pictures:
         shown = listing(["standard input" if name == _STDIN else name for name in names])
         raise SourceError(f"{shown} {_why_empty(loading, single)}")
     items = sorted(loading.items, key=lambda item: item.name)
-    texts = {item.name: loading.texts[item.name] for item in items}
+    values: dict[str, Any] = {**loading.texts, **loading.picture_values}
+    texts = {item.name: values[item.name] for item in items}
     context = (
-        loading.texts[items[0].name]
-        if single and len(items) == 1 and "/" not in items[0].name
-        else texts
+        values[items[0].name] if single and len(items) == 1 and "/" not in items[0].name else texts
     )
     dialect = "SQLite" if _single_database(loading) else "DuckDB"
     return LoadedContext(
-        context, items, loading.problems, loading.left_out, _tools(loading), dialect
+        context,
+        items,
+        loading.problems,
+        loading.left_out,
+        _tools(loading),
+        dialect,
+        loading.pictures,
     )
 
 

@@ -138,11 +138,15 @@ class ScriptedClient:
         price: Price | None = None,
         latency_s: float = 0.0,
         ids: ByteTokenIds | None = None,
+        vision: bool | None = None,
     ) -> None:
-        """``ids`` adds token ids to each reply for which the script gives none."""
+        """``ids`` adds token ids to each reply for which the script gives none. ``vision=False`` is
+        a model that reads no pictures. The script finds those of a request in
+        ``messages[-1].pictures``, and ``requests[-1].read_picture(digest)`` returns their bytes."""
         self.name = name
         self.window = window
         self.price = price
+        self.vision = vision
         self.served = Usage()
         """Everything that the model processed, whether or not the reply arrived."""
         self.requests: list[Request] = []

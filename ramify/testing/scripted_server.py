@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import inspect
 import signal
 import sys
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -29,6 +30,7 @@ from ramify.clients.loopback import LoopbackExchange, LoopbackServer
 from ramify.errors import ConfigError, Refused
 from ramify.testing.script import Lines, Script, ScriptedFailure, Step, served
 from ramify.types.message import Message, Reply, ToolCall, Usage
+from ramify.types.picture import Picture, picture_of
 
 
 class _Function(msgspec.Struct):
@@ -174,7 +176,10 @@ class ScriptedServer:
             parsed = _decode(exchange.body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return self._refuse(exchange, f"not a request for a chat completion: {error}")
-        messages = tuple(map(_message, parsed.messages))
+        try:
+            messages = tuple(map(_message, parsed.messages))
+        except ValueError as error:
+            return self._refuse(exchange, str(error))
         length = sum(map(count_message, messages))
         if length > self._window:
             text = (
@@ -367,6 +372,18 @@ def _event(chunk: dict[str, Any]) -> bytes:
     return b"data: " + _encode(chunk) + b"\n\n"
 
 
+def _pictures(parts: Sequence[dict[str, Any]]) -> Iterator[Picture]:
+    """Return the pictures of a message. Raises ValueError for one that is not a ``data:`` URL of
+    its own format."""
+    for part in parts:
+        if part.get("type") == "image_url":
+            kind, _, encoded = str(part["image_url"]["url"]).partition(";base64,")
+            picture = picture_of(base64.b64decode(encoded, validate=True))
+            if kind != f"data:{picture.media_type}":
+                raise ValueError(f"a picture of {picture.media_type} is sent as {kind[:60]!r}")
+            yield picture
+
+
 def _message(body: _MessageBody) -> Message:
     parts = body.content if isinstance(body.content, list) else None
     content = (
@@ -382,6 +399,7 @@ def _message(body: _MessageBody) -> Message:
             for call in body.tool_calls or ()
         ),
         tool_call_id=body.tool_call_id,
+        pictures=tuple(_pictures(parts or ())),
     )
 
 

@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from ramify.types.picture import Picture
+
 Role = Literal["system", "user", "assistant", "tool"]
 Finish = Literal["stop", "length", "tool_calls", "content_filter", "other"]
 
@@ -40,6 +42,9 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     """For ``role="tool"``: id of the tool call that this message answers."""
+    pictures: tuple[Picture, ...] = ()
+    """Pictures that the model sees before the text, by reference. Their bytes come with the
+    request."""
 
 
 def encodable(text: str) -> str:
@@ -54,7 +59,12 @@ def sendable(message: Message) -> Message:
         for call in message.tool_calls
     )
     reasoning = None if message.reasoning is None else encodable(message.reasoning)
-    return Message(message.role, encodable(message.content), reasoning, calls, message.tool_call_id)
+    pictures = tuple(
+        msgspec.structs.replace(picture, name=encodable(picture.name))
+        for picture in message.pictures
+    )
+    content, id = encodable(message.content), message.tool_call_id
+    return Message(message.role, content, reasoning, calls, id, pictures)
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -73,6 +73,8 @@ class ContextRef(msgspec.Struct, frozen=True, omit_defaults=True):
     chars: int
     kind: str
     """Python type of the context in the session: ``str``, ``dict``, ``list``, …"""
+    pictures: tuple[str, ...] = ()
+    """Digests of its pictures, which are blobs of the store."""
 
 
 class Cell(msgspec.Struct, frozen=True, omit_defaults=True):

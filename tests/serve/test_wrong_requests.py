@@ -41,7 +41,7 @@ CHAT = [
     (
         {"messages": [user("x", file("a.png", b"\x89PNG\r\n"))]},
         "messages[0].content[1].file.file_data",
-        "PNG image",
+        "is a picture: give its text",
     ),
     (
         {"messages": [user("x", file("a", b"", head=""))]},

@@ -48,7 +48,11 @@ def test_zip_members_become_separate_texts(tmp_path: Path):
     loaded = load([tmp_path / "z.zip"])
     assert loaded.context == {"z.zip/a.txt": "text", "z.zip/sub/b.csv": "x,y\n1,2\n"}
     assert loaded.items[1].detail == "CSV: 2 columns x, y; 1 rows"
-    assert loaded.problems == [SourceProblem("z.zip/sub/pic.png", "is a PNG image")]
+    assert loaded.problems == [
+        SourceProblem(
+            "z.zip/sub/pic.png", "is a picture in an archive: unpack it, and name the picture"
+        )
+    ]
     assert loaded.left_out == {"hidden": ["z.zip/.hid"]}
 
 
@@ -68,7 +72,9 @@ def test_tar_members_become_separate_texts(
     loaded = load([tmp_path / name])
     assert loaded.context == {f"{name}/a.txt": "text", f"{name}/sub/b.csv": "x,y\n1,2\n"}
     assert loaded.problems == [
-        SourceProblem(f"{name}/sub/pic.png", "is a PNG image"),
+        SourceProblem(
+            f"{name}/sub/pic.png", "is a picture in an archive: unpack it, and name the picture"
+        ),
         SourceProblem(f"{name}/passwd", "is a link or a device, not a file"),
     ]
 

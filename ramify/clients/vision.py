@@ -1,0 +1,103 @@
+"""Which models read pictures, and the most tokens that a picture can be for a model.
+
+    picture_tokens("openai:gpt-4o", 1024 × 1024)           ->  85 + 4 × 170 = 765
+    picture_tokens("anthropic:claude-sonnet-4-5", …)       ->  1,399
+
+A request reserves these tokens before it is sent, and the usage that the server reports settles
+them. The rules are those that the providers publish (2026-11). A name that none of them covers gets
+a bound that all known open models keep: a token for each 28 × 28 pixels, and at least 6,500, which
+four tiles of a Llama and thirteen of an InternVL do not exceed.
+
+Not here: the bytes of pictures, and the formats in which they are sent (the clients).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from ramify.types.picture import Picture
+
+_LEAST = 6500
+
+_SEEING = re.compile(
+    r"(^|[/:._-])(gpt-4o|gpt-4\.[15]|gpt-4-turbo|gpt-5|chatgpt-4o|o1(?!-mini|-preview)(?=$|[-@])"
+    r"|o3(?!-mini)(?=$|[-@])|o4-mini|claude-(3|opus|sonnet|haiku|fable|mythos)|gemini-"
+    r"|grok-4|pixtral|llava|llama-?4|llama-?3\.2-(11|90)b-vision|llama3\.2-vision"
+    r"|gemma-?3(?![-:](1b|270m))(?=$|[-:])|minicpm-v|internvl|moondream|phi-4-multimodal"
+    r"|glm-4\.[1-9]v|[\w.-]*(-vl|vl-|-vision|\dvl)(?=$|[-:@/]))"
+)
+_BLIND = re.compile(
+    r"(^|[/:._-])(gpt-3\.5|gpt-4(?=$|-0|-32k)|gpt-oss|o1-mini|o1-preview|o3-mini|claude-2"
+    r"|deepseek-(chat|reasoner|coder|r1|v[23])|codestral|mixtral|llama-?3\.[13](?=$|[-:])"
+    r"|qwen-?(2\.5|3)(?!\.5)(?!.*(vl|omni))|qwq|kimi-k2(?!\.5)|glm-4\.[5-7](?!v)|gemma-?3[-:](1b|270m))"
+)
+
+_TILES = (
+    (r"gpt-4o-mini", 2833, 5667),
+    (r"o1|o3", 75, 150),
+    (r"computer-use", 65, 129),
+    (r"gpt-5(?!\.|-mini|-nano)", 70, 140),
+    (r"gpt-4o|gpt-4\.1(?!-mini|-nano)|gpt-4\.5|gpt-4-turbo|chatgpt-4o", 85, 170),
+)
+"""OpenAI models that count tiles of 512 × 512 pixels: name, tokens, tokens of a tile."""
+_PATCHES = (
+    (r"gpt-4\.1-mini|gpt-5-mini", 1.62, 1536),
+    (r"gpt-4\.1-nano|gpt-5-nano", 2.46, 1536),
+    (r"o4-mini", 1.72, 1536),
+    (r"gpt-5\.\d+-nano", 2.46, 10_000),
+    (r"gpt-5\.\d+-mini", 1.62, 10_000),
+    (r"gpt-5\.\d+", 1.2, 10_000),
+)
+"""OpenAI models that count patches of 32 × 32 pixels: name, tokens of a patch, most patches."""
+
+
+def known_vision(model: str) -> bool | None:
+    """Whether the model ``provider:model`` reads pictures; None if its name does not say so."""
+    name = _bare(model)
+    if _SEEING.search(name):
+        return True
+    return False if _BLIND.search(name) else None
+
+
+def picture_tokens(model: str, picture: Picture) -> int:
+    """Upper bound on the tokens of ``picture`` for the model ``provider:model``."""
+    name, width, height = _bare(model), picture.width, picture.height
+    for pattern, base, tile in _TILES:
+        if _is_named(pattern, name):
+            return base + tile * _num_tiles(width, height)
+    for pattern, factor, most in _PATCHES:
+        if _is_named(pattern, name):
+            return math.ceil(factor * min(_cells(width, height, 32), most)) + 1
+    if _is_named("claude", name):
+        # Earlier models divide the pixels by 750, later ones count cells of 28 × 28.
+        return min(max(math.ceil(width * height / 750), _cells(width, height, 28)), 4784) + 16
+    if _is_named("gemini", name):
+        return _gemini(width, height)
+    return max(_LEAST, _cells(width, height, 28) + 16)
+
+
+def _bare(model: str) -> str:
+    return model.partition("@http")[0].lower()
+
+
+def _is_named(pattern: str, name: str) -> bool:
+    return re.search(rf"(^|[/:._-])({pattern})(?=$|[-:@/.])", name) is not None
+
+
+def _cells(width: int, height: int, side: int) -> int:
+    return math.ceil(width / side) * math.ceil(height / side)
+
+
+def _num_tiles(width: int, height: int) -> int:
+    """Tiles of OpenAI's rule: the picture is scaled to fit 2048 × 2048, and then down to a shorter
+    side of 768."""
+    scale = min(1.0, 2048 / max(width, height))
+    scale *= min(1.0, 768 / (scale * min(width, height)))
+    return math.ceil(width * scale / 512 + 1e-9) * math.ceil(height * scale / 512 + 1e-9)
+
+
+def _gemini(width: int, height: int) -> int:
+    """Gemini 2 counts 258 for each tile; Gemini 3 at most 2,240 in its highest resolution."""
+    tile = max(256, min(768, int(min(width, height) / 1.5)))
+    return max(2240, 258 * _cells(width, height, tile))

@@ -1,0 +1,155 @@
+"""Decoding of pictures and rendering of PDF pages, in a process that can be killed.
+
+A stranger's picture may state a size of gigabytes, or make a decoder hang. The process has limits
+on its memory and its CPU time, gets no environment variables with keys, and is killed at a time
+limit. Pillow decodes pictures, and pypdfium2 renders pages (both in the extra ``inputs``); neither
+is imported in this process. Not here: which pictures need this (``pictures.py``, ``pdf_pages.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import resource
+
+import msgspec
+
+from ramify.actors.answering_process import answer_requests, ask, start
+from ramify.actors.child_process import IdleProcesses
+from ramify.actors.run_messages import decode, encode
+
+MAX_PIXELS = 150_000_000
+"""Largest picture that is decoded in order to scale it down."""
+MAX_SOURCE_BYTES = 200_000_000
+_MEMORY_BYTES = 3 << 30
+_CPU_S = 120
+"""CPU time of one request, after which the process ends even if nobody waits for it."""
+_START_S = 20.0
+"""Time beyond a limit to start the process and its library."""
+
+
+class PictureFailed(Exception):
+    """A picture or a page could not be made. The text says why, as the end of a sentence."""
+
+
+class ScaleRequest(msgspec.Struct, frozen=True, tag=True):
+    """A picture to scale down."""
+
+    max_side: int
+    max_bytes: int
+
+
+class PageRequest(msgspec.Struct, frozen=True, tag=True):
+    """A page of a PDF to render."""
+
+    page: int
+    """Number of the page; the first is 1."""
+    width: int
+    """Pixels."""
+    max_bytes: int
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    error: str = ""
+
+
+_processes = IdleProcesses(functools.partial(start, f"{__name__}:serve", is_bare=True))
+
+
+def scaled(data: bytes, max_side: int, max_bytes: int, limit_s: float) -> bytes:
+    """Return the picture in ``data`` as one of at most ``max_side`` pixels and ``max_bytes``: PNG,
+    or JPEG if that is smaller. Raises PictureFailed."""
+    return _asked(ScaleRequest(max_side, max_bytes), data, limit_s)
+
+
+def rendered_page(pdf: bytes, page: int, width: int, max_bytes: int, limit_s: float) -> bytes:
+    """Return one page of a PDF as a picture of ``width`` pixels. Raises PictureFailed."""
+    return _asked(PageRequest(page, width, max_bytes), pdf, limit_s)
+
+
+def _asked(request: ScaleRequest | PageRequest, data: bytes, limit_s: float) -> bytes:
+    try:
+        with _processes.one() as process:
+            head, made = ask(process, [encode(request), data], limit_s + _START_S)
+            error = decode(head, _Answer).error
+    except TimeoutError:
+        raise PictureFailed(f"it takes more than {limit_s:g} s") from None
+    except (EOFError, OSError, ValueError):
+        raise PictureFailed(
+            "it takes too much memory or ends the process that decodes it"
+        ) from None
+    if error:
+        raise PictureFailed(error)
+    return made
+
+
+def serve() -> None:
+    """Answer requests from standard input until it is closed."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    answer_requests(_answer)
+
+
+def _answer(parts: list[bytes]) -> list[bytes]:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    until_s = int(used.ru_utime + used.ru_stime) + _CPU_S
+    resource.setrlimit(resource.RLIMIT_CPU, (until_s, resource.RLIM_INFINITY))
+    request: ScaleRequest | PageRequest = decode(parts[0], ScaleRequest | PageRequest)
+    try:
+        made = (
+            _scale(parts[1], request)
+            if isinstance(request, ScaleRequest)
+            else _render(parts[1], request)
+        )
+        return [encode(_Answer()), made]
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 -- a damaged file raises anything
+        text = " ".join(str(error).split())[:300] or type(error).__name__
+        return [encode(_Answer(text)), b""]
+
+
+def _scale(data: bytes, request: ScaleRequest) -> bytes:
+    from PIL import Image
+
+    Image.MAX_IMAGE_PIXELS = MAX_PIXELS
+    with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:
+        image.draft("RGB", (request.max_side, request.max_side))  # a JPEG is decoded smaller
+        image.thumbnail((request.max_side, request.max_side))
+        return _saved(image, request.max_bytes)
+
+
+def _saved(image: object, max_bytes: int) -> bytes:
+    """Return ``image`` as a PNG file if that fits, otherwise as a JPEG file, and smaller until it
+    fits."""
+    from PIL import Image
+
+    assert isinstance(image, Image.Image)
+    plain = image if image.mode in ("L", "RGB", "RGBA") else image.convert("RGBA")
+    file = io.BytesIO()
+    plain.save(file, "PNG")
+    while file.tell() > max_bytes:
+        background = Image.new("RGB", plain.size, "white")
+        background.paste(plain, mask=plain.getchannel("A") if plain.mode == "RGBA" else None)
+        file = io.BytesIO()
+        background.save(file, "JPEG", quality=85)
+        plain = background.resize((max(1, plain.width // 2), max(1, plain.height // 2)))
+    return file.getvalue()
+
+
+def _render(pdf: bytes, request: PageRequest) -> bytes:
+    import pypdfium2
+
+    document = pypdfium2.PdfDocument(pdf)
+    try:
+        if not 1 <= request.page <= len(document):
+            raise ValueError(f"it has the pages 1 to {len(document):,}, not {request.page:,}")
+        page = document[request.page - 1]
+        width, height = page.get_size()
+        scale = request.width / max(width, 1.0)
+        # A page may be a strip of any length.
+        scale = min(
+            scale, (MAX_PIXELS / 10 / max(width * height, 1.0)) ** 0.5, 7900 / max(height, 1)
+        )
+        return _saved(page.render(scale=scale).to_pil(), request.max_bytes)
+    finally:
+        document.close()

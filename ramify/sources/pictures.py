@@ -1,0 +1,64 @@
+"""Pictures among the sources: PNG, JPEG and WebP files as values of the context, without their
+bytes.
+
+    chart.png  ->  {"picture": sha256, "name": "chart.png", "kind": "png", "width": 640, …}
+
+Only the header is read. A picture that is larger than models accept is scaled down by Pillow (extra
+``inputs``), in a process with limits on memory and time; without Pillow it is refused, with its
+numbers. Pictures of a folder are left out if the folder also has texts: their models would meet
+hundreds of icons. Not here: pages of PDFs (see ``pdf_pages.py``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.file_kinds import SourceFile
+from ramify.sources.picture_process import MAX_PIXELS, MAX_SOURCE_BYTES, PictureFailed, scaled
+from ramify.types.picture import (
+    MAX_PICTURE_BYTES,
+    MAX_SIDE,
+    NotAPicture,
+    Picture,
+    PictureTooLarge,
+    picture_of,
+    size_of,
+)
+
+REMEDY = "scale it down, or run pip install 'ramify[inputs]', with which it is scaled for you"
+
+
+def read(file: SourceFile, loading: SourceLoader) -> None:
+    name = file.name.rpartition("/")[2]
+    try:
+        picture, data = picture_of(file.data, name), file.data
+        note, source = "", file.path
+    except PictureTooLarge as error:
+        picture, data = _smaller(file, name, str(error), loading.max_file_s)
+        size = size_of(file.data)
+        note, source = f", scaled down from {size.width:,} × {size.height:,}", None
+    except NotAPicture as error:
+        raise UnreadableSource(str(error), "save it again with the program that made it") from None
+    loading.add_picture(
+        file.name, picture, data if source is None else source, f"{picture}{note}", len(file.data)
+    )
+
+
+def _smaller(file: SourceFile, name: str, why: str, limit_s: float) -> tuple[Picture, bytes]:
+    """Return the picture in ``file`` as a smaller one. Raises UnreadableSource, which says why it
+    cannot be sent as it is."""
+    size, num_bytes = size_of(file.data), len(file.data)
+    if size.width * size.height > MAX_PIXELS or num_bytes > MAX_SOURCE_BYTES:
+        raise UnreadableSource(
+            why,
+            f"scale it down; Ramify does so up to {MAX_PIXELS:,} pixels and {MAX_SOURCE_BYTES:,} "
+            "bytes",
+        )
+    if importlib.util.find_spec("PIL") is None:
+        raise UnreadableSource(why, REMEDY)
+    try:
+        data = scaled(file.data, MAX_SIDE // 4, MAX_PICTURE_BYTES, limit_s)
+        return picture_of(data, name), data
+    except (PictureFailed, NotAPicture) as error:
+        raise UnreadableSource(f"{why}, and it cannot be scaled down", str(error)) from None

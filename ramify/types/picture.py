@@ -1,0 +1,203 @@
+"""A picture: its header, its reference in a message, and its value in a session.
+
+    bytes ── picture_of ──> Picture(digest, kind, width, height, …)     in messages and the journal
+    Picture.value()    ──> {"picture": digest, "name": …, "kind": …}    in a context and a session
+
+Decides which bytes are a picture that may be sent: PNG, JPEG or WebP, and at most as large as the
+strictest API accepts. Only the header is read, so a picture of a few bytes that states billions of
+pixels costs nothing. Not here: where the bytes are (see ``engine/run_pictures.py``), and how many
+tokens they are (see ``clients/vision.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+
+PictureKind = Literal["png", "jpeg", "webp"]
+
+MAX_PICTURE_BYTES = 3_932_160
+"""Largest picture that is sent: Anthropic's API accepts 5 MiB of base64."""
+MAX_SIDE = 8000
+"""Maximum width and height in pixels, as Anthropic's API states it."""
+MAX_PICTURES = 20
+"""Maximum number of pictures in one request. With more, Anthropic's API accepts only smaller
+ones."""
+MAX_REQUEST_BYTES = 20_000_000
+"""Maximum size of all pictures of a request. Anthropic's API accepts 32 MB with base64."""
+_MAX_DEPTH = 8
+"""Pictures that are nested deeper in a context are not found."""
+_FRAMES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
+"""JPEG markers of a frame header, which holds the size."""
+_WITHOUT_LENGTH = frozenset({0x01, *range(0xD0, 0xD9)})
+_MAX_SEGMENTS = 10_000
+
+
+class NotAPicture(ValueError):
+    """Bytes that are not a picture, or a damaged one. The text completes a sentence that begins
+    with the picture's name."""
+
+
+class PictureTooLarge(NotAPicture):
+    """A picture beyond ``MAX_SIDE`` or ``MAX_PICTURE_BYTES``, which could be scaled down."""
+
+
+class PictureBytes(msgspec.Struct, frozen=True):
+    """A picture as a tool returns it. The session gets its value, and models see the picture.
+
+    Example:
+        return ramify.PictureBytes(open("camera.jpg", "rb").read(), "camera.jpg")
+    """
+
+    data: bytes
+    """Contents of a PNG, JPEG or WebP file."""
+    name: str = ""
+    """Name that the session sees."""
+
+
+class PictureSize(msgspec.Struct, frozen=True):
+    """Format and size of a picture, as its header states them."""
+
+    kind: PictureKind
+    width: int
+    """Pixels."""
+    height: int
+    """Pixels."""
+
+
+class Picture(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Reference to a picture by the hash of its bytes.
+
+    >>> ramify.Picture("9f86…", "png", 640, 480, 20_113, "chart.png").media_type
+    'image/png'
+    """
+
+    digest: str
+    """SHA-256 of the bytes in hexadecimal digits; also the name of their blob in a store."""
+    kind: PictureKind
+    width: int
+    """Pixels."""
+    height: int
+    """Pixels."""
+    num_bytes: int
+    name: str = ""
+    """Name of its file, or of its page; empty for one that a session made."""
+
+    @property
+    def media_type(self) -> str:
+        return f"image/{self.kind}"
+
+    def value(self) -> dict[str, Any]:
+        """Return the picture as a session has it: a plain value without its bytes."""
+        return {
+            "picture": self.digest,
+            "name": self.name,
+            "kind": self.kind,
+            "width": self.width,
+            "height": self.height,
+            "bytes": self.num_bytes,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.kind.upper()} picture, {self.width:,} × {self.height:,} pixels"
+
+
+def picture_of(data: bytes, name: str = "") -> Picture:
+    """Return the reference to a picture. Raises NotAPicture."""
+    size = size_of(data)
+    if size.width > MAX_SIDE or size.height > MAX_SIDE:
+        raise PictureTooLarge(
+            f"has {size.width:,} × {size.height:,} pixels, and at most {MAX_SIDE:,} × "
+            f"{MAX_SIDE:,} are sent"
+        )
+    if len(data) > MAX_PICTURE_BYTES:
+        raise PictureTooLarge(
+            f"has {len(data):,} bytes, and at most {MAX_PICTURE_BYTES:,} are sent"
+        )
+    digest = hashlib.sha256(data).hexdigest()
+    return Picture(digest, size.kind, size.width, size.height, len(data), name)
+
+
+def size_of(data: bytes) -> PictureSize:
+    """Read a picture's header, and check that its end is there. Raises NotAPicture."""
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        size = _png(data)
+    elif data.startswith(b"\xff\xd8\xff"):
+        size = _jpeg(data)
+    elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        size = _webp(data)
+    else:
+        raise NotAPicture("is not a PNG, JPEG or WebP picture")
+    if not (size.width and size.height):
+        raise NotAPicture(f"is a damaged {size.kind.upper()} picture: it has no pixels")
+    return size
+
+
+def _png(data: bytes) -> PictureSize:
+    if data[8:16] != b"\0\0\0\rIHDR" or data.rfind(b"IEND") < 0:
+        raise NotAPicture("is a damaged or cut PNG picture")
+    width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
+    return PictureSize("png", width, height)
+
+
+def _jpeg(data: bytes) -> PictureSize:
+    at = 2
+    for _ in range(_MAX_SEGMENTS):
+        while data[at : at + 2] == b"\xff\xff":  # fill bytes
+            at += 1
+        if at + 9 > len(data) or data[at] != 0xFF:
+            break
+        marker = data[at + 1]
+        if marker in _FRAMES:
+            if data.rfind(b"\xff\xd9") < at:
+                break
+            height, width = (int.from_bytes(data[at + i : at + i + 2], "big") for i in (5, 7))
+            return PictureSize("jpeg", width, height)
+        at += 2 if marker in _WITHOUT_LENGTH else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    raise NotAPicture("is a damaged or cut JPEG picture")
+
+
+def _webp(data: bytes) -> PictureSize:
+    if len(data) < 30 or int.from_bytes(data[4:8], "little") + 8 > len(data) + 1:
+        raise NotAPicture("is a damaged or cut WebP picture")
+    match data[12:16]:
+        case b"VP8X":
+            width, height = (1 + int.from_bytes(data[i : i + 3], "little") for i in (24, 27))
+        case b"VP8L" if data[20] == 0x2F:
+            bits = int.from_bytes(data[21:25], "little")
+            width, height = 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+        case b"VP8 " if data[23:26] == b"\x9d\x01\x2a":
+            width, height = (int.from_bytes(data[i : i + 2], "little") & 0x3FFF for i in (26, 28))
+        case _:
+            raise NotAPicture("is a damaged WebP picture")
+    return PictureSize("webp", width, height)
+
+
+def digest_in(value: Any) -> str | None:
+    """Digest of a picture's value, or None for another value. The value may come from a
+    session."""
+    digest = value.get("picture") if isinstance(value, dict) else None
+    return digest if isinstance(digest, str) and len(digest) == 64 else None
+
+
+def pictures_in(value: Any) -> list[dict[str, Any]]:
+    """Return the values of the pictures in a context, each once, in their order."""
+    return list({value["picture"]: value for value in _values_in(value, 0)}.values())
+
+
+def _values_in(value: Any, depth: int) -> Iterator[dict[str, Any]]:
+    if digest_in(value) is not None:
+        yield value
+    elif depth < _MAX_DEPTH and isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            if isinstance(item, dict | list | tuple):
+                yield from _values_in(item, depth + 1)
+
+
+def shown(value: Any) -> str:
+    """Line that stands for a picture's value in a prompt to which the picture is attached."""
+    size = f"{value.get('width')} × {value.get('height')} pixels"
+    return f"[the picture {value.get('name')!s:.200}, {value.get('kind')!s:.10}, {size}]"
