@@ -23,7 +23,7 @@ MAX_PIXELS = 150_000_000
 MAX_SOURCE_BYTES = 200_000_000
 _MEMORY_BYTES = 3 << 30
 _CPU_S = 120
-"""CPU time of one request, after which the process ends even if nobody waits for it."""
+"""CPU time of one request, after which the process ends even if the host has gone."""
 _START_S = 20.0
 """Time beyond a limit to start the process and its library."""
 
@@ -71,15 +71,15 @@ def _asked(request: ScaleRequest | PageRequest, data: bytes, limit_s: float) -> 
     try:
         with _processes.one() as process:
             head, made = ask(process, [encode(request), data], limit_s + _START_S)
-            error = decode(head, _Answer).error
+            answer: _Answer = decode(head, _Answer)
     except TimeoutError:
         raise PictureFailed(f"it takes more than {limit_s:g} s") from None
     except (EOFError, OSError, ValueError):
         raise PictureFailed(
             "it takes too much memory or ends the process that decodes it"
         ) from None
-    if error:
-        raise PictureFailed(error)
+    if answer.error:
+        raise PictureFailed(answer.error)
     return made
 
 
