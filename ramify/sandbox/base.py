@@ -10,7 +10,8 @@ it. ``testing/conformance`` is the test suite that a provider must pass before i
 
 A context is encoded once: sessions are opened over it, a store keeps it by its digest, and child
 runs share it. A large one is in an anonymous memory file, which the fork server maps; a small one
-in a bytes object, which is sent to the session. Not here: where and when it is decoded (see
+in a bytes object, which is sent to the session. A text in a file (``MappedText``) is not part of it:
+the encoded form refers to it by its hash, and sessions map the file. Not here: where and when it is decoded (see
 ``providers/process.py``), and the codec (see ``guest/values.py``).
 """
 
@@ -30,13 +31,22 @@ import msgspec
 
 from ramify.errors import ConfigError, NamedFields, RamifyError, SandboxError, raised_at
 from ramify.plugins import Registry, explained
+from ramify.sandbox.file_reference import (
+    FileReference,
+    ReferencedFile,
+    check_unchanged,
+    count_text,
+)
 from ramify.sandbox.guest.frames import pack_value, unpack_value, write_all
+from ramify.sandbox.guest.mapped_text import BLOCK_BYTES, IndexedText, MappedText
 from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueDecoder, ValueEncoder
 from ramify.types.trajectory import Cell
 
 _serials = itertools.count()
 LARGE_BYTES = 1 << 20
 """From this size on, sessions over a context are forked from a process that has decoded it once."""
+MAX_UNMAPPED_BYTES = 1 << 30
+"""Largest files whose texts become part of a context if a sandbox cannot map them."""
 
 
 class SharedContext:
@@ -49,6 +59,7 @@ class SharedContext:
         "_digest",
         "_fd",
         "chars",
+        "files",
         "kind",
         "nbytes",
         "serial",
@@ -56,13 +67,18 @@ class SharedContext:
     )
 
     def __init__(self, value: Any) -> None:
+        files: dict[str, ReferencedFile] = {}
         try:
-            parts, chars = pack_value(value)
+            parts, chars = pack_value(value, files)
         except CodecError as error:
             raise SandboxError(str(error)) from None
-        self._hold(value, parts, chars)
+        self._hold(value, parts, chars, files)
 
-    def _hold(self, value: Any, parts: list[Any], chars: int) -> None:
+    def _hold(
+        self, value: Any, parts: list[Any], chars: int, files: Mapping[str, ReferencedFile]
+    ) -> None:
+        self.files = tuple(files.values())
+        """The files that its texts refer to."""
         self.serial = next(_serials)
         """Distinguishes this object from every other one in this process, even from a later one at
         the same address."""
@@ -76,7 +92,7 @@ class SharedContext:
         self._digest: str | None = None
         self._fd = -1
         self._data: bytes | mmap.mmap
-        if self.nbytes < LARGE_BYTES:
+        if self.nbytes < LARGE_BYTES and not files:
             self._data = b"".join(parts)
         else:
             self._fd = anonymous_file("ramify-context")
@@ -106,15 +122,32 @@ class SharedContext:
         return memoryview(self._data)
 
     @classmethod
-    def decode(cls, data: bytes | memoryview) -> SharedContext:
-        """Return the context whose ``buffer()`` was ``data``; its digest is the same."""
+    def decode(
+        cls, data: bytes | memoryview, references: Sequence[FileReference] = ()
+    ) -> SharedContext:
+        """Return the context whose ``buffer()`` was ``data``; its digest is the same.
+        ``references``: its files. Raises SourceError, which names the file, if one has changed."""
+        files = {each.digest: ReferencedFile(check_unchanged(each)) for each in references}
         try:
-            value, chars = unpack_value(data)
+            value, chars = unpack_value(data, files)
         except ProtocolError as error:
             raise SandboxError(f"a stored context cannot be read: {error}") from None
         context = cls.__new__(cls)
-        context._hold(value, [data], chars)
+        context._hold(value, [data], chars, files)
         return context
+
+    def unmapped(self) -> SharedContext:
+        """Return this context with the texts of its files in it, for a sandbox that cannot map
+        files. Raises SandboxError if they are too large for that."""
+        if not self.files:
+            return self
+        size = sum(map(len, self.files))
+        if size > MAX_UNMAPPED_BYTES:
+            raise SandboxError(
+                f"the context has {size:,} bytes in files, which only the sandboxes jail and "
+                f"process can map: use one of them, or give at most {MAX_UNMAPPED_BYTES:,} bytes"
+            )
+        return SharedContext(_unmapped(self.value))
 
     def pack(self) -> dict[str, Any]:
         """Return the value as data for any JSON writer, such as a journal; ``unpack`` reverses
@@ -133,6 +166,26 @@ class SharedContext:
             return ValueDecoder(blobs).decode(packed["value"])
         except (AttributeError, LookupError, TypeError, ValueError, ProtocolError) as error:
             raise SandboxError(f"a recorded value cannot be read: {error}") from None
+
+
+def mapped_text(
+    fd: int, path: str, on_bytes: Callable[[int], object] = lambda num_bytes: None
+) -> MappedText:
+    """Return the text of the open file ``fd``, which stays in the file ``path``. It is read once,
+    and ``on_bytes`` is called with the number of bytes read so far."""
+    reference, counts = count_text(fd, path, BLOCK_BYTES, on_bytes)
+    data = ReferencedFile(reference, counts.start)
+    return MappedText(
+        IndexedText(data, counts.chars_at, counts.lines_at, counts.encoding, reference.digest)
+    )
+
+
+def _unmapped(value: Any) -> Any:
+    if isinstance(value, MappedText):
+        return value.file.decode(value.file.read(0, value.file.num_bytes))
+    if isinstance(value, dict):
+        return {key: _unmapped(item) for key, item in value.items()}
+    return [_unmapped(item) for item in value] if isinstance(value, list) else value
 
 
 def anonymous_file(name: str) -> int:

@@ -65,6 +65,19 @@ _TRUNCATED = {
 }
 
 
+class FileReference(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One file on this machine, as it was when it was read."""
+
+    path: str
+    """Absolute path."""
+    num_bytes: int
+    """Size of the part that was read, from the beginning."""
+    mtime_ns: int
+    """Time of the last change, in nanoseconds since 1970."""
+    digest: str
+    """SHA-256 of the part that was read, in hexadecimal digits."""
+
+
 class ContextRef(msgspec.Struct, frozen=True, omit_defaults=True):
     """Reference to a context by its content hash, never by value."""
 
@@ -75,6 +88,8 @@ class ContextRef(msgspec.Struct, frozen=True, omit_defaults=True):
     """Python type of the context in the session: ``str``, ``dict``, ``list``, …"""
     pictures: tuple[str, ...] = ()
     """Digests of its pictures, which are blobs of the store."""
+    files: tuple[FileReference, ...] = ()
+    """Files that the context refers to instead of containing them."""
 
 
 class Cell(msgspec.Struct, frozen=True, omit_defaults=True):

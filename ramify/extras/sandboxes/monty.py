@@ -92,7 +92,7 @@ class MontySandbox:
         await session.begin()
         await session.seed(seed)
         if context is not None:
-            await session.set("context", context.value, reserved=True)
+            await session.set("context", context.unmapped().value, reserved=True)
         return session
 
     async def close(self) -> None:

@@ -36,7 +36,7 @@ import os
 import re
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .values import Buffer, CodecError, LimitError, ProtocolError, ValueDecoder, ValueEncoder
@@ -139,6 +139,8 @@ the length prefix."""
 LINE_BYTES = 45_000
 """Number of bytes in one line of base64."""
 _CHUNK = 1 << 16
+_RIGHTS_BYTES = 16 + 4 * 253
+"""Size of a control message with the most descriptors that the system passes at once."""
 U32 = struct.Struct("<I")
 _read, _write = os.read, os.write
 _readv: Any = getattr(os, "readv", None)
@@ -285,7 +287,7 @@ class FrameReader:
         self.have += count
 
     def _receive(self) -> bytes:
-        data, ancillary, _, _ = self.receive(_CHUNK, 32)
+        data, ancillary, _, _ = self.receive(_CHUNK, _RIGHTS_BYTES)
         for _, _, packed in ancillary:
             self.fds += struct.unpack(f"{len(packed) // 4}i", packed[: len(packed) // 4 * 4])
         chunk: bytes = data
@@ -310,10 +312,11 @@ def write_all(fd: int, parts: list[Buffer]) -> None:
             parts[0] = memoryview(parts[0])[count:]
 
 
-def pack_value(value: Any) -> tuple[list[Buffer], int]:
+def pack_value(value: Any, files: dict[str, Any] | None = None) -> tuple[list[Buffer], int]:
     """Encode a single value. Returns its buffers, to be written one after the other, and the number
-    of characters in its strings. The format is ``u32 header length | header | blobs``."""
-    encoder = ValueEncoder()
+    of characters in its strings. The format is ``u32 header length | header | blobs``. ``files``
+    gets the bytes to which its texts in files refer, by their digests."""
+    encoder = ValueEncoder(files=files)
     header: dict[str, Any] = {"value": encoder.encode(value), "chars": encoder.chars}
     if encoder.tags:
         header["tags"] = True
@@ -323,8 +326,9 @@ def pack_value(value: Any) -> tuple[list[Buffer], int]:
     return [U32.pack(len(text)), text, *encoder.blobs], encoder.chars
 
 
-def unpack_value(data: Buffer) -> tuple[Any, int]:
-    """Decode the output of ``pack_value``: the value and its number of characters."""
+def unpack_value(data: Buffer, files: Mapping[str, Any] | None = None) -> tuple[Any, int]:
+    """Decode the output of ``pack_value``: the value and its number of characters. ``files`` has the
+    bytes of its texts in files, by their digests."""
     view = memoryview(data)
     if len(view) < 4:
         raise ProtocolError("an encoded value of less than 4 bytes")
@@ -333,7 +337,9 @@ def unpack_value(data: Buffer) -> tuple[Any, int]:
         header = from_json(str(view[4:end], "utf-8"))
         blobs = split_blobs(view, end, header.get("blobs", ()))
         value = (
-            ValueDecoder(blobs).decode(header["value"]) if header.get("tags") else header["value"]
+            ValueDecoder(blobs, files=files).decode(header["value"])
+            if header.get("tags")
+            else header["value"]
         )
         return value, header["chars"]
     except (ValueError, LookupError, AttributeError, RecursionError) as error:

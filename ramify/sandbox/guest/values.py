@@ -3,7 +3,8 @@ it.
 
 Decides which values are supported, by exact type: None, bool, int, float, complex, str, bytes,
 list, tuple, dict, set, frozenset, date, time, datetime, timedelta (a time zone as its offset), and
-OrderedDict, defaultdict and Counter as dict. Also decides how long integers may be, and how many
+OrderedDict, defaultdict and Counter as dict; to a session, also MappedText, as a reference to its
+file. Also decides how long integers may be, and how many
 keys may share their hash. Not here: the bytes around them, and limits that are counted before a
 value is decoded (see ``frames.py``). Data from the other end may be hostile: it decodes to a value
 of these types or raises ProtocolError.
@@ -15,8 +16,10 @@ import collections
 import datetime
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from .mapped_text import IndexedText, MappedText, counts_of
 
 MAX_INT_DIGITS = 4000
 """Maximum number of decimal digits of an integer. Python itself writes 4,300, and JSON readers
@@ -181,13 +184,21 @@ def _is_utf8(text: str) -> bool:
 class ValueEncoder:
     """Encodes values as JSON-ready data; long strings and bytes go to ``blobs``."""
 
-    __slots__ = ("_keys", "blobs", "chars", "defers", "tags")
+    __slots__ = ("_files", "_keys", "blobs", "chars", "defers", "tags")
 
-    def __init__(self, defers: bool = False, *, bounded: bool = False) -> None:
+    def __init__(
+        self,
+        defers: bool = False,
+        *,
+        bounded: bool = False,
+        files: dict[str, Any] | None = None,
+    ) -> None:
         """``defers``: keep long ASCII text as str in ``blobs`` (one byte per character), for a
         caller that encodes it piece by piece. ``bounded``: the value comes from a session; raise
-        LimitError if the host would not decode it."""
+        LimitError if the host would not decode it. ``files``: gets the bytes to which the texts in
+        files refer, by their digests; without it, such a text raises CodecError."""
         self.defers = defers
+        self._files = files
         self._keys = KeyCheck() if bounded else None
         self.blobs: list[Any] = []
         self.chars = 0
@@ -290,7 +301,16 @@ class ValueEncoder:
             return self._tag(kind.__name__, [value.isoformat(), getattr(value, "fold", 0)])
         if kind is datetime.timedelta:
             return self._tag("timedelta", [value.days, value.seconds, value.microseconds])
+        if kind is MappedText and self._files is not None:
+            return self._mapped(value.file)
         raise CodecError(f"a value of type {type_name(kind)}")
+
+    def _mapped(self, file: IndexedText) -> Any:
+        assert self._files is not None
+        self._files[file.digest] = file.data
+        self.chars += file.num_chars
+        counts = [self._blob(counts) for counts in file.counts()]
+        return self._tag("mapped", [file.digest, file.encoding, *counts])
 
 
 def _in_order(items: Any) -> list[Any]:
@@ -315,11 +335,18 @@ class ValueDecoder:
     """Decodes JSON data with tags into values. Every blob may be used only once, so that a small
     header cannot produce a huge value."""
 
-    __slots__ = ("_keys", "blobs")
+    __slots__ = ("_files", "_keys", "blobs")
 
-    def __init__(self, blobs: Sequence[Buffer], *, bounded: bool = False) -> None:
+    def __init__(
+        self,
+        blobs: Sequence[Buffer],
+        *,
+        bounded: bool = False,
+        files: Mapping[str, Any] | None = None,
+    ) -> None:
         """``bounded``: the value comes from a session; raise ProtocolError if it is over a
-        limit."""
+        limit. ``files``: the bytes of the texts that refer to files, by their digests."""
+        self._files = files or {}
         self.blobs: list[Buffer | None] = list(blobs)
         self._keys = KeyCheck() if bounded else None
 
@@ -390,6 +417,10 @@ class ValueDecoder:
         if tag == "timedelta":
             days, seconds, microseconds = data
             return datetime.timedelta(days, seconds, microseconds)
+        if tag == "mapped" and self._files:
+            digest, encoding, chars_at, lines_at = data
+            counts = counts_of(self._take(chars_at)), counts_of(self._take(lines_at))
+            return MappedText(IndexedText(self._files[digest], *counts, encoding, digest))
         raise ProtocolError(f"a value with the unknown tag {str(tag)[:40]!r}")
 
     def _keyed(self, data: Any) -> dict[Any, Any]:

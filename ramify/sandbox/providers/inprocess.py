@@ -65,7 +65,7 @@ class InprocessSandbox:
         self._sessions.add(session)
         await session.ready()
         if context is not None:
-            await session.set_context(context.buffer())
+            await session.set_context(context.unmapped().buffer())
         return session
 
     async def close(self) -> None:

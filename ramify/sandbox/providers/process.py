@@ -21,11 +21,17 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Coroutine, MutableMapping
+from collections.abc import Coroutine, MutableMapping, Sequence
 from typing import Any
 
-from ramify.errors import ConfigError, SandboxError
-from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec, SharedContext
+from ramify.errors import ConfigError, SandboxError, SourceError
+from ramify.sandbox.base import (
+    PreparedContext,
+    ReferencedFile,
+    SandboxCapabilities,
+    SandboxSpec,
+    SharedContext,
+)
 from ramify.sandbox.host.forkserver_channel import (
     ForkServerChannel,
     StartedForkServer,
@@ -54,6 +60,8 @@ _GONE_S = 0.2
 """Seconds until the exit of a killed server is noticed."""
 _MAX_TEMPLATES = 8
 _FDS_PER_SESSION = 4
+_FILES_AT_ONCE = 100
+"""Files that a template process maps in one step: the system passes at most 253 descriptors."""
 _SPARE_FDS = 128
 
 
@@ -171,7 +179,7 @@ class ProcessSandbox:
             )
         try:
             return await asyncio.shield(self._templates[key][1])
-        except SandboxError:
+        except (SandboxError, SourceError):
             self._templates.pop(key, None)
             raise
 
@@ -182,11 +190,16 @@ class ProcessSandbox:
         channel = ForkServerChannel(host_end)
         with template_end:
             assert context.fd is not None
-            _, fds = await base.ask({"op": "template"}, (template_end.fileno(), context.fd))
+            _, fds = await base.ask(
+                {"op": "template", "files": len(context.files)},
+                (template_end.fileno(), context.fd),
+            )
         _close_all(fds)
         try:
+            for at in range(0, len(context.files), _FILES_AT_ONCE):
+                await _map_files(channel, context.files[at : at + _FILES_AT_ONCE])
             await channel.wait_ready()
-        except SandboxError:
+        except (SandboxError, SourceError):
             await channel.close()
             raise
         return channel
@@ -368,6 +381,18 @@ def _watched(
     task = asyncio.ensure_future(start)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task
+
+
+async def _map_files(channel: ForkServerChannel, files: Sequence[ReferencedFile]) -> None:
+    """Let a template process map ``files``. Raises SourceError if one has changed."""
+    fds: list[int] = []
+    try:
+        for file in files:
+            fds.append(file.open())
+        places = [[each.reference.digest, each.start, each.reference.num_bytes] for each in files]
+        await channel.ask({"op": "map", "places": places}, fds)
+    finally:
+        _close_all(fds)
 
 
 def _make_room(fds: int) -> None:

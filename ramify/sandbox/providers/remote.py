@@ -186,7 +186,7 @@ class RemoteSandbox:
             session = self._session(transport)
             await session.ready(START_S)
             if context is not None:
-                await session.set_context(context.buffer())
+                await session.set_context(context.unmapped().buffer())
         except BaseException:
             await transport.close()
             raise

@@ -11,10 +11,11 @@ host's end is ``host/forkserver_channel.py``. Standard library only.
                                              (has decoded a large context once)
 
     host:    config, then
-             open{id,early} + [wire, spool, buffers]   template{id} + [control, context]
+             open{id,early} + [wire, spool, buffers]   template{id,files} + [control, context]
+             map{id,places} + [file, …]                (to a template, before it is ready)
              signal{pid,signal}  adopt{pid}  disown{pid}  retire
     server:  ready | failed{message}, then
-             opened{id,pid} + [pidfd]  failed{id,message}  exited{pid,status}
+             opened{id,pid} + [pidfd]  mapped{id}  failed{id,message}  exited{pid,status}
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         adopt_orphans,
         keep_only,
         limit_files,
+        map_file,
         mapped_bytes,
         nonblocking_pipe,
         quiet_signals,
@@ -62,6 +64,7 @@ else:
         adopt_orphans,
         keep_only,
         limit_files,
+        map_file,
         mapped_bytes,
         nonblocking_pipe,
         quiet_signals,
@@ -261,7 +264,7 @@ class ForkServer:
             self._refuse(header["id"], fds, f"no process for its context: {error}")
             return
         if not pid:
-            _in_child(lambda: self._become_template(*fds))
+            _in_child(lambda: self._become_template(*fds, header["files"]))
         self.children[pid] = _TEMPLATE
         self._opened(header["id"], pid, fds)
 
@@ -277,7 +280,9 @@ class ForkServer:
             os.close(fd)
         self.control.send({"op": "failed", "id": id, "message": message})
 
-    def _become_template(self, control: int, context: int) -> None:
+    def _become_template(self, control: int, context: int, num_files: int) -> None:
+        """Decode the context whose encoded form is in the file ``context``, and serve. The host
+        sends descriptors for ``num_files`` files, to which its texts refer."""
         quiet_signals()
         tie_to_parent(self.pid)
         self.control.sock.close()
@@ -285,7 +290,7 @@ class ForkServer:
         self.children = {}
         try:
             with mmap.mmap(context, 0, prot=mmap.PROT_READ) as data, memoryview(data) as view:
-                self._context, _ = frames.unpack_value(view)
+                self._context, _ = frames.unpack_value(view, self._map_files(num_files))
         except Exception as error:  # noqa: BLE001  (reported to the host, which raises it)
             self.control.send({"op": "failed", "message": f"its context did not decode: {error}"})
             os._exit(1)
@@ -295,6 +300,17 @@ class ForkServer:
         gc.freeze()
         self.control.send({"op": "ready"})
         self.serve()
+
+    def _map_files(self, count: int) -> dict[str, memoryview]:
+        """Map ``count`` files whose descriptors the host sends: digest -> bytes of the text."""
+        mapped: dict[str, memoryview] = {}
+        while len(mapped) < count:
+            header, fds = self.control.receive()
+            for (digest, start, num_bytes), fd in zip(header["places"], fds, strict=True):
+                mapped[digest] = map_file(fd, num_bytes)[start:]
+                os.close(fd)
+            self.control.send({"op": "mapped", "id": header["id"]})
+        return mapped
 
     def _session(self, prepared: Any, header: dict[str, Any], fds: list[int]) -> None:
         """Run the session in its process, until it ends."""

@@ -116,6 +116,20 @@ def _limit(number: int, soft: int, hard: int) -> None:
         resource.setrlimit(number, (soft, hard))
 
 
+def map_file(fd: int, num_bytes: int) -> memoryview:
+    """Map the first ``num_bytes`` of a file for reading, as long as this process and its children
+    exist. Unlike ``mmap.mmap``, this keeps no descriptor, of which sessions have few."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    size = ctypes.c_size_t(num_bytes)
+    at = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, ctypes.c_longlong(0))
+    if at in (None, ctypes.c_void_p(-1).value):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return memoryview((ctypes.c_ubyte * num_bytes).from_address(at)).cast("B").toreadonly()
+
+
 def mapped_bytes(proc: int | None = None) -> int:
     """Return the address space of this process. ``proc``: a descriptor of /proc, if it has no path
     here."""

@@ -1,0 +1,197 @@
+"""Files that a context refers to instead of containing them: how they are named, read and checked.
+
+    path ──count_text──> FileReference (path, size, time, SHA-256) + counts for an index
+                              │
+                              └─> ReferencedFile[a:b]   bytes, unless the file has changed
+
+A file may grow while it is used, as a log does: the part that was read counts. A file that became
+shorter, or that was written to without growing, has changed, and is never read as if it were the
+same. Not here: what its text means, and where it is mapped (see ``sandbox/guest/mapped_text.py``).
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import os
+import stat
+from array import array
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from ramify.errors import SourceError
+from ramify.types.trajectory import FileReference
+
+_PIECE_BYTES = 1 << 22
+_CONTINUATIONS = bytes(range(0x80, 0xC0))
+"""Bytes of UTF-8 that do not begin a character."""
+
+
+class TextCounts(msgspec.Struct, frozen=True):
+    """What one pass over a text counts."""
+
+    encoding: str
+    """``utf-8``, or ``cp1252`` for bytes that are not."""
+    start: int
+    """Bytes of a mark before the text."""
+    chars_at: array[int]
+    """Characters that begin before each block, and those of all; empty if each byte is one."""
+    lines_at: array[int]
+    """Line ends before each block, and those of all."""
+
+
+class ReferencedFile:
+    """Reads a referenced file. It holds no descriptor, so there may be any number of them."""
+
+    __slots__ = ("reference", "start")
+
+    def __init__(self, reference: FileReference, start: int = 0) -> None:
+        """``start``: number of first bytes that do not belong to the text."""
+        self.reference = reference
+        self.start = start
+
+    def __len__(self) -> int:
+        return self.reference.num_bytes - self.start
+
+    def __getitem__(self, place: slice) -> bytes:
+        low, high, _ = place.indices(len(self))
+        fd = self.open()
+        try:
+            parts, at, end = [], low + self.start, high + self.start
+            while at < end and (part := os.pread(fd, min(end - at, 1 << 30), at)):
+                parts.append(part)
+                at += len(part)
+            return b"".join(parts)
+        finally:
+            os.close(fd)
+
+    def open(self) -> int:
+        """Return a descriptor for reading. Raises SourceError if the file is gone or has changed
+        since it was read."""
+        fd = _open(self.reference)
+        now = os.fstat(fd)
+        if not _may_be_same(self.reference, now):
+            os.close(fd)
+            raise _changed(self.reference, now)
+        return fd
+
+
+def check_unchanged(reference: FileReference) -> FileReference:
+    """Return ``reference`` with the time of the file as it is now. Raises SourceError, which names
+    the file, if it is gone or if its content has changed. Reads it again only if its size or time
+    differ."""
+    fd = _open(reference)
+    try:
+        now = os.fstat(fd)
+        if (now.st_size, now.st_mtime_ns) == (reference.num_bytes, reference.mtime_ns):
+            return reference
+        if now.st_size < reference.num_bytes or _digest(fd, reference) != reference.digest:
+            raise _changed(reference, now)
+        return msgspec.structs.replace(reference, mtime_ns=now.st_mtime_ns)
+    finally:
+        os.close(fd)
+
+
+def count_text(
+    fd: int,
+    path: str,
+    block_bytes: int,
+    on_bytes: Callable[[int], object] = lambda num_bytes: None,
+) -> tuple[FileReference, TextCounts]:
+    """Read the file behind ``fd`` once: its hash, and the characters and line ends in each block.
+    ``on_bytes`` is called with the number of bytes read so far."""
+    before = os.fstat(fd)
+    size = before.st_size
+    start = len(codecs.BOM_UTF8) if os.pread(fd, 3, 0) == codecs.BOM_UTF8 else 0
+    digest = hashlib.sha256(os.pread(fd, start, 0))
+    chars_at, lines_at = array("Q", [0]), array("Q", [0])
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    is_utf8 = is_ascii = True
+    at = start
+    with ThreadPoolExecutor(1, "ramify-hash") as hashing:
+        hashed = hashing.submit(lambda: None)
+        while at < size:
+            piece = _read(fd, at, min(_PIECE_BYTES, size - at))
+            if not piece:
+                raise SourceError(f"{path} became shorter while it was read: load it again")
+            hashed.result()
+            hashed = hashing.submit(digest.update, piece)
+            at += len(piece)
+            if is_ascii and not piece.isascii():
+                is_ascii = False
+            if is_utf8 and not is_ascii:
+                try:
+                    decoder.decode(piece, at >= size)
+                except UnicodeDecodeError:
+                    is_utf8 = False
+            for begin in range(0, len(piece), block_bytes):
+                block = piece[begin : begin + block_bytes]
+                lines_at.append(lines_at[-1] + block.count(b"\n"))
+                if is_utf8:
+                    leads = block if is_ascii else block.translate(None, _CONTINUATIONS)
+                    chars_at.append(chars_at[-1] + len(leads))
+            on_bytes(at)
+        hashed.result()
+    # The time from before the pass: what is written meanwhile shows as a change.
+    reference = FileReference(os.path.abspath(path), size, before.st_mtime_ns, digest.hexdigest())
+    counts = TextCounts(
+        "utf-8" if is_utf8 else "cp1252",
+        start,
+        chars_at if is_utf8 and not is_ascii else array("Q"),
+        lines_at,
+    )
+    return reference, counts
+
+
+def _open(reference: FileReference) -> int:
+    try:
+        fd = os.open(reference.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise SourceError(
+            f"{reference.path} cannot be read again: {error.strerror}; it is used by reference, so "
+            "put it back, or ask as a new run"
+        ) from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise SourceError(
+            f"{reference.path} is not a file any more, and it is used by reference: put the former "
+            "file back, or ask as a new run"
+        )
+    return fd
+
+
+def _read(fd: int, at: int, num_bytes: int) -> bytes:
+    """Read ``num_bytes``, or less at the end of the file. A block must not be cut in two."""
+    parts: list[bytes] = []
+    while num_bytes > 0 and (part := os.pread(fd, num_bytes, at)):
+        parts.append(part)
+        at, num_bytes = at + len(part), num_bytes - len(part)
+    return b"".join(parts)
+
+
+def _may_be_same(reference: FileReference, now: os.stat_result) -> bool:
+    """Return False if the file has certainly changed. One that has grown may have only grown."""
+    if now.st_size == reference.num_bytes:
+        return now.st_mtime_ns == reference.mtime_ns
+    return now.st_size > reference.num_bytes
+
+
+def _changed(reference: FileReference, now: os.stat_result) -> SourceError:
+    size = (
+        f"it has {now.st_size:,} bytes, not {reference.num_bytes:,}"
+        if now.st_size != reference.num_bytes
+        else "it was written to"
+    )
+    return SourceError(
+        f"{reference.path} has changed since it was read ({size}), and it is used by reference: "
+        "put the former file back, or ask as a new run"
+    )
+
+
+def _digest(fd: int, reference: FileReference) -> str:
+    digest = hashlib.sha256()
+    for at in range(0, reference.num_bytes, _PIECE_BYTES):
+        digest.update(_read(fd, at, min(_PIECE_BYTES, reference.num_bytes - at)))
+    return digest.hexdigest()

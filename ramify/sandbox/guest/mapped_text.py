@@ -1,0 +1,532 @@
+"""A text that stays in its file: what ``context`` is above a stated size.
+
+    context[a:b]   characters ──> bytes: the count of characters before each block, and one block
+    find, count    bytes of the file, in pieces ──> characters
+    finditer       windows of decoded text, which overlap
+    lines          the count of line ends before each block, and one block
+
+Decides which methods of ``str`` such a text has, what its lines are, and what it says about the
+rest. Positions are characters, as in a ``str``. A position costs the decoding of one block, and a
+search costs one pass over the bytes; neither keeps what it has read. Not here: how the file is
+mapped (see ``server/process_setup.py``), how its characters are counted, and whether it has changed (see
+``sandbox/file_reference.py``). Standard library only; the host reads its files with the same class.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
+
+BLOCK_BYTES = 1 << 16
+"""The index counts characters and line ends before each block of this size."""
+MAX_SLICE_CHARS = 100_000_000
+"""Longest slice, line or match in characters: it becomes a ``str`` in memory."""
+_PIECE_BYTES = 1 << 22
+_WINDOW_CHARS = 1 << 21
+_AHEAD_CHARS = 1 << 18
+"""Characters of a window beyond the part in which matches may begin."""
+_BEHIND_CHARS = 1 << 10
+_SHOWN = 60
+_METHODS = "slices, find, rfind, index, count, in, startswith, endswith, splitlines, split"
+
+
+class IndexedText:
+    """The bytes of a text, and how many characters and line ends are before each block of them."""
+
+    __slots__ = ("_chars_at", "_lines_at", "data", "digest", "encoding", "num_bytes")
+
+    def __init__(
+        self,
+        data: Any,
+        chars_at: Sequence[int],
+        lines_at: Sequence[int],
+        encoding: str = "utf-8",
+        digest: str = "",
+    ) -> None:
+        """``data[a:b]`` gives bytes of the text. ``chars_at`` has the number of characters that
+        begin before each block, and at the end that of all; it is empty if each byte is one
+        character. ``lines_at`` has the same for line ends. ``digest`` is the SHA-256 of the
+        file."""
+        self.data = data
+        self._chars_at = chars_at
+        self._lines_at = lines_at
+        self.num_bytes: int = len(data)
+        self.encoding = encoding
+        self.digest = digest
+
+    @property
+    def num_chars(self) -> int:
+        return self._chars_at[-1] if self._chars_at else self.num_bytes
+
+    @property
+    def num_line_ends(self) -> int:
+        return self._lines_at[-1]
+
+    def counts(self) -> tuple[bytes, bytes]:
+        """Return ``chars_at`` and ``lines_at`` as bytes, for ``counts_of``."""
+        return array("Q", self._chars_at).tobytes(), array("Q", self._lines_at).tobytes()
+
+    def read(self, low: int, high: int) -> bytes:
+        return bytes(self.data[low:high])
+
+    def decode(self, data: bytes) -> str:
+        return data.decode(self.encoding, "replace")
+
+    def text(self, start: int, stop: int) -> str:
+        """Return the characters from ``start`` to ``stop``."""
+        stop = min(stop, self.num_chars)
+        if stop <= start:
+            return ""
+        if stop - start > MAX_SLICE_CHARS:
+            raise ValueError(
+                f"a part of {stop - start:,} characters: at most {MAX_SLICE_CHARS:,} at once; take "
+                "smaller slices, or go through the lines"
+            )
+        return self.decode(self.read(self.byte_at(start), self.byte_at(stop)))
+
+    def part(self, low: int, high: int, what: str) -> bytes:
+        """Return the bytes of a part that becomes a str or a list. ``what`` describes it in the
+        error for one that is too long."""
+        if high - low > 4 * MAX_SLICE_CHARS:
+            raise ValueError(
+                f"{what} of {high - low:,} bytes: too much for memory; take smaller parts, or go "
+                "through the lines in a loop"
+            )
+        return self.read(low, high)
+
+    def byte_at(self, char: int) -> int:
+        """Return the place in bytes of the character at position ``char``."""
+        counts = self._chars_at
+        if not counts:
+            return char
+        if char >= counts[-1]:
+            return self.num_bytes
+        number = bisect_right(counts, char) - 1
+        block, left = self._block(number), char - counts[number]
+        begin = _first_lead(block)
+        # A character that is cut off at the end of the block is not needed.
+        text = block[begin:].decode("utf-8", "ignore")
+        return number * BLOCK_BYTES + begin + len(text[:left].encode())
+
+    def char_at(self, place: int) -> int:
+        """Return the position of the character that begins at byte ``place``."""
+        if not self._chars_at:
+            return place
+        number = place // BLOCK_BYTES
+        block = self.read(number * BLOCK_BYTES, place)
+        return self._chars_at[number] + len(block[_first_lead(block) :].decode("utf-8", "ignore"))
+
+    def line_at(self, line: int) -> int:
+        """Return the place in bytes after the first ``line`` line ends."""
+        if line <= 0:
+            return 0
+        number = bisect_left(self._lines_at, line) - 1
+        block, left = self._block(number), line - self._lines_at[number]
+        return number * BLOCK_BYTES + len(b"\n".join(block.split(b"\n", left)[:left])) + 1
+
+    def places(self, needle: bytes, low: int, high: int) -> Iterator[int]:
+        """Yield the places of ``needle`` in the bytes from ``low`` to ``high``, without
+        overlaps."""
+        at = low
+        while at < high:
+            piece = self.read(at, min(high, at + _PIECE_BYTES + len(needle) - 1))
+            begin = 0
+            while (found := piece.find(needle, begin)) >= 0:
+                yield at + found
+                begin = found + len(needle)
+            at += max(_PIECE_BYTES, begin)
+
+    def last_place(self, needle: bytes, low: int, high: int) -> int:
+        """Return the last place of ``needle`` in the bytes from ``low`` to ``high``, or -1."""
+        at = high
+        while at > low:
+            begin = max(low, at - _PIECE_BYTES)
+            piece = self.read(begin, min(high, at + len(needle) - 1))
+            if (found := piece.rfind(needle)) >= 0:
+                return begin + found
+            at = begin
+        return -1
+
+    def count(self, needle: bytes, low: int, high: int) -> int:
+        """Count ``needle`` in the bytes from ``low`` to ``high``, without overlaps."""
+        if _overlaps_itself(needle):
+            return sum(1 for _ in self.places(needle, low, high))
+        more = _PIECE_BYTES + len(needle) - 1
+        return sum(
+            self.read(at, min(high, at + more)).count(needle)
+            for at in range(low, high, _PIECE_BYTES)
+        )
+
+    def _block(self, number: int) -> bytes:
+        return self.read(number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES)
+
+
+def counts_of(data: Any) -> Sequence[int]:
+    """Return the numbers of which ``IndexedText.counts`` gave the bytes."""
+    return array("Q", bytes(data))
+
+
+class MappedText:
+    """A text in a file, used like a ``str``: len, slices, find, count, in, lines. ``finditer``,
+    ``findall`` and ``search`` are regular expressions over it."""
+
+    __slots__ = ("file",)
+
+    def __init__(self, file: IndexedText) -> None:
+        self.file = file
+
+    # -- as a str
+
+    def __len__(self) -> int:
+        return self.file.num_chars
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> str: ...
+    def __getitem__(self, index: int | slice) -> str:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step == 1:
+                return self.file.text(start, stop)
+            if not range(start, stop, step):
+                return ""
+            ends = sorted((start, range(start, stop, step)[-1]))
+            text = self.file.text(ends[0], ends[1] + 1)
+            return text[::step] if step > 0 else text[::-1][::-step]
+        try:
+            place = index.__index__()
+        except AttributeError:
+            raise TypeError(
+                f"indices must be integers or slices, not {type(index).__name__}"
+            ) from None
+        place += len(self) if place < 0 else 0
+        if not 0 <= place < len(self):
+            raise IndexError("string index out of range")
+        return self.file.text(place, place + 1)
+
+    def __contains__(self, text: object) -> bool:
+        if not isinstance(text, str):
+            raise TypeError(
+                f"'in <MappedText>' requires string as left operand, not {type(text).__name__}"
+            )
+        return self.find(text) >= 0
+
+    def __iter__(self) -> Iterator[str]:
+        """The lines, without their ends."""
+        return iter(self.splitlines())
+
+    def __repr__(self) -> str:
+        head = self[:_SHOWN]
+        return f"<MappedText of {len(self):,} characters: {head!r}{'…' * (len(self) > _SHOWN)}>"
+
+    def __str__(self) -> str:
+        raise TypeError(
+            f"str() of a text of {len(self):,} characters, which stays in its file: use a slice "
+            "such as context[:1000]"
+        )
+
+    def __format__(self, spec: str) -> str:
+        return str(self)
+
+    def __reduce__(self) -> str:
+        raise TypeError("a MappedText cannot be pickled or copied: use a slice")
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(str, name) and not name.startswith("__"):
+            raise AttributeError(
+                f"a text of {len(self):,} characters, which stays in its file, has no {name}(): it "
+                f"has {_METHODS}, finditer, findall and search; take a slice, which is a str, or "
+                "go through its lines"
+            )
+        raise AttributeError(f"'MappedText' object has no attribute {name!r}")
+
+    def find(self, sub: str, start: int | None = None, end: int | None = None) -> int:
+        """First position of ``sub``, or -1."""
+        needle, start, end = self._needle(sub), *self._range(start, end)
+        if needle is None or start + len(sub) > end:
+            return -1
+        if not needle:
+            return start
+        found = next(self.file.places(needle, self.file.byte_at(start), self.file.byte_at(end)), -1)
+        return -1 if found < 0 else self.file.char_at(found)
+
+    def rfind(self, sub: str, start: int | None = None, end: int | None = None) -> int:
+        """Last position of ``sub``, or -1."""
+        needle, start, end = self._needle(sub), *self._range(start, end)
+        if needle is None or start + len(sub) > end:
+            return -1
+        if not needle:
+            return end
+        found = self.file.last_place(needle, self.file.byte_at(start), self.file.byte_at(end))
+        return -1 if found < 0 else self.file.char_at(found)
+
+    def index(self, sub: str, start: int | None = None, end: int | None = None) -> int:
+        """As ``find``; raises ValueError if ``sub`` is not there."""
+        if (found := self.find(sub, start, end)) < 0:
+            raise ValueError("substring not found")
+        return found
+
+    def rindex(self, sub: str, start: int | None = None, end: int | None = None) -> int:
+        """As ``rfind``; raises ValueError if ``sub`` is not there."""
+        if (found := self.rfind(sub, start, end)) < 0:
+            raise ValueError("substring not found")
+        return found
+
+    def count(self, sub: str, start: int | None = None, end: int | None = None) -> int:
+        """Number of occurrences of ``sub`` that do not overlap."""
+        if sub == "\n" and start is None and end is None:
+            return self.file.num_line_ends
+        needle, start, end = self._needle(sub), *self._range(start, end)
+        if needle is None or start + len(sub) > end:
+            return 0
+        if not needle:
+            return end - start + 1
+        return self.file.count(needle, self.file.byte_at(start), self.file.byte_at(end))
+
+    def startswith(self, prefix: str | tuple[str, ...], start: int | None = None) -> bool:
+        start = self._range(start, None)[0]
+        options = prefix if isinstance(prefix, tuple) else (prefix,)
+        return self.file.text(start, start + max(map(len, options), default=0)).startswith(prefix)
+
+    def endswith(self, suffix: str | tuple[str, ...]) -> bool:
+        options = suffix if isinstance(suffix, tuple) else (suffix,)
+        longest = max(map(len, options), default=0)
+        return self.file.text(max(0, len(self) - longest), len(self)).endswith(suffix)
+
+    def splitlines(self, keepends: bool = False) -> MappedLines:
+        """The lines, which end at ``\\n`` or ``\\r\\n``: read when they are used."""
+        return MappedLines(self.file, keepends=keepends)
+
+    def split(self, sep: str | None = None, maxsplit: int = -1) -> MappedLines | Iterator[str]:
+        """The parts between separators, one after the other; those of ``split("\\n")`` also have a
+        length and indices."""
+        if sep == "\n" and maxsplit < 0:
+            return MappedLines(self.file, is_split=True)
+        if maxsplit >= 0:
+            raise TypeError("split of a text that stays in its file has no maxsplit: use find")
+        if sep is None:
+            return (match.group() for match in self.finditer(r"\S+"))
+        if not sep:
+            raise ValueError("empty separator")
+        return self._parts(sep)
+
+    # -- regular expressions
+
+    def finditer(self, pattern: str | re.Pattern[str], flags: int = 0) -> Iterator[MappedMatch]:
+        """As ``re.finditer(pattern, text, flags)``. Finds matches of up to 262,144 characters;
+        longer ones may be missed."""
+        compiled = re.compile(pattern, flags)
+        if not isinstance(compiled.pattern, str):
+            raise TypeError("give a pattern of str; for one of bytes: re.finditer(…, text.buffer)")
+        return self._matches(compiled)
+
+    def findall(self, pattern: str | re.Pattern[str], flags: int = 0) -> list[Any]:
+        """As ``re.findall(pattern, text, flags)``."""
+        found: list[Any] = []
+        for match in self.finditer(pattern, flags):
+            groups = match.groups("")
+            found.append(match.group() if not groups else groups[0] if len(groups) == 1 else groups)
+        return found
+
+    def search(self, pattern: str | re.Pattern[str], flags: int = 0) -> MappedMatch | None:
+        """As ``re.search(pattern, text, flags)``."""
+        return next(self.finditer(pattern, flags), None)
+
+    @property
+    def buffer(self) -> memoryview:
+        """The bytes of the text in its encoding, for ``re`` with patterns of bytes. Its positions
+        are bytes."""
+        data = self.file.data
+        if not isinstance(data, memoryview):
+            raise TypeError("a text that the host reads has no buffer: it is mapped in sessions")
+        return data
+
+    def _matches(self, pattern: re.Pattern[str]) -> Iterator[MappedMatch]:
+        at, core, length = 0, _WINDOW_CHARS, len(self)
+        while at <= length:
+            low, high = max(0, at - _BEHIND_CHARS), min(length, at + core + _AHEAD_CHARS)
+            text = self.file.text(low, high)
+            is_last, reach = high == length, high - low - _AHEAD_CHARS // 2
+            after = length + 1 if is_last else at + core
+            core = _WINDOW_CHARS
+            for match in pattern.finditer(text, at - low):
+                if not is_last and low + match.start() >= after:
+                    break
+                if not is_last and match.end() > reach:
+                    # It might be longer: try again with a window that begins at it.
+                    after = low + match.start()
+                    core = max(core, 2 * (match.end() - match.start()))
+                    break
+                yield MappedMatch(match, low)
+                if low + match.end() > after:
+                    after = low + match.end()
+            at = after
+
+    def _range(self, start: int | None, end: int | None) -> tuple[int, int]:
+        """Return the positions that ``find(sub, start, end)`` means. As in a str, a start behind the
+        end of the text stays there, so that not even an empty text is found."""
+        low, high, _ = slice(start, end).indices(len(self))
+        return (low if start is None else max(low, start)), high
+
+    def _needle(self, sub: object) -> bytes | None:
+        """Return ``sub`` in the encoding of the file; None if the file cannot contain it."""
+        if not isinstance(sub, str):
+            raise TypeError(f"must be str, not {type(sub).__name__}")
+        try:
+            return sub.encode(self.file.encoding)
+        except UnicodeEncodeError:
+            return None
+
+    def _parts(self, sep: str) -> Iterator[str]:
+        file, start, needle = self.file, 0, self._needle(sep)
+        for found in file.places(needle, 0, file.num_bytes) if needle else ():
+            yield file.decode(file.part(start, found, "a part"))
+            start = found + len(needle or b"")
+        yield file.decode(file.part(start, file.num_bytes, "a part"))
+
+
+MappedText.__module__ = "builtins"  # so that an error shows the name without a module
+
+
+class MappedMatch:
+    """A match in a ``MappedText``, used like ``re.Match``. Its positions are those in the whole
+    text."""
+
+    __slots__ = ("_at", "_match")
+
+    def __init__(self, match: re.Match[str], at: int) -> None:
+        """``at``: position of the window in which ``match`` was found."""
+        self._match = match
+        self._at = at
+
+    def group(self, *groups: Any) -> Any:
+        return self._match.group(*groups)
+
+    def groups(self, default: Any = None) -> tuple[Any, ...]:
+        return self._match.groups(default)
+
+    def groupdict(self, default: Any = None) -> dict[str, Any]:
+        return self._match.groupdict(default)
+
+    def __getitem__(self, group: Any) -> Any:
+        return self._match[group]
+
+    def start(self, group: Any = 0) -> int:
+        return self.span(group)[0]
+
+    def end(self, group: Any = 0) -> int:
+        return self.span(group)[1]
+
+    def span(self, group: Any = 0) -> tuple[int, int]:
+        start, end = self._match.span(group)
+        return (-1, -1) if start < 0 else (start + self._at, end + self._at)
+
+    @property
+    def lastgroup(self) -> str | None:
+        return self._match.lastgroup
+
+    @property
+    def lastindex(self) -> int | None:
+        return self._match.lastindex
+
+    def __repr__(self) -> str:
+        return f"<MappedMatch span={self.span()}, match={self._match.group()!r:.60}>"
+
+
+class MappedLines(Sequence[str]):
+    """The lines of a ``MappedText``, used like a list: len, an index, slices, iteration. A line is
+    read when it is used."""
+
+    __slots__ = ("_file", "_is_split", "_keepends")
+
+    def __init__(
+        self, file: IndexedText, *, keepends: bool = False, is_split: bool = False
+    ) -> None:
+        """``is_split``: the parts of ``split("\\n")``. The last one may be empty, and they keep
+        ``\\r``."""
+        self._file = file
+        self._keepends = keepends
+        self._is_split = is_split
+
+    def __len__(self) -> int:
+        file = self._file
+        return file.num_line_ends + (self._is_split or not self._is_closed())
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step == 1:
+                return self._lines(start, stop) if stop > start else []
+            return [self[number] for number in range(start, stop, step)]
+        number = index + len(self) if index < 0 else index
+        if not 0 <= number < len(self):
+            raise IndexError("line index out of range")
+        return self._lines(number, number + 1)[0]
+
+    def __iter__(self) -> Iterator[str]:
+        file, parts = self._file, list[bytes]()
+        for at in range(0, file.num_bytes, _PIECE_BYTES):
+            piece = file.read(at, at + _PIECE_BYTES)
+            end = piece.rfind(b"\n") + 1
+            if end:
+                yield from self._cut(b"".join([*parts, piece[:end]]))
+                parts.clear()
+            parts.append(piece[end:])
+            if len(parts) * _PIECE_BYTES > 4 * MAX_SLICE_CHARS:
+                raise ValueError(f"a line of over {4 * MAX_SLICE_CHARS:,} bytes: use slices")
+        rest = b"".join(parts)
+        if rest or self._is_split:
+            yield self._line(file.decode(rest))
+
+    def __repr__(self) -> str:
+        return f"<{len(self):,} lines>"
+
+    def _lines(self, start: int, stop: int) -> list[str]:
+        file = self._file
+        low = file.line_at(start)
+        if stop <= file.num_line_ends:
+            return [*self._cut(file.part(low, file.line_at(stop), f"{stop - start:,} lines"))]
+        *lines, last = file.decode(file.part(low, file.num_bytes, f"{stop - start:,} lines")).split(
+            "\n"
+        )
+        ended = [f"{line}\n" for line in lines] if self._keepends else lines
+        return [*map(self._line, ended), self._line(last)]
+
+    def _is_closed(self) -> bool:
+        """Return True if the last line has an end, or if there is no line."""
+        size = self._file.num_bytes
+        return size == 0 or self._file.read(size - 1, size) == b"\n"
+
+    def _cut(self, data: bytes) -> Iterator[str]:
+        """Return the lines of ``data``, which ends with a line end."""
+        lines = self._file.decode(data).split("\n")
+        lines.pop()
+        if self._keepends:
+            return (f"{line}\n" for line in lines)
+        return iter(lines) if b"\r" not in data else map(self._line, lines)
+
+    def _line(self, line: str) -> str:
+        return line if self._is_split or self._keepends else line.removesuffix("\r")
+
+
+def _first_lead(block: bytes) -> int:
+    """Return the number of bytes at the start of ``block`` that belong to the character before."""
+    begin = 0
+    while begin < len(block) and block[begin] & 0xC0 == 0x80:
+        begin += 1
+    return begin
+
+
+def _overlaps_itself(needle: bytes) -> bool:
+    """Return True if ``needle`` begins with what it ends with, as "abab" does."""
+    if len(needle) > 1000:
+        return True  # counting its places one by one costs little
+    return any(needle[:size] == needle[-size:] for size in range(1, len(needle)))
