@@ -104,6 +104,12 @@ SETTINGS = (
         "COMMAND",
     ),
     OptionSpec(
+        "max_bytes",
+        str,
+        "most bytes to read (default: 1GiB into memory; large texts stay in their files)",
+        "SIZE",
+    ),
+    OptionSpec(
         "strict", bool, "stop if a file in a folder or an archive cannot be read, not only note it"
     ),
     OptionSpec("temperature", float, "sampling temperature (default: the provider's)"),
@@ -489,7 +495,13 @@ def load_sources(
     for path in paths:
         if os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode):
             notes.say(f"reading the pipe {path} until it closes")
-    loaded = load(paths or ["-"], stdin=sys.stdin.buffer, strict=bool(settings.get("strict")))
+    max_bytes = settings.get("max_bytes")
+    loaded = load(
+        paths or ["-"],
+        stdin=sys.stdin.buffer,
+        max_bytes=None if max_bytes is None else parse_size(max_bytes, "--max-bytes"),
+        strict=bool(settings.get("strict")),
+    )
     for line in loaded.describe():
         notes.say(line)
     return loaded

@@ -35,6 +35,8 @@ words from the question."""
 _DROPPED_FIRST = ("when", "tokens", "calls", "model", "seconds", "answer")
 """Columns that are dropped on a narrow terminal, in this order; never the cost or the stop."""
 _COLUMNS = ("run", "when", "question", "model", "stop", "calls", "tokens", "cost", "seconds")
+_BY_REFERENCE = "by reference"
+"""Column with the number of files that a run's context refers to instead of containing them."""
 
 
 def runs(words: list[str], limit: int | None, json: bool | None) -> int:
@@ -48,9 +50,9 @@ def runs(words: list[str], limit: int | None, json: bool | None) -> int:
     elif sys.stdout.isatty():
         _draw(summaries)
     else:
-        print("\t".join(_COLUMNS))
+        print("\t".join([*_COLUMNS, _BY_REFERENCE]))
         for summary in summaries:
-            print("\t".join(_cells(summary, 200)))
+            print("\t".join([*_cells(summary, 200), _files(summary)]))
     return ExitCode.ANSWERED
 
 
@@ -200,6 +202,10 @@ def _cells(summary: RunSummary, width: int) -> list[str]:
     ]
 
 
+def _files(summary: RunSummary) -> str:
+    return many(summary.num_files, "file") if summary.num_files else ""
+
+
 def _draw(summaries: list[RunSummary]) -> None:
     from rich.table import Table
     from rich.text import Text
@@ -211,6 +217,9 @@ def _draw(summaries: list[RunSummary]) -> None:
         for row, summary in zip(rows, summaries, strict=True)
     ]
     names = [*_COLUMNS, "answer"]
+    if any(summary.num_files for summary in summaries):
+        names.append(_BY_REFERENCE)
+        rows = [[*row, _files(summary)] for row, summary in zip(rows, summaries, strict=True)]
     widths = [
         {"question": 18, "model": 12, "answer": 16}.get(name)
         or max([len(name), *(len(row[index]) for row in rows)])

@@ -95,7 +95,9 @@ def _run_lines(
     yield f"run {trajectory.id}  {moment(trajectory.started_at)}"
     yield summary(trajectory, None, "running" if is_alive else "interrupted")
     if trajectory.context:
-        yield f"context: {trajectory.context.kind}, {trajectory.context.chars:,} characters"
+        context = trajectory.context
+        size = f"context: {context.kind}, {context.chars:,} characters"
+        yield ", ".join(filter(None, (size, one_line(context.by_reference, 500))))
     if gold := trajectory.metadata.get("gold"):
         yield f"expected: {one_line(str(gold), 200)}"
     yield ""

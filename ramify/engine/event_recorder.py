@@ -230,4 +230,5 @@ def context_ref(context: SharedContext | None, pictures: Iterable[str] = ()) -> 
     """Reference to a context. ``pictures`` are the digests of its pictures."""
     if context is None:
         return None
-    return ContextRef(context.digest, context.chars, context.kind, tuple(pictures))
+    files = tuple(file.reference for file in context.files)
+    return ContextRef(context.digest, context.chars, context.kind, tuple(pictures), files)

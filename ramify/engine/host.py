@@ -26,7 +26,7 @@ from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import LiveRun
 from ramify.engine.model_requests import cut_reply
-from ramify.engine.observe import plain_prompt
+from ramify.engine.observe import chars_of, plain_prompt
 from ramify.engine.prompt_text import CHARS_PER_TOKEN
 from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
 from ramify.errors import (
@@ -233,13 +233,16 @@ class CellHost:
 
     async def _too_deep(self, call: LiveCall) -> CallOutcome:
         """Answer a child at the depth limit with one plain call that gets question and context."""
-        prompt = plain_prompt(call.question, None if call.context is None else call.context.value)
+        value = None if call.context is None else call.context.value
         max_chars = 3 * (call.client.window - self._run.requests.sampling.max_tokens)
-        if len(prompt) > max_chars:
+        num_chars = chars_of(value)
+        # A text that stays in its file may be larger than memory.
+        prompt = plain_prompt(call.question, value) if num_chars <= max_chars else ""
+        if (num_chars := max(num_chars, len(prompt))) > max_chars:
             return self._not_asked(
                 call,
                 f"the depth limit of {self._run.setup.limits.max_depth} is reached, so this "
-                f"rlm_query is one plain call, and {len(prompt):,} characters do not fit it "
+                f"rlm_query is one plain call, and {num_chars:,} characters do not fit it "
                 f"(about {max_chars:,} do); cut the context into parts",
             )
         try:

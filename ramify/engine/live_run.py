@@ -255,7 +255,8 @@ class LiveRun:
         tools = self.tools_at(call.depth).functions.keys()
         key = context.digest, "sql" in tools
         if key not in self._contexts:
-            self._contexts[key] = context_facts(context.value, context.chars, context.nbytes, tools)
+            num_bytes = context.nbytes + sum(map(len, context.files))
+            self._contexts[key] = context_facts(context.value, context.chars, num_bytes, tools)
         return self._contexts[key]
 
     def system_prompt(self, call: LiveCall) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from ramify.sandbox.guest.mapped_text import MappedText
 from ramify.types.message import Message
 from ramify.types.picture import digest_in, shown
 from ramify.types.trajectory import Cell, Stop
@@ -255,7 +256,7 @@ def _amount(value: float) -> str:
 
 def chars_of(value: Any) -> int:
     """Number of characters of all text in a context."""
-    if isinstance(value, str | bytes):
+    if isinstance(value, str | bytes | MappedText):
         return len(value)
     if isinstance(value, Mapping):
         return sum(chars_of(key) + chars_of(item) for key, item in value.items())
@@ -270,6 +271,8 @@ def rendered(value: Any) -> str:
         return value
     if digest_in(value) is not None:
         return shown(value)
+    if isinstance(value, MappedText):
+        return value[:]
     if isinstance(value, Mapping):
         return "\n\n".join(f"=== {key} ===\n{rendered(item)}" for key, item in value.items())
     if isinstance(value, list | tuple):

@@ -25,6 +25,8 @@ import msgspec
 
 from ramify.clients.base import Price
 from ramify.errors import ConfigError, nearest
+from ramify.sandbox.base import stays_in_files
+from ramify.sandbox.guest.mapped_text import MAX_SLICE_CHARS, MappedText
 from ramify.types.picture import MAX_PICTURES
 
 ContextKind = Literal[
@@ -68,6 +70,8 @@ class ContextFacts(msgspec.Struct, frozen=True):
     """Name of its Python type."""
     bytes_per_char: float = 1.0
     """UTF-8 bytes of a character on average: other scripts take more tokens for a character."""
+    mapped: bool = False
+    """True if some of its texts stay in their files: they are ``MappedText``."""
 
 
 class PromptModel(msgspec.Struct, frozen=True):
@@ -197,7 +201,8 @@ def context_facts(
         names = [name for name, text in value.items() if _is_database(text)]
         databases = tuple(names) if len(names) > 1 else ()
     shape = _shape(kind, value, chars, density)
-    return ContextFacts(kind, chars, shape, databases, type(value).__name__, density)
+    mapped = stays_in_files(value)
+    return ContextFacts(kind, chars, shape, databases, type(value).__name__, density, mapped)
 
 
 def _is_database(value: Any) -> bool:
@@ -205,6 +210,8 @@ def _is_database(value: Any) -> bool:
 
 
 def _kind_of(value: Any, has_sql: bool) -> ContextKind:
+    if isinstance(value, MappedText):
+        return "text"
     if isinstance(value, str):
         return "database" if has_sql and _is_database(value) else "text"
     if isinstance(value, Mapping):
@@ -224,7 +231,7 @@ def _kind_of_dict(value: Mapping[Any, Any], has_sql: bool) -> ContextKind:
         return "dict"
     if has_sql and any(map(_is_database, value.values())):
         return "database"
-    if all(isinstance(item, str) for item in value.values()):
+    if all(isinstance(item, str | MappedText) for item in value.values()):
         names = itertools.islice(value, _NUM_CHECKED)
         are_files = all(isinstance(name, str) and _FILE_NAME.fullmatch(name) for name in names)
         return "folder" if are_files else "dict"
@@ -237,9 +244,9 @@ def _kind_of_dict(value: Mapping[Any, Any], has_sql: bool) -> ContextKind:
 def _shape(kind: ContextKind, value: Any, chars: int, density: float) -> str:
     tokens = max(1, int(chars * density / _TYPICAL_CHARS))
     size = f"{many(chars, 'character')} (about {many(tokens, 'token')})"
-    if isinstance(value, str):
+    if isinstance(value, str | MappedText):
         num_lines = value.count("\n") + (not value.endswith("\n"))
-        return f"a str of {size}, in {many(num_lines, 'line')}. {_ends(value)}"
+        return f"a {type(value).__name__} of {size}, in {many(num_lines, 'line')}. {_ends(value)}"
     if isinstance(value, Mapping):
         return _shape_of_dict(kind, value, size)
     if isinstance(value, list | tuple):
@@ -247,7 +254,7 @@ def _shape(kind: ContextKind, value: Any, chars: int, density: float) -> str:
     return f"a value of type {type(value).__name__}: {_short(value)}"
 
 
-def _ends(text: str) -> str:
+def _ends(text: str | MappedText) -> str:
     if len(text) <= _HEAD_CHARS + _TAIL_CHARS:
         return f"All of it:\n{text!r}"
     return f"It begins:\n{text[:_HEAD_CHARS]!r}\nIt ends:\n{text[-_TAIL_CHARS:]!r}"
@@ -269,7 +276,7 @@ def _shape_of_dict(kind: ContextKind, value: Mapping[Any, Any], size: str) -> st
 
 
 def _size_of_entry(item: Any) -> str:
-    if isinstance(item, str):
+    if isinstance(item, str | MappedText):
         return many(len(item), "character")
     if isinstance(item, list | tuple) and item and isinstance(item[0], Mapping):
         return f"{many(len(item), 'row')}: {_keys(item[0])}"
@@ -315,7 +322,7 @@ def _items(value: Sequence[Any]) -> str:
 
 def _short(item: Any, most: int = _HEAD_CHARS) -> str:
     # A long text is cut before its repr is taken, which would copy all of it.
-    text = repr(item[: most + 1] if isinstance(item, str | bytes) else item)
+    text = repr(item[: most + 1] if isinstance(item, str | bytes | MappedText) else item)
     return text if len(text) <= most + 2 else text[:most] + "…"
 
 
@@ -386,9 +393,10 @@ def first_example(facts: PromptFacts) -> str:
         case "list":
             return "print(len(context))\nfor item in context[:3]:\n    print(str(item)[:300])"
         case "dict":
+            shown = "repr" if context.mapped else "str"
             return (
                 "for key, value in list(context.items())[:10]:\n"
-                "    print(repr(key), type(value).__name__, str(value)[:100])"
+                f"    print(repr(key), type(value).__name__, {shown}(value)[:100])"
             )
         case "folder":
             return (
@@ -453,8 +461,23 @@ def _names(facts: PromptFacts) -> str:
             "way."
         )
     if facts.context.kind != "none":
-        lines.insert(0, f"- `context`: the data, a {facts.context.type}.")
+        lines.insert(0, f"- `context`: the data, a {facts.context.type}.{_mapped(facts.context)}")
     return "\n".join(lines)
+
+
+def _mapped(context: ContextFacts) -> str:
+    """Say what a text that stays in its file has of a str."""
+    if not context.mapped:
+        return ""
+    what = "It" if context.kind == "text" else "A large text in it is a MappedText: it"
+    text = "context" if context.kind == "text" else "text"
+    return (
+        f" {what} stays in its file and has of a str: len, slices (each a str), `in`, find, rfind, "
+        f"index, count, startswith, endswith. `{text}.splitlines()` has a length, indices and "
+        f"slices, and a loop over it reads line by line. Instead of re.findall(pattern, {text}): "
+        f"`{text}.findall(pattern)`, `{text}.finditer(pattern)`, `{text}.search(pattern)`. Nothing "
+        f"else works on all of it: take slices, of at most {MAX_SLICE_CHARS:,} characters."
+    )
 
 
 def _children(facts: PromptFacts) -> str:
@@ -610,6 +633,8 @@ def batch_example(facts: PromptFacts) -> str:
     if parts is None:
         return ""
     context = facts.context
+    if context.mapped:
+        return "\n".join([f"size = {parts.size}", *_mapped_parts(context, parts), *_COMBINE])
     if context.kind == "database":
         db = f", db={context.databases[0]!r}" if context.databases else ""
         made = f'text = "\\n".join(map(str, sql("SELECT * FROM sqlite_master"{db})))'
@@ -623,13 +648,38 @@ def batch_example(facts: PromptFacts) -> str:
     ]
     if parts.most is not None:
         lines.append(f'parts = [part for part in parts if "a word" in part][:{parts.most}]')
-    lines += [
-        'task = "Quote what this text says about X, or reply NONE."',
-        'replies = llm_query_batched([f"{task}\\n\\n{part}" for part in parts])',
-        'found = [reply for reply in replies if reply.strip() != "NONE"]',
-        "print(len(parts), len(found), found[:5])",
+    return "\n".join([*lines, *_COMBINE])
+
+
+_COMBINE = (
+    'task = "Quote what this text says about X, or reply NONE."',
+    'replies = llm_query_batched([f"{task}\\n\\n{part}" for part in parts])',
+    'found = [reply for reply in replies if reply.strip() != "NONE"]',
+    "print(len(parts), len(found), found[:5])",
+)
+"""Last lines of the worked example: they ask about ``parts``."""
+
+
+def _mapped_parts(context: ContextFacts, parts: _Parts) -> list[str]:
+    """Return code that makes ``parts`` of texts that may be larger than memory."""
+    most = parts.most or 100
+    if context.kind == "text":
+        return [
+            "parts = []",
+            'for match in context.finditer("a word"):',
+            "    start = max(0, match.start() - size // 2)",
+            "    parts.append(context[start:start + size])",
+            f"    if len(parts) == {most}:",
+            "        break",
+        ]
+    return [
+        "parts = []",
+        "for name, text in context.items():",
+        '    place = text.find("a word")',
+        f"    if place >= 0 and len(parts) < {most}:",
+        "        start = max(0, place - size // 2)",
+        '        parts.append(f"== {name} ==\\n{text[start:start + size]}")',
     ]
-    return "\n".join(lines)
 
 
 def _limits(facts: PromptFacts) -> str:

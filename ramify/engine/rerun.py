@@ -173,7 +173,7 @@ def question_of(
     config, value = started.config, None
     if started.context is not None:
         blob = stored_in(store, "resume").blobs.get(started.context.digest)
-        value = SharedContext.decode(blob).value
+        value = SharedContext.decode(blob, started.context.files).value
     cite = bool(config.get("cite"))
     kind = kind if kind is not None else None if cite else config.get("answer_schema")
     resolved = (

@@ -46,7 +46,7 @@ from ramify.errors import (
     Suspended,
 )
 from ramify.logging import RoomLogger, in_run, take_collected
-from ramify.sandbox.base import SharedContext
+from ramify.sandbox.base import SharedContext, stays_in_files
 from ramify.types.call_tree import ending
 from ramify.types.event import AnyEvent, RunEnded, RunStarted
 from ramify.types.message import Usage
@@ -309,9 +309,12 @@ class RunHandle:
         if value is None:
             return None
 
+        maps_files = not stays_in_files(value) or resources.sandbox().caps.shares_context
+
         def prepare() -> SharedContext:
             try:
                 context = SharedContext(value)
+                context = context if maps_files else context.unmapped()
             except SandboxError as error:  # about the caller's value
                 raise ConfigError(f"the context cannot be given to a session: {error}") from None
             if blobs is not None:

@@ -28,6 +28,7 @@ import msgspec
 from ramify.engine import observe
 from ramify.engine.action import FinalAnswer
 from ramify.errors import ConfigError
+from ramify.sandbox.guest.mapped_text import MappedText
 
 T = TypeVar("T")
 
@@ -296,7 +297,7 @@ def unsupported(citation: Citation, context: Any) -> str | None:
     if text is None:
         return observe.NO_SOURCE.format(name=citation.source)
     # Split as editors and grep count lines; splitlines() recognizes more line ends than they do.
-    lines = text.removesuffix("\n").split("\n")
+    lines = text.removesuffix("\n").split("\n") if isinstance(text, str) else text.splitlines()
     place = f"lines {citation.first_line}-{citation.last_line} of '{citation.source}'"
     if not 1 <= citation.first_line <= citation.last_line <= len(lines):
         return f"{place} does not exist: it has {len(lines)} lines"
@@ -309,15 +310,15 @@ def unsupported(citation: Citation, context: Any) -> str | None:
     return None
 
 
-def _source(name: str, context: Any) -> str | None:
-    if isinstance(context, str):
+def _source(name: str, context: Any) -> str | MappedText | None:
+    if isinstance(context, str | MappedText):
         return context if name == "context" else None
     if isinstance(context, Mapping):
         value = context.get(
             name, next((item for key, item in context.items() if str(key) == name), None)
         )
-        return value if isinstance(value, str) else None
+        return value if isinstance(value, str | MappedText) else None
     if isinstance(context, list | tuple) and name.isdecimal() and int(name) < len(context):
         value = context[int(name)]
-        return value if isinstance(value, str) else None
+        return value if isinstance(value, str | MappedText) else None
     return None

@@ -10,9 +10,9 @@ it. ``testing/conformance`` is the test suite that a provider must pass before i
 
 A context is encoded once: sessions are opened over it, a store keeps it by its digest, and child
 runs share it. A large one is in an anonymous memory file, which the fork server maps; a small one
-in a bytes object, which is sent to the session. A text in a file (``MappedText``) is not part of it:
-the encoded form refers to it by its hash, and sessions map the file. Not here: where and when it is decoded (see
-``providers/process.py``), and the codec (see ``guest/values.py``).
+in a bytes object, which is sent to the session. A text in a file (``MappedText``) is not part of
+it: the encoded form refers to it by its hash, and sessions map the file. Not here: where and when
+it is decoded (see ``providers/process.py``), and the codec (see ``guest/values.py``).
 """
 
 from __future__ import annotations
@@ -178,6 +178,13 @@ def mapped_text(
     return MappedText(
         IndexedText(data, counts.chars_at, counts.lines_at, counts.encoding, reference.digest)
     )
+
+
+def stays_in_files(value: Any) -> bool:
+    """Return True if a context is a text that stays in its file, or a dict with one."""
+    if isinstance(value, Mapping):
+        return any(isinstance(item, MappedText) for item in value.values())
+    return isinstance(value, MappedText)
 
 
 def _unmapped(value: Any) -> Any:

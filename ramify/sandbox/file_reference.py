@@ -6,7 +6,8 @@
 
 A file may grow while it is used, as a log does: the part that was read counts. A file that became
 shorter, or that was written to without growing, has changed, and is never read as if it were the
-same. Not here: what its text means, and where it is mapped (see ``sandbox/guest/mapped_text.py``).
+same. Not here: what such a text can do (see ``guest/mapped_text.py``), and who maps the file
+(see ``providers/process.py``).
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import msgspec
 
 from ramify.errors import SourceError
 from ramify.progress import ProgressTask
+from ramify.sandbox.base import MappedText
 from ramify.sources.table_types import TableEntry
 from ramify.types.picture import Picture, digest_in
 
@@ -54,6 +55,8 @@ class SourceItem(msgspec.Struct, frozen=True):
     """Size on disk, or unpacked size of an archive member."""
     detail: str = ""
     """Description of the contents: ``CSV: 3 columns a, b, c; 1,200 rows``."""
+    in_file: bool = False
+    """True if the text stays in its file: it is read when it is used, and stored by reference."""
 
 
 class SourceProblem(msgspec.Struct, frozen=True):
@@ -69,9 +72,9 @@ class SourceProblem(msgspec.Struct, frozen=True):
 class LoadedContext(msgspec.Struct, frozen=True):
     """A context with its items, the files that could not be read, and those that were skipped."""
 
-    context: str | dict[str, Any]
+    context: str | MappedText | dict[str, Any]
     """Text of a single file, or the value of a single picture; otherwise name -> text or value,
-    sorted by name."""
+    sorted by name. A text above a stated size is a ``MappedText``."""
     items: list[SourceItem]
     problems: list[SourceProblem]
     left_out: dict[str, list[str]]
@@ -87,7 +90,7 @@ class LoadedContext(msgspec.Struct, frozen=True):
     def manifest(self) -> str:
         """Describe the context for a model's prompt in a few lines, in addition to its type, size
         and beginning."""
-        if isinstance(self.context, str):
+        if not isinstance(self.context, dict):
             item = self.items[0]
             head = f"It is the text of {item.name!r}."
             lines = [f"{head} {item.detail}" if item.detail else head]
@@ -116,10 +119,13 @@ class LoadedContext(msgspec.Struct, frozen=True):
             lines = [
                 f"{item.name}: {item.detail or item.kind}"
                 + (f", {item.chars:,} characters" if item.kind != "picture" else "")
+                + ", stays in its file" * item.in_file
                 for item in self.items
             ]
         else:
             lines = [f"{len(self.items):,} texts, {chars:,} characters: {_by_suffix(self.items)}"]
+            if num := sum(item.in_file for item in self.items):
+                lines[0] += f"; {num:,} stay in their files"
             lines += [
                 f"{item.name}: {item.detail}"
                 for item in self.items
@@ -160,14 +166,22 @@ class SourceLoader:
         work: ProgressTask | None = None,
         *,
         strict: bool = False,
+        mapped_bytes: int = 1 << 62,
+        counts_mapped: bool = False,
     ) -> None:
         """``work`` reports the number of bytes read. If ``strict``, the first file that cannot be
-        read raises SourceError."""
+        read raises SourceError. Above ``mapped_bytes`` in all, texts stay in their files (see
+        ``mapped_files.py``); if ``counts_mapped``, ``max_bytes`` bounds these, too."""
         self.max_bytes = max_bytes
         self.max_file_s = max_file_s
         self.strict = strict
+        self.mapped_bytes = mapped_bytes
+        self.num_mapped = 0
+        """Texts that stay in their files."""
+        self._counts_mapped = counts_mapped
+        self._mapped = 0
         self._work = work
-        self.texts: dict[str, str] = {}
+        self.texts: dict[str, str | MappedText] = {}
         self.picture_values: dict[str, dict[str, Any]] = {}
         """Name -> value of a picture."""
         self.pictures: dict[str, bytes | Path] = {}
@@ -193,22 +207,48 @@ class SourceLoader:
         """Number of bytes that may still be read."""
         return self.max_bytes - self._spent
 
-    def spend(self, num_bytes: int, name: str) -> None:
-        """Count bytes that were read. Raises SourceError above the limit."""
+    @property
+    def spent(self) -> int:
+        """Number of bytes in memory so far."""
+        return self._spent
+
+    def map(self, num_bytes: int, name: str) -> None:
+        """Count a text that stays in its file. Raises SourceError above a limit that was set."""
+        self.num_mapped += 1
+        self._mapped += num_bytes
+        if self._counts_mapped and self._spent + self._mapped > self.max_bytes:
+            raise self._too_large(num_bytes, name)
+
+    def show(self, num_bytes: int, name: str) -> None:
+        """Show how much of the last text in a file was read."""
+        if self._work is not None:
+            self._work.at(self._spent + num_bytes, name)
+
+    def spend(self, num_bytes: int, name: str, *, is_part: bool = False) -> None:
+        """Count bytes that were read, all of ``name`` or a part. Raises SourceError above the
+        limit."""
         self._spent += num_bytes
         if self._work is not None:
             self._work.at(self._spent, name)
-        if self._spent > self.max_bytes:
-            raise SourceError(
-                f"{name} brings the sources to over {self.max_bytes / 1e6:,.0f} MB: "
-                "name fewer files, or allow more in Python: ramify.load(…, max_bytes=…)"
-            )
+        if self._spent + self._mapped * self._counts_mapped > self.max_bytes:
+            raise self._too_large(0 if is_part else num_bytes, name)
 
-    def add(self, name: str, text: str, kind: str, num_bytes: int, detail: str = "") -> None:
+    def _too_large(self, num_bytes: int, name: str) -> SourceError:
+        size = f" has {num_bytes:,} bytes, which" if num_bytes > self.max_bytes else ""
+        return SourceError(
+            f"{name}{size} brings the sources to over {self.max_bytes / 1e6:,.0f} MB: name fewer "
+            "files, or allow more with --max-bytes (in Python: ramify.load(…, max_bytes=…))"
+        )
+
+    def add(
+        self, name: str, text: str | MappedText, kind: str, num_bytes: int, detail: str = ""
+    ) -> None:
         """Add one text to the context as ``name``, or as ``name (2)`` if that name exists."""
         unique = self._unique(name)
         self.texts[unique] = text
-        self.items.append(SourceItem(unique, kind, len(text), num_bytes, detail))
+        self.items.append(
+            SourceItem(unique, kind, len(text), num_bytes, detail, isinstance(text, MappedText))
+        )
 
     def add_picture(
         self, name: str, picture: Picture, source: bytes | Path, detail: str, num_bytes: int

@@ -172,6 +172,18 @@ def read(file: SourceFile, loading: SourceLoader) -> None:
     loading.add(file.name, text, kind, len(file.data), details)
 
 
+def mark_of(head: bytes) -> str:
+    """Return the encoding that a byte order mark names; empty if there is none."""
+    return next((encoding for mark, encoding in _MARKS if head.startswith(mark)), "")
+
+
+def is_binary(head: bytes) -> bool:
+    """Return True if the first bytes of a file are not those of a text in a single-byte encoding or
+    in UTF-8."""
+    num_controls = len(head) - len(head.translate(None, _CONTROLS))
+    return b"\0" in head or num_controls > _MAX_CONTROLS * len(head)
+
+
 def decode(data: bytes) -> tuple[str, str]:
     """Return the text, and a note if its encoding is not UTF-8. Raises UnreadableSource for binary
     data."""
@@ -183,10 +195,7 @@ def decode(data: bytes) -> tuple[str, str]:
                 ), "" if encoding == "utf-8" else f"from {encoding.upper()}"
             except UnicodeDecodeError:
                 break
-    head = data[:HEAD_BYTES]
-    if b"\0" in head or len(head) - len(head.translate(None, _CONTROLS)) > _MAX_CONTROLS * len(
-        head
-    ):
+    if is_binary(data[:HEAD_BYTES]):
         raise UnreadableSource("is binary")
     try:
         return data.decode("utf-8"), ""

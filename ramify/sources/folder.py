@@ -28,6 +28,7 @@ from ramify.sources.file_kinds import (
     read_file,
     read_regular,
 )
+from ramify.sources.mapped_files import read_mapped
 
 MAX_FILES = 200_000
 _SQLITE_TAILS = ("-wal", "-shm", "-journal")
@@ -130,6 +131,8 @@ class _Walk:
         try:
             if suffix in BINARY_SUFFIXES and not is_picture:
                 raise UnreadableSource("is binary")
+            if read_mapped(path, self._prefix + name, self._loading):
+                return
             data = read_regular(path, self._prefix + name, self._loading)
             if not is_picture and kind_of(name, data[:HEAD_BYTES]) == "picture":
                 self._pictures.append(name)

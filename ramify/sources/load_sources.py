@@ -35,11 +35,14 @@ from ramify.sources.base import (
 )
 from ramify.sources.database_servers import is_server, read_server, without_password
 from ramify.sources.file_kinds import SourceFile, read_file, read_regular
+from ramify.sources.mapped_files import read_mapped
 
 __all__ = ["LoadedContext", "SourceItem", "SourceProblem", "load"]
 
 MAX_BYTES = 1 << 30
-"""Limit on all data that is read and unpacked."""
+"""Limit on all data that is read into memory and unpacked."""
+MAPPED_BYTES = 64 << 20
+"""Size of all sources above which texts stay in their files."""
 WRITER_S = 1.0
 """Maximum time to wait for a writer of a named pipe."""
 _STDIN = "-"
@@ -51,11 +54,14 @@ def load(
     paths: Sequence[str | Path],
     *,
     stdin: BinaryIO | None = None,
-    max_bytes: int = MAX_BYTES,
+    max_bytes: int | None = None,
     max_file_s: float = MAX_FILE_S,
     strict: bool = False,
+    mapped_bytes: int = MAPPED_BYTES,
 ) -> LoadedContext:
-    """Read everything that ``paths`` name, at most ``max_bytes``. ``max_file_s`` is the time limit
+    """Read everything that ``paths`` name, at most ``max_bytes`` (default: 1 GiB in memory, and any
+    number in texts that stay in their files). Above ``mapped_bytes`` in all, texts stay in their
+    files: they are ``MappedText``. ``max_file_s`` is the time limit
     for parsing one document, in seconds. If ``strict``, a file in a folder or an archive that
     cannot be read is an error, too. Raises SourceError with a remedy."""
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
@@ -69,7 +75,14 @@ def load(
     expanded = [each for each in expanded if not is_server(each[0])]
     labels = _labels([path for path, _ in expanded]) if expanded else []
     with report_progress("reading", unit="bytes") as work:
-        loading = SourceLoader(max_bytes, max_file_s, work, strict=strict)
+        loading = SourceLoader(
+            MAX_BYTES if max_bytes is None else max_bytes,
+            max_file_s,
+            work,
+            strict=strict,
+            mapped_bytes=mapped_bytes,
+            counts_mapped=max_bytes is not None,
+        )
         for (path, named), label in zip(expanded, labels, strict=True):
             _read_path(path, label, named, stdin, loading)
         for url in servers:
@@ -167,6 +180,8 @@ def _read_one(path: str, label: str, loading: SourceLoader) -> None:
         if real in loading.seen:
             return
         loading.seen.add(real)
+        if read_mapped(path, label, loading, flags=0):
+            return
         data = read_regular(path, path, loading, flags=0)
     elif stat.S_ISFIFO(mode):
         data = _read_pipe(path, loading)
@@ -183,7 +198,7 @@ def _read_pipe(path: str, loading: SourceLoader) -> bytes:
     with open(fd, "rb", buffering=0) as stream:
         head = _first_block(fd)
         os.set_blocking(fd, True)
-        loading.spend(len(head), path)
+        loading.spend(len(head), path, is_part=True)
         return head + _drain(stream, path, loading)
 
 
@@ -212,7 +227,7 @@ def _drain(stream: BinaryIO, name: str, loading: SourceLoader) -> bytes:
     read = getattr(stream, "read1", stream.read)
     while block := read(_BLOCK_BYTES):
         data += block
-        loading.spend(len(block), name)
+        loading.spend(len(block), name, is_part=True)
     return bytes(data)
 
 

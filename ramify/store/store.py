@@ -84,7 +84,7 @@ _SCHEMA = (
 PATIENCE_S = 2.0
 """How long to wait for another process that writes the index before reading the journals
 instead."""
-_VERSION = 3
+_VERSION = 4
 """Version of the summaries; an index with another version is rebuilt."""
 
 
@@ -124,6 +124,8 @@ class RunSummary(msgspec.Struct, omit_defaults=True):
     root_turns: int = 0
     """Turns of the root call of the last question."""
     task: str = ""
+    num_files: int = 0
+    """Files that the context of the first question refers to instead of containing them."""
     review: RunReview | None = None
     """Labels, note and corrected scores; None if the run has none."""
 
@@ -175,6 +177,7 @@ def _add(summary: RunSummary, event: AnyShortEvent) -> None:
             if summary.num_questions == 1:
                 summary.question, summary.started_at = event.question, event.started_at
                 summary.task = event.task
+                summary.num_files = 0 if event.context is None else len(event.context.files)
         case RunEnded():
             summary.stop, summary.reason = event.stop, event.reason or event.error or ""
             summary.answer = (

@@ -91,6 +91,16 @@ class ContextRef(msgspec.Struct, frozen=True, omit_defaults=True):
     files: tuple[FileReference, ...] = ()
     """Files that the context refers to instead of containing them."""
 
+    @property
+    def by_reference(self) -> str:
+        """The files that it refers to: ``by reference: /var/log/a.log (92,663,629 bytes) and 2 more
+        files``; empty if it contains its texts."""
+        if not self.files:
+            return ""
+        more = len(self.files) - 1
+        first = f"by reference: {self.files[0].path} ({self.files[0].num_bytes:,} bytes)"
+        return f"{first} and {more:,} more file{'s' * (more > 1)}" if more else first
+
 
 class Cell(msgspec.Struct, frozen=True, omit_defaults=True):
     """One execution of code in a session.

@@ -22,7 +22,7 @@ from ramify.errors import StoreError
 from ramify.store.reviews import RunReview
 from ramify.types.call_node import CallNode
 from ramify.types.call_tree import ending
-from ramify.types.trajectory import as_text, cut
+from ramify.types.trajectory import ContextRef, as_text, cut
 from ramify.viewer.watched_run import WatchedRun
 
 COLUMNS: dict[str, Callable[[CallNode], Any]] = {
@@ -146,7 +146,7 @@ def head(run: WatchedRun) -> dict[str, Any]:
         "usage": fields(trajectory.usage),
         "cost": trajectory.cost,
         "seconds": trajectory.seconds or at_s,
-        "context": fields(trajectory.context) if trajectory.context else None,
+        "context": context_fields(trajectory.context),
         "limits": config.get("limits") or {},
         "sandbox": (config.get("sandbox") or {}).get("provider", ""),
         "scaffold": (config.get("scaffold") or {}).get("name", ""),
@@ -212,6 +212,14 @@ def state(node: CallNode) -> str:
     if node.stop is not None:
         return "done"
     return "asking" if node.asking >= 0 else "running" if node.is_running else "open"
+
+
+def context_fields(context: ContextRef | None) -> dict[str, Any] | None:
+    """A context without the list of its files, of which there may be thousands."""
+    if context is None:
+        return None
+    short = {name: value for name, value in fields(context).items() if name != "files"}
+    return {**short, "by_reference": context.by_reference}
 
 
 def fields(struct: msgspec.Struct) -> dict[str, Any]:

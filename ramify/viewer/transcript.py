@@ -17,7 +17,7 @@ from ramify.policy_card import folder_of
 from ramify.types.event import ToolAnswered
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Annotation, Call, Cell, Turn, as_text
-from ramify.viewer.picture import fields, rewards_of, state
+from ramify.viewer.picture import context_fields, fields, rewards_of, state
 from ramify.viewer.run_tree import PendingRequest
 from ramify.viewer.watched_run import WatchedRun
 
@@ -47,7 +47,7 @@ def transcript(
         "started_s": call.started_s,
         "ended_s": call.ended_s,
         "last_word": detail.last_word,
-        "context": fields(call.context) if call.context else None,
+        "context": context_fields(call.context),
         "parent": fields(call.parent) if call.parent else None,
         "fork": fields(call.fork) if call.fork else None,
         "rewards": rewards_of(run, node),

@@ -13,6 +13,7 @@ import pytest
 from tests.cli.helpers import COMMAND, SESSION_SCRIPT, Done, Shell, code
 
 COLUMNS = ["run", "when", "question", "model", "stop", "calls", "tokens", "cost", "seconds"]
+COLUMNS += ["by reference"]
 
 
 @pytest.fixture

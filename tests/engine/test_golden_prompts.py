@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from ramify import Limits, Scaffold, ScriptedClient
+from ramify import Limits, Scaffold, ScriptedClient, load
 from ramify.clients.base import Request
 from ramify.engine.scaffold import SCAFFOLDS
 from ramify.errors import RamifyError
@@ -89,6 +90,16 @@ def lookup(key: str, limit: int = 3) -> str:
     return f"{key}:{limit}"
 
 
+IN_FILES = Path(__file__).parents[1] / "data" / "in_files"
+"""A folder whose texts stay in their files."""
+
+
+def in_files(*names: str) -> Any:
+    """Return the context of files that count as large."""
+    loaded = load([IN_FILES / name for name in names], mapped_bytes=100)
+    return msgspec.structs.replace(loaded, tools={})
+
+
 SCENARIOS: dict[str, dict[str, Any]] = {
     "odd_cells": {"script": ODD_CELLS, "by_role": True, "limits": Limits(max_turns=40)},
     "subcalls": {"script": subcalls, "limits": Limits(max_depth=2)},
@@ -117,6 +128,22 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "mapping": {
         "script": [code("FINAL(sorted(context))")],
         "context": {"b": "x" * 50_000, "a": [1, 2]},
+    },
+    "text_in_its_file": {
+        "script": [
+            code("context", "len(context), context[:5]"),
+            code("print(context)"),
+            code("context.upper()"),
+            code("context.splitlines()[:2]", "context.search('line 7.*')"),
+            code("rlm_query('child', [context])"),
+            code("FINAL(context.count('line'))"),
+        ],
+        "context": lambda: in_files("a.log"),
+        "limits": Limits(max_depth=1),
+    },
+    "texts_in_their_files": {
+        "script": [code("FINAL({name: len(text) for name, text in context.items()})")],
+        "context": lambda: in_files("a.log", "b.txt"),
     },
     "list": {"script": [code("FINAL(len(context))")], "context": ["first" * 9_000, "second"]},
     "compaction": {
@@ -177,7 +204,8 @@ def sent_to_model(name: str) -> list[Any]:
         rlm(model, scaffold=scaffold, limits=limits, **scenario.get("options", {})) as asked,
         contextlib.suppress(RamifyError),
     ):
-        asked.completion(scenario.get("context", TEXT), "What is in it?")
+        context = scenario.get("context", TEXT)
+        asked.completion(context() if callable(context) else context, "What is in it?")
     requests = sorted(model.requests, key=lambda request: json.dumps(_plain(request)))
     return [
         _plain(one) for one in requests if not any(_is_prefix_of(one, other) for other in requests)

@@ -376,7 +376,8 @@ def test_sources_over_max_bytes_are_refused_before_reading(tmp_path: Path):
     write_tree(tmp_path, {"a.txt": "x" * 600, "b.txt": "x" * 600})
     assert len(load([tmp_path / "a.txt"], max_bytes=1000).context) == 600
     with pytest.raises(
-        SourceError, match=r"b\.txt brings the sources to over 0 MB: name fewer files"
+        SourceError,
+        match=r"b\.txt brings the sources to over 0 MB: name fewer files, or allow more with --max-",
     ):
         load([tmp_path], max_bytes=1000)
     with pytest.raises(SourceError, match="standard input brings the sources to over 0 MB"):

@@ -327,8 +327,8 @@ def pack_value(value: Any, files: dict[str, Any] | None = None) -> tuple[list[Bu
 
 
 def unpack_value(data: Buffer, files: Mapping[str, Any] | None = None) -> tuple[Any, int]:
-    """Decode the output of ``pack_value``: the value and its number of characters. ``files`` has the
-    bytes of its texts in files, by their digests."""
+    """Decode the output of ``pack_value``: the value and its number of characters. ``files`` has
+    the bytes of its texts in files, by their digests."""
     view = memoryview(data)
     if len(view) < 4:
         raise ProtocolError("an encoded value of less than 4 bytes")

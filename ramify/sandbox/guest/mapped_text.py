@@ -8,8 +8,9 @@
 Decides which methods of ``str`` such a text has, what its lines are, and what it says about the
 rest. Positions are characters, as in a ``str``. A position costs the decoding of one block, and a
 search costs one pass over the bytes; neither keeps what it has read. Not here: how the file is
-mapped (see ``server/process_setup.py``), how its characters are counted, and whether it has changed (see
-``sandbox/file_reference.py``). Standard library only; the host reads its files with the same class.
+mapped (see ``server/process_setup.py``), how its characters are counted, and whether it has changed
+(see ``sandbox/file_reference.py``). Standard library only; the host reads its files with the same
+class.
 """
 
 from __future__ import annotations
@@ -367,8 +368,8 @@ class MappedText:
             at = after
 
     def _range(self, start: int | None, end: int | None) -> tuple[int, int]:
-        """Return the positions that ``find(sub, start, end)`` means. As in a str, a start behind the
-        end of the text stays there, so that not even an empty text is found."""
+        """Return the positions that ``find(sub, start, end)`` means. As in a str, a start behind
+        the end of the text stays there, so that not even an empty text is found."""
         low, high, _ = slice(start, end).indices(len(self))
         return (low if start is None else max(low, start)), high
 
@@ -501,7 +502,7 @@ class MappedLines(Sequence[str]):
         return [*map(self._line, ended), self._line(last)]
 
     def _is_closed(self) -> bool:
-        """Return True if the last line has an end, or if there is no line."""
+        """Return True if the last line has an end, or if the text is empty."""
         size = self._file.num_bytes
         return size == 0 or self._file.read(size - 1, size) == b"\n"
 

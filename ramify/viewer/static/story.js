@@ -82,6 +82,7 @@ export class Story {
         head.id,
         head.task ? `task ${head.task}` : "",
         head.context ? `context ${head.context.kind}, ${count(head.context.chars)} characters` : "",
+        head.context?.by_reference ?? "",
         head.sandbox ? `sandbox ${head.sandbox}` : "",
         ...head.sources.map((path) => String(path)),
       ]

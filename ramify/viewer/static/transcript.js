@@ -127,6 +127,7 @@ export class Transcript {
       ...(call.context
         ? [["context", `${call.context.kind}, ${count(call.context.chars)} chars`]]
         : []),
+      ...(call.context?.by_reference ? [["stored", call.context.by_reference]] : []),
       ...Object.entries(call.rewards).map(([name, value]) => [`reward: ${name}`, number(value)]),
     ];
     const signature = JSON.stringify([facts, words, call.id, call.question, call.marks]);

@@ -1,0 +1,99 @@
+"""Texts that stay in their files: which ones, and how they become part of a context.
+
+    file of a text kind, large ──one pass──> MappedText (characters and lines counted, hash)
+    smaller, or of another kind ───────────> its reader (file_kinds.py)
+
+A file is large from ``mapped_bytes`` on. Once the texts in memory reach that size together, each
+further file that is not tiny counts as large, so that the memory of a folder is bounded, too. A
+UTF-16 text is never large, since it has to be decoded. Not here: what such a text can do (see
+``sandbox/guest/mapped_text.py``), and whether its file has changed (see
+``sandbox/file_reference.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from ramify.sandbox.base import MappedText, mapped_text
+from ramify.sources.base import NOT_UTF8, SourceLoader, UnreadableSource
+from ramify.sources.file_kinds import HEAD_BYTES, describe, is_binary, kind_of, mark_of
+
+TINY_BYTES = 1 << 16
+"""A smaller file is always read into memory."""
+MAX_FILES = 20_000
+"""Files of a context that stay on disk: a process can map 65,530 parts."""
+_HEAD_CHARS = 100_000
+
+
+def read_mapped(path: str, name: str, loading: SourceLoader, flags: int = os.O_NOFOLLOW) -> bool:
+    """Add the text of a large file to the load, without reading it into memory. Returns False for a
+    file that has to be read otherwise. Raises UnreadableSource for a kind that cannot be read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    except OSError:
+        return False  # the reader of small files reports it
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or not is_large(status.st_size, loading):
+            return False
+        head = os.pread(fd, HEAD_BYTES, 0)
+        if kind_of(name, head) != "text" or mark_of(head) not in ("", "utf-8"):
+            return False
+        if is_binary(head):
+            raise UnreadableSource("is binary")
+        loading.map(status.st_size, name)
+        text = mapped_text(fd, os.path.realpath(path), lambda read: loading.show(read, name))
+    finally:
+        os.close(fd)
+    kind, detail = _described(name, text)
+    note = _as_table(name, kind, Path(path), loading) if text.file.encoding == "utf-8" else NOT_UTF8
+    loading.add(name, text, kind, status.st_size, "; ".join(filter(None, (detail, note))))
+    return True
+
+
+def is_large(num_bytes: int, loading: SourceLoader) -> bool:
+    """Return True if a file of this size stays on disk."""
+    if not hasattr(os, "pread") or loading.num_mapped >= MAX_FILES:
+        return False
+    limit = loading.mapped_bytes
+    if loading.spent + num_bytes <= limit:
+        return False
+    return num_bytes >= min(TINY_BYTES, limit)
+
+
+def _described(name: str, text: MappedText) -> tuple[str, str]:
+    """Return kind and detail, as ``file_kinds.describe`` does for a text in memory. Rows are
+    lines."""
+    kind, detail = describe(name, text[:_HEAD_CHARS])
+    num_lines = len(text.splitlines())
+    if kind == "csv":
+        return kind, f"{detail.rpartition('; ')[0]}; about {max(0, num_lines - 1):,} rows"
+    if kind == "jsonl":
+        first = next((line for line in islice(text.splitlines(), 100) if line.strip()), "")
+        try:
+            record = msgspec.json.decode(first)
+        except (msgspec.DecodeError, UnicodeEncodeError) as error:
+            return kind, f"JSONL: {num_lines:,} lines; the first is not JSON: {error}"
+        keys = describe(name, first)[1].partition(";")[2] if isinstance(record, dict) else ""
+        return kind, f"JSONL: {num_lines:,} records{f';{keys}' * bool(keys)}"
+    return kind, "JSON" if kind == "json" else ""
+
+
+def _as_table(name: str, kind: str, path: Path, loading: SourceLoader) -> str:
+    """Let ``sql`` query a CSV or JSONL file; returns a note if it cannot."""
+    if kind not in ("csv", "jsonl"):
+        return ""
+    from ramify.sources.tables import describe_file, has_duckdb
+
+    if not has_duckdb():
+        return ""
+    try:
+        describe_file(name, kind, path, b"", loading)
+    except UnreadableSource as error:
+        return f"not a table for sql ({error.remedy or error.reason})"
+    return ""

@@ -1,0 +1,119 @@
+"""Contexts that stay in their files: how a model uses them, and what is stored of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ramify import RLM, Limits, Scaffold, Store, load
+from ramify.cli.main import run
+from ramify.errors import SourceError
+from tests.engine.helpers import SCAFFOLD, client, code, rlm
+
+LINES = "".join(f"line {number} größe\n" for number in range(20_000))
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "big.log"
+    path.write_text(LINES)
+    return path
+
+
+def ask(store: Store, log: Path, script: list[str], **options: object) -> tuple[RLM, object]:
+    asked = rlm(client(script), store=store, **options)
+    loaded = load(log, mapped_bytes=1000)
+    return asked, asked.completion(loaded, "Which line is it?").answer
+
+
+def test_store_does_not_grow_by_the_size_of_the_log(tmp_path: Path, log: Path) -> None:
+    store = Store(tmp_path / "store")
+    script = [code("FINAL([context.find('line 19999 '), context.splitlines()[5]])")]
+    asked, answer = ask(store, log, script)
+    with asked:
+        assert answer == [LINES.find("line 19999 "), "line 5 größe"]
+        trajectory = store.load("last")
+        assert trajectory.context is not None
+        assert trajectory.context.kind == "MappedText"
+        assert [file.path for file in trajectory.context.files] == [str(log)]
+        blobs = sum(path.stat().st_size for path in (tmp_path / "store/blobs").rglob("*/*"))
+        assert blobs < len(LINES) // 100
+        assert asked.replay("last").answer == answer
+
+
+def test_show_runs_and_exported_page_say_that_it_is_by_reference(
+    tmp_path: Path, log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path / "store")
+    asked, _ = ask(store, log, [code("FINAL(1)")])
+    asked.close()
+    monkeypatch.setenv("RAMIFY_HOME", str(tmp_path / "store"))
+    told = f"by reference: {log} ({log.stat().st_size:,} bytes)"
+    page = tmp_path / "page.html"
+    for words in (
+        ["show", "last", "--no-pager"],
+        ["runs"],
+        ["view", "last", "--export", str(page)],
+    ):
+        assert run(words) == 0
+    shown = capsys.readouterr().out
+    assert f"context: MappedText, {len(LINES):,} characters, {told}" in shown
+    assert [line.split("\t")[-1] for line in shown.splitlines() if "\t" in line][-2:] == [
+        "by reference",
+        "1 file",
+    ]
+    assert told in page.read_text("utf-8")
+
+
+@pytest.mark.parametrize("verb", ["resume", "replay"])
+def test_run_over_a_file_that_has_changed_is_refused(tmp_path: Path, log: Path, verb: str) -> None:
+    store = Store(tmp_path / "store")
+    asked, _ = ask(store, log, [code("x = 1"), *["FINAL(x)"] * 2], limits=Limits(max_turns=1))
+    with asked:
+        log.write_text(LINES.replace("line 7 ", "line 8 "))
+        options = {"limits": Limits(max_turns=5)} if verb == "resume" else {}
+        with pytest.raises(SourceError, match=r"big\.log has changed since it was read \(it was"):
+            getattr(asked, verb)("last", **options)
+        log.write_text(LINES)  # the same content again, at another time
+        getattr(asked, verb)("last", **options)
+
+
+def test_log_that_grows_while_it_is_asked_is_read_as_it_was(tmp_path: Path, log: Path) -> None:
+    loaded = load(log, mapped_bytes=1000)
+    with log.open("a") as file:
+        file.write("one more line\n")
+    with rlm(client([code("FINAL([len(context), 'more' in context])")])) as asked:
+        assert asked.completion(loaded, "?").answer == [len(LINES), False]
+
+
+def test_child_at_the_depth_limit_is_refused_without_reading_the_file(log: Path) -> None:
+    script = [
+        code("try:\n    rlm_query('?')\nexcept SubcallError as error:\n    print(error)"),
+        code("FINAL(1)"),
+    ]
+    model = client(script, window=20_000)
+    with rlm(model, limits={"max_depth": 0}, scaffold=SCAFFOLD) as asked:
+        asked.completion(load(log, mapped_bytes=1000), "?")
+    assert f"{len(LINES):,} characters do not fit it" in model.requests[-1].messages[-1].content
+
+
+def test_citations_of_a_text_in_its_file_are_verified(log: Path) -> None:
+    def cited(line: int, quote: str) -> str:
+        citation = {"source": "context", "first_line": line, "last_line": line, "quote": quote}
+        return code(f"FINAL({{'answer': 'yes', 'citations': [{citation!r}]}})")
+
+    model = client([cited(3, "line 3 größe"), cited(4, "line 3 größe")])
+    with rlm(model, scaffold=Scaffold(direct_chars=0)) as asked:
+        result = asked.completion(load(log, mapped_bytes=1000), "?", cite=True)
+    assert [citation.first_line for citation in result.citations] == [4]
+    assert "is not in lines 3-3" in model.requests[-1].messages[-1].content
+
+
+def test_sandbox_without_files_gets_the_text_and_a_prompt_that_says_so(log: Path) -> None:
+    model = client([code("FINAL(context.lower()[:6])")])
+    options = {"sandbox": "inprocess", "scaffold": Scaffold(direct_chars=0)}
+    with pytest.warns(Warning, match="inprocess"), rlm(model, **options) as asked:
+        result = asked.completion(load(log, mapped_bytes=1000), "?")
+    assert result.answer == "line 0"
+    assert "`context` is a str of" in model.requests[0].messages[-1].content
