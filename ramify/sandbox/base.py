@@ -31,16 +31,12 @@ import msgspec
 
 from ramify.errors import ConfigError, NamedFields, RamifyError, SandboxError, raised_at
 from ramify.plugins import Registry, explained
-from ramify.sandbox.file_reference import (
-    FileReference,
-    ReferencedFile,
-    check_unchanged,
-    count_text,
-)
+from ramify.sandbox.file_reference import ReferencedFile, check_unchanged, count_text
 from ramify.sandbox.guest.frames import pack_value, unpack_value, write_all
-from ramify.sandbox.guest.mapped_text import BLOCK_BYTES, IndexedText, MappedText
+from ramify.sandbox.guest.mapped_text import BLOCK_BYTES, IndexedText
+from ramify.sandbox.guest.mapped_text import MappedText as MappedText
 from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueDecoder, ValueEncoder
-from ramify.types.trajectory import Cell
+from ramify.types.trajectory import Cell, FileReference
 
 _serials = itertools.count()
 LARGE_BYTES = 1 << 20

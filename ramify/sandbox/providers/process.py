@@ -27,11 +27,11 @@ from typing import Any
 from ramify.errors import ConfigError, SandboxError, SourceError
 from ramify.sandbox.base import (
     PreparedContext,
-    ReferencedFile,
     SandboxCapabilities,
     SandboxSpec,
     SharedContext,
 )
+from ramify.sandbox.file_reference import ReferencedFile
 from ramify.sandbox.host.forkserver_channel import (
     ForkServerChannel,
     StartedForkServer,

@@ -264,7 +264,7 @@ class ForkServer:
             self._refuse(header["id"], fds, f"no process for its context: {error}")
             return
         if not pid:
-            _in_child(lambda: self._become_template(*fds, header["files"]))
+            _in_child(lambda: self._become_template(fds[0], fds[1], header["files"]))
         self.children[pid] = _TEMPLATE
         self._opened(header["id"], pid, fds)
 
