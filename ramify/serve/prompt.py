@@ -68,7 +68,7 @@ def prompt_of(
     )
     if last is None:
         raise RequestRejected("the conversation has no user message: add one", param=field)
-    loading = SourceLoader(max_bytes)
+    loading = SourceLoader(max_bytes, has_tools=False)
     pieces = [
         [_piece(part, message, index, loading, long_chars) for part in message.parts]
         for index, message in enumerate(messages)

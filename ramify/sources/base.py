@@ -166,15 +166,18 @@ class SourceLoader:
         work: ProgressTask | None = None,
         *,
         strict: bool = False,
-        mapped_bytes: int = 1 << 62,
+mapped_bytes: int = 1 << 62,
         counts_mapped: bool = False,
+        has_tools: bool = True,
     ) -> None:
         """``work`` reports the number of bytes read. If ``strict``, the first file that cannot be
         read raises SourceError. Above ``mapped_bytes`` in all, texts stay in their files (see
-        ``mapped_files.py``); if ``counts_mapped``, ``max_bytes`` bounds these, too."""
+        ``mapped_files.py``); if ``counts_mapped``, ``max_bytes`` bounds these, too. Without
+        ``has_tools``, sessions get the context alone."""
         self.max_bytes = max_bytes
         self.max_file_s = max_file_s
         self.strict = strict
+        self.has_tools = has_tools
         self.mapped_bytes = mapped_bytes
         self.num_mapped = 0
         """Texts that stay in their files."""
@@ -193,6 +196,8 @@ class SourceLoader:
         """SQLite files by name."""
         self.servers: dict[str, Callable[..., list[tuple[Any, ...]]]] = {}
         """Name of a database on a server -> the function that queries it."""
+        self.pdfs: dict[str, Any] = {}
+        """Name of a PDF -> what renders its pages; see ``pdf_pages.PdfSource``."""
         self.tables: list[TableEntry] = []
         self.kept_tables: Any = None
         """Folder of tables that were not separate files; see ``tables.KeptTables``."""

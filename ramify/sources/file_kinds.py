@@ -34,6 +34,8 @@ class SourceFile(msgspec.Struct):
     """Path of the file on disk; None for standard input and archive members."""
     inside: bool = False
     """True for an archive member. Archives within archives are not opened."""
+    is_named: bool = False
+    """True if the user named the file itself, and not its folder."""
 
 
 Reader = Callable[[SourceFile, SourceLoader], None]

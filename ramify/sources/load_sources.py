@@ -146,7 +146,7 @@ def _read_path(
     try:
         if path == _STDIN:
             stream = stdin if stdin is not None else sys.stdin.buffer
-            read_file(SourceFile(label, _drain(stream, shown, loading)), loading)
+            read_file(SourceFile(label, _drain(stream, shown, loading), is_named=True), loading)
         elif os.path.isdir(path):
             from ramify.sources.folder import read_folder
 
@@ -188,7 +188,8 @@ def _read_one(path: str, label: str, loading: SourceLoader) -> None:
     else:  # a device
         with open(path, "rb") as stream:
             data = _drain(stream, path, loading)
-    read_file(SourceFile(label, data, Path(path) if stat.S_ISREG(mode) else None), loading)
+    place = Path(path) if stat.S_ISREG(mode) else None
+    read_file(SourceFile(label, data, place, is_named=True), loading)
 
 
 def _read_pipe(path: str, loading: SourceLoader) -> bytes:
@@ -272,8 +273,13 @@ def _why_empty(loading: SourceLoader, single: bool) -> str:
 
 
 def _tools(loading: SourceLoader) -> dict[str, Any]:
+    pages: dict[str, Any] = {}
+    if loading.pdfs:
+        from ramify.sources.pdf_pages import PdfPages
+
+        pages["page_picture"] = PdfPages(loading.pdfs, loading.max_file_s).page_picture
     if not (loading.databases or loading.servers or loading.tables):
-        return {}
+        return pages
     from ramify.sources.sqlite_process import query_in_time
     from ramify.sources.tables import SessionTables
 
@@ -283,7 +289,8 @@ def _tools(loading: SourceLoader) -> dict[str, Any]:
     databases |= loading.servers
     default = _single_database(loading)
     session = SessionTables(loading.tables, databases, default, loading.kept_tables)
-    return {"sql": session.sql, **({"tables": session.listing} if loading.tables else {})}
+    tables = {"tables": session.listing} if loading.tables else {}
+    return {"sql": session.sql, **tables, **pages}
 
 
 def _nearest(path: str) -> str:

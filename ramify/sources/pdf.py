@@ -1,5 +1,5 @@
-"""Text of a PDF, page by page, extracted by ``pypdf`` (extra ``pdf``). Pictures, and therefore
-scanned pages, are ignored.
+"""Text of a PDF, page by page, extracted by ``pypdf`` (extra ``pdf``). Not here: its pages as
+pictures, and scans, which have no text (see ``pdf_pages.py``).
 
 A malicious PDF can take hours, so it is parsed in a thread that is stopped at a time limit.
 """
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from ramify.sources.base import SourceLoader, UnreadableSource
 from ramify.sources.file_kinds import SourceFile
+from ramify.sources.pdf_pages import keep, read_scan
 
 T = TypeVar("T")
 
@@ -42,11 +43,13 @@ def read(file: SourceFile, loading: SourceLoader) -> None:
             f"{type(error).__name__}: {' '.join(str(error).split())}",
         ) from None
     if not any(page.strip() for page in pages):
-        raise UnreadableSource("is a PDF without text, perhaps a scan", "run OCR on it first")
+        read_scan(file, len(pages), loading)
+        return
     text = "\n".join(f"--- page {number} ---\n{page}" for number, page in enumerate(pages, start=1))
     text = text.encode("utf-8", "replace").decode()  # broken font tables yield lone surrogates
     loading.spend(len(text), file.name)
     loading.add(file.name, text, "pdf", len(file.data), f"PDF: {len(pages):,} pages")
+    keep(file, loading)
 
 
 def _pages(reader: Any) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import SourceError
-from ramify.sources.load_sources import SourceProblem, load
+from ramify.sources.load_sources import load
 
 pypdf = pytest.importorskip("pypdf")
 
@@ -53,11 +53,12 @@ def test_pdf_is_recognised_by_content(tmp_path: Path):
     (tmp_path / "noname").write_bytes(make_pdf(["hello"]))
     (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4\ngarbage")
     loaded = load([tmp_path])
-    assert loaded.context == {"noname": "--- page 1 ---\nhello"}
-    assert [problem.name for problem in loaded.problems] == ["broken.pdf", "scan"]
-    assert loaded.problems[1] == SourceProblem(
-        "scan", "is a PDF without text, perhaps a scan: run OCR on it first"
-    )
+    assert loaded.context == {
+        "noname": "--- page 1 ---\nhello",
+        "scan": "'scan' has 2 pages and no text: it may be a scan. page_picture(number, 'scan') "
+        "returns the picture of a page.",
+    }
+    assert [problem.name for problem in loaded.problems] == ["broken.pdf"]
 
 
 def test_broken_or_encrypted_pdf_is_an_error(tmp_path: Path):

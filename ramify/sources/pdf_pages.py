@@ -1,0 +1,124 @@
+"""Pages of PDFs as pictures, which the host renders on demand with pypdfium2 and Pillow (extra
+``inputs``).
+
+    page_picture(3)                  the third page of the only PDF, as a session asks for it
+    page_picture(3, "report.pdf")    of one of several
+
+A short scan, which has no text, becomes the pictures of its pages at once, if the user named it: a
+question about it is then one direct call. A longer one, and one in a folder, is a text that says
+how to look at its pages. Not here: the text of PDFs (see ``pdf.py``), and the process that renders
+(see ``picture_process.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+
+import msgspec
+
+from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.file_kinds import SourceFile
+from ramify.sources.picture_process import PictureFailed, rendered_page
+from ramify.types.picture import MAX_PICTURE_BYTES, MAX_PICTURES, PictureBytes, picture_of
+
+PAGE_WIDTH = 1600
+"""Pixels. The small print of a page of A4 is readable, and most models scale larger ones down."""
+_WIDTHS = range(100, 4001)
+
+
+class PdfSource(msgspec.Struct, frozen=True):
+    """A PDF whose pages can be rendered later."""
+
+    source: Path | bytes
+    digest: str
+    """SHA-256 of the file as it was read."""
+
+
+class PdfPages:
+    """The PDFs of a context, as sessions look at their pages."""
+
+    def __init__(self, files: Mapping[str, PdfSource], limit_s: float) -> None:
+        """``limit_s`` is the time limit for one page."""
+        self._files = files
+        self._limit_s = limit_s
+
+    def page_picture(
+        self, page: int, file: str | None = None, width: int = PAGE_WIDTH
+    ) -> PictureBytes:
+        """The picture of a page of a PDF, for llm_query(…, images=[…]); the first page is 1."""
+        name = self._name(file)
+        for what, value in (("page", page), ("width", width)):
+            if type(value) is not int:
+                raise TypeError(f"page_picture: {what} is a {type(value).__name__}: give an int")
+        if width not in _WIDTHS:
+            raise ValueError(f"page_picture: width is {width:,}: give 100 to 4,000 pixels")
+        try:
+            data = self._data(name)
+            made = rendered_page(data, page, width, MAX_PICTURE_BYTES, self._limit_s)
+        except PictureFailed as error:
+            raise ValueError(f"page_picture: {name}: {error}") from None
+        return PictureBytes(made, f"{name}, page {page}")
+
+    def _name(self, file: str | None) -> str:
+        if file is None and len(self._files) == 1:
+            return next(iter(self._files))
+        if file is None or file not in self._files:
+            near = get_close_matches(str(file), self._files, n=1) or list(self._files)[:6]
+            raise ValueError(f"page_picture: name one of the PDFs, such as {', '.join(near)}")
+        return file
+
+    def _data(self, name: str) -> bytes:
+        found = self._files[name]
+        if isinstance(found.source, bytes):
+            return found.source
+        try:
+            data = found.source.read_bytes()
+        except OSError as error:
+            raise PictureFailed(f"it cannot be read again: {error.strerror}") from None
+        if hashlib.sha256(data).hexdigest() != found.digest:
+            raise PictureFailed("it has changed since it was read")
+        return data
+
+
+def can_render() -> bool:
+    """True if pages can be rendered in this installation."""
+    return all(importlib.util.find_spec(name) for name in ("pypdfium2", "PIL"))
+
+
+def keep(file: SourceFile, loading: SourceLoader) -> None:
+    """Let sessions look at the pages of ``file``, if its pages can be rendered here."""
+    if can_render() and file.name not in loading.pdfs:
+        digest = hashlib.sha256(file.data).hexdigest()
+        loading.pdfs[file.name] = PdfSource(file.path or file.data, digest)
+
+
+def read_scan(file: SourceFile, num_pages: int, loading: SourceLoader) -> None:
+    """Load a PDF without text. Raises UnreadableSource if its pages cannot be rendered here."""
+    if not (can_render() and loading.has_tools):
+        raise UnreadableSource(
+            "is a PDF without text, perhaps a scan",
+            "run OCR on it first, or ask a model that reads pictures, after pip install "
+            "'ramify[inputs]'",
+        )
+    detail = f"PDF: {num_pages:,} page{'s' * (num_pages != 1)} without text, perhaps a scan"
+    if num_pages > MAX_PICTURES or not file.is_named:
+        keep(file, loading)
+        text = f"{file.name!r} has {num_pages:,} pages and no text: it may be a scan. "
+        text += f"page_picture(number, {file.name!r}) returns the picture of a page."
+        loading.add(file.name, text, "pdf", len(file.data), detail)
+        return
+    for page in range(1, num_pages + 1):
+        name = f"{file.name}, page {page:0{len(str(num_pages))}}"
+        try:
+            made = rendered_page(file.data, page, PAGE_WIDTH, MAX_PICTURE_BYTES, loading.max_file_s)
+        except PictureFailed as error:
+            raise UnreadableSource(
+                f"is a PDF whose page {page} cannot be shown", str(error)
+            ) from None
+        picture = picture_of(made, name)
+        about = f"page of a PDF without text, {picture}"
+        loading.add_picture(name, picture, made, about, len(file.data))
