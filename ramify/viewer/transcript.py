@@ -19,6 +19,7 @@ from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Annotation, Call, Cell, Turn, as_text
 from ramify.viewer.picture import context_fields, fields, rewards_of, state
 from ramify.viewer.run_tree import PendingRequest
+from ramify.viewer.shown_pictures import pictures_of
 from ramify.viewer.watched_run import WatchedRun
 
 MAX_TEXT = 20_000
@@ -107,8 +108,10 @@ def _turn(
 
 
 def _message(message: Message, cut: _TextCutter) -> dict[str, Any]:
+    pictures = pictures_of(message)
     return {
         "role": message.role,
+        **({"pictures": pictures} if pictures else {}),
         "content": cut(message.content),
         "reasoning": cut(message.reasoning or ""),
         "tool_calls": [
@@ -211,6 +214,8 @@ def _sent(message: Message) -> dict[str, Any]:
             }
             for call in message.tool_calls
         ]
+    if message.pictures:
+        sent["images"] = [picture.name or picture.digest for picture in message.pictures]
     if message.tool_call_id:
         sent["tool_call_id"] = message.tool_call_id
     return sent

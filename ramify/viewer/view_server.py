@@ -9,6 +9,7 @@
     GET /api/provenance?key=     where the values of a call (&id=) came from
     GET /api/request?key=        the exact request of one turn (&id=&turn=)
     GET /api/tokens?key=         tokens of one turn
+    GET /api/picture?key=        a picture (&digest=) that a call (&id=) has shown to a model
     GET /api/search?key=         full-text search in a run
     GET /api/events?key=         changes of a run since the page's version, and arriving replies
     GET /api/journal?key=        download of the file of a run or an evaluation
@@ -61,6 +62,7 @@ from ramify.viewer.run_again import AgainRequest, Rebuild, RunAgain
 from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.run_locations import Kind, LocatedRun, kind_of
 from ramify.viewer.search import search
+from ramify.viewer.shown_pictures import picture_bytes
 from ramify.viewer.training import EvaluationLibrary, kept, samples
 from ramify.viewer.transcript import MAX_TEXT, exact_request, tokenizer_of, tokens, transcript
 from ramify.viewer.watched_run import WatchedRun, nth_line
@@ -127,6 +129,7 @@ class ViewServer:
             "/api/provenance": self._provenance,
             "/api/request": self._request,
             "/api/tokens": self._tokens,
+            "/api/picture": self._picture,
             "/api/search": self._search,
             "/api/events": self._events,
             "/api/journal": self._journal,
@@ -228,6 +231,15 @@ class ViewServer:
             request,
             lambda run: tokens(run, id, turn, tokenizer_of(run, [run.whole(id).call.model])),
         )
+
+    async def _picture(self, request: web.Request) -> web.Response:
+        id, digest = _word(request, "id"), _word(request, "digest")
+        feed = self._feed(request)
+        if not feed.watched.version:
+            await feed.fresh()
+        body, kind = await feed.inspect(lambda run: picture_bytes(run, id, digest))
+        headers = {"Content-Type": kind, "Cache-Control": "private, max-age=31536000, immutable"}
+        return web.Response(body=body, headers=headers)
 
     async def _search(self, request: web.Request) -> web.Response:
         query = request.query.get("q", "")

@@ -143,9 +143,25 @@ export function told(view, turn) {
           ` ${many(size, "character")}${seen ? `: ${oneLine(textOf(message.content), 90)}` : ""}`,
         ),
       ),
+      pictures(view, message),
       textBlock(message.content, { whole }),
     );
   });
+}
+
+// The pictures that a message shows to the model. A file of one run holds only their names.
+function pictures(view, message) {
+  const figures = (message.pictures || []).map((picture) => {
+    const words = h("figcaption", null, [picture.name, picture.about].filter(Boolean).join(": "));
+    if (offline) return h("figure.sent-picture", null, words);
+    const from = { key: view.run.head.key, id: view.call.id, digest: picture.digest };
+    const address = `/api/picture?${new URLSearchParams(from)}`;
+    const { width, height } = picture;
+    const alt = picture.name || "a picture that the session made";
+    const image = h("img", { src: address, alt, width, height, loading: "lazy" });
+    return h("figure.sent-picture", null, h("a", { href: address, target: "_blank" }, image), words);
+  });
+  return figures.length ? h("div.pictures", null, figures) : null;
 }
 
 function said(view, turn, part) {

@@ -1,0 +1,48 @@
+"""Pictures of a run's prompts, for its page: their references, and the bytes of one.
+
+The bytes are a blob of the store that the run is in. Only a picture that the named call has shown
+to a model is sent, and only if its bytes are a picture: no other blob can be read here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from ramify.errors import StoreError
+from ramify.types.message import Message
+from ramify.types.picture import NotAPicture, picture_of
+from ramify.viewer.watched_run import WatchedRun
+
+
+def pictures_of(message: Message) -> list[dict[str, Any]]:
+    """Return the references of a message's pictures, as the page reads them."""
+    return [
+        {
+            "digest": picture.digest,
+            "name": picture.name,
+            "about": f"{picture}, {picture.num_bytes:,} bytes",
+            "width": picture.width,
+            "height": picture.height,
+        }
+        for picture in message.pictures
+    ]
+
+
+def picture_bytes(run: WatchedRun, id: str, digest: str) -> tuple[bytes, str]:
+    """Return (bytes, media type) of a picture that call ``id`` has shown to a model. Raises
+    StoreError if there is none."""
+    detail = run.whole(id)
+    prompts = [message for turn in detail.call.turns for message in turn.prompt]
+    prompts += detail.pending.prompt if detail.pending is not None else ()
+    if not any(picture.digest == digest for each in prompts for picture in each.pictures):
+        raise StoreError(f"call {id} has shown no picture with the hash {digest[:12]}…")
+    path = run.path.parent.parent / "blobs" / digest[:2] / digest
+    try:
+        data = path.read_bytes()
+        picture = picture_of(data)
+    except (OSError, NotAPicture) as error:
+        raise StoreError(f"the picture {digest[:12]}… is not in the store: {error}") from None
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise StoreError(f"the picture {digest[:12]}… is damaged in the store")
+    return data, picture.media_type
