@@ -111,5 +111,7 @@ def test_the_page_shows_the_picture_beside_the_call(
         image.wait_for()
         page.wait_for_function("document.querySelector('.sent-picture img').naturalWidth === 120")
         assert image.get_attribute("alt") == "red.png"
-        assert page.locator(".sent-picture figcaption").inner_text().startswith("red.png: PNG picture")
+        assert (
+            page.locator(".sent-picture figcaption").inner_text().startswith("red.png: PNG picture")
+        )
         photograph(page, "picture", tmp_path)

@@ -159,7 +159,12 @@ function pictures(view, message) {
     const { width, height } = picture;
     const alt = picture.name || "a picture that the session made";
     const image = h("img", { src: address, alt, width, height, loading: "lazy" });
-    return h("figure.sent-picture", null, h("a", { href: address, target: "_blank" }, image), words);
+    return h(
+      "figure.sent-picture",
+      null,
+      h("a", { href: address, target: "_blank" }, image),
+      words,
+    );
   });
   return figures.length ? h("div.pictures", null, figures) : null;
 }
