@@ -166,7 +166,7 @@ class SourceLoader:
         work: ProgressTask | None = None,
         *,
         strict: bool = False,
-mapped_bytes: int = 1 << 62,
+        mapped_bytes: int = 1 << 62,
         counts_mapped: bool = False,
         has_tools: bool = True,
     ) -> None:
