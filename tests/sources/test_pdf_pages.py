@@ -153,7 +153,7 @@ def test_a_picture_of_a_page_that_is_a_bomb_ends_its_process_alone(tmp_path):
     file.write(b"".join(b"%010d 00000 n \n" % offset for offset in offsets))
     file.write(b"trailer\n<< /Size 6 /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % start)
     (tmp_path / "bomb.pdf").write_bytes(file.getvalue())
-    # The renderer may refuse the picture, or draw what is there. Neither harms this process.
+    # The renderer may refuse the picture, or draw a part of it. Neither harms this process.
     with contextlib.suppress(SourceError):
         assert load([tmp_path / "bomb.pdf"]).pictures
     assert load([write(tmp_path, "r.pdf", ["good"])]).tools["page_picture"](1).data
