@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from ramify.engine import threads
 from ramify.engine.answering import ConversationState
 from ramify.engine.event_recorder import EventRecorder, checked_listener, tracing
-from ramify.engine.question import RunKeywords, RunOptions, question
+from ramify.engine.question import RunKeywords, RunOptions, question, source_or_value
 from ramify.engine.resources import RlmSetup, SharedResources, reply_cache
 from ramify.engine.run_handle import Result, RunHandle, blocked_as_suspended, checked
 from ramify.errors import ConfigError
@@ -45,7 +45,7 @@ class Conversation:
         self._setup = setup
         self._shared = shared
         self._store = store
-        self._prompt = prompt
+        self._prompt = source_or_value(prompt)  # an open file can be read once
         self._options = options
         self._resume = resume
         self._state: ConversationState | None = None

@@ -256,7 +256,10 @@ class LiveRun:
         key = context.digest, "sql" in tools
         if key not in self._contexts:
             num_bytes = context.nbytes + sum(map(len, context.files))
-            self._contexts[key] = context_facts(context.value, context.chars, num_bytes, tools)
+            packages = self.setup.sandbox.packages
+            self._contexts[key] = context_facts(
+                context.value, context.chars, num_bytes, tools, packages
+            )
         return self._contexts[key]
 
     def system_prompt(self, call: LiveCall) -> str:

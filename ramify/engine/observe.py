@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from ramify.sandbox.base import NumberArray, Table
 from ramify.sandbox.guest.mapped_text import MappedText
 from ramify.types.message import Message
 from ramify.types.picture import digest_in, shown
@@ -262,6 +263,8 @@ def chars_of(value: Any) -> int:
         return sum(chars_of(key) + chars_of(item) for key, item in value.items())
     if isinstance(value, list | tuple | set | frozenset):
         return sum(chars_of(item) for item in value)
+    if isinstance(value, Table | NumberArray):
+        return value.num_chars
     return len(str(value)) if value is not None else 0
 
 
@@ -277,7 +280,10 @@ def rendered(value: Any) -> str:
         return "\n\n".join(f"=== {key} ===\n{rendered(item)}" for key, item in value.items())
     if isinstance(value, list | tuple):
         return "\n\n".join(f"=== {index} ===\n{rendered(item)}" for index, item in enumerate(value))
-    return str(value)
+    if isinstance(value, Table):
+        rows = (value.columns, *value.rows())
+        return "\n".join("\t".join(map(str, row)) for row in rows)
+    return str(value.tolist() if isinstance(value, NumberArray) else value)
 
 
 def plain_prompt(question: str, value: Any) -> str:

@@ -25,13 +25,27 @@ import msgspec
 
 from ramify.clients.base import Price
 from ramify.errors import ConfigError, nearest
-from ramify.sandbox.base import stays_in_files
+from ramify.sandbox.base import NumberArray, Table, stays_in_files
 from ramify.sandbox.guest.mapped_text import MAX_SLICE_CHARS, MappedText
 from ramify.types.picture import MAX_PICTURES
 
 ContextKind = Literal[
-    "none", "text", "list", "dict", "folder", "rows", "tables", "database", "conversation", "value"
+    "none",
+    "text",
+    "list",
+    "dict",
+    "folder",
+    "rows",
+    "tables",
+    "table",
+    "frame",
+    "array",
+    "database",
+    "conversation",
+    "value",
 ]
+"""``table``: a ``Table``; ``frame``: one that is a DataFrame in the session; ``array``: of
+numbers."""
 
 CHARS_PER_TOKEN = 3
 """Characters of a token, rounded down: so many fit a window in any common language."""
@@ -46,9 +60,16 @@ _NUM_NAMES = 8
 _NUM_CHECKED = 1_000
 """Names that are looked at to find out whether they are those of files."""
 _NUM_KEYS = 12
+_NUM_COLUMNS = 40
+_NUM_ROWS = 3
 _MANY_ITEMS = 10_000
 """Items of a longer list are not looked at one by one."""
 _FILE_NAME = re.compile(r"[^\n]*[^\s/]\.[A-Za-z]\w{0,7}|[^\n/]+(/[^\n/]+)+")
+_TABLE = (
+    "`len({0})`, `{0}.types`, `{0}['name']` (a column, a sequence), `{0}[i]` (a dict), `{0}[i:j]` "
+    "(a Table); iterating gives dicts, `{0}.rows()` tuples."
+)
+"""What a session can do with a table."""
 _DATABASE = "SQLite database "
 """Beginning of the text that ``sources/sqlite.py`` writes about a database."""
 
@@ -188,21 +209,69 @@ def _example(item: object, number: int) -> PromptExample:
 
 
 def context_facts(
-    value: Any, chars: int, num_bytes: int = 0, tools: Collection[str] = ()
+    value: Any,
+    chars: int,
+    num_bytes: int = 0,
+    tools: Collection[str] = (),
+    packages: Collection[str] = (),
 ) -> ContextFacts:
     """Return the facts about a context with ``chars`` characters of text, which take ``num_bytes``.
-    ``tools`` are the names of the session's tools: a database needs ``sql``."""
+    ``tools`` are the names of the session's tools: a database needs ``sql``. With pandas among
+    ``packages``, a table is a DataFrame."""
     if value is None:
         return ContextFacts()
     density = min(4.0, max(1.0, round(num_bytes / max(chars, 1), 1))) if chars >= 1000 else 1.0
+    if isinstance(value, Table | NumberArray):
+        return _facts_of_values(value, chars, packages)
     kind = _kind_of(value, "sql" in tools)
     databases: tuple[str, ...] = ()
     if kind == "database" and isinstance(value, Mapping):
         names = [name for name, text in value.items() if _is_database(text)]
         databases = tuple(names) if len(names) > 1 else ()
     shape = _shape(kind, value, chars, density)
+    if isinstance(value, Mapping) and any(isinstance(each, Table) for each in value.values()):
+        is_frame = "pandas" in packages
+        how = "A table is a pandas DataFrame." if is_frame else f"A table is a Table. {_TABLE}"
+        shape += "\n" + how.format("t")
     mapped = stays_in_files(value)
     return ContextFacts(kind, chars, shape, databases, type(value).__name__, density, mapped)
+
+
+def _facts_of_values(
+    value: Table | NumberArray, chars: int, packages: Collection[str]
+) -> ContextFacts:
+    if isinstance(value, NumberArray):
+        is_numpy = "numpy" in packages or "pandas" in packages
+        name = "numpy.ndarray" if is_numpy else "NumberArray"
+        shape = f"a {name} of {value.dtype} with the shape {value.shape}. "
+        if not is_numpy:
+            shape += (
+                "`context[i]` and `context[i, j]` are its numbers or parts, `context[i:j]` is an "
+                "array, `context.tolist()` is a list; it has no arithmetic. "
+            )
+        return ContextFacts("array", chars, f"{shape}It begins:\n{_begin(value)}", type=name)
+    is_frame = "pandas" in packages
+    name = "pandas DataFrame" if is_frame else "Table"
+    shape = (
+        f"a {name} of {many(len(value), 'row')} and {many(len(value.columns), 'column')}: "
+        f"{_columns(value)}."
+    )
+    if not is_frame:
+        shape += f" {_TABLE.format('context')}"
+    rows = "\n".join(_short(row) for row in value.rows(0, _NUM_ROWS))
+    shape += f" The first rows:\n{rows}" if rows else ""
+    return ContextFacts("frame" if is_frame else "table", chars, shape, type=name)
+
+
+def _columns(table: Table) -> str:
+    names = [f"{_short(name, 60)} ({kind})" for name, kind in table.types.items()]
+    return ", ".join(names[:_NUM_COLUMNS]) + (", …" if len(names) > _NUM_COLUMNS else "")
+
+
+def _begin(array: NumberArray) -> str:
+    while len(array.shape) > 1 and len(array):
+        array = array[0]
+    return _short(array[:_NUM_KEYS].tolist())
 
 
 def _is_database(value: Any) -> bool:
@@ -280,6 +349,8 @@ def _size_of_entry(item: Any) -> str:
         return many(len(item), "character")
     if isinstance(item, list | tuple) and item and isinstance(item[0], Mapping):
         return f"{many(len(item), 'row')}: {_keys(item[0])}"
+    if isinstance(item, Table):
+        return f"a table of {many(len(item), 'row')}: {_columns(item)}"
     return type(item).__name__
 
 
@@ -410,6 +481,12 @@ def first_example(facts: PromptFacts) -> str:
                 "for name, rows in list(context.items())[:10]:\n"
                 "    print(name, len(rows), rows[:2])"
             )
+        case "table":
+            return "print(len(context), context.types)\nfor row in context[:3]:\n    print(row)"
+        case "frame":
+            return "print(context.shape)\nprint(context.dtypes)\nprint(context.head(3))"
+        case "array":
+            return "print(context.shape, context.dtype)\nprint(context[:3])"
         case "database":
             db = f", db={context.databases[0]!r}" if context.databases else ""
             shown = "context" if context.type == "str" else "str(context)"
@@ -615,6 +692,9 @@ _TEXTS: dict[ContextKind, str] = {
     "text": "",
     "list": 'text = "\\n".join(map(str, context))',
     "rows": 'text = "\\n".join(map(str, context))',
+    "table": 'text = "\\n".join(map(str, context.rows()))',
+    "frame": 'text = "\\n".join(map(str, context.itertuples(index=False, name=None)))',
+    "array": "text = str(context.tolist())",
     "value": "text = str(context)",
     "dict": 'text = "\\n".join(f"== {key} ==\\n{value}" for key, value in context.items())',
     "folder": 'text = "\\n".join(f"== {name} ==\\n{text}" for name, text in context.items())',

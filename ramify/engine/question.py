@@ -4,11 +4,14 @@ completion(text, "how many?")          context = text, question = "how many?"
 completion("How many days has May?")   no context: the question is answered directly
 completion(very_long_prompt)           context = the prompt, question = "do what it asks"
 completion(ramify.load("logs/"), "…")  context, tools and a description from the sources
+completion(frame, "…")                 context = a table, with ``sql`` over it
+
+Not here: what values of other libraries become (``sources/library_values.py``).
 """
 
 from __future__ import annotations
 
-import os
+import asyncio
 import warnings as warnings_of_python
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypedDict, runtime_checkable
@@ -25,7 +28,8 @@ from ramify.engine.run_pictures import PictureSource
 from ramify.engine.scaffold import Scaffold
 from ramify.engine.typed import CITE_INSTRUCTION, AnswerType, answer_type, cited_type
 from ramify.errors import ConfigError, NamedFields, nearest
-from ramify.sandbox.base import Session
+from ramify.sandbox.base import Session, SharedContext, Table
+from ramify.sources.library_values import as_context, is_opened
 from ramify.types.event import Listener
 from ramify.types.message import Message, encodable
 
@@ -205,6 +209,8 @@ class Question(msgspec.Struct, frozen=True):
     cite: bool = False
     on_session: Callable[[Session], Awaitable[None]] | None = None
     """Prepares each new session before its first cell."""
+    on_context: Callable[[SharedContext], None] | None = None
+    """Gets the encoded context before it is used."""
     conduct: Callable[[Any], Awaitable[Any]] | None = None
     """Holds the conversations with the model in place of the engine's loop."""
     direct: bool = True
@@ -235,12 +241,30 @@ class Question(msgspec.Struct, frozen=True):
         )
 
 
+def source_or_value(prompt: Any) -> Any:
+    """Return a prompt as what ``load`` returns, or as a value that a session can hold. A path or an
+    open file is read now."""
+    if isinstance(prompt, str | SourceContext):
+        return prompt
+    try:
+        return as_context(prompt)
+    except RecursionError:
+        return prompt  # refused below
+
+
+async def read_prompt(prompt: Any) -> Any:
+    """``source_or_value`` of a path or an open file, in a thread; other prompts are returned as
+    they are."""
+    return await asyncio.to_thread(source_or_value, prompt) if is_opened(prompt) else prompt
+
+
 def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     """Return the question of ``completion(prompt, query)``. Raises ConfigError if it is empty."""
-    about, tools, on_session, warnings, conduct = "", {}, None, (), None
+    about, tools, on_session, warnings, conduct = "", dict[str, Any](), None, (), None
     instructions, examples = "", tuple[PromptExample, ...]()
     before = tuple[Message, ...]()
     pictures: Mapping[str, PictureSource] = {}
+    prompt = source_or_value(prompt)
     # Most prompts are texts, and the check of a protocol looks at each of its attributes.
     if not isinstance(prompt, str) and isinstance(prompt, SourceContext):
         instructions = getattr(prompt, "instructions", "")
@@ -251,16 +275,22 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         pictures = getattr(prompt, "pictures", {})
         warnings = tuple(getattr(prompt, "warnings", tuple)())
         about, tools, prompt = prompt.manifest(), dict(prompt.tools), prompt.context
-    if isinstance(prompt, os.PathLike):
-        raise ConfigError(
-            f"a context cannot be a {type(prompt).__name__}: give ramify.load(path), or "
-            "path.read_text()"
-        )
-    if hasattr(prompt, "read"):
-        raise ConfigError(
-            f"a context cannot be a {type(prompt).__name__}: give prompt.read(), or "
-            "ramify.load(path)"
-        )
+        inner = source_or_value(prompt)
+        if inner is not prompt and isinstance(inner, SourceContext):  # a task's path
+            about, tools = f"{about}\n{inner.manifest()}".strip(), {**inner.tools, **tools}
+            warnings = (*warnings, *getattr(inner, "warnings", tuple)())
+            pictures = {**pictures, **getattr(inner, "pictures", {})}
+            inner = inner.context
+        prompt = inner
+    tables = None
+    if isinstance(prompt, Table) or (
+        type(prompt) is dict and any(isinstance(each, Table) for each in prompt.values())
+    ):
+        from ramify.sources.value_tables import ValueTables  # it imports what queries need
+
+        tables = ValueTables.of(prompt, tools)
+    if tables is not None:
+        about, tools = f"{about}\n{tables.manifest()}".strip(), {**tables.tools, **tools}
     if query is None:
         if not isinstance(prompt, str):
             raise ConfigError(
@@ -284,7 +314,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         )
     if not text.strip():
         raise ConfigError("the question is empty: say what you want to know")
-    if context is not None and _num_chars(context) == 0 and not tools:
+    if context is not None and _num_chars(context) == 0 and (tables is not None or not tools):
         raise ConfigError(
             "the context is empty, so there is nothing to answer from; omit it to ask without a "
             "context"
@@ -303,6 +333,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         kind,
         cite,
         on_session,
+        None if tables is None else tables.use,
         conduct,
         instructions=instructions,
         examples=examples,

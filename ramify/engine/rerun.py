@@ -186,7 +186,11 @@ def question_of(
     if prompt is not None:
         given = question(prompt, started.question, None, False)
         resolved = msgspec.structs.replace(
-            resolved, tools=given.tools, on_session=given.on_session, conduct=given.conduct
+            resolved,
+            tools={**resolved.tools, **given.tools},
+            on_session=given.on_session,
+            on_context=given.on_context or resolved.on_context,
+            conduct=given.conduct,
         )
     if config.get("conducted") and resolved.conduct is None:
         raise ConfigError(

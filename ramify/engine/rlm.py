@@ -37,7 +37,14 @@ from ramify.engine.fork import ForkEstimate, ForkOptions, fork_point
 from ramify.engine.limits import Limits
 from ramify.engine.prompt_preview import PromptPreview, preview
 from ramify.engine.prompt_text import examples_of
-from ramify.engine.question import ModelSpec, RlmKeywords, RunKeywords, RunOptions, question
+from ramify.engine.question import (
+    ModelSpec,
+    RlmKeywords,
+    RunKeywords,
+    RunOptions,
+    question,
+    read_prompt,
+)
 from ramify.engine.resources import (
     DepthOptions,
     RlmSetup,
@@ -179,8 +186,9 @@ class RLM:
         options: RunOptions | None = None,
         **changes: Unpack[RunKeywords],
     ) -> Result:
-        """Answer ``query`` over ``prompt``: text, a dict or list of texts, any plain value, or the
-        return value of ``load``. Without ``query``, ``prompt`` is the question.
+        """Answer ``query`` over ``prompt``: text, a dict or list of texts, any plain value, a
+        DataFrame or another table, an array, a dataclass, a path, an open file, or the return value
+        of ``load``. Without ``query``, ``prompt`` is the question.
 
         Options are given as keywords (``answer_type=int, cite=True``), as a ``RunOptions``, or
         both. Raises ConfigError for invalid input, and the error of the model or sandbox if that
@@ -200,6 +208,7 @@ class RLM:
         """``completion`` on the caller's event loop. Cancelling it cancels the whole tree of
         calls."""
         again = self._again(options, changes)
+        prompt = await read_prompt(prompt)
         return checked(await self.start(prompt, query, options, **changes), again)
 
     async def stream(
@@ -211,7 +220,7 @@ class RLM:
     ) -> AsyncIterator[AnyEvent]:
         """Yield the events of a run as they happen; the last one is ``RunEnded``. Leaving the loop
         early cancels the run."""
-        running = self.start(prompt, query, options, **changes)
+        running = self.start(await read_prompt(prompt), query, options, **changes)
         try:
             async for event in running.events():
                 yield event
@@ -261,6 +270,7 @@ class RLM:
         child at ``depth``. No key is needed and nothing is stored, but a session may be started.
         Raises the same ConfigError as ``completion``."""
         options = self._options.updated(options, changes)
+        prompt = await read_prompt(prompt)
         resolved = msgspec.structs.replace(
             question(prompt, query, options.answer_type, options.cite), direct=options.direct
         )

@@ -303,6 +303,12 @@ class RunHandle:
     async def _context(self, resources: LoopResources) -> SharedContext | None:
         """Return the context, encoded once (in a thread if it is large), and stored by content if
         there is a store."""
+        context = await self._encoded(resources)
+        if context is not None and self._question.on_context is not None:
+            self._question.on_context(context)
+        return context
+
+    async def _encoded(self, resources: LoopResources) -> SharedContext | None:
         if self._conversation is not None and self._conversation.context is not None:
             return self._conversation.context
         value, blobs = self._question.context, self._setup.blobs

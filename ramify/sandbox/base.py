@@ -32,13 +32,20 @@ import msgspec
 from ramify.errors import ConfigError, NamedFields, RamifyError, SandboxError, raised_at
 from ramify.plugins import Registry, explained
 from ramify.sandbox.file_reference import ReferencedFile, check_unchanged, count_text
-from ramify.sandbox.guest.frames import pack_value, unpack_value, write_all
+from ramify.sandbox.guest.dataframes import arrow_table as arrow_table
+from ramify.sandbox.guest.frames import is_aligned, pack_value, write_all
+from ramify.sandbox.guest.frames import unpack_value as unpack_value
 from ramify.sandbox.guest.mapped_text import BLOCK_BYTES, IndexedText
 from ramify.sandbox.guest.mapped_text import MappedText as MappedText
+from ramify.sandbox.guest.tables import Column as Column
+from ramify.sandbox.guest.tables import NumberArray as NumberArray
+from ramify.sandbox.guest.tables import Table as Table
 from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueDecoder, ValueEncoder
 from ramify.types.trajectory import Cell, FileReference
 
 _serials = itertools.count()
+_ALL_SEALS = 0x1 | 0x2 | 0x4 | 0x8
+"""Seals of a memory file: no more seals, no shrinking, growing or writing."""
 LARGE_BYTES = 1 << 20
 """From this size on, sessions over a context are forked from a process that has decoded it once."""
 MAX_UNMAPPED_BYTES = 1 << 30
@@ -78,9 +85,8 @@ class SharedContext:
         self.serial = next(_serials)
         """Distinguishes this object from every other one in this process, even from a later one at
         the same address."""
-        self.value = value
         self.kind: str = type(value).__name__
-        """Name of the value's Python type in the session."""
+        """Name of the value's Python type in a session without packages."""
         self.chars = chars
         """Total number of characters in all its strings."""
         self.nbytes = sum(map(len, parts))
@@ -93,7 +99,13 @@ class SharedContext:
         else:
             self._fd = anonymous_file("ramify-context")
             write_all(self._fd, list(parts))
-            self._data = mmap.mmap(self._fd, self.nbytes, prot=mmap.PROT_READ)
+            _seal(self._fd)
+            # Linux before 6.7 maps a sealed file only like this.
+            self._data = mmap.mmap(
+                self._fd, self.nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ
+            )
+        # Tables in it then no longer need the buffers of the caller, or copies of them.
+        self.value = unpack_value(self._data, files)[0] if is_aligned(self._data) else value
 
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
@@ -200,6 +212,14 @@ def anonymous_file(name: str) -> int:
 
     with tempfile.TemporaryFile(prefix=name) as file:
         return os.dup(file.fileno())
+
+
+def _seal(fd: int) -> None:
+    """Forbid all changes of a memory file, if the platform can. No process must have it mapped."""
+    if hasattr(os, "memfd_create"):
+        import fcntl
+
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _ALL_SEALS)
 
 
 Answer = Callable[[str, Sequence[Any], Mapping[str, Any]], Awaitable[Any]]

@@ -4,6 +4,7 @@
       csv, jsonl, parquet    a view over the file
       duckdb                 its file, attached read-only
       arrow                  read by pyarrow, without a copy
+      context                a table of a context, in the memory file of the host, without a copy
       sqlite, xlsx           copied when a query names them, by sqlite3 and openpyxl
 
 The text of a query is hostile. DuckDB may open only the files of the tables (``allowed_paths``),
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import mmap
 import os
 import resource
 import signal
@@ -32,6 +34,7 @@ import msgspec
 
 from ramify.actors.answering_process import answer_requests
 from ramify.actors.run_messages import decode
+from ramify.sandbox.base import arrow_table, unpack_value
 from ramify.sources.query_process import QUERY_S, BoundedRows, QueryProcesses, answered, plain
 from ramify.sources.table_types import TableInfo, TableSource
 
@@ -135,6 +138,7 @@ class _Tables:
         self._tables = list(tables)
         self._copied: dict[str, tuple[int, ...]] = {}
         self._values: list[Any] = []
+        self._contexts: dict[str, Any] = {}
         self._database = duckdb.connect(
             ":memory:",
             config={
@@ -182,6 +186,8 @@ class _Tables:
                 run(f"CREATE VIEW {name} AS FROM {attached[each.path]}.{each.member}")
             elif each.kind == "arrow":
                 self._open_arrow(each)
+            elif each.kind == "context":
+                self._open_value(each)
             elif each.scan:
                 run(f"CREATE VIEW {name} AS {each.scan}")
 
@@ -227,6 +233,24 @@ class _Tables:
         found = self._database.execute(f"DESCRIBE {read}{whole})").fetchall()
         columns = ", ".join(f"{_text(name)}: {_text(kind)}" for name, kind, *_ in found)
         return f"{read}, columns = {{{columns}}})"
+
+    def _open_value(self, each: TableSource) -> None:
+        import pyarrow
+
+        try:
+            if each.path not in self._contexts:
+                with open(each.path, "rb") as file:
+                    data = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+                self._contexts[each.path], _ = unpack_value(data)
+            value = self._contexts[each.path]
+            table = arrow_table(value[each.member] if isinstance(value, dict) else value)
+            table.validate()
+        except (pyarrow.ArrowException, OSError, LookupError, ValueError) as error:
+            raise ValueError(
+                f"the table {each.name} cannot be read here: {_one_line(error)}"
+            ) from None
+        self._values.append(table)
+        self._database.register(each.name, table)
 
     def _open_arrow(self, each: TableSource) -> None:
         import pyarrow

@@ -15,9 +15,10 @@ class TableSource(msgspec.Struct, frozen=True):
     path: str
     """Absolute path of the file."""
     kind: str
-    """``csv``, ``jsonl``, ``parquet``, ``arrow``, ``duckdb``, ``sqlite`` or ``xlsx``."""
+    """``csv``, ``jsonl``, ``parquet``, ``arrow``, ``duckdb``, ``sqlite``, ``xlsx``, or ``context``:
+    a value."""
     member: str = ""
-    """Name of the table or sheet inside of the file."""
+    """Name of the table or sheet inside of the file; its key in a context."""
     scan: str = ""
     """What reads a CSV or JSONL file, with its delimiter and types: ``FROM read_csv(…)``."""
 

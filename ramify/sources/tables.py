@@ -177,7 +177,7 @@ class SessionTables:
                 **({"table": each.info.source.member} if each.info.source.member else {}),
                 "columns": dict(each.info.columns),
                 "rows": each.info.num_rows if each.info.num_rows >= 0 else None,
-                "samples": [tuple(map(_shown, row)) for row in each.info.samples],
+                "samples": [tuple(map(shown_value, row)) for row in each.info.samples],
             }
             for each in self._entries
         ]
@@ -223,7 +223,7 @@ def _kept(name: str, kind: str, data: bytes, loading: SourceLoader) -> Path:
     return path
 
 
-def _shown(value: Any) -> Any:
+def shown_value(value: Any) -> Any:
     """A value of a sample, shortened."""
     if isinstance(value, bytes):
         return f"<{len(value):,} bytes>"
@@ -233,4 +233,4 @@ def _shown(value: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    return str(_shown(value)) if isinstance(value, bytes) else repr(_shown(value))
+    return str(shown_value(value)) if isinstance(value, bytes) else repr(shown_value(value))

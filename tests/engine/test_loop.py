@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import warnings
 from pathlib import Path
 from typing import Any
@@ -363,11 +362,6 @@ def test_question_without_context_gets_direct_typed_answer() -> None:
         ({"a": ""}, " ", "the question is empty"),
         (["a"], None, "a context of type list needs a question"),
         ("", None, "the question is empty"),
-        (
-            io.BytesIO(b"x"),
-            "What?",
-            r"a context cannot be a BytesIO: give prompt.read\(\), or ramify.load",
-        ),
     ],
 )
 def test_empty_or_unusable_input_is_refused(prompt: Any, query: str | None, message: str) -> None:

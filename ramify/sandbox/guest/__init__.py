@@ -14,11 +14,12 @@ modules import each other by relative names only, and this file imports none of 
                                           └─> branches.py     forking
     channel.py  frames to and from the host (frames.py, values.py), and the threads that wait for
                 them; when KeyboardInterrupt may be raised
+    tables.py   tables and arrays of a context; dataframes.py makes them values of pandas or numpy
 
 The protocol; ``frames.py`` defines the layout:
 
     host:   run{id,code}  set{id,name,value}  get{id,name}  install{id,module,source}
-            ret{id,value}  err{id,kind,…}  context{id}+blob  seed{id,seed} (no answer)
+            ret{id,value}  err{id,kind,…}  context{id,packages}+blob  seed{id,seed} (no answer)
             fork{id}+[wire, spool, buffers]
     guest:  hello  out{skip,…}  call{id,name,value}  done{id,value,error,…}
             ok{id}  value{id,value}  failed{id,…}

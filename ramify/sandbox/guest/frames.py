@@ -11,6 +11,7 @@ headers (see the package) and the encoding of values (see ``values.py``).
             (all little endian)
 
 A packed value, such as a context or a blob of a store, is ``u32 header length | header | blobs``.
+If it has tables or arrays, each blob begins at a multiple of ``ALIGNMENT``.
 
 A socket passes a megabyte in pieces of 200 kB, with a context switch for each piece; a memory file
 that both processes hold passes it at once. The file has a fixed size and two halves, one for each
@@ -138,6 +139,10 @@ MAX_FRAME = 256 << 20
 the length prefix."""
 LINE_BYTES = 45_000
 """Number of bytes in one line of base64."""
+ALIGNMENT = 64
+"""Alignment of buffers in a packed value, as Arrow recommends it."""
+_MAX_VECTOR = 256
+"""Buffers that one system call writes; Linux takes 1,024."""
 _CHUNK = 1 << 16
 _RIGHTS_BYTES = 16 + 4 * 253
 """Size of a control message with the most descriptors that the system passes at once."""
@@ -214,14 +219,16 @@ def open_frame(view: memoryview) -> tuple[memoryview, int]:
     return view[5 : 5 + size], 5 + size
 
 
-def split_blobs(view: memoryview, start: int, lengths: Sequence[int]) -> list[memoryview]:
+def split_blobs(
+    view: memoryview, start: int, lengths: Sequence[int], alignment: int = 1
+) -> list[memoryview]:
     """Return the blobs of ``view`` from ``start`` to its end."""
     blobs = []
     for length in lengths:
         if type(length) is not int or length < 0:
             raise ProtocolError(f"a blob of length {str(length)[:40]}")
         blobs.append(view[start : start + length])
-        start += length
+        start += length + -length % alignment
     if start != len(view):
         raise ProtocolError(f"blobs that end at byte {start} of {len(view)}")
     return blobs
@@ -302,8 +309,13 @@ def to_lines(data: bytes) -> bytes:
 
 def write_all(fd: int, parts: list[Buffer]) -> None:
     """Write all of ``parts``, in as few system calls as possible."""
-    if len(parts) > 1 and (len(parts) > 256 or sum(map(len, parts)) < _CHUNK):
+    if len(parts) > 1 and sum(map(len, parts)) < _CHUNK:
         parts = [b"".join(parts)]
+    for start in range(0, len(parts), _MAX_VECTOR):
+        _write_vector(fd, parts[start : start + _MAX_VECTOR])
+
+
+def _write_vector(fd: int, parts: list[Buffer]) -> None:
     while parts:
         count = _writev(fd, parts) if len(parts) > 1 else _write(fd, parts[0])
         while parts and count >= len(parts[0]):
@@ -322,28 +334,47 @@ def pack_value(value: Any, files: dict[str, Any] | None = None) -> tuple[list[Bu
         header["tags"] = True
     if encoder.blobs:
         header["blobs"] = [len(blob) for blob in encoder.blobs]
+    if not encoder.has_buffers:
+        text = to_json(header).encode()
+        return [U32.pack(len(text)), text, *encoder.blobs], encoder.chars
+    header["aligned"] = True
     text = to_json(header).encode()
-    return [U32.pack(len(text)), text, *encoder.blobs], encoder.chars
+    text += b" " * (-(U32.size + len(text)) % ALIGNMENT)
+    parts: list[Buffer] = [U32.pack(len(text)), text]
+    for blob in encoder.blobs:
+        parts.append(blob)
+        if rest := -len(blob) % ALIGNMENT:
+            parts.append(bytes(rest))
+    return parts, encoder.chars
 
 
-def unpack_value(data: Buffer, files: Mapping[str, Any] | None = None) -> tuple[Any, int]:
+def unpack_value(
+    data: Buffer, files: Mapping[str, Any] | None = None, packages: Sequence[str] = ()
+) -> tuple[Any, int]:
     """Decode the output of ``pack_value``: the value and its number of characters. ``files`` has
-    the bytes of its texts in files, by their digests."""
+    the bytes of its texts in files, by their digests. Tables and arrays lie in ``data``; see
+    ``ValueDecoder`` for ``packages``."""
     view = memoryview(data)
     if len(view) < 4:
         raise ProtocolError("an encoded value of less than 4 bytes")
     end = 4 + U32.unpack_from(view)[0]
     try:
         header = from_json(str(view[4:end], "utf-8"))
-        blobs = split_blobs(view, end, header.get("blobs", ()))
-        value = (
-            ValueDecoder(blobs, files=files).decode(header["value"])
-            if header.get("tags")
-            else header["value"]
-        )
+        alignment = ALIGNMENT if header.get("aligned") else 1
+        blobs = split_blobs(view, end, header.get("blobs", ()), alignment)
+        value = header["value"]
+        if header.get("tags"):
+            value = ValueDecoder(blobs, files=files, packages=packages).decode(value)
         return value, header["chars"]
     except (ValueError, LookupError, AttributeError, RecursionError) as error:
         raise ProtocolError(f"an encoded value with a broken header: {error}") from None
+
+
+def is_aligned(data: Buffer) -> bool:
+    """Return True if a packed value has tables or arrays, which lie in ``data``."""
+    end = U32.size + U32.unpack_from(data)[0]
+    tail = bytes(data[max(U32.size, end - 2 * ALIGNMENT) : end])
+    return tail.rstrip().endswith(b',"aligned":true}')
 
 
 def portable_to_host(value: Any) -> Any:

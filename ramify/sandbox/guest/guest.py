@@ -210,7 +210,8 @@ class Guest:
                     header["name"], self._channel.value_of(header, blobs), header["reserved"]
                 )
             elif op == "context":
-                self.notebook.bind("context", unpack_value(blobs[0])[0], True)
+                value, _ = unpack_value(blobs[0], packages=header.get("packages", ()))
+                self.notebook.bind("context", value, True)
             elif op == "install":
                 self._install(header["module"], header["source"], blobs[0] if blobs else None)
             elif op == "get":

@@ -4,10 +4,10 @@ it.
 Decides which values are supported, by exact type: None, bool, int, float, complex, str, bytes,
 list, tuple, dict, set, frozenset, date, time, datetime, timedelta (a time zone as its offset), and
 OrderedDict, defaultdict and Counter as dict; to a session, also MappedText, as a reference to its
-file. Also decides how long integers may be, and how many
-keys may share their hash. Not here: the bytes around them, and limits that are counted before a
-value is decoded (see ``frames.py``). Data from the other end may be hostile: it decodes to a value
-of these types or raises ProtocolError.
+file, and the tables and arrays of ``tables.py``, whose buffers are blobs that are not copied. Also
+decides how long integers may be, and how many keys may share their hash. Not here: the bytes around
+them, and limits that are counted before a value is decoded (see ``frames.py``). Data from the other
+end may be hostile: it decodes to a value of these types or raises ProtocolError.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from .dataframes import array_of, frame_of
 from .mapped_text import IndexedText, MappedText, counts_of
+from .tables import Column, NumberArray, Table
 
 MAX_INT_DIGITS = 4000
 """Maximum number of decimal digits of an integer. Python itself writes 4,300, and JSON readers
@@ -184,7 +186,7 @@ def _is_utf8(text: str) -> bool:
 class ValueEncoder:
     """Encodes values as JSON-ready data; long strings and bytes go to ``blobs``."""
 
-    __slots__ = ("_files", "_keys", "blobs", "chars", "defers", "tags")
+    __slots__ = ("_files", "_keys", "blobs", "chars", "defers", "has_buffers", "tags")
 
     def __init__(
         self,
@@ -205,6 +207,8 @@ class ValueEncoder:
         """Number of characters in all strings so far."""
         self.tags = False
         """True if any part needs more than JSON decoding."""
+        self.has_buffers = False
+        """True if some of the blobs are buffers of tables or arrays."""
 
     def encode(self, value: Any, depth: int = 0) -> Any:
         kind = type(value)
@@ -236,7 +240,7 @@ class ValueEncoder:
         self.tags = True
         return {TAG: name, "v": data}
 
-    def _blob(self, data: bytes | str) -> int:
+    def _blob(self, data: Buffer | str) -> int:
         self.blobs.append(data)
         return len(self.blobs) - 1
 
@@ -303,7 +307,27 @@ class ValueEncoder:
             return self._tag("timedelta", [value.days, value.seconds, value.microseconds])
         if kind is MappedText and self._files is not None:
             return self._mapped(value.file)
+        if kind in (Table, NumberArray):
+            return self._buffers(value)
         raise CodecError(f"a value of type {type_name(kind)}")
+
+    def _buffers(self, value: Any) -> Any:
+        """Encode a table or an array: its buffers become blobs."""
+        if self._keys is not None:
+            remedy = "list(table[:n])" if type(value) is Table else "array[:n].tolist()"
+            raise CodecError(f"a {type(value).__name__} (send the part that is needed: {remedy})")
+        self.has_buffers = True
+        self.chars += value.num_chars
+        if type(value) is Table:
+            columns = [[name, self._column(value[name].compact())] for name in value.columns]
+            return self._tag("table", [len(value), columns])
+        data = [value.dtype, value.char, list(value.shape), self._blob(value.buffer)]
+        return self._tag("array", data)
+
+    def _column(self, column: Column) -> list[Any]:
+        blobs = [None if each is None else self._blob(each) for each in column.buffers]
+        children = [self._column(child) for child in column.children]
+        return [column.kind, column.type, len(column), column.info, blobs, children]
 
     def _mapped(self, file: IndexedText) -> Any:
         assert self._files is not None
@@ -335,7 +359,7 @@ class ValueDecoder:
     """Decodes JSON data with tags into values. Every blob may be used only once, so that a small
     header cannot produce a huge value."""
 
-    __slots__ = ("_files", "_keys", "blobs")
+    __slots__ = ("_files", "_keys", "_packages", "blobs")
 
     def __init__(
         self,
@@ -343,12 +367,15 @@ class ValueDecoder:
         *,
         bounded: bool = False,
         files: Mapping[str, Any] | None = None,
+        packages: Sequence[str] = (),
     ) -> None:
         """``bounded``: the value comes from a session; raise ProtocolError if it is over a
-        limit. ``files``: the bytes of the texts that refer to files, by their digests."""
+        limit. ``files``: the bytes of the texts that refer to files, by their digests.
+        ``packages``: those that the session may import, which decide what a table becomes."""
         self._files = files or {}
         self.blobs: list[Buffer | None] = list(blobs)
         self._keys = KeyCheck() if bounded else None
+        self._packages = packages
 
     def decode(self, data: Any) -> Any:
         try:
@@ -421,6 +448,8 @@ class ValueDecoder:
             digest, encoding, chars_at, lines_at = data
             counts = counts_of(self._take(chars_at)), counts_of(self._take(lines_at))
             return MappedText(IndexedText(self._files[digest], *counts, encoding, digest))
+        if tag in ("table", "array") and self._keys is None:
+            return self._buffers(tag, data)
         raise ProtocolError(f"a value with the unknown tag {str(tag)[:40]!r}")
 
     def _keyed(self, data: Any) -> dict[Any, Any]:
@@ -432,6 +461,22 @@ class ValueDecoder:
             values.append(self._decode(item))
         decoded: dict[Any, Any] = self._keys.fill({}, keys, values)
         return decoded
+
+    def _buffers(self, tag: str, data: Any) -> Any:
+        """Decode a table or an array, over the blobs as they are; with its library, as a value of
+        that."""
+        if tag == "array":
+            dtype, char, shape, blob = data
+            array = NumberArray(dtype, char, shape, memoryview(self._take(blob)))
+            return array_of(array, self._packages)
+        length, columns = data
+        table = Table({name: self._column(each) for name, each in columns}, length)
+        return frame_of(table, self._packages)
+
+    def _column(self, data: Any) -> Column:
+        kind, type_, length, info, blobs, children = data
+        buffers = [None if each is None else memoryview(self._take(each)) for each in blobs]
+        return Column(kind, type_, length, info, buffers, [*map(self._column, children)])
 
     def _listed(self, data: Any) -> list[Any]:
         if type(data) is not list:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 from ramify.errors import HostCallError, SandboxError, SessionDied
@@ -197,11 +197,12 @@ class GuestSession:
             raise SandboxError(f"'{name}' cannot be set in the session: {error}") from None
         await self._ask({"op": "set", "name": name, "reserved": reserved, "value": data}, encoder)
 
-    async def set_context(self, encoded: Any) -> None:
-        """Bind the reserved name ``context`` to a value that ``SharedContext`` has encoded."""
+    async def set_context(self, encoded: Any, packages: Sequence[str] = ()) -> None:
+        """Bind the reserved name ``context`` to a value that ``SharedContext`` has encoded. With
+        pandas among ``packages``, its tables become DataFrames."""
         encoder = ValueEncoder()
         encoder.blobs.append(encoded)
-        await self._ask({"op": "context"}, encoder)
+        await self._ask({"op": "context", "packages": list(packages)}, encoder)
 
     async def get(self, name: str) -> Any:
         try:

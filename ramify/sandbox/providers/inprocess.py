@@ -65,7 +65,8 @@ class InprocessSandbox:
         self._sessions.add(session)
         await session.ready()
         if context is not None:
-            await session.set_context(context.unmapped().buffer())
+            encoded = context.unmapped().buffer()
+            await session.set_context(encoded, self._spec.packages)
         return session
 
     async def close(self) -> None:

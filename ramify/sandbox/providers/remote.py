@@ -186,7 +186,8 @@ class RemoteSandbox:
             session = self._session(transport)
             await session.ready(START_S)
             if context is not None:
-                await session.set_context(context.unmapped().buffer())
+                encoded = context.unmapped().buffer()
+                await session.set_context(encoded, self._spec.packages)
         except BaseException:
             await transport.close()
             raise

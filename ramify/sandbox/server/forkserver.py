@@ -289,8 +289,12 @@ class ForkServer:
         self.control = ForkServerControl(socket.socket(fileno=control))
         self.children = {}
         try:
-            with mmap.mmap(context, 0, prot=mmap.PROT_READ) as data, memoryview(data) as view:
-                self._context, _ = frames.unpack_value(view, self._map_files(num_files))
+            files = self._map_files(num_files)
+            # Private and writable: a session that changes a table changes a separate copy.
+            data = mmap.mmap(context, 0, access=mmap.ACCESS_COPY)
+            self._context, _ = frames.unpack_value(data, files, self.config["packages"])
+            with contextlib.suppress(BufferError):  # tables stay in the file
+                data.close()
         except Exception as error:  # noqa: BLE001  (reported to the host, which raises it)
             self.control.send({"op": "failed", "message": f"its context did not decode: {error}"})
             os._exit(1)

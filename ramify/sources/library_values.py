@@ -1,0 +1,435 @@
+"""Values of other libraries as contexts: what becomes of a DataFrame, an array, a model, a path.
+
+    pandas, polars, pyarrow, datasets, __arrow_c_stream__   Table, over the same buffers if possible
+    numpy.ndarray                                           NumberArray, over the same buffer
+    dataclass, pydantic and msgspec and attrs models        dict of their fields
+    a path, several paths, a binary file                    what ``load`` reads
+    a file that was opened as text                          its text
+
+A library is never imported here: a value of it can only exist if it was. pyarrow, of the extra
+``inputs``, is needed for all columns but numbers. An index that is not a default one becomes
+columns. Not here: how a table reaches a session (``sandbox/guest/tables.py``).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import decimal
+import enum
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from ramify.errors import ConfigError, SourceError
+from ramify.sandbox.base import Column, MappedText, NumberArray, Table
+
+_LEAVES = {
+    *(str, bytes, int, float, bool, complex, type(None), Table, NumberArray, MappedText),
+    *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta),
+}
+_LISTS = {list, tuple, set, frozenset}
+_DICTS = {dict, collections.OrderedDict, collections.defaultdict, collections.Counter}
+_NUMBERS = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "uint8": "B", "uint16": "H"}
+_NUMBERS |= {"uint32": "I", "uint64": "Q", "float16": "e", "float32": "f", "float64": "d"}
+_ARROW_NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}
+_MAX_SMALL_BYTES = (1 << 31) - 1
+"""Text of one array whose offsets have 32 bits."""
+_NEEDS = "needs pyarrow: pip install 'ramify[inputs]'"
+
+
+def as_context(value: Any) -> Any:
+    """Return ``value`` in a form that a session can hold: itself if it is one, what ``load``
+    returns for a path, otherwise a converted value. Raises ConfigError, or SourceError for a path
+    that cannot be read."""
+    if _is_path(value) or _are_paths(value):
+        from ramify.sources.load_sources import load
+
+        return load(value)
+    converted = _plain(value)
+    return _read(value) if converted is value and _is_file(value) else converted
+
+
+def is_opened(value: Any) -> bool:
+    """Return True if ``as_context`` reads from a disk, or waits for a stream."""
+    return _is_path(value) or _are_paths(value) or _is_file(value)
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, os.PathLike)
+
+
+def _are_paths(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(map(_is_path, value))
+
+
+def _is_file(value: Any) -> bool:
+    kind = type(value)
+    return callable(getattr(kind, "read", None)) and not hasattr(kind, "__arrow_c_stream__")
+
+
+def _read(file: Any) -> Any:
+    """Read an open file from where it stands."""
+    from ramify.sources.load_sources import MAX_BYTES, load
+
+    shown = str(getattr(file, "name", type(file).__name__))
+    try:
+        is_binary = isinstance(file.read(0), bytes)
+        if is_binary:
+            at_start = not file.seekable() or file.tell() == 0
+            name = getattr(file, "name", None)
+            if at_start and isinstance(name, str) and os.path.isfile(name):
+                return load([name])  # its name tells its kind
+            return load(["-"], stdin=file)
+        text = file.read(MAX_BYTES + 1)
+    except SourceError:
+        raise
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"the context, the file {shown}, cannot be read: {error}: give its path, as "
+            "pathlib.Path(…)"
+        ) from None
+    if len(text) > MAX_BYTES:
+        raise ConfigError(
+            f"the context, the file {shown}, is longer than {MAX_BYTES:,} characters: give a part"
+        )
+    return text
+
+
+def _plain(value: Any) -> Any:
+    """Convert a value and all inside of it; returns ``value`` itself if that is not needed."""
+    kind = type(value)
+    if kind in _LEAVES:
+        return value
+    if kind in _LISTS:
+        if _LEAVES.issuperset(map(type, value)):
+            return value
+        items = [_plain(item) for item in value]
+        is_same = all(map(lambda a, b: a is b, items, value))
+        return value if is_same else kind(items)
+    if kind in _DICTS:
+        if _LEAVES.issuperset(map(type, value.values())):
+            return value
+        pairs = {key: _plain(item) for key, item in value.items()}
+        is_same = all(map(lambda a, b: a is b, pairs.values(), value.values()))
+        return value if is_same else pairs
+    found = _of_library(value)
+    return _of_fields(value) if found is value else found
+
+
+# --- objects with fields --------------------------------------------------------------------------
+
+
+def _of_fields(value: Any) -> Any:
+    """Convert an object with named fields, or a rarer plain value."""
+    fields: Mapping[str, Any] | None = None
+    if isinstance(value, type):
+        return value
+    if isinstance(value, enum.Enum):
+        return _plain(value.value)
+    if dataclasses.is_dataclass(value):
+        fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    elif isinstance(value, msgspec.Struct):
+        fields = {name: getattr(value, name) for name in value.__struct_fields__}
+    elif hasattr(type(value), "model_fields") and hasattr(value, "model_dump"):
+        extra = getattr(value, "model_extra", None) or {}
+        fields = {name: getattr(value, name) for name in type(value).model_fields} | extra
+    elif hasattr(type(value), "__attrs_attrs__"):
+        names = [each.name for each in type(value).__attrs_attrs__]
+        fields = {name: getattr(value, name) for name in names}
+    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
+        fields = value._asdict()
+    if fields is not None:
+        return {name: _plain(item) for name, item in fields.items()}
+    if isinstance(value, decimal.Decimal):
+        is_whole = value.is_finite() and value == value.to_integral_value()
+        return int(value) if is_whole else float(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    base: Any
+    for base in (str, bool, int, float, bytes):
+        if isinstance(value, base):
+            return base(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value
+
+
+# --- tables and arrays ----------------------------------------------------------------------------
+
+
+def _of_library(value: Any) -> Any:
+    """Convert a value of pandas, polars, pyarrow, datasets or numpy; returns others as they are."""
+    for name, convert in (
+        ("pandas", _of_pandas),
+        ("polars", _of_polars),
+        ("pyarrow", _of_pyarrow),
+        ("datasets", _of_datasets),
+        ("numpy", _of_numpy),
+    ):
+        library = sys.modules.get(name)
+        if library is not None and hasattr(library, "__version__"):
+            found = convert(value, library)
+            if found is not value:
+                return found
+    if hasattr(value, "__arrow_c_stream__") and not isinstance(value, type):
+        return table_of(_pyarrow(value).table(value))
+    return value
+
+
+def _of_pandas(value: Any, pandas: Any) -> Any:
+    if isinstance(value, pandas.Series):
+        value = value.to_frame("values" if value.name is None else value.name)
+    if isinstance(value, pandas.Index):
+        value = value.to_frame(index=False)
+    if not isinstance(value, pandas.DataFrame):
+        return value
+    index = value.index
+    is_default = isinstance(index, pandas.RangeIndex) and index.start == 0 and index.step == 1
+    columns = []
+    if not is_default or index.name is not None:
+        for level in range(index.nlevels):
+            name = index.names[level]
+            name = name if name is not None else "index" if index.nlevels == 1 else f"level_{level}"
+            columns.append((name, index.get_level_values(level).to_series()))
+    columns += [(label, value.iloc[:, at]) for at, label in enumerate(value.columns)]
+    names = _unique([label for label, _ in columns])
+    found = {
+        name: _pandas_column(series, name) for name, (_, series) in zip(names, columns, strict=True)
+    }
+    return Table(found, len(value))
+
+
+def _pandas_column(series: Any, name: str) -> Column:
+    if isinstance(series.dtype, sys.modules["numpy"].dtype) and series.dtype.kind in "iuf":
+        return _number_column(series.to_numpy(copy=False))
+    try:
+        array = _pyarrow(series).array(series, from_pandas=True)
+    except (ValueError, TypeError, NotImplementedError, OverflowError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"the context: column {name!r} is not of one type ({reason}): convert it first, as in "
+            f"df[{name!r}].astype(str)"
+        ) from None
+    return column_of(array, name)
+
+
+def _number_column(values: Any) -> Column:
+    """A column over a numpy array, which is copied only if its values do not lie side by side."""
+    kept = _contiguous(values)
+    name = str(kept.dtype)
+    return Column("number", name, len(kept), _NUMBERS[name], [None, _bytes_of(kept)])
+
+
+def _contiguous(values: Any) -> Any:
+    numpy = sys.modules["numpy"]
+    return numpy.ascontiguousarray(values, values.dtype.newbyteorder("="))
+
+
+def _bytes_of(values: Any) -> memoryview:
+    return memoryview(values.reshape(-1).view("uint8")) if values.size else memoryview(b"")
+
+
+def _of_polars(value: Any, polars: Any) -> Any:
+    if isinstance(value, polars.LazyFrame):
+        raise ConfigError("a context cannot be a polars.LazyFrame: give frame.collect()")
+    if isinstance(value, polars.Series):
+        value = value.to_frame()
+    if not isinstance(value, polars.DataFrame):
+        return value
+    _pyarrow(value)
+    return table_of(value.to_arrow())
+
+
+def _of_pyarrow(value: Any, pyarrow: Any) -> Any:
+    if isinstance(value, pyarrow.Array | pyarrow.ChunkedArray):
+        return Table({"values": column_of(value, "values")}, len(value))
+    if isinstance(value, pyarrow.RecordBatch):
+        value = pyarrow.Table.from_batches([value])
+    if isinstance(value, pyarrow.RecordBatchReader):
+        value = value.read_all()
+    return table_of(value) if isinstance(value, pyarrow.Table) else value
+
+
+def _of_datasets(value: Any, datasets: Any) -> Any:
+    if isinstance(value, datasets.Dataset):
+        return table_of(value.with_format("arrow")[:])
+    if isinstance(value, datasets.DatasetDict):
+        return {name: _of_datasets(each, datasets) for name, each in value.items()}
+    if isinstance(value, datasets.IterableDataset | datasets.IterableDatasetDict):
+        raise ConfigError(
+            "a context cannot be an IterableDataset, which has no size: give "
+            "datasets.Dataset.from_list(list(dataset.take(n)))"
+        )
+    return value
+
+
+def _of_numpy(value: Any, numpy: Any) -> Any:
+    if isinstance(value, numpy.generic):
+        return _plain(value.item())
+    if not isinstance(value, numpy.ndarray):
+        return value
+    kind = value.dtype.kind
+    if value.dtype.names is not None and value.ndim == 1:
+        columns = {name: numpy.asarray(value[name]) for name in value.dtype.names}
+        if all(str(each.dtype.newbyteorder("=")) in _NUMBERS for each in columns.values()):
+            found = {name: _number_column(each) for name, each in columns.items()}
+            return Table(found, len(value))
+    is_number = kind == "b" or str(value.dtype.newbyteorder("=")) in _NUMBERS
+    if is_number and value.ndim and not isinstance(value, numpy.ma.MaskedArray):
+        kept = _contiguous(value)
+        char = "?" if kind == "b" else _NUMBERS[str(kept.dtype)]
+        return NumberArray(str(kept.dtype), char, kept.shape, _bytes_of(kept))
+    if kind in "mM":
+        value = value.astype(f"{kind}8[us]")
+    return _plain(value.tolist())
+
+
+def _unique(labels: Iterable[Any]) -> list[str]:
+    """Names of columns as texts, of which no two are equal."""
+    names: dict[str, None] = {}
+    for label in labels:
+        name = ".".join(map(str, label)) if isinstance(label, tuple) else str(label)
+        number, unique = 2, name
+        while unique in names:
+            unique, number = f"{name} ({number})", number + 1
+        names[unique] = None
+    return list(names)
+
+
+# --- Arrow ----------------------------------------------------------------------------------------
+
+
+def _pyarrow(value: Any) -> Any:
+    try:
+        import pyarrow
+    except ImportError:
+        raise ConfigError(f"a context that is a {type(value).__name__} {_NEEDS}") from None
+    return pyarrow
+
+
+def table_of(table: Any) -> Table:
+    """Return a pyarrow table as a ``Table`` over its buffers. Columns in several chunks are
+    joined."""
+    names = _unique(table.column_names)
+    columns = {name: column_of(table.column(number), name) for number, name in enumerate(names)}
+    return Table(columns, table.num_rows)
+
+
+def column_of(array: Any, name: str) -> Column:
+    """Return a column over the buffers of a pyarrow array. Raises ConfigError, with the name of the
+    column, for a type that has no form here."""
+    import pyarrow
+
+    types, type_ = pyarrow.types, array.type
+    if isinstance(array, pyarrow.ChunkedArray):
+        return column_of(_joined(array), name)
+    if isinstance(array, pyarrow.ExtensionArray):
+        return column_of(array.storage, name)
+    cast = _cast_to(type_)
+    if cast is not None:
+        return column_of(array.cast(cast), name)
+    if types.is_run_end_encoded(type_):
+        import pyarrow.compute
+
+        return column_of(pyarrow.compute.run_end_decode(array), name)
+    if array.offset and not (types.is_integer(type_) or types.is_floating(type_)):
+        array = pyarrow.concat_arrays([array])  # a copy that starts at its first value
+    shown, length = _ARROW_NAMES.get(str(type_), str(type_)), len(array)
+    if types.is_dictionary(type_):
+        parts = [column_of(array.indices, name), column_of(array.dictionary, name)]
+        return Column("coded", parts[1].type, length, None, [None], parts)
+    if types.is_null(type_):
+        return Column("null", shown, length, None, [None])
+    buffers = [_view(buffer) for buffer in array.buffers()]
+    if shown in _NUMBERS:
+        return Column("number", shown, length, _NUMBERS[shown], buffers, start=array.offset)
+    if types.is_boolean(type_):
+        return Column("bool", shown, length, None, buffers)
+    if types.is_string(type_) or types.is_large_string(type_):
+        char = "q" if types.is_large_string(type_) else "i"
+        return Column("text", "text", length, char, buffers)
+    if types.is_binary(type_) or types.is_large_binary(type_):
+        char = "q" if types.is_large_binary(type_) else "i"
+        return Column("bytes", "bytes", length, char, buffers)
+    if types.is_date32(type_):
+        return Column("date", "date", length, "i", buffers)
+    if types.is_timestamp(type_):
+        info = [type_.unit, type_.tz or ""]
+        return Column("timestamp", shown, length, info, buffers)
+    if types.is_time(type_) or types.is_duration(type_):
+        kind = "time" if types.is_time(type_) else "duration"
+        return Column(kind, shown, length, type_.unit, buffers)
+    if types.is_decimal(type_):
+        info = [type_.bit_width // 8, type_.scale, type_.precision]
+        return Column("decimal", shown, length, info, buffers)
+    if types.is_list(type_) or types.is_large_list(type_):
+        char = "q" if types.is_large_list(type_) else "i"
+        child = column_of(array.values, name)
+        return Column("list", f"list of {child.type}", length, char, buffers[:2], [child])
+    if types.is_fixed_size_list(type_):
+        child = column_of(array.values, name)
+        size, shown = type_.list_size, f"list of {type_.list_size} {child.type}"
+        return Column("fixed", shown, length, size, buffers[:1], [child])
+    if types.is_map(type_):
+        pair = [column_of(array.keys, name), column_of(array.items, name)]
+        child = Column("struct", "pair", len(pair[0]), ["key", "value"], [None], pair)
+        return Column("map", shown, length, "i", buffers[:2], [child])
+    if types.is_struct(type_):
+        fields = [type_.field(number).name for number in range(type_.num_fields)]
+        children = [column_of(array.field(number), name) for number in range(type_.num_fields)]
+        return Column("struct", shown, length, fields, buffers[:1], children)
+    raise ConfigError(
+        f"the context: column {name!r} has the type {shown}, which no session can hold: convert it "
+        "to text or numbers first"
+    )
+
+
+def _joined(array: Any) -> Any:
+    """Return one array of all chunks. Several are copied."""
+    import pyarrow
+
+    if array.num_chunks == 1:
+        return array.chunk(0)
+    if not array.num_chunks:
+        return pyarrow.array([], array.type)
+    types, type_ = pyarrow.types, array.type
+    if types.is_dictionary(type_):
+        array = array.unify_dictionaries()
+    if array.nbytes > _MAX_SMALL_BYTES and (types.is_string(type_) or types.is_binary(type_)):
+        is_text = types.is_string(type_)
+        array = array.cast(pyarrow.large_string() if is_text else pyarrow.large_binary())
+    return pyarrow.concat_arrays(array.chunks)
+
+
+def _cast_to(type_: Any) -> Any:
+    """The type to which an array of ``type_`` is converted first; None if it is used as it is."""
+    import pyarrow
+
+    types = pyarrow.types
+    if types.is_string_view(type_):
+        return pyarrow.large_string()
+    if types.is_binary_view(type_):
+        return pyarrow.large_binary()
+    if types.is_fixed_size_binary(type_) and not types.is_decimal(type_):
+        return pyarrow.binary()
+    if types.is_date64(type_):
+        return pyarrow.date32()
+    if types.is_list_view(type_):
+        return pyarrow.list_(type_.value_type)
+    if types.is_large_list_view(type_):
+        return pyarrow.large_list(type_.value_type)
+    return None
+
+
+def _view(buffer: Any) -> memoryview | None:
+    """The bytes of a pyarrow buffer."""
+    if buffer is None:
+        return None
+    return memoryview(buffer).cast("B") if buffer.size else memoryview(b"")
