@@ -150,6 +150,8 @@ class Unreachable(ModelError):
     """
 
     transient = True
+    reason = ""
+    """Why, without the place, such as ``connection refused``; empty if only the message says it."""
 
 
 class ReplyLost(ModelError):

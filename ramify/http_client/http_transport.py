@@ -26,9 +26,10 @@ import base64
 import os
 import re
 import select
+import socket
 import ssl
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 from urllib.parse import quote, unquote, urlsplit
 
@@ -52,6 +53,8 @@ _UNREAD_BYTES = 1 << 20
 """Bytes of a streamed body that may be unread before receiving pauses."""
 _PIECE_BYTES = 1 << 18
 """Bytes of each piece in which a body is sent, so that encryption does not block the event loop."""
+_PACKED_PIECE_BYTES = 1 << 14
+"""Bytes of a compressed, streamed body that are unpacked at once: they can become 16 MB."""
 _JSON = "application/json"
 _HEADERS = {"User-Agent": "ramify", "Accept": _JSON}
 _HEADER = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+: [\t\x20-\x7e\x80-\xff]*")
@@ -160,19 +163,30 @@ def _shown_proxy(proxy: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
 
+ChooseAddresses = Callable[[str, Sequence[str]], Sequence[str]]
+"""(host name, its IP addresses) -> those that may be connected to, at least one. What it raises
+ends the request. The name is resolved once, so no other address is used."""
+
+
 class HttpConnectionPool:
     """Keeps connections to any number of servers open for reuse. The pool belongs to the event loop
     of its first request."""
 
     def __init__(
-        self, keepalive_s: float = 4.0, connect_s: float = 30.0, max_body_bytes: int = 64 << 20
+        self,
+        keepalive_s: float = 4.0,
+        connect_s: float = 30.0,
+        max_body_bytes: int = 64 << 20,
+        choose_addresses: ChooseAddresses | None = None,
     ) -> None:
         """``connect_s`` limits the time to connect, including the proxy and TLS. A connection that
         was idle for ``keepalive_s`` is not reused, because common servers close idle connections
-        after five seconds."""
+        after five seconds. ``choose_addresses`` decides which addresses of a server may be
+        connected to; it does not decide about proxies."""
         self._keepalive_s = keepalive_s
         self._connect_s = connect_s
         self._max_body_bytes = max_body_bytes
+        self._choose_addresses = choose_addresses
         self._idle: dict[tuple[str, str, int, str], deque[_Connection]] = {}
         self._open: set[_Connection] = set()
 
@@ -225,22 +239,24 @@ class HttpConnectionPool:
         except TimeoutError:
             if scheme == "https" and not proxy:
                 hint = "; if the server does not speak TLS at this port, write http://"
-            raise Unreachable(f"{text} (no answer in {self._connect_s:g} s){hint}") from None
+            reason = f"no answer in {self._connect_s:g} s"
+            raise _unreachable(f"{text} ({reason}){hint}", reason) from None
         except _ProxyRefused as error:
-            failure = Unreachable(f"{text} ({error}){hint}")
+            failure = _unreachable(f"{text} ({error}){hint}", str(error))
             failure.transient = error.transient
             raise failure from None
         except ssl.SSLError as error:
             reason, what_to_do = tls_failure(error)
-            failure = Unreachable(
-                f"{where}: no trusted connection to {route.url}{through} ({reason}); {what_to_do}"
+            failure = _unreachable(
+                f"{where}: no trusted connection to {route.url}{through} ({reason}); {what_to_do}",
+                f"no trusted connection: {reason}",
             )
             failure.transient = isinstance(error, ssl.SSLEOFError)
             raise failure from error
         except OSError as error:
             broke = scheme == "https" and isinstance(error, ConnectionError) and not error.errno
             reason = "the connection closed while TLS was set up" if broke else _reason(error)
-            raise Unreachable(f"{text} ({reason}){hint}") from error
+            raise _unreachable(f"{text} ({reason}){hint}", reason) from error
 
     async def _opened(self, route: RequestRoute) -> _Connection:
         """Open a connection: TCP, then CONNECT if the route needs it, then TLS."""
@@ -253,16 +269,27 @@ class HttpConnectionPool:
             parts = urlsplit(proxy)
             near, near_host = parts.scheme, _ascii_host(parts.hostname or "")
             near_port = parts.port or (443 if near == "https" else 80)
+        failure: OSError = ConnectionRefusedError()
         tls = await asyncio.to_thread(tls_context) if "https" in (scheme, near) else None
-        transport, connection = await loop.create_connection(
-            lambda: _Connection(self._open),
-            near_host,
-            near_port,
-            ssl=tls if near == "https" else None,
-            server_hostname=near_host if near == "https" else None,
-            ssl_handshake_timeout=self._connect_s if near == "https" else None,
-            happy_eyeballs_delay=0.25,
-        )
+        is_chosen = self._choose_addresses is not None and not proxy
+        addresses = await self._addresses(host, port) if is_chosen else [near_host]
+        for address in addresses:
+            try:
+                async with asyncio.timeout(self._connect_s / len(addresses)):
+                    transport, connection = await loop.create_connection(
+                        lambda: _Connection(self._open),
+                        address,
+                        near_port,
+                        ssl=tls if near == "https" else None,
+                        server_hostname=near_host if near == "https" else None,
+                        ssl_handshake_timeout=self._connect_s if near == "https" else None,
+                        happy_eyeballs_delay=0.25,
+                    )
+                break
+            except OSError as error:  # also of the time-out
+                failure = error
+        else:
+            raise failure
         if not route.connect:
             return connection
         try:
@@ -284,6 +311,19 @@ class HttpConnectionPool:
         except BaseException:
             transport.abort()
             raise
+
+    async def _addresses(self, host: str, port: int) -> Sequence[str]:
+        """Resolve ``host`` once, and return the addresses that may be connected to."""
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        assert self._choose_addresses is not None
+        return self._choose_addresses(host, list(dict.fromkeys(each[4][0] for each in found)))
+
+
+def _unreachable(message: str, reason: str) -> Unreachable:
+    failure = Unreachable(message)
+    failure.reason = reason
+    return failure
 
 
 def _reason(error: OSError) -> str:
@@ -384,9 +424,11 @@ class HttpExchange:
             while True:
                 while not (reader.unread or reader.is_complete):
                     await connection.more()
-                is_last, data = reader.is_complete, reader.take()
+                data = reader.take(_PACKED_PIECE_BYTES if self._unpacker is not None else None)
+                is_last = reader.is_complete and not reader.unread
                 if self._unpacker is not None and data:
                     data = self._unpacker.feed(data)
+                    is_last = False  # its end is checked by the next call
                 elif self._unpacker is not None:
                     self._unpacker.end()
                 if data or is_last:
@@ -652,9 +694,13 @@ class ResponseReader:
         """Last bytes of an incomplete head, at most three."""
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
 
-    def take(self) -> bytes:
-        """Return the body that has arrived since the last call."""
-        taken, self.unread = bytes(self.unread), bytearray()
+    def take(self, most: int | None = None) -> bytes:
+        """Return the body that has arrived since the last call, or its first ``most`` bytes."""
+        if most is None:
+            taken, self.unread = bytes(self.unread), bytearray()
+        else:
+            taken = bytes(self.unread[:most])
+            del self.unread[:most]
         return taken
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
-"""Loading of a context from files, folders, globs, ``-`` (standard input), databases, archives and
-PDFs.
+"""Loading of a context from files, folders, globs, ``-`` (standard input), databases, archives,
+PDFs, and URLs.
 
     one file or standard input   the text itself
     several, a folder, a zip …   a dict from name to text, sorted by name
@@ -36,6 +36,7 @@ from ramify.sources.base import (
 from ramify.sources.database_servers import is_server, read_server, without_password
 from ramify.sources.file_kinds import SourceFile, read_file, read_regular
 from ramify.sources.mapped_files import read_mapped
+from ramify.sources.remote_urls import is_remote, recorded_url, shown_url
 
 __all__ = ["LoadedContext", "SourceItem", "SourceProblem", "load"]
 
@@ -58,12 +59,14 @@ def load(
     max_file_s: float = MAX_FILE_S,
     strict: bool = False,
     mapped_bytes: int = MAPPED_BYTES,
+    allow_private: bool = False,
 ) -> LoadedContext:
     """Read everything that ``paths`` name, at most ``max_bytes`` (default: 1 GiB in memory, and any
     number in texts that stay in their files). Above ``mapped_bytes`` in all, texts stay in their
     files: they are ``MappedText``. ``max_file_s`` is the time limit
     for parsing one document, in seconds. If ``strict``, a file in a folder or an archive that
-    cannot be read is an error, too. Raises SourceError with a remedy."""
+    cannot be read is an error, too. ``allow_private`` lets web addresses lead to private ones,
+    such as those of this machine. Raises SourceError with a remedy."""
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     if not names:
         raise SourceError("nothing to read: name a file, a folder, or '-' for standard input")
@@ -72,7 +75,8 @@ def load(
     after = expanded.index((_STDIN, True)) + 1 if (_STDIN, True) in expanded else 0
     expanded = expanded[:after] + [each for each in expanded[after:] if each[0] != _STDIN]
     servers = [path for path, _ in expanded if is_server(path)]
-    expanded = [each for each in expanded if not is_server(each[0])]
+    remote = [path for path, _ in expanded if is_remote(path)]
+    expanded = [each for each in expanded if not (is_server(each[0]) or is_remote(each[0]))]
     labels = _labels([path for path, _ in expanded]) if expanded else []
     with report_progress("reading", unit="bytes") as work:
         loading = SourceLoader(
@@ -85,12 +89,32 @@ def load(
         )
         for (path, named), label in zip(expanded, labels, strict=True):
             _read_path(path, label, named, stdin, loading)
+        single = len(expanded) == 1 and not servers and not os.path.isdir(expanded[0][0])
+        if remote:
+            single = _read_remote(remote, not (expanded or servers), allow_private, loading)
         for url in servers:
             read_server(url, loading)
-    if not expanded:
-        return _finish(loading, list(map(without_password, names)), len(servers) == 1)
-    single = len(expanded) == 1 and not servers and not os.path.isdir(expanded[0][0])
-    return _finish(loading, names, single)
+    if not (expanded or remote):
+        single = len(servers) == 1
+    return _finish(loading, list(map(recorded_name, names)), single)
+
+
+def recorded_name(name: str) -> str:
+    """A source as a run may record it: a URL without its password, login or keys."""
+    return recorded_url(name) if is_remote(name) else without_password(name)
+
+
+def _read_remote(
+    urls: list[str], is_alone: bool, allow_private: bool, loading: SourceLoader
+) -> bool:
+    """Fetch and read files by URL. Return whether they are a single file."""
+    from ramify.sources.remote_files import fetch_files
+
+    files = fetch_files(urls, loading, is_alone=is_alone, allow_private=allow_private)
+    single = is_alone and len(urls) == 1 and any(each.is_named for each in files)
+    for file in files:
+        _read_path(str(file.path), file.label, single, None, loading, file.shown)
+    return single
 
 
 def _expand(name: str) -> list[tuple[str, bool]]:
@@ -100,11 +124,13 @@ def _expand(name: str) -> list[tuple[str, bool]]:
         return [(name, True)]
     if not name.strip():
         raise SourceError("a path is empty: name a file, a folder, or '-' for standard input")
-    if is_server(name):
+    if is_server(name) or is_remote(name):
         return [(name, True)]
     if "://" in name:
+        schemes = ", ".join(f"{each}://" for each in ("https", "s3", "gs", "az", "hf"))
         raise SourceError(
-            f"{name} is an address, not a path: fetch it first, as in curl -sL URL | ramify ask … -"
+            f"{shown_url(name)} is not an address that can be read: give one of {schemes}, or "
+            "fetch it first and pipe it: … | ramify ask … -"
         )
     name = os.path.expanduser(name)
     if os.path.lexists(name) or not any(char in name for char in "*?["):
@@ -140,9 +166,15 @@ def _labels(paths: list[str]) -> list[str]:
 
 
 def _read_path(
-    path: str, label: str, named: bool, stdin: BinaryIO | None, loading: SourceLoader
+    path: str,
+    label: str,
+    named: bool,
+    stdin: BinaryIO | None,
+    loading: SourceLoader,
+    shown: str = "",
 ) -> None:
-    shown = "standard input" if path == _STDIN else path
+    """Read one path. ``shown`` is its name in errors, if that is another one."""
+    shown = shown or ("standard input" if path == _STDIN else path)
     try:
         if path == _STDIN:
             stream = stdin if stdin is not None else sys.stdin.buffer

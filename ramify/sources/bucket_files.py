@@ -1,0 +1,271 @@
+"""Files in buckets: how they are listed with their sizes, and read.
+
+    s3://bucket/key       AWS_… variables, ~/.aws; AWS_ENDPOINT_URL for other servers
+    gs://bucket/key       GOOGLE_APPLICATION_CREDENTIALS, or the login of gcloud
+    az://container/path   AZURE_STORAGE_ACCOUNT_NAME, …_KEY, …; AZURE_STORAGE_CONNECTION_STRING
+    hf://datasets/a/b/c   HF_TOKEN
+
+A name may be a file, a prefix (all files below it), or a pattern with ``*``, ``?``, ``[…]`` and
+``**``. The clients are those in pyarrow; that of the Hugging Face hub is its own, through fsspec.
+Without credentials, requests are anonymous, so public buckets can be read. Runs in the process that
+fetches (``fetch_process.py``): these clients may hang. Not here: web addresses, limits, the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ramify.secrets import without_secrets
+from ramify.sources.base import UnreadableSource
+from ramify.sources.remote_urls import ListedFile, RemoteHead, shown_url
+
+REMEDY = "reading it needs pip install 'ramify[inputs]'"
+_CONNECT_S, _REQUEST_S, _TRIES = 10, 30, 3
+_BLOCK_BYTES = 1 << 20
+
+
+class BucketDownload:
+    """An opened file. ``head`` describes it."""
+
+    def __init__(self, stream: Any, head: RemoteHead) -> None:
+        self._stream = stream
+        self.head = head
+
+    def read(self) -> bytes:
+        """Return the next bytes, and b"" at the end. Raises UnreadableSource."""
+        with _sentences(self.head.final_url):
+            return bytes(self._stream.read(_BLOCK_BYTES))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.close()
+
+
+def list_bucket(url: str) -> list[ListedFile]:
+    """Return the files that ``url`` names. Raises UnreadableSource."""
+    with _sentences(url):
+        files, path = _opened(url)
+        import pyarrow.fs as pafs
+
+        found = files.get_file_info(path) if path.strip("/") else None
+        if found is not None and found.type == pafs.FileType.File and not path.endswith("/"):
+            return [ListedFile(url, path.rpartition("/")[2], found.size, _version(found))]
+        first = re.search(r"[*?\[]", path)
+        base = path[: first.start()].rpartition("/")[0] if first else path.rstrip("/")
+        if "/" not in path and first:
+            raise UnreadableSource("has a pattern as its bucket", "name one bucket")
+        infos = files.get_file_info(pafs.FileSelector(base, recursive=True))
+        pattern = re.compile(_regex(path)) if first else None
+        scheme, _, place = url.partition("://")
+        bucket = place.partition("/")[0]
+        listed = [
+            ListedFile(
+                f"{scheme}://{bucket}/{info.path.partition('/')[2]}",
+                info.path[len(base) :].lstrip("/"),
+                info.size,
+                _version(info),
+            )
+            for info in infos
+            if info.type == pafs.FileType.File and (pattern is None or pattern.fullmatch(info.path))
+        ]
+        if not listed:
+            raise UnreadableSource(
+                "matches no file" if first else "does not exist, or is empty", "check its name"
+            )
+        return listed
+
+
+def open_file(url: str, version: str) -> BucketDownload:
+    """Open one file. ``version`` is that of an earlier copy. Raises UnreadableSource."""
+    with _sentences(url):
+        files, path = _opened(url)
+        stream = files.open_input_stream(path, compression=None)
+        found, size = "", -1
+        with contextlib.suppress(OSError, NotImplementedError):
+            about = {name.lower(): value for name, value in (stream.metadata() or {}).items()}
+            found = about.get("etag", b"").decode("latin-1")
+            size = int(about.get("content-length", -1))
+        if not found and url.lower().startswith("hf:"):
+            about = files.handler.fs.info(path)
+            found, size = str(about.get("blob_id") or ""), about["size"]
+        elif not found:
+            info = files.get_file_info(path)
+            found, size = _version(info), info.size
+        head = RemoteHead(size, found, found == version != "", final_url=url)
+        return BucketDownload(stream, head)
+
+
+def _version(info: Any) -> str:
+    """A text for the size and the time of a file; empty if the time is not known."""
+    return f"{info.size} bytes of {info.mtime_ns} ns" if info.mtime_ns else ""
+
+
+def _regex(pattern: str) -> str:
+    """A pattern of paths as a regular expression: ``*`` ends at a slash, ``**`` does not."""
+    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
+    known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return "".join(
+        known.get(part) or (part.replace("[!", "[^") if part[:1] == "[" else re.escape(part))
+        for part in parts
+    )
+
+
+# --- the client of each provider ------------------------------------------------------------------
+
+
+def _opened(url: str) -> tuple[Any, str]:
+    """Return the file system of ``url`` and the path in it."""
+    scheme, _, rest = url.partition("://")
+    files, path = _CLIENTS[scheme.lower()](rest)
+    return files, path
+
+
+def _s3(rest: str) -> tuple[Any, str]:
+    import pyarrow.fs as pafs
+
+    given: dict[str, Any] = {}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if endpoint:
+        given["endpoint_override"] = endpoint
+    elif not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
+        with contextlib.suppress(OSError):
+            given["region"] = pafs.resolve_s3_region(rest.partition("/")[0])
+    retries = pafs.AwsStandardS3RetryStrategy(max_attempts=_TRIES)
+    files = pafs.S3FileSystem(
+        connect_timeout=_CONNECT_S, request_timeout=_REQUEST_S, retry_strategy=retries, **given
+    )
+    return files, rest
+
+
+def _gcs(rest: str) -> tuple[Any, str]:
+    import datetime
+
+    import pyarrow.fs as pafs
+
+    given: dict[str, Any] = {"retry_time_limit": datetime.timedelta(seconds=_REQUEST_S)}
+    if emulator := os.environ.get("STORAGE_EMULATOR_HOST"):
+        scheme, _, host = emulator.rpartition("://")
+        given |= {"endpoint_override": host.rstrip("/"), "scheme": scheme or "http"}
+        given["anonymous"] = True
+    elif not _has_google_login():
+        given["anonymous"] = True
+    return pafs.GcsFileSystem(**given), rest
+
+
+def _has_google_login() -> bool:
+    """Whether Google's client would find credentials, so that it does not wait for a server that
+    only Google's machines have."""
+    login = Path.home() / ".config/gcloud/application_default_credentials.json"
+    if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS") or login.exists():
+        return True
+    with contextlib.suppress(OSError):
+        return "Google" in Path("/sys/class/dmi/id/product_name").read_text()
+    return False
+
+
+def _azure(rest: str) -> tuple[Any, str]:
+    import pyarrow.fs as pafs
+
+    given = _connection_string(os.environ.get("AZURE_STORAGE_CONNECTION_STRING", ""))
+    for field, variable in _AZURE_VARIABLES.items():
+        if value := os.environ.get(variable):
+            given.setdefault(field, value)
+    container, slash, path = rest.partition("/")
+    container, _, server = container.partition("@")
+    if server:
+        given["account_name"] = server.partition(".")[0]
+    if "account_name" not in given:
+        raise UnreadableSource("names no account", "set AZURE_STORAGE_ACCOUNT_NAME")
+    if "account_key" in given:
+        given.pop("sas_token", None)
+    return pafs.AzureFileSystem(**given), f"{container}{slash}{path}"
+
+
+_AZURE_VARIABLES = {
+    "account_name": "AZURE_STORAGE_ACCOUNT_NAME",
+    "account_key": "AZURE_STORAGE_ACCOUNT_KEY",
+    "sas_token": "AZURE_STORAGE_SAS_TOKEN",
+}
+
+
+def _connection_string(text: str) -> dict[str, str]:
+    fields = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
+    names = {"AccountName": "account_name", "AccountKey": "account_key"}
+    given = {name: fields[field] for field, name in names.items() if field in fields}
+    if "SharedAccessSignature" in fields:
+        given["sas_token"] = "?" + fields["SharedAccessSignature"].lstrip("?")
+    if "BlobEndpoint" in fields:
+        scheme, _, place = fields["BlobEndpoint"].partition("://")
+        authority = place.strip("/").removesuffix(f"/{given.get('account_name', '')}")
+        given |= {"blob_storage_authority": authority, "blob_storage_scheme": scheme}
+        given |= {"dfs_storage_authority": authority, "dfs_storage_scheme": scheme}
+    return given
+
+
+def _hub(rest: str) -> tuple[Any, str]:
+    import pyarrow.fs as pafs
+
+    try:
+        from huggingface_hub import HfFileSystem
+    except ImportError:
+        raise UnreadableSource("is on the Hugging Face hub", REMEDY) from None
+    return pafs.PyFileSystem(pafs.FSSpecHandler(HfFileSystem())), rest
+
+
+_CLIENTS: dict[str, Callable[[str], tuple[Any, str]]] = {
+    "s3": _s3,
+    "s3a": _s3,
+    "gs": _gcs,
+    "gcs": _gcs,
+    "az": _azure,
+    "abfs": _azure,
+    "abfss": _azure,
+    "hf": _hub,
+}
+
+# --- errors ---------------------------------------------------------------------------------------
+
+_SIGNS = {
+    r"ACCESS_DENIED|PermissionDenied|Forbidden|AuthorizationFailure|AuthenticationFailed|\b40[13]\b"
+    r"|InvalidAccessKeyId|SignatureDoesNotMatch|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH"
+    r"|Gated|UNAUTHENTICATED": (
+        "may not be read with these credentials",
+        "give others in the environment, or ask its owner",
+    ),
+    r"NO_SUCH_BUCKET|ContainerNotFound|RepositoryNotFound|Not ?Found|\b404\b": (
+        "does not exist",
+        "check its name",
+    ),
+    r"NETWORK_CONNECTION|resolve host|Could not connect|ConnectError|ConnectionError"
+    r"|ConnectTimeout|TIMEOUT|UNAVAILABLE|Max retries": (
+        "cannot be fetched (no connection to its server)",
+        "check the network",
+    ),
+    r"SLOW_DOWN|\b429\b|\b503\b": ("cannot be fetched (too many requests)", "try again later"),
+}
+"""Regular expression over a client's error -> (reason, remedy)."""
+
+
+@contextlib.contextmanager
+def _sentences(url: str) -> Iterator[None]:
+    """Turn the errors of the clients into sentences without secrets."""
+    try:
+        yield
+    except UnreadableSource:
+        raise
+    except FileNotFoundError:
+        raise UnreadableSource("does not exist", "check its name") from None
+    except ModuleNotFoundError:
+        raise UnreadableSource("is in a bucket", REMEDY) from None
+    except Exception as error:  # noqa: BLE001 -- the clients raise errors of their own
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        for signs, (reason, remedy) in _SIGNS.items():
+            if re.search(signs, text):
+                raise UnreadableSource(reason, remedy) from None
+        text = without_secrets(text)[:200]
+        raise UnreadableSource(f"cannot be fetched ({text})", f"check {shown_url(url)}") from None

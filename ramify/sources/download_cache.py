@@ -1,0 +1,149 @@
+"""Copies of remote files on this machine: which are kept, where, and for how long.
+
+    ROOT/<hash of the URL>/entry.json    version (ETag), type and name of the newest copy
+    ROOT/<hash of the URL>/<hash>.data   its bytes; an older copy may still be in use
+
+ROOT is ``$RAMIFY_HOME/downloads`` or the platform's folder for caches, and only its user may enter
+it. A copy is used only after the server has confirmed its version. Copies without a version, and
+those that the server forbids to keep, are not used again. Copies that were not used for a day are
+removed, the oldest first, once all take more than 10 GB. URLs are not stored: they may have keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from ramify.errors import SourceError
+from ramify.sources.remote_urls import RemoteHead
+
+MAX_CACHE_BYTES = 10 << 30
+_SPARED_S = 24 * 3600.0
+"""A copy that was used within this time is kept: a run may still query it."""
+
+
+class CachedCopy(msgspec.Struct, frozen=True):
+    """One remote file on this machine."""
+
+    path: Path
+    num_bytes: int
+    head: RemoteHead
+    """As the server described it."""
+
+
+class _Entry(msgspec.Struct):
+    file: str
+    num_bytes: int
+    head: RemoteHead
+
+
+class DownloadCache:
+    """The copies below one folder. Raises SourceError if it cannot be written."""
+
+    def __init__(self, root: Path | None = None, max_bytes: int = MAX_CACHE_BYTES) -> None:
+        self._root = root if root is not None else _default_root()
+        self._max_bytes = max_bytes
+
+    def find(self, url: str) -> CachedCopy | None:
+        """Return the newest copy of ``url`` if it has a version, by which the server can confirm
+        it."""
+        folder = self._folder(url)
+        try:
+            entry = msgspec.json.decode((folder / "entry.json").read_bytes(), type=_Entry)
+            path = folder / entry.file
+            if path.stat().st_size != entry.num_bytes or not entry.head.version:
+                return None
+        except (OSError, msgspec.MsgspecError):
+            return None
+        return CachedCopy(path, entry.num_bytes, entry.head)
+
+    def use(self, url: str) -> None:
+        """Note that the copy of ``url`` is used now."""
+        with contextlib.suppress(OSError):
+            os.utime(self._folder(url) / "entry.json")
+
+    @contextlib.contextmanager
+    def writing(self, url: str) -> Iterator[tuple[Path, BinaryIO]]:
+        """A new file for the bytes of ``url``, which is removed if the block fails. ``keep`` makes
+        it the copy of the URL."""
+        folder = self._folder(url)
+        try:
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.chmod(self._root, 0o700)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            path = folder / f"{secrets.token_hex(8)}.data"
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise SourceError(
+                f"downloads cannot be written below {self._root}: {error.strerror}; set "
+                "RAMIFY_HOME to another folder"
+            ) from None
+        try:
+            with open(fd, "wb") as file:
+                yield path, file
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+    def keep(self, url: str, path: Path, head: RemoteHead) -> CachedCopy:
+        """Make a written file the copy of ``url``."""
+        size = path.stat().st_size
+        copy = CachedCopy(path, size, head)
+        kept = head if head.may_keep else msgspec.structs.replace(head, version="")
+        # The URL after redirects may have keys.
+        kept = msgspec.structs.replace(kept, final_url="")
+        entry = path.parent / "entry.json"
+        new = path.with_suffix(".json")
+        new.write_bytes(msgspec.json.encode(_Entry(path.name, size, kept)))
+        os.replace(new, entry)
+        for other in path.parent.glob("*.data"):
+            if other != path and time.time() - other.stat().st_mtime > _SPARED_S:
+                other.unlink(missing_ok=True)
+        return copy
+
+    def prune(self) -> None:
+        """Remove the copies that were not used for the longest time, if all take too much."""
+        now = time.time()
+        found = []
+        with contextlib.suppress(OSError):
+            found = [(_used(each), each, _size(each)) for each in self._root.iterdir()]
+        total = sum(size for _, _, size in found)
+        for used, folder, size in sorted(found):
+            if total <= self._max_bytes or now - used < _SPARED_S:
+                return
+            shutil.rmtree(folder, ignore_errors=True)
+            total -= size
+
+    def _folder(self, url: str) -> Path:
+        return self._root / hashlib.sha256(url.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+
+def _default_root() -> Path:
+    home = os.environ.get("RAMIFY_HOME")
+    if home:
+        return Path(home).expanduser() / "downloads"
+    from platformdirs import user_cache_path
+
+    return user_cache_path("ramify") / "downloads"
+
+
+def _used(folder: Path) -> float:
+    """When the copy in ``folder`` was last used, as Unix time."""
+    with contextlib.suppress(OSError):
+        return max(each.stat().st_mtime for each in (folder, *folder.iterdir()))
+    return 0.0
+
+
+def _size(folder: Path) -> int:
+    with contextlib.suppress(OSError):
+        return sum(each.stat().st_size for each in folder.iterdir())
+    return 0

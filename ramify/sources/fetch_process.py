@@ -1,0 +1,211 @@
+"""The process that fetches remote files, and the object through which it is asked.
+
+    FetchProcess                                the process
+    list_files("s3://bucket/logs/")         ──> [ListedFile, …]
+    open_file(url, version)                 ──> RemoteHead
+    read(url)  read(url)  …                 ──> the next bytes, and b"" at the end
+    close_file(url)
+
+Each answer has a time limit. A client that hangs, or is attacked by a server, is killed with its
+process, and the next request starts another. The process has the environment of this one, since the
+clients of buckets take their credentials from it. It writes no file. Not here: limits in bytes and
+the cache (``remote_files.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ramify.actors.answering_process import answer_requests, ask, start
+from ramify.actors.child_process import kill
+from ramify.actors.run_messages import decode, encode
+from ramify.sources.base import UnreadableSource
+from ramify.sources.remote_urls import ListedFile, RemoteHead, is_web
+
+if TYPE_CHECKING:
+    from ramify.http_client.http_transport import HttpConnectionPool
+    from ramify.sources.bucket_files import BucketDownload
+    from ramify.sources.http_download import HttpDownload
+
+ANSWER_S = 60.0
+"""Time limit of each answer: a head, or the next bytes."""
+LIST_S = 180.0
+"""Time limit of a listing."""
+_START_S = 20.0
+_READ_BYTES = 1 << 20
+_READ_S = 5.0
+"""Time after which fewer bytes are returned."""
+
+
+class FetchRequest(msgspec.Struct, frozen=True):
+    """A question to the process that fetches."""
+
+    what: str
+    """``list``, ``open``, ``read`` or ``close``."""
+    url: str
+    version: str = ""
+    """Version of an earlier copy, to open a file."""
+    allow_private: bool = False
+    """Whether web addresses may lead to private addresses."""
+
+
+class FetchAnswer(msgspec.Struct, frozen=True):
+    """Its answer. If it is an error, ``reason`` is not empty."""
+
+    files: list[ListedFile] = []
+    head: RemoteHead | None = None
+    data: bytes = b""
+    reason: str = ""
+    remedy: str = ""
+
+
+class FetchProcess:
+    """Asks one process, which it starts at the first request and kills at the end. Every method
+    raises UnreadableSource."""
+
+    def __init__(self, allow_private: bool = False, answer_s: float = ANSWER_S) -> None:
+        self._allow_private = allow_private
+        self._answer_s = answer_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> FetchProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def list_files(self, url: str) -> list[ListedFile]:
+        return self._ask("list", url, limit_s=max(LIST_S, self._answer_s)).files
+
+    def open_file(self, url: str, version: str = "") -> RemoteHead:
+        """Open the file and return its head. ``version`` is that of an earlier copy."""
+        head = self._ask("open", url, version).head
+        assert head is not None
+        return head
+
+    def read(self, url: str) -> bytes:
+        """Return the next bytes of an opened file, and b"" at its end."""
+        return self._ask("read", url).data
+
+    def close_file(self, url: str) -> None:
+        self._ask("close", url)
+
+    def _ask(
+        self, what: str, url: str, version: str = "", limit_s: float | None = None
+    ) -> FetchAnswer:
+        limit_s = limit_s or self._answer_s
+        start_s = 0.0
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            self._process, start_s = start(f"{__name__}:serve"), _START_S
+        request = encode(FetchRequest(what, url, version, self._allow_private))
+        try:
+            (data,) = ask(self._process, [request], limit_s + start_s)
+            answer: FetchAnswer = decode(data, FetchAnswer)
+        except TimeoutError:
+            self._end()
+            raise UnreadableSource(
+                f"cannot be fetched (no answer within {limit_s:g} s)", "try again later"
+            ) from None
+        except (EOFError, OSError, msgspec.MsgspecError):
+            self._end()
+            raise UnreadableSource(
+                "ended the process that fetched it", "fetch it by another program"
+            ) from None
+        except BaseException:  # Ctrl-C: its answer would be that of the next request
+            self._end()
+            raise
+        if answer.reason:
+            raise UnreadableSource(answer.reason, answer.remedy)
+        return answer
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            kill(process)
+
+
+# --- in the process -------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Answer requests from standard input until it is closed."""
+    with asyncio.Runner() as runner:
+        opened = _OpenFiles(runner)
+        answer_requests(
+            lambda request: [encode(_answered(decode(request[0], FetchRequest), opened))]
+        )
+
+
+def _answered(asked: FetchRequest, opened: _OpenFiles) -> FetchAnswer:
+    try:
+        match asked.what:
+            case "list":
+                from ramify.sources.bucket_files import list_bucket
+
+                return FetchAnswer(files=list_bucket(asked.url))
+            case "open":
+                return FetchAnswer(head=opened.open(asked))
+            case "read":
+                return FetchAnswer(data=opened.read(asked.url))
+            case _:
+                opened.close(asked.url)
+                return FetchAnswer()
+    except UnreadableSource as error:
+        return FetchAnswer(reason=error.reason, remedy=error.remedy)
+
+
+class _OpenFiles:
+    """The files of the process that are open, by URL. Clients are imported on first use."""
+
+    def __init__(self, runner: asyncio.Runner) -> None:
+        self._runner = runner
+        self._pool: HttpConnectionPool | None = None
+        self._web: dict[str, HttpDownload] = {}
+        self._buckets: dict[str, BucketDownload] = {}
+
+    def open(self, asked: FetchRequest) -> RemoteHead:
+        self.close(asked.url)
+        if is_web(asked.url):
+            from ramify.sources.http_download import new_pool, open_download
+
+            if self._pool is None:
+                self._pool = new_pool(asked.allow_private)
+            download = self._web[asked.url] = self._runner.run(
+                open_download(self._pool, asked.url, asked.version, asked.allow_private)
+            )
+            return download.head
+        from ramify.sources.bucket_files import open_file
+
+        opened = self._buckets[asked.url] = open_file(asked.url, asked.version)
+        return opened.head
+
+    def read(self, url: str) -> bytes:
+        if is_web(url):
+            return self._runner.run(_block(self._web[url]))
+        return self._buckets[url].read()
+
+    def close(self, url: str) -> None:
+        if (download := self._web.pop(url, None)) is not None:
+            self._runner.run(download.close())
+        if (opened := self._buckets.pop(url, None)) is not None:
+            opened.close()
+
+
+async def _block(download: HttpDownload) -> bytes:
+    """Return about a megabyte, or what arrives within a few seconds; at least one byte before the
+    end."""
+    data = bytearray(await download.read())
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_READ_S):
+            while data and len(data) < _READ_BYTES and (more := await download.read()):
+                data += more
+    return bytes(data)

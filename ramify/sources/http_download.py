@@ -1,0 +1,242 @@
+"""Downloads of pages and files by http and https, through the house's HTTP client.
+
+    open_download(pool, url, …) ── GET ──> redirects, each checked ──> status and size
+                                                                       └── read() … read() ── b""
+
+Which addresses may be connected to: a host name is resolved once, its private, loopback, link-local
+and other special addresses are struck out, and one of the others is connected to. So neither a
+redirect nor a name whose addresses change reaches a server inside, unless ``allow_private`` is set.
+Behind a proxy, the proxy resolves names; then only addresses that are written in a URL are checked.
+A redirect to another scheme is refused, except from http to https. A login is sent to its own
+server only. Nothing is unpacked, run or interpreted. Not here: where the bytes go, their limit and
+the time limit (``remote_files.py``).
+"""
+
+from __future__ import annotations
+
+import base64
+import email.message
+import ipaddress
+from collections.abc import Mapping, Sequence
+from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
+
+from ramify.errors import ConfigError, ModelError, Unreachable
+from ramify.http_client.addresses import is_http_url
+from ramify.http_client.http_transport import HttpConnectionPool, HttpExchange, route_to
+from ramify.sources.base import UnreadableSource
+from ramify.sources.remote_urls import RemoteHead, is_web, shown_url
+
+MAX_REDIRECTS = 10
+CONNECT_S = 20.0
+_UNBOUNDED = 1 << 62
+_REDIRECTS = (301, 302, 303, 307, 308)
+_LATER = "try again later"
+_ALLOW = "if it is meant, allow it: --allow-private, or ramify.load(…, allow_private=True)"
+
+
+class PrivateAddress(UnreadableSource):
+    """A host whose addresses are all private, or special in another way."""
+
+    def __init__(self, host: str, address: str) -> None:
+        place = "" if host == address else f"{host}, which is "
+        super().__init__(f"leads to {place}{address}, an address inside", _ALLOW)
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the Internet. IPv6 addresses that stand for an IPv4 address
+    are as public as that one."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    if isinstance(found, ipaddress.IPv6Address):
+        inner = found.ipv4_mapped or found.sixtofour or (found.teredo or (None, None))[1]
+        if inner is None and found in _NAT64:
+            inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
+        if inner is not None:
+            found = inner
+    return found.is_global and not found.is_multicast
+
+
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+
+
+def public_addresses(host: str, addresses: Sequence[str]) -> Sequence[str]:
+    """Return the public ones of ``addresses``. Raises PrivateAddress if there is none."""
+    chosen = [each for each in addresses if is_public(each)]
+    if not chosen:
+        raise PrivateAddress(host, addresses[0])
+    return chosen
+
+
+def new_pool(allow_private: bool) -> HttpConnectionPool:
+    return HttpConnectionPool(
+        connect_s=CONNECT_S,
+        max_body_bytes=_UNBOUNDED,
+        choose_addresses=None if allow_private else public_addresses,
+    )
+
+
+class HttpDownload:
+    """One response whose head has been read. ``head`` describes it."""
+
+    def __init__(self, exchange: HttpExchange, head: RemoteHead) -> None:
+        self._exchange = exchange
+        self.head = head
+
+    async def read(self) -> bytes:
+        """Return the next bytes, and b"" at the end. Raises UnreadableSource."""
+        try:
+            return await self._exchange.receive()
+        except ModelError as error:
+            reason = _why(error, self.head.final_url)
+            raise UnreadableSource(f"broke off ({reason})", _LATER) from None
+
+    async def close(self) -> None:
+        await self._exchange.__aexit__()
+
+
+async def open_download(
+    pool: HttpConnectionPool, url: str, version: str, allow_private: bool
+) -> HttpDownload:
+    """Ask for ``url``, follow its redirects, and return its response once the head has arrived.
+    ``version`` is that of an earlier copy. Raises UnreadableSource."""
+    seen = {url}
+    origin = _origin(url)
+    parts = urlsplit(url)
+    login = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
+    for _ in range(MAX_REDIRECTS + 1):
+        headers = dict(_HEADERS)
+        if login != ":" and _origin(url) == origin:
+            headers["Authorization"] = f"Basic {base64.b64encode(login.encode()).decode()}"
+        if version:
+            kind = "If-Modified-Since" if version.endswith(" GMT") else "If-None-Match"
+            headers[kind] = version
+        plain = _without_login(url)
+        exchange = await _entered(pool, plain, headers, allow_private)
+        try:
+            location = exchange.headers.get("location", "")
+            if exchange.status in _REDIRECTS and location:
+                url = _redirected(plain, location)
+                if url in seen:
+                    raise UnreadableSource("redirects in a loop", "name the page that it leads to")
+                seen.add(url)
+            elif exchange.status in (200, 203) or (exchange.status == 304 and version):
+                return HttpDownload(exchange, _head(exchange, plain))
+            else:
+                raise _refusal(exchange.status, exchange.headers)
+        except BaseException:
+            await exchange.__aexit__()
+            raise
+        await exchange.__aexit__()
+    raise UnreadableSource(
+        f"redirects more than {MAX_REDIRECTS} times", "name the page that it leads to"
+    )
+
+
+_HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity"}
+
+
+async def _entered(
+    pool: HttpConnectionPool, url: str, headers: Mapping[str, str], allow_private: bool
+) -> HttpExchange:
+    host = urlsplit(url).hostname or ""
+    try:
+        route = route_to(url, headers, "GET")
+        if route.origin[3] and not allow_private and _is_inside(host):
+            raise PrivateAddress(host, host)
+        return await pool.send(host, route).__aenter__()
+    except ConfigError as error:
+        raise UnreadableSource("cannot be fetched", str(error)) from None
+    except Unreachable as error:
+        reason = error.reason or _why(error, url)
+        raise UnreadableSource(
+            f"cannot be fetched ({reason})", "check the address and the network"
+        ) from None
+    except ModelError as error:
+        raise UnreadableSource(f"cannot be fetched ({_why(error, url)})", _LATER) from None
+
+
+def _is_inside(host: str) -> bool:
+    """Whether a name that a proxy would resolve is certainly not one of the Internet."""
+    if host == "localhost" or host.endswith((".localhost", ".local", ".internal")):
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return not is_public(host)
+
+
+def _why(error: ModelError, url: str) -> str:
+    """The error without the place, which the sentence around it names."""
+    host = urlsplit(url).hostname or ""
+    return str(error).removeprefix(f"{host}: ").replace(f" ({url})", "").replace(url, "it")
+
+
+def _redirected(url: str, location: str) -> str:
+    """The URL that ``location`` leads to. Raises UnreadableSource."""
+    try:
+        to = urljoin(url, location.encode("latin-1").decode("utf-8", "replace"))
+        to = _without_login(urlunsplit(urlsplit(to)._replace(fragment="")))
+    except ValueError:
+        to = ""
+    if to and not is_web(to):
+        scheme = urlsplit(to).scheme
+        raise UnreadableSource(f"redirects to {scheme}:, which is refused", "name what you want")
+    if not is_http_url(to):
+        raise UnreadableSource("redirects to something that is not a URL", _LATER)
+    if url.startswith("https:") and to.startswith("http:"):
+        raise UnreadableSource(
+            f"redirects from https to {shown_url(to)}, which is refused",
+            "name that address itself if it is meant",
+        )
+    return to
+
+
+def _without_login(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port
+
+
+def _head(exchange: HttpExchange, url: str) -> RemoteHead:
+    headers = exchange.headers
+    is_packed = headers.get("content-encoding", "identity").lower() not in ("", "identity")
+    length = headers.get("content-length", "")
+    return RemoteHead(
+        int(length) if length.isdecimal() and not is_packed else -1,
+        headers.get("etag") or headers.get("last-modified") or "",
+        exchange.status == 304,
+        headers.get("content-type", ""),
+        _named(headers.get("content-disposition", "")),
+        url,
+        "no-store" not in headers.get("cache-control", "").lower(),
+    )
+
+
+def _named(disposition: str) -> str:
+    """The file name in a Content-Disposition header."""
+    message = email.message.Message()
+    message["Content-Disposition"] = disposition.replace("\r", "").replace("\n", "")
+    try:
+        return message.get_filename() or ""
+    except (LookupError, UnicodeError, ValueError):
+        return ""
+
+
+def _refusal(status: int, headers: Mapping[str, str]) -> UnreadableSource:
+    after = headers.get("retry-after", "")
+    wait = f"try again in {after} s" if after.isdecimal() else _LATER
+    answered = f"cannot be fetched (the server answered {status}"
+    if status in (401, 403, 407):
+        return UnreadableSource(f"{answered}: no right to read it)", "give a login, or ask for it")
+    if status in (404, 410):
+        return UnreadableSource(f"does not exist (the server answered {status})", "check the URL")
+    if status == 429:
+        return UnreadableSource(f"{answered}: too many requests)", wait)
+    return UnreadableSource(f"{answered})", wait if status >= 500 else "check the URL")

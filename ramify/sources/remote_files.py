@@ -1,0 +1,240 @@
+"""Web pages, files on the web and files in buckets as sources: they are listed with their sizes,
+bounded, fetched to this machine, and then read as local files are.
+
+    URLs ── list ──> files and sizes ── check the limit ── fetch ──> FetchedFile ── load_sources.py
+                     (a bucket's listing,   nothing was             in DownloadCache, unless the
+                     a page's head)         fetched so far          server says that it is unchanged
+
+The host fetches; sessions have no network. Each file is bounded in bytes, in the time without data,
+and in its slowness. A URL that cannot be fetched is a ``SourceProblem``; named alone, it is an
+error. Not here: the protocols (``http_download.py``, ``bucket_files.py``).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from ramify.errors import SourceError
+from ramify.progress import ProgressTask, report_progress
+from ramify.sources.archives import is_hidden
+from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.download_cache import CachedCopy, DownloadCache
+from ramify.sources.fetch_process import FetchProcess
+from ramify.sources.file_kinds import BINARY_SUFFIXES
+from ramify.sources.media_types import file_name, to_utf8
+from ramify.sources.remote_urls import ListedFile, RemoteHead, check_url, is_web, shown_url
+
+MAX_FILES = 200_000
+_MOST_HEADS = 100
+"""Web addresses whose heads are read before the first file is fetched."""
+_SLOW_S, _SLOW_BYTES = 60.0, 60_000
+"""A file of which fewer bytes arrive in this time is given up."""
+_BEGIN_BYTES = 512
+
+
+class FetchedFile(msgspec.Struct, frozen=True):
+    """A remote file on this machine."""
+
+    shown: str
+    """Its URL, without secrets."""
+    label: str
+    """Its name in the context."""
+    path: Path
+    is_named: bool
+    """Whether the URL was named, rather than a folder or a pattern."""
+
+
+class _Wanted(NamedTuple):
+    file: ListedFile
+    label: str
+    is_named: bool
+    head: RemoteHead | None = None
+
+
+def fetch_files(
+    urls: Sequence[str],
+    loading: SourceLoader,
+    *,
+    is_alone: bool,
+    allow_private: bool = False,
+    cache: DownloadCache | None = None,
+) -> list[FetchedFile]:
+    """Fetch everything that ``urls`` name, at most as many bytes as ``loading`` may read.
+    ``is_alone``: whether there are no other sources. Raises SourceError."""
+    asked = list(dict.fromkeys(map(check_url, urls)))
+    cache = cache or DownloadCache()
+    is_single = is_alone and len(asked) == 1
+    with FetchProcess(allow_private) as process:
+        fetching = _Fetching(process, cache, loading, is_single)
+        wanted = fetching.listed(asked)
+        total = _check_total(wanted, loading)
+        with report_progress("fetching", total=total or None, unit="bytes") as work:
+            found = [each for one in wanted if (each := fetching.fetched(one, work))]
+    cache.prune()
+    return found
+
+
+class _Fetching:
+    """One load's remote files."""
+
+    def __init__(
+        self, process: FetchProcess, cache: DownloadCache, loading: SourceLoader, is_single: bool
+    ) -> None:
+        self._process = process
+        self._cache = cache
+        self._loading = loading
+        self._is_single = is_single
+        self._left = loading.room
+
+    def listed(self, urls: Sequence[str]) -> list[_Wanted]:
+        """List the files of all ``urls``, but those that are too large or would not be read."""
+        wanted: list[_Wanted] = []
+        for number, url in enumerate(urls):
+            try:
+                if not is_web(url):
+                    wanted += self._listed_bucket(url)
+                elif number >= _MOST_HEADS:
+                    wanted.append(_Wanted(ListedFile(url, ""), "", True))
+                else:
+                    head = self._opened(url)
+                    self._check_size(head.num_bytes)
+                    wanted.append(_Wanted(ListedFile(url, "", head.num_bytes), "", True, head))
+            except UnreadableSource as error:
+                self._failed(url, error)
+        return wanted
+
+    def _listed_bucket(self, url: str) -> list[_Wanted]:
+        files = self._process.list_files(url)
+        if len(files) > MAX_FILES:
+            raise UnreadableSource(f"has {len(files):,} files", "name a narrower prefix")
+        is_named = len(files) == 1 and files[0].url == url
+        place = shown_url(url).partition("://")[2].rstrip("/")
+        if pattern := re.search(r"[*?\[]", place):
+            place = place[: pattern.start()].rpartition("/")[0]
+        wanted = []
+        for file in files:
+            inside = place if is_named else f"{place}/{file.name}"
+            label = file.name if self._is_single else inside
+            if not is_named and is_hidden(file.name):
+                self._loading.leave_out(label, "hidden")
+            elif not is_named and Path(file.name).suffix.lower() in BINARY_SUFFIXES:
+                self._loading.problem(label, "is binary")
+            else:
+                try:
+                    self._check_size(file.num_bytes)
+                    wanted.append(_Wanted(file, label, is_named))
+                except UnreadableSource as error:
+                    self._failed(file.url, error, is_named=is_named)
+        return wanted
+
+    def fetched(self, wanted: _Wanted, work: ProgressTask) -> FetchedFile | None:
+        """Fetch one file, or add a problem and return None."""
+        url = wanted.file.url
+        try:
+            copy = self._copy(wanted, work)
+        except UnreadableSource as error:
+            self._failed(url, error, is_named=wanted.is_named)
+            return None
+        except OSError as error:
+            raise SourceError(
+                f"{shown_url(url)} cannot be stored: {error.strerror}; free some space, or set "
+                "RAMIFY_HOME to another folder"
+            ) from None
+        label = wanted.label
+        if is_web(url):
+            with copy.path.open("rb") as file:
+                label = file_name(url, copy.head, file.read(_BEGIN_BYTES))
+            if not self._is_single:
+                label = _web_label(url, label)
+        return FetchedFile(shown_url(url), label, copy.path, wanted.is_named)
+
+    def _opened(self, url: str) -> RemoteHead:
+        copy = self._cache.find(url)
+        return self._process.open_file(url, copy.head.version if copy else "")
+
+    def _copy(self, wanted: _Wanted, work: ProgressTask) -> CachedCopy:
+        url, note = wanted.file.url, shown_url(wanted.file.url)
+        copy = self._cache.find(url)
+        head = wanted.head or self._opened(url)
+        if head.is_unchanged and copy is not None:
+            self._process.close_file(url)
+            self._cache.use(url)
+            self._spend(copy.num_bytes)
+            work.at(work.done + copy.num_bytes, note)
+            return copy
+        self._check_size(head.num_bytes)
+        with self._cache.writing(url) as out:
+            num_bytes, slow_from, slow_bytes = 0, time.monotonic(), 0
+            while data := self._process.read(url):
+                out.write(data)
+                num_bytes += len(data)
+                slow_bytes += len(data)
+                self._spend(len(data))
+                work.at(work.done + len(data), note)
+                if time.monotonic() - slow_from > _SLOW_S:
+                    if slow_bytes < _SLOW_BYTES:
+                        raise UnreadableSource("arrives too slowly", "try again later")
+                    slow_from, slow_bytes = time.monotonic(), 0
+            if head.num_bytes not in (-1, num_bytes):
+                raise UnreadableSource(
+                    f"broke off after {num_bytes:,} of {head.num_bytes:,} bytes", "try again later"
+                )
+            path = Path(out.name)
+        self._process.close_file(url)
+        if is_web(url):
+            to_utf8(path, head.content_type)
+        return self._cache.keep(url, path, head)
+
+    def _spend(self, num_bytes: int) -> None:
+        self._left -= num_bytes
+        if self._left < 0:
+            raise UnreadableSource(
+                f"brings the downloads to over {_size(self._loading.max_bytes)}, the limit", _MORE
+            )
+
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > self._loading.max_bytes:
+            raise UnreadableSource(
+                f"has {_size(num_bytes)}, over the limit of {_size(self._loading.max_bytes)}", _MORE
+            )
+
+    def _failed(self, url: str, error: UnreadableSource, *, is_named: bool = True) -> None:
+        shown = shown_url(url)
+        if self._is_single and is_named:
+            raise SourceError(
+                f"{shown} {error.reason}: {error.remedy or 'check the URL'}"
+            ) from None
+        self._loading.problem(shown, str(error))
+
+
+_MORE = "allow more with --max-bytes, or in Python with ramify.load(…, max_bytes=…)"
+
+
+def _check_total(wanted: Sequence[_Wanted], loading: SourceLoader) -> int:
+    """Return the number of bytes that are known to be fetched. Raises SourceError if it is above
+    the limit: nothing was fetched so far."""
+    total = sum(max(0, each.file.num_bytes) for each in wanted)
+    if total > loading.room:
+        raise SourceError(
+            f"the {len(wanted):,} files at {shown_url(wanted[0].file.url)}"
+            f"{' and elsewhere' if len(wanted) > 1 else ''} have {_size(total)}, over the limit of "
+            f"{_size(loading.room)}; nothing was fetched: name fewer, or {_MORE}"
+        )
+    return total
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.0f} MB" if num_bytes >= 10_000_000 else f"{num_bytes:,} bytes"
+
+
+def _web_label(url: str, name: str) -> str:
+    """The name of one of several pages: its host and path, with the suffix of ``name``."""
+    place = shown_url(url).partition("://")[2].rstrip("/")
+    folder = place.rpartition("/")[0] if "/" in place else place
+    return f"{folder}/{name}"

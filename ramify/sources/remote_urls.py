@@ -1,0 +1,120 @@
+"""URLs as sources: which texts are URLs of files, and how one is written without its secrets.
+
+    https://me:pw@host/report?sig=abc      shown_url:     https://host/report
+                                           recorded_url:  https://host/report?sig=«redacted»
+    s3://bucket/logs/                      both:          s3://bucket/logs/
+
+What is shown or recorded is never a login, and never the value of a parameter that is named like a
+key. Such values are also redacted from logs and journals, wherever they occur. Not here: databases
+on servers (``database_servers.py``), and fetching (``remote_files.py``).
+"""
+
+from __future__ import annotations
+
+from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
+
+import msgspec
+
+from ramify.errors import SourceError
+from ramify.secrets import MARK, QUERY, remember
+
+WEB_SCHEMES = ("http", "https")
+BUCKET_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf")
+
+
+def is_remote(name: str) -> bool:
+    return _scheme(name) in (*WEB_SCHEMES, *BUCKET_SCHEMES)
+
+
+def is_web(url: str) -> bool:
+    return _scheme(url) in WEB_SCHEMES
+
+
+def _scheme(name: str) -> str:
+    scheme, separator, _ = name.partition("://")
+    return scheme.lower() if separator else ""
+
+
+def shown_url(url: str) -> str:
+    """The URL as errors and names show it: without login, and a web address without parameters and
+    fragment."""
+    scheme, _, rest = url.partition("://")
+    if is_web(url):
+        rest = rest.partition("#")[0].partition("?")[0]
+    host, slash, path = rest.partition("/")
+    login, _, place = host.rpartition("@")
+    if is_web(url) or ":" in login:  # abfs://container@account has no login
+        host = place
+    return f"{scheme.lower()}://{host}{slash}{path}"
+
+
+def recorded_url(url: str) -> str:
+    """The URL as a run records it, to load it again: without login, and with a mark in place of
+    keys."""
+    if not is_web(url):
+        return shown_url(url)
+    query = url.partition("#")[0].partition("?")[2]
+    return shown_url(url) + (QUERY.sub(rf"\1{MARK}", f"?{query}") if query else "")
+
+
+def check_url(url: str) -> str:
+    """Return the URL without its fragment, and redact its secrets from now on. Raises SourceError
+    if it cannot be fetched."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        raise SourceError(f"{shown_url(url)} is not a URL: write https://host/path") from None
+    if MARK in url:
+        raise SourceError(
+            f"{shown_url(url)} was fetched with a key that is not recorded: ask the question again "
+            "with the whole URL"
+        )
+    if not parts.hostname:
+        wanted = "https://host/path" if is_web(url) else f"{parts.scheme}://bucket/path"
+        raise SourceError(f"{shown_url(url)} names no host: write {wanted}")
+    if parts.password:
+        remember("the password of a URL", unquote(parts.password))
+    if not is_web(url):
+        if parts.password:
+            raise SourceError(
+                f"{shown_url(url)} was given with a key: give keys in the variables of the "
+                "environment that its provider's tools read"
+            )
+        return url
+    for name, value in parse_qsl(parts.query):
+        if QUERY.search(f"?{name}={value}"):
+            remember(f"{name} of a URL", value)
+    return urlunsplit(parts._replace(fragment=""))
+
+
+class RemoteHead(msgspec.Struct, frozen=True):
+    """What is known of a remote file before its bytes are read."""
+
+    num_bytes: int = -1
+    """Its size; -1 if the server does not say."""
+    version: str = ""
+    """Its ETag, or what stands for one: a text that differs once the file has changed. Empty if the
+    server says neither."""
+    is_unchanged: bool = False
+    """Whether the version is the one that was asked about; then there is nothing to read."""
+    content_type: str = ""
+    """Media type and parameters, such as ``text/html; charset=utf-8``."""
+    file_name: str = ""
+    """Name that the server gives the file."""
+    final_url: str = ""
+    """URL after redirects."""
+    may_keep: bool = True
+    """False if the server forbids to keep a copy."""
+
+
+class ListedFile(msgspec.Struct, frozen=True):
+    """One remote file, before it is fetched."""
+
+    url: str
+    name: str
+    """Its path below what was named; its file name if it was named itself."""
+    num_bytes: int = -1
+    """Its size; -1 if it is not known."""
+    version: str = ""
+    """As in ``RemoteHead``, as far as a listing tells it."""
