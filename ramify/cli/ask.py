@@ -108,6 +108,9 @@ SETTINGS = (
         str,
         "most bytes to read (default: 1GiB into memory; large texts stay in their files)",
         "SIZE",
+        "allow_private",
+        bool,
+        "let web addresses lead to private ones, such as those of this machine",
     ),
     OptionSpec(
         "strict", bool, "stop if a file in a folder or an archive cannot be read, not only note it"
@@ -276,10 +279,14 @@ def show_prompt(
 
 def _refuse_a_path(question: str, paths: list[str]) -> None:
     """Reject a file in the place of the question, which would be asked without its content."""
-    if os.path.exists(question) and not any(map(os.path.exists, paths)):
+    is_url = "://" in question and not any(map(str.isspace, question))
+    if (os.path.exists(question) or is_url) and not any(map(os.path.exists, paths)):
+        from ramify.sources.remote_urls import shown_url
+
+        shown = shown_url(question) if is_url else question
         raise UsageError(
-            f"{question} is a file or folder, and the question comes first: "
-            f"ramify ask QUESTION {question}"
+            f"{shown} is {'an address' if is_url else 'a file or folder'}, and the question comes "
+            f"first: ramify ask QUESTION {shown}"
         )
 
 
@@ -315,7 +322,8 @@ def _ask(
         loaded = load_sources(paths, screen.notes, settings)
         cite, cache = bool(settings.get("cite")), bool(settings.get("cache"))
         options = RunOptions(answer_type=schema, cite=cite, cache=cache)
-        asked = ask_runner.AskRequest(question, loaded, paths, options)
+        allow_private = bool(settings.get("allow_private"))
+        asked = ask_runner.AskRequest(question, loaded, paths, options, allow_private)
         return ask_runner.run(rlm, asked, screen, as_json=bool(settings.get("json")))
 
 
@@ -501,6 +509,11 @@ def load_sources(
         stdin=sys.stdin.buffer,
         max_bytes=None if max_bytes is None else parse_size(max_bytes, "--max-bytes"),
         strict=bool(settings.get("strict")),
+    loaded = load(
+        paths or ["-"],
+        stdin=sys.stdin.buffer,
+        strict=bool(settings.get("strict")),
+        allow_private=bool(settings.get("allow_private")),
     )
     for line in loaded.describe():
         notes.say(line)

@@ -56,11 +56,13 @@ class AskRequest(msgspec.Struct, frozen=True):
     """The ``LoadedContext`` from ``load``, or None."""
     paths: list[str]
     options: RunOptions
+    allow_private: bool = False
+    """Whether the sources' web addresses may lead to private ones."""
 
     def start(self, rlm: RLM, on_event: Callable[[AnyEvent], None]) -> RunHandle:
         prompt = self.question if self.loaded is None else self.loaded
         query = None if self.loaded is None else self.question
-        metadata = source_record(self.loaded, self.paths)
+        metadata = source_record(self.loaded, self.paths, self.allow_private)
         return rlm.start(prompt, query, self.options, on_event=on_event, metadata=metadata)
 
 
@@ -132,18 +134,22 @@ def run_again(
     )
 
 
-def source_record(loaded: LoadedContext | None, paths: list[str]) -> dict[str, Any]:
-    """Record of the paths and file tools of a run, so that a resume can load the tools again."""
+def source_record(
+    loaded: LoadedContext | None, paths: list[str], allow_private: bool = False
+) -> dict[str, Any]:
+    """Record of the paths and file tools of a run, so that a resume can load the tools again. URLs
+    are without passwords and keys."""
     if loaded is None:
         return {}
-    from ramify.sources.database_servers import is_server, without_password
+    from ramify.sources.load_sources import recorded_name
 
     return {
         "sources": {
             "paths": [
-                without_password(p) if is_server(p) else p if p == "-" else str(Path(p).absolute())
+                recorded_name(p) if p == "-" or "://" in p else str(Path(p).absolute())
                 for p in paths
             ],
+            **({"allow_private": True} if allow_private else {}),
             "tools": [*loaded.tools],
         }
     }

@@ -98,7 +98,8 @@ def _tools(started: RunStarted) -> dict[str, Any]:
             f"run {started.id} used {', '.join(sources['tools'])} over standard input, which is "
             "gone: ask the question again"
         )
-    loaded = load(sources["paths"]).tools
+    allow_private = bool(sources.get("allow_private"))
+    loaded = load(sources["paths"], allow_private=allow_private).tools
     return {**tools, **{name: tool for name, tool in loaded.items() if name in sources["tools"]}}
 
 

@@ -31,7 +31,7 @@ CONNECT_S = 20.0
 _UNBOUNDED = 1 << 62
 _REDIRECTS = (301, 302, 303, 307, 308)
 _LATER = "try again later"
-_ALLOW = "if it is meant, allow it: --allow-private, or ramify.load(…, allow_private=True)"
+_ALLOW = "allow it with --allow-private, or in Python with ramify.load(…, allow_private=True)"
 
 
 class PrivateAddress(UnreadableSource):
@@ -51,14 +51,18 @@ def is_public(address: str) -> bool:
         return False
     if isinstance(found, ipaddress.IPv6Address):
         inner = found.ipv4_mapped or found.sixtofour or (found.teredo or (None, None))[1]
-        if inner is None and found in _NAT64:
+        if inner is None and any(found in network for network in _IPV4_INSIDE):
             inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
         if inner is not None:
             found = inner
+        elif found.is_site_local or found in _LOCAL_NAT64:
+            return False
     return found.is_global and not found.is_multicast
 
 
-_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_IPV4_INSIDE = ipaddress.IPv6Network("::/96"), ipaddress.IPv6Network("64:ff9b::/96")
+"""Networks whose last four bytes are an IPv4 address."""
+_LOCAL_NAT64 = ipaddress.IPv6Network("64:ff9b:1::/48")
 
 
 def public_addresses(host: str, addresses: Sequence[str]) -> Sequence[str]:

@@ -169,7 +169,7 @@ class _Fetching:
             work.at(work.done + copy.num_bytes, note)
             return copy
         self._check_size(head.num_bytes)
-        with self._cache.writing(url) as out:
+        with self._cache.writing(url) as (path, out):
             num_bytes, slow_from, slow_bytes = 0, time.monotonic(), 0
             while data := self._process.read(url):
                 out.write(data)
@@ -185,7 +185,6 @@ class _Fetching:
                 raise UnreadableSource(
                     f"broke off after {num_bytes:,} of {head.num_bytes:,} bytes", "try again later"
                 )
-            path = Path(out.name)
         self._process.close_file(url)
         if is_web(url):
             to_utf8(path, head.content_type)
@@ -207,9 +206,8 @@ class _Fetching:
     def _failed(self, url: str, error: UnreadableSource, *, is_named: bool = True) -> None:
         shown = shown_url(url)
         if self._is_single and is_named:
-            raise SourceError(
-                f"{shown} {error.reason}: {error.remedy or 'check the URL'}"
-            ) from None
+            remedy = error.remedy or "check the URL"
+            raise SourceError(f"{shown} {error.reason}: {remedy}") from None
         self._loading.problem(shown, str(error))
 
 
