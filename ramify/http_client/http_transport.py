@@ -317,7 +317,7 @@ class HttpConnectionPool:
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         assert self._choose_addresses is not None
-        return self._choose_addresses(host, list(dict.fromkeys(each[4][0] for each in found)))
+        return self._choose_addresses(host, list(dict.fromkeys(str(each[4][0]) for each in found)))
 
 
 def _unreachable(message: str, reason: str) -> Unreachable:

@@ -262,7 +262,7 @@ def _sentences(url: str) -> Iterator[None]:
         raise UnreadableSource("does not exist", "check its name") from None
     except ModuleNotFoundError:
         raise UnreadableSource("is in a bucket", REMEDY) from None
-    except Exception as error:  # noqa: BLE001 -- the clients raise errors of their own
+    except Exception as error:  # noqa: BLE001 -- each client has its own errors
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         for signs, (reason, remedy) in _SIGNS.items():
             if re.search(signs, text):
