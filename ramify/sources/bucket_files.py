@@ -48,6 +48,8 @@ class BucketDownload:
 
 def list_bucket(url: str) -> list[ListedFile]:
     """Return the files that ``url`` names. Raises UnreadableSource."""
+    if re.match(r"[^/]*://[^/]*[*?\[]", url):
+        raise UnreadableSource("has a pattern as its bucket", "name one bucket")
     with _sentences(url):
         files, path = _opened(url)
         import pyarrow.fs as pafs
@@ -57,8 +59,6 @@ def list_bucket(url: str) -> list[ListedFile]:
             return [ListedFile(url, path.rpartition("/")[2], found.size, _version(found))]
         first = re.search(r"[*?\[]", path)
         base = path[: first.start()].rpartition("/")[0] if first else path.rstrip("/")
-        if "/" not in path and first:
-            raise UnreadableSource("has a pattern as its bucket", "name one bucket")
         infos = files.get_file_info(pafs.FileSelector(base, recursive=True))
         pattern = re.compile(_regex(path)) if first else None
         scheme, _, place = url.partition("://")
@@ -237,7 +237,7 @@ _SIGNS = {
         "may not be read with these credentials",
         "give others in the environment, or ask its owner",
     ),
-    r"NO_SUCH_BUCKET|ContainerNotFound|RepositoryNotFound|Not ?Found|\b404\b": (
+    r"NO_SUCH_BUCKET|No such file|ContainerNotFound|RepositoryNotFound|Not ?Found|\b404\b": (
         "does not exist",
         "check its name",
     ),

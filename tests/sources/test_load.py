@@ -363,9 +363,9 @@ def test_unreadable_path_is_one_line_error_with_remedy(tmp_path: Path):
             load([tmp_path / name])
         assert "\n" not in str(caught.value)
     with pytest.raises(
-        SourceError, match=r"https://x\.org/a is an address, not a path: fetch it first"
+        SourceError, match=r"ftp://x\.org/a is not an address that can be read: give one of"
     ):
-        load(["https://x.org/a"])
+        load(["ftp://x.org/a"])
     with pytest.raises(SourceError, match="nothing to read: name a file, a folder, or '-'"):
         load([])
     with pytest.raises(SourceError, match=r"^a path is empty: name a file, a folder, or '-'"):
