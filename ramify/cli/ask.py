@@ -108,6 +108,8 @@ SETTINGS = (
         str,
         "most bytes to read (default: 1GiB into memory; large texts stay in their files)",
         "SIZE",
+    ),
+    OptionSpec(
         "allow_private",
         bool,
         "let web addresses lead to private ones, such as those of this machine",
@@ -508,10 +510,6 @@ def load_sources(
         paths or ["-"],
         stdin=sys.stdin.buffer,
         max_bytes=None if max_bytes is None else parse_size(max_bytes, "--max-bytes"),
-        strict=bool(settings.get("strict")),
-    loaded = load(
-        paths or ["-"],
-        stdin=sys.stdin.buffer,
         strict=bool(settings.get("strict")),
         allow_private=bool(settings.get("allow_private")),
     )
