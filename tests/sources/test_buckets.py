@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, quote, unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
@@ -31,7 +31,9 @@ class BucketServer(SiteServer):
         keys = [key for key in sorted(self.files) if key.startswith(prefix)]
         if not delimiter:
             return keys, []
-        deeper = {key[: key.index("/", len(prefix)) + 1] for key in keys if "/" in key[len(prefix) :]}
+        deeper = {
+            key[: key.index("/", len(prefix)) + 1] for key in keys if "/" in key[len(prefix) :]
+        }
         return [key for key in keys if "/" not in key[len(prefix) :]], sorted(deeper)
 
 
@@ -55,7 +57,9 @@ class S3Server(BucketServer):
                 f"<Size>{len(self.files[each])}</Size></Contents>"
                 for each in keys
             ) + "".join(f"<CommonPrefixes><Prefix>{p}</Prefix></CommonPrefixes>" for p in prefixes)
-            head = f"<Name>box</Name><KeyCount>{len(keys)}</KeyCount><IsTruncated>false</IsTruncated>"
+            head = (
+                f"<Name>box</Name><KeyCount>{len(keys)}</KeyCount><IsTruncated>false</IsTruncated>"
+            )
             return 200, XML, f"<ListBucketResult>{head}{entries}</ListBucketResult>".encode()
         if key in self.denied:
             return 403, XML, b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
