@@ -15,7 +15,7 @@ def test_part_of_a_broken_stream_is_recorded_and_booked(tmp_path):
 
     async def main():
         events, parts = [], []
-        async with testing.ScriptedServer(SCRIPT, pieces=4) as server:
+        async with testing.ScriptedServer(SCRIPT, pieces=4, piece_s=0.05) as server:
             store = Store(tmp_path)
             async with ramify.RLM(f"vllm:m@{server.url}", store=store) as rlm:
                 running = rlm.start("a small context", "Which?", on_event=events.append)
