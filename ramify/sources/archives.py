@@ -1,5 +1,6 @@
 """Archives: each readable member becomes a text named ``archive.zip/member``. Zip; tar, plain or
-compressed by gzip, bzip2 or xz; and single compressed files.
+compressed by gzip, bzip2, xz or zstd; and single compressed files. Not here: 7z (see
+``seven_zip.py``).
 
 Nothing is written to disk, so a member's name cannot do harm; it is normalized anyway. Limits: the
 bytes of the whole load (``SourceLoader.spend``), a compression ratio that ordinary text does not
@@ -9,14 +10,16 @@ reach, and the number of members.
 from __future__ import annotations
 
 import bz2
+import contextlib
 import gzip
 import io
 import lzma
 import posixpath
+import sys
 import tarfile
 import zipfile
 import zlib
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from ramify.errors import SourceError
 from ramify.sources.base import SourceLoader, UnreadableSource
@@ -27,6 +30,10 @@ MAX_RATIO = 250
 """Maximum ratio of unpacked to packed size beyond ``RATIO_FROM_BYTES``. Deflate can reach 1,032."""
 RATIO_FROM_BYTES = 64 << 20
 _BLOCK_BYTES = 1 << 20
+_ZSTD_WINDOW_LOG = 27
+"""Largest window that a zstd file may ask for: 128 MB of memory."""
+MACROS = "its macros were not run"
+_MARKUP = (".xml", ".xhtml", ".html", ".htm", ".rels", ".vml")
 
 
 def member_name(archive: str, member: str) -> str:
@@ -40,10 +47,10 @@ def is_hidden(member: str) -> bool:
     )
 
 
-def read_member(name: str, data: bytes, loading: SourceLoader) -> None:
+def read_member(name: str, data: bytes, loading: SourceLoader, depth: int = 0) -> None:
     """Read one unpacked member, whose bytes have already been counted."""
     try:
-        read_file(SourceFile(name, data, inside=True), loading)
+        read_file(SourceFile(name, data, inside=True, depth=depth), loading)
     except UnreadableSource as error:
         loading.problem(name, str(error))
 
@@ -54,6 +61,27 @@ def check_ratio(num_bytes: int, packed_bytes: int, name: str) -> None:
             f"{name} unpacks to over {MAX_RATIO} times its size, as a bomb would: unpack it "
             "yourself if you trust it"
         )
+
+
+def check_parts(file: SourceFile, what: str, loading: SourceLoader) -> list[str]:
+    """Check the stated sizes of the parts of a document that is a zip archive, and count those that
+    its reader unpacks as text. A reader unpacks a part no further than to its stated size. Returns
+    the names of the parts."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(file.data)) as archive:
+            parts = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
+        raise UnreadableSource(f"is a damaged {what}", str(error)) from None
+    check_count(len(parts), file.name)
+    for part in parts:
+        check_ratio(part.file_size, part.compress_size, file.name)
+        if part.filename.endswith(_MARKUP):
+            loading.spend(part.file_size, file.name)
+    return [part.filename for part in parts]
+
+
+def has_macros(parts: list[str]) -> bool:
+    return any(part.endswith("vbaProject.bin") for part in parts)
 
 
 def check_count(num_members: int, archive: str) -> None:
@@ -108,7 +136,7 @@ def _unpack(
 
 
 _DAMAGED = (tarfile.TarError, OSError, EOFError, lzma.LZMAError, zlib.error, ValueError)
-_SUFFIXES = (".gz", ".bz2", ".xz", ".lzma")
+_SUFFIXES = (".gz", ".bz2", ".xz", ".lzma", ".zst")
 
 
 def read_tar(file: SourceFile, loading: SourceLoader) -> None:
@@ -133,7 +161,42 @@ def _open(data: bytes) -> BinaryIO:
         return cast("BinaryIO", bz2.open(raw))
     if data[:6] == b"\xfd7zXZ\0":
         return cast("BinaryIO", lzma.open(raw))
+    if data[:4] == b"\x28\xb5\x2f\xfd":
+        return _open_zstd(raw)
     return raw
+
+
+def _open_zstd(raw: BinaryIO) -> BinaryIO:
+    try:
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+        else:
+            from backports import zstd
+    except ImportError:
+        raise UnreadableSource(
+            "is packed by zstd", "reading it needs pip install 'ramify[inputs]'"
+        ) from None
+    return cast("BinaryIO", _ZstdStream(zstd, raw))
+
+
+class _ZstdStream(contextlib.closing[Any]):
+    """Unpacked stream of a zstd file, whose errors are OSErrors."""
+
+    def __init__(self, zstd: Any, raw: BinaryIO) -> None:
+        limit = {zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW_LOG}
+        self._stream = zstd.open(raw, options=limit)
+        self._error = zstd.ZstdError
+        super().__init__(self._stream)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def read(self, size: int) -> bytes:
+        try:
+            data: bytes = self._stream.read(size)
+        except self._error as error:
+            raise OSError(str(error)) from None
+        return data
 
 
 def _read_members(stream: _BoundedStream, file: SourceFile, loading: SourceLoader) -> None:

@@ -41,14 +41,23 @@ class UnreadableSource(Exception):
         self.remedy = remedy
 
 
+class SourcePlace(msgspec.Struct, frozen=True):
+    """Where a part of a document begins in its text."""
+
+    line: int
+    """First line of the part in the text, counted from 1."""
+    name: str
+    """``page 3``, ``slide 2``, ``sheet Sales``, or headings: ``Risks / Currency``."""
+
+
 class SourceItem(msgspec.Struct, frozen=True):
     """One loaded text and where it came from."""
 
     name: str
     """Key of the text in the context, if the context is a dict."""
     kind: str
-    """``text``, ``csv``, ``jsonl``, ``json``, ``pdf``, ``picture``, ``sqlite``, ``server``, or
-    another kind of table: ``parquet``, ``arrow``, ``duckdb``, ``xlsx``."""
+    """``text``, ``csv``, ``jsonl``, ``json``, ``picture``, ``sqlite``, ``server``, another kind of
+    table (``parquet``, ``arrow``, ``duckdb``, ``xlsx``), or of document (``pdf``, ``docx``, …)."""
     chars: int
     """Length of the text in the context; 0 for a picture."""
     num_bytes: int
@@ -57,6 +66,8 @@ class SourceItem(msgspec.Struct, frozen=True):
     """Description of the contents: ``CSV: 3 columns a, b, c; 1,200 rows``."""
     in_file: bool = False
     """True if the text stays in its file: it is read when it is used, and stored by reference."""
+    places: tuple[SourcePlace, ...] = ()
+    """Pages, slides, sheets and headings of a document, by line."""
 
 
 class SourceProblem(msgspec.Struct, frozen=True):
@@ -246,13 +257,20 @@ class SourceLoader:
         )
 
     def add(
-        self, name: str, text: str | MappedText, kind: str, num_bytes: int, detail: str = ""
+        self,
+        name: str,
+        text: str | MappedText,
+        kind: str,
+        num_bytes: int,
+        detail: str = "",
+        places: Sequence[SourcePlace] = (),
     ) -> None:
         """Add one text to the context as ``name``, or as ``name (2)`` if that name exists."""
         unique = self._unique(name)
         self.texts[unique] = text
+        in_file = isinstance(text, MappedText)
         self.items.append(
-            SourceItem(unique, kind, len(text), num_bytes, detail, isinstance(text, MappedText))
+            SourceItem(unique, kind, len(text), num_bytes, detail, in_file, tuple(places))
         )
 
     def add_picture(

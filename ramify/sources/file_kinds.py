@@ -36,13 +36,15 @@ class SourceFile(msgspec.Struct):
     """True for an archive member. Archives within archives are not opened."""
     is_named: bool = False
     """True if the user named the file itself, and not its folder."""
+    depth: int = 0
+    """Number of messages around an attachment."""
 
 
 Reader = Callable[[SourceFile, SourceLoader], None]
 
 READERS: dict[str, str] = {
     "text": "ramify.sources.file_kinds:read",
-    "pdf": "ramify.sources.pdf:read",
+    "pdf": "ramify.sources.documents:read_pdf",
     "picture": "ramify.sources.pictures:read",
     "sqlite": "ramify.sources.sqlite:read",
     "parquet": "ramify.sources.table_files:read_parquet",
@@ -51,7 +53,17 @@ READERS: dict[str, str] = {
     "xlsx": "ramify.sources.table_files:read_xlsx",
     "zip": "ramify.sources.archives:read_zip",
     "tar": "ramify.sources.archives:read_tar",
-    "packed": "ramify.sources.archives:read_tar",  # gzip, bzip2, xz: a tar or a single file
+    "packed": "ramify.sources.archives:read_tar",  # gzip, bzip2, xz, zstd: a tar or a single file
+    "7z": "ramify.sources.seven_zip:read",
+    "docx": "ramify.sources.documents:read_docx",
+    "pptx": "ramify.sources.documents:read_pptx",
+    "odt": "ramify.sources.documents:read_odt",
+    "epub": "ramify.sources.documents:read_epub",
+    "html": "ramify.sources.documents:read_html",
+    "eml": "ramify.sources.documents:read_eml",
+    "mbox": "ramify.sources.documents:read_mbox",
+    "msg": "ramify.sources.documents:read_msg",
+    "notebook": "ramify.sources.notebook:read",
 }
 """Kind -> place of its reader."""
 
@@ -67,17 +79,43 @@ _MAGIC = {
     b"PK\x05\x06": "zip",
     b"\x1f\x8b\x08": "packed",
     b"\xfd7zXZ\0": "packed",
+    b"\x28\xb5\x2f\xfd": "packed",
+    b"7z\xbc\xaf'\x1c": "7z",
 }
 _FOREIGN = {
     b"GIF8": "a GIF image",
     b"\x7fELF": "a compiled program",
-    b"\x28\xb5\x2f\xfd": "packed by zstd: unpack it first",
-    b"7z\xbc\xaf'\x1c": "a 7-Zip archive: unpack it first",
     b"Rar!\x1a\x07": "a RAR archive: unpack it first",
     b"\xd0\xcf\x11\xe0": "an old Office document: save it as text or PDF",
 }
-_WORKBOOKS = (".xlsx", ".xlsm")
-_OFFICE = (".docx", ".pptx", ".odt", ".ods", ".odp")
+_ZIP, _OLE = b"PK\x03\x04", b"\xd0\xcf\x11\xe0"
+_PACKED_KINDS = {
+    "xlsx": "xlsx",
+    "xlsm": "xlsx",
+    "docx": "docx",
+    "docm": "docx",
+    "pptx": "pptx",
+    "pptm": "pptx",
+    "ppsx": "pptx",
+    "odt": "odt",
+    "epub": "epub",
+}
+"""Suffix of a document that is a zip archive -> its kind."""
+_MIME_KINDS = {
+    b"mimetypeapplication/epub+zip": "epub",
+    b"mimetypeapplication/vnd.oasis.opendocument.text": "odt",
+}
+"""First member of such an archive, from byte 30 -> its kind."""
+_TEXT_KINDS = {
+    "html": "html",
+    "htm": "html",
+    "xhtml": "html",
+    "eml": "eml",
+    "mbox": "mbox",
+    "ipynb": "notebook",
+}
+"""Suffix of a document that is text -> its kind."""
+_OFFICE = (".ods", ".odp")
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 BINARY_SUFFIXES = frozenset(
     f".{suffix}"
@@ -106,11 +144,20 @@ def kind_of(name: str, head: bytes) -> str:
     """Return the kind of a file: ``("a.csv.gz", b"\\x1f\\x8b…")`` -> ``"packed"``."""
     if head[8:12] == b"DUCK":
         return "duckdb"
-    if name.lower().endswith(_WORKBOOKS):
-        if head[:4] == b"PK\x03\x04":
-            return "xlsx"
-        if head.startswith(b"\xd0\xcf\x11\xe0"):
-            raise UnreadableSource("is an encrypted workbook", "save it without a password")
+    stem, _, suffix = name.lower().rpartition("/")[2].rpartition(".")
+    suffix = suffix if stem else ""
+    if suffix in _PACKED_KINDS:
+        if head.startswith(_ZIP):
+            return _PACKED_KINDS[suffix]
+        if head.startswith(_OLE):
+            what = "workbook" if _PACKED_KINDS[suffix] == "xlsx" else "document"
+            raise UnreadableSource(f"is an encrypted {what}", "save it without a password")
+    if suffix == "msg" and head.startswith(_OLE):
+        return "msg"
+    if head.startswith(_ZIP):
+        for mime, kind in _MIME_KINDS.items():
+            if head[30 : 30 + len(mime)] == mime:
+                return kind
     if name.lower().endswith(_OFFICE) and head[:2] == b"PK":
         raise UnreadableSource("is an office document", "save it as text or PDF")
     for magic, kind in _MAGIC.items():
@@ -125,6 +172,10 @@ def kind_of(name: str, head: bytes) -> str:
         return "packed"
     if head[257:262] == b"ustar":
         return "tar"
+    if suffix in _TEXT_KINDS:
+        return _TEXT_KINDS[suffix]
+    if not suffix and head.lstrip()[:14].lower().startswith((b"<!doctype html", b"<html")):
+        return "html"
     return "text"
 
 

@@ -7,11 +7,8 @@ queried (``tables.py``).
 
 from __future__ import annotations
 
-import io
-import zipfile
-
-from ramify.sources.archives import check_ratio
-from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.archives import MACROS, check_parts, has_macros
+from ramify.sources.base import SourceLoader, SourcePlace, UnreadableSource
 from ramify.sources.file_kinds import SourceFile
 from ramify.sources.table_types import TableInfo
 from ramify.sources.tables import REMEDY, describe_file, described, has_duckdb
@@ -37,21 +34,20 @@ def read_duckdb(file: SourceFile, loading: SourceLoader) -> None:
 
 
 def read_xlsx(file: SourceFile, loading: SourceLoader) -> None:
-    try:
-        with zipfile.ZipFile(io.BytesIO(file.data)) as archive:
-            # openpyxl reads a part no further than to the size that the archive states for it.
-            for part in archive.infolist():
-                check_ratio(part.file_size, part.compress_size, file.name)
-                loading.spend(part.file_size, file.name)
-    except zipfile.BadZipFile as error:
-        raise UnreadableSource("is a damaged xlsx file", str(error)) from None
+    parts = check_parts(file, "xlsx file", loading)
     infos = _infos(file, "xlsx", loading)
-    parts = [f"# Sheet {info.source.member}\n{info.text}" for info in infos]
-    if not parts:
+    if not infos:
         raise UnreadableSource("is a workbook without cells", "name one that has some")
     notes = [f"sheet {info.source.member}: {info.note}" for info in infos if info.note]
+    notes += [MACROS] if has_macros(parts) else []
     detail = f"xlsx: {len(infos)} sheet{'s' * (len(infos) != 1)}"
-    loading.add(file.name, "\n\n".join(parts), "xlsx", len(file.data), "; ".join([detail, *notes]))
+    sheets, places, line = [], [], 1
+    for info in infos:
+        sheets.append(f"# Sheet {info.source.member}\n{info.text}")
+        places.append(SourcePlace(line, f"sheet {info.source.member}"))
+        line += sheets[-1].count("\n") + 2
+    text = "\n\n".join(sheets)
+    loading.add(file.name, text, "xlsx", len(file.data), "; ".join([detail, *notes]), places)
 
 
 def _read(file: SourceFile, kind: str, loading: SourceLoader) -> None:

@@ -343,7 +343,7 @@ def test_unreadable_path_is_one_line_error_with_remedy(tmp_path: Path):
             "empty.txt": "",
             "b.bin": b"\0\1\2",
             "d/e.bin": b"\0",
-            "w.docx": b"PK\3\4x",
+            "w.odp": b"PK\3\4x",
         },
     )
     (tmp_path / "void").mkdir()
@@ -355,7 +355,7 @@ def test_unreadable_path_is_one_line_error_with_remedy(tmp_path: Path):
         "no/such/x": r"no/such/x does not exist: nor does the folder ",
         "empty.txt": r"empty\.txt is empty: name something that has text in it",
         "b.bin": r"b\.bin is binary: convert it to text first",
-        "w.docx": r"w\.docx is an office document: save it as text or PDF",
+        "w.odp": r"w\.odp is an office document: save it as text or PDF",
         "void": r"void has no text to read \(no files, or only empty ones\): name a source that has text",
         "d": r"d has no text to read \(e\.bin is binary\): name a source that has text",
     }.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -83,15 +82,11 @@ def test_slow_pdf_is_abandoned_at_time_limit(tmp_path: Path):
         make_pdf(["@"]).replace(b"BT /F1 12 Tf 72 700 Td (@) Tj ET", content.encode())
     )
     (tmp_path / "good.pdf").write_bytes(make_pdf(["hello"]))
-    before = set(threading.enumerate())
     with pytest.raises(
         SourceError,
         match=r"slow\.pdf is a PDF that takes more than 0\.2 s to read: convert it to text",
     ):
         load([tmp_path / "slow.pdf"], max_file_s=0.2)
-    for thread in set(threading.enumerate()) - before:
-        thread.join(30)  # no thread continues in the background
-        assert not thread.is_alive()
     loaded = load([tmp_path / "good.pdf"], max_file_s=30)
     assert loaded.context == "--- page 1 ---\nhello"
 
@@ -100,6 +95,6 @@ def test_missing_pypdf_names_the_extra(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "pypdf", None)
     (tmp_path / "r.pdf").write_bytes(make_pdf(["x"]))
     with pytest.raises(
-        SourceError, match=r"r\.pdf is a PDF: reading it needs pip install 'ramify\[pdf\]'"
+        SourceError, match=r"r\.pdf is a PDF: reading it needs pip install 'ramify\[inputs\]'"
     ):
         load([tmp_path / "r.pdf"])

@@ -1,0 +1,108 @@
+"""Readers of documents: PDF, docx, pptx, odt, EPUB, HTML and e-mail, each as one text with the
+places of its parts.
+
+    file ──convert_document──> text, places, attachments ──> SourceLoader
+           (document_process.py)                └── each is read as a file of its kind
+
+Not here: the conversion itself (``pdf.py``, ``office_documents.py``, ``mail.py``), scans
+(``pdf_pages.py``), workbooks (``table_files.py``) and notebooks (``notebook.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import msgspec
+
+from ramify.sources.archives import (
+    MACROS,
+    check_count,
+    check_parts,
+    has_macros,
+    member_name,
+    read_member,
+)
+from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.document_process import ConvertedDocument, convert_document
+from ramify.sources.file_kinds import SourceFile, decode
+from ramify.sources.pdf_pages import keep, read_scan
+
+REMEDY = "reading it needs pip install 'ramify[inputs]'"
+MAX_DEPTH = 3
+"""Messages around an attachment that is still read."""
+_WHAT = {
+    "pdf": ("a PDF", "pypdf"),
+    "docx": ("a Word document", "markitdown"),
+    "pptx": ("a presentation", "markitdown"),
+    "odt": ("an OpenDocument text", "odfdo"),
+    "epub": ("an EPUB book", "markitdown"),
+    "html": ("a page", "markitdown"),
+    "eml": ("a message", "email"),
+    "mbox": ("a mailbox", "mailbox"),
+    "msg": ("an Outlook message", "oxmsg"),
+}
+"""Kind -> what it is, and a module that reads it."""
+_ZIPPED = ("docx", "pptx", "odt", "epub")
+
+
+def _converted(kind: str, file: SourceFile, loading: SourceLoader) -> ConvertedDocument:
+    what, module = _WHAT[kind]
+    if importlib.util.find_spec(module) is None:
+        raise UnreadableSource(f"is {what}", REMEDY)
+    parts = check_parts(file, what.partition(" ")[2], loading) if kind in _ZIPPED else []
+    found = convert_document(kind, what, file, loading)
+    if has_macros(parts):
+        return msgspec.structs.replace(found, detail=f"{found.detail}; {MACROS}")
+    return found
+
+
+def _add(kind: str, file: SourceFile, found: ConvertedDocument, loading: SourceLoader) -> None:
+    """Add the text of a document to the load, and read its members."""
+    # Broken font tables and headers yield lone surrogates.
+    text = found.text.encode("utf-8", "replace").decode()
+    loading.spend(len(text), file.name)
+    loading.add(file.name, text, kind, len(file.data), found.detail, found.places)
+    check_count(len(found.members), file.name)
+    for member, data in found.members:
+        name = member_name(file.name, member)
+        loading.spend(len(data), name)
+        if file.depth >= MAX_DEPTH:
+            loading.problem(name, f"is attached below {MAX_DEPTH} messages: save it and name it")
+        else:
+            read_member(name, data, loading, file.depth + 1)
+
+
+def _read(kind: str, file: SourceFile, loading: SourceLoader) -> None:
+    found = _converted(kind, file, loading)
+    if not found.text.strip() and not found.members:
+        raise UnreadableSource(f"is {_WHAT[kind][0]} without text", "name one that has some")
+    _add(kind, file, found, loading)
+
+
+def read_pdf(file: SourceFile, loading: SourceLoader) -> None:
+    found = _converted("pdf", file, loading)
+    if found.text:
+        _add("pdf", file, found, loading)
+        keep(file, loading)
+    else:
+        read_scan(file, len(found.places), loading)
+
+
+def read_html(file: SourceFile, loading: SourceLoader) -> None:
+    """Read a page as Markdown, or as its markup if it cannot be converted."""
+    text, _ = decode(file.data)
+    try:
+        _read("html", file, loading)
+    except UnreadableSource as error:
+        why = error.remedy if error.remedy == REMEDY else error.reason
+        loading.add(file.name, text, "html", len(file.data), f"markup of a page, because it {why}")
+
+
+read_docx = functools.partial(_read, "docx")
+read_pptx = functools.partial(_read, "pptx")
+read_odt = functools.partial(_read, "odt")
+read_epub = functools.partial(_read, "epub")
+read_eml = functools.partial(_read, "eml")
+read_mbox = functools.partial(_read, "mbox")
+read_msg = functools.partial(_read, "msg")

@@ -1,0 +1,96 @@
+"""Jupyter notebooks as Markdown: cells in their order, with the text of their outputs.
+
+markitdown leaves all outputs out, which are often what the question is about. Pictures and HTML are
+left out here, and counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from ramify.sources.base import SourceLoader
+from ramify.sources.file_kinds import SourceFile, decode
+from ramify.sources.file_kinds import read as read_text
+from ramify.sources.places import DocumentPart, assemble
+
+_TERMINAL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+"""Colours of tracebacks."""
+
+
+class NotebookCell(msgspec.Struct):
+    cell_type: str
+    source: str | list[str] = ""
+    outputs: list[dict[str, Any]] = []
+
+
+class Notebook(msgspec.Struct):
+    """The parts of a notebook that are read. Others are ignored."""
+
+    cells: list[NotebookCell]
+    metadata: dict[str, Any] = {}
+
+
+def read(file: SourceFile, loading: SourceLoader) -> None:
+    try:
+        notebook = msgspec.json.decode(decode(file.data)[0], type=Notebook)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        read_text(file, loading)  # an old form, or damaged
+        return
+    about = notebook.metadata.get("language_info") or notebook.metadata.get("kernelspec") or {}
+    language = str(about.get("name", "") if isinstance(about, dict) else "")
+    left_out = [0]
+    parts = [
+        DocumentPart(f"cell {number}", _cell(cell, language, left_out))
+        for number, cell in enumerate(notebook.cells, 1)
+    ]
+    text, places = assemble(parts, has_headings=True)
+    text = text.encode("utf-8", "replace").decode()
+    detail = f"notebook: {len(parts):,} cell{'s' * (len(parts) != 1)}"
+    if left_out[0]:
+        detail += f"; {left_out[0]:,} outputs without text left out"
+    loading.spend(len(text), file.name)
+    loading.add(file.name, text, "notebook", len(file.data), detail, places)
+
+
+def _cell(cell: NotebookCell, language: str, left_out: list[int]) -> str:
+    source = _joined(cell.source)
+    if cell.cell_type != "code":
+        return source
+    lines = [_fenced(source, language)]
+    for output in cell.outputs:
+        texts = [text for text in _output(output) if text.strip()]
+        left_out[0] += not texts
+        lines += [f"Output:\n{_fenced(text)}" for text in texts]
+    return "\n\n".join(lines)
+
+
+def _output(output: dict[str, Any]) -> Iterator[str]:
+    if output.get("output_type") == "stream":
+        yield _joined(output.get("text"))
+    elif output.get("output_type") == "error":
+        trace = output.get("traceback")
+        lines = [each for each in trace if isinstance(each, str)] if isinstance(trace, list) else []
+        named = f"{output.get('ename')}: {output.get('evalue')}"
+        yield _TERMINAL.sub("", "\n".join(lines) or named)
+    elif isinstance(data := output.get("data"), dict):
+        for kind in ("text/markdown", "text/latex", "text/plain"):
+            if text := _joined(data.get(kind)):
+                yield text
+                break
+
+
+def _joined(text: Any) -> str:
+    if isinstance(text, list):
+        return "".join(each for each in text if isinstance(each, str))
+    return text if isinstance(text, str) else ""
+
+
+def _fenced(text: str, language: str = "") -> str:
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}{language}\n{text.rstrip(chr(10))}\n{fence}"

@@ -1,0 +1,161 @@
+"""Converters of office documents, books and pages to Markdown. They run in the process of
+``document_process.py``.
+
+    docx   mammoth to HTML, then as HTML       places: headings
+    pptx   markitdown                          places: slides and headings
+    odt    odfdo                               places: headings
+    epub   each chapter of the spine as HTML   places: chapters and headings
+    html   markitdown                          places: headings
+
+markitdown drops the chapters' borders in a book, and leaves a ``|`` in the cell of a table as it
+is, which moves the columns. Both are done here. Macros are not run, nothing is fetched, and
+pictures are left out but for their descriptions.
+"""
+
+from __future__ import annotations
+
+import io
+import posixpath
+import zipfile
+from typing import Any
+from urllib.parse import unquote
+
+from ramify.sources.base import UnreadableSource
+from ramify.sources.document_process import ConvertedDocument
+from ramify.sources.places import DocumentPart, assemble
+
+_STYLES = "p[style-name='Title'] => h1:fresh\np[style-name='Subtitle'] => h2:fresh"
+"""Word's styles that mammoth has no element for."""
+
+
+def convert_docx(data: bytes) -> ConvertedDocument:
+    import mammoth
+    from markitdown.converter_utils.docx.pre_process import pre_process_docx
+
+    # Equations become LaTeX before mammoth, which has no element for them.
+    html = mammoth.convert_to_html(pre_process_docx(io.BytesIO(data)), style_map=_STYLES).value
+    return _document([DocumentPart("", _markdown(html.encode(), "utf-8")[0])], "Word document")
+
+
+def convert_pptx(data: bytes) -> ConvertedDocument:
+    from markitdown import StreamInfo
+    from markitdown.converters import PptxConverter
+
+    found = PptxConverter().convert(io.BytesIO(data), StreamInfo(extension=".pptx")).markdown
+    slides: list[list[str]] = []
+    for line in found.split("\n"):
+        # A slide may show such a comment itself, but hardly the next number.
+        if line == f"<!-- Slide number: {len(slides) + 1} -->":
+            slides.append([])
+        elif slides:
+            slides[-1].append(line)
+    parts = [
+        DocumentPart(f"slide {number}", "\n".join(lines).strip())
+        for number, lines in enumerate(slides, 1)
+    ]
+    return _document(parts, f"presentation: {_count(len(parts), 'slide')}")
+
+
+def convert_odt(data: bytes) -> ConvertedDocument:
+    import odfdo
+
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        if b"encryption-data" in archive.read("META-INF/manifest.xml"):
+            raise UnreadableSource("is an encrypted document", "save it without a password")
+    text = odfdo.Document(io.BytesIO(data)).to_markdown()
+    return _document([DocumentPart("", text.strip())], "OpenDocument text")
+
+
+def convert_epub(data: bytes) -> ConvertedDocument:
+    from defusedxml import ElementTree
+
+    with zipfile.ZipFile(io.BytesIO(data)) as book:
+        names = set(book.namelist())
+        container = ElementTree.fromstring(book.read("META-INF/container.xml"))
+        root = next(each for each in container.iter() if _tag(each) == "rootfile")
+        package_name = root.attrib["full-path"]
+        package = ElementTree.fromstring(book.read(package_name))
+        folder = posixpath.dirname(package_name)
+        places = {
+            each.attrib["id"]: posixpath.normpath(
+                posixpath.join(folder, unquote(each.attrib["href"]))
+            )
+            for each in package.iter()
+            if _tag(each) == "item" and "nav" not in each.attrib.get("properties", "").split()
+        }
+        spine = [
+            places[each.attrib["idref"]]
+            for each in package.iter()
+            if _tag(each) == "itemref" and each.attrib.get("idref") in places
+        ]
+        locked = _locked(ElementTree, book, names)
+        if locked.intersection(spine):
+            raise UnreadableSource("is an encrypted book", "only its own reader can open it")
+        chapters = []
+        for name in spine:
+            if name in names and name.lower().endswith((".xhtml", ".html", ".htm", ".xml")):
+                text, title = _markdown(book.read(name))
+                if text:
+                    is_titled = text.lstrip().startswith("#")
+                    place = f"chapter {len(chapters) + 1}"
+                    chapters.append(DocumentPart(place, text, "" if is_titled else title))
+    titles = [each.text for each in package.iter() if _tag(each) == "title" and each.text]
+    named = f" {titles[0]!r}" if titles else ""
+    return _document(chapters, f"book{named}: {_count(len(chapters), 'chapter')}")
+
+
+def convert_html(data: bytes) -> ConvertedDocument:
+    text, title = _markdown(data)
+    return _document([DocumentPart("", text)], f"page {title!r}" if title else "page")
+
+
+def html_to_markdown(html: str) -> str:
+    """Markdown of the HTML part of a message."""
+    return _markdown(html.encode("utf-8", "replace"), "utf-8")[0]
+
+
+def _markdown(data: bytes, encoding: str | None = None) -> tuple[str, str]:
+    """Return text and title of a page. Its encoding is the stated one, or UTF-8 if it is valid."""
+    from bs4 import BeautifulSoup
+    from markitdown.converters import HtmlConverter
+
+    if encoding is None:
+        try:
+            data.decode("utf-8")
+            encoding = "utf-8"
+        except UnicodeDecodeError:
+            pass
+    soup = BeautifulSoup(data, "html.parser", from_encoding=encoding)
+    for cell in soup.find_all(["td", "th"]):
+        for text in cell.find_all(string=True, recursive=True):
+            if "|" in text and cell in (text.find_parent(["td", "th"]),):
+                text.replace_with(text.replace("|", r"\|"))
+    title = soup.title.get_text() if soup.title else ""
+    found = HtmlConverter().convert_string(str(soup)).markdown
+    return found.strip(), " ".join(title.split())[:200]
+
+
+def _locked(tree: Any, book: zipfile.ZipFile, names: set[str]) -> set[str]:
+    """Names of the encrypted parts of a book. Fonts often are, which does no harm."""
+    if "META-INF/encryption.xml" not in names:
+        return set()
+    listed = tree.fromstring(book.read("META-INF/encryption.xml"))
+    return {
+        unquote(each.attrib.get("URI", ""))
+        for each in listed.iter()
+        if _tag(each) == "CipherReference"
+    }
+
+
+def _document(parts: list[DocumentPart], detail: str) -> ConvertedDocument:
+    text, places = assemble(parts, has_headings=True)
+    return ConvertedDocument(text, detail, places)
+
+
+def _tag(element: Any) -> str:
+    """Name of an element without its namespace."""
+    return str(element.tag).rpartition("}")[2]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"

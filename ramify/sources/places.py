@@ -1,0 +1,80 @@
+"""Text of a document from its parts, with the place of each part: page, slide, chapter, heading.
+
+    [DocumentPart("page 1", "…"), DocumentPart("page 2", "…")] ──assemble──> text, places
+
+Each part begins with a line such as ``--- page 2 ---``. In Markdown, headings are places, too.
+``place_at`` names the place of a line, for example of a citation.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from ramify.sources.base import SourcePlace
+
+MAX_PLACES = 20_000
+"""Places of one document. Later headings are not places."""
+_MAX_NAME_CHARS = 80
+_HEADING = re.compile(r"(#{1,6})\s+(.*\S)")
+_FENCE = re.compile(r"\s*(```+|~~~+)")
+
+
+class DocumentPart(msgspec.Struct, frozen=True):
+    """One part of a document."""
+
+    place: str
+    """``page 3``; empty for a document without numbered parts."""
+    text: str
+    title: str = ""
+    """Title of the part, if its text does not begin with it."""
+
+
+def assemble(parts: Sequence[DocumentPart], *, has_headings: bool) -> tuple[str, list[SourcePlace]]:
+    """Return the text of all parts, and their places."""
+    lines: list[str] = []
+    places: list[SourcePlace] = []
+    for part in parts:
+        if part.place:
+            title = _short(part.title)
+            name = f"{part.place}: {title}" if title else part.place
+            places.append(SourcePlace(len(lines) + 1, name))
+            lines.append(f"--- {name} ---")
+        body = part.text.split("\n")
+        if has_headings:
+            for index, heading in _headings(body):
+                name = f"{part.place}, {heading}" if part.place else heading
+                places.append(SourcePlace(len(lines) + index + 1, name))
+        lines += body
+    return "\n".join(lines), places[:MAX_PLACES]
+
+
+def place_at(places: Sequence[SourcePlace], line: int) -> str:
+    """Name of the place that ``line`` is in; empty if it is before the first one."""
+    index = bisect.bisect_right([place.line for place in places], line)
+    return places[index - 1].name if index else ""
+
+
+def _headings(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Index and path of each heading: ``(7, "Risks / Currency")``."""
+    path: list[tuple[int, str]] = []
+    fence = ""
+    for index, line in enumerate(lines):
+        if found := _FENCE.match(line):
+            if not fence:
+                fence = found[1]
+            elif found[1].startswith(fence):
+                fence = ""
+        elif not fence and (found := _HEADING.fullmatch(line)):
+            level = len(found[1])
+            path = [each for each in path if each[0] < level]
+            path.append((level, _short(found[2])))
+            yield index, " / ".join(name for _, name in path)
+
+
+def _short(text: str) -> str:
+    plain = " ".join(text.split())
+    return plain if len(plain) <= _MAX_NAME_CHARS else f"{plain[: _MAX_NAME_CHARS - 1]}…"

@@ -1,0 +1,60 @@
+"""7z archives, unpacked by py7zr (extra ``inputs``) in the process of ``document_process.py``.
+Nothing is written to disk. Not here: other archives (see ``archives.py``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from typing import Any
+
+from ramify.sources.archives import check_count, check_ratio, is_hidden, member_name, read_member
+from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.document_process import ConvertedDocument, convert_document
+from ramify.sources.file_kinds import SourceFile
+
+MAX_UNPACKED_BYTES = 1 << 30
+"""Largest sum of the stated sizes of the members. They are unpacked in memory."""
+
+
+def read(file: SourceFile, loading: SourceLoader) -> None:
+    if importlib.util.find_spec("py7zr") is None:
+        raise UnreadableSource(
+            "is a 7-Zip archive", "reading it needs pip install 'ramify[inputs]'"
+        )
+    found = convert_document("7z", "a 7-Zip archive", file, loading)
+    check_count(len(found.members), file.name)
+    total = 0
+    for member, data in found.members:
+        total += len(data)
+        check_ratio(total, len(file.data), file.name)
+        loading.spend(len(data), file.name)
+        name = member_name(file.name, member)
+        if is_hidden(member):
+            loading.leave_out(name, "hidden")
+        else:
+            read_member(name, data, loading)
+
+
+def convert(data: bytes) -> ConvertedDocument:
+    """Unpack an archive, in the process."""
+    import py7zr
+    from py7zr.io import BytesIOFactory
+
+    with py7zr.SevenZipFile(io.BytesIO(data)) as archive:
+        if archive.needs_password():
+            raise UnreadableSource("is an encrypted archive", "unpack it first")
+        members = [each for each in archive.list() if each.is_file]
+        size = sum(each.uncompressed for each in members)
+        if size > MAX_UNPACKED_BYTES:
+            raise UnreadableSource(
+                f"unpacks to {size / 1e6:,.0f} MB, more than {MAX_UNPACKED_BYTES / 1e6:,.0f} MB",
+                "unpack it first",
+            )
+        factory: Any = BytesIOFactory(MAX_UNPACKED_BYTES)
+        archive.extract(targets=[each.filename for each in members], factory=factory)
+    unpacked = []
+    for name, stream in factory.products.items():
+        stream.seek(0)
+        unpacked.append((name, bytes(stream.read())))
+    return ConvertedDocument("", "", members=unpacked)
