@@ -21,22 +21,22 @@ _TERMINAL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 """Colours of tracebacks."""
 
 
-class NotebookCell(msgspec.Struct):
+class JupyterCell(msgspec.Struct):
     cell_type: str
     source: str | list[str] = ""
     outputs: list[dict[str, Any]] = []
 
 
-class Notebook(msgspec.Struct):
+class JupyterNotebook(msgspec.Struct):
     """The parts of a notebook that are read. Others are ignored."""
 
-    cells: list[NotebookCell]
+    cells: list[JupyterCell]
     metadata: dict[str, Any] = {}
 
 
 def read(file: SourceFile, loading: SourceLoader) -> None:
     try:
-        notebook = msgspec.json.decode(decode(file.data)[0], type=Notebook)
+        notebook = msgspec.json.decode(decode(file.data)[0], type=JupyterNotebook)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         read_text(file, loading)  # an old form, or damaged
         return
@@ -56,7 +56,7 @@ def read(file: SourceFile, loading: SourceLoader) -> None:
     loading.add(file.name, text, "notebook", len(file.data), detail, places)
 
 
-def _cell(cell: NotebookCell, language: str, left_out: list[int]) -> str:
+def _cell(cell: JupyterCell, language: str, left_out: list[int]) -> str:
     source = _joined(cell.source)
     if cell.cell_type != "code":
         return source
