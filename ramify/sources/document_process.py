@@ -56,7 +56,7 @@ class ConvertedDocument(msgspec.Struct, frozen=True):
 
     text: str
     detail: str
-    """Number of its parts and what is not in the text: ``3 slides``."""
+    """Number of its parts, and notes: ``presentation: 3 slides``."""
     places: list[SourcePlace] = []
     members: list[tuple[str, bytes]] = []
     """Name and content of each attachment."""
@@ -105,7 +105,7 @@ def convert_document(
             f"is {what} that ends its reader, which may use {MEMORY_BYTES >> 30} GB of memory",
             "convert it to text first",
         ) from None
-    answer = decode(answered, ConversionAnswer)
+    answer: ConversionAnswer = decode(answered, ConversionAnswer)
     if answer.document is None:
         reason = answer.reason or f"is {what} that cannot be read"
         raise UnreadableSource(reason, answer.remedy)
@@ -129,7 +129,7 @@ def serve() -> None:
 
 
 def _answer(request: list[bytes]) -> list[bytes]:
-    asked = decode(request[0], ConversionRequest)
+    asked: ConversionRequest = decode(request[0], ConversionRequest)
     converter: Converter = pkgutil.resolve_name(CONVERTERS[asked.kind])
     if len(request) == 1:
         return [b""]

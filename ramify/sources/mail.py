@@ -104,10 +104,11 @@ def _attachment(part: EmailMessage) -> tuple[str, bytes]:
     kind = part.get_content_type()
     name = _file_name(part)
     if kind == "message/rfc822":
-        inner = part.get_payload()
-        subject = _header(inner[0], "Subject") if isinstance(inner, list) and inner else ""
-        data = inner[0].as_bytes() if isinstance(inner, list) and inner else b""
-        return name or f"{subject or 'message'}.eml", data
+        inner: Any = part.get_payload()
+        attached = inner[0] if isinstance(inner, list) and inner else None
+        if attached is None:
+            return name or "message.eml", b""
+        return name or f"{_header(attached, 'Subject') or 'message'}.eml", attached.as_bytes()
     data = part.get_payload(decode=True)
     return name or f"attachment.{part.get_content_subtype()}", data if isinstance(
         data, bytes

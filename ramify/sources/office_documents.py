@@ -9,7 +9,7 @@
 
 markitdown drops the chapters' borders in a book, and leaves a ``|`` in the cell of a table as it
 is, which moves the columns. Both are done here. Macros are not run, nothing is fetched, and
-pictures are left out but for their descriptions.
+pictures are left out, except for their descriptions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def convert_pptx(data: bytes) -> ConvertedDocument:
     from markitdown import StreamInfo
     from markitdown.converters import PptxConverter
 
-    found = PptxConverter().convert(io.BytesIO(data), StreamInfo(extension=".pptx")).markdown
+    converter: Any = PptxConverter
+    found = converter().convert(io.BytesIO(data), StreamInfo(extension=".pptx")).markdown
     slides: list[list[str]] = []
     for line in found.split("\n"):
         # A slide may show such a comment itself, but hardly the next number.
@@ -62,7 +63,7 @@ def convert_odt(data: bytes) -> ConvertedDocument:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         if b"encryption-data" in archive.read("META-INF/manifest.xml"):
             raise UnreadableSource("is an encrypted document", "save it without a password")
-    text = odfdo.Document(io.BytesIO(data)).to_markdown()
+    text = str(odfdo.Document(io.BytesIO(data)).to_markdown())
     return _document([DocumentPart("", text.strip())], "OpenDocument text")
 
 
@@ -91,7 +92,7 @@ def convert_epub(data: bytes) -> ConvertedDocument:
         locked = _locked(ElementTree, book, names)
         if locked.intersection(spine):
             raise UnreadableSource("is an encrypted book", "only its own reader can open it")
-        chapters = []
+        chapters: list[DocumentPart] = []
         for name in spine:
             if name in names and name.lower().endswith((".xhtml", ".html", ".htm", ".xml")):
                 text, title = _markdown(book.read(name))

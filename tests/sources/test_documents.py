@@ -1,4 +1,4 @@
-"""Documents as text with places. Each file is written by a tool of its own format."""
+"""Documents as text with places. Each file is written by a tool of its format."""
 
 from __future__ import annotations
 
