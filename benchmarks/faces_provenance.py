@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from engine import Figure  # noqa: E402
 
+from ramify.store.journal import JournalFile  # noqa: E402
 from ramify.types.message import Message, Reply  # noqa: E402
 from ramify.types.trajectory import Call, Cell, Parent, Stop, Trajectory, Turn  # noqa: E402
 from ramify.viewer.provenance import provenance  # noqa: E402
@@ -258,7 +259,7 @@ def links_of(run: Recorded, folder: Path) -> list[Any]:
     path = folder / "run.jsonl"
     trajectory = Trajectory("r", "generated", calls=[run.root, *run.children], stop=Stop.FINAL)
     path.write_bytes(msgspec.json.encode(trajectory) + b"\n")
-    watched = WatchedRun(LocatedRun("p0/run.jsonl:1", path, 1))
+    watched = WatchedRun(LocatedRun("p0/run.jsonl:1", JournalFile(path), 1))
     watched.refresh()
     return provenance(watched, "0")["links"]
 

@@ -50,6 +50,7 @@ T = TypeVar("T")
 REGISTRIES = (
     "ramify.clients.providers:CLIENTS",
     "ramify.sandbox.base:SANDBOXES",
+    "ramify.store.stores:STORES",
     "ramify.engine.scaffold:SCAFFOLDS",
     "ramify.tasks.base:TASKS",
     "ramify.tasks.scoring:SCORERS",

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ramify.engine.rlm import RLM
     from ramify.sandbox.base import SandboxSpec
     from ramify.sources.base import LoadedContext
+    from ramify.store.base import RunStore
     from ramify.store.store import Store
 
 NO_MODEL = """\
@@ -416,7 +417,7 @@ def _needs_session(paths: list[str], settings: dict[str, Any]) -> bool:
 def make_rlm(
     settings: dict[str, Any],
     spec: SandboxSpec,
-    store: Store | None,
+    store: RunStore | None,
     tools: Mapping[str, Any] | None = None,
 ) -> RLM:
     from ramify.clients.base import Sampling
@@ -484,14 +485,23 @@ def limit_fields(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: v for name, v in named.items() if name in fields and v is not None}
 
 
-def open_store(settings: dict[str, Any]) -> Store | None:
+def open_store(settings: dict[str, Any]) -> RunStore | None:
     if settings.get("store") is False:
         if settings.get("cache"):
             raise ConfigError("--cache needs the store: remove --no-store")
         return None
-    from ramify.store.store import Store
+    from ramify.store.stores import open_store
 
-    return Store()
+    return open_store()
+
+
+def open_folder(settings: dict[str, Any], command: str) -> Store | None:
+    """The store of a ``command`` that keeps further files in it."""
+    if settings.get("store") is False:
+        return None
+    from ramify.store.stores import folder_store
+
+    return folder_store(command)
 
 
 def load_sources(

@@ -26,7 +26,7 @@ from ramify.cli.ask import (
     check_prices,
     make_rlm,
     mcp_tools,
-    open_store,
+    open_folder,
     read_instructions,
     read_scaffold,
     sandbox_spec,
@@ -210,7 +210,7 @@ class _Command:
         self._k = k
         self._against = against
         self._concurrency = concurrency
-        self._store = open_store(settings)
+        self._store = open_folder(settings, "ramify eval")
         self._trackers: RunTrackers | None = None
         if track:
             from ramify.train.trackers.base import RunTrackers

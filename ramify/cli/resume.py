@@ -20,21 +20,22 @@ from ramify.engine.rlm import RLM
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError, ReplayDiverged, SourceError
 from ramify.sandbox.base import provider_spec
+from ramify.store.base import RunStore
 from ramify.store.recorded_replies import RecordedReplies
-from ramify.store.store import Store
+from ramify.store.stores import open_store
 from ramify.types.event import RunStarted
 from ramify.types.message import Reply
 
 
-def find(run: str) -> tuple[Store, RecordedReplies]:
+def find(run: str) -> tuple[RunStore, RecordedReplies]:
     """Open the default store and read the recorded replies of ``run``."""
-    store = Store()
+    store = open_store()
     return store, RecordedReplies(store.events(run))
 
 
 def rebuild(
     started: RunStarted,
-    store: Store,
+    store: RunStore,
     *,
     stand_ins: bool = False,
     with_tools: bool = True,

@@ -27,7 +27,8 @@ from ramify.cli.terminal_text import (
 from ramify.store.journal import NOTHING_KEPT
 from ramify.store.repair import JournalCheck
 from ramify.store.reviews import RunReview
-from ramify.store.store import RunSummary, Store
+from ramify.store.stores import folder_store, open_store
+from ramify.store.summary import RunSummary
 
 _SHORT = len("20260301-142501-5gk0x7m")
 """Length of the part of an id that a table shows. It identifies the run; the rest of an id is
@@ -43,7 +44,7 @@ def runs(words: list[str], limit: int | None, json: bool | None) -> int:
     limit = 20 if limit is None else limit
     if limit < 0:
         raise UsageError(f"--limit {limit}: give 0 (for all) or more")
-    summaries = Store().runs(limit or None)
+    summaries = open_store().runs(limit or None)
     if json:
         for summary in summaries:
             print(json_line(_as_dict(summary)))
@@ -59,9 +60,9 @@ def runs(words: list[str], limit: int | None, json: bool | None) -> int:
 def review(
     words: list[str], label: list[str] | None, note: str | None, score: list[str] | None
 ) -> int:
-    store = Store()
-    path = store.path(words[0])
-    known = store.review(path)
+    store = open_store()
+    run = store.find(words[0])
+    known = store.review(run)
     if label is None and note is None and score is None:
         print(msgspec.json.format(json_line(known), indent=1))
         return ExitCode.ANSWERED
@@ -81,15 +82,15 @@ def review(
                 f"--score {each}: give NAME=NUMBER, or NAME= for the recorded score"
             ) from None
     saved = RunReview(tuple(labels), known.note if note is None else note, rewards)
-    store.write_review(path, saved)
-    print(f"reviewed {path.stem}")
+    store.write_review(run, saved)
+    print(f"reviewed {run}")
     return ExitCode.ANSWERED
 
 
 def check(words: list[str], all: bool | None) -> int:
     if bool(words) == bool(all):
         raise UsageError("give a RUN to check, or --all")
-    store = Store()
+    store = folder_store("ramify runs check")
     paths = [store.path(name) for name in words or [run.id for run in store.runs()]]
     num_damaged = 0
     for path in paths:
@@ -130,7 +131,7 @@ def _verdict(found: JournalCheck) -> str:
 
 
 def repair(words: list[str]) -> int:
-    store = Store()
+    store = folder_store("ramify runs repair")
     if not store.check(words[0]).num_damaged:
         print(f"{store.path(words[0]).stem} is whole: there is nothing to repair")
         return ExitCode.ANSWERED
@@ -145,11 +146,10 @@ def repair(words: list[str]) -> int:
 
 
 def rm(words: list[str]) -> int:
-    store = Store()
-    paths = [store.path(name) for name in words]  # look up every run before deleting any
-    for path in dict.fromkeys(paths):
-        freed = store.remove(path.stem)
-        print(f"deleted {path.stem} ({size(freed)})")
+    store = open_store()
+    ids = [store.find(name) for name in words]  # look up every run before deleting any
+    for id in dict.fromkeys(ids):
+        print(f"deleted {id} ({size(store.remove(id))})")
     return ExitCode.ANSWERED
 
 
@@ -158,7 +158,7 @@ def prune(words: list[str], older_than: str | None, keep: int | None, max_size: 
         raise UsageError(f"--keep {keep}: give 0 or more")
     if keep is None and not older_than and not max_size:
         raise UsageError("nothing to prune by: give --older-than AGE, --keep N or --max-size SIZE")
-    store = Store()
+    store = folder_store("ramify runs prune")
     before = store.size()
     removed = store.prune(
         parse_age(older_than, "--older-than") if older_than else None,

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, mcp_tools, open_store, sandbox_spec
+from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, mcp_tools, open_folder, sandbox_spec
 from ramify.cli.listen_options import announce, chosen_key, listen_address, listen_options
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError, parse_size
 from ramify.cli.progress_screen import ProgressScreen, form_of
@@ -97,7 +97,7 @@ def serve(words: list[str], **given: Any) -> int:
         if value is not None and not value >= least:
             raise UsageError(f"--{name.replace('_', '-')} {value}: give at least {least}")
     grace_s = 30.0 if server_options["grace"] is None else server_options["grace"]
-    store = open_store(settings)
+    store = open_folder(settings, "ramify serve")
     logged = _logged(server_options["log"], store)
     with logged, exporting(notes), mcp_tools(settings) as tools:
         server = _server(settings, server_options, store, tools)
@@ -210,7 +210,7 @@ def mcp(words: list[str], **given: Any) -> int:
     from ramify.serve.mcp_server import run
 
     with exporting(notes), mcp_tools(settings) as tools:
-        store = open_store(settings)
+        store = open_folder(settings, "ramify mcp")
         rlm = make_rlm(settings, sandbox_spec(settings), store, tools)
         roots = words or ["."]
         with ends_if_blocked("ramify ask --resume {run}"):

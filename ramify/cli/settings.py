@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 
 TABLES = {
     "prices": {"path": "RAMIFY_PRICES"},
-    "runs": {"path": "RAMIFY_HOME", "max-bytes": "RAMIFY_STORE_MAX_BYTES"},
+    "runs": {
+        "path": "RAMIFY_HOME",
+        "store": "RAMIFY_RUN_STORE",
+        "max-bytes": "RAMIFY_STORE_MAX_BYTES",
+    },
 }
 """Table of the file -> key -> the environment variable that overrides it."""
 MODELS = "models"

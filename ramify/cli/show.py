@@ -43,8 +43,7 @@ from ramify.cli.terminal_text import (
 )
 from ramify.errors import ConfigError, nearest
 from ramify.printable import clean
-from ramify.store.journal import writer
-from ramify.store.store import Store
+from ramify.store.stores import open_store
 from ramify.types.call_tree import ending
 from ramify.types.trajectory import Call, Cell, Stop, Trajectory, Turn, as_text
 
@@ -64,7 +63,7 @@ def show(
     pager: bool | None,
 ) -> int:
     run = words[0]
-    store = Store()
+    store = open_store()
     if turn is not None and (tree or json or events or turn < 1):
         raise UsageError(f"--turn {turn}: give a turn from 1, without --tree, --json or --events")
     if events:
@@ -75,7 +74,7 @@ def show(
     if json:
         print(json_line(_call_of(trajectory, call) if call else trajectory))
         return ExitCode.ANSWERED
-    is_alive = writer(store.path(run)) is not None
+    is_alive = store.stored(run).is_written()
     lines: Iterator[Line]
     if turn is not None:
         lines = _turn_lines(trajectory, _call_of(trajectory, call or "0"), turn)

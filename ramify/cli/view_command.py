@@ -37,12 +37,12 @@ def view(
 ) -> int:
     address = listen_address(listening, "view", PORT)
     token = chosen_key(listening, _TOKEN, "token")
-    from ramify.store.store import Store
+    from ramify.store.stores import open_store
     from ramify.viewer.run_library import RunLibrary
 
     names = [word for word in words if not Path(word).expanduser().exists()]
     paths = [word for word in words if word not in names]
-    library = RunLibrary(paths if not names else [Store().root, *paths])
+    library = RunLibrary(paths if not names else [open_store(), *paths])
     keys = [
         *(_key_of_name(library, name) for name in names),
         *(_key_of_file(library, path) for path in paths),
@@ -70,7 +70,7 @@ def view(
 def _key_of_name(library: RunLibrary, name: str) -> str:
     """Key of the run that ``name`` identifies in the default store."""
     try:
-        return library.find(name).path.stem
+        return library.find(name).run.id
     except StoreError as error:
         if "/" in name or name.endswith(".jsonl"):
             raise ConfigError(f"no such file or folder: {name}") from None

@@ -22,7 +22,7 @@ from ramify.clients.base import Request, Sampling
 from ramify.engine import observe
 from ramify.errors import RamifyError
 from ramify.store.call_cache import CallCache, ReplyPlace
-from ramify.store.journal import decode_line, lines
+from ramify.store.journal import JournalFile, decode_line
 from ramify.store.line_checksums import ChecksumChain
 from ramify.types.event import CallStarted, ReplyReceived, RequestStarted, RunStarted
 from ramify.types.message import Message, Reply
@@ -71,7 +71,8 @@ class ReusableReplies:
         path = self._runs / f"{place.run}.jsonl"
         with contextlib.suppress(RamifyError, OSError):  # the run was deleted
             chain = ChecksumChain(place.crc_before)
-            event = decode_line(next(lines(path, place.offset), b""), path, 0, chain)
+            run = JournalFile(path)
+            event = decode_line(next(run.lines(place.offset), b""), run, 0, chain)
             if isinstance(event, ReplyReceived):
                 return event.reply
         return None
@@ -87,14 +88,14 @@ def request_key(model: str, messages: tuple[Message, ...], sampling: Sampling) -
 
 def _places(path: Path) -> Iterator[tuple[str, ReplyPlace]]:
     """(key, place) of each reply in a journal that can be reused, up to the first damaged line."""
-    replies, offset, chain = _RepliesOfRun(), 0, ChecksumChain()
+    run, replies, offset, chain = JournalFile(path), _RepliesOfRun(), 0, ChecksumChain()
     with contextlib.suppress(RamifyError, LookupError, msgspec.MsgspecError, UnicodeEncodeError):
-        for number, line in enumerate(lines(path), 1):
+        for number, line in enumerate(run.lines(), 1):
             if chain.problem(line):
                 return
             if line.startswith(_READ) and _REDACTED not in line:
-                for key in replies.add(decode_line(line, path, number)):
-                    yield key, ReplyPlace(path.stem, offset, chain.crc)
+                for key in replies.add(decode_line(line, run, number)):
+                    yield key, ReplyPlace(run.id, offset, chain.crc)
             chain.advance(line)
             offset += len(line) + 1
 

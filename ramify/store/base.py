@@ -3,12 +3,12 @@ continue them.
 
     engine ── create, reopen ──> RunJournal ── append(event) …  close
            ── blobs ───────────> RunBlobs      contexts and long outputs, by content hash
-           ── events, load ────> what a resume, a replay or a fork repeats
+    page, terminal, resume, replay, fork ── stored, events, load, runs ──> lines, ids, size
 
 ``store.py`` keeps them in a folder, ``memory_store.py`` in this process. Another store
-inherits from ``RunStore`` and has its methods without a body here. Decides also how runs are named
-and looked up. Not here: listing, pruning and repairing (those of a folder), and the page, which
-reads the files of a folder.
+inherits from ``RunStore`` and has its methods without a body here; the others follow from them.
+Decides also how runs are named and looked up. Not here: checking, repairing, pruning and the call
+cache, which need the files of a folder, and replies that are still arriving (see live_text.py).
 """
 
 from __future__ import annotations
@@ -16,13 +16,20 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
-from ramify.errors import StoreError, UnknownRun
+from msgspec.structs import replace
+
+from ramify.errors import RunInUse, StoreError, UnknownRun
+from ramify.store.journal import NOTHING_KEPT, read_events
 from ramify.store.live_text import LiveTextWriter
 from ramify.store.private_files import Bytes
+from ramify.store.reviews import RunReview
+from ramify.store.stored_run import StoredRun, is_run_id
+from ramify.store.summary import RunSummary, summarise
 from ramify.types.event import AnyEvent, TrajectoryFold
 from ramify.types.trajectory import Trajectory
 
@@ -81,8 +88,16 @@ class RunStore(Protocol):
     def check_free(self, run: str) -> None:
         """Raise RunInUse while ``run`` is being written."""
 
-    def events(self, run: str) -> Iterable[AnyEvent]:
-        """The events of ``run``, oldest first; also readable while it is being written."""
+    def ids(self) -> list[str]:
+        """Ids of all runs, newest first."""
+
+    def lines(self, id: str, offset: int = 0) -> Iterable[bytes]:
+        """The events of run ``id`` from byte ``offset``, oldest first, as ``encode_line`` made
+        them, with their newlines; also readable while it is being written. ``offset`` is where a
+        line begins, or the end. Raises UnknownRun."""
+
+    def size(self, id: str) -> int:
+        """Bytes of all lines of run ``id``, which a page asks for often. Raises UnknownRun."""
 
     def remove(self, run: str) -> int:
         """Delete a run and the blobs that no other run needs; returns the bytes freed. Not possible
@@ -108,12 +123,49 @@ class RunStore(Protocol):
         finally:
             journal.close()
 
+    def find(self, run: str) -> str:
+        """The id of ``run``."""
+        return id_of(run, self.ids(), self)
+
+    def stored(self, run: str) -> StoredRun:
+        """``run``, to be read line by line."""
+        return StoredLines(self, self.find(run))
+
+    def events(self, run: str) -> Iterator[AnyEvent]:
+        """The events of ``run``, oldest first; also readable while it is being written."""
+        return read_events(self.stored(run))
+
     def load(self, run: str) -> Trajectory:
         """The trajectory of ``run``."""
         fold = TrajectoryFold()
         for event in self.events(run):
             fold.apply(event)
         return fold.trajectory
+
+    def runs(self, limit: int | None = None) -> list[RunSummary]:
+        """Summaries, newest first. Those of runs that have not grown are kept in memory."""
+        known = _summaries.setdefault(self, {})
+        found = []
+        for id in self.ids()[:limit]:
+            run = self.stored(id)
+            try:
+                state = run.state()
+            except UnknownRun:  # deleted meanwhile
+                continue
+            if id not in known or known[id][0] != state:
+                known[id] = state, summarise(run)
+            review = run.reviews().get(id)
+            found.append(replace(known[id][1], review=review, alive=run.is_written()))
+        return found
+
+    def review(self, run: str) -> RunReview:
+        """Labels, note and corrected scores of ``run``; an empty one if there are none."""
+        return RunReview()
+
+    def write_review(self, run: str, review: RunReview) -> RunReview:
+        """Replace the review of ``run``, and return it with its time. Raises StoreError; always
+        for a store without its own ``review`` and ``write_review``."""
+        raise StoreError(f"{self} keeps no reviews: run {run} cannot have one")
 
     def finish(self, journal: RunJournal) -> None:
         """Close ``journal`` and delete its run if that has no event: it failed before it started,
@@ -123,14 +175,63 @@ class RunStore(Protocol):
             self.remove(journal.id)
 
 
-_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+class StoredLines:
+    """A run of a store that has no files, read through the store's lines. Implements
+    ``StoredRun``."""
+
+    path = None
+
+    def __init__(self, store: RunStore, id: str) -> None:
+        self.id = id
+        self._store = store
+
+    def __str__(self) -> str:
+        return f"run {self.id} in {self._store}"
+
+    def state(self) -> tuple[int, int]:
+        return 0, self._store.size(self.id)
+
+    def is_written(self) -> bool:
+        try:
+            self._store.check_free(self.id)
+        except RunInUse:
+            return True
+        except UnknownRun:
+            return False
+        return False
+
+    def lines(self, offset: int = 0) -> Iterator[bytes]:
+        return (line[:-1] for line in self._store.lines(self.id, offset))
+
+    def blocks(self, offset: int = 0) -> Iterator[bytes]:
+        return iter(self._store.lines(self.id, offset))
+
+    def lines_at(self, offsets: Iterable[int]) -> Iterator[bytes]:
+        return (next(self.lines(offset), b"") for offset in offsets)
+
+    def blob(self, digest: str) -> bytes:
+        return self._store.blobs.get(digest)
+
+    def has_neighbor(self, id: str) -> bool:
+        return id in self._store.ids()
+
+    def reviews(self) -> Mapping[str, RunReview]:
+        review = self._store.review(self.id)
+        return {} if review.is_empty() else {self.id: review}
+
+    def write_review(self, id: str, review: RunReview) -> RunReview:
+        return self._store.write_review(id, review)
+
+    def remedy(self, number: int) -> str:
+        return "the events before it can be read" if number > 1 else NOTHING_KEPT
+
+
+_summaries: WeakKeyDictionary[RunStore, dict[str, tuple[tuple[int, int], RunSummary]]] = (
+    WeakKeyDictionary()
+)
+"""Store -> id -> state of the run when it was read, and its summary."""
 _DIGITS = "0123456789abcdefghjkmnpqrstvwxyz"
 """Base 32 in ascending order, without letters that look alike."""
-
-
-def is_run_id(name: str) -> bool:
-    """Whether ``name`` can name a run."""
-    return _ID.fullmatch(name) is not None
 
 
 def check_run_id(run_id: str) -> None:

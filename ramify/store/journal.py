@@ -21,10 +21,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -39,6 +39,8 @@ from ramify.store.private_files import (
     release_reserve,
     write_all,
 )
+from ramify.store.reviews import RunReview, read_reviews, write_review
+from ramify.store.stored_run import StoredRun, is_run_id
 from ramify.types.event import AnyEvent, ReplyReceived, RunEnded, TrajectoryFold
 from ramify.types.trajectory import SCHEMA_VERSION, Stop
 
@@ -275,7 +277,7 @@ def chain_at_end(fd: int, path: Path) -> ChecksumChain:
     for number, line in enumerate(lines(path), start=1):
         problem = chain.problem(line)
         if problem and not has_checksum(line):
-            raise damaged(path, number, problem)
+            raise damaged(JournalFile(path), number, problem)
         chain.advance(line)
     return chain
 
@@ -383,33 +385,86 @@ def blocks(path: Path, offset: int = 0) -> Iterator[bytes]:
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
 
 
-def read_events(path: Path) -> Iterator[AnyEvent]:
-    """The events of the journal at ``path``, in order. Raises StoreError at the first damaged
-    line."""
+def read_events(run: StoredRun) -> Iterator[AnyEvent]:
+    """The events of ``run``, in order. Raises StoreError at the first damaged line."""
     chain, fold = ChecksumChain(), TrajectoryFold()
-    for number, line in enumerate(lines(path), start=1):
-        event = decode_line(line, path, number, chain)
+    for number, line in enumerate(run.lines(), start=1):
+        event = decode_line(line, run, number, chain)
         if not chain.is_checked:  # then only its sense shows that a line is missing before it
             try:
                 fold.apply(event)
             except (KeyError, IndexError) as error:
-                raise damaged(path, number, MISFIT) from error
+                raise damaged(run, number, MISFIT) from error
         yield event
+
+
+class JournalFile(NamedTuple):
+    """A journal to read. Implements ``StoredRun``; reviews may also be those of a file of
+    trajectories."""
+
+    path: Path
+
+    @property
+    def id(self) -> str:
+        return self.path.stem
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def state(self) -> tuple[int, int]:
+        """Its inode and its size in bytes."""
+        try:
+            stat = self.path.stat()
+        except OSError as error:
+            raise StoreError(f"cannot read {self.path}: {error.strerror}") from error
+        return stat.st_ino, stat.st_size
+
+    def is_written(self) -> bool:
+        return writer(self.path) is not None
+
+    def lines(self, offset: int = 0) -> Iterator[bytes]:
+        return lines(self.path, offset)
+
+    def blocks(self, offset: int = 0) -> Iterator[bytes]:
+        return blocks(self.path, offset)
+
+    def lines_at(self, offsets: Iterable[int]) -> Iterator[bytes]:
+        try:
+            with self.path.open("rb") as file:
+                for offset in offsets:
+                    file.seek(offset)
+                    yield file.readline()[:-1]
+        except OSError as error:
+            raise StoreError(f"cannot read {self.path}: {error.strerror}") from error
+
+    def blob(self, digest: str) -> bytes:
+        path = self.path.parent.parent / "blobs" / digest[:2] / digest
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise StoreError(f"blob {digest[:12]}… is not in the store: {error.strerror}") from None
+
+    def has_neighbor(self, id: str) -> bool:
+        return is_run_id(id) and (self.path.parent / f"{id}.jsonl").is_file()
+
+    def reviews(self) -> dict[str, RunReview]:
+        return read_reviews(self.path)
+
+    def write_review(self, id: str, review: RunReview) -> RunReview:
+        return write_review(self.path, id, review)
+
+    def remedy(self, number: int) -> str:
+        if number == 1:
+            return f"{NOTHING_KEPT}: delete it with `ramify runs rm {self.id}`"
+        return f"the events before it can be read, and `ramify runs repair {self.id}` keeps them"
 
 
 MISFIT = "it does not fit the lines before it, some of which must be missing"
 
 
-def damaged(path: Path, number: int, why: object) -> StoreError:
+def damaged(run: StoredRun, number: int, why: object) -> StoreError:
     """Return the error for a line that was changed, or before which lines are missing."""
-    return StoreError(f"{path}, line {number} is damaged: {why}; {_rest(path.stem, number)}")
-
-
-def _rest(run_id: str, number: int) -> str:
-    """Say what can be done with a run whose first damaged line is ``number``."""
-    if number == 1:
-        return f"{NOTHING_KEPT}: delete it with `ramify runs rm {run_id}`"
-    return f"the events before it can be read, and `ramify runs repair {run_id}` keeps them"
+    return StoreError(f"{run}, line {number} is damaged: {why}; {run.remedy(number)}")
 
 
 NOTHING_KEPT = "it says what the run is about, so nothing can be kept"
@@ -417,25 +472,25 @@ NOTHING_KEPT = "it says what the run is about, so nothing can be kept"
 
 
 def decode_line(
-    line: bytes, path: Path, number: int, chain: ChecksumChain | None = None
+    line: bytes, run: StoredRun, number: int, chain: ChecksumChain | None = None
 ) -> AnyEvent:
-    """The event in a line. Raises StoreError, which names the file and the line. With ``chain``,
-    its checksum is compared, and the chain continues after it."""
+    """The event in a line of ``run``. Raises StoreError, which names the run and the line. With
+    ``chain``, its checksum is compared, and the chain continues after it."""
     problem = "" if chain is None else chain.problem(line)
     if problem:
-        raise damaged(path, number, problem)
+        raise damaged(run, number, problem)
     if line.startswith(b'{"type":"RunStarted"'):
-        check_version(line, path)
+        check_version(line, run)
     try:
         event = _decoder.decode(line)
     except CANNOT_DECODE as error:
-        raise damaged(path, number, error) from error
+        raise damaged(run, number, error) from error
     if chain is not None:
         chain.advance(line)
     return event
 
 
-def check_version(line: bytes, path: Path) -> None:
+def check_version(line: bytes, run: StoredRun) -> None:
     """Raise StoreError if a newer version of Ramify wrote the run that begins with this line."""
     try:
         version = msgspec.json.decode(line, type=_Version).schema_version
@@ -443,7 +498,7 @@ def check_version(line: bytes, path: Path) -> None:
         return  # decoding the whole line gives a better error
     if version > SCHEMA_VERSION:
         raise StoreError(
-            f"{path} was written by a newer Ramify (schema {version}; this one reads up to "
+            f"{run} was written by a newer Ramify (schema {version}; this one reads up to "
             f"{SCHEMA_VERSION}): "
             "pip install -U ramify"
         )
@@ -465,7 +520,7 @@ async def follow(path: Path, poll_s: float) -> AsyncIterator[AnyEvent]:
         try:
             inode = _same_file(path, inode, offset)
             for line in lines(path, offset):
-                event = decode_line(line, path, number + 1, chain)
+                event = decode_line(line, JournalFile(path), number + 1, chain)
                 offset, number, failures = offset + len(line) + 1, number + 1, 0
                 yield event
         except StoreError:

@@ -2,26 +2,28 @@
 
 A run in it can be resumed, replayed and forked, which one without a store cannot. Its events are
 kept as the lines that a file would have, so that what is read back is the same, and has no secrets.
-Not here: a page, listings and ``cache=True``, which need the files of a ``Store``.
+The page of this process shows them (``ramify.view``). Not here: ``cache=True``, checking, repairing
+and pruning, which need the files of a ``Store``.
 """
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import re
 import threading
+import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 import msgspec
 
-from ramify.errors import RunInUse, StoreError
+from ramify.errors import RunInUse, StoreError, UnknownRun
 from ramify.secrets import SecretRedactor
 from ramify.store.base import RunStore, check_run_id, id_of
 from ramify.store.journal import encode_line
 from ramify.store.private_files import Bytes
+from ramify.store.reviews import RunReview
 from ramify.types.event import AnyEvent
-
-_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 
 
 class MemoryStore(RunStore):
@@ -34,6 +36,8 @@ class MemoryStore(RunStore):
         self.blobs = MemoryBlobs()
         self._lines: dict[str, list[bytes]] = {}
         """Id of a run -> its events, in the order in which the runs were created."""
+        self._starts: dict[str, list[int]] = {}
+        self._reviews: dict[str, RunReview] = {}
         self._written: set[str] = set()
         """Ids of the runs whose journals are open."""
         self._lock = threading.Lock()
@@ -59,21 +63,35 @@ class MemoryStore(RunStore):
         with self._lock:
             self._free(run)
 
-    def events(self, run: str) -> Iterator[AnyEvent]:
-        with self._lock:
-            lines = tuple(self._lines[self._id(run)])
-        return map(_decoder.decode, lines)
-
-    def runs(self) -> list[str]:
-        """Ids of the runs, newest first."""
+    def ids(self) -> list[str]:
         with self._lock:
             return [*self._lines][::-1]
+
+    def lines(self, id: str, offset: int = 0) -> Iterator[bytes]:
+        with self._lock:
+            starts = self._offsets(id)
+            return iter(self._lines[id][bisect.bisect_left(starts, offset) :])
+
+    def size(self, id: str) -> int:
+        with self._lock:
+            return self._offsets(id)[-1]
+
+    def review(self, run: str) -> RunReview:
+        return self._reviews.get(self.find(run), RunReview())
+
+    def write_review(self, run: str, review: RunReview) -> RunReview:
+        id, review = self.find(run), msgspec.structs.replace(review, changed_at=time.time())
+        self._reviews[id] = review
+        return review
 
     def remove(self, run: str) -> int:
         """Delete a run, and the blobs that no run needs once no run is being written, since a run
         puts a blob just before it refers to it. Returns the bytes freed."""
         with self._lock:
-            freed = sum(map(len, self._lines.pop(self._free(run))))
+            id = self._free(run)
+            self._reviews.pop(id, None)
+            self._starts.pop(id, None)
+            freed = sum(map(len, self._lines.pop(id)))
             if not self._written:
                 freed += self.blobs.keep_only(
                     {digest for lines in self._lines.values() for digest in _digests(lines)}
@@ -87,11 +105,17 @@ class MemoryStore(RunStore):
         with self._lock:
             self._written.discard(id)
 
-    def _id(self, run: str) -> str:
-        return id_of(run, [*self._lines][::-1], self)
+    def _offsets(self, id: str) -> list[int]:
+        """Where each line of run ``id`` begins, and where the last one ends."""
+        if id not in self._lines:
+            raise UnknownRun(f"found no run {id!r} in {self}: it was deleted")
+        starts = self._starts.setdefault(id, [0])
+        for line in self._lines[id][len(starts) - 1 :]:
+            starts.append(starts[-1] + len(line))
+        return starts
 
     def _free(self, run: str) -> str:
-        id = self._id(run)
+        id = id_of(run, [*self._lines][::-1], self)
         if id in self._written:
             raise RunInUse(f"run {id} is being written in this process: wait for it, or cancel it")
         return id
@@ -141,7 +165,7 @@ class MemoryJournal:
         self._on_close(self.id)
 
     def live_text(self) -> None:
-        """None: no page follows a run that has no files."""
+        """None: a page shows a reply once it is complete."""
 
 
 class MemoryBlobs:

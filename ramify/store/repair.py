@@ -20,6 +20,7 @@ import msgspec
 from ramify.errors import StoreError
 from ramify.store.journal import (
     MISFIT,
+    JournalFile,
     damaged,
     decode_line,
     lines,
@@ -107,7 +108,7 @@ def check_journal(path: Path, blobs: BlobStore | None = None) -> JournalCheck:
         reason = chain.problem(line)
         if not reason:
             try:
-                event = decode_line(line, path, number)
+                event = decode_line(line, JournalFile(path), number)
                 if not chain.is_checked and not has_checksum(line):
                     fold.apply(event)
                 _note(check, event, digests)
@@ -178,7 +179,7 @@ def repair_journal(path: Path, fsync: Fsync = os.fsync) -> JournalRepair:
             raise StoreError(f"{path} is whole: there is nothing to repair")
         damage = check.damage[0]
         if damage.number == 1:
-            raise damaged(path, 1, damage.reason)
+            raise damaged(JournalFile(path), 1, damage.reason)
         num_lost = _count_replies(path, damage)
         backup = _free_name(path)
         temporary = path.with_name(f".{path.stem}.{os.getpid()}.repaired")
@@ -220,7 +221,7 @@ def _count_replies(path: Path, damage: LineDamage) -> int:
         if not line.startswith(_REPLY) and not (is_changed and _MESSAGE in line):
             continue
         try:
-            event = decode_line(line, path, number)
+            event = decode_line(line, JournalFile(path), number)
         except StoreError:
             is_changed = True
         if is_changed:

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ramify.store.journal import CANNOT_DECODE, check_version
 from ramify.store.line_checksums import ChecksumChain
+from ramify.store.stored_run import StoredRun
 from ramify.types.event import (
     AttemptFailed,
     CallEnded,
@@ -126,11 +126,11 @@ _decoder: msgspec.json.Decoder[AnyShortEvent] = msgspec.json.Decoder(AnyShortEve
 _FIRST = b'{"type":"RunStarted"'
 
 
-def short_event(line: bytes, path: Path) -> AnyShortEvent:
-    """Decode one line of the journal at ``path``. Raises StoreError for a newer version, and what
+def short_event(line: bytes, run: StoredRun) -> AnyShortEvent:
+    """Decode one line of ``run``. Raises StoreError for a newer version, and what
     ``CANNOT_DECODE`` lists for a damaged line."""
     if line.startswith(_FIRST):
-        check_version(line, path)
+        check_version(line, run)
     return _decoder.decode(line)
 
 
@@ -141,9 +141,9 @@ class DamagedLine(msgspec.Struct, frozen=True):
 
 
 def short_events(
-    block: bytes, path: Path, chain: ChecksumChain
+    block: bytes, run: StoredRun, chain: ChecksumChain
 ) -> Iterator[tuple[AnyShortEvent | DamagedLine, int]]:
-    """Decode a block of complete lines of the journal at ``path``. They follow the lines that
+    """Decode a block of complete lines of ``run``. They follow the lines that
     ``chain`` covers.
 
     Gives (event, length of its line in bytes) for each line. The chain continues after a line when
@@ -151,26 +151,28 @@ def short_events(
     before it.
     """
     lines = block[:-1].split(b"\n")
-    for line, event in zip(lines, _decoded(block, lines, path), strict=True):
+    for line, event in zip(lines, _decoded(block, lines, run), strict=True):
         problem = chain.problem(line)
         yield DamagedLine(problem) if problem else event, len(line) + 1
         chain.advance(line)
 
 
-def _decoded(block: bytes, lines: list[bytes], path: Path) -> Iterable[AnyShortEvent | DamagedLine]:
+def _decoded(
+    block: bytes, lines: list[bytes], run: StoredRun
+) -> Iterable[AnyShortEvent | DamagedLine]:
     if _FIRST not in block:
         with suppress(*CANNOT_DECODE):  # decoding all lines at once is several times faster
             events = _decoder.decode_lines(block)
             # ``decode_lines`` skips empty lines, which count as damage.
             if len(events) == len(lines):
                 return events
-    return _one_by_one(lines, path)
+    return _one_by_one(lines, run)
 
 
-def _one_by_one(lines: list[bytes], path: Path) -> Iterator[AnyShortEvent | DamagedLine]:
+def _one_by_one(lines: list[bytes], run: StoredRun) -> Iterator[AnyShortEvent | DamagedLine]:
     for line in lines:
         try:
-            yield short_event(line, path)
+            yield short_event(line, run)
         except CANNOT_DECODE as error:
             yield DamagedLine(str(error))
 

@@ -27,18 +27,15 @@ import msgspec
 
 from ramify.errors import StoreError, UnknownRun
 from ramify.secrets import SecretRedactor
-from ramify.store.base import RunStore, check_run_id, id_of, is_run_id
+from ramify.store.base import RunStore, check_run_id, id_of
 from ramify.store.journal import (
-    CANNOT_DECODE,
     Journal,
+    JournalFile,
     chain_at_end,
     cut_torn_line,
-    damaged,
     follow,
     in_use,
-    lines,
     open_locked,
-    read_events,
     writer,
     writer_file,
 )
@@ -53,26 +50,10 @@ from ramify.store.private_files import (
 )
 from ramify.store.prune import PruneResult, StorePruner
 from ramify.store.repair import JournalCheck, JournalRepair, check_journal, repair_journal
-from ramify.store.reviews import RunReview, listed_reviews, read_reviews, write_review
-from ramify.store.short_events import (
-    AnyShortEvent,
-    ShortCallStart,
-    ShortCell,
-    ShortReply,
-    ShortRequest,
-    short_event,
-)
-from ramify.types.event import (
-    AnyEvent,
-    AttemptFailed,
-    CallEnded,
-    RunEnded,
-    RunResumed,
-    RunStarted,
-    ScoreAdded,
-)
-from ramify.types.message import Usage
-from ramify.types.trajectory import Stop, as_text, cut
+from ramify.store.reviews import RunReview, listed_reviews
+from ramify.store.stored_run import is_run_id
+from ramify.store.summary import RunSummary, summarise
+from ramify.types.event import AnyEvent
 
 if TYPE_CHECKING:
     import sqlite3
@@ -86,113 +67,6 @@ PATIENCE_S = 2.0
 instead."""
 _VERSION = 4
 """Version of the summaries; an index with another version is rebuilt."""
-
-
-class RunSummary(msgspec.Struct, omit_defaults=True):
-    """What a listing shows of one run."""
-
-    id: str
-    question: str = ""
-    """The first question of a conversation."""
-    model: str = ""
-    """Model of the root call."""
-    started_at: float = 0.0
-    """Unix time."""
-    seconds: float = 0.0
-    """From the start to the last event."""
-    num_questions: int = 0
-    num_calls: int = 0
-    """Calls in the tree, including the root."""
-    depth: int = 0
-    usage: Usage = Usage()
-    cost: float | None = None
-    """Dollars; None if no model had a price."""
-    stop: Stop | None = None
-    """None while the run is being written, and if it was killed."""
-    num_bytes: int = 0
-    """Size of the journal, without blobs."""
-    alive: bool = False
-    """Whether a process is writing it now."""
-    problem: str | None = None
-    """Why the journal could not be read."""
-    rewards: dict[str, float] = {}
-    """Rewards of the whole run, if it was scored."""
-    answer: str | None = None
-    """Beginning of the answer; None if there is none."""
-    reason: str = ""
-    """One sentence on why the run ended; empty for a final answer."""
-    root_turns: int = 0
-    """Turns of the root call of the last question."""
-    task: str = ""
-    num_files: int = 0
-    """Files that the context of the first question refers to instead of containing them."""
-    review: RunReview | None = None
-    """Labels, note and corrected scores; None if the run has none."""
-
-
-MAX_ANSWER = 200
-"""Characters of an answer in a listing."""
-
-
-def summarise(path: Path) -> RunSummary:
-    """Read the journal at ``path`` for its summary: the same numbers as ``TrajectoryFold``, several
-    times faster."""
-    summary, number, chain = RunSummary(path.stem), 0, ChecksumChain()
-    try:
-        for line in lines(path):
-            number += 1
-            if problem := chain.problem(line):
-                raise damaged(path, number, problem)
-            chain.advance(line)
-            _add(summary, short_event(line, path))
-            summary.num_bytes += len(line) + 1
-    except CANNOT_DECODE as error:
-        summary.problem = str(damaged(path, number, error))
-    except StoreError as error:
-        summary.problem = str(error)
-    return summary
-
-
-def _add(summary: RunSummary, event: AnyShortEvent) -> None:
-    if isinstance(event, ScoreAdded):
-        if not event.call:
-            summary.rewards |= event.rewards
-        return
-    summary.seconds = max(summary.seconds, event.at_s)
-    match event:  # the most frequent ones first
-        case ShortRequest() | CallEnded() | ShortCell():
-            pass
-        case ShortReply():
-            _charge(summary, event.reply.usage, event.reply.cost)
-            summary.root_turns += event.call.isdecimal()
-        case ShortCallStart():
-            summary.num_calls += 1
-            summary.depth = max(summary.depth, event.depth)
-            summary.model = summary.model or event.model
-        case AttemptFailed():
-            _charge(summary, event.usage, event.cost)
-        case RunStarted():
-            summary.num_questions, summary.stop = summary.num_questions + 1, None
-            summary.root_turns = 0
-            if summary.num_questions == 1:
-                summary.question, summary.started_at = event.question, event.started_at
-                summary.task = event.task
-                summary.num_files = 0 if event.context is None else len(event.context.files)
-        case RunEnded():
-            summary.stop, summary.reason = event.stop, event.reason or event.error or ""
-            summary.answer = (
-                None if event.answer is None else cut(as_text(event.answer), MAX_ANSWER)
-            )
-        case RunResumed():
-            summary.stop, summary.reason, summary.answer = None, "", None
-        case _:
-            pass
-
-
-def _charge(summary: RunSummary, usage: Usage, cost: float | None) -> None:
-    summary.usage += usage
-    if cost is not None:
-        summary.cost = (summary.cost or 0.0) + cost
 
 
 class RunIndex:
@@ -217,7 +91,7 @@ class RunIndex:
             if (size, changed) == (stat.st_size, stat.st_mtime_ns):
                 summaries.append(msgspec.json.decode(data, type=RunSummary))
                 continue
-            summary = summarise(path)
+            summary = summarise(JournalFile(path))
             summaries.append(summary)
             if summary.problem is None:
                 fresh.append(
@@ -377,19 +251,25 @@ class Store(RunStore):
         exact = self._runs / f"{name}.jsonl"
         if is_run_id(name) and exact.is_file():
             return exact
-        ids = [path.stem for path in self._journals()]
-        return self._runs / f"{id_of(name, ids, self._runs)}.jsonl"
+        return self._runs / f"{id_of(name, self.ids(), self._runs)}.jsonl"
 
-    def events(self, run: str | Path) -> Iterator[AnyEvent]:
-        """The events of ``run``, oldest first; also readable while it is being written."""
-        return read_events(self.path(run))
+    def lines(self, id: str, offset: int = 0) -> Iterator[bytes]:
+        return (line + b"\n" for line in self.stored(id).lines(offset))
+
+    def find(self, run: str | Path) -> str:
+        return self.path(run).stem
+
+    def stored(self, run: str | Path) -> JournalFile:
+        return JournalFile(self.path(run))
 
     def follow(self, run: str | Path, poll_s: float = 0.1) -> AsyncIterator[AnyEvent]:
         """The events of ``run`` from the first, and new ones while it is being written."""
         return follow(self.path(run), poll_s)
 
+    def ids(self) -> list[str]:
+        return [path.stem for path in self._journals()]
+
     def runs(self, limit: int | None = None) -> list[RunSummary]:
-        """Summaries, newest first."""
         journals = self._journals()[:limit]
         summaries = self._index.summaries(journals)
         claimed = {path.stem for path in self._runs.glob("*.writer")}
@@ -403,12 +283,10 @@ class Store(RunStore):
         return summaries
 
     def review(self, run: str | Path) -> RunReview:
-        """Labels, note and corrected scores of ``run``; an empty one if there are none."""
-        return read_reviews(path := self.path(run)).get(path.stem, RunReview())
+        return self.stored(run).reviews().get(self.find(run), RunReview())
 
     def write_review(self, run: str | Path, review: RunReview) -> RunReview:
-        """Replace the review of ``run``, beside its journal, and return it with its time."""
-        return write_review(path := self.path(run), path.stem, review)
+        return self.stored(run).write_review(self.find(run), review)
 
     def remove(self, run: str | Path) -> int:
         """Delete a run and the blobs that no other run needs; returns the bytes freed. Not possible
@@ -442,9 +320,10 @@ class Store(RunStore):
     def _pruner(self) -> StorePruner:
         return StorePruner(self.root, self._runs, self.blobs, self._size)
 
-    def size(self) -> int:
-        """Size in bytes on disk: journals, blobs, index and cache."""
-        return self._size.measure()
+    def size(self, id: str | None = None) -> int:
+        """Size in bytes of the journal of run ``id``; by default, of everything that the store has
+        on the disk: journals, blobs, index and cache."""
+        return self._size.measure() if id is None else self.stored(id).state()[1]
 
     def _journals(self) -> list[Path]:
         """Journals, newest first. An id that does not begin with its time is sorted by the file's

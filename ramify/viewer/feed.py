@@ -104,7 +104,8 @@ class FileFeed(Generic[T]):
         Polls are frequent while the file has a writer. Without one they are rare, but continue: a
         run may be scored long after its end, or resumed.
         """
-        live_text = LiveTextReader(self.watched.path) if _is_journal(self.watched) else None
+        path = self.watched.journal_path if isinstance(self.watched, WatchedRun) else None
+        live_text = LiveTextReader(path) if path is not None else None
         try:
             await self._poll_with(live_text)
         finally:
@@ -120,7 +121,7 @@ class FileFeed(Generic[T]):
             polls += 1
             if self.watched.size_changed() or (checks_writer and is_live):
                 async with self.lock:
-                    big = _unread(self.watched) > _SMALL_BYTES
+                    big = self.watched.num_unread() > _SMALL_BYTES
                     changed: set[int] | bool = (
                         await asyncio.to_thread(self.watched.refresh)
                         if big
@@ -170,7 +171,7 @@ class FileFeeds:
 
     def run(self, located: LocatedRun) -> FileFeed[WatchedRun]:
         feed = self._runs.get(located.key)
-        if feed is None or feed.watched.path != located.path or feed.watched.is_stale():
+        if feed is None or feed.watched.source != located.run or feed.watched.is_stale():
             self._runs[located.key] = FileFeed(WatchedRun(located))
         self._runs.move_to_end(located.key)
         idle = [key for key, feed in self._runs.items() if not feed._queues]
@@ -188,14 +189,3 @@ class FileFeeds:
             await run.close()
         for training in self._trainings.values():
             await training.close()
-
-
-def _is_journal(watched: WatchedRun | TrainingCurves) -> bool:
-    return isinstance(watched, WatchedRun) and watched.line is None
-
-
-def _unread(watched: WatchedRun | TrainingCurves) -> int:
-    try:
-        return watched.path.stat().st_size - watched.offset
-    except OSError:
-        return 0

@@ -132,7 +132,7 @@ def head(run: WatchedRun) -> dict[str, Any]:
         "id": trajectory.id,
         "question": trajectory.question,
         "task": trajectory.task,
-        "path": str(run.path),
+        "path": str(run.source),
         "is_journal": run.line is None,
         "started_at": trajectory.started_at,
         "at_s": at_s,
@@ -180,7 +180,7 @@ def _forked(run: WatchedRun) -> dict[str, Any] | None:
     if not isinstance(forked, dict):
         return None
     origin, call, turn = (str(forked.get("run")), forked.get("call", "0"), forked.get("turn", 0))
-    is_here = (run.path.parent / f"{origin}.jsonl").is_file()
+    is_here = run.source.has_neighbor(origin)
     prefix = run.key[: len(run.key) - len(run.tree.run.id)]
     return {
         "run": origin,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,6 +24,7 @@ from ramify.engine.rerun import recorded_limits
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import RunHandle
 from ramify.errors import ConfigError, StoreError
+from ramify.store.base import RunStore
 from ramify.store.recorded_replies import RecordedReplies
 from ramify.store.store import Store
 from ramify.types.event import AnyEvent, RunStarted
@@ -34,7 +34,7 @@ from ramify.viewer.run_locations import LocatedRun
 MAX_RUNNING = 4
 """Maximum number of runs in progress that pages of one server have started."""
 T = TypeVar("T")
-Rebuild = Callable[[RunStarted, Store], RLM]
+Rebuild = Callable[[RunStarted, RunStore], RLM]
 """Builds the RLM that a stored run was made with."""
 
 
@@ -59,7 +59,8 @@ class RunAgain:
 
     def __init__(self, rebuild: Rebuild) -> None:
         self._rebuild = rebuild
-        self._rlms: dict[Path, RLM] = {}
+        self._rlms: dict[str, RLM] = {}
+        """Address of a stored run -> the RLM that it was made with."""
         self._opened = AsyncExitStack()
         self._running: dict[RunHandle, asyncio.Task[str]] = {}
 
@@ -67,7 +68,7 @@ class RunAgain:
         """What of a turn can be edited, and what running it again may cost."""
 
         def look() -> tuple[ForkPoint, Limits]:
-            events = list(_store_of(located).events(located.path))
+            events = list(_store_of(located).events(located.run.id))
             return ForkPoint(events, turn, call=call), recorded_limits(RecordedReplies(events))
 
         point, limits = await asyncio.to_thread(look)
@@ -83,8 +84,8 @@ class RunAgain:
         """What the new run may cost. Raises RamifyError if it would be refused."""
         return fields(await _elsewhere(self._estimate(located, wanted)))
 
-    async def start(self, located: LocatedRun, wanted: AgainRequest) -> Path:
-        """Start the new run; returns its journal. Raises RamifyError if it is refused."""
+    async def start(self, located: LocatedRun, wanted: AgainRequest) -> tuple[RunStore, str]:
+        """Start the new run; returns its store and its id. Raises RamifyError if it is refused."""
         return await _elsewhere(self._start(located, wanted))
 
     async def close(self) -> None:
@@ -94,31 +95,31 @@ class RunAgain:
 
     async def _rlm(self, located: LocatedRun) -> tuple[RLM, RunStarted]:
         store = _store_of(located)
-        started = RecordedReplies(store.events(located.path)).started
-        if located.path not in self._rlms:
+        started = RecordedReplies(store.events(located.run.id)).started
+        if located.key not in self._rlms:
             rlm = await asyncio.to_thread(self._rebuild, started, store)
-            self._rlms[located.path] = await self._opened.enter_async_context(rlm)
-        return self._rlms[located.path], started
+            self._rlms[located.key] = await self._opened.enter_async_context(rlm)
+        return self._rlms[located.key], started
 
     async def _estimate(self, located: LocatedRun, wanted: AgainRequest) -> Any:
         rlm, _ = await self._rlm(located)
-        return await rlm.estimate_fork(str(located.path), wanted.turn, **_options(rlm, wanted))
+        return await rlm.estimate_fork(located.run.id, wanted.turn, **_options(rlm, wanted))
 
-    async def _start(self, located: LocatedRun, wanted: AgainRequest) -> Path:
+    async def _start(self, located: LocatedRun, wanted: AgainRequest) -> tuple[RunStore, str]:
         if len(self._running) >= MAX_RUNNING:
             raise ConfigError(
                 f"{MAX_RUNNING} runs that were started here are in progress: wait for one to end"
             )
         rlm, _ = await self._rlm(located)
         options = _options(rlm, wanted)
-        await rlm.estimate_fork(str(located.path), wanted.turn, **options)
+        await rlm.estimate_fork(located.run.id, wanted.turn, **options)
         begun = asyncio.Event()
 
         def on_event(_: AnyEvent) -> None:
             begun.set()
 
         options["on_event"] = on_event
-        handle = rlm.start_fork(str(located.path), wanted.turn, **options)
+        handle = rlm.start_fork(located.run.id, wanted.turn, **options)
         ending = self._running[handle] = asyncio.create_task(_ended(handle))
         ending.add_done_callback(lambda _: self._running.pop(handle))
         waiting = asyncio.ensure_future(begun.wait())
@@ -126,7 +127,7 @@ class RunAgain:
         waiting.cancel()
         if not begun.is_set():
             raise ConfigError(ending.result() or "the run did not start")
-        return _store_of(located).path(handle.id)
+        return _store_of(located), handle.id
 
     async def _close(self) -> None:
         endings = list(self._running.values())
@@ -158,14 +159,17 @@ def _options(rlm: RLM, wanted: AgainRequest) -> ForkOptions:
     return options
 
 
-def _store_of(located: LocatedRun) -> Store:
+def _store_of(located: LocatedRun) -> RunStore:
     """Store of a run. Raises StoreError for a file that is not in one."""
-    if located.line is not None or located.path.parent.name != "runs":
+    if located.store is not None:
+        return located.store
+    path = located.run.path
+    if located.line is not None or path is None or path.parent.name != "runs":
         raise StoreError(
-            f"{located.path} is not a journal in a store, where a new run could be kept: only "
+            f"{located.run} is not a journal in a store, where a new run could be kept: only "
             "stored runs can run again"
         )
-    return Store(located.path.parent.parent)
+    return Store(path.parent.parent)
 
 
 async def _elsewhere(work: Coroutine[Any, Any, T]) -> T:

@@ -1,10 +1,10 @@
 """Lists the runs, training folders and evaluations in the given places.
 
-A place is a store (a folder with ``runs/``), a journal, a file of trajectories, the record of an
-evaluation, a folder of ``ramify train``, or a folder that contains any of these. Every request
-reads the places again, because files grow; the rows of unchanged files are cached. An unreadable
-file has a row with the reason. Not here: addresses (see run_locations.py) and the pages (see
-watched_run.py and training.py).
+A place is a store (a folder with ``runs/``, or another ``RunStore``), a journal, a file of
+trajectories, the record of an evaluation, a folder of ``ramify train``, or a folder that contains
+any of these. Every request reads the places again, because files grow; the rows of unchanged files
+are cached. An unreadable file has a row with the reason. Not here: addresses (see run_locations.py)
+and the pages (see watched_run.py and training.py).
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import msgspec
 
 from ramify.errors import StoreError
 from ramify.evaluate.run import read_evaluation
-from ramify.store.journal import writer
+from ramify.store.base import RunStore
+from ramify.store.journal import JournalFile, writer
 from ramify.store.private_files import EVALUATIONS as EVALUATIONS
 from ramify.store.reviews import RunReview, listed_reviews, review_file
 from ramify.store.short_events import ShortTrajectory
-from ramify.store.store import MAX_ANSWER, RunSummary, summarise
+from ramify.store.summary import MAX_ANSWER, RunSummary, summarise
 from ramify.train.metrics import FILE as METRICS
 from ramify.types.call_tree import ending
 from ramify.types.trajectory import SCHEMA_VERSION, as_text, cut
@@ -207,16 +208,16 @@ class RunLibrary:
     Only one thread at a time may call ``look``.
     """
 
-    def __init__(self, paths: Sequence[str | Path] = ()) -> None:
+    def __init__(self, places: Sequence[str | Path | RunStore] = ()) -> None:
         """Raises ConfigError for a path that does not exist."""
-        self._places = RunLocations(paths)
+        self._places = RunLocations(places)
         self._rows: dict[Path, tuple[_Stamp, _Rows]] = {}
         self._problems: list[UnreadableRow] = []
 
     @property
     def places(self) -> list[str]:
-        """Paths of the places, for the head of the page."""
-        return [str(place.path) for place in self._places]
+        """Paths or names of the places, for the head of the page."""
+        return [str(place) for place in self._places]
 
     # --- lists
 
@@ -245,21 +246,21 @@ class RunLibrary:
         ]
 
     def _rows_in(self, place: RunLocation) -> Iterator[RunRow | EvaluationRow]:
+        files: list[Path] = []
         if place.store is not None:
             for summary in place.store.runs():
-                row = row_of_summary(
-                    summary, place.key(place.path / "runs" / f"{summary.id}.jsonl")
-                )
+                row = row_of_summary(summary, place.key_of_run(summary.id))
                 if summary.review is not None:
                     row.take_review(summary.review)
                 yield row
-            files = sorted((place.path / EVALUATIONS).glob("*.jsonl"))
-        else:
-            files = list(self._files(place))
+            if place.path is not None:
+                files = sorted((place.path / EVALUATIONS).glob("*.jsonl"))
+        elif place.path is not None:
+            files = list(self._files(place, place.path))
             if not files and not _trainings_in(place):
                 self._problems.append(
                     UnreadableRow(
-                        str(place.path),
+                        str(place),
                         "contains no runs: give a store, a journal, a file of trajectories, an "
                         "evaluation's record or a folder of ramify train",
                     )
@@ -270,20 +271,18 @@ class RunLibrary:
             except OSError as error:
                 self._failed(path, error)
 
-    def _files(self, place: RunLocation) -> Iterator[Path]:
-        if place.path.is_file():
-            yield place.path
+    def _files(self, place: RunLocation, folder: Path) -> Iterator[Path]:
+        if folder.is_file():
+            yield folder
             return
-        paths = walk(
-            place.path, lambda name: name.endswith(".jsonl") and name != METRICS, self._failed
-        )
+        paths = walk(folder, lambda name: name.endswith(".jsonl") and name != METRICS, self._failed)
         own: dict[Path, bool] = {}  # folder -> whether its files are those of a training run
         for number, path in enumerate(paths):
             if own.setdefault(path.parent, (path.parent / METRICS).is_file()):
                 continue
             if number == MAX_FILES:
                 text = f"has more than {MAX_FILES:,} files: give a folder below it"
-                self._problems.append(UnreadableRow(str(place.path), text))
+                self._problems.append(UnreadableRow(str(place), text))
                 return
             yield path
 
@@ -333,6 +332,10 @@ class RunLibrary:
         """Address of ``path``, or None if it is outside of all places."""
         return self._places.key(path)
 
+    def key_in(self, store: RunStore, id: str) -> str | None:
+        """Address of run ``id`` of ``store``, or None if that is none of the places."""
+        return self._places.key_of_run(store, id)
+
     def key_of_run(self, record: Path, id: str) -> str | None:
         """Address of run ``id`` in the store of an evaluation's record; None if it is missing."""
         path = record.parent.parent / "runs" / f"{id}.jsonl"
@@ -342,7 +345,7 @@ class RunLibrary:
 def _rows_of(key: str, path: Path) -> Iterator[RunRow | EvaluationRow]:
     match kind_of(path):
         case "journal":
-            row = row_of_summary(summarise(path), key)
+            row = row_of_summary(summarise(JournalFile(path)), key)
             row.source = str(path)
             yield row
         case "trajectory":
@@ -356,6 +359,6 @@ def _rows_of(key: str, path: Path) -> Iterator[RunRow | EvaluationRow]:
 
 
 def _trainings_in(place: RunLocation) -> list[Path]:
-    if place.path.is_file():
+    if place.path is None or place.path.is_file():
         return []
     return [path.parent for path in walk(place.path, lambda name: name == METRICS)]

@@ -1,10 +1,11 @@
 """Places that the viewer was given, and the addresses of the runs and files in them.
 
-    20260301-142501-5gk0x7m-which-host      a run of the first place, a store
+    20260301-142501-5gk0x7m-which-host      a run of the first place, a store of any kind
     p2:20260301-…                           a run of place 2, a store
     p3/rollouts/step-000010.jsonl:7         line 7 of a file of trajectories in place 3
 
-No address can reach a file outside of the places. The first line of a file decides its kind: a
+A store without files, such as a ``MemoryStore``, is a place, too. No address can reach a file
+outside of the places. The first line of a file decides its kind: a
 journal (one run, an event per line), a file of trajectories (one run per line, as training saves
 rollouts), or the record of an evaluation (a plan, then one outcome per line).
 """
@@ -18,7 +19,11 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from ramify.errors import ConfigError, StoreError
+from ramify.store.base import RunStore
+from ramify.store.journal import JournalFile
 from ramify.store.store import Store
+from ramify.store.stored_run import StoredRun
+from ramify.store.stores import open_store
 from ramify.types.trajectory import SCHEMA_VERSION
 
 Kind = Literal["journal", "trajectory", "evaluation"]
@@ -27,12 +32,14 @@ _MAX_FIRST_LINE = 1 << 26
 
 
 class LocatedRun(NamedTuple):
-    """Location of one run: its address, its file and its line."""
+    """Location of one run: its address, its journal or file, and its line."""
 
     key: str
-    path: Path
-    line: int | None
+    run: StoredRun
+    line: int | None = None
     """Line number in a file of trajectories, from 1; None for a journal."""
+    store: RunStore | None = None
+    """Its store, if it was found through one."""
 
 
 def kind_of(path: Path) -> Kind | str:
@@ -79,26 +86,33 @@ class RunLocation(NamedTuple):
     """One place: a store, a file or a folder."""
 
     number: int
-    path: Path
-    store: Store | None
+    path: Path | None
+    """None for a store without files."""
+    store: RunStore | None
+
+    def __str__(self) -> str:
+        return str(self.path or self.store)
+
+    def key_of_run(self, id: str) -> str:
+        """Address of run ``id`` of the store."""
+        return id if self.number == 0 else f"p{self.number}:{id}"
 
     def key(self, path: Path) -> str:
         """Address of a file or folder below this place. A run of the store has its id."""
+        assert self.path is not None  # the caller found the file there
         relative = path.relative_to(self.path)
         if self.store is not None and relative.parent == Path("runs"):
-            return path.stem if self.number == 0 else f"p{self.number}:{path.stem}"
+            return self.key_of_run(path.stem)
         return f"p{self.number}/{'' if relative == Path() else relative.as_posix()}"
 
 
 class RunLocations:
     """All places in the given order; the default store if none are given."""
 
-    def __init__(self, paths: Sequence[str | Path] = ()) -> None:
+    def __init__(self, places: Sequence[str | Path | RunStore] = ()) -> None:
         """Raises ConfigError for a path that does not exist."""
-        self._all = [_place(number, path) for number, path in enumerate(paths)]
-        if not paths:
-            store = Store()
-            self._all = [RunLocation(0, store.root, store)]
+        places = places or [open_store()]
+        self._all = [_place(number, place) for number, place in enumerate(places)]
 
     def __iter__(self) -> Iterator[RunLocation]:
         return iter(self._all)
@@ -110,12 +124,12 @@ class RunLocations:
             raise StoreError(f"unknown run {key!r}: choose one from the list")
         if not is_file:
             if place.store is None:
-                raise StoreError(f"{place.path} has no run {key!r}")
-            return LocatedRun(key, place.store.path(name), None)
+                raise StoreError(f"{place} has no run {key!r}")
+            return LocatedRun(key, place.store.stored(name), store=place.store)
         file_name, colon, number = name.rpartition(":")
         is_line = bool(colon) and number.isdigit()
         path = _below(place, file_name if is_line else name)
-        return LocatedRun(key, path, int(number) if is_line else None)
+        return LocatedRun(key, JournalFile(path), int(number) if is_line else None)
 
     def path(self, key: str) -> Path | None:
         """Return the file or folder with address ``key``; None if it is not such an address.
@@ -128,9 +142,16 @@ class RunLocations:
     def key(self, path: Path) -> str | None:
         """Address of ``path``, or None if it is outside of all places."""
         for place in self._all:
-            if path.is_relative_to(place.path):
+            if place.path is not None and path.is_relative_to(place.path):
                 return place.key(path)
         return None
+
+    def key_of_run(self, store: RunStore, id: str) -> str | None:
+        """Address of run ``id`` of ``store``, or None if that is none of the places."""
+        path = store.stored(id).path
+        if path is not None:
+            return self.key(path)
+        return next((place.key_of_run(id) for place in self._all if place.store is store), None)
 
     def _split(self, key: str) -> tuple[RunLocation | None, str, bool]:
         """Split an address: ``p3/a.jsonl:7`` -> (place 3, ``a.jsonl:7``, True).
@@ -169,7 +190,9 @@ def walk(
             yield entry
 
 
-def _place(number: int, name: str | Path) -> RunLocation:
+def _place(number: int, name: str | Path | RunStore) -> RunLocation:
+    if isinstance(name, RunStore):
+        return RunLocation(number, name.root if isinstance(name, Store) else None, name)
     path = Path(name).expanduser().resolve()
     if not path.exists():
         raise ConfigError(f"{name} is neither a file nor a folder, nor the name of a run")
@@ -178,11 +201,11 @@ def _place(number: int, name: str | Path) -> RunLocation:
 
 def _below(place: RunLocation, name: str) -> Path:
     """Path of a file or folder in a place. Raises StoreError for a path that leaves the place."""
-    if "\0" in name:
-        raise StoreError(f"{place.path} has no {name!r}")
+    if "\0" in name or place.path is None:
+        raise StoreError(f"{place} has no {name!r}")
     path = (place.path / name).resolve() if name else place.path
     if not path.is_relative_to(place.path) or not path.exists():
-        raise StoreError(f"{place.path} has no {name!r}")
+        raise StoreError(f"{place} has no {name!r}")
     if not path.is_file() and not path.is_dir():
         raise StoreError(f"{path} is not a regular file")  # opening a pipe would block
     return path

@@ -19,13 +19,13 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 
 from ramify.errors import StoreError
 from ramify.store.journal import decode_line
 from ramify.store.short_events import AnyShortEvent
+from ramify.store.stored_run import StoredRun
 from ramify.types.call_node import CallNode
 from ramify.types.call_tree import CallTree
 from ramify.types.event import (
@@ -167,19 +167,19 @@ class CallDetail(msgspec.Struct):
 class CallDetails:
     """Reader of full calls from one journal, with a small cache."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, run: StoredRun) -> None:
+        self._run = run
         self._cached: OrderedDict[str, _Reading] = OrderedDict()
 
     def of(self, tree: RunTree, node: CallNode) -> CallDetail:
         """Return the call of ``node`` in full. Raises StoreError for unreadable lines."""
         reading = self._cached.pop(node.id, None)
         try:
-            reading = reading or _Reading(self._path, tree, node)
+            reading = reading or _Reading(self._run, tree, node)
             detail = reading.read_on(tree, node)
         except (KeyError, IndexError) as error:
             problem = f"the events of call {node.id} are inconsistent: missing {error}"
-            raise StoreError(f"{self._path}: {problem}") from None
+            raise StoreError(f"{self._run}: {problem}") from None
         self._cached[node.id] = reading
         while len(self._cached) > MAX_CACHED:
             self._cached.popitem(last=False)
@@ -189,8 +189,8 @@ class CallDetails:
 class _Reading:
     """One call, read up to some line of the journal."""
 
-    def __init__(self, path: Path, tree: RunTree, node: CallNode) -> None:
-        self._path = path
+    def __init__(self, run: StoredRun, tree: RunTree, node: CallNode) -> None:
+        self._run = run
         self._fold = TrajectoryFold()
         self._detail: CallDetail | None = None
         self._last_line = -1
@@ -199,17 +199,17 @@ class _Reading:
             origin = tree.nodes[fork.call]
             if origin.index >= ancestry[-1].index:
                 raise StoreError(
-                    f"{path}: call {ancestry[-1].id} continues call {origin.id}, which does not "
+                    f"{run}: call {ancestry[-1].id} continues call {origin.id}, which does not "
                     "precede it"
                 )
             ancestry.append(origin)
         for ancestor in reversed(ancestry[1:]):
-            for event in journal_events(path, tree.lines_of(ancestor)):
+            for event in journal_events(run, tree.lines_of(ancestor)):
                 self._fold.apply(event)
         self._num_errors = len(self._fold.trajectory.errors)
 
     def read_on(self, tree: RunTree, node: CallNode) -> CallDetail:
-        for event in journal_events(self._path, tree.lines_of(node, self._last_line)):
+        for event in journal_events(self._run, tree.lines_of(node, self._last_line)):
             if isinstance(event, ScoreAdded):
                 continue
             if isinstance(event, RunResumed):  # about several calls
@@ -222,7 +222,7 @@ class _Reading:
             self._note_token_errors(self._detail, event)
         self._last_line = node.last_line
         if self._detail is None:
-            raise StoreError(f"{self._path} has no line of call {node.id}")
+            raise StoreError(f"{self._run} has no line of call {node.id}")
         return self._detail
 
     def _note_token_errors(self, detail: CallDetail, event: AnyEvent) -> None:
@@ -233,14 +233,8 @@ class _Reading:
         self._num_errors = len(errors)
 
 
-def journal_events(path: Path, lines: list[tuple[int, int]]) -> Iterator[AnyEvent]:
+def journal_events(run: StoredRun, lines: list[tuple[int, int]]) -> Iterator[AnyEvent]:
     """Read the events of ``lines``; each line is (number from 0, offset)."""
-    if not lines:
-        return
-    try:
-        with path.open("rb") as file:
-            for number, offset in lines:
-                file.seek(offset)
-                yield decode_line(file.readline()[:-1], path, number + 1)
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror}") from error
+    texts = run.lines_at(offset for _, offset in lines)
+    for (number, _), text in zip(lines, texts, strict=True):
+        yield decode_line(text, run, number + 1)

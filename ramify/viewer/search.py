@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from ramify.errors import StoreError
-from ramify.store.journal import decode_line, lines
+from ramify.store.journal import decode_line
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,
@@ -65,13 +65,13 @@ def _texts(run: WatchedRun, needle: str) -> Iterator[TextPlace]:
     )
     read = 0
     try:
-        for number, line in enumerate(lines(run.path), start=1):
+        for number, line in enumerate(run.source.lines(), start=1):
             read += len(line) + 1
             if read > run.offset:
                 return
             if not raw or raw in line.lower():
                 with suppress(StoreError):  # damaged: the page already shows it
-                    yield from _of_event(decode_line(line, run.path, number))
+                    yield from _of_event(decode_line(line, run.source, number))
     except StoreError:
         return  # unreadable: the page already shows it
 

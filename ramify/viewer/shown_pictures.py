@@ -37,11 +37,10 @@ def picture_bytes(run: WatchedRun, id: str, digest: str) -> tuple[bytes, str]:
     prompts += detail.pending.prompt if detail.pending is not None else ()
     if not any(picture.digest == digest for each in prompts for picture in each.pictures):
         raise StoreError(f"call {id} has shown no picture with the hash {digest[:12]}…")
-    path = run.path.parent.parent / "blobs" / digest[:2] / digest
     try:
-        data = path.read_bytes()
+        data = run.source.blob(digest)
         picture = picture_of(data)
-    except (OSError, NotAPicture) as error:
+    except NotAPicture as error:
         raise StoreError(f"the picture {digest[:12]}… is not in the store: {error}") from None
     if hashlib.sha256(data).hexdigest() != digest:
         raise StoreError(f"the picture {digest[:12]}… is damaged in the store")

@@ -69,6 +69,13 @@ class TrainingCurves:
             return False
         return stat.st_size != self.offset or stat.st_ino != self._inode
 
+    def num_unread(self) -> int:
+        """Number of bytes that were not read yet."""
+        try:
+            return self.path.stat().st_size - self.offset
+        except OSError:
+            return 0
+
     def refresh(self) -> bool:
         """Read new lines; return whether anything changed.
 

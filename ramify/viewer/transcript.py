@@ -290,10 +290,10 @@ def _tokenizer(path: Path) -> Any:
 
 def tokenizer_of(run: WatchedRun, models: Iterable[str]) -> Path | None:
     """Tokenizer file of the run's policy, from its training folder or its local model."""
-    candidates = [
-        run.path.parent.parent / "policy",
-        *sorted((run.path.parent.parent / "checkpoints").glob("*/policy")),
-    ]
+    candidates = []
+    if (path := run.source.path) is not None:
+        training = path.parent.parent
+        candidates = [training / "policy", *sorted((training / "checkpoints").glob("*/policy"))]
     for model in models:
         if folder := folder_of(model):
             candidates.append(folder)

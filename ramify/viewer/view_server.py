@@ -51,7 +51,7 @@ from ramify.http_server.access import BearerKeys, ListenAddress, new_key
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.rejections import RequestRejected
 from ramify.http_server.shell import HttpServer, received
-from ramify.store.reviews import RunReview, write_review
+from ramify.store.reviews import RunReview
 from ramify.viewer.comparison import MAX_RUNS, compared, rows_of
 from ramify.viewer.feed import FileFeed, FileFeeds
 from ramify.viewer.page_headers import add_headers
@@ -256,19 +256,20 @@ class ViewServer:
     async def _journal(self, request: web.Request) -> web.StreamResponse:
         located = self._library.find(_word(request, "key"))
         await asyncio.to_thread(_check_shown, located)
-        name = quote(
-            located.path.name
-            if located.line is None
-            else f"{located.path.stem}-{located.line}.jsonl"
-        )
+        number = "" if located.line is None else f"-{located.line}"
+        name = quote(f"{located.run.id}{number}.jsonl")
         headers = {
             "Content-Disposition": f"attachment; filename*=UTF-8''{name}",
             "Content-Type": "application/x-ndjson",
         }
+        path = located.run.path
+        if path is None:
+            body = await asyncio.to_thread(lambda: b"".join(located.run.blocks()))
+            return web.Response(body=body, headers=headers)
         if located.line is None:
-            return web.FileResponse(located.path, headers=headers)
+            return web.FileResponse(path, headers=headers)
         return web.Response(
-            body=await asyncio.to_thread(nth_line, located.path, located.line), headers=headers
+            body=await asyncio.to_thread(nth_line, path, located.line), headers=headers
         )
 
     async def _training(self, request: web.Request) -> web.Response:
@@ -297,8 +298,8 @@ class ViewServer:
 
     async def _again_start(self, request: web.Request) -> web.Response:
         again, wanted = self._able(), await _decoded(request, AgainRequest)
-        path = await again.start(self._library.find(wanted.key), wanted)
-        return data({"key": self._library.key_of(path)})
+        store, id = await again.start(self._library.find(wanted.key), wanted)
+        return data({"key": self._library.key_in(store, id)})
 
     def _able(self) -> RunAgain:
         self._refuse_if_open("running again spends money")
@@ -321,7 +322,7 @@ class ViewServer:
         feed = self._feeds.run(self._library.find(wanted.key))
         await feed.fresh()
         return data(
-            await feed.inspect(lambda run: fields(write_review(run.path, run.review_id, review)))
+            await feed.inspect(lambda run: fields(run.source.write_review(run.review_id, review)))
         )
 
     # --- changes
@@ -339,10 +340,12 @@ class ViewServer:
 
 def _check_shown(located: LocatedRun) -> None:
     """Raise StoreError for a file without runs, because a shown folder may hold other files."""
+    if located.run.path is None:
+        return
     try:
-        kind = kind_of(located.path)
+        kind = kind_of(located.run.path)
     except OSError as error:
-        raise StoreError(f"cannot read {located.path}: {error.strerror}") from None
+        raise StoreError(f"cannot read {located.run}: {error.strerror}") from None
     if kind not in get_args(Kind):
         raise StoreError(kind)
 

@@ -16,9 +16,8 @@ from typing import Any
 import msgspec
 
 from ramify.errors import StoreError
-from ramify.store.journal import blocks, writer
 from ramify.store.line_checksums import ChecksumChain
-from ramify.store.reviews import RunReview, read_reviews
+from ramify.store.reviews import RunReview
 from ramify.store.short_events import DamagedLine, short_events
 from ramify.types.call_node import CallNode
 from ramify.types.event import CallEnded, CallStarted, RunStarted
@@ -37,7 +36,7 @@ class WatchedRun:
 
     def __init__(self, located: LocatedRun) -> None:
         self.key = located.key
-        self.path = located.path
+        self.source = located.run
         self.line = located.line
         self.problem = ""
         """Reason why reading stopped, or empty. Reading is tried again when the file changes."""
@@ -60,7 +59,7 @@ class WatchedRun:
         """Inode and size of the file when it was last read; None to read it again."""
         self._inode = 0
         self._stamp: tuple[int, int] | None = None
-        self._details = CallDetails(self.path)
+        self._details = CallDetails(self.source)
         self._chain = ChecksumChain()
         """Checksum of the last line that was read."""
 
@@ -71,19 +70,31 @@ class WatchedRun:
     @property
     def review(self) -> RunReview:
         """Labels, note and corrected scores. Raises StoreError if they cannot be read."""
-        return read_reviews(self.path).get(self.review_id, RunReview())
+        return self.source.reviews().get(self.review_id, RunReview())
 
     @property
     def review_id(self) -> str:
         """Name of the run among the reviews of its file."""
-        return self.path.stem if self.line is None else self.tree.run.id
+        return self.source.id if self.line is None else self.tree.run.id
+
+    @property
+    def journal_path(self) -> Path | None:
+        """File of the journal; None for a line of a file, and in a store without files."""
+        return self.source.path if self.line is None else None
 
     def size_changed(self) -> bool:
-        """Whether the file has changed since it was read. Costs one system call."""
+        """Whether the run has changed since it was read. Costs one system call for a file."""
         try:
-            return self.line is None and _inode_and_size(self.path) != self._read_state
-        except OSError:
+            return self.line is None and self.source.state() != self._read_state
+        except StoreError:
             return False
+
+    def num_unread(self) -> int:
+        """Number of bytes that were not read yet."""
+        try:
+            return self.source.state()[1] - self.offset
+        except StoreError:
+            return 0
 
     def is_stale(self) -> bool:
         """Whether the file of trajectories has been replaced. For a journal always False, because
@@ -92,10 +103,16 @@ class WatchedRun:
         if self.line is None:
             return False
         try:
-            stat = self.path.stat()
+            stat = self._file.stat()
         except OSError:
             return self._stamp is not None
         return self._stamp not in (None, (stat.st_ino, stat.st_mtime_ns))
+
+    @property
+    def _file(self) -> Path:
+        """The file of trajectories that has the run."""
+        assert self.source.path is not None
+        return self.source.path
 
     def whole(self, id: str) -> CallDetail:
         """Return call ``id`` in full. Raises StoreError if it does not exist or is unreadable."""
@@ -113,7 +130,7 @@ class WatchedRun:
             call = self.tree.run.calls[node.index]
             return call.question, call.answer
         lines, question, answer = self.tree.lines_of(node), "", None
-        for event in journal_events(self.path, [lines[0], *lines[-3:]]):
+        for event in journal_events(self.source, [lines[0], *lines[-3:]]):
             if isinstance(event, CallStarted):
                 question = event.question
             elif isinstance(event, CallEnded):
@@ -125,12 +142,12 @@ class WatchedRun:
         if self.line is not None:
             return set() if self.version else self._read_line(self.line)
         # Checked before reading, so that the last lines of a writer that ends now are not missed.
-        self.is_alive = writer(self.path) is not None
+        self.is_alive = self.source.is_written()
         changed: set[int] = set()
         try:
-            state = _inode_and_size(self.path)
-        except OSError as error:
-            self.problem, self._read_state = f"cannot read {self.path}: {error.strerror}", None
+            state = self.source.state()
+        except StoreError as error:
+            self.problem, self._read_state = str(error), None
             return changed
         if self._inode not in (0, state[0]) or state[1] < self.offset:
             self._begin_again()
@@ -151,7 +168,7 @@ class WatchedRun:
         return changed
 
     def _begin_again(self) -> None:
-        self.tree, self._details = RunTree(), CallDetails(self.path)
+        self.tree, self._details = RunTree(), CallDetails(self.source)
         self._chain = ChecksumChain()
         self.offset, self.damage, self._num_damaged, self._suspect_offset = 0, "", 0, -1
         self.generation += 1
@@ -159,15 +176,15 @@ class WatchedRun:
     def _read_on(self, changed: set[int]) -> None:
         apply, add, offset = self.tree.apply, changed.add, self.offset
         try:
-            for block in blocks(self.path, offset):
-                for event, size in short_events(block, self.path, self._chain):
+            for block in self.source.blocks(offset):
+                for event, size in short_events(block, self.source, self._chain):
                     if isinstance(event, DamagedLine):
                         if self._should_retry(offset):
                             return
                         self._skip_line(offset, f"is damaged and was skipped: {event.reason}")
                     elif not offset and not isinstance(event, RunStarted):
                         raise StoreError(
-                            f"{self.path} is not a run: its first line is not a RunStarted"
+                            f"{self.source} is not a run: its first line is not a RunStarted"
                         )
                     else:
                         try:
@@ -197,7 +214,7 @@ class WatchedRun:
         number = self.tree.version + 1
         self.tree.skip(offset)
         if self._num_damaged == 1:
-            self._first_damage = f"{self.path}, line {number} {why}"
+            self._first_damage = f"{self.source}, line {number} {why}"
         more = (
             f"; {self._num_damaged - 1:,} more were skipped after it"
             if self._num_damaged > 1
@@ -206,50 +223,49 @@ class WatchedRun:
         self.damage = self._first_damage + more
 
     def _not_a_journal(self) -> str:
+        path = self.source.path
+        if path is None:
+            return ""
         try:
-            kind = kind_of(self.path)
+            kind = kind_of(path)
         except OSError as error:
-            return f"cannot read {self.path}: {error.strerror}"
+            return f"cannot read {path}: {error.strerror}"
         if kind == "trajectory":
-            return f"{self.path} holds trajectories, one per line: give one as {self.path.name}:1"
+            return f"{path} holds trajectories, one per line: give one as {path.name}:1"
         if kind == "evaluation":
-            return f"{self.path} is an evaluation's record: see the page of evaluations"
+            return f"{path} is an evaluation's record: see the page of evaluations"
         return "" if kind == "journal" else kind
 
     def _check_end(self) -> None:
         try:
-            rest = self.path.stat().st_size - self.offset
-        except OSError as error:
-            self.problem = f"cannot read {self.path}: {error.strerror}"
+            rest = self.source.state()[1] - self.offset
+        except StoreError as error:
+            self.problem = str(error)
             return
         self.torn = (
-            f"{self.path} ends in the middle of a line ({rest:,} bytes): its writer was killed"
+            f"{self.source} ends in the middle of a line ({rest:,} bytes): its writer was killed"
             if rest
             else ""
         )
 
     def _read_line(self, number: int) -> set[int]:
+        path = self._file
         try:
-            stat = self.path.stat()
+            stat = path.stat()
             self._stamp = (stat.st_ino, stat.st_mtime_ns)
-            line = nth_line(self.path, number)
+            line = nth_line(path, number)
             version = msgspec.json.decode(line, type=dict[str, Any]).get("schema_version", 0)
             if version > SCHEMA_VERSION:
-                raise StoreError(newer(self.path, number, version))
+                raise StoreError(newer(path, number, version))
             self.tree.take(msgspec.json.decode(line, type=Trajectory))
         except StoreError as error:
             self.problem = str(error)
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
-            self.problem = f"{self.path}, line {number} is damaged: {error}"
+            self.problem = f"{path}, line {number} is damaged: {error}"
         except OSError as error:
-            self.problem = f"cannot read {self.path}: {error.strerror}"
+            self.problem = f"cannot read {path}: {error.strerror}"
         self.tree.version = 1
         return set(range(len(self.tree.order)))
-
-
-def _inode_and_size(path: Path) -> tuple[int, int]:
-    stat = path.stat()
-    return stat.st_ino, stat.st_size
 
 
 def nth_line(path: Path, number: int) -> bytes:

@@ -159,7 +159,7 @@ def test_removing_a_run_frees_its_blobs_but_not_those_of_others() -> None:
     with pytest.raises(StoreError, match="deleted, or from another store"):
         store.blobs.get(digests[0])
     assert store.blobs.get(digests[1])
-    assert store.runs() == [second]
+    assert store.ids() == [second]
     with pytest.raises(UnknownRun, match="did you mean"):
         store.load(first)
 
@@ -171,7 +171,7 @@ def test_reuse_of_replies_needs_a_folder() -> None:
         pytest.raises(ConfigError, match=r"which a MemoryStore does not have: RLM\(…, store="),
     ):
         r.completion("text", "?", cache=True)
-    assert store.runs() == []
+    assert store.ids() == []
 
 
 def test_a_memory_store_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ import pytest
 
 from ramify.errors import ConfigError, StoreError
 from ramify.evaluate.run import EvaluationPlan, EvaluationRecords
-from ramify.store.store import RunSummary, Store
+from ramify.store.store import Store
+from ramify.store.summary import RunSummary
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
 from tests.data.golden import JOURNAL

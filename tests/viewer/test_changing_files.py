@@ -14,8 +14,8 @@ import pytest
 
 from ramify import Store
 from ramify.cli.show import show
-from ramify.store.journal import Journal
-from ramify.store.store import summarise
+from ramify.store.journal import Journal, JournalFile
+from ramify.store.summary import summarise
 from ramify.train.metrics import (
     GROUPS,
     Diagnosis,
@@ -40,7 +40,7 @@ LINES = JOURNAL.read_bytes().splitlines(keepends=True)
 
 
 def watched(path: Path) -> WatchedRun:
-    return WatchedRun(LocatedRun("r", path, None))
+    return WatchedRun(LocatedRun("r", JournalFile(path)))
 
 
 def shown(run: WatchedRun) -> dict[str, object]:
@@ -99,7 +99,7 @@ def test_no_reader_reports_damage_at_any_byte_of_a_growing_journal(
         for run in (growing, fresh):
             assert (run.version, run.problem, run.damage, run.torn) == (num, "", "", "")
         answers.add(kept.load("r").answer)
-        assert summarise(live.path).problem is None
+        assert summarise(JournalFile(live.path)).problem is None
         if byte % 64 == 0 or data[byte : byte + 1] == b"\n":
             assert show([str(live.path)], *[None] * 7) == 0
             said = capsys.readouterr()

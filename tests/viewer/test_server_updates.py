@@ -34,9 +34,9 @@ def test_every_follower_receives_all_events_and_later_scores(tmp_path: Path) -> 
     store = Store(tmp_path)
 
     async def main() -> None:
-        from ramify.store.journal import decode_line
+        from ramify.store.journal import JournalFile, decode_line
 
-        events = [decode_line(line[:-1], JOURNAL, 1) for line in lines]
+        events = [decode_line(line[:-1], JournalFile(JOURNAL), 1) for line in lines]
         journal = store.create(GOLDEN_ID)
         for event in events[:10]:
             journal.append(event)

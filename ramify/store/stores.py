@@ -1,0 +1,55 @@
+"""Which store commands use: the folder of ``Store``, or another ``RunStore`` by name.
+
+    RAMIFY_RUN_STORE="my_store.py:SqliteStore=/data/runs.db"     calls it with the place after "="
+    RAMIFY_RUN_STORE="sqlite=/data/runs.db"                      of a package, by its entry point
+
+Not here: what a store has to do (see base.py). A program gives its store to ``RLM``.
+"""
+
+from __future__ import annotations
+
+import os
+
+from ramify.errors import ConfigError, RamifyError
+from ramify.plugins import Registry
+from ramify.store.base import RunStore
+from ramify.store.store import Store
+
+STORES = Registry("store", "ramify.stores", {"files": "ramify.store.store:Store"})
+"""Name -> a class or function that returns a ``RunStore``, with at most one argument: its place."""
+VARIABLE = "RAMIFY_RUN_STORE"
+
+
+def open_store() -> RunStore:
+    """The store that ``RAMIFY_RUN_STORE`` names, by default the one in ``RAMIFY_HOME``. Raises
+    ConfigError."""
+    given = os.environ.get(VARIABLE, "")
+    if not given:
+        return Store()
+    name, _, place = given.partition("=")
+    entry = STORES.of(name)
+    try:
+        store = entry(place) if place else entry()
+    except RamifyError:
+        raise
+    except Exception as error:  # code of a plug-in, which may raise anything
+        raise ConfigError(
+            f"{VARIABLE}={given}: the store could not be opened: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(store, RunStore):
+        raise ConfigError(
+            f"{VARIABLE}={given}: it made a {type(store).__name__}: give a class that inherits "
+            "from ramify.RunStore"
+        )
+    return store
+
+
+def folder_store(what: str) -> Store:
+    """The store, for ``what`` needs its files. Raises ConfigError if it has none."""
+    store = open_store()
+    if not isinstance(store, Store):
+        raise ConfigError(
+            f"{what} needs the files of a folder, which {VARIABLE}={os.environ[VARIABLE]} does not "
+            f"have: unset {VARIABLE} for this command"
+        )
+    return store

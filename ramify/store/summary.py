@@ -1,0 +1,136 @@
+"""What a listing shows of one run: read from its events, and the same for every store."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ramify.errors import StoreError
+from ramify.store.journal import CANNOT_DECODE, damaged
+from ramify.store.line_checksums import ChecksumChain
+from ramify.store.reviews import RunReview
+from ramify.store.short_events import (
+    AnyShortEvent,
+    ShortCallStart,
+    ShortCell,
+    ShortReply,
+    ShortRequest,
+    short_event,
+)
+from ramify.store.stored_run import StoredRun
+from ramify.types.event import (
+    AttemptFailed,
+    CallEnded,
+    RunEnded,
+    RunResumed,
+    RunStarted,
+    ScoreAdded,
+)
+from ramify.types.message import Usage
+from ramify.types.trajectory import Stop, as_text, cut
+
+
+class RunSummary(msgspec.Struct, omit_defaults=True):
+    """What a listing shows of one run."""
+
+    id: str
+    question: str = ""
+    """The first question of a conversation."""
+    model: str = ""
+    """Model of the root call."""
+    started_at: float = 0.0
+    """Unix time."""
+    seconds: float = 0.0
+    """From the start to the last event."""
+    num_questions: int = 0
+    num_calls: int = 0
+    """Calls in the tree, including the root."""
+    depth: int = 0
+    usage: Usage = Usage()
+    cost: float | None = None
+    """Dollars; None if no model had a price."""
+    stop: Stop | None = None
+    """None while the run is being written, and if it was killed."""
+    num_bytes: int = 0
+    """Size of the journal, without blobs."""
+    alive: bool = False
+    """Whether a process is writing it now."""
+    problem: str | None = None
+    """Why the journal could not be read."""
+    rewards: dict[str, float] = {}
+    """Rewards of the whole run, if it was scored."""
+    answer: str | None = None
+    """Beginning of the answer; None if there is none."""
+    reason: str = ""
+    """One sentence on why the run ended; empty for a final answer."""
+    root_turns: int = 0
+    """Turns of the root call of the last question."""
+    task: str = ""
+    num_files: int = 0
+    """Files that the context of the first question refers to instead of containing them."""
+    review: RunReview | None = None
+    """Labels, note and corrected scores; None if the run has none."""
+
+
+MAX_ANSWER = 200
+"""Characters of an answer in a listing."""
+
+
+def summarise(run: StoredRun) -> RunSummary:
+    """Read ``run`` for its summary: the same numbers as ``TrajectoryFold``, several
+    times faster."""
+    summary, number, chain = RunSummary(run.id), 0, ChecksumChain()
+    try:
+        for line in run.lines():
+            number += 1
+            if problem := chain.problem(line):
+                raise damaged(run, number, problem)
+            chain.advance(line)
+            _add(summary, short_event(line, run))
+            summary.num_bytes += len(line) + 1
+    except CANNOT_DECODE as error:
+        summary.problem = str(damaged(run, number, error))
+    except StoreError as error:
+        summary.problem = str(error)
+    return summary
+
+
+def _add(summary: RunSummary, event: AnyShortEvent) -> None:
+    if isinstance(event, ScoreAdded):
+        if not event.call:
+            summary.rewards |= event.rewards
+        return
+    summary.seconds = max(summary.seconds, event.at_s)
+    match event:  # the most frequent ones first
+        case ShortRequest() | CallEnded() | ShortCell():
+            pass
+        case ShortReply():
+            _charge(summary, event.reply.usage, event.reply.cost)
+            summary.root_turns += event.call.isdecimal()
+        case ShortCallStart():
+            summary.num_calls += 1
+            summary.depth = max(summary.depth, event.depth)
+            summary.model = summary.model or event.model
+        case AttemptFailed():
+            _charge(summary, event.usage, event.cost)
+        case RunStarted():
+            summary.num_questions, summary.stop = summary.num_questions + 1, None
+            summary.root_turns = 0
+            if summary.num_questions == 1:
+                summary.question, summary.started_at = event.question, event.started_at
+                summary.task = event.task
+                summary.num_files = 0 if event.context is None else len(event.context.files)
+        case RunEnded():
+            summary.stop, summary.reason = event.stop, event.reason or event.error or ""
+            summary.answer = (
+                None if event.answer is None else cut(as_text(event.answer), MAX_ANSWER)
+            )
+        case RunResumed():
+            summary.stop, summary.reason, summary.answer = None, "", None
+        case _:
+            pass
+
+
+def _charge(summary: RunSummary, usage: Usage, cost: float | None) -> None:
+    summary.usage += usage
+    if cost is not None:
+        summary.cost = (summary.cost or 0.0) + cost

@@ -1,0 +1,70 @@
+"""``ramify.view``: the page from Python, for the runs of this process and for notebooks.
+
+Not here: the command, which can also start runs from a page (see ramify/cli/view_command.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+from ramify.engine import threads
+from ramify.http_server.access import ListenAddress
+from ramify.store.base import RunStore
+from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.view_server import ViewServer
+
+
+def view(*places: str | Path | RunStore, port: int = 0) -> OpenPage:
+    """Serve the page on this machine, in a thread, until it is closed or the process ends.
+
+    ``places`` are stores, and paths as ``ramify view`` takes them; by default the store of
+    ``ramify runs``. ``port`` 0 picks a free one. Raises ConfigError for a path that does not exist.
+
+    >>> store = ramify.MemoryStore()
+    >>> rlm = ramify.RLM("openai:gpt-5-mini", store=store)
+    >>> page = ramify.view(store)
+    >>> page                # open it, ask questions, and watch
+    the page http://127.0.0.1:...
+    >>> page.close()
+    """
+    server = ViewServer(RunLibrary(places), address=ListenAddress(port=port))
+    threads.run(server.__aenter__())
+    return OpenPage(server)
+
+
+class OpenPage:
+    """A page that is being served. ``with`` closes it.
+
+    >>> with ramify.view(ramify.MemoryStore()) as page:
+    ...     address = page.url
+    """
+
+    def __init__(self, server: ViewServer) -> None:
+        self._server = server
+        self._is_closed = False
+
+    @property
+    def url(self) -> str:
+        """Its address, with the token that it needs."""
+        return self._server.url
+
+    def close(self) -> None:
+        """Stop serving. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            threads.run(self._server.__aexit__())
+
+    def __enter__(self) -> OpenPage:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"the page {self.url}"
