@@ -21,7 +21,10 @@ import sys
 
 from engine import Figure, show
 
-PARTS = ("tables",)
+PARTS = (
+    "pictures",
+    "tables",
+)
 
 
 def main() -> int:

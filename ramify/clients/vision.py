@@ -94,7 +94,7 @@ def _num_tiles(width: int, height: int) -> int:
     side of 768."""
     scale = min(1.0, 2048 / max(width, height))
     scale *= min(1.0, 768 / (scale * min(width, height)))
-    return math.ceil(width * scale / 512 + 1e-9) * math.ceil(height * scale / 512 + 1e-9)
+    return _cells(round(width * scale), round(height * scale), 512)
 
 
 def _gemini(width: int, height: int) -> int:

@@ -175,6 +175,13 @@ def test_the_bound_covers_what_the_provider_publishes(model, width, height, toke
     assert known_vision(model) is True
 
 
+@pytest.mark.parametrize("example", [each for each in PUBLISHED if each[0].startswith("openai")])
+def test_the_bound_of_openai_s_models_is_the_published_number(example):
+    model, width, height, tokens = example
+    bound = picture_tokens(model, Picture("0" * 64, "png", width, height, 1))
+    assert tokens <= bound <= tokens + 2
+
+
 @pytest.mark.parametrize(
     "model", ["openai:gpt-4o", "openai:gpt-4.1-mini", "anthropic:claude-opus-4"]
 )
