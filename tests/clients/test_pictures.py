@@ -176,10 +176,11 @@ def test_the_bound_covers_what_the_provider_publishes(model, width, height, toke
 
 
 @pytest.mark.parametrize("example", [each for each in PUBLISHED if each[0].startswith("openai")])
-def test_the_bound_of_openai_s_models_is_the_published_number(example):
+def test_the_bound_of_openai_s_models_is_nearly_the_published_number(example):
     model, width, height, tokens = example
     bound = picture_tokens(model, Picture("0" * 64, "png", width, height, 1))
-    assert tokens <= bound <= tokens + 2
+    # A picture of more patches than are counted is scaled down to a few fewer.
+    assert tokens <= bound <= 1.06 * tokens + 2
 
 
 @pytest.mark.parametrize(
