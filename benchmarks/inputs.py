@@ -23,7 +23,7 @@ from engine import Figure, show
 
 PARTS = (
     "pictures",
-    "tables",
+    "search", "tables",
 )
 
 

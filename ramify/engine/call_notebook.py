@@ -224,8 +224,10 @@ class Notebook:
             most = run.setup.scaffold_at(call.depth).max_output_chars
             await session.install("prelude", _prelude(most))
             tools = run.tools_at(call.depth)
-            if tools.functions:
-                await session.install("tools", tools.source())
+            if run.recording is None:
+                tools.prepare()
+            for module, source in tools.sources().items():
+                await session.install(module, source)
             for name, value in tools.values.items():
                 await session.set(name, value, reserved=True)
             if run.prepare_session is not None:

@@ -165,15 +165,20 @@ def recorded_limits(recording: RecordedReplies) -> Limits:
     return msgspec.convert(fields, Limits)
 
 
+def recorded_context(store: RunStore | None, started: RunStarted) -> Any:
+    """The context of a recorded run; None if it has none."""
+    if started.context is None:
+        return None
+    blob = stored_in(store, "resume").blobs.get(started.context.digest)
+    return SharedContext.decode(blob, started.context.files).value
+
+
 def question_of(
     store: RunStore | None, started: RunStarted, kind: Any, prompt: Any = None
 ) -> Question:
     """The recorded question, with ``kind`` as the type of its answer if that is given, and with the
     tools and the sessions of ``prompt``."""
-    config, value = started.config, None
-    if started.context is not None:
-        blob = stored_in(store, "resume").blobs.get(started.context.digest)
-        value = SharedContext.decode(blob, started.context.files).value
+    config, value = started.config, recorded_context(store, started)
     cite = bool(config.get("cite"))
     kind = kind if kind is not None else None if cite else config.get("answer_schema")
     resolved = (

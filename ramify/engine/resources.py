@@ -339,7 +339,10 @@ class RlmSetup(msgspec.Struct, frozen=True):
     def tools_at(self, depth: int, tools: Mapping[str, Any]) -> ToolSet:
         """The tools of a session; ``tools``: those that come with the question. Raises ConfigError
         for the name of a tool that there is not."""
-        given = (self.child_tools if depth else self.tools).plus(tools)
+        own = self.child_tools if depth else self.tools
+        given = own.plus({n: t for n, t in tools.items() if not own.replaces(n, t)})
+        if not self.scaffold_at(depth).lists_tools:
+            given = given.without_optional()
         names = self.at(depth).tools
         return given if names is None else given.only(names)
 

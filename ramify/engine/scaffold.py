@@ -230,6 +230,13 @@ class Scaffold(msgspec.Struct, metaclass=NamedFields, frozen=True, forbid_unknow
         """True if a last message without a formal final answer counts as the answer."""
         return not self.raw_code and self.protocol == "notebook"
 
+    @property
+    def lists_tools(self) -> bool:
+        """True if the model learns from the prompt which tools a session has. Prompts of ReTool and
+        those without a system message are frozen."""
+        is_frozen = self.raw_code or self.protocol != "notebook" or not self.system
+        return not is_frozen and "{{tools}}" in self.system
+
     def tools(self) -> tuple[Tool, ...]:
         """Return the native tools to offer."""
         if not self.native_tools:

@@ -5,6 +5,13 @@ A tool is a function (plain or ``async``) or a value; ``{"tool": f, "description
 one in other words than its docstring. Each plain function runs in a separate thread, so a slow
 function, or one that never returns, blocks nothing else. A tool's return value must be supported by
 the session's codec.
+
+Tools that come with a context may have further attributes (``sources/text_search.py``):
+
+    prepare()        is called when a session is opened
+    is_optional      only scaffolds that list the tools have it
+    is_replaceable   a cell may bind its name to another value
+    session_source   source of a module that defines it in the session; the host is not called
 """
 
 from __future__ import annotations
@@ -53,6 +60,14 @@ def _call(name, args, kwargs):
 """
 
 
+_REPLACEABLE = """\
+if globals().get('namespace_is_live', True):
+    namespace.update({{name: globals()[name] for name in {names!r}}})
+else:
+    __all__ += {names!r}
+"""
+
+
 class ToolSet:
     """Validated tools: functions that the host executes, and values that are sent to the session
     once."""
@@ -94,6 +109,11 @@ class ToolSet:
     def plus(self, tools: Mapping[str, Any]) -> ToolSet:
         return ToolSet({**self._given(), **tools})
 
+    def replaces(self, name: str, tool: Any) -> bool:
+        """True if a tool of the user has the name of ``tool``, which is optional."""
+        is_taken = name in self.functions or name in self.values
+        return is_taken and getattr(tool, "is_optional", False)
+
     def _given(self) -> dict[str, Any]:
         """Return the tools in the form in which they were passed."""
         return {
@@ -110,6 +130,18 @@ class ToolSet:
             if name not in every:
                 raise ConfigError(f"depths: unknown tool '{name}': {nearest(name, every)}")
         return ToolSet({name: every[name] for name in names})
+
+    def without_optional(self) -> ToolSet:
+        """The tools that every scaffold has."""
+        every = self._given()
+        optional = {n for n, f in self.functions.items() if getattr(f, "is_optional", False)}
+        return ToolSet({n: t for n, t in every.items() if n not in optional}) if optional else self
+
+    def prepare(self) -> None:
+        """Start what the tools do in the background for a session."""
+        for tool in self.functions.values():
+            if hasattr(tool, "prepare"):
+                tool.prepare()
 
     @property
     def servers(self) -> list[str]:
@@ -140,15 +172,29 @@ class ToolSet:
     def _summary(self, name: str) -> str:
         return self.descriptions.get(name) or _summary(self.functions[name])
 
-    def source(self) -> str:
-        """Source of a module for the session with one function per tool."""
+    def sources(self) -> dict[str, str]:
+        """Modules to install in a session, by name: one with a function for each tool that the host
+        executes, and one for each tool with a source."""
+        sources = {
+            name: tool.session_source
+            for name, tool in self.functions.items()
+            if hasattr(tool, "session_source")
+        }
+        called = [name for name in self.functions if name not in sources]
+        return {**({"tools": self._source(called)} if called else {}), **sources}
+
+    def _source(self, names: Sequence[str]) -> str:
+        functions = {name: self.functions[name] for name in names}
+        replaceable = [n for n, f in functions.items() if getattr(f, "is_replaceable", False)]
+        reserved = [name for name in names if name not in replaceable]
         parts = [
             f"def {name}(*args, **kwargs):\n    "
             f"{(f'{name}{_signature(tool)}: ' + self._summary(name))!r}\n"
             f"    return _call({name!r}, args, kwargs)\n"
-            for name, tool in self.functions.items()
+            for name, tool in functions.items()
         ]
-        return "\n".join([_CALL, *parts, f"__all__ = {list(self.functions)!r}\n"])
+        bound = _REPLACEABLE.format(names=replaceable) if replaceable else ""
+        return "\n".join([_CALL, *parts, f"__all__ = {reserved!r}\n{bound}"])
 
     async def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the tool's result. Raises HostCallError with the type and text of the tool's

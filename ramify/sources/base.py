@@ -91,8 +91,8 @@ class LoadedContext(msgspec.Struct, frozen=True):
     left_out: dict[str, list[str]]
     """Reason -> names that a folder's rules exclude: ignored, hidden or linked files."""
     tools: dict[str, Any]
-    """For the session, if there are tables or databases: the function ``sql``, which runs in the
-    host, and the value ``tables``."""
+    """For the session: the function ``sql``, which runs in the host, and the value ``tables``, if
+    there are tables or databases; ``search`` and ``chunks`` if the texts are long."""
     dialect: str = "DuckDB"
     """Dialect of ``sql`` without ``db``: ``SQLite`` for a single database of that kind."""
     pictures: Mapping[str, bytes | Path] = {}

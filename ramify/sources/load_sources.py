@@ -276,12 +276,14 @@ def _finish(loading: SourceLoader, names: list[str], single: bool) -> LoadedCont
         values[items[0].name] if single and len(items) == 1 and "/" not in items[0].name else texts
     )
     dialect = "SQLite" if _single_database(loading) else "DuckDB"
+    from ramify.sources.text_search import search_tools
+
     return LoadedContext(
         context,
         items,
         loading.problems,
         loading.left_out,
-        _tools(loading),
+        {**_tools(loading), **search_tools(context)},
         dialect,
         loading.pictures,
     )

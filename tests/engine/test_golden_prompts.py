@@ -21,6 +21,8 @@ from ramify import Limits, Scaffold, ScriptedClient, load
 from ramify.clients.base import Request
 from ramify.engine.scaffold import SCAFFOLDS
 from ramify.errors import RamifyError
+from ramify.sources.base import LoadedContext, SourceItem
+from ramify.sources.text_search import TextChunks, TextSearch
 from ramify.types.message import Message, Reply, ToolCall, Usage
 from tests.engine.helpers import by_role, code, rlm
 
@@ -100,6 +102,9 @@ def in_files(*names: str) -> Any:
     return msgspec.structs.replace(loaded, tools={})
 
 
+LINES = "".join(f"line {number} of a log with words\n" for number in range(4_000))
+
+
 SCENARIOS: dict[str, dict[str, Any]] = {
     "odd_cells": {"script": ODD_CELLS, "by_role": True, "limits": Limits(max_turns=40)},
     "subcalls": {"script": subcalls, "limits": Limits(max_depth=2)},
@@ -144,6 +149,16 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "texts_in_their_files": {
         "script": [code("FINAL({name: len(text) for name, text in context.items()})")],
         "context": lambda: in_files("a.log", "b.txt"),
+    },
+    "search": {
+        "script": [code("search('')"), code("chunks(1)"), code("FINAL(1)")],
+        "context": LoadedContext(
+            LINES,
+            [SourceItem("a.log", "text", len(LINES), len(LINES))],
+            [],
+            {},
+            {"search": TextSearch(LINES), "chunks": TextChunks()},
+        ),
     },
     "list": {"script": [code("FINAL(len(context))")], "context": ["first" * 9_000, "second"]},
     "compaction": {

@@ -1,0 +1,214 @@
+"""The search index of one context, in a separate process: BM25 over its units, by ``tantivy``.
+
+    IndexRequest("add", text=block)  ──> the units of the block are indexed    (host ──> process)
+    IndexRequest("commit")           ──> the index can be asked
+    IndexRequest("ask", text=query)  ──> [(score, position), …]                best first
+
+A position is the number of characters before a unit, in all texts of the context. It is all that
+the index keeps of a unit, besides its words. Equal scores come in order of position, whichever
+thread indexed a unit. A query is words and no syntax.
+
+A query scores at most about ``MAX_POSTINGS`` occurrences of words, so it takes milliseconds in a
+context of any size: its most common words, which say least, are left out beyond that. If each of
+its words is more common, only the first ``MAX_POSTINGS`` units are searched.
+
+The process deletes its folder when its input is closed, so also when the host is killed. Not here:
+what a unit is (``search_units.py``), and when an index is built (``text_search.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ramify.actors.answering_process import answer_requests
+from ramify.actors.run_messages import decode
+from ramify.sources.query_process import answered
+from ramify.sources.search_units import Shape, searchable, units
+
+MAX_POSTINGS = 1 << 20
+MAX_WORDS = 64
+"""Different words of a query; further ones are ignored."""
+MAX_HITS = 100
+MAX_WORD_BYTES = 128
+"""A longer run of letters and digits is not indexed."""
+_HEAP_BYTES = 256 << 20
+_NUM_THREADS = 2
+_ADDRESS_BYTES = 16 << 30
+"""Address space of the process, with mapped files."""
+_TIED = 400
+"""Hits that are fetched to sort those with equal scores."""
+_PART, _REGION = 256, 1 << 18
+"""Neighbouring units that can be searched by themselves."""
+
+
+class IndexRequest(msgspec.Struct, frozen=True):
+    """One request to the process."""
+
+    kind: str
+    """``add``, ``commit`` or ``ask``."""
+    text: str = ""
+    """A block of a text, or a query."""
+    at: int = 0
+    """Position of the block."""
+    shape: Shape = "lines"
+    is_last: bool = False
+    """True for the last block of a text."""
+    k: int = 10
+    folder: str = ""
+    """Folder of the index."""
+    max_bytes: int = 0
+    """Limit on the size of the index on disk."""
+
+
+def serve() -> None:
+    """Answer requests from standard input until it is closed."""
+    resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_BYTES, _ADDRESS_BYTES))
+    # Only answers go to the standard output.
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    index: list[_Index] = []
+
+    def answer(request: list[bytes]) -> list[bytes]:
+        asked: IndexRequest = decode(request[0], IndexRequest)
+
+        def call() -> Any:
+            if not index:
+                index.append(_Index(asked.folder, asked.max_bytes))
+            return index[0].answer(asked)
+
+        return answered(call)
+
+    try:
+        answer_requests(answer)
+    finally:
+        if index:
+            shutil.rmtree(index[0].folder, ignore_errors=True)
+
+
+class _Index:
+    def __init__(self, folder: str, max_bytes: int) -> None:
+        import tantivy
+
+        self.folder = folder
+        self._max_bytes = max_bytes
+        self._tantivy = tantivy
+        self._words = (
+            tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple())
+            .filter(tantivy.Filter.remove_long(MAX_WORD_BYTES))
+            .filter(tantivy.Filter.lowercase())
+            .filter(tantivy.Filter.ascii_fold())
+            .build()
+        )
+        fields = tantivy.SchemaBuilder()
+        fields.add_text_field("text", stored=False, tokenizer_name="words", index_option="freq")
+        fields.add_unsigned_field("at", stored=False, fast=True)
+        fields.add_unsigned_field("part", stored=False, indexed=True)
+        fields.add_unsigned_field("region", stored=False, indexed=True)
+        self._schema = fields.build()
+        self._index = tantivy.Index(self._schema, path=folder)
+        self._index.register_tokenizer("words", self._words)
+        self._writer: Any = self._index.writer(heap_size=_HEAP_BYTES, num_threads=_NUM_THREADS)
+        self._searcher: Any = None
+        self._rest = ""
+        """End of the last block, whose units may depend on what follows."""
+        self._num_blocks = self._num_units = 0
+
+    def answer(self, asked: IndexRequest) -> Any:
+        if asked.kind == "add":
+            return self._add(asked)
+        if asked.kind == "commit":
+            self._writer.commit()
+            self._writer.wait_merging_threads()
+            self._writer = None
+            self._check_size()
+            self._index.reload()
+            self._searcher = self._index.searcher()
+            return self._searcher.num_docs
+        return self._ask(asked.text, asked.k)
+
+    def _add(self, asked: IndexRequest) -> None:
+        block = self._rest + asked.text
+        at = asked.at - len(self._rest)
+        document, add = self._tantivy.Document, self._writer.add_document
+        end = 0
+        for start, end in units(block, asked.shape, is_last=asked.is_last):
+            unit = document()
+            unit.add_text("text", searchable(block[start:end]))
+            unit.add_unsigned("at", at + start)
+            unit.add_unsigned("part", self._num_units // _PART)
+            unit.add_unsigned("region", self._num_units // _REGION)
+            add(unit)
+            self._num_units += 1
+        self._rest = "" if asked.is_last else block[end:]
+        self._num_blocks += 1
+        if self._num_blocks % 16 == 0:
+            self._check_size()
+
+    def _check_size(self) -> None:
+        size = sum(entry.stat().st_size for entry in os.scandir(self.folder))
+        if size > self._max_bytes:
+            raise ValueError(
+                f"the index is larger than {self._max_bytes / 1e6:,.0f} MB, so it was not built"
+            )
+
+    def _ask(self, query: str, k: int) -> list[tuple[float, int]]:
+        words = list(dict.fromkeys(self._words.analyze(searchable(query))))[:MAX_WORDS]
+        counts = [(self._searcher.doc_freq("text", word), word) for word in words]
+        total, asked = 0, []
+        for count, word in sorted(each for each in counts if each[0]):
+            total += count
+            if asked and total > MAX_POSTINGS:
+                break
+            asked.append((count, word))
+        if not asked:
+            return []
+        matches = self._any_of([("text", word) for _, word in asked])
+        if asked[0][0] > MAX_POSTINGS:
+            first = range(MAX_POSTINGS // _REGION)
+            matches = self._within(matches, [("region", number) for number in first])
+        best = self._hits(matches, k + _TIED)
+        if len(best) == k + _TIED and best[k - 1][0] == best[-1][0]:
+            score = best[-1][0]
+            best = [each for each in best if each[0] > score]
+            best += self._first_with(score, matches, k - len(best))
+        return best[:k]
+
+    def _first_with(self, score: float, matches: Any, num: int) -> list[tuple[float, int]]:
+        """Return the first ``num`` units with this score, of which there are more than were
+        fetched."""
+        found: list[tuple[float, int]] = []
+        for part in range(self._num_units // _PART + 1):
+            hits = self._hits(self._within(matches, [("part", part)]), _PART)
+            found += [hit for hit in hits if hit[0] == score]
+            if len(found) >= num:
+                break
+        return found[:num]
+
+    def _any_of(self, terms: Sequence[tuple[str, Any]]) -> Any:
+        query, should = self._tantivy.Query, self._tantivy.Occur.Should
+        return query.boolean_query(
+            [(should, query.term_query(self._schema, field, value)) for field, value in terms]
+        )
+
+    def _within(self, matches: Any, terms: Sequence[tuple[str, Any]]) -> Any:
+        """Those of ``matches`` that have one of ``terms``, with the same scores."""
+        query, must = self._tantivy.Query, self._tantivy.Occur.Must
+        inside = query.const_score_query(self._any_of(terms), 0.0)
+        return query.boolean_query([(must, matches), (must, inside)])
+
+    def _hits(self, query: Any, limit: int) -> list[tuple[float, int]]:
+        """Return (score, position) of the best hits, by score and then by position."""
+        found = self._searcher.search(query, limit, count=False).hits
+        positions = self._searcher.fast_field_values("at", [address for _, address in found])
+        # Sums of the same numbers differ in their last digits by the order of the words.
+        hits = [
+            (float(f"{score:.4g}"), at) for (score, _), at in zip(found, positions, strict=True)
+        ]
+        return sorted(hits, key=lambda hit: (-hit[0], hit[1]))

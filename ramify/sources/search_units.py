@@ -1,0 +1,153 @@
+"""The units of a search: which part of a text is one hit, where it is, and which words it has.
+
+    layout_of(text)                    TextLayout: "lines" or "passages", and whether it has pages
+    units(block, shape, is_last=…)     (start, end) of each unit, in order
+    place_of(name, text, start, …)     "report.pdf:812 (page 14)"
+    searchable(text)                   the text with the words of scripts without spaces apart
+
+A text without blank lines is one of lines: a log, a table, JSONL. In others, a unit is a passage: a
+paragraph, or several lines of code, which ends at a blank line, before a heading and before a page.
+A unit depends only on where it begins and on what follows, so a hit is found again from its
+beginning. Chinese, Japanese, Thai, Lao, Khmer and Burmese have no spaces between words: their words
+are all pairs of neighbouring characters. Not here: the index (``search_process.py``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import unicodedata
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from ramify.sandbox.base import MappedText
+
+Shape = Literal["lines", "passages"]
+Text = str | MappedText
+
+MAX_CHARS = 1500
+"""Longest unit. A longer line is cut, at a space if there is one near its end."""
+LOOK_AHEAD = MAX_CHARS + 200
+"""Characters after the beginning of a unit that decide where it ends."""
+_GOOD_CHARS = 300
+"""A passage of this length ends at the next blank line."""
+_HEAD_CHARS = 1 << 16
+_BLANK_SHARE = 0.02
+_NEAR_CHARS = 20_000
+"""Characters before a hit that are searched for its heading."""
+_PAGE_CHARS = 200_000
+_BREAK = re.compile(r"\n(?=#{1,6} |--- page \d+ ---$|<!-- Slide number: \d+ -->)", re.MULTILINE)
+"""Place before a heading or a page."""
+_BLANK = re.compile(r"\n[ \t\r]*\n")
+_PAGE = re.compile(r"^(?:---|<!--) ((?:page|Slide number:) \d+) (?:---|-->)$", re.MULTILINE)
+_HEADING = re.compile(r"^#{1,6} +(.+)$", re.MULTILINE)
+_UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
+    "\uf900-\ufaff\U00020000-\U0003134f"
+)
+_RUN = re.compile(f"[{_UNSPACED}]+")
+
+
+class TextLayout(msgspec.Struct, frozen=True):
+    """What the beginning of a text says about all of it."""
+
+    shape: Shape
+    has_pages: bool
+
+
+def layout_of(text: Text) -> TextLayout:
+    head = text[:_HEAD_CHARS]
+    lines = head.split("\n")
+    num_blank = sum(1 for line in lines[:-1] if not line.strip())
+    is_prose = num_blank > _BLANK_SHARE * len(lines)
+    return TextLayout("passages" if is_prose else "lines", _PAGE.search(head) is not None)
+
+
+def units(block: str, shape: Shape, *, is_last: bool) -> Iterator[tuple[int, int]]:
+    """Return the bounds of the units that begin in ``block``, without blank ones. If more text
+    follows, those whose end may depend on it are left out."""
+    most = len(block) if is_last else len(block) - LOOK_AHEAD
+    start = 0
+    end_of = _end_of_line if shape == "lines" else _end_of_passage
+    while start < most:
+        end = end_of(block, start)
+        if not block[start:end].isspace():
+            yield start, end
+        start = end
+
+
+def _end_of_line(text: str, start: int) -> int:
+    end = text.find("\n", start, start + MAX_CHARS)
+    return end + 1 if end >= 0 else _cut(text, start)
+
+
+def _end_of_passage(text: str, start: int) -> int:
+    window = text[start : start + MAX_CHARS]
+    first = len(window) - len(window.lstrip())
+    found = _BREAK.search(window, first)
+    if found is not None:
+        window = window[: found.end()]
+    blank = _BLANK.search(window, max(first, _GOOD_CHARS))
+    if blank is not None:
+        return start + blank.end()
+    if found is not None or start + len(window) == len(text):
+        return start + len(window)
+    end = window.rfind("\n", first)
+    return start + end + 1 if end >= 0 else _cut(text, start)
+
+
+def _cut(text: str, start: int) -> int:
+    """End of a piece of a line that is too long for one unit."""
+    end = start + MAX_CHARS
+    if end >= len(text):
+        return len(text)
+    space = text.rfind(" ", start + MAX_CHARS // 2, end)
+    return space + 1 if space >= 0 else end
+
+
+def unit_at(text: Text, start: int, shape: Shape) -> tuple[int, int]:
+    """Return the bounds of the unit that begins at ``start``."""
+    window = text[start : start + LOOK_AHEAD + 1]
+    is_last = start + len(window) >= len(text)
+    begin, end = next(iter(units(window, shape, is_last=is_last)), (0, len(window)))
+    return start + begin, start + end
+
+
+def place_of(name: str, text: Text, start: int, line: int, layout: TextLayout) -> str:
+    """Describe the place of a unit for a citation: its text's name, its line, and its page or
+    heading if it has one."""
+    inside = ""
+    if layout.has_pages:
+        inside = _last(_PAGE, text, start, _PAGE_CHARS).lower()
+    elif layout.shape == "passages":
+        inside = _last(_HEADING, text, start, _NEAR_CHARS)[:80]
+    where = f"{name}:{line}" if name else f"line {line}"
+    return f"{where} ({inside})" if inside else where
+
+
+def _last(mark: re.Pattern[str], text: Text, start: int, most: int) -> str:
+    """Return what the last ``mark`` says that begins at ``start`` or up to ``most`` characters
+    before it."""
+    low = max(0, start - most)
+    last = ""
+    for found in mark.finditer(text[low : start + 200]):
+        if low + found.start() > start:
+            break
+        last = found[1]
+    return last.strip()
+
+
+def searchable(text: str) -> str:
+    """Return the form of a text whose words are indexed and looked up."""
+    if text.isascii():
+        return text
+    return _RUN.sub(_pairs, unicodedata.normalize("NFKC", text))
+
+
+def _pairs(run: re.Match[str]) -> str:
+    chars = run[0]
+    if len(chars) == 1:
+        return f" {chars} "
+    return f" {' '.join(map(''.join, itertools.pairwise(chars)))} "

@@ -1,0 +1,345 @@
+"""``search`` and ``chunks`` of a session: which contexts have them, and when an index is built.
+
+    search_tools(context) ──> {"search": TextSearch, "chunks": TextChunks}
+    TextSearch.prepare()      a session is being opened: the index is built in the background
+    TextSearch(query, k)      waits for the index, then answers from it
+
+Small contexts have neither, as a model can read them or look through them at once. An index is
+built in a separate process (``search_process.py``) in a private temporary folder, once for equal
+contexts of this process, and is deleted when no context needs it any more. Not here: the units of a
+search (``search_units.py``), and how a text is cut into chunks (``text_chunks.py``).
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from importlib import resources
+from typing import Any, TypeVar
+
+import msgspec
+
+from ramify.actors.answering_process import ask, start
+from ramify.actors.child_process import kill
+from ramify.actors.run_messages import decode, encode
+from ramify.sandbox.base import MappedText
+from ramify.sources.query_process import QueryAnswer
+from ramify.sources.search_process import MAX_HITS, IndexRequest
+from ramify.sources.search_units import Text, TextLayout, layout_of, place_of, unit_at
+from ramify.sources.text_chunks import chunks
+
+MIN_CHARS = 100_000
+"""A smaller context has no ``search`` and no ``chunks``."""
+MAX_CHARS = 8_000_000_000
+"""A larger context has no ``search``: building its index would take half an hour."""
+WAIT_S = 60.0
+"""Time that a search waits for the index."""
+BLOCK_S = 60.0
+"""Time limit for indexing one block, and for finishing the index."""
+QUERY_S = 30.0
+MAX_QUERY_CHARS = 10_000
+_BLOCK_CHARS = 1 << 22
+_COUNTED_CHARS = 1 << 17
+"""Characters between two places whose line is remembered."""
+_BYTES_PER_CHAR = 3
+"""Limit on the size of an index, for each character of the context."""
+_SPARE_BYTES = 256 << 20
+"""Part of the disk that an index leaves free, and the size that every index may have."""
+_STALE_S = 2 * 86400
+_PREFIX = "ramify-search-"
+_KEPT = 2
+"""Indexes that are kept for the next context with the same texts."""
+
+SEARCH = (
+    "Find the k lines or passages of the run's data that match the words of `query` best (BM25: "
+    "rare words count most; whole words in any case, no operators), best first: dicts with "
+    "'place', 'text', 'score', 'name' (of the text, if there are several), 'start' and 'end' "
+    "(characters of that text)."
+)
+"""Description of ``search`` for a model."""
+
+T = TypeVar("T")
+
+
+def search_tools(context: Any) -> dict[str, Any]:
+    """Return the tools for searching ``context``, a text or a dict with texts; empty if it is too
+    small or of another type."""
+    chars = sum(map(len, _texts(context).values()))
+    if chars < MIN_CHARS:
+        return {}
+    tools: dict[str, Any] = {"chunks": TextChunks()}
+    if has_tantivy() and chars <= MAX_CHARS:
+        tools = {"search": TextSearch(context), **tools}
+    return tools
+
+
+def has_tantivy() -> bool:
+    return importlib.util.find_spec("tantivy") is not None
+
+
+def _texts(context: Any) -> dict[str, Text]:
+    """Return the texts of ``context`` by name; a single one has an empty name."""
+    if isinstance(context, str | MappedText):
+        return {"": context}
+    if not isinstance(context, Mapping):
+        return {}
+    return {str(name): t for name, t in context.items() if isinstance(t, str | MappedText)}
+
+
+class TextSearch:
+    """The function ``search`` over the texts of one context."""
+
+    __name__ = "search"
+    is_optional = True
+    """Only for prompts that name the tools; see ``RlmSetup.tools_at``."""
+    is_replaceable = True
+    """A variable of a session may have this name."""
+
+    def __init__(self, context: Any) -> None:
+        self.__doc__ = SEARCH
+        self._is_single = not isinstance(context, Mapping)
+        self._texts = _texts(context)
+        self._names = list(self._texts)
+        self._starts = [0]
+        for text in self._texts.values():
+            self._starts.append(self._starts[-1] + len(text))
+        self._layouts: dict[str, TextLayout] = {}
+        self._lines: dict[str, list[int]] = {}
+        """Name of a text -> number of lines before each ``_COUNTED_CHARS``, as far as counted."""
+        self._lock = threading.Lock()
+        self._built: Future[SearchIndex] | None = None
+
+    def prepare(self) -> None:
+        """Start building the index in the background."""
+        self._future()
+
+    def __call__(self, query: str, k: int = 10) -> list[dict[str, Any]]:
+        """Return what ``SEARCH`` says. Raises TypeError, ValueError or TimeoutError, for a model to
+        read."""
+        if not isinstance(query, str):
+            raise TypeError(f"the query is a {type(query).__name__}: give words as one text")
+        if type(k) is not int or not 1 <= k <= MAX_HITS:
+            raise ValueError(f"k={k!r}: give a number from 1 to {MAX_HITS}")
+        if not query.strip():
+            raise ValueError("the query is empty: give one or more words")
+        if len(query) > MAX_QUERY_CHARS:
+            raise ValueError(
+                f"the query has {len(query):,} characters: give a few words, at most "
+                f"{MAX_QUERY_CHARS:,} characters"
+            )
+        future = self._future()
+        try:
+            index = future.result(WAIT_S)
+        except TimeoutError:
+            raise TimeoutError(
+                "the index is still being built: go on with other code and search again later"
+            ) from None
+        except (ValueError, OSError) as error:
+            raise ValueError(f"there is no index: {error}; look through the data instead") from None
+        return [self._hit(score, at) for score, at in index.ask(query, k)]
+
+    def _hit(self, score: float, at: int) -> dict[str, Any]:
+        number = bisect.bisect_right(self._starts, at) - 1
+        name = self._names[number]
+        text = self._texts[name]
+        layout = self._layout(name)
+        start, end = unit_at(text, at - self._starts[number], layout.shape)
+        place = place_of(name, text, start, self._line(name, start), layout)
+        hit = {"place": place, "text": text[start:end].strip("\r\n"), "score": score}
+        return {**hit, "start": start, "end": end, **({} if self._is_single else {"name": name})}
+
+    def _layout(self, name: str) -> TextLayout:
+        layout = self._layouts.get(name)
+        if layout is None:
+            layout = self._layouts[name] = layout_of(self._texts[name])
+        return layout
+
+    def _line(self, name: str, start: int) -> int:
+        """Number of the line at ``start``, from 1."""
+        text, step = self._texts[name], _COUNTED_CHARS
+        with self._lock:
+            before = self._lines.setdefault(name, [0])
+            for low in range(step * (len(before) - 1), start - step + 1, step):
+                before.append(before[-1] + text.count("\n", low, low + step))
+        number = start // step
+        return before[number] + text.count("\n", number * step, start) + 1
+
+    # --- the index
+
+    def _future(self) -> Future[SearchIndex]:
+        with self._lock:
+            # If the index's process has ended, it is built again.
+            built = self._built
+            if built is None or (built.done() and _has_ended(built)):
+                built = self._built = _in_thread(self._index)
+            return built
+
+    def _index(self) -> SearchIndex:
+        digest = hashlib.sha256()
+        for name, text in self._texts.items():
+            digest.update(f"{len(name)},{len(text)},{self._layout(name).shape};".encode())
+            if isinstance(text, MappedText) and text.file.digest:
+                digest.update(text.file.digest.encode())
+                continue
+            for block in _blocks(text):
+                digest.update(block.encode("utf-8", "replace"))
+        return index_of(digest.hexdigest(), self._starts[-1], self._requests)
+
+    def _requests(self) -> Iterator[IndexRequest]:
+        for name, begin in zip(self._names, self._starts, strict=False):
+            text = self._texts[name]
+            shape, at = self._layout(name).shape, 0
+            for block in _blocks(text):
+                is_last = at + len(block) == len(text)
+                yield IndexRequest("add", _sendable(block), begin + at, shape, is_last)
+                at += len(block)
+
+
+class SearchIndex:
+    """The process that holds an index. It ends, and its folder is deleted, with this object."""
+
+    def __init__(self, num_chars: int, requests: Callable[[], Iterator[IndexRequest]]) -> None:
+        """Build the index, which takes a minute for a gigabyte. Raises ValueError."""
+        _remove_stale()
+        most = _BYTES_PER_CHAR * num_chars + _SPARE_BYTES
+        free = shutil.disk_usage(tempfile.gettempdir()).free
+        if free < num_chars // 2 + _SPARE_BYTES:
+            raise ValueError(
+                f"the disk of {tempfile.gettempdir()} has {free / 1e6:,.0f} MB left, too few for "
+                "the index"
+            )
+        folder = tempfile.mkdtemp(prefix=_PREFIX)
+        self._process = start("ramify.sources.search_process:serve", is_bare=True)
+        self._lock = threading.Lock()
+        self._close = weakref.finalize(self, _remove, self._process, folder)
+        self._place = {"folder": folder, "max_bytes": min(most, free - _SPARE_BYTES // 2)}
+        for request in requests():
+            self._answer(request, BLOCK_S)
+        self._answer(IndexRequest("commit"), BLOCK_S * 5)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def ask(self, query: str, k: int) -> list[tuple[float, int]]:
+        """Return (score, position) of the best units."""
+        found: list[tuple[float, int]] = self._answer(
+            IndexRequest("ask", _sendable(query), k=k), QUERY_S
+        )
+        return found
+
+    def _answer(self, request: IndexRequest, limit_s: float) -> Any:
+        whole = msgspec.structs.replace(request, **self._place)
+        with self._lock:
+            try:
+                (data,) = ask(self._process, [encode(whole)], limit_s)
+            except TimeoutError:
+                self._close()
+                raise ValueError(f"it was stopped after {limit_s:g} s") from None
+            except (EOFError, OSError):
+                self._close()
+                raise ValueError("its process ended, perhaps for lack of memory") from None
+        answer: QueryAnswer = decode(data, QueryAnswer)
+        if answer.kind:
+            raise ValueError(answer.text)
+        return answer.value
+
+
+_sharing = threading.Lock()
+_indexes: weakref.WeakValueDictionary[str, SearchIndex] = weakref.WeakValueDictionary()
+"""Digest of a context -> its index, as long as something uses it."""
+_kept: deque[SearchIndex] = deque(maxlen=_KEPT)
+
+
+def index_of(
+    digest: str, num_chars: int, requests: Callable[[], Iterator[IndexRequest]]
+) -> SearchIndex:
+    """Return the index of the context with this digest, built now if there is none. One is built
+    at a time, as it uses two cores. Raises ValueError."""
+    with _sharing:
+        found = _indexes.get(digest)
+        if found is None or found.has_ended:
+            found = _indexes[digest] = SearchIndex(num_chars, requests)
+            _kept.append(found)
+        return found
+
+
+def _has_ended(built: Future[SearchIndex]) -> bool:
+    return built.exception() is None and built.result().has_ended
+
+
+def _in_thread(call: Callable[[], T]) -> Future[T]:
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 -- raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="ramify search index").start()
+    return future
+
+
+def _blocks(text: Text) -> Iterator[str]:
+    return (text[at : at + _BLOCK_CHARS] for at in range(0, len(text), _BLOCK_CHARS))
+
+
+def _sendable(text: str) -> str:
+    """Replace lone surrogates, which no message can hold. Each is one character afterwards, too."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def _remove(process: subprocess.Popen[bytes], folder: str) -> None:
+    kill(process)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_stale() -> None:
+    """Delete the folders of processes that were killed together with their host."""
+    for entry in os.scandir(tempfile.gettempdir()):
+        with contextlib.suppress(OSError):
+            if entry.name.startswith(_PREFIX) and entry.stat(follow_symlinks=False).st_uid == (
+                os.getuid()
+            ):
+                age = time.time() - entry.stat(follow_symlinks=False).st_mtime
+                if age > _STALE_S:
+                    shutil.rmtree(entry.path, ignore_errors=True)
+
+
+# --- chunks
+
+
+class TextChunks:
+    """The function ``chunks``, which runs in the session."""
+
+    __name__ = "chunks"
+    __doc__ = chunks.__doc__
+    is_optional = True
+    is_replaceable = True
+
+    def __call__(self, tokens: int = 4000, text: Any = None) -> list[dict[str, str]]:
+        raise RuntimeError("chunks is a function of the session")
+
+    @property
+    def session_source(self) -> str:
+        """Source of the module that is installed in the session."""
+        return _chunks_source()
+
+
+@functools.cache
+def _chunks_source() -> str:
+    return resources.files("ramify.sources").joinpath("text_chunks.py").read_text("utf-8")

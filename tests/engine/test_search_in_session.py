@@ -1,0 +1,89 @@
+"""``search`` and ``chunks`` in sessions: who has them, who is told, and that runs repeat them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from ramify import RLM, MemoryStore, ScriptedClient
+from ramify.sources.load_sources import LoadedContext, load
+from tests.engine.helpers import code, rlm
+
+LOG = "".join(f"2026-01-01 host-{number:05d} INFO request served\n" for number in range(4_000))
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedContext:
+    path = tmp_path_factory.mktemp("session") / "app.log"
+    path.write_text(LOG + "host-x ERROR disk failure\n")
+    return load([path])
+
+
+def test_a_session_searches_and_cuts_and_may_use_the_names_otherwise(loaded: LoadedContext):
+    model = ScriptedClient(
+        [
+            code("hit = search('failure', k=3)[0]\nparts = chunks(tokens=1000)"),
+            code("chunks = [part['text'] for part in parts]\nsearch = 5"),
+            code("FINAL([hit['place'], ''.join(chunks) == context, len(chunks), search])"),
+        ]
+    )
+    with rlm(model) as asked:
+        result = asked.completion(loaded, "What failed?")
+    assert result.answer == ["line 4001", True, 57, 5]
+    system = model.requests[0].messages[0].content
+    assert "- `search(query: str, k: int = 10)" in system
+    assert "- `chunks(tokens: int = 4000, text: " in system
+
+
+@pytest.mark.parametrize("scaffold", ["tiny", "bare", "retool", "retool_native"])
+def test_frozen_prompts_have_neither(loaded: LoadedContext, scaffold: str):
+    names = "print('search' in globals(), 'chunks' in globals())"
+    cell = f"<code>{names}</code>" if scaffold.startswith("retool") else names
+    model = ScriptedClient([cell, "FINAL(1)", "\\boxed{1}", *["FINAL(1)"] * 9])
+    with rlm(model, scaffold=scaffold) as asked:
+        asked.completion(loaded, "What failed?")
+    texts = [each.content for each in model.requests[-1].messages]
+    assert not any("search(" in text or "chunks(" in text for text in texts[:1])
+    assert any("False False" in text for text in texts)
+
+
+def test_a_tool_of_the_user_keeps_its_name(loaded: LoadedContext):
+    def search(query: str) -> str:
+        """Looks in the user's own index."""
+        return f"own {query}"
+
+    model = ScriptedClient([code("FINAL(search('x'))")])
+    with rlm(model, tools=[search]) as asked:
+        assert asked.completion(loaded, "q").answer == "own x"
+
+
+def test_children_share_the_index_and_errors_are_exceptions(loaded: LoadedContext):
+    def script(messages: Any) -> str:
+        if "part" in messages[1].content:
+            return code("FINAL(search('failure')[0]['place'] + context)")
+        return code(
+            "try:\n    search('x', k=0)\nexcept ValueError as error:\n    print(error)",
+            "FINAL(rlm_query('part', context='!'))",
+        )
+
+    with rlm(script) as asked:
+        result = asked.completion(loaded, "q")
+    assert result.answer == "line 4001!"
+    assert result.trajectory.root.turns[0].cells[0].stdout == (
+        "search: k=0: give a number from 1 to 100\n"
+    )
+
+
+def test_a_run_that_is_repeated_gets_its_recorded_hits(loaded: LoadedContext):
+    store = MemoryStore()
+    script = [code("hit = search('failure')[0]"), code("FINAL(hit['text'])")]
+    with rlm(ScriptedClient(script), store=store) as asked:
+        first = asked.completion(loaded, "q")
+
+    async def again(asked: RLM) -> Any:
+        return await asked.aresume(first.run_id)
+
+    with rlm(ScriptedClient([]), store=store, tools=loaded.tools) as asked:
+        assert asyncio.run(again(asked)).answer == "host-x ERROR disk failure"
