@@ -84,7 +84,7 @@ def rebuild(
         ) from None
 
 
-def _tools(started: RunStarted, store: Store) -> dict[str, Any]:
+def _tools(started: RunStarted, store: RunStore) -> dict[str, Any]:
     sources, servers = started.config.get("sources") or {}, started.config.get("mcp") or ()
     tools: dict[str, Any] = {}
     if servers:
