@@ -5,7 +5,7 @@
     IndexRequest("ask", text=query)  ──> [(score, position), …]                best first
 
 A position is the number of characters before a unit, in all texts of the context. It is all that
-the index keeps of a unit, besides its words. Equal scores come in order of position, whichever
+the index keeps of a unit, in addition to its words. Equal scores come in order of position, whichever
 thread indexed a unit. A query is words and no syntax.
 
 A query scores at most about ``MAX_POSTINGS`` occurrences of words, so it takes milliseconds in a
@@ -161,7 +161,8 @@ class _Index:
     def _ask(self, query: str, k: int) -> list[tuple[float, int]]:
         words = list(dict.fromkeys(self._words.analyze(searchable(query))))[:MAX_WORDS]
         counts = [(self._searcher.doc_freq("text", word), word) for word in words]
-        total, asked = 0, []
+        total = 0
+        asked: list[tuple[int, str]] = []
         for count, word in sorted(each for each in counts if each[0]):
             total += count
             if asked and total > MAX_POSTINGS:

@@ -1,4 +1,4 @@
-"""The units of a search: which part of a text is one hit, where it is, and which words it has.
+"""The units of a search: which part of a text is one hit, its place, and its words.
 
     layout_of(text)                    TextLayout: "lines" or "passages", and whether it has pages
     units(block, shape, is_last=…)     (start, end) of each unit, in order

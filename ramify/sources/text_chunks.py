@@ -65,7 +65,7 @@ def chunks(tokens: int = 4000, text: Any = None) -> list[dict[str, str]]:
 def _texts(value: Any) -> list[tuple[str, Any]]:
     """Return (name, text) of each text of ``value``; a single one has an empty name."""
     if value is None:
-        raise TypeError("there is no context: give text=")
+        raise TypeError("this session has no context: give text=")
     if isinstance(value, Mapping):
         return [(str(name), each) for name, each in value.items()]
     if isinstance(value, (list, tuple)):

@@ -145,10 +145,12 @@ class TextSearch:
             index = future.result(WAIT_S)
         except TimeoutError:
             raise TimeoutError(
-                "the index is still being built: go on with other code and search again later"
+                "the index is still being built: run other code first and search again later"
             ) from None
         except (ValueError, OSError) as error:
-            raise ValueError(f"there is no index: {error}; look through the data instead") from None
+            raise ValueError(
+                f"the index is missing: {error}; look through the data instead"
+            ) from None
         return [self._hit(score, at) for score, at in index.ask(query, k)]
 
     def _hit(self, score: float, at: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``search`` and ``chunks`` in sessions: who has them, who is told, and that runs repeat them."""
+"""``search`` and ``chunks`` in sessions: who has them, which prompts name them, and that runs repeat them."""
 
 from __future__ import annotations
 

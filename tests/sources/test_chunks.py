@@ -82,7 +82,7 @@ def test_nothing_has_no_parts():
         (0, "a", "tokens=0: give a whole number, 50 or more"),
         (True, "a", "tokens=True"),
         ("9", "a", "tokens='9'"),
-        (50, None, "there is no context: give text="),
+        (50, None, "this session has no context: give text="),
         (50, 7, "chunks cuts texts, and this is a int: make a text of it first"),
         (50, {"a": [1]}, "chunks cuts texts, and 'a' is a list"),
         (50, [b"a"], "chunks cuts texts, and '0' is a bytes"),
