@@ -5,7 +5,7 @@
     IndexRequest("ask", text=query)  ──> [(score, position), …]                best first
 
 A position is the number of characters before a unit, in all texts of the context. It is all that
-the index keeps of a unit, in addition to its words. Equal scores come in order of position, whichever
+the index keeps of a unit, apart from its words. Equal scores come in order of position, whichever
 thread indexed a unit. A query is words and no syntax.
 
 A query scores at most about ``MAX_POSTINGS`` occurrences of words, so it takes milliseconds in a
