@@ -23,7 +23,8 @@ from engine import Figure, show
 
 PARTS = (
     "pictures",
-    "search", "tables",
+    "search",
+    "tables",
 )
 
 
