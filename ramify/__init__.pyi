@@ -33,6 +33,9 @@ from ramify.errors import StoreError as StoreError
 from ramify.errors import Suspended as Suspended
 from ramify.errors import TrainError as TrainError
 from ramify.errors import WeakSandboxWarning as WeakSandboxWarning
+from ramify.maps.api import amap as amap
+from ramify.maps.api import map as map
+from ramify.maps.map_run import MapResult as MapResult
 from ramify.progress import ProgressState as ProgressState
 from ramify.progress import subscribe as subscribe
 from ramify.sandbox.base import CellResult as CellResult

@@ -296,6 +296,8 @@ class LimitReached(RamifyError):
     def __init__(self, message: str, stop: str) -> None:
         super().__init__(message)
         self.stop = stop
+        self.is_shared = False
+        """Whether it is the limit of a budget that several runs share."""
 
 
 class HostCallError(Exception):
@@ -313,12 +315,14 @@ class HostCallError(Exception):
 
 
 def can_be_fixed(error: BaseException | None) -> bool:
-    """Whether a person can remove the cause of ``error`` (a network, a quota, a key, a full disk).
-    The run can then be continued."""
+    """Whether a person can remove the cause of ``error`` (a network, a quota, a key, a full disk, a
+    budget that several runs share). The run can then be continued."""
     if isinstance(error, StoreError):
         return not isinstance(error, UnknownRun | RunInUse | ReplayDiverged)
     if isinstance(error, LoopBlocked):
         return True
+    if isinstance(error, LimitReached):
+        return error.is_shared
     is_refused_key = isinstance(error, Refused) and error.needs_key
     return is_refused_key or (isinstance(error, ModelError) and error.transient)
 

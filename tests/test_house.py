@@ -32,7 +32,7 @@ FLOORS = [
     {"actors", "clients", "sandbox", "models", "inference", "store", "sources", "tasks"},
     {"engine", "http_server"},
     {"combinators"},
-    {"evaluate"},
+    {"evaluate", "maps"},
     {"train"},
     {"viewer", "serve"},
     {"cli", "testing"},

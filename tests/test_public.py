@@ -24,12 +24,12 @@ SPEC.loader.exec_module(CHECK)
 PUBLIC = {
     "ramify": """
         AttemptFailed Branches Call CallEnded CallStarted Cell CellRan CellResult Citation
-        Client ConfigError DepthOptions DockerSpec Event JailSpec Limits McpTools MemoryStore Message Model ModelError NoteAdded OpenPage
+        Client ConfigError DepthOptions DockerSpec Event JailSpec Limits MapResult McpTools MemoryStore Message Model ModelError NoteAdded OpenPage
         Picture PictureBytes PreparedContext Price ProgressState PromptPreview RLM RamifyError ReplayDiverged ReplyReceived
         RequestStarted Result RunEnded RunOptions RunStarted RunStore Sampling Sandbox SandboxCapabilities
         SandboxError SandboxSpec Scaffold ScoreAdded ScriptedClient Session SourceError Stop
         Store StoreError Suspended ToolAnswered TrainError Trajectory Turn Usage WeakSandboxWarning
-        by_score evaluate inference load open_sandbox subscribe tasks testing train view vote
+        amap by_score evaluate inference load map open_sandbox subscribe tasks testing train view vote
     """,
     "ramify.tasks": """
         BatchedReward Call Cell DatasetColumns GeneratedSplit IntervalF1Score Item MathScore NumericScore

@@ -122,6 +122,8 @@ class Request(msgspec.Struct, frozen=True):
     read_picture: Callable[[str], bytes] | None = None
     """Returns the bytes of a picture of the messages by its digest; None if they have none. Raises
     Refused if they are gone."""
+    whole: bool = False
+    """If True, the reply is not streamed: it is short, and is read when it is complete."""
 
     def max_input_tokens(self) -> int:
         """Upper bound on the prompt's tokens, known before sending: its UTF-8 bytes plus template

@@ -48,9 +48,9 @@ class OpenAIClient:
     async def complete(self, request: Request, on_piece: OnPiece | None = None) -> Reply:
         fields = self._format.body_fields(request, self._endpoint, self._limit_field)
         # Not every server streams the log-probabilities and ids that it has.
-        is_exact = request.sampling.logprobs
+        whole = request.sampling.logprobs or request.whole
         try:
-            reply, _ = await self._api.ask(fields, request.reply_bound(), on_piece, whole=is_exact)
+            reply, _ = await self._api.ask(fields, request.reply_bound(), on_piece, whole=whole)
             return reply
         except Refused as error:
             if self._limit_field == "max_tokens" and "max_completion_tokens" in str(error):

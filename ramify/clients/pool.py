@@ -210,9 +210,7 @@ class ClientPool:
         on_piece: OnPiece | None,
     ) -> Reply:
         entered = await self._reserve(client, account, gate)
-        while not account.is_enough():
-            self._gate.release()
-            gate.release()
+        while not self._is_enough(account, gate):
             entered = await self._reserve(client, account, gate)
         arrival = _Arrival(self.timeout_s, on_piece)
         try:
@@ -269,6 +267,17 @@ class ClientPool:
         except BaseException:
             account.release(f"{client.name}: given up before it was sent")
             raise
+
+    def _is_enough(self, account: RequestBudget, gate: Limiter) -> bool:
+        """Whether the reservation still covers the attempt; if not, its slots are released."""
+        is_enough = False
+        try:
+            is_enough = account.is_enough()
+        finally:
+            if not is_enough:
+                self._gate.release()
+                gate.release()
+        return is_enough
 
     def _takes_pieces(self, client: Client) -> bool:
         takes_pieces = self._take_pieces.get(client.name)

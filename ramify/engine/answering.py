@@ -16,7 +16,6 @@ from typing import Literal
 
 import msgspec
 
-from ramify.engine import observe
 from ramify.engine.branch import BranchedCall
 from ramify.engine.call_outcome import CallOutcome, failed
 from ramify.engine.event_recorder import EventRecorder
@@ -24,8 +23,9 @@ from ramify.engine.host import ask_plain
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import LiveRun
 from ramify.engine.model_conversations import ModelConversations
+from ramify.engine.plain_call import direct_prompt
 from ramify.engine.prompt_text import instructions
-from ramify.engine.question import Question, opening
+from ramify.engine.question import Question
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels
 from ramify.engine.rlm_call import RlmCall
 from ramify.errors import ConfigError, HostCallError, RamifyError, raised_at
@@ -121,17 +121,13 @@ async def _answer_by_plain_call(
     run: LiveRun, question: Question, context: SharedContext | None
 ) -> CallOutcome:
     call = LiveCall("0", "lm", run.models.rlm(0), 0, question.text, context=context)
-    prompt = observe.plain_prompt(question.text, question.context)
     try:
         pictures = run.pictures.in_context(question.context) if question.pictures else ()
     except HostCallError as error:
         raise ConfigError(f"{error}: load them again") from None
-    texts = (
-        run.scaffold.direct_system if question.context is not None else "",
-        instructions(run.setup.instructions, run.setup.examples),
+    before, prompt = direct_prompt(
+        run.scaffold, run.setup.instructions, run.setup.examples, question
     )
-    before = opening("\n\n".join(filter(None, texts)), question.before)
-    prompt = f"{prompt}\n\n{question.about}" if question.about else prompt
     run.begin(call)
     outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
     try:

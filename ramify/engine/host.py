@@ -1,12 +1,11 @@
-"""Host side of a cell: answers the calls that its code makes to models, children and tools; and one
-plain request with a checked reply, which also answers a short question without a session.
+"""Host side of a cell: answers the calls that its code makes to models, children and tools.
 
     session: llm_query_batched([p, q]) ─> CellHost.answer ─> two concurrent `lm` calls ─> ["…", "…"]
     session: rlm_query("…", part)      ─> CellHost.answer ─> a child with its session  ─> its answer
 
 If a sub-call fails, the session raises ``SubcallError`` with all results once the rest of the batch
 has ended. A reply that was truncated at its limit counts as failed, and its text is in
-``SubcallError.partial``.
+``SubcallError.partial``. Not here: how a plain call checks its reply (see ``plain_call.py``).
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import LiveRun
 from ramify.engine.model_requests import cut_reply
 from ramify.engine.observe import chars_of, plain_prompt
+from ramify.engine.plain_call import answer_plainly, asked_for
 from ramify.engine.prompt_text import CHARS_PER_TOKEN
-from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
+from ramify.engine.typed import AnswerType, answer_type
 from ramify.errors import (
     ConfigError,
     HostCallError,
@@ -41,7 +41,7 @@ from ramify.errors import (
 )
 from ramify.sandbox.base import SharedContext
 from ramify.types.event import ToolAnswered
-from ramify.types.message import Message
+from ramify.types.message import Message, Reply
 from ramify.types.picture import NotAPicture, Picture
 from ramify.types.trajectory import Parent, Stop
 
@@ -51,9 +51,6 @@ MAX_QUESTION_CHARS = 20_000
 """A longer prompt to a child without a context becomes that child's context."""
 MAX_PROMPTS = 10_000
 """Maximum number of prompts in one batch."""
-MAX_REPAIRS = 2
-"""Number of times that a reply is requested again because it does not match its schema."""
-_LONG_CHARS = 5_000
 _MOST_CHARS_PER_TOKEN = 5
 """A text with more characters than this for each token of a window does not fit it."""
 
@@ -537,67 +534,16 @@ async def ask_plain(
     before: Sequence[Message] = (),
     pictures: tuple[Picture, ...] = (),
 ) -> CallOutcome:
-    """Ask a model a plain question. While the reply does not match ``kind``, ask again and show the
-    error. Without ``kind``, repeat the request after an empty reply or a tool call. ``before`` are
-    the messages before the prompt, which shows ``pictures``. Never raises for a failed model.
-
-    A reply that was truncated at its token limit ends with ``MAX_TOKENS``: its text is a partial
-    answer, never a complete one.
-    """
+    """Ask the model of ``call`` a plain question (see ``plain_call.py``). ``before`` are the
+    messages before the prompt, which shows ``pictures``. Never raises for a failed model."""
     run.pass_limit(call)
-    question = f"{prompt}\n\n{kind.alone()}" if kind else prompt
-    new = [*before, Message("user", question, pictures=pictures)]
+    first = [*before, Message("user", asked_for(prompt, kind), pictures=pictures)]
     schema = kind.enforced if kind else None
-    error, text, is_cut = "no reply", "", False
-    reused = 0 if kind is None else None
-    for _ in range(1 + MAX_REPAIRS):
-        try:
-            reply = await run.requests.ask(call, new, reused=reused, schema=schema)
-        except LimitReached as reached:
-            return CallOutcome(Stop(reached.stop), error=str(reached), failure=reached)
-        except (ModelError, ReplayDiverged) as failure:
-            return CallOutcome(Stop.ERROR, error=str(failure), failure=failure)
-        text, is_cut = reply.message.content, reply.finish == "length"
-        if kind is None and is_cut:
-            return _cut(run, call, text, text or None)
-        if kind is None and text.strip() and reply.finish != "tool_calls":
-            return CallOutcome(Stop.FINAL, text)
-        if kind is None:
-            error = "called a tool" if reply.message.tool_calls else "gave an empty reply"
-            continue
-        try:
-            value = await _value(kind, text)
-            # A truncated number or text that matches may be the beginning of a longer one.
-            return _cut(run, call, text, None) if is_cut else CallOutcome(Stop.FINAL, value)
-        except TypeMismatch as mismatch:
-            error = str(mismatch)
-            new = [
-                Message(
-                    "user",
-                    f"That does not fit the schema: {error}. Reply with the corrected JSON value "
-                    "alone.",
-                )
-            ]
-    if is_cut:
-        return _cut(run, call, text, None)
-    if kind is None:
-        unanswered = ModelError(
-            f"{call.client.name}: the model {error} instead of answering, {1 + MAX_REPAIRS} times; "
-            "ask in another way, or ask another model"
-        )
-        return CallOutcome(Stop.ERROR, error=str(unanswered), failure=unanswered)
-    return CallOutcome(
-        Stop.ERROR,
-        error=f"after {1 + MAX_REPAIRS} replies the value still does not fit its schema: {error}",
-    )
 
+    async def ask(new: list[Message], reused: int | None) -> Reply:
+        return await run.requests.ask(call, new, reused=reused, schema=schema)
 
-def _cut(run: LiveRun, call: LiveCall, text: str, answer: str | None) -> CallOutcome:
-    error = cut_reply(run.requests, call, text)
-    return CallOutcome(Stop.MAX_TOKENS, answer, str(error), error)
+    def cut(text: str) -> ReplyCut:
+        return cut_reply(run.requests, call, text)
 
-
-async def _value(kind: AnswerType, text: str) -> Any:
-    """Return the value of a reply. A long reply is checked in a thread, because that may take
-    seconds."""
-    return await asyncio.to_thread(kind.read, text) if len(text) > _LONG_CHARS else kind.read(text)
+    return await answer_plainly(ask, call.client.name, first, kind, cut)

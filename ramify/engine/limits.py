@@ -18,6 +18,9 @@ settled. So a run exceeds a limit by at most the excess of the requests that wer
 
     600 tokens reserved, 60,600 reported:  later requests reserve 60,000 tokens more
 
+Several runs may share a budget, as the rows of a map do: the ledger of each run then also reserves
+in the shared ledger, and a request is sent only if it fits both.
+
 Not here: deadlines, which cancel work in flight (see ``live_run.py``).
 """
 
@@ -179,13 +182,19 @@ _NO_EXCESS = ReportedExcess()
 class Ledger:
     """Spending of one question's tree, over all of its calls. Lives on one event loop."""
 
-    def __init__(self, limits: Limits, *, priced: bool) -> None:
+    def __init__(
+        self, limits: Limits, *, priced: bool, shared: Ledger | None = None, owner: str = "run"
+    ) -> None:
+        """``shared`` is the budget of several runs, in which each amount is reserved, too.
+        ``owner`` says in errors whose limit is reached."""
         max_cost = (
             limits.max_cost
             if limits.max_cost is not None
             else (DEFAULT_MAX_COST if priced else math.inf)
         )
         self.limit = ResourceAmount(limits.max_calls, limits.max_tokens, max_cost)
+        self.shared = shared
+        self.owner = owner
         self.spent = ResourceAmount()
         self.outstanding = ResourceAmount()
         self.held = ResourceAmount()
@@ -223,7 +232,8 @@ class Ledger:
 
     def calls_left(self) -> int:
         """Requests that may still be sent; those held or outstanding do not count."""
-        return self.limit.calls - self._committed().plus(self.outstanding).calls
+        own = self.limit.calls - self._committed().plus(self.outstanding).calls
+        return own if self.shared is None else min(own, self.shared.calls_left())
 
     def hold(self, amount: ResourceAmount) -> Stop | None:
         """Hold ``amount`` for the final answer, replacing what was held. Returns the limit that it
@@ -236,8 +246,25 @@ class Ledger:
             self.refusals[exceeded] = self._refusal(exceeded, amount, committed)
         return exceeded
 
+    @property
+    def is_waiting_for_excess(self) -> bool:
+        """True while a reply that used more than was reserved keeps requests from being sent."""
+        return self.is_draining or (self.shared is not None and self.shared.is_draining)
+
     async def reserve(self, amount: ResourceAmount) -> None:
         """Reserve ``amount``, first come, first served. Raises LimitReached if it can never fit."""
+        await self._reserve(amount)
+        if self.shared is None:
+            return
+        try:
+            await self.shared.reserve(amount)
+        except BaseException as error:
+            self._free(amount)
+            if isinstance(error, LimitReached):
+                error.is_shared = True
+            raise
+
+    async def _reserve(self, amount: ResourceAmount) -> None:
         total = self.outstanding.plus(amount)
         is_next = not self._waiting and not self.is_draining
         if is_next and self._first_exceeded(self._committed().plus(total)) is None:
@@ -254,7 +281,7 @@ class Ledger:
         except asyncio.CancelledError:
             # It was admitted at the moment of cancellation, so the reservation is returned.
             if admission.done() and not admission.cancelled() and admission.exception() is None:
-                self.free(amount)
+                self._free(amount)
             raise
 
     def is_excess(self, reserved: ResourceAmount, usage: Usage, cost: float | None) -> bool:
@@ -267,13 +294,20 @@ class Ledger:
     def settle(self, reserved: ResourceAmount, usage: Usage, cost: float | None) -> None:
         """Convert a reservation into spending. If the reservation was too small, other outstanding
         ones may be too small as well, so no request is admitted until they are settled."""
+        if self.shared is not None:
+            self.shared.settle(reserved, usage, cost)
         self.outstanding = self.outstanding.minus(reserved)
         self.is_draining = self.is_draining or self.is_excess(reserved, usage, cost)
-        self.charge(usage, cost)
+        self._book(usage, cost)
 
-    def charge(self, usage: Usage, cost: float | None) -> None:
+    def charge(self, usage: Usage, cost: float | None, *, is_recorded: bool = False) -> None:
         """Book spending that was not reserved here: the replies that a resumed run had already
-        received."""
+        received. A shared budget has counted it already if it ``is_recorded``."""
+        if self.shared is not None and not is_recorded:
+            self.shared.charge(usage, cost)
+        self._book(usage, cost)
+
+    def _book(self, usage: Usage, cost: float | None) -> None:
         self.spent = self.spent.plus(ResourceAmount(usage.calls, usage.total_tokens, cost or 0.0))
         self.usage += usage
         if cost is not None:
@@ -282,6 +316,11 @@ class Ledger:
 
     def free(self, reserved: ResourceAmount) -> None:
         """Return a reservation that cost nothing."""
+        if self.shared is not None:
+            self.shared.free(reserved)
+        self._free(reserved)
+
+    def _free(self, reserved: ResourceAmount) -> None:
         self.outstanding = self.outstanding.minus(reserved)
         self._admit()
 
@@ -312,7 +351,7 @@ class Ledger:
             Stop.MAX_TOKENS: f"{self.limit.tokens:,} tokens",
             Stop.MAX_COST: f"${self.limit.cost:g}",
         }[stop]
-        return LimitReached(f"the run's limit of {what} is reached", stop)
+        return LimitReached(f"the {self.owner}'s limit of {what} is reached", stop)
 
     def _refusal(self, stop: Stop, amount: ResourceAmount, committed: ResourceAmount) -> str:
         limit, left = self.limit, self.limit.minus(committed)
@@ -401,7 +440,7 @@ class Reservation:
 
     def is_enough(self) -> bool:
         """True if the reservation still covers an attempt. If not, the reservation is released."""
-        if not self._ledger.is_draining:
+        if not self._ledger.is_waiting_for_excess:
             return True
         self.free()
         return False

@@ -113,7 +113,9 @@ class LiveRun:
             for event in gone.events:
                 self.recorder.emit(event, is_written=True)
                 if isinstance(event, ReplyReceived):
-                    self.requests.ledger.charge(event.reply.usage, event.reply.cost)
+                    self.requests.ledger.charge(
+                        event.reply.usage, event.reply.cost, is_recorded=True
+                    )
             resumed = RunResumed(
                 at_s=self.recorder.now(),
                 limits=msgspec.to_builtins(self.setup.limits),
@@ -275,7 +277,7 @@ class LiveRun:
             self.setup,
             self.models,
             self.requests.ledger.limit,
-            self.requests.reply_limits,
+            self.requests.lengths.reply_limits,
             self._resources.sandbox().caps,
             self.tools_at(call.depth),
             self.context_facts(call),

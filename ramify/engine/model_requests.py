@@ -18,14 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.clients.base import Client, ReplyPiece, Request, Sampling, Tool, reasons
+from ramify.clients.base import Client, ReplyPiece, Request, Tool
 from ramify.clients.pool import ClientPool
 from ramify.engine import observe, retool
 from ramify.engine.arriving_replies import arriving_reply
 from ramify.engine.limits import Ledger, Limits, Reservation, ResourceAmount
+from ramify.engine.reply_lengths import ReplyLengths
 from ramify.engine.run_ending import RunEnding, closed
 from ramify.errors import (
     ConfigError,
+    LimitReached,
     ModelError,
     ReplyCut,
     ReplyFiltered,
@@ -47,8 +49,6 @@ if TYPE_CHECKING:
 
 _LEAST_REPLY_TOKENS = 512
 """A shorter reply is of no use in a session."""
-_REASONING_TOKENS = 16_384
-"""Tokens of hidden reasoning that a reply of a model that reasons may have."""
 
 
 class ModelRequests:
@@ -80,26 +80,17 @@ class ModelRequests:
         self.recording = recording
         self.cache = cache
         self.read_picture = read_picture
-        self.sampling = msgspec.structs.replace(
-            setup.sampling,
-            max_tokens=min(setup.sampling.max_tokens, setup.limits.max_reply_tokens),
-            stop=tuple(dict.fromkeys([*setup.sampling.stop, *setup.scaffold.stop])),
-        )
-        _check_prices(setup.limits, clients)
+        check_prices(setup.limits, clients)
         has_price = [client.price is not None for client in clients]
-        self.ledger = Ledger(setup.limits, priced=any(has_price))
+        self.ledger = Ledger(setup.limits, priced=any(has_price), shared=setup.budget)
+        self.lengths = ReplyLengths(setup, models, self.ledger.limit)
+        self.sampling = self.lengths.sampling
         if not all(has_price):
             self.ledger.cost = None  # until a model with a known price has replied
         self._last_word: Reservation | None = None
         """What is held for the root's final request."""
         self._last_word_limit: int | None = None
         """Tokens of the reply for which that is enough; None if nothing was held."""
-        self._sampling: dict[int, Sampling] = {}
-        """Id of a client -> sampling of its replies."""
-        self._text_limits: dict[tuple[int, int, bool], tuple[int, str]] = {}
-        """What ``_text_limit`` returned."""
-        self._reasoning: dict[str, int] = {}
-        """Model -> tokens of hidden reasoning that a reply may have."""
         self._has_excess = False
         """Whether a reply used more than was reserved."""
         self._repeated: set[tuple[str, int]] = set()
@@ -159,13 +150,17 @@ class ModelRequests:
                 if can_be_fixed(error) and ending.closing is None:
                     await ending.suspended(error)
                 raise
+            except LimitReached as error:
+                if error.is_shared:
+                    await ending.suspended(error)
+                raise
             if call.parent is None:
                 ending.measure_reply(reply.seconds)
             reply, reused_ids = self._received(turn, reply)
         turn.answered(reply, reused_ids, found is not None)
         self.over(turn)
         if reply.finish == "content_filter":
-            raise _filtered(call.client.name, reply)
+            raise filtered(call.client.name, reply)
         return reply
 
     def arriving(self) -> list[ArrivingReply]:
@@ -189,80 +184,22 @@ class ModelRequests:
         note = f"{prefix}{text}; later requests to it reserve as much"
         self.recorder.note(call.id, note, is_warning=is_first)
 
-    def sampling_of(self, client: Client) -> Sampling:
-        """Return the sampling of the replies of ``client``."""
-        found = self._sampling.get(id(client))
-        if found is None:
-            found = self.models.sampling(client, self.sampling)
-            self._sampling[id(client)] = found
-        return found
-
     def reply_tokens(self, call: LiveCall, longer: int = 1) -> int:
         """Maximum tokens of a reply of ``call``, hidden reasoning included. ``longer`` multiplies
         the part that is not reasoning."""
-        full = longer * self.text_limit(call)[0] + self._reasoning_tokens(call.client)
+        full = longer * self.text_limit(call)[0] + self.lengths.reasoning_tokens(call.client)
         return full if call.shrunk is None else min(full, call.shrunk[0])
 
     def text_limit(self, call: LiveCall) -> tuple[int, str]:
         """Return (maximum tokens of a reply of ``call`` without hidden reasoning, the setting that
         it comes from)."""
         is_plain = call.kind == "lm" and call.parent is not None
-        return self._text_limit(call.client, call.depth, is_plain)
-
-    def _text_limit(self, client: Client, depth: int, is_plain: bool) -> tuple[int, str]:
-        """Return ``text_limit``, computed once for each model and depth."""
-        place = id(client), depth, is_plain
-        found = self._text_limits.get(place)
-        if found is None:
-            found = self._text_limits[place] = self._find_text_limit(client, depth, is_plain)
-        return found
-
-    def _find_text_limit(self, client: Client, depth: int, is_plain: bool) -> tuple[int, str]:
-        setup = self.setup
-        limit, name = self.sampling.max_tokens, "max_reply_tokens"
-        for_subs = setup.limits.max_sub_reply_tokens
-        if for_subs is not None and is_plain:
-            limit, name = for_subs, "max_sub_reply_tokens"
-        of_model = self.sampling_of(client).max_tokens
-        if of_model < min(limit, self.sampling.max_tokens):
-            limit, name = of_model, f"sampling.max_tokens of {client.name}"
-        of_depth = setup.at(depth).max_reply_tokens
-        if of_depth is not None and of_depth < limit:
-            limit, name = of_depth, f"max_reply_tokens of depth {depth}"
-        return limit, name
-
-    def reply_limits(self, client: Client, depth: int, is_plain: bool) -> tuple[int, int]:
-        """Return (maximum tokens of a reply, additional tokens of hidden reasoning) for ``client``.
-        ``is_plain`` is True for a call of a session's ``llm_query``."""
-        return self._text_limit(client, depth, is_plain)[0], self._reasoning_tokens(client)
-
-    def _reasoning_tokens(self, client: Client) -> int:
-        """Tokens of hidden reasoning that a reply of ``client`` may have."""
-        if client.name not in self._reasoning:
-            self._reasoning[client.name] = self._estimated_reasoning(client)
-        return self._reasoning[client.name]
-
-    def _estimated_reasoning(self, client: Client) -> int:
-        given = self.setup.limits.max_reasoning_tokens
-        if given is not None:
-            return given
-        thinking = self.sampling_of(client).extra.get("thinking")
-        if isinstance(thinking, dict) and isinstance(thinking.get("budget_tokens"), int):
-            return int(thinking["budget_tokens"])  # Anthropic's form
-        if not reasons(client.name):
-            return 0
-        # A small window or budget must still have room for several replies.
-        most = [_REASONING_TOKENS, client.window // 4 - self.sampling.max_tokens]
-        limit = self.ledger.limit
-        most.append(limit.tokens // 10)
-        if client.price is not None and client.price.output and math.isfinite(limit.cost):
-            most.append(int(limit.cost / 10 * 1e6 / client.price.output))
-        return max(0, min(most))
+        return self.lengths.text_limit(call.client, call.depth, is_plain)
 
     def _last_word_tokens(self, call: LiveCall) -> int:
         most = self.setup.limits.last_word_tokens
         own = self.setup.at(call.depth).max_reply_tokens or most
-        return min(most, own) + self._reasoning_tokens(call.client)
+        return min(most, own) + self.lengths.reasoning_tokens(call.client)
 
     def hold_last_word(
         self, call: LiveCall, new: Sequence[Message], longer: int = 1
@@ -376,7 +313,7 @@ class ModelRequests:
         self._repeated.add(place)
         for attempt in recording.attempts_at(*place):
             self.recorder.emit(attempt)
-            self.ledger.charge(attempt.usage, attempt.cost)
+            self.ledger.charge(attempt.usage, attempt.cost, is_recorded=True)
         if recording.in_flight(*place):
             turn.charge_in_flight()
 
@@ -391,14 +328,7 @@ class ModelRequests:
     def _received(self, turn: TurnRequest, reply: Reply) -> tuple[Reply, int]:
         """Complete a reply that was sent, and add it to the cache. Returns (reply with only its new
         prompt ids, number of reused ids)."""
-        stop, message = self.setup.scaffold.stop, sendable(reply.message)
-        if stop and reply.finish == "stop" and not message.tool_calls:
-            message = msgspec.structs.replace(message, content=retool.closed(message.content, stop))
-        reply = msgspec.structs.replace(reply, message=message)
-        # Use the reserved upper bound everywhere if the server reported no usage.
-        if reply.usage.unknown_calls:
-            usage, cost = turn.most()
-            reply = msgspec.structs.replace(reply, usage=usage, cost=cost)
+        reply = recordable(reply, self.setup.scaffold.stop, turn.most())
         if self.cache is not None:
             self.cache.keep(turn.digest, turn.call.client.name, turn.request, reply)
         return turn.call.history.without_path(reply)
@@ -418,7 +348,7 @@ class TurnRequest:
         last_word: Stop | None,
         max_tokens: int,
     ) -> None:
-        sampling = requests.sampling_of(call.client)
+        sampling = requests.lengths.sampling_of(call.client)
         if max_tokens != sampling.max_tokens:
             sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens)
         prompt = (*call.messages[:reused], *new)
@@ -550,7 +480,7 @@ class TurnRequest:
             self._reservation.amount, usage, reply.cost
         ):
             self._reservation.expect(usage, reply.cost, self._name)
-        ledger.charge(usage, reply.cost)
+        ledger.charge(usage, reply.cost, is_recorded=True)
 
     def charge_in_flight(self) -> None:
         """Charge the upper bound of the recorded attempt that was in flight when the run was cut
@@ -604,14 +534,32 @@ def cut_reply(requests: ModelRequests, call: LiveCall, text: str) -> ReplyCut:
         name = "max_reasoning_tokens"
     if call.shrunk is not None:
         name = call.shrunk[1]
+    return reply_cut(call.client.name, limit, name, text)
+
+
+def reply_cut(model: str, limit: int, setting: str, text: str) -> ReplyCut:
+    """Return the error for a reply of ``model`` that was cut at ``limit`` tokens after ``text``.
+    ``setting`` is what to raise."""
     return ReplyCut(
-        f"{call.client.name}: the reply was cut at its limit of {limit} tokens; ask for less, or "
-        f"raise {name}",
+        f"{model}: the reply was cut at its limit of {limit} tokens; ask for less, or raise "
+        f"{setting}",
         text,
     )
 
 
-def _filtered(model: str, reply: Reply) -> ReplyFiltered:
+def recordable(reply: Reply, stop: tuple[str, ...], most: tuple[Usage, float | None]) -> Reply:
+    """Return ``reply`` as it is recorded: its text can be written, ends with the scaffold's
+    ``stop`` if that cut it, and has the reserved upper bound ``most`` (usage, cost) if the server
+    reported no usage."""
+    message = sendable(reply.message)
+    if stop and reply.finish == "stop" and not message.tool_calls:
+        message = msgspec.structs.replace(message, content=retool.closed(message.content, stop))
+    usage, cost = most if reply.usage.unknown_calls else (reply.usage, reply.cost)
+    return msgspec.structs.replace(reply, message=message, usage=usage, cost=cost)
+
+
+def filtered(model: str, reply: Reply) -> ReplyFiltered:
+    """Return the error for a reply that a content filter or a refusal stopped."""
     text, stopped_by = reply.message.content, reply.filter or "content_filter"
     if stopped_by == "refusal":
         quote = f": {text[:200]!r}" if text else ""
@@ -627,7 +575,7 @@ def _filtered(model: str, reply: Reply) -> ReplyFiltered:
     )
 
 
-def _check_prices(limits: Limits, clients: Sequence[Client]) -> None:
+def check_prices(limits: Limits, clients: Sequence[Client]) -> None:
     """Raise ConfigError for a cost limit that cannot be enforced."""
     unpriced = [client.name for client in clients if client.price is None]
     if limits.max_cost is not None and math.isfinite(limits.max_cost) and unpriced:

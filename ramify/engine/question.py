@@ -22,7 +22,7 @@ from ramify.clients.base import Client, Sampling
 from ramify.clients.model import Model
 from ramify.engine import observe
 from ramify.engine.branch_search import BranchSearch
-from ramify.engine.limits import Limits
+from ramify.engine.limits import Ledger, Limits
 from ramify.engine.prompt_text import PromptExample, examples_of
 from ramify.engine.run_pictures import PictureSource
 from ramify.engine.scaffold import Scaffold
@@ -106,6 +106,9 @@ class RunOptions(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_only=Tru
     """Saved with the configuration of the run."""
     direct: bool = True
     """If False, the root has a session even if the context is short."""
+    budget: Ledger | None = None
+    """Budget that several runs share, as the rows of a map do: every request reserves there, too.
+    A stored run that it ends is suspended, and can be resumed."""
 
     def updated(
         self, options: RunOptions | None, changes: Mapping[str, Any], more: Iterable[str] = ()
@@ -133,6 +136,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("on_event", callable, "a function of an event"),
     ("metadata", lambda value: isinstance(value, Mapping), "a dict"),
     ("instructions", lambda value: isinstance(value, str), "a text"),
+    ("budget", lambda value: isinstance(value, Ledger), "the Ledger of several runs"),
 )
 """Option, whether a value has the right type, and the right type in words."""
 
@@ -180,6 +184,7 @@ class RlmKeywords(TypedDict, total=False):
     on_event: Listener | None
     metadata: Mapping[str, Any] | None
     direct: bool
+    budget: Ledger | None
 
 
 class RunKeywords(RlmKeywords, total=False):

@@ -22,7 +22,7 @@ from ramify.clients.model import Model, bare_name, check_aliases
 from ramify.clients.pool import ClientPool
 from ramify.clients.providers import load_clients
 from ramify.engine.branch_search import BranchSearch, config_of, search_of
-from ramify.engine.limits import Limits
+from ramify.engine.limits import Ledger, Limits
 from ramify.engine.prompt_text import PromptExample, examples_of
 from ramify.engine.question import ModelSpec, Question, RunOptions
 from ramify.engine.scaffold import Scaffold, scaffold_of
@@ -316,6 +316,8 @@ class RlmSetup(msgspec.Struct, frozen=True):
     examples: tuple[PromptExample, ...] = ()
     config: dict[str, Any] = {}
     """The same settings as plain data, for the journal."""
+    budget: Ledger | None = None
+    """Budget that this run shares with others."""
 
     def __post_init__(self) -> None:
         check_aliases([*self.model, *self.sub_model])
@@ -364,7 +366,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
             changes["examples"] = examples_of(options.examples)
         search = self.search if options.search is None else search_of(options.search)
         branching = {} if search is None else config_of(search)
-        setup = msgspec.structs.replace(self, **changes, search=search)
+        setup = msgspec.structs.replace(self, **changes, search=search, budget=options.budget)
         plain = setup.plain() if changes else {}
         recorded = {name: plain[name] for name in changes}
         if not {"model", "sub_model"}.isdisjoint(changes):

@@ -32,9 +32,11 @@ from ramify.engine import rerun, threads
 from ramify.engine.answering import ConversationState, way_to_answer
 from ramify.engine.branch_search import search_of
 from ramify.engine.conversation import Conversation
+from ramify.engine.direct_calls import DirectCalls
 from ramify.engine.event_recorder import EventRecorder, checked_listener, tracing
 from ramify.engine.fork import ForkEstimate, ForkOptions, fork_point
-from ramify.engine.limits import Limits
+from ramify.engine.limits import Ledger, Limits
+from ramify.engine.model_requests import check_prices
 from ramify.engine.prompt_preview import PromptPreview, preview
 from ramify.engine.prompt_text import examples_of
 from ramify.engine.question import (
@@ -176,6 +178,21 @@ class RLM:
         async with self._shared.use() as resources:
             await self._setup.connect(resources)
             yield resources.pool
+
+    @contextlib.asynccontextmanager
+    async def direct_calls(
+        self, budget: Limits, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
+    ) -> AsyncIterator[DirectCalls]:
+        """Plain calls without a run of their own, for many small questions that share ``budget``:
+        its calls, tokens and dollars. The limits of this RLM hold for each question."""
+        chosen = self._options.updated(options, changes)
+        async with self._shared.use() as resources:
+            setup = self._setup.for_run(chosen)
+            models = await setup.connect(resources)
+            check_prices(budget, models.all)
+            is_priced = any(client.price is not None for client in models.all)
+            ledger = Ledger(budget, priced=is_priced, owner="map")
+            yield DirectCalls(setup, models, resources.pool, ledger)
 
     # --- questions --------------------------------------------------------------------------------
 

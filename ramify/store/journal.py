@@ -63,6 +63,96 @@ def this_process() -> JournalWriter:
     return JournalWriter(os.getpid(), socket.gethostname())
 
 
+class LineWriter:
+    """Appends lines with checksums to a locked file of a store. Safe for several threads."""
+
+    def __init__(self, path: Path, fd: int, flusher: FsyncFlusher, chain: ChecksumChain) -> None:
+        """``fd`` comes from ``open_locked``, and ``path`` is in a folder of the store. ``chain``
+        has the checksum of the last line."""
+        self.path = path
+        self.size = os.fstat(fd).st_size
+        """Bytes written so far, with those of earlier writers."""
+        self.trouble: StoreError | None = None
+        """Why the reserve was used up: the work should end soon."""
+        self._fd = fd
+        self._flusher = flusher
+        self._chain = chain
+        self._lock = threading.Lock()
+        self._failure: OSError | None = None
+        self._gap: StoreError | None = None
+        """Why a line was not written; none is written after it."""
+        self._closed = False
+
+    def append(self, line: bytes, *, flushes: bool = False, allow_gap: bool = False) -> int:
+        """Write a line, which is a JSON object and a newline, and return the offset at which it
+        begins. It then survives the death of this process; with ``flushes``, soon also that of the
+        machine.
+
+        If the disk is full, it takes space that the store kept free, and ``trouble`` is set. Raises
+        StoreError if it cannot be written, and for every later line unless ``allow_gap``: the file
+        then ends like that of a killed process.
+        """
+        with self._lock:
+            self._check(allow_gap=allow_gap)
+            line, crc = self._chain.sealed(line)
+            try:
+                self._write(line)
+            except StoreError as error:
+                # A smaller line might still fit, but what has a gap cannot be continued.
+                self._gap = error
+                raise
+            offset, self.size = self.size, self.size + len(line)
+            self._chain.crc = crc
+            if flushes:
+                self._flusher.flush(self._fd, self)
+            return offset
+
+    def _write(self, line: bytes) -> None:
+        """Write a line, on the store's reserve if the disk is full."""
+        try:
+            write_all(self._fd, line, self.path)
+        except StoreError as error:
+            # Remove a partial line, which the next one would otherwise continue.
+            os.ftruncate(self._fd, self.size)
+            if self.trouble is not None or not release_reserve(self.path.parent.parent):
+                raise
+            self.trouble = error
+            self._write(line)
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Return a part of the file."""
+        return os.pread(self._fd, num_bytes, offset)
+
+    def close(self) -> None:
+        """Flush everything to disk and release the lock. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._flusher.flush(self._fd, self)
+        self._flusher.settle(self)
+        writer_file(self.path).unlink(missing_ok=True)
+        # Unlock explicitly: a process forked from this one may still hold the descriptor.
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        os.close(self._fd)
+        if self._failure is not None:
+            raise _not_on_disk(self.path, self._failure)
+
+    def flush_failed(self, error: OSError) -> None:
+        self._failure = error
+
+    def _check(self, *, allow_gap: bool) -> None:
+        if self._closed:
+            raise StoreError(
+                f"journal {self.path} is closed: open it again with "
+                f"store.reopen({self.path.stem!r})"
+            )
+        if self._gap is not None and not allow_gap:
+            raise StoreError(str(self._gap))
+        if self._failure is not None:
+            raise _not_on_disk(self.path, self._failure)
+
+
 class Journal:
     """A journal open for writing. Appends events to ``path``; made by ``store.create`` and
     ``store.reopen``. Safe for several threads."""
@@ -79,24 +169,20 @@ class Journal:
         """``chain`` has the checksum of the last line."""
         self.id = path.stem
         self.path = path
-        self._fd = fd
+        self.file = LineWriter(path, fd, flusher, chain)
         self._blobs = blobs
         self._flusher = flusher
         self._secrets = secrets
-        self._chain = chain
-        self._lock = threading.Lock()
-        self._size = os.fstat(fd).st_size
-        self._failure: OSError | None = None
-        self.trouble: StoreError | None = None
-        """Why the reserve was used up: the run should end soon."""
-        self._gap: StoreError | None = None
-        """Why an event was not written; none is written after it."""
-        self._closed = False
 
     @property
     def is_empty(self) -> bool:
         """Whether no event was ever written to it."""
-        return self._size == 0
+        return self.file.size == 0
+
+    @property
+    def trouble(self) -> StoreError | None:
+        """Why the reserve was used up: the run should end soon."""
+        return self.file.trouble
 
     def append(self, event: AnyEvent) -> None:
         """Write ``event``. It then survives the death of this process, and a reply soon also that
@@ -106,66 +192,19 @@ class Journal:
         Raises StoreError if it cannot be written, and for every later event: the journal then ends
         like that of a killed run, which can be resumed.
         """
+        # The end of a suspended run leaves no gap: what is missing is done again.
+        allow_gap = isinstance(event, RunEnded) and event.stop is Stop.SUSPENDED
         line = encode_line(event, self._secrets)
-        with self._lock:
-            # The end of a suspended run leaves no gap: what is missing is done again.
-            self._check(allow_gap=isinstance(event, RunEnded) and event.stop is Stop.SUSPENDED)
-            line, crc = self._chain.sealed(line)
-            try:
-                self._write(line)
-            except StoreError as error:
-                # A smaller event might still fit, but a journal with a gap cannot be resumed.
-                self._gap = error
-                raise
-            self._size += len(line)
-            self._chain.crc = crc
-            if type(event) is ReplyReceived:
-                self._flusher.flush(self._fd, self)
-
-    def _write(self, line: bytes) -> None:
-        """Write a line, on the store's reserve if the disk is full."""
-        try:
-            write_all(self._fd, line, self.path)
-        except StoreError as error:
-            # Remove a partial line, which the next event would otherwise continue.
-            os.ftruncate(self._fd, self._size)
-            if self.trouble is not None or not release_reserve(self.path.parent.parent):
-                raise
-            self.trouble = error
-            self._write(line)
+        self.file.append(line, flushes=type(event) is ReplyReceived, allow_gap=allow_gap)
 
     def close(self) -> None:
         """Flush everything to disk and release the lock. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        self._flusher.flush(self._fd, self)
         self._flusher.settle(self._blobs)
-        self._flusher.settle(self)
-        writer_file(self.path).unlink(missing_ok=True)
-        # Unlock explicitly: a process forked from this one may still hold the descriptor.
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
-        os.close(self._fd)
-        if self._failure is not None:
-            raise _not_on_disk(self.path, self._failure)
+        self.file.close()
 
     def live_text(self) -> LiveTextWriter:
         """The file beside the journal for replies that are arriving."""
         return LiveTextWriter(self.path, self._secrets)
-
-    def flush_failed(self, error: OSError) -> None:
-        self._failure = error
-
-    def _check(self, *, allow_gap: bool) -> None:
-        if self._closed:
-            raise StoreError(
-                f"journal {self.path} is closed: open it again with store.reopen({self.id!r})"
-            )
-        if self._gap is not None and not allow_gap:
-            raise StoreError(str(self._gap))
-        if self._failure is not None:
-            raise _not_on_disk(self.path, self._failure)
 
     def __enter__(self) -> Journal:
         return self

@@ -203,7 +203,7 @@ class Store(RunStore):
         journal = Journal(
             path, fd, self.blobs, self._flusher, SecretRedactor(secrets), ChecksumChain()
         )
-        self._flusher.flush(self._runs, journal)  # the file's name
+        self._flusher.flush(self._runs, journal.file)  # the file's name
         return journal
 
     def reopen(self, run: str | Path, secrets: Mapping[str, str] | None = None) -> Journal:

@@ -64,7 +64,7 @@ def test_unknown_option_suggests_the_nearest_name(method: str) -> None:
     with rlm([]) as asking, pytest.raises(ConfigError) as caught:
         getattr(asking, method)("Who?", anser_type=int)
     assert str(caught.value).startswith(
-        "unknown option 'anser_type': did you mean 'answer_type'? known: answer_type, cache, cite"
+        "unknown option 'anser_type': did you mean 'answer_type'? known: answer_type, budget, cache, cite"
     )
 
 

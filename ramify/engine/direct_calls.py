@@ -1,0 +1,255 @@
+"""Plain calls without a run of their own, for work that asks many small questions: one budget, one
+client, and a few events for each question instead of a journal and a trajectory.
+
+    calls = DirectCalls(setup, models, pool, budget)         RLM.direct_calls opens them
+    await calls.answer(question, emit) ──> CallOutcome
+         │                        └── DirectRequest, DirectReply, DirectFailure, before each is
+         │                            acted on; who records them can resume the question
+         └── reserve ── emit(DirectRequest) ── send ── settle ── emit(DirectReply)
+
+The prompt, the check of the reply, retries and rate limits are those of a run's plain call. What is
+left out, since it costs three times the CPU time of the request itself: a run's own journal and
+ledger, the trajectory, listeners, spans, and the text of a reply while it arrives. Not here: which
+questions a plain call can answer (see ``answering.py``), and how the events are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from ramify.clients.base import Request
+from ramify.clients.pool import ClientPool
+from ramify.engine.answering import way_to_answer
+from ramify.engine.call_outcome import CallOutcome
+from ramify.engine.limits import Ledger, Reservation, ResourceAmount
+from ramify.engine.model_requests import check_prices, filtered, recordable, reply_cut
+from ramify.engine.plain_call import answer_plainly, asked_for, direct_prompt
+from ramify.engine.question import Question
+from ramify.engine.reply_lengths import ReplyLengths
+from ramify.engine.resources import RlmSetup, RunModels
+from ramify.errors import LimitReached, ReplyCut
+from ramify.types.message import Message, Reply, Usage
+from ramify.types.trajectory import Stop
+
+
+class DirectRequest(msgspec.Struct, frozen=True):
+    """A request is about to be sent."""
+
+    turn: int
+    """0, or the number of the repair."""
+    new: tuple[Message, ...]
+    """Messages after those of the earlier turns."""
+    most: Usage
+    """Upper bound on its usage, which is reserved."""
+    cost: float | None
+    """Dollars that are reserved; None if the model has no price."""
+
+
+class DirectReply(msgspec.Struct, frozen=True):
+    """The reply to a request."""
+
+    turn: int
+    reply: Reply
+
+
+class DirectFailure(msgspec.Struct, frozen=True):
+    """A request failed."""
+
+    turn: int
+    error: str
+    usage: Usage
+    """What may have been billed; no calls if nothing was."""
+    cost: float | None
+    """Dollars that may have been billed."""
+
+
+DirectEvent = DirectRequest | DirectReply | DirectFailure
+
+
+class DirectCalls:
+    """Answers small questions with one plain call each. Lives on one event loop."""
+
+    def __init__(
+        self, setup: RlmSetup, models: RunModels, pool: ClientPool, budget: Ledger
+    ) -> None:
+        """``budget`` is that of all calls; the limits of ``setup`` hold for each question."""
+        self.setup = setup
+        self.client = models.rlm(0)
+        self.budget = budget
+        self.limit = Ledger(setup.limits, priced=self.client.price is not None).limit
+        """What one question may use."""
+        check_prices(setup.limits, models.all)
+        self._models = models
+        self._pool = pool
+        lengths = ReplyLengths(setup, models, self.limit)
+        text_tokens, self._setting = lengths.text_limit(self.client, 0, False)
+        reasoning_tokens = lengths.reasoning_tokens(self.client)
+        self._max_tokens = text_tokens + reasoning_tokens
+        # A stream costs the CPU time of half a request more. It shows that a model that reasons for
+        # minutes is alive.
+        self._whole = not reasoning_tokens
+        sampling = lengths.sampling_of(self.client)
+        self._sampling = msgspec.structs.replace(sampling, max_tokens=self._max_tokens)
+
+    def can_answer(self, question: Question) -> bool:
+        """True if one plain call is enough for ``question``."""
+        return way_to_answer(self.setup, question, self._models, None) == "plain call"
+
+    @property
+    def max_chars(self) -> int:
+        """Characters of a context that one plain call may read."""
+        return min(self.setup.scaffold.direct_chars, 2 * self.client.window)
+
+    def messages(self, question: Question) -> list[Message]:
+        """Return the messages of the first request."""
+        before, prompt = direct_prompt(
+            self.setup.scaffold, self.setup.instructions, self.setup.examples, question
+        )
+        return [*before, Message("user", asked_for(prompt, question.kind))]
+
+    async def answer(
+        self,
+        question: Question,
+        emit: Callable[[DirectEvent], None],
+        recorded: Sequence[Reply] = (),
+        spent: ResourceAmount | None = None,
+    ) -> CallOutcome:
+        """Answer ``question``, and call ``emit`` for each event before it is acted on.
+
+        ``recorded`` are the replies that an interrupted attempt has already received, and ``spent``
+        is what they cost; the budget must have counted them. Never raises for a failed model.
+        """
+        call = _DirectCall(self, question, emit, recorded, spent or ResourceAmount())
+        limits = self.setup.limits
+        try:
+            async with asyncio.timeout(limits.max_seconds):
+                return await answer_plainly(
+                    call.ask, self.client.name, self.messages(question), question.kind, self._cut
+                )
+        except TimeoutError:
+            why = f"no answer within {limits.max_seconds:g} s: raise max_seconds"
+            return CallOutcome(Stop.DEADLINE, error=why)
+
+    async def send(self, request: Request, account: _DirectAccount) -> Reply:
+        """Send one request, with retries. Raises ModelError or LimitReached."""
+        reply = await self._pool.ask(
+            self.client, request, account, patience_s=self.setup.limits.patience_s
+        )
+        return recordable(reply, self.setup.scaffold.stop, account.most())
+
+    def request(self, messages: tuple[Message, ...], schema: dict[str, Any] | None) -> Request:
+        return Request(messages, self._sampling, schema, whole=self._whole)
+
+    def _cut(self, text: str) -> ReplyCut:
+        setting = self._setting if text.strip() else "max_reasoning_tokens"
+        return reply_cut(self.client.name, self._max_tokens, setting, text)
+
+
+class _DirectCall:
+    """One question in progress."""
+
+    def __init__(
+        self,
+        calls: DirectCalls,
+        question: Question,
+        emit: Callable[[DirectEvent], None],
+        recorded: Sequence[Reply],
+        spent: ResourceAmount,
+    ) -> None:
+        self.calls = calls
+        self.emit = emit
+        self.spent = spent
+        self.turn = -1
+        self._schema = question.kind.enforced if question.kind else None
+        self._recorded = recorded
+        self._messages: tuple[Message, ...] = ()
+
+    async def ask(self, new: list[Message], reused: int | None) -> Reply:
+        """Take the next turn; the ``AskModel`` of this question."""
+        self.turn += 1
+        messages = (*self._messages, *new) if reused is None else tuple(new)
+        if self.turn < len(self._recorded):
+            reply = self._recorded[self.turn]
+        else:
+            request = self.calls.request(messages, self._schema)
+            account = _DirectAccount(self, request, tuple(new))
+            reply = await self.calls.send(request, account)
+            self.emit(DirectReply(self.turn, reply))
+        self._messages = (*messages, reply.message)
+        if reply.finish == "content_filter":
+            raise filtered(self.calls.client.name, reply)
+        return reply
+
+
+class _DirectAccount:
+    """The ``RequestBudget`` of one request."""
+
+    def __init__(self, call: _DirectCall, request: Request, new: tuple[Message, ...]) -> None:
+        calls, tokens = call.calls, request.max_input_tokens()
+        most = Usage(tokens, request.sampling.max_tokens, calls=1, unknown_calls=1)
+        client = calls.client
+        self._call = call
+        self._new = new
+        self._reservation = Reservation(calls.budget, client.name, most, client.price)
+
+    def most(self) -> tuple[Usage, float | None]:
+        """Return everything that is reserved, as an upper bound."""
+        return self._reservation.usage, self._reservation.cost
+
+    async def reserve(self) -> None:
+        self._check_question()
+        try:
+            await self._reservation.reserve()
+        except LimitReached as error:
+            error.is_shared = True
+            raise
+
+    def _check_question(self) -> None:
+        """Raise LimitReached if the question's own limit does not allow the attempt."""
+        limit, call = self._call.calls.limit, self._call
+        total = call.spent.plus(self._reservation.amount)
+        for stop, used, most, unit in (
+            (Stop.MAX_CALLS, total.calls, limit.calls, "{:,} calls"),
+            (Stop.MAX_TOKENS, total.tokens, limit.tokens, "{:,} tokens"),
+            (Stop.MAX_COST, total.cost, limit.cost, "${:.3g}"),
+        ):
+            if used > most * (1 + 1e-9):
+                raise LimitReached(
+                    f"it may take {unit.format(used)}, and its limit is {unit.format(most)}: raise "
+                    f"{stop}, or lower max_reply_tokens",
+                    stop,
+                )
+
+    def is_enough(self) -> bool:
+        """Also records the request: nothing but sending it follows."""
+        if not self._reservation.is_enough():
+            return False
+        most, cost = self.most()
+        try:
+            self._call.emit(DirectRequest(self._call.turn, self._new, most, cost))
+        except BaseException:
+            self._reservation.free()
+            raise
+        return True
+
+    def settle(self, usage: Usage, cost: float | None) -> None:
+        self._spend(usage, cost)
+        self._reservation.settle(usage, cost, f"turn {self._call.turn}")
+
+    def release(self, error: str) -> None:
+        self._reservation.free()
+        self._call.emit(DirectFailure(self._call.turn, error, Usage(), None))
+
+    def forfeit(self, error: str) -> None:
+        usage, cost = self.most()
+        self._spend(usage, cost)
+        self._reservation.settle(usage, cost, f"turn {self._call.turn}")
+        self._call.emit(DirectFailure(self._call.turn, error, usage, cost))
+
+    def _spend(self, usage: Usage, cost: float | None) -> None:
+        amount = ResourceAmount(usage.calls, usage.total_tokens, cost or 0.0)
+        self._call.spent = self._call.spent.plus(amount)

@@ -1,0 +1,120 @@
+"""The prompt of a plain call, and how its reply is checked: one request, and up to two repairs.
+
+    question, context ──> messages ──> reply ──┬── fits ──> answer
+                              ^                └── "That does not fit the schema: …"
+                              └────────────────────┘
+
+The same for the plain call of a run, the ``llm_query`` of a session (``host.py``) and the calls
+without a run (``direct_calls.py``). Not here: how a request is sent, recorded and paid for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from ramify.engine import observe
+from ramify.engine.call_outcome import CallOutcome
+from ramify.engine.prompt_text import PromptExample, instructions
+from ramify.engine.question import Question, opening
+from ramify.engine.scaffold import Scaffold
+from ramify.engine.typed import AnswerType, TypeMismatch
+from ramify.errors import LimitReached, ModelError, ReplayDiverged, ReplyCut
+from ramify.types.message import Message, Reply
+from ramify.types.trajectory import Stop
+
+AskModel = Callable[[list[Message], int | None], Awaitable[Reply]]
+"""Sends new messages after the first n messages of the call so far (None: after all of them)."""
+MAX_REPAIRS = 2
+"""Number of times that a reply is requested again because it does not match its schema."""
+_LONG_CHARS = 5_000
+"""A longer reply is checked in a thread."""
+
+
+def direct_prompt(
+    scaffold: Scaffold, text: str, examples: Sequence[PromptExample], question: Question
+) -> tuple[list[Message], str]:
+    """Return (messages before the prompt, prompt) of the plain call that answers ``question``.
+    ``text`` and ``examples`` are the instructions of the run."""
+    prompt = observe.plain_prompt(question.text, question.context)
+    texts = (
+        scaffold.direct_system if question.context is not None else "",
+        instructions(text, examples),
+    )
+    before = opening("\n\n".join(filter(None, texts)), question.before)
+    return before, f"{prompt}\n\n{question.about}" if question.about else prompt
+
+
+def asked_for(prompt: str, kind: AnswerType | None) -> str:
+    """Return ``prompt`` with the form of the answer that is wanted."""
+    return f"{prompt}\n\n{kind.alone()}" if kind else prompt
+
+
+async def answer_plainly(
+    ask: AskModel,
+    model: str,
+    first: list[Message],
+    kind: AnswerType | None,
+    cut: Callable[[str], ReplyCut],
+) -> CallOutcome:
+    """Ask a model a plain question. While the reply does not match ``kind``, ask again and show the
+    error. Without ``kind``, repeat the request after an empty reply or a tool call. ``first`` are
+    the messages of the first request. Never raises for a failed model.
+
+    A reply that was truncated at its token limit ends with ``MAX_TOKENS`` and the error that
+    ``cut`` makes of its text: it is a partial answer, never a complete one.
+    """
+    new = first
+    error, text, is_cut = "no reply", "", False
+    reused = 0 if kind is None else None
+    for _ in range(1 + MAX_REPAIRS):
+        try:
+            reply = await ask(new, reused)
+        except LimitReached as reached:
+            return CallOutcome(Stop(reached.stop), error=str(reached), failure=reached)
+        except (ModelError, ReplayDiverged) as failure:
+            return CallOutcome(Stop.ERROR, error=str(failure), failure=failure)
+        text, is_cut = reply.message.content, reply.finish == "length"
+        if kind is None and is_cut:
+            return _cut(cut(text), text or None)
+        if kind is None and text.strip() and reply.finish != "tool_calls":
+            return CallOutcome(Stop.FINAL, text)
+        if kind is None:
+            error = "called a tool" if reply.message.tool_calls else "gave an empty reply"
+            continue
+        try:
+            value = await _value(kind, text)
+            # A truncated number or text that matches may be the beginning of a longer one.
+            return _cut(cut(text), None) if is_cut else CallOutcome(Stop.FINAL, value)
+        except TypeMismatch as mismatch:
+            error = str(mismatch)
+            new = [
+                Message(
+                    "user",
+                    f"That does not fit the schema: {error}. Reply with the corrected JSON value "
+                    "alone.",
+                )
+            ]
+    if is_cut:
+        return _cut(cut(text), None)
+    if kind is None:
+        unanswered = ModelError(
+            f"{model}: the model {error} instead of answering, {1 + MAX_REPAIRS} times; "
+            "ask in another way, or ask another model"
+        )
+        return CallOutcome(Stop.ERROR, error=str(unanswered), failure=unanswered)
+    return CallOutcome(
+        Stop.ERROR,
+        error=f"after {1 + MAX_REPAIRS} replies the value still does not fit its schema: {error}",
+    )
+
+
+def _cut(error: ReplyCut, answer: str | None) -> CallOutcome:
+    return CallOutcome(Stop.MAX_TOKENS, answer, str(error), error)
+
+
+async def _value(kind: AnswerType, text: str) -> Any:
+    """Return the value of a reply. A long reply is checked in a thread, because that may take
+    seconds."""
+    return await asyncio.to_thread(kind.read, text) if len(text) > _LONG_CHARS else kind.read(text)

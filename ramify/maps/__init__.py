@@ -1,0 +1,20 @@
+"""Maps: one question asked of every row of a table, as one stored run of many small trees.
+
+    rows ──> RowQuestion ──> known? ──> RowMeans ──> MapJournal ──> answer ──> MapOutput, in order
+             (template)         │       plain call or session            ▲
+                                └── answered before, or an equal row ────┘
+
+| file | decides |
+|---|---|
+| `rows.py` | what a row is: JSONL, CSV, Parquet, a folder, SQLite, a list, a DataFrame |
+| `row_question.py` | what is asked of a row: a question and the row, or a template |
+| `means.py` | by which means a row is answered: the smallest that fits |
+| `map_journal.py` | what is recorded of a row, and in which bytes |
+| `recorded_map.py` | what a journal says: which rows are answered, and what was spent |
+| `map_output.py` | the columns and the file of the answers |
+| `map_run.py` | the order of the work, one budget for all rows, and when it stops |
+| `api.py` | `ramify.map` and `ramify.amap` |
+
+A row that needs a session is an ordinary run, which the map's journal names. Not here: how one
+question is answered (`ramify/engine`).
+"""

@@ -1,0 +1,114 @@
+"""``ramify.map`` and ``ramify.amap``: one question asked of every row of a table.
+
+    result = ramify.map("Is this a complaint?", "tickets.jsonl", "openai:gpt-5-mini", out="a.jsonl")
+    table = ramify.map("Is {subject} urgent?", frame, "openai:gpt-5-mini", answer_type=bool).table
+
+Not here: the command (``ramify/cli/map_command.py``) and the work (``map_run.py``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ramify.engine import threads
+from ramify.engine.limits import Limits
+from ramify.engine.question import ModelSpec
+from ramify.engine.rlm import RLM
+from ramify.errors import ConfigError
+from ramify.maps.map_run import MapRequest, MapResult, MapRun
+from ramify.maps.rows import open_paths, open_rows
+from ramify.store.base import RunStore
+
+UNLIMITED = 10**15
+"""Calls or tokens of a map without such a limit."""
+
+
+def budget_of(max_calls: int | None, max_tokens: int | None, max_cost: float | None) -> Limits:
+    """Return the limits of all rows together. ``max_cost`` None means 5 dollars if the model has a
+    price."""
+    return Limits(
+        max_calls=UNLIMITED if max_calls is None else max_calls,
+        max_tokens=UNLIMITED if max_tokens is None else max_tokens,
+        max_cost=max_cost,
+    )
+
+
+async def amap(
+    question: str,
+    rows: Any,
+    model: ModelSpec | Sequence[ModelSpec] | RLM,
+    *,
+    out: str | Path | None = None,
+    answer_type: Any = None,
+    columns: Sequence[str] = (),
+    table: str | None = None,
+    prefix: str = "",
+    max_calls: int | None = None,
+    max_tokens: int | None = None,
+    max_cost: float | None = None,
+    retry_failed: bool = False,
+    strict: bool = False,
+    store: RunStore | None = None,
+    **options: Any,
+) -> MapResult:
+    """Ask ``question`` of each row of ``rows``, on the caller's event loop.
+
+    question      a question, for which each row is the context, or a template over columns:
+                  ``"Is {subject} a complaint?"``
+    rows          a JSONL, CSV, Parquet or SQLite file, a folder, several of them, or a list, a
+                  DataFrame, an Arrow table, a ``datasets.Dataset``
+    model         as for ``RLM``, or an ``RLM``, whose limits then hold for each row
+    out           .jsonl, .csv or .parquet file; without it, the result has a ``table``
+    answer_type   type or JSON schema of an answer; the properties of an object become columns
+    columns       columns that the model reads; all if none is named
+    table         table of a SQLite file
+    prefix        text before the names of the new columns
+    max_calls, max_tokens, max_cost
+                  limits of all rows together; 5 dollars unless ``max_cost`` is given
+    retry_failed  ask the rows again that have an error
+    strict        stop at the first row with an error
+    store         where the map is kept, so that the same call continues it; nowhere by default
+    options       those of ``RLM``, if ``model`` is none: ``sub_model``, ``limits`` of each row, …
+
+    Order is kept, and equal rows are asked once. A row that fails has its error in a column. Raises
+    ConfigError before anything is asked; what ended the map early is in ``MapResult.stop``.
+
+    Example:
+        result = await ramify.amap("Is this a complaint?", "tickets.csv", "openai:gpt-5-mini")
+        result.table
+    """
+    if not isinstance(question, str):
+        raise ConfigError(f"the question is a {type(question).__name__}: give a text")
+    if isinstance(model, RLM):
+        if options or store is not None:
+            given = next(iter(options), "store")
+            raise ConfigError(f"'{given}' belongs to the RLM that was given: set it there")
+        rlm = model
+    else:
+        rlm = RLM(model, store=store, **options)
+    request = MapRequest(
+        question=question,
+        answer_type=answer_type,
+        columns=tuple(columns),
+        prefix=prefix,
+        out=None if out is None else Path(os.path.expanduser(out)),
+        budget=budget_of(max_calls, max_tokens, max_cost),
+        retry_failed=retry_failed,
+        strict=strict,
+    )
+    is_paths = isinstance(rows, list) and rows and all(isinstance(each, Path) for each in rows)
+    source = open_paths(rows, table) if is_paths else open_rows(rows, table)
+    return await MapRun(rlm, source, request).run()
+
+
+def map(question: str, rows: Any, model: Any, **options: Any) -> MapResult:
+    """``amap``, blocking.
+
+    >>> model = testing.ScriptedClient(lambda messages: "yes")
+    >>> ramify.map("Is this a question?", ["Why?"], model).table
+    [{'text': 'Why?', 'answer': 'yes', 'error': None}]
+    """
+    return threads.run(amap(question, rows, model, **options))

@@ -1,0 +1,380 @@
+"""The journal of a map: one file, ``ROOT/maps/ID.jsonl``, with a few short lines for each row.
+
+    {"map":{…},"crc":"…"}                                       once: what is asked of every row
+    {"q":[5,7,0.31,"DIGEST",null,"text of the row",66,8192,0.012],"crc":"…"}    a first request
+    {"r":[5,0,"the reply",…],"crc":"…"}                         its reply
+    {"t":[5,1,"That does not fit …",…]} {"r":[5,1,…]}           a repair and its reply
+    {"x":[5,1,"error",…]}                                       an attempt that failed
+    {"s":[6,8,0.32,"DIGEST","RUN_ID"]}                          a row that a run answers
+    {"e":[6,"final",…]}                    how a row ended, if no reply says it
+    {"d":[5,9]}                            row 9 is asked the same as question 5
+
+A question (5 above) is asked once, for all rows that ask the same. A line is written before it is
+acted on: a request before it is sent, with what is reserved for it, so that the journal of a killed
+map says what may have been paid. A direct answer is two lines with 150 bytes beside its texts. One
+map has one writer, as a run has. Not here: what the lines of a whole journal mean
+(``recorded_map.py``).
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.errors import StoreError, UnknownRun
+from ramify.secrets import SecretRedactor
+from ramify.store.journal import (
+    LineWriter,
+    chain_at_end,
+    cut_torn_line,
+    encode_line,
+    lines,
+    open_locked,
+    writer,
+    writer_file,
+)
+from ramify.store.line_checksums import ChecksumChain
+from ramify.store.private_files import FsyncFlusher, keep_reserve, make_folder
+from ramify.types.message import Finish, Usage
+
+_VERSION = 1
+
+
+class MapHeader(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is asked of every row; the first line."""
+
+    id: str
+    key: str
+    """Digest of the question, its settings and the output; the same command has the same."""
+    question: str
+    """Question or template."""
+    started_at: float
+    """Unix time."""
+    model: str
+    out: str = ""
+    """Absolute path of the output; empty for a table in memory."""
+    rows: str = ""
+    """Name of the table."""
+    answer_schema: dict[str, Any] | None = None
+    config: dict[str, Any] = {}
+    """Settings of the RLM that answers the rows."""
+    before: tuple[str, ...] = ()
+    """System message of a direct call, if it has one."""
+    asked: str = ""
+    """What a direct prompt says after the row and the question: the form of the answer."""
+    version: int = _VERSION
+
+
+class MapContinued(msgspec.Struct, frozen=True, array_like=True):
+    """The map begins, or begins again, with these limits."""
+
+    at: float
+    """Unix time."""
+    total: int | None
+    """Number of rows, if it is known."""
+    max_calls: int
+    max_tokens: int
+    max_cost: float | None
+    """Dollars; None if no model has a price."""
+
+
+class FirstRequest(msgspec.Struct, frozen=True, array_like=True):
+    """The first request of a direct call; or of a new attempt at a row that had failed."""
+
+    number: int
+    """Number of the question, from 0."""
+    row: int
+    """The first row that asks it."""
+    at_s: float
+    """Seconds since the map was begun or continued."""
+    digest: str
+    question: str | None
+    """None if every row has the same."""
+    context: Any
+    """What the model reads of the row: a text, or texts by column; None for a template."""
+    max_input_tokens: int
+    max_output_tokens: int
+    cost: float | None
+    """Dollars that are reserved."""
+
+
+class NextRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A repair, or an attempt again after one that failed."""
+
+    number: int
+    turn: int
+    text: str | None
+    """Message of the repair; None if an attempt is repeated."""
+    max_input_tokens: int
+    max_output_tokens: int
+    cost: float | None
+
+
+class DirectReplyLine(msgspec.Struct, frozen=True, array_like=True):
+    """The reply to a direct request."""
+
+    number: int
+    turn: int
+    text: str
+    finish: Finish
+    counts: tuple[int, ...]
+    """Tokens of input and output, then of cache, reasoning and cache writes, and unknown calls;
+    without zeros at the end."""
+    cost: float | None
+    seconds: float
+    reasoning: str | None
+
+
+class FailedAttempt(msgspec.Struct, frozen=True, array_like=True):
+    """A direct request failed."""
+
+    number: int
+    turn: int
+    error: str
+    counts: tuple[int, ...]
+    """What may have been billed; empty if nothing was."""
+    cost: float | None
+
+
+class SessionStarted(msgspec.Struct, frozen=True, array_like=True):
+    """A run begins to answer a row."""
+
+    number: int
+    row: int
+    at_s: float
+    digest: str
+    run: str
+    """Id of the run."""
+
+
+class QuestionEnded(msgspec.Struct, frozen=True, array_like=True):
+    """How a question ended that was answered by a run, or that failed."""
+
+    number: int
+    stop: str
+    answer: Any
+    error: str | None
+    counts: tuple[int, ...]
+    """Usage of the run; empty for a direct call, whose lines have it."""
+    calls: int
+    """Requests of the run."""
+    cost: float | None
+    seconds: float
+
+
+class EqualRow(msgspec.Struct, frozen=True, array_like=True):
+    """A row that asks a question that is known."""
+
+    number: int
+    row: int
+
+
+class MapLine(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A line: one of these, and its checksum."""
+
+    map: MapHeader | None = None
+    c: MapContinued | None = None
+    q: FirstRequest | None = None
+    t: NextRequest | None = None
+    r: DirectReplyLine | None = None
+    x: FailedAttempt | None = None
+    s: SessionStarted | None = None
+    e: QuestionEnded | None = None
+    d: EqualRow | None = None
+    crc: str = ""
+
+
+def counts_of(usage: Usage) -> tuple[int, ...]:
+    """Return the counts of one request."""
+    counts = [
+        usage.input_tokens,
+        usage.output_tokens,
+        usage.cached_tokens,
+        usage.reasoning_tokens,
+        usage.cache_write_tokens,
+        usage.unknown_calls,
+    ]
+    while counts and not counts[-1]:
+        counts.pop()
+    return tuple(counts)
+
+
+def usage_of(counts: tuple[int, ...], calls: int = 1) -> Usage:
+    """Return the usage that ``counts_of`` was given."""
+    if not counts:
+        return Usage()
+    given, output, cached, reasoning, stored, unknown = (*counts, *(0,) * (6 - len(counts)))
+    return Usage(given, output, cached, reasoning, calls, unknown, stored)
+
+
+def digest_text(digest: bytes) -> str:
+    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+
+
+def digest_number(text: str) -> int:
+    """Return a digest as a number, which takes less memory than a text."""
+    return int.from_bytes(base64.urlsafe_b64decode(text + "=="), "big")
+
+
+_decode = msgspec.json.Decoder(MapLine).decode
+
+
+class MapJournal:
+    """A map's journal that is open for writing."""
+
+    def __init__(self, path: Path, fd: int, chain: ChecksumChain, temporary: Any = None) -> None:
+        """``temporary`` is the folder of a journal that is not kept."""
+        self.path = path
+        self._file = LineWriter(path, fd, FsyncFlusher(), chain)
+        self._secrets = SecretRedactor()
+        self._temporary = temporary
+        self.num_questions = 0
+        """Numbers that questions have."""
+
+    def number_of(self, number: int) -> int:
+        """Return ``number``, or the next one if it is -1."""
+        if number >= 0:
+            return number
+        self.num_questions += 1
+        return self.num_questions - 1
+
+    @property
+    def trouble(self) -> StoreError | None:
+        """Why the space that was kept free is in use: the map should stop."""
+        return self._file.trouble
+
+    @property
+    def num_bytes(self) -> int:
+        return self._file.size
+
+    def append(self, line: MapLine) -> int:
+        """Write ``line`` and return its offset. Raises StoreError."""
+        is_paid = line.r is not None or line.e is not None
+        return self._file.append(encode_line(line, self._secrets), flushes=is_paid)
+
+    def line_at(self, offset: int) -> MapLine:
+        """Read the line that begins at ``offset``."""
+        size = 1 << 10
+        while b"\n" not in (data := self._file.read(offset, size)):
+            if len(data) < size:
+                raise StoreError(f"{self.path}: there is no line at byte {offset}")
+            size *= 8
+        return _decode(data[: data.index(b"\n")])
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        finally:
+            if self._temporary is not None:
+                self._temporary.cleanup()
+
+
+class MapStore:
+    """The journals of maps in the folder of a store."""
+
+    def __init__(self, root: Path) -> None:
+        """``root`` is the folder of the store."""
+        self.root = root
+        self.folder = root / "maps"
+
+    def create(self, header: MapHeader) -> MapJournal:
+        """Create the journal of a new map."""
+        keep_reserve(self.root)
+        path = make_folder(self.folder) / f"{header.id}.jsonl"
+        try:
+            fd = open_locked(path, os.O_CREAT | os.O_EXCL)
+        except OSError as error:
+            raise StoreError(f"cannot create {path}: {error.strerror}") from error
+        journal = MapJournal(path, fd, ChecksumChain())
+        journal.append(MapLine(map=header))
+        return journal
+
+    def reopen(self, path: Path) -> MapJournal:
+        """Open the journal of an earlier map to continue it. An incomplete last line is cut
+        off. Raises RunInUse while another process writes it."""
+        try:
+            fd = open_locked(path, 0)
+        except OSError as error:
+            raise StoreError(f"cannot write {path}: {error.strerror}") from error
+        try:
+            cut_torn_line(fd)
+            return MapJournal(path, fd, chain_at_end(fd, path))
+        except BaseException:
+            writer_file(path).unlink(missing_ok=True)
+            os.close(fd)
+            raise
+
+    def paths(self) -> list[Path]:
+        """Journals, newest first."""
+        return sorted(self.folder.glob("*.jsonl"), reverse=True)
+
+    def headers(self) -> Iterator[tuple[Path, MapHeader]]:
+        """Yield (journal, header) of each map that can be read, newest first."""
+        for path in self.paths():
+            if (header := read_header(path)) is not None:
+                yield path, header
+
+    def path(self, name: str) -> Path | None:
+        """Return the journal of the map with this id, or the unique beginning of one; None if
+        there is none."""
+        found = [path for path in self.paths() if path.stem.startswith(name)]
+        exact = [path for path in found if path.stem == name]
+        if len(found) > 1 and not exact:
+            raise UnknownRun(f"'{name}' begins the ids of {len(found)} maps: give more of it")
+        return (exact or found or [None])[0]
+
+    def is_alive(self, path: Path) -> bool:
+        """Whether a process is writing the map now."""
+        return writer(path) is not None
+
+
+def temporary_journal(header: MapHeader) -> MapJournal:
+    """Return a journal that is deleted when it is closed, for a map that is not stored."""
+    folder = tempfile.TemporaryDirectory(prefix="ramify-map-")
+    path = Path(folder.name) / f"{header.id}.jsonl"
+    journal = MapJournal(path, open_locked(path, os.O_CREAT | os.O_EXCL), ChecksumChain(), folder)
+    journal.append(MapLine(map=header))
+    return journal
+
+
+def read_header(path: Path) -> MapHeader | None:
+    """Return the header of a journal; None if it has none yet, or none that can be read."""
+    for line in lines(path):
+        try:
+            return _decode(line).map
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+    return None
+
+
+def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, MapLine]]:
+    """Yield (offset, line) from ``offset``, checked. Raises StoreError at the first damaged
+    line."""
+    chain = ChecksumChain()
+    for number, line in enumerate(lines(path, offset), start=1):
+        # The first line after an offset continues a line that is not read here.
+        problem = chain.problem(line) if number > 1 or not offset else ""
+        try:
+            decoded = _decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            problem = problem or str(error)
+        if problem:
+            raise StoreError(
+                f"{path}, line {number} is damaged: {problem}; the map cannot be continued: move "
+                "the file away to begin again"
+            )
+        chain.advance(line)
+        yield offset, decoded
+        offset += len(line) + 1
+
+
+def new_map_id(key: str) -> str:
+    """``20261126-211500-map-1a2b3c4d5e``"""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-map-{key[:10]}"

@@ -1,0 +1,329 @@
+"""The output of a map: the columns of the rows, then those of the answers, then the error.
+
+    {"id": 7, "text": "…", "answer": "yes", "error": null}
+    {"id": 8, "text": "…", "urgent": true, "topic": "printer", "error": null}    object schema
+
+A schema of an object with properties gives one column for each; any other answer is the column
+``answer``. Rows are written in their order, to ``FILE.partial``, which becomes ``FILE`` when all
+are there, so ``FILE`` is never half of a map. Not here: which rows are asked.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import csv
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.engine.typed import AnswerType
+from ramify.errors import ConfigError, StoreError
+from ramify.maps.row_question import plain
+from ramify.maps.rows import Row, RowTable
+
+_BATCH = 5000
+"""Rows of one row group of a Parquet file."""
+_WRITE_BYTES = 1 << 18
+ENDINGS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
+_ARROW_TYPES = {"string": "string", "integer": "int64", "number": "float64", "boolean": "bool"}
+
+
+class AnswerColumns:
+    """The columns that a map adds to its rows."""
+
+    def __init__(self, kind: AnswerType | None, prefix: str, taken: Sequence[str]) -> None:
+        """``prefix`` is put before each name, and ``taken`` are the columns of the rows. Raises
+        ConfigError if a name is taken."""
+        properties = (kind.schema.get("properties") if kind else None) or {}
+        is_object = kind is not None and kind.schema.get("type") == "object" and properties
+        self.fields: tuple[str, ...] = tuple(properties) if is_object else ()
+        """Properties of the answer that are columns; empty if the answer is one column."""
+        schemas = properties if is_object else {"answer": kind.schema if kind else {}}
+        self.types = {
+            f"{prefix}{name}": schema.get("type") if isinstance(schema, Mapping) else None
+            for name, schema in schemas.items()
+        }
+        """Column -> type in the JSON schema."""
+        if kind is None:
+            self.types[f"{prefix}answer"] = "string"
+        self.answers = tuple(self.types)
+        self.error = f"{prefix}error"
+        self.names = (*self.answers, self.error)
+        for name in self.names:
+            if name in taken:
+                raise ConfigError(
+                    f"the rows have a column '{name}' already: give another name to the new "
+                    f"columns with prefix (--prefix ramify_)"
+                )
+
+    def values(self, answer: Any, error: str | None) -> dict[str, Any]:
+        """Return the new columns of one row."""
+        if not self.fields:
+            return {self.answers[0]: answer, self.error: error}
+        found = answer if isinstance(answer, Mapping) else {}
+        columns = {
+            name: found.get(field) for name, field in zip(self.answers, self.fields, strict=True)
+        }
+        return {**columns, self.error: error}
+
+
+class MapOutput(abc.ABC):
+    """Takes the rows of a map in their order."""
+
+    table: Any = None
+    """The rows as a table in memory, if that is the output."""
+
+    @abc.abstractmethod
+    def write(self, row: dict[str, Any]) -> None:
+        """Add one row. Raises StoreError if it cannot be written."""
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """All rows are there."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Release what is open. Without ``finish``, a file stays partial."""
+
+
+class _Table(MapOutput):
+    """Rows in memory."""
+
+    def __init__(self, source: RowTable) -> None:
+        self._rows: list[dict[str, Any]] = []
+        self._source = source
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._rows.append(row)
+
+    def finish(self) -> None:
+        restore = self._source.restore
+        self.table = self._rows if restore is None else restore(self._rows)
+
+    def close(self) -> None:
+        pass
+
+
+class _File(MapOutput):
+    """A file that is written beside its place and then renamed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.partial = path.with_name(f"{path.name}.partial")
+
+    def finish(self) -> None:
+        try:
+            self._end()
+            with open(self.partial, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(self.partial, self.path)
+        except OSError as error:
+            raise self._failed(error) from None
+
+    @abc.abstractmethod
+    def _end(self) -> None:
+        """Write what is buffered, and close the file."""
+
+    def _failed(self, error: OSError) -> StoreError:
+        return StoreError(
+            f"cannot write {self.path}: {error.strerror or error}; the answers are in the map's "
+            "journal: make room, and give the same command again"
+        )
+
+
+class _Jsonl(_File):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._file = open(self.partial, "wb", buffering=_WRITE_BYTES)  # noqa: SIM115 -- closed below
+        self._encode = msgspec.json.Encoder(decimal_format="string").encode
+
+    def write(self, row: dict[str, Any]) -> None:
+        try:
+            line = self._encode(row)
+        except (TypeError, UnicodeEncodeError):
+            line = self._encode(_encodable(plain(row)))
+        try:
+            self._file.write(line + b"\n")
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def _end(self) -> None:
+        self._file.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+class _Csv(_File):
+    def __init__(self, path: Path, names: Sequence[str]) -> None:
+        super().__init__(path)
+        self._file = open(  # noqa: SIM115 -- closed below
+            self.partial, "w", buffering=_WRITE_BYTES, newline="", encoding="utf-8",
+            errors="backslashreplace",
+        )  # fmt: skip
+        self._names = list(names)
+        delimiter = "\t" if path.suffix == ".tsv" else ","
+        self._writer = csv.DictWriter(self._file, self._names, delimiter=delimiter)
+        self._writer.writeheader()
+
+    def write(self, row: dict[str, Any]) -> None:
+        try:
+            self._writer.writerow({name: _cell(value) for name, value in row.items()})
+        except OSError as error:
+            raise self._failed(error) from None
+        except ValueError:
+            raise _other_column(row, self._names) from None
+
+    def _end(self) -> None:
+        self._file.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+class _Parquet(_File):
+    def __init__(self, path: Path, names: Sequence[str], source: RowTable, added: AnswerColumns):
+        super().__init__(path)
+        try:
+            import pyarrow
+            import pyarrow.parquet as parquet
+        except ModuleNotFoundError:
+            raise ConfigError(
+                f"{path} needs pyarrow: pip install pyarrow, or write JSONL or CSV"
+            ) from None
+        self._pyarrow = pyarrow
+        self._parquet = parquet
+        self._names = list(names)
+        self._added = added
+        self._source = source
+        self._rows: list[dict[str, Any]] = []
+        self._schema: Any = None
+        self._writer: Any = None
+
+    def write(self, row: dict[str, Any]) -> None:
+        if not row.keys() <= set(self._names):
+            raise _other_column(row, self._names)
+        self._rows.append(row)
+        if len(self._rows) >= _BATCH:
+            self._flush()
+
+    def _flush(self) -> None:
+        arrow, rows, self._rows = self._pyarrow, self._rows, []
+        columns = {name: [row.get(name) for row in rows] for name in self._names}
+        for name in self._added.answers:
+            if self._added.types[name] not in _ARROW_TYPES:
+                columns[name] = [_json(value) for value in columns[name]]
+        try:
+            if self._schema is None:
+                self._schema = self._schema_of(columns)
+            batch = arrow.table(
+                [
+                    arrow.array(columns[field.name], type=field.type, from_pandas=True)
+                    for field in self._schema
+                ],
+                schema=self._schema,
+            )
+        except (arrow.ArrowInvalid, arrow.ArrowTypeError) as error:
+            raise ConfigError(
+                f"{self.path}: a value does not fit the type of its column, which the first "
+                f"{_BATCH:,} rows decide ({error}): write JSONL"
+            ) from None
+        try:
+            if self._writer is None:
+                self._writer = self._parquet.ParquetWriter(self.partial, self._schema)
+            self._writer.write_table(batch)
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def _schema_of(self, columns: Mapping[str, list[Any]]) -> Any:
+        arrow, given = self._pyarrow, self._source.schema
+        fields = []
+        for name in self._names:
+            if name == self._added.error:
+                fields.append(arrow.field(name, arrow.string()))
+            elif name in self._added.types:
+                kind = _ARROW_TYPES.get(str(self._added.types[name]), "string")
+                fields.append(arrow.field(name, arrow.type_for_alias(kind)))
+            elif given is not None:
+                fields.append(given.field(name))
+            else:
+                kind = arrow.array(columns[name], from_pandas=True).type
+                kind = arrow.string() if arrow.types.is_null(kind) else kind
+                fields.append(arrow.field(name, kind))
+        return arrow.schema(fields)
+
+    def _end(self) -> None:
+        if self._rows or self._writer is None:
+            self._flush()
+        self._writer.close()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def open_output(out: Path | None, source: RowTable, added: AnswerColumns) -> MapOutput:
+    """Return the output in the format that the ending of ``out`` names; without ``out``, a table in
+    memory. Raises ConfigError."""
+    if out is None:
+        return _Table(source)
+    names = (*source.kept_columns, *added.names)
+    try:
+        match out.suffix.lower():
+            case ".jsonl" | ".ndjson":
+                return _Jsonl(out)
+            case ".csv" | ".tsv":
+                return _Csv(out, names)
+            case ".parquet":
+                return _Parquet(out, names, source, added)
+    except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error.strerror}") from None
+    raise ConfigError(f"the output {out} has an unknown ending: give {', '.join(ENDINGS)}")
+
+
+def output_row(
+    row: Row, source: RowTable, added: AnswerColumns, answer: Any, error: str | None
+) -> dict[str, Any]:
+    """Return a row of the output."""
+    if source.kept is None and row.values:
+        kept = row.values
+    else:
+        kept = {name: row.values.get(name) for name in source.kept_columns}
+    return {**kept, **added.values(answer, error)}
+
+
+def _cell(value: Any) -> Any:
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return _json(value)
+
+
+def _json(value: Any) -> str | None:
+    return None if value is None else msgspec.json.encode(plain(value)).decode()
+
+
+def _encodable(value: Any) -> Any:
+    """Return ``value`` with lone surrogates as escapes."""
+    match value:
+        case str():
+            return value.encode("utf-8", "backslashreplace").decode()
+        case dict():
+            return {_encodable(key): _encodable(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_encodable(item) for item in value]
+        case _:
+            return value
+
+
+def _other_column(row: Mapping[str, Any], names: Sequence[str]) -> ConfigError:
+    other = next((name for name in row if name not in names), "?")
+    return ConfigError(
+        f"a row has a column '{other}' that the first rows do not have: write JSONL, which can "
+        "hold it"
+    )

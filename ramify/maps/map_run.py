@@ -1,0 +1,501 @@
+"""One map, from its first row to its output: the order of the work, and when it stops.
+
+    rows ── RowQuestion ──┬── answered before: its answer is read from the journal
+                          ├── asked by an earlier row: it waits for that one
+                          └── a worker answers it, by the smallest means that fits
+    slots of rows, in order ──> MapOutput      a row is written when all before it are
+
+``max_concurrency`` workers take rows one after the other, so nothing but the rows in progress, and
+one number for each answered question, is in memory. One ledger has the budget of all rows.
+
+The map stops before its last row if its budget is used up, a person must remove a cause (a network,
+a key, a full disk), it is asked to, or all its first rows fail alike. What is in progress then
+ends, and the same map continues later. Not here: what a journal says (``recorded_map.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from ramify.engine.direct_calls import DirectCalls
+from ramify.engine.limits import Limits
+from ramify.engine.question import Question
+from ramify.engine.recorded_values import jsonable
+from ramify.engine.rlm import RLM
+from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
+from ramify.errors import ConfigError, LimitReached, StoreError, can_be_fixed
+from ramify.maps.map_journal import (
+    EqualRow,
+    MapContinued,
+    MapHeader,
+    MapJournal,
+    MapLine,
+    MapStore,
+    new_map_id,
+    temporary_journal,
+)
+from ramify.maps.map_output import AnswerColumns, MapOutput, open_output, output_row
+from ramify.maps.means import AskedRow, RowMeans, RowOutcome, means_of
+from ramify.maps.recorded_map import RecordedMap, recorded_reply
+from ramify.maps.row_question import RowProblem, RowQuestion
+from ramify.maps.rows import Row, RowTable
+from ramify.progress import report_progress
+from ramify.store.store import Store, summarise
+from ramify.types.message import Reply, Usage
+
+_MAX_AHEAD = 10_000
+"""Rows that may be read before the oldest of them is answered."""
+_BREATH = 200
+"""Rows without a request after which other work of the event loop gets its turn."""
+_HOPELESS = 20
+"""If so many rows have failed alike, and none was answered, the map stops."""
+_SETTINGS = ("model", "sub_model", "models", "scaffold", "sampling", "instructions", "examples")
+"""Settings of an RLM that change what is asked, or who answers."""
+MapStop = Literal["done", "limit", "suspended", "stopped", "failed"]
+
+
+class MapRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a map asks, and within which limits."""
+
+    question: str
+    """Question, or a template over the columns of the rows."""
+    budget: Limits
+    """Calls, tokens and dollars of all rows together."""
+    answer_type: Any = None
+    columns: tuple[str, ...] = ()
+    """Columns that the model reads; empty: all."""
+    prefix: str = ""
+    """Text before the names of the new columns."""
+    out: Path | None = None
+    """File of the output; None for a table in memory."""
+    retry_failed: bool = False
+    """Ask the rows again that have an error."""
+    strict: bool = False
+    """Stop at the first row with an error."""
+
+
+class MapResult(msgspec.Struct, frozen=True):
+    """How a map ended."""
+
+    id: str
+    """Id of the map, for ``ramify show`` and ``ramify view`` if it is stored."""
+    stop: MapStop
+    """``done``, or why it stopped before its last row: ``limit``, ``suspended``, ``stopped``,
+    ``failed``."""
+    reason: str
+    """One sentence on why it stopped; empty if it is done."""
+    num_rows: int
+    """Rows that were read."""
+    num_answered: int
+    """Rows with an answer."""
+    num_failed: int
+    """Rows with an error."""
+    num_missing: int
+    """Rows that were read and not asked."""
+    num_questions: int
+    """Questions that were asked now: equal rows are asked once."""
+    num_known: int
+    """Rows whose answer was known, from an earlier start of the map or from an equal row."""
+    usage: Usage
+    """Tokens and calls, with those of earlier starts."""
+    cost: float | None
+    """Dollars, with those of earlier starts; None if no model has a price."""
+    seconds: float
+    """Duration of this start."""
+    out: str = ""
+    """File of the output; empty if there is none."""
+    table: Any = None
+    """The rows with their answers, as a table of the kind that was given, if there is no file."""
+
+
+class _Pending:
+    """A question, until all rows that ask it are written."""
+
+    def __init__(self, asked: AskedRow | None, outcome: RowOutcome | None = None) -> None:
+        self.asked = asked
+        self.outcome = outcome
+        self.is_taken = outcome is not None
+        self.has_row = False
+        """Whether a row with its answer was written."""
+
+
+class MapRun:
+    """One start of a map."""
+
+    def __init__(self, rlm: RLM, source: RowTable, request: MapRequest) -> None:
+        """``rlm`` answers the rows; its limits hold for each row. Raises ConfigError."""
+        self.rlm = rlm
+        self.source = source
+        self.request = request
+        self.kind: AnswerType | None = (
+            None if request.answer_type is None else answer_type(request.answer_type)
+        )
+        self.added = AnswerColumns(self.kind, request.prefix, source.kept_columns)
+        if request.out is not None and not request.out.parent.is_dir():
+            raise ConfigError(f"there is no folder {request.out.parent} for the output")
+        self.asking: RowQuestion
+        self.id = ""
+        self._stop: MapStop = "done"
+        self._reason = ""
+        self._slots: deque[tuple[Row, _Pending]] = deque()
+        self._pending: dict[int, _Pending] = {}
+        self._room = asyncio.Event()
+        self._counts = {"rows": 0, "answered": 0, "failed": 0, "missing": 0, "asked": 0, "known": 0}
+        self._has_answer = False
+        self._errors: list[str] = []
+        """The first errors, while no row is answered."""
+
+    def stop(self, reason: str = "it was stopped", stop: MapStop = "stopped") -> None:
+        """Ask no further row. What is in progress ends first."""
+        if self._stop == "done":
+            self._stop, self._reason = stop, reason
+        self._room.set()
+
+    async def run(self) -> MapResult:
+        """Answer the rows. Raises ConfigError before anything is asked, and StoreError if the
+        output cannot be written."""
+        began = time.perf_counter()
+        request = self.request
+        async with self.rlm, self.rlm.direct_calls(request.budget) as calls:
+            self._prepare(calls)
+            journal, recorded = self._open_journal(calls)
+            self._journal, self._recorded = journal, recorded
+            try:
+                self._continue(calls)
+                self._means = means_of(self.rlm, calls, journal, self.id, request.question)
+                output = open_output(request.out, self.source, self.added)
+                try:
+                    await self._work(output, calls)
+                finally:
+                    output.close()
+            finally:
+                journal.close()
+            counts, ledger = self._counts, calls.budget
+            has_file = self._stop in ("done", "limit")
+            return MapResult(
+                self.id,
+                self._stop,
+                self._reason,
+                counts["rows"],
+                counts["answered"],
+                counts["failed"],
+                counts["missing"],
+                counts["asked"],
+                counts["known"],
+                ledger.usage,
+                ledger.cost,
+                time.perf_counter() - began,
+                str(request.out) if request.out is not None and has_file else "",
+                output.table,
+            )
+
+    # --- before the first row ---------------------------------------------------------------------
+
+    def _prepare(self, calls: DirectCalls) -> None:
+        request, config = self.request, calls.setup.config
+        settings = {name: config[name] for name in _SETTINGS if name in config}
+        schema = self.kind.schema if self.kind else None
+        chosen = request.columns or self.source.shown
+        asked = (request.question, schema, settings)
+        of_rows = hashlib.sha256(msgspec.json.encode(asked)).digest()
+        out = "" if request.out is None else str(request.out.absolute())
+        self._key = hashlib.sha256(of_rows + msgspec.json.encode((chosen, out))).hexdigest()
+        base = Question(request.question, None, kind=self.kind)
+        if not request.question.strip():
+            raise ConfigError("the question is empty: say what you want to know of each row")
+        self.asking = RowQuestion(request.question, self.source.columns, chosen, base, of_rows)
+        messages = calls.messages(base)
+        self._header = MapHeader(
+            new_map_id(self._key),
+            self._key,
+            request.question,
+            time.time(),
+            calls.client.name,
+            out,
+            self.source.name,
+            schema,
+            config,
+            tuple(message.content for message in messages[:-1]),
+            messages[-1].content.removeprefix(request.question),
+        )
+
+    def _open_journal(self, calls: DirectCalls) -> tuple[MapJournal, RecordedMap]:
+        """Return the journal of this map, new or continued, and what it says."""
+        store, out = self.rlm.store, self.request.out
+        maps = MapStore(store.root) if isinstance(store, Store) else None
+        headers = [] if maps is None else list(maps.headers())
+        found = next((path for path, header in headers if header.key == self._key), None)
+        if out is not None and out.exists():
+            self._check_output(out, found is not None, [header for _, header in headers])
+        if maps is None or found is None:
+            header = self._header
+            journal = temporary_journal(header) if maps is None else maps.create(header)
+            self.id = header.id
+            return journal, RecordedMap()
+        journal = maps.reopen(found)
+        try:
+            recorded = RecordedMap.read(found)
+        except BaseException:
+            journal.close()
+            raise
+        self.id = found.stem
+        journal.num_questions = len(recorded.digests)
+        return journal, recorded
+
+    def _check_output(self, out: Path, is_ours: bool, headers: list[MapHeader]) -> None:
+        """Raise ConfigError if ``out`` is not this map's."""
+        if is_ours:
+            return
+        other = next((each for each in headers if each.out == str(out.absolute())), None)
+        if other is None:
+            raise ConfigError(f"{out} exists, and no map of this store wrote it: give another out")
+        what = (
+            f"the question {other.question[:60]!r}"
+            if other.question != self.request.question
+            else "the same question with other settings"
+        )
+        raise ConfigError(
+            f"{out} has the answers to {what} (map {other.id}): give another out, or remove it"
+        )
+
+    def _continue(self, calls: DirectCalls) -> None:
+        """Charge what the map has spent so far, and record this start."""
+        recorded, ledger, store = self._recorded, calls.budget, self.rlm.store
+        cost = recorded.cost if recorded.is_priced else None
+        if recorded.usage.calls:
+            ledger.charge(recorded.usage, cost)
+        for question in recorded.open.values():
+            path = store.path(question.run) if question.run and isinstance(store, Store) else None
+            if path is not None:
+                summary = summarise(path)
+                ledger.charge(summary.usage, summary.cost)
+        limit = ledger.limit
+        has_price = calls.client.price is not None
+        self._journal.append(
+            MapLine(
+                c=MapContinued(
+                    time.time(),
+                    self.source.total,
+                    limit.calls,
+                    limit.tokens,
+                    limit.cost if has_price else None,
+                )
+            )
+        )
+
+    # --- the rows ---------------------------------------------------------------------------------
+
+    async def _work(self, output: MapOutput, calls: DirectCalls) -> None:
+        self._output, self._calls = output, calls
+        rows = self._rows = self.source.read()
+        num_workers = self.rlm.limits.max_concurrency
+        with report_progress("map", total=self.source.total, unit="rows") as self._progress:
+            workers = [asyncio.create_task(self._worker()) for _ in range(num_workers)]
+            try:
+                await asyncio.gather(*workers)
+            finally:
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
+            if self._stop in ("done", "limit"):
+                await self._finish(rows)
+                output.finish()
+
+    async def _worker(self) -> None:
+        while (pending := await self._next()) is not None:
+            asked = pending.asked
+            assert asked is not None
+            means = next(each for each in self._means if each.can_answer(asked.question))
+            await self._answer(means, pending, asked)
+
+    async def _answer(self, means: RowMeans, pending: _Pending, asked: AskedRow) -> None:
+        try:
+            outcome = await means.answer(asked)
+        except StoreError as error:
+            outcome = RowOutcome(error=str(error), cause=error)
+        pending.outcome = outcome
+        if not outcome.is_finished:
+            self._interrupted(outcome)
+            return
+        digest = int.from_bytes(asked.digest, "big")
+        known = self._recorded.failed if outcome.error else self._recorded.answered
+        known[digest] = outcome.offset
+        del self._pending[digest]
+        self._counts["asked"] += 1
+        pending.asked = None
+        self._judge(outcome, asked.row)
+        self._flush()
+
+    def _interrupted(self, outcome: RowOutcome) -> None:
+        """Stop the map for what kept a row from being answered."""
+        cause = outcome.cause
+        if isinstance(cause, LimitReached):
+            self.stop(str(cause), "limit")
+        elif cause is None or can_be_fixed(cause):
+            self.stop(outcome.error or str(cause), "suspended")
+        else:
+            self.stop(outcome.error or str(cause), "failed")
+
+    def _judge(self, outcome: RowOutcome, row: int) -> None:
+        """Stop the map if its rows fail."""
+        trouble = self._journal.trouble
+        if trouble is not None:
+            self.stop(str(trouble), "suspended")
+        if outcome.error is None:
+            self._has_answer = True
+            return
+        if self.request.strict:
+            self.stop(f"row {row} failed: {outcome.error}", "failed")
+        if not self._has_answer:
+            self._errors.append(outcome.error)
+            if len(self._errors) >= _HOPELESS and len(set(self._errors)) == 1:
+                self.stop(f"the first {_HOPELESS} rows failed alike: {outcome.error}", "failed")
+
+    async def _next(self) -> _Pending | None:
+        """Read rows up to the next one that must be asked; None if there is none."""
+        num_passed = 0
+        while self._stop == "done":
+            if len(self._slots) >= _MAX_AHEAD:
+                self._room.clear()
+                await self._room.wait()
+                continue
+            row = next(self._rows, None)
+            if row is None:
+                return None
+            self._counts["rows"] += 1
+            pending = self._pending_of(row)
+            self._slots.append((row, pending))
+            if not pending.is_taken:
+                pending.is_taken = True
+                return pending
+            self._flush()
+            num_passed += 1
+            if num_passed % _BREATH == 0:
+                await asyncio.sleep(0)
+        return None
+
+    def _pending_of(self, row: Row, *, asks: bool = True) -> _Pending:
+        """Return the question of a row: new, in progress, or answered. Without ``asks``, a new one
+        is none."""
+        if row.error:
+            return self._unreadable(row, row.error)
+        try:
+            question, digest = self.asking.of(row.values, self._calls.max_chars)
+        except RowProblem as problem:
+            return self._unreadable(row, str(problem))
+        recorded, number = self._recorded, int.from_bytes(digest, "big")
+        pending = self._pending.get(number)
+        if pending is not None:
+            return pending
+        asked = AskedRow(row.number, digest, question)
+        offset = recorded.answered.get(number)
+        if offset is not None:
+            outcome = self._recorded_outcome(offset, asked)
+            if outcome is not None:
+                return _Pending(None, outcome)
+        offset = recorded.failed.get(number)
+        if offset is not None:
+            outcome = self._recorded_outcome(offset, asked)
+            assert outcome is not None
+            if not self.request.retry_failed:
+                return _Pending(None, outcome)
+            asked.number = outcome.number
+        found = recorded.open.get(number)
+        if found is not None:
+            asked.number, asked.run = found.number, found.run
+            asked.replies = [self._reply_at(each) for each in found.replies]
+        pending = _Pending(asked)
+        if asks:
+            self._pending[number] = pending
+        return pending
+
+    def _unreadable(self, row: Row, error: str) -> _Pending:
+        outcome = RowOutcome(error=error)
+        if self.request.strict:
+            self.stop(f"row {row.number} failed: {error}", "failed")
+        return _Pending(None, outcome)
+
+    def _recorded_outcome(self, offset: int, asked: AskedRow) -> RowOutcome | None:
+        """Return what the journal has at ``offset``; None if it is a reply that needs a repair,
+        which ``asked`` then gets."""
+        line = self._journal.line_at(offset)
+        if line.e is not None:
+            end = line.e
+            return RowOutcome(end.answer, end.error, offset, number=end.number)
+        reply = recorded_reply(line)
+        assert line.r is not None
+        text, number = reply.message.content, line.r.number
+        if text.strip() and reply.finish not in ("length", "content_filter", "tool_calls"):
+            if self.kind is None:
+                return RowOutcome(text, None, offset, number=number)
+            try:
+                value = self.kind.read(text)
+                return RowOutcome(jsonable(value), None, offset, number=number)
+            except TypeMismatch:
+                pass
+        asked.number, asked.replies = number, [reply]
+        return None
+
+    def _reply_at(self, offset: int) -> Reply:
+        return recorded_reply(self._journal.line_at(offset))
+
+    def _flush(self) -> None:
+        """Write the rows that are answered, up to the first that is not."""
+        slots = self._slots
+        while slots and (outcome := slots[0][1].outcome) is not None:
+            if outcome.cause is not None:
+                return
+            row, pending = slots.popleft()
+            self._write(row, pending, outcome)
+        if len(slots) < _MAX_AHEAD:
+            self._room.set()
+
+    def _write(self, row: Row, pending: _Pending, outcome: RowOutcome) -> None:
+        counts = self._counts
+        values = output_row(row, self.source, self.added, outcome.answer, outcome.error)
+        self._output.write(values)
+        counts["failed" if outcome.error else "answered"] += 1
+        is_answered_now = not pending.has_row and outcome.seconds > 0.0
+        pending.has_row = True
+        if not is_answered_now and outcome.number >= 0:
+            if row.number > self._recorded.last_row:
+                self._journal.append(MapLine(d=EqualRow(outcome.number, row.number)))
+            counts["known"] += 1
+        done = counts["answered"] + counts["failed"]
+        self._progress.at(done, self._note() if done % 16 == 0 else None)
+
+    def _note(self) -> str:
+        cost, failed = self._calls.budget.cost, self._counts["failed"]
+        parts = ["" if cost is None else f"${cost:.4g}", f"{failed} failed" if failed else ""]
+        return " · ".join(filter(None, parts))
+
+    async def _finish(self, rows: Iterator[Row]) -> None:
+        """Write what is left: after the budget is used up, rows that are answered, and others with
+        an error that says that they were not asked."""
+        why = f"not asked: {self._reason}"
+        left, self._slots = self._slots, deque()
+        for row, pending in left:
+            self._write_last(row, pending, why)
+        if self._stop == "done":
+            return
+        for num, row in enumerate(rows):
+            self._counts["rows"] += 1
+            self._write_last(row, self._pending_of(row, asks=False), why)
+            if num % _BREATH == 0:
+                await asyncio.sleep(0)
+
+    def _write_last(self, row: Row, pending: _Pending, why: str) -> None:
+        outcome = pending.outcome
+        if outcome is not None and outcome.cause is None:
+            self._write(row, pending, outcome)
+            return
+        self._counts["missing"] += 1
+        self._output.write(output_row(row, self.source, self.added, None, why))

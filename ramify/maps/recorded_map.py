@@ -1,0 +1,152 @@
+"""What the journal of a map says: which questions are answered, where, and what was spent.
+
+    RecordedMap(path)   answered: digest ──> offset of the reply      a million rows: 200 MB
+                        open:     questions with a request or run that has no end
+                        usage, cost: with the upper bound of each request that was in flight
+
+Not here: writing (``map_journal.py``), and what is done with it (``map_run.py``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from ramify.maps.map_journal import (
+    FirstRequest,
+    MapContinued,
+    MapHeader,
+    MapLine,
+    NextRequest,
+    digest_number,
+    read_lines,
+    usage_of,
+)
+from ramify.types.message import Message, Reply, Usage
+
+
+class OpenQuestion(msgspec.Struct):
+    """A question that was asked and has no end on record."""
+
+    number: int
+    replies: list[int] = []
+    """Offsets of its replies so far."""
+    run: str = ""
+    """Id of the run that answers it; empty for a direct call."""
+
+
+class RecordedMap:
+    """The state of a map, built from its lines in order."""
+
+    def __init__(self) -> None:
+        self.header: MapHeader | None = None
+        self.last_start: MapContinued | None = None
+        self.answered: dict[int, int] = {}
+        """Digest -> offset of the line with the answer: a reply, or the end of a run. A reply of
+        which the last line is damaged or does not fit is found when it is read."""
+        self.failed: dict[int, int] = {}
+        """Digest -> offset of the line with the error."""
+        self.open: dict[int, OpenQuestion] = {}
+        """Digest -> question that is not finished."""
+        self.digests: list[int] = []
+        """Number of a question -> its digest."""
+        self.last_row = -1
+        """The last row that has a line."""
+        self.usage = Usage()
+        self.cost = 0.0
+        """Dollars."""
+        self.is_priced = False
+        self._in_flight: dict[int, tuple[Usage, float | None]] = {}
+        """Number -> (upper bound, dollars) of the request that is on its way."""
+
+    @classmethod
+    def read(cls, path: Path) -> RecordedMap:
+        """Read a whole journal, and charge what was in flight at its end."""
+        recorded = cls()
+        for offset, line in read_lines(path):
+            recorded.add(offset, line)
+        for number in list(recorded._in_flight):
+            recorded._charge_in_flight(number)
+        return recorded
+
+    def add(self, offset: int, line: MapLine) -> None:
+        """Apply one line."""
+        if line.r is not None:
+            self._in_flight.pop(line.r.number, None)
+            self._spend(usage_of(line.r.counts), line.r.cost)
+            question = self._opened(line.r.number)
+            question.replies.append(offset)
+            if line.r.turn == 0:  # nearly always, it is the answer
+                digest = self.digests[line.r.number]
+                del self.open[digest]
+                self.answered[digest] = offset
+        elif line.q is not None:
+            self._begin(line.q.number, line.q.row, line.q.digest)
+            self._sent(line.q.number, line.q)
+        elif line.t is not None:
+            self._opened(line.t.number)
+            self._sent(line.t.number, line.t)
+        elif line.x is not None:
+            self._in_flight.pop(line.x.number, None)
+            self._spend(usage_of(line.x.counts), line.x.cost)
+        elif line.d is not None:
+            self.last_row = max(self.last_row, line.d.row)
+        elif line.s is not None:
+            self._begin(line.s.number, line.s.row, line.s.digest).run = line.s.run
+        elif line.e is not None:
+            self._opened(line.e.number)
+            self._spend(usage_of(line.e.counts, line.e.calls), line.e.cost)
+            digest = self.digests[line.e.number]
+            del self.open[digest]
+            (self.answered if line.e.error is None else self.failed)[digest] = offset
+        elif line.map is not None:
+            self.header = line.map
+        elif line.c is not None:
+            self.last_start = line.c
+
+    def _begin(self, number: int, row: int, digest_text: str) -> OpenQuestion:
+        digest = digest_number(digest_text)
+        if number == len(self.digests):
+            self.digests.append(digest)
+        self._charge_in_flight(number)
+        self.failed.pop(digest, None)
+        self.answered.pop(digest, None)
+        self.last_row = max(self.last_row, row)
+        question = self.open[digest] = OpenQuestion(number)
+        return question
+
+    def _opened(self, number: int) -> OpenQuestion:
+        """Return the question as an open one: its reply so far was not its answer."""
+        digest = self.digests[number]
+        found = self.open.get(digest)
+        if found is None:
+            before = self.answered.pop(digest, None)
+            replies = [] if before is None else [before]
+            found = self.open[digest] = OpenQuestion(number, replies)
+        return found
+
+    def _sent(self, number: int, line: FirstRequest | NextRequest) -> None:
+        self._charge_in_flight(number)
+        most = Usage(line.max_input_tokens, line.max_output_tokens, calls=1, unknown_calls=1)
+        self._in_flight[number] = most, line.cost
+
+    def _charge_in_flight(self, number: int) -> None:
+        found = self._in_flight.pop(number, None)
+        if found is not None:
+            self._spend(*found)
+
+    def _spend(self, usage: Usage, cost: float | None) -> None:
+        if usage.calls:
+            self.usage += usage
+        if cost is not None:
+            self.is_priced = True
+            self.cost += cost
+
+
+def recorded_reply(line: MapLine) -> Reply:
+    """Return the reply that a line records."""
+    assert line.r is not None
+    message = Message("assistant", line.r.text, line.r.reasoning)
+    usage = usage_of(line.r.counts)
+    return Reply(message, usage, line.r.finish, cost=line.r.cost, seconds=line.r.seconds)

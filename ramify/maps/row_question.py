@@ -1,0 +1,125 @@
+"""What is asked of a row: a question with the row as its context, or a template over its columns.
+
+    "Is this a complaint?"           question, and the row as context: the text of its only column,
+                                     or all its columns by name
+    "Is {subject} a complaint?"      the columns are put into the question; nothing else is shown
+    a template with a long column    "Is context['subject'] …", and these columns as the context
+
+Rows that are asked the same get the same digest. Not here: by which means a row is answered.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from ramify.engine.question import Question
+from ramify.errors import ConfigError, nearest
+from ramify.types.message import encodable
+
+_FIELD = re.compile(r"\{\{|\}\}|\{([^\W\d][\w .-]*)\}")
+_DIGEST_BYTES = 16
+_encode = msgspec.json.Encoder(decimal_format="string").encode
+
+
+class RowProblem(Exception):
+    """A row cannot be asked; ``str()`` is its error."""
+
+
+class RowQuestion:
+    """Turns rows into questions."""
+
+    def __init__(
+        self,
+        text: str,
+        columns: Sequence[str],
+        shown: Sequence[str],
+        question: Question,
+        settings: bytes,
+    ) -> None:
+        """``columns`` are those of the table; ``shown`` those that the model reads if ``text`` is
+        no template. ``question`` has the rest of what is asked of every row, and ``settings`` is
+        what distinguishes its answers from those to other questions. Raises ConfigError for an
+        unknown column."""
+        self.text = text
+        self.fields = tuple(
+            dict.fromkeys(found[1] for found in _FIELD.finditer(text) if found[1] is not None)
+        )
+        """Columns in the template; empty if it is a plain question."""
+        for name in self.fields:
+            if name not in columns:
+                raise ConfigError(
+                    f"the question names {{{name}}}, and the rows have no such column: "
+                    f"{nearest(name, columns)} (write {{{{ }}}} for braces)"
+                )
+        for name in shown:
+            if name not in columns:
+                raise ConfigError(f"the rows have no column '{name}': {nearest(name, columns)}")
+        self._shown = tuple(shown) or tuple(columns)
+        self._question = question
+        self._settings = settings
+
+    def of(self, values: Mapping[str, Any], max_chars: int) -> tuple[Question, bytes]:
+        """Return (question, its digest) of a row. A template that gets longer than ``max_chars``
+        becomes a question with a context. Raises RowProblem for a row without content."""
+        if self.fields:
+            text, context = self._filled(values, max_chars)
+        else:
+            text, context = self._question.text, self._context(values)
+        question = msgspec.structs.replace(self._question, text=text, context=context)
+        key = blake2b(self._settings, digest_size=_DIGEST_BYTES)
+        key.update(_encode((text, context)))
+        return question, key.digest()
+
+    def _filled(self, values: Mapping[str, Any], max_chars: int) -> tuple[str, Any]:
+        texts = {name: _text(values.get(name)) for name in self.fields}
+        if not any(text.strip() for text in texts.values()):
+            raise RowProblem(f"the row has nothing in {', '.join(self.fields)}")
+        if len(self.text) + sum(map(len, texts.values())) <= max_chars:
+            return encodable(_fill(self.text, texts)), None
+        names = {name: f"context[{name!r}]" for name in self.fields}
+        return encodable(_fill(self.text, names)), texts
+
+    def _context(self, values: Mapping[str, Any]) -> Any:
+        given = {
+            name: value for name in self._shown if (value := values.get(name)) not in (None, "")
+        }
+        texts = {name: _text(value) for name, value in given.items()}
+        if not any(text.strip() for text in texts.values()):
+            raise RowProblem(f"the row has nothing in {', '.join(self._shown[:5])}")
+        return next(iter(texts.values())) if len(self._shown) == 1 else texts
+
+
+def _fill(template: str, texts: Mapping[str, str]) -> str:
+    def piece(found: re.Match[str]) -> str:
+        return found[0][0] if found[1] is None else texts[found[1]]
+
+    return _FIELD.sub(piece, template)
+
+
+def _text(value: Any) -> str:
+    """Return a cell as a model reads it: text unchanged, everything else as JSON."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, datetime.date | datetime.time | bool | int | float):
+        return str(value)
+    return encodable(_encode(plain(value)).decode())
+
+
+def plain(value: Any) -> Any:
+    """Return a cell as a value of JSON; what has no such form becomes its text."""
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if hasattr(value, "item") and not isinstance(value, Mapping):  # a scalar of NumPy
+        return plain(value.item()) if getattr(value, "ndim", 0) == 0 else value.tolist()
+    try:
+        return msgspec.to_builtins(value, str_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        return str(value)

@@ -1,0 +1,388 @@
+"""Rows of a table, wherever they are: JSONL, CSV, Parquet, SQLite, a folder of files, a list, a
+DataFrame, an Arrow table, a ``datasets.Dataset``.
+
+    tickets.jsonl  ──> RowTable(columns=("id", "text"), total=1200, …)
+    for row in table.read(): Row(0, {"id": 7, "text": "…"}, …)
+
+A row that cannot be read is still a row, with its error, so that the others continue. Libraries of
+tables are used as they are given and never imported, except ``pyarrow`` for Parquet. Not here: what
+is asked of a row (``row_question.py``), and documents (``ramify.sources``).
+"""
+
+from __future__ import annotations
+
+import csv
+import sqlite3
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.errors import SourceError, nearest
+
+_BATCH = 1000
+"""Rows that are read at once, and rows that decide the columns of a JSONL file."""
+_ENDINGS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".db": "sqlite",
+    ".sqlite": "sqlite",
+    ".sqlite3": "sqlite",
+}
+FORMATS = "a .jsonl, .csv, .tsv, .parquet or SQLite file, or a folder of text files"
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One row."""
+
+    number: int
+    """Place in the table, from 0."""
+    values: dict[str, Any]
+    """Column -> value; empty if the row could not be read."""
+    error: str = ""
+    """Why the row could not be read."""
+
+
+class RowTable(msgspec.Struct, frozen=True):
+    """A table whose rows are read one after the other, any number of times."""
+
+    name: str
+    """File, or kind of object, for errors."""
+    columns: tuple[str, ...]
+    total: int | None
+    """Number of rows; None if it is not known without reading them."""
+    values: Callable[[], Iterator[dict[str, Any] | str]]
+    """Reads the rows from the first; a text is the error of a row that cannot be read."""
+    shown: tuple[str, ...] = ()
+    """Columns that a model reads by default; empty: all."""
+    kept: tuple[str, ...] | None = None
+    """Columns that the output repeats; None: all."""
+    schema: Any = None
+    """Arrow schema of the rows, if the table has one."""
+    restore: Callable[[list[dict[str, Any]]], Any] | None = None
+    """Makes a table of the same kind from rows."""
+
+    def read(self) -> Iterator[Row]:
+        for number, values in enumerate(self.values()):
+            yield (Row(number, {}, values) if isinstance(values, str) else Row(number, values))
+
+    @property
+    def kept_columns(self) -> tuple[str, ...]:
+        return self.columns if self.kept is None else self.kept
+
+
+def open_rows(rows: Any, table: str | None = None) -> RowTable:
+    """Return the table that ``rows`` names or is. ``table`` is the table of a SQLite file. Raises
+    SourceError for what is no table."""
+    if isinstance(rows, str | Path):
+        return _of_paths([rows], table)
+    if isinstance(rows, Sequence) and rows and all(isinstance(row, Path) for row in rows):
+        return _of_paths(rows, table)
+    return _of_object(rows)
+
+
+def open_paths(paths: Sequence[str], table: str | None = None) -> RowTable:
+    """Return the rows of one or several files or folders, as one table."""
+    return _of_paths(paths, table)
+
+
+# --- files
+
+
+def _of_paths(paths: Sequence[str | Path], table: str | None) -> RowTable:
+    tables = [_of_path(Path(path).expanduser(), table) for path in paths]
+    first, *others = tables
+    for other in others:
+        if set(other.columns) != set(first.columns):
+            differing = sorted(set(other.columns) ^ set(first.columns))
+            raise SourceError(
+                f"{other.name} has other columns than {first.name} ({', '.join(differing[:5])}): "
+                "map files with different columns separately"
+            )
+    if not others:
+        return first
+    totals = [each.total for each in tables]
+    total = None if None in totals else sum(filter(None, totals))
+    return msgspec.structs.replace(
+        first,
+        name=", ".join(each.name for each in tables),
+        total=total,
+        values=lambda: chain.from_iterable(each.values() for each in tables),
+    )
+
+
+def _of_path(path: Path, table: str | None) -> RowTable:
+    if path.is_dir():
+        return _folder(path)
+    if not path.exists():
+        raise SourceError(f"{path} does not exist: give {FORMATS}")
+    kind = _ENDINGS.get(path.suffix.lower())
+    if kind is None:
+        raise SourceError(f"{path} is no table of rows: give {FORMATS}")
+    if table is not None and kind != "sqlite":
+        raise SourceError(f"{path} has no table '{table}': only a SQLite file has tables")
+    try:
+        match kind:
+            case "jsonl":
+                return _jsonl(path)
+            case "csv":
+                return _csv(path)
+            case "parquet":
+                return _parquet(path)
+            case _:
+                return _sqlite(path, table)
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _jsonl(path: Path) -> RowTable:
+    decode = msgspec.json.Decoder().decode
+
+    def values() -> Iterator[dict[str, Any] | str]:
+        with open(path, "rb", buffering=1 << 20) as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    row = decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    yield f"{path.name}, line {number} is not JSON: {error}"
+                    continue
+                if isinstance(row, dict):
+                    yield row
+                else:
+                    yield f"{path.name}, line {number} is a {type(row).__name__}, not an object"
+
+    columns = dict.fromkeys(
+        chain.from_iterable(row for row in islice(values(), _BATCH) if isinstance(row, dict))
+    )
+    if not columns:
+        raise SourceError(f"{path} has no rows: give a file with a JSON object in each line")
+    return RowTable(str(path), tuple(columns), _num_lines(path), values)
+
+
+def _num_lines(path: Path) -> int:
+    """Lines of a file that are not empty, nearly: blank lines between others count."""
+    total, last = 0, b"\n"
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            total, last = total + block.count(b"\n"), block[-1:]
+    return total + (last != b"\n")
+
+
+def _csv(path: Path) -> RowTable:
+    with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
+        head = file.readline()
+    if not head.strip():
+        raise SourceError(f"{path} has no header: its first line must name the columns")
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;\t|", key=head.count)
+    # A cell may be as long as a document.
+    csv.field_size_limit(sys.maxsize)
+
+    def records() -> Iterator[list[str]]:
+        with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
+            yield from csv.reader(file, delimiter=delimiter)
+
+    columns = tuple(next(records()))
+    if len(set(columns)) < len(columns):
+        twice = next(name for name in columns if columns.count(name) > 1)
+        raise SourceError(f"{path} has two columns named '{twice}': rename one of them")
+
+    def values() -> Iterator[dict[str, Any] | str]:
+        for number, record in enumerate(islice(records(), 1, None), start=2):
+            if not record:
+                continue
+            if len(record) == len(columns):
+                yield dict(zip(columns, record, strict=True))
+            else:
+                yield (
+                    f"{path.name}, record {number} has {len(record)} fields, and the header has "
+                    f"{len(columns)}"
+                )
+
+    return RowTable(str(path), columns, max(0, _num_lines(path) - 1), values)
+
+
+def _parquet(path: Path) -> RowTable:
+    try:
+        import pyarrow.parquet as parquet
+    except ModuleNotFoundError:
+        raise SourceError(
+            f"{path} needs pyarrow: pip install pyarrow, or give JSONL or CSV"
+        ) from None
+    import pyarrow
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            schema, total = file.schema_arrow, file.metadata.num_rows
+    except pyarrow.ArrowInvalid as error:
+        raise SourceError(f"{path} is no Parquet file: {error}") from None
+
+    def values() -> Iterator[dict[str, Any] | str]:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_BATCH):
+                yield from batch.to_pylist()
+
+    return RowTable(str(path), tuple(schema.names), total, values, schema=schema)
+
+
+def _sqlite(path: Path, table: str | None) -> RowTable:
+    def connect() -> sqlite3.Connection:
+        return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+
+    try:
+        database = connect()
+        try:
+            names = [
+                name
+                for (name,) in database.execute(
+                    "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT "
+                    "LIKE 'sqlite\\_%' ESCAPE '\\' ORDER BY name"
+                )
+            ]
+            name = _chosen_table(path, names, table)
+            quoted = '"' + name.replace('"', '""') + '"'
+            query = f"SELECT * FROM {quoted}"
+            columns = tuple(
+                column[0] for column in database.execute(f"{query} LIMIT 0").description
+            )
+            total = database.execute(f"SELECT COUNT(*) FROM {quoted}").fetchone()[0]
+        finally:
+            database.close()
+    except sqlite3.Error as error:
+        raise SourceError(f"{path} cannot be read as SQLite: {error}") from None
+
+    def values() -> Iterator[dict[str, Any] | str]:
+        database = connect()
+        try:
+            for record in database.execute(query):
+                yield dict(zip(columns, record, strict=True))
+        finally:
+            database.close()
+
+    return RowTable(f"{path}, table {name}", columns, total, values)
+
+
+def _chosen_table(path: Path, names: Sequence[str], table: str | None) -> str:
+    if not names:
+        raise SourceError(f"{path} has no tables")
+    if table is None and len(names) == 1:
+        return names[0]
+    if table is None:
+        raise SourceError(f"{path} has the tables {', '.join(names)}: choose one with --table")
+    if table not in names:
+        raise SourceError(f"{path} has no table '{table}': {nearest(table, names)}")
+    return table
+
+
+def _folder(path: Path) -> RowTable:
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+    if not files:
+        raise SourceError(f"the folder {path} has no files")
+
+    def values() -> Iterator[dict[str, Any] | str]:
+        for file in files:
+            name = file.relative_to(path).as_posix()
+            try:
+                text = file.read_text("utf-8-sig")
+            except UnicodeDecodeError:
+                yield {"file": name, "text": None}
+            except OSError as error:
+                yield f"{name} cannot be read: {error.strerror}"
+            else:
+                yield {"file": name, "text": text}
+
+    return RowTable(
+        str(path), ("file", "text"), len(files), values, shown=("text",), kept=("file",)
+    )
+
+
+# --- objects
+
+
+def _of_object(rows: Any) -> RowTable:
+    if hasattr(rows, "to_batches") and hasattr(rows, "schema"):
+        return _arrow(rows)
+    if hasattr(rows, "iter_rows") and hasattr(rows, "columns"):
+        return RowTable(
+            "the DataFrame",
+            tuple(rows.columns),
+            len(rows),
+            lambda: rows.iter_rows(named=True),
+            restore=lambda records: type(rows)(records),
+        )
+    if hasattr(rows, "itertuples") and hasattr(rows, "iloc"):
+        return _pandas(rows)
+    if hasattr(rows, "features") and hasattr(rows, "column_names"):
+        total = len(rows) if hasattr(rows, "__len__") else None
+        make = getattr(type(rows), "from_list", None)
+        return RowTable(
+            "the dataset", tuple(rows.column_names), total, lambda: iter(rows), restore=make
+        )
+    if isinstance(rows, Mapping | bytes) or not isinstance(rows, Iterable):
+        raise SourceError(
+            f"rows cannot be read from a {type(rows).__name__}: give a list of dicts or texts, a "
+            f"DataFrame, an Arrow table, or {FORMATS}"
+        )
+    return _list(list(rows))
+
+
+def _list(items: list[Any]) -> RowTable:
+    if not items:
+        raise SourceError("there are no rows: give at least one")
+
+    def values() -> Iterator[dict[str, Any] | str]:
+        for number, item in enumerate(items):
+            if isinstance(item, str):
+                yield {"text": item}
+            elif isinstance(item, Mapping):
+                yield dict(item)
+            else:
+                yield f"row {number} is a {type(item).__name__}: give a dict or a text"
+
+    columns = dict.fromkeys(
+        chain.from_iterable(row for row in values() if not isinstance(row, str))
+    )
+    return RowTable("the list", tuple(columns), len(items), values, restore=list)
+
+
+def _arrow(table: Any) -> RowTable:
+    def values() -> Iterator[dict[str, Any] | str]:
+        for batch in table.to_batches(max_chunksize=_BATCH):
+            yield from batch.to_pylist()
+
+    def restore(records: list[dict[str, Any]]) -> Any:
+        return type(table).from_pylist(records)
+
+    return RowTable(
+        "the Arrow table",
+        tuple(table.schema.names),
+        table.num_rows,
+        values,
+        schema=table.schema,
+        restore=restore,
+    )
+
+
+def _pandas(frame: Any) -> RowTable:
+    def values() -> Iterator[dict[str, Any] | str]:
+        for start in range(0, len(frame), _BATCH):
+            yield from frame.iloc[start : start + _BATCH].to_dict(orient="records")
+
+    return RowTable(
+        "the DataFrame",
+        tuple(map(str, frame.columns)),
+        len(frame),
+        values,
+        restore=lambda records: type(frame)(records, index=frame.index),
+    )
