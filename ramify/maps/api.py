@@ -8,7 +8,6 @@ Not here: the command (``ramify/cli/map_command.py``) and the work (``map_run.py
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,10 @@ def budget_of(max_calls: int | None, max_tokens: int | None, max_cost: float | N
         max_tokens=UNLIMITED if max_tokens is None else max_tokens,
         max_cost=max_cost,
     )
+
+
+def _path_of(out: str | Path | None) -> Path | None:
+    return None if out is None else Path(out).expanduser()
 
 
 async def amap(
@@ -94,7 +97,7 @@ async def amap(
         answer_type=answer_type,
         columns=tuple(columns),
         prefix=prefix,
-        out=None if out is None else Path(os.path.expanduser(out)),
+        out=_path_of(out),
         budget=budget_of(max_calls, max_tokens, max_cost),
         retry_failed=retry_failed,
         strict=strict,
