@@ -1,4 +1,4 @@
-"""Plain calls without a run of their own, for work that asks many small questions: one budget, one
+"""Plain calls outside of any run, for work that asks many small questions: one budget, one
 client, and a few events for each question instead of a journal and a trajectory.
 
     calls = DirectCalls(setup, models, pool, budget)         RLM.direct_calls opens them

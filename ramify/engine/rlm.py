@@ -183,7 +183,7 @@ class RLM:
     async def direct_calls(
         self, budget: Limits, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> AsyncIterator[DirectCalls]:
-        """Plain calls without a run of their own, for many small questions that share ``budget``:
+        """Plain calls outside of any run, for many small questions that share ``budget``:
         its calls, tokens and dollars. The limits of this RLM hold for each question."""
         chosen = self._options.updated(options, changes)
         async with self._shared.use() as resources:

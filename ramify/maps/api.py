@@ -14,9 +14,9 @@ from typing import Any
 
 from ramify.engine import threads
 from ramify.engine.limits import Limits
-from ramify.engine.question import ModelSpec
+from ramify.engine.question import ModelSpec, RlmKeywords
 from ramify.engine.rlm import RLM
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, check_keywords
 from ramify.maps.map_run import MapRequest, MapResult, MapRun
 from ramify.maps.rows import open_paths, open_rows
 from ramify.store.base import RunStore
@@ -91,6 +91,8 @@ async def amap(
             raise ConfigError(f"'{given}' belongs to the RLM that was given: set it there")
         rlm = model
     else:
+        known = (amap.__kwdefaults__, RLM.__init__.__kwdefaults__, RlmKeywords.__annotations__)
+        check_keywords("map", options, sorted({name for names in known for name in names or ()}))
         rlm = RLM(model, store=store, **options)
     request = MapRequest(
         question=question,

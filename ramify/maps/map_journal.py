@@ -264,7 +264,7 @@ class MapJournal:
         size = 1 << 10
         while b"\n" not in (data := self._file.read(offset, size)):
             if len(data) < size:
-                raise StoreError(f"{self.path}: there is no line at byte {offset}")
+                raise StoreError(f"{self.path}: no line begins at byte {offset}")
             size *= 8
         return _decode(data[: data.index(b"\n")])
 

@@ -113,7 +113,7 @@ class MapResult(msgspec.Struct, frozen=True):
     out: str = ""
     """File of the output; empty if there is none."""
     table: Any = None
-    """The rows with their answers, as a table of the kind that was given, if there is no file."""
+    """The rows with their answers, as a table of the kind that was given, unless a file was written."""
 
 
 class _Pending:
@@ -140,7 +140,7 @@ class MapRun:
         )
         self.added = AnswerColumns(self.kind, request.prefix, source.kept_columns)
         if request.out is not None and not request.out.parent.is_dir():
-            raise ConfigError(f"there is no folder {request.out.parent} for the output")
+            raise ConfigError(f"the folder {request.out.parent} of the output does not exist")
         self.asking: RowQuestion
         self.id = ""
         self._stop: MapStop = "done"
@@ -478,7 +478,7 @@ class MapRun:
         return " · ".join(filter(None, parts))
 
     async def _finish(self, rows: Iterator[Row]) -> None:
-        """Write what is left: after the budget is used up, rows that are answered, and others with
+        """Write the remaining rows: after the budget is used up, rows that are answered, and others with
         an error that says that they were not asked."""
         why = f"not asked: {self._reason}"
         left, self._slots = self._slots, deque()

@@ -48,7 +48,7 @@ from ramify.types.message import Reply, Usage
 from ramify.types.trajectory import Stop
 
 MAX_SESSIONS = min(16, 2 * (os.cpu_count() or 1))
-"""Rows that have a session at once, each with processes of its own."""
+"""Rows that have a session at once, each with its own processes."""
 
 
 class AskedRow(msgspec.Struct):
@@ -70,7 +70,7 @@ class RowOutcome(msgspec.Struct, frozen=True):
     """How a question ended."""
 
     answer: Any = None
-    """Plain value; None if there is no answer."""
+    """Plain value; None without an answer."""
     error: str | None = None
     offset: int = -1
     """Where the journal has it; -1 if it is not finished."""
@@ -162,7 +162,7 @@ class _DirectRow:
 
     def __init__(self, journal: MapJournal, asked: AskedRow, question: str, began: float) -> None:
         self.offset = -1
-        """Of the last reply."""
+        """Offset of the last reply."""
         self.cost = 0.0
         """Dollars of its requests now."""
         self.is_known = bool(asked.replies)

@@ -79,7 +79,7 @@ class RowTable(msgspec.Struct, frozen=True):
 
 def open_rows(rows: Any, table: str | None = None) -> RowTable:
     """Return the table that ``rows`` names or is. ``table`` is the table of a SQLite file. Raises
-    SourceError for what is no table."""
+    SourceError for anything else."""
     if isinstance(rows, str | Path):
         return _of_paths([rows], table)
     if isinstance(rows, Sequence) and rows and all(isinstance(row, Path) for row in rows):
@@ -124,7 +124,7 @@ def _of_path(path: Path, table: str | None) -> RowTable:
         raise SourceError(f"{path} does not exist: give {FORMATS}")
     kind = _ENDINGS.get(path.suffix.lower())
     if kind is None:
-        raise SourceError(f"{path} is no table of rows: give {FORMATS}")
+        raise SourceError(f"{path} is not a table of rows: give {FORMATS}")
     if table is not None and kind != "sqlite":
         raise SourceError(f"{path} has no table '{table}': only a SQLite file has tables")
     try:
@@ -222,7 +222,7 @@ def _parquet(path: Path) -> RowTable:
         with parquet.ParquetFile(path) as file:
             schema, total = file.schema_arrow, file.metadata.num_rows
     except pyarrow.ArrowInvalid as error:
-        raise SourceError(f"{path} is no Parquet file: {error}") from None
+        raise SourceError(f"{path} is not a Parquet file: {error}") from None
 
     def values() -> Iterator[dict[str, Any] | str]:
         with parquet.ParquetFile(path) as file:

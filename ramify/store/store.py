@@ -5,6 +5,7 @@
     ROOT/runs/RUN_ID.writer     the process that writes it now
     ROOT/runs/RUN_ID.live       replies that are arriving, while a page follows  (live_text.py)
     ROOT/runs/RUN_ID.damaged    the journal from before a repair           (repair.py)
+    ROOT/maps/MAP_ID.jsonl      a map: a few lines for each row           (ramify/maps)
     ROOT/blobs/ab/DIGEST        contexts and long outputs, stored once     (private_files.py)
     ROOT/index.sqlite           summaries for a listing; may be deleted
     ROOT/cache/replies.sqlite   the optional call cache                    (call_cache.py)

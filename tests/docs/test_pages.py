@@ -130,6 +130,8 @@ def test_python_blocks_of_page_run(page, reader):
                 asyncio.run(started)
     if page == "evaluate.md":
         assert [outcome.error for outcome in namespace["found"].outcomes] == [""] * 4
+    elif page == "map.md":
+        assert [row["answer"] for row in namespace["result"].table] == ["web-3", "web-3"]
     elif page == "watching.md":
         ours = logging.getLogger("ramify.clients")
         assert ours.level == logging.INFO

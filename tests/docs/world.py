@@ -65,6 +65,10 @@ def furnish(folder: Path) -> None:
         (folder / name).write_text(LOG)
     (folder / "server.log.gz").write_bytes(gzip.compress(LOG.encode()))
     (folder / "orders.csv").write_text("order,due,sent\n1,2026-03-01,2026-03-02\n")
+    (folder / "tickets.jsonl").write_text(
+        '{"id": 1, "subject": "Fire", "text": "web-3 is on fire."}\n'
+        '{"id": 2, "subject": "Thanks", "text": "It works again."}\n'
+    )
     (folder / "report.txt").write_text("Two errors, both on web-3: the disk was full.\n")
     (folder / "questions.jsonl").write_text('{"q": "Who failed first?", "a": "web-3"}\n' * 3)
     page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")

@@ -1,0 +1,233 @@
+"""``ramify map``: its options, and how a map ends for the shell.
+
+    words ──> rows      settings ──> RLM with the limits of a row      ──> MapRun ──> exit code
+              Ctrl-C: the first asks no further row, the second cancels what is in progress
+
+The settings of a model, a session and a prompt are those of ``ask`` (see ask.py). Not here: the
+work (``ramify/maps``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.cli import terminal_text
+from ramify.cli.ask import (
+    KINDS,
+    NO_MODEL,
+    SETTINGS,
+    make_rlm,
+    mcp_tools,
+    open_store,
+    read_schema,
+    sandbox_spec,
+)
+from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
+from ramify.cli.progress_screen import ProgressScreen, form_of
+from ramify.cli.settings import fill, unknown_variables
+from ramify.cli.stop_signals import on_signal
+from ramify.cli.telemetry import exporting
+from ramify.cli.terminal_text import StderrNotes, error_line, many, write
+from ramify.logging import collect_warnings
+from ramify.maps.api import budget_of
+from ramify.maps.map_run import MapRequest, MapResult, MapRun
+from ramify.maps.rows import open_paths
+
+_OF_ROWS = ("max_cost", "max_calls", "max_tokens", "max_seconds")
+"""Limits that a map has for all rows or for each row, and ``ask`` for its question."""
+_NOT_HERE = ("branches", "cite", "cache", *_OF_ROWS)
+"""Settings of ``ask`` that a map does not have, or has in another sense."""
+OPTIONS = (
+    OptionSpec("out", str, "output: .jsonl, .csv, .tsv or .parquet", "FILE", "-o"),
+    OptionSpec("answer_schema", str, "JSON schema that each answer must match", "FILE|JSON"),
+    OptionSpec(
+        "column", list, "column that the model reads (default: all); repeat for more", "NAME"
+    ),
+    OptionSpec("table", str, "table of a SQLite file", "NAME"),
+    OptionSpec("prefix", str, "text before the names of the new columns", "TEXT"),
+    OptionSpec("retry_failed", bool, "ask the rows again that have an error", has_no=False),
+    OptionSpec("strict", bool, "stop at the first row with an error", has_no=False),
+    OptionSpec(
+        "max_cost", float, "maximum cost of all rows in dollars (default: 5, if prices are known)"
+    ),
+    OptionSpec("max_calls", int, "maximum number of model requests of all rows"),
+    OptionSpec("max_tokens", int, "maximum total tokens of all rows, input plus output"),
+    OptionSpec("row_max_cost", float, "maximum cost of one row in dollars"),
+    OptionSpec("row_max_calls", int, "maximum number of requests of one row (default: 1000)"),
+    OptionSpec("row_max_tokens", int, "maximum total tokens of one row (default: 20000000)"),
+    OptionSpec("row_max_seconds", float, "maximum time of one row, in seconds (default: 1800)"),
+    *(option for option in SETTINGS if option.name not in _NOT_HERE),
+)
+_CODES = {
+    "limit": ExitCode.CUT_SHORT,
+    "stopped": ExitCode.CUT_SHORT,
+    "suspended": ExitCode.SUSPENDED,
+    "failed": ExitCode.ERROR,
+}
+
+
+def run(
+    words: list[str],
+    out: str | None = None,
+    answer_schema: str | None = None,
+    column: list[str] | None = None,
+    table: str | None = None,
+    prefix: str | None = None,
+    retry_failed: bool | None = None,
+    strict: bool | None = None,
+    **given: Any,
+) -> int:
+    """``ramify map``."""
+    of_row = {name: given.pop(f"row_{name}") for name in _OF_ROWS}
+    settings = fill(given, KINDS)
+    notes = StderrNotes(bool(settings.get("quiet")), bool(settings.get("verbose")))
+    notes.take_warnings()
+    collect_warnings()
+    for line in unknown_variables(KINDS):
+        notes.warning(line)
+    form = form_of(settings.get("progress"), notes)
+    if len(words) < 2:
+        raise UsageError("no rows: ramify map QUESTION ROWS… --out FILE")
+    if out is None:
+        raise UsageError("no output: give --out FILE, with the ending .jsonl, .csv or .parquet")
+    if not settings.get("model"):
+        write(NO_MODEL.replace("ramify ask", "ramify map"))
+        return ExitCode.USAGE
+    question, *paths = words
+    request = MapRequest(
+        question=question,
+        answer_type=read_schema(answer_schema),
+        columns=tuple(column or ()),
+        prefix=prefix or "",
+        out=Path(out).expanduser(),
+        budget=budget_of(*(settings.get(name) for name in ("max_calls", "max_tokens", "max_cost"))),
+        retry_failed=bool(retry_failed),
+        strict=bool(strict),
+    )
+    source = open_paths(paths, table)
+    row_settings = {**settings, **of_row, "branches": 1}
+    with (
+        exporting(notes),
+        ProgressScreen(notes, form, has_lines=True) as screen,
+        mcp_tools(settings) as tools,
+    ):
+        rlm = make_rlm(row_settings, sandbox_spec(settings), open_store(settings), tools)
+        map_run = MapRun(rlm, source, request)
+        interrupts = _MapInterrupts(map_run, notes)
+        try:
+            result = asyncio.run(interrupts.watched())
+        except asyncio.CancelledError:
+            screen.clear()
+            notes.say("ramify: stopped; the same command continues the map")
+            return interrupts.code
+        screen.clear()
+    return _report(result, notes, as_json=bool(settings.get("json")), stopped_by=interrupts.code)
+
+
+class _MapInterrupts:
+    """Handlers of Ctrl-C and SIGTERM while a map is in progress."""
+
+    def __init__(self, map_run: MapRun, notes: StderrNotes) -> None:
+        self.code = ExitCode.CUT_SHORT
+        self._run = map_run
+        self._notes = notes
+        self._count = 0
+
+    async def watched(self) -> MapResult:
+        with self._caught(asyncio.current_task()):
+            return await self._run.run()
+
+    @contextlib.contextmanager
+    def _caught(self, task: asyncio.Task[Any] | None) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        on_signal(signal.SIGINT, lambda: self._interrupted(task))
+        on_signal(signal.SIGTERM, self._terminated)
+        try:
+            yield
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+            loop.remove_signal_handler(signal.SIGTERM)
+
+    def _interrupted(self, task: asyncio.Task[Any] | None) -> None:
+        self._count += 1
+        if self._count == 1:
+            self._notes.say("ramify: waiting for the rows in progress; Ctrl-C again to stop now")
+            self._run.stop("it was stopped by Ctrl-C")
+            return
+        self.code = ExitCode.STOPPED
+        if task is not None:
+            task.cancel()
+
+    def _terminated(self) -> None:
+        self.code = ExitCode.TERMINATED
+        self._run.stop("it was stopped by SIGTERM")
+
+
+def _report(
+    result: MapResult, notes: StderrNotes, *, as_json: bool, stopped_by: ExitCode
+) -> ExitCode:
+    if as_json:
+        fields = {**msgspec.structs.asdict(result), "usage": msgspec.to_builtins(result.usage)}
+        fields["map"] = fields.pop("id")
+        del fields["table"]
+        print(terminal_text.json_line(fields))
+    elif result.out:
+        print(result.out)
+    sys.stdout.flush()
+    notes.say(summary(result))
+    if result.stop == "done":
+        if result.num_failed:
+            error_line(
+                f"{many(result.num_failed, 'row')} of {result.num_rows:,} failed, with the reason "
+                f"in their error column; the same command with --retry-failed asks them again"
+            )
+            return ExitCode.NO_ANSWER
+        return ExitCode.ANSWERED
+    higher = " with a higher limit" if result.stop == "limit" else ""
+    error_line(f"{result.reason}; the same command{higher} continues the map")
+    return stopped_by if result.stop == "stopped" else _CODES[result.stop]
+
+
+def summary(result: MapResult) -> str:
+    """``10,000 rows · 9,990 answered, 10 failed · 10,004 calls · 1.2M tokens · $0.41 · 52 s``"""
+    usage = result.usage
+    counts = [f"{result.num_answered:,} answered"]
+    counts += [f"{result.num_failed:,} failed"] if result.num_failed else []
+    counts += [f"{result.num_missing:,} not asked"] if result.num_missing else []
+    bound = "at most " if usage.unknown_calls else ""
+    parts = [
+        many(result.num_rows, "row"),
+        ", ".join(counts),
+        many(usage.calls, "call"),
+        f"{bound}{terminal_text.count(usage.total_tokens)} tokens",
+        bound * (result.cost is not None) + terminal_text.dollars(result.cost),
+        terminal_text.seconds(result.seconds),
+        f"map {result.id}",
+    ]
+    return " · ".join(parts)
+
+
+COMMAND = CommandSpec(
+    "map",
+    """\
+Ask QUESTION of each row of ROWS: a JSONL, CSV, Parquet or SQLite file, a folder of text files, or
+several of them with the same columns. The row is the context; or QUESTION is a template over
+columns, as in "Is {subject} a complaint?".
+
+FILE, which is printed, gets the rows in their order, with the answers as new columns and an error
+column. Equal rows are asked once. After Ctrl-C, a kill or a full disk, the same command continues at the rows that are
+missing, and pays nothing twice. The exit code is 0 if every row has an answer, 4 if some have an
+error, 3 after a limit or Ctrl-C, and 5 if a person must remove a cause first.""",
+    run,
+    "QUESTION ROWS…",
+    max_words=None,
+    options=OPTIONS,
+)
