@@ -223,9 +223,9 @@ several of them with the same columns. The row is the context; or QUESTION is a 
 columns, as in "Is {subject} a complaint?".
 
 FILE, which is printed, gets the rows in their order, with the answers as new columns and an error
-column. Equal rows are asked once. After Ctrl-C, a kill or a full disk, the same command continues at the rows that are
-missing, and pays nothing twice. The exit code is 0 if every row has an answer, 4 if some have an
-error, 3 after a limit or Ctrl-C, and 5 if a person must remove a cause first.""",
+column. Equal rows are asked once. After Ctrl-C, a kill or a full disk, the same command continues
+at the rows that are missing, and pays nothing twice. The exit code is 0 if every row has an answer,
+4 if some have an error, 3 after a limit or Ctrl-C, and 5 if a person must remove a cause first.""",
     run,
     "QUESTION ROWS…",
     max_words=None,

@@ -113,7 +113,8 @@ class MapResult(msgspec.Struct, frozen=True):
     out: str = ""
     """File of the output; empty if there is none."""
     table: Any = None
-    """The rows with their answers, as a table of the kind that was given, unless a file was written."""
+    """The rows with their answers, as a table of the kind that was given; None if there is a
+    file."""
 
 
 class _Pending:
@@ -478,8 +479,8 @@ class MapRun:
         return " · ".join(filter(None, parts))
 
     async def _finish(self, rows: Iterator[Row]) -> None:
-        """Write the remaining rows: after the budget is used up, rows that are answered, and others with
-        an error that says that they were not asked."""
+        """Write the remaining rows after the budget is used up. Those that are not answered have an
+        error that says so."""
         why = f"not asked: {self._reason}"
         left, self._slots = self._slots, deque()
         for row, pending in left:
