@@ -181,17 +181,17 @@ class RLM:
 
     @contextlib.asynccontextmanager
     async def direct_calls(
-        self, budget: Limits, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
+        self, shared: Limits, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> AsyncIterator[DirectCalls]:
-        """Plain calls outside of any run, for many small questions that share ``budget``:
-        its calls, tokens and dollars. The limits of this RLM hold for each question."""
+        """Plain calls outside of any run, for many small questions. ``shared`` limits the
+        calls, tokens and dollars of all of them; the limits of this RLM hold for each."""
         chosen = self._options.updated(options, changes)
         async with self._shared.use() as resources:
             setup = self._setup.for_run(chosen)
             models = await setup.connect(resources)
-            check_prices(budget, models.all)
+            check_prices(shared, models.all)
             is_priced = any(client.price is not None for client in models.all)
-            ledger = Ledger(budget, priced=is_priced, owner="map")
+            ledger = Ledger(shared, priced=is_priced, owner="map")
             yield DirectCalls(setup, models, resources.pool, ledger)
 
     # --- questions --------------------------------------------------------------------------------

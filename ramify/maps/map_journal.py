@@ -328,7 +328,8 @@ class MapStore:
         exact = [path for path in found if path.stem == name]
         if len(found) > 1 and not exact:
             raise UnknownRun(f"'{name}' begins the ids of {len(found)} maps: give more of it")
-        return (exact or found or [None])[0]
+        chosen = exact or found
+        return chosen[0] if chosen else None
 
     def is_alive(self, path: Path) -> bool:
         """Whether a process is writing the map now."""

@@ -269,10 +269,10 @@ class SessionMeans(RowMeans):
         if result.stop is Stop.SUSPENDED or can_be_fixed(result.failure):
             cause = result.failure or RamifyError(result.error or "the run was suspended")
             return RowOutcome(error=result.error, cause=cause, cost=result.cost or 0.0)
-        error = result.error or (None if result.stop is Stop.FINAL else result.reason)
-        if result.answer is None and not error:
-            error = "the model gave None as its final answer"
-        return self._ended(asked, result.stop, jsonable(result.answer), error, result, began)
+        why = result.error or (None if result.stop is Stop.FINAL else result.reason)
+        if result.answer is None and not why:
+            why = "the model gave None as its final answer"
+        return self._ended(asked, result.stop, jsonable(result.answer), why, result, began)
 
     async def _result(self, asked: AskedRow) -> Result:
         question, rlm = asked.question, self._rlm

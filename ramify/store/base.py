@@ -40,8 +40,10 @@ class RunJournal(Protocol):
 
     id: str
     """Id of the run."""
-    trouble: StoreError | None
-    """Why the run should end soon, such as a full disk; None while all is well."""
+
+    @property
+    def trouble(self) -> StoreError | None:
+        """Why the run should end soon, such as a full disk; None while all is well."""
 
     @property
     def is_empty(self) -> bool:

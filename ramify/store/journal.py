@@ -330,7 +330,7 @@ def _not_on_disk(path: Path, error: OSError) -> StoreError:
 _encoder = msgspec.json.Encoder()
 
 
-def encode_line(event: AnyEvent, secrets: SecretRedactor) -> bytes:
+def encode_line(event: msgspec.Struct, secrets: SecretRedactor) -> bytes:
     """``event`` as JSON with a newline."""
     if (
         type(event) is ReplyReceived
@@ -345,7 +345,9 @@ def encode_line(event: AnyEvent, secrets: SecretRedactor) -> bytes:
     return _plain_line(event, secrets) if secrets.found_in(line) else line + b"\n"
 
 
-def _plain_line(event: AnyEvent, secrets: SecretRedactor, cause: Exception | None = None) -> bytes:
+def _plain_line(
+    event: msgspec.Struct, secrets: SecretRedactor, cause: Exception | None = None
+) -> bytes:
     try:
         plain = msgspec.to_builtins(event)
         # A session may return any value, but log-probabilities must be numbers.
