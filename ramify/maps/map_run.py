@@ -16,6 +16,7 @@ ends, and the same map continues later. Not here: what a journal says (``recorde
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections import deque
@@ -31,7 +32,7 @@ from ramify.engine.question import Question
 from ramify.engine.recorded_values import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
-from ramify.errors import ConfigError, LimitReached, StoreError, can_be_fixed
+from ramify.errors import ConfigError, LimitReached, StoreError, UnknownRun, can_be_fixed
 from ramify.maps.map_journal import (
     EqualRow,
     MapContinued,
@@ -48,7 +49,8 @@ from ramify.maps.recorded_map import RecordedMap, recorded_reply
 from ramify.maps.row_question import RowProblem, RowQuestion
 from ramify.maps.rows import Row, RowTable
 from ramify.progress import report_progress
-from ramify.store.store import Store, summarise
+from ramify.store.store import Store
+from ramify.store.summary import summarise
 from ramify.types.message import Reply, Usage
 
 _MAX_AHEAD = 10_000
@@ -274,9 +276,10 @@ class MapRun:
         if recorded.usage.calls:
             ledger.charge(recorded.usage, cost)
         for question in recorded.open.values():
-            path = store.path(question.run) if question.run and isinstance(store, Store) else None
-            if path is not None:
-                summary = summarise(path)
+            if not question.run or not isinstance(store, Store):
+                continue
+            with contextlib.suppress(UnknownRun):  # it was deleted, so what it cost is not known
+                summary = summarise(store.stored(question.run))
                 ledger.charge(summary.usage, summary.cost)
         limit = ledger.limit
         has_price = calls.client.price is not None
