@@ -43,7 +43,10 @@ from ramify.maps.rows import open_paths
 
 _OF_ROWS = ("max_cost", "max_calls", "max_tokens", "max_seconds")
 """Limits that a map has for all rows or for each row, and ``ask`` for its question."""
-_NOT_HERE = ("branches", "cite", "cache", *_OF_ROWS)
+_NOT_HERE = (
+    *("branches", "cite", "cache", "max_bytes", "allow_private", "strict"),
+    *_OF_ROWS,
+)
 """Settings of ``ask`` that a map does not have, or has in another sense."""
 OPTIONS = (
     OptionSpec("out", str, "output: .jsonl, .csv, .tsv or .parquet", "FILE", "-o"),

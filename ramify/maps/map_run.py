@@ -233,7 +233,12 @@ class MapRun:
     def _open_journal(self, calls: DirectCalls) -> tuple[MapJournal, RecordedMap]:
         """Return the journal of this map, new or continued, and what it says."""
         store, out = self.rlm.store, self.request.out
-        maps = MapStore(store.root) if isinstance(store, Store) else None
+        if store is not None and not isinstance(store, Store):
+            raise ConfigError(
+                f"a map is kept in the folder of a store, and a {type(store).__name__} has none: "
+                "give ramify.Store(), or no store"
+            )
+        maps = None if store is None else MapStore(store.root)
         headers = [] if maps is None else list(maps.headers())
         found = next((path for path, header in headers if header.key == self._key), None)
         if out is not None and out.exists():
