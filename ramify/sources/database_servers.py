@@ -3,6 +3,8 @@ and ``sql(query, db=…)`` in the server's dialect.
 
     postgresql://user@host/shop    password: in the URL, PGPASSWORD, or ~/.pgpass
     mysql://user@host/shop         password: in the URL, or MYSQL_PWD
+    …/shop?sslmode=verify-full     options of TLS, by the names of each database's tools; others are
+                                   refused
 
 Every query is a read-only transaction that is rolled back, has a time limit on the server and one
 here (the process that waits for it is killed), and is bounded in rows and bytes. The password is
@@ -18,7 +20,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 import msgspec
 
@@ -46,8 +48,8 @@ class ServerAddress(msgspec.Struct, frozen=True):
     user: str
     password: str
     database: str
-    options: str = ""
-    """Query of the URL, such as ``sslmode=require``."""
+    options: dict[str, str] = {}
+    """Options of the URL by name, such as ``sslmode``: ``require``."""
 
     @property
     def shown(self) -> str:
@@ -72,12 +74,15 @@ def is_server(name: str) -> bool:
 
 
 def without_password(name: str) -> str:
-    """The URL as it may be recorded: without password."""
+    """The URL as it may be recorded: without password, and with the options that are obeyed."""
     if not is_server(name):
         return name
     scheme, _, rest = name.partition("://")
     login, at, place = rest.rpartition("@")
-    return f"{scheme}://{login.partition(':')[0]}{at}{place}".partition("?")[0]
+    place, _, query = place.partition("?")
+    options = [(each, value) for each, value in parse_qsl(query) if _plain_option(each) in _OPTIONS]
+    kept = f"?{urlencode(options, safe='/')}" if options else ""
+    return f"{scheme}://{login.partition(':')[0]}{at}{place}{kept}"
 
 
 def read_server(url: str, loading: SourceLoader) -> None:
@@ -87,8 +92,11 @@ def read_server(url: str, loading: SourceLoader) -> None:
         text, num_tables = _described(address)
     except (ValueError, PermissionError, TimeoutError) as error:
         reason = str(error).removeprefix("sql: ")
+        variable = _PASSWORD_VARIABLES[address.kind]
+        remedy = f"; set {variable} if it needs a password" if not address.password else ""
         raise SourceError(
-            f"{address.shown} cannot be read: {reason}; check address, user and password"
+            f"{address.shown} cannot be read: {reason}; check address and user"
+            f"{remedy or ' and password'}"
         ) from None
     name, number = address.database, 2
     while name in loading.servers or name in loading.databases:
@@ -113,26 +121,62 @@ def parse_address(url: str) -> ServerAddress:
         port = parts.port
     except ValueError:
         raise SourceError(f"{shown} is not an address: write postgresql://user@host/name") from None
-    is_postgres = parts.scheme.startswith("postgres")
+    kind = "postgresql" if parts.scheme.startswith("postgres") else "mysql"
     database = unquote(parts.path.strip("/"))
     if not database:
         raise SourceError(f"{shown} names no database: write {parts.scheme}://user@host/name")
     password = unquote(parts.password or "")
     if password:
         remember("the password of a database", password)
-    elif is_postgres:
-        password = os.environ.get("PGPASSWORD", "")
     else:
-        password = os.environ.get("MYSQL_PWD", "")
+        password = os.environ.get(_PASSWORD_VARIABLES[kind], "")
+        if password:
+            remember(_PASSWORD_VARIABLES[kind], password)
     return ServerAddress(
-        "postgresql" if is_postgres else "mysql",
+        kind,
         parts.hostname or "localhost",
-        port or (5432 if is_postgres else 3306),
+        port or (5432 if kind == "postgresql" else 3306),
         unquote(parts.username or ""),
         password,
         database,
-        parts.query,
+        _options(kind, parts.query, shown),
     )
+
+
+_PASSWORD_VARIABLES = {"postgresql": "PGPASSWORD", "mysql": "MYSQL_PWD"}
+_OPTIONS_OF = {
+    "postgresql": ("sslmode", "sslrootcert", "sslcert", "sslkey", "channel-binding"),
+    "mysql": ("ssl-mode", "ssl-ca", "ssl-cert", "ssl-key"),
+}
+"""Options of a URL that are obeyed: those of TLS. Others could undo the limits."""
+_OPTIONS = frozenset(name for names in _OPTIONS_OF.values() for name in names)
+_MYSQL_MODES = ("DISABLED", "PREFERRED", "REQUIRED", "VERIFY_CA", "VERIFY_IDENTITY")
+
+
+def _plain_option(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def _options(kind: str, query: str, shown: str) -> dict[str, str]:
+    """Read the options of a URL. Raises SourceError for one that would not be obeyed."""
+    options = {_plain_option(name): value for name, value in parse_qsl(query)}
+    names = _OPTIONS_OF[kind]
+    for name in options:
+        if "passw" in name:
+            raise SourceError(
+                f"{shown} has an option {name!r}: give passwords in {_PASSWORD_VARIABLES[kind]}"
+            )
+        if name not in names:
+            raise SourceError(
+                f"{shown} has an option {name!r}, which is not obeyed here: remove it; those of "
+                f"TLS are ({', '.join(names)})"
+            )
+    if "ssl-key" in options and "ssl-cert" not in options:
+        raise SourceError(f"{shown} has an ssl-key without ssl-cert: give both")
+    mode = options.get("ssl-mode", "")
+    if mode and mode.upper() not in _MYSQL_MODES:
+        raise SourceError(f"{shown} has ssl-mode={mode}: write one of {', '.join(_MYSQL_MODES)}")
+    return options
 
 
 def query_server(
@@ -204,12 +248,9 @@ def _postgresql(asked: ServerQuestion) -> list[tuple[Any, ...]]:
     except ImportError:
         raise ValueError("asking PostgreSQL needs pip install 'ramify[inputs]'") from None
     try:
-        settings: dict[str, Any] = psycopg.conninfo.conninfo_to_dict(
-            f"postgresql:///?{address.options}"
-        )
         given: dict[str, Any] = {"user": address.user, "password": address.password}
         given = {name: value for name, value in given.items() if value}
-        given |= {name: settings[name] for name in _KEPT_OPTIONS if name in settings}
+        given |= {name.replace("-", "_"): value for name, value in address.options.items()}
         with psycopg.connect(
             host=address.host,
             port=address.port,
@@ -235,10 +276,6 @@ def _postgresql(asked: ServerQuestion) -> list[tuple[Any, ...]]:
         raise ValueError(f"sql: {_without(address, error)}") from None
 
 
-_KEPT_OPTIONS = ("sslmode", "sslrootcert")
-"""Options of a URL that PostgreSQL's client gets: others could undo the limits."""
-
-
 def _mysql(asked: ServerQuestion) -> list[tuple[Any, ...]]:
     address = asked.address
     try:
@@ -258,8 +295,9 @@ def _mysql(asked: ServerQuestion) -> list[tuple[Any, ...]]:
             local_infile=False,
             charset="utf8mb4",
             cursorclass=pymysql.cursors.SSCursor,
+            **_mysql_tls(address.options),
         )
-    except (pymysql.Error, RuntimeError) as error:
+    except (pymysql.Error, OSError, RuntimeError) as error:
         raise ValueError(f"sql: {_without(address, error)}") from None
     try:
         with connection.cursor() as cursor:
@@ -276,6 +314,25 @@ def _mysql(asked: ServerQuestion) -> list[tuple[Any, ...]]:
         raise kind(f"sql: {_without(address, error)}") from None
     finally:
         connection._force_close()  # not close(), which would read the rest of the rows
+
+
+def _mysql_tls(options: Mapping[str, str]) -> dict[str, Any]:
+    """The options of TLS for the driver, with the meaning that they have for MySQL's tools. Without
+    any, TLS is used if the server offers it, and its certificate is not verified."""
+    authority = options.get("ssl-ca")
+    mode = options.get("ssl-mode", "").upper() or ("VERIFY_CA" if authority else "PREFERRED")
+    if mode == "DISABLED":
+        return {"ssl_disabled": True}
+    if mode == "PREFERRED" and not options.keys() & {"ssl-ca", "ssl-cert", "ssl-key"}:
+        return {}
+    import ssl
+
+    context = ssl.create_default_context(cafile=authority)
+    context.check_hostname = mode == "VERIFY_IDENTITY"
+    context.verify_mode = ssl.CERT_REQUIRED if mode.startswith("VERIFY") else ssl.CERT_NONE
+    if "ssl-cert" in options:
+        context.load_cert_chain(options["ssl-cert"], options.get("ssl-key"))
+    return {"ssl": context}
 
 
 _READING = ("select", "with", "show", "describe", "explain", "values", "table")

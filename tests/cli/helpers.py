@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,3 +77,17 @@ class Shell:
 
     def ask(self, script: list[Any], *arguments: str, stdin: str | None = None, **env: str) -> Done:
         return self.run("ask", "--model", self.model(script), *arguments, stdin=stdin, **env)
+
+
+def wait_for_second_request(shell: Shell) -> None:
+    for _ in range(10_000):
+        journals = list((shell.folder / "store/runs").glob("*.jsonl"))
+        if journals and journals[0].read_text().count('"type":"Requested"') == 2:
+            break
+        time.sleep(0.01)
+
+
+def kill_at_second_request(shell: Shell, process: subprocess.Popen[bytes]) -> None:
+    wait_for_second_request(shell)
+    process.kill()
+    process.communicate()

@@ -6,11 +6,18 @@ import json
 import re
 import sqlite3
 import subprocess
-import time
 
 import pytest
 
-from tests.cli.helpers import COMMAND, SESSION_SCRIPT, Done, Shell, code
+from tests.cli.helpers import (
+    COMMAND,
+    SESSION_SCRIPT,
+    Done,
+    Shell,
+    code,
+    kill_at_second_request,
+    wait_for_second_request,
+)
 
 COLUMNS = ["run", "when", "question", "model", "stop", "calls", "tokens", "cost", "seconds"]
 COLUMNS += ["by reference"]
@@ -126,20 +133,6 @@ def test_replay_reports_differences(shell: Shell) -> None:
     assert found["same"] is False
     assert any(line.startswith("the answer was ") for line in found["differences"])
     assert "different in" in shell.run("replay", "last").out
-
-
-def wait_for_second_request(shell: Shell) -> None:
-    for _ in range(10_000):
-        journals = list((shell.folder / "store/runs").glob("*.jsonl"))
-        if journals and journals[0].read_text().count('"type":"Requested"') == 2:
-            break
-        time.sleep(0.01)
-
-
-def kill_at_second_request(shell: Shell, process: subprocess.Popen[bytes]) -> None:
-    wait_for_second_request(shell)
-    process.kill()
-    process.communicate()
 
 
 def test_resume_continues_a_killed_run(shell: Shell) -> None:

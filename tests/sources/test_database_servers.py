@@ -15,6 +15,8 @@ import pytest
 from ramify.errors import SourceError
 from ramify.sources.database_servers import parse_address, without_password
 from ramify.sources.load_sources import load
+from tests.cli.helpers import Shell, code, kill_at_second_request
+from tests.clients.helpers import self_signed
 
 pytestmark = pytest.mark.slow  # starting a server takes longer than its tests
 PASSWORD = "corr3ct-h0rse"
@@ -164,6 +166,7 @@ def mysql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     install, server = _program("mariadb-install-db"), _program("mariadbd")
     folder = tmp_path_factory.mktemp("maria")
+    certificate, key = self_signed(folder)
     own = ["--no-defaults", f"--datadir={folder / 'data'}"]
     user = [f"--user={'root' if os.getuid() == 0 else os.environ.get('USER', '')}"]
     subprocess.run(
@@ -182,6 +185,8 @@ def mysql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             "--bind-address=127.0.0.1",
             f"--socket={folder / 's'}",
             f"--pid-file={folder / 'pid'}",
+            f"--ssl-cert={certificate}",
+            f"--ssl-key={key}",
         ],
         stderr=subprocess.DEVNULL,
     )
@@ -218,9 +223,131 @@ def test_mysql_is_described_and_only_read(mysql: str, tmp_path: Path):
     assert sql("SELECT count(*) FROM orders") == [(2,)]
 
 
+def test_tls_to_mysql_is_as_the_url_says(mysql: str, tmp_path_factory: pytest.TempPathFactory):
+    (authority,) = tmp_path_factory.getbasetemp().glob("maria0/cert.pem")
+    other, _ = self_signed(tmp_path_factory.mktemp("other"))
+    named = mysql.replace("127.0.0.1", "localhost")  # the name in the certificate
+
+    def cipher(url: str) -> str:
+        ((_, used),) = load([url]).tools["sql"]("SHOW STATUS LIKE 'Ssl_cipher'")
+        return str(used)
+
+    assert cipher(f"{mysql}?ssl-mode=DISABLED") == ""
+    assert cipher(f"{mysql}?ssl_mode=required")
+    assert cipher(f"{mysql}?ssl-mode=VERIFY_CA&ssl-ca={authority}")
+    assert cipher(f"{named}?ssl-mode=VERIFY_IDENTITY&ssl-ca={authority}")
+    for url, reason in {
+        f"{mysql}?ssl-mode=VERIFY_IDENTITY&ssl-ca={authority}": "certificate is not valid for",
+        f"{mysql}?ssl-mode=VERIFY_CA&ssl-ca={other}": "certificate verify failed",
+        f"{mysql}?ssl-ca={other}": "certificate verify failed",
+        f"{mysql}?ssl-mode=VERIFY_CA": "certificate verify failed",
+        f"{mysql}?ssl-ca=/no/such/file": "No such file",
+    }.items():
+        with pytest.raises(SourceError, match=r"cannot be read: ") as caught:
+            load([url])
+        assert reason in str(caught.value)
+        assert PASSWORD not in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_tls_to_postgresql_is_as_the_url_says(postgres: str):
+    """This server has no TLS."""
+    assert load([f"{postgres}?sslmode=prefer"]).tools
+    with pytest.raises(SourceError, match="does not support SSL"):
+        load([f"{postgres}?sslmode=require"])
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("mysql://db/shop?ssl-mode=MAYBE", "write one of DISABLED, PREFERRED"),
+        ("mysql://db/shop?ssl-key=k.pem", "ssl-key without ssl-cert"),
+        ("mysql://db/shop?local_infile=1", "'local-infile', which is not obeyed here"),
+        ("mysql://db/shop?init_command=DROP", "'init-command', which is not obeyed here"),
+        ("mysql://db/shop?sslmode=require", "those of TLS are (ssl-mode"),
+        ("postgresql://db/shop?options=-c%20x=y", "'options', which is not obeyed here"),
+        ("postgresql://db/shop?host=/tmp", "'host', which is not obeyed here"),
+        ("postgresql://db/shop?password=s3cret", "give passwords in PGPASSWORD"),
+        ("mysql://db/shop?passwd=s3cret", "give passwords in MYSQL_PWD"),
+        ("mysql://db/shop?ssl-key-password=s3cret", "give passwords in MYSQL_PWD"),
+    ],
+)
+def test_an_option_is_obeyed_or_refused(address: str, expected: str):
+    with pytest.raises(SourceError) as caught:
+        parse_address(address)
+    assert expected in str(caught.value)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_the_password_is_nowhere_but_in_the_process_that_asks(
+    postgres: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    """It is searched for in whatever a run leaves or prints, and in what other users of the machine
+    can see."""
+    shell = Shell(tmp_path)
+    shell.env["RAMIFY_LOG"] = "debug"
+    query = "sql('SELECT sum(price) FROM orders')"
+    script = [code(f"x = {query}; print(x)"), code("sql('SELECT nonsense')"), code("FINAL(x)")]
+    done = shell.ask(script, "-v", "--no-direct", "sum?", postgres)
+    assert (done.code, "5.5" in done.out) == (0, True), done
+    printed = [
+        done,
+        shell.run("show", "last", "--json"),
+        shell.run("show", "last", "-v"),
+        shell.run("runs"),
+        shell.run("view", "last", "--export", "run.html"),
+        shell.ask(script, "sum?", postgres.replace("/postgres", "/nothing")),
+        shell.ask(script, "--dry-run", "sum?", postgres),
+    ]
+    seen = [text for each in printed for text in (each.out, each.err)]
+    stored = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(b"SELECT sum(price)" in data for data in stored)
+    assert not [text for text in seen if PASSWORD in text]
+    assert not [data for data in stored if PASSWORD.encode() in data]
+
+    sql = load([postgres]).tools["sql"]  # its process is idle afterwards, and alive
+    assert sql("SELECT 1") == [(1,)]
+    children = [
+        Path(f"/proc/{pid}")
+        for task in Path("/proc/self/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    ]
+    commands = [(child / "cmdline").read_bytes() for child in children]
+    assert any(b"database_servers" in command for command in commands)
+    assert not [command for command in commands if PASSWORD.encode() in command]
+    assert not [c for c in children if PASSWORD.encode() in (c / "environ").read_bytes()]
+
+
+def test_resume_asks_the_server_again_and_needs_the_password_again(postgres: str, tmp_path: Path):
+    shell = Shell(tmp_path)
+    process = shell.start(
+        "ask",
+        "-v",
+        "-m",
+        shell.model([code("x = 1"), {"fail": "stalled"}]),
+        "sum?",
+        f"{postgres}?sslmode=prefer",
+    )
+    kill_at_second_request(shell, process)
+    shell.model([code("FINAL(sql('SELECT sum(price) FROM orders'))")])
+    done = shell.run("ask", "--resume", "last", "-q")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.count("\n") == 1
+    assert "set PGPASSWORD if it needs a password" in done.err
+    done = shell.run("ask", "--resume", "last", "-q", PGPASSWORD=PASSWORD)
+    assert (done.code, "5.5" in done.out) == (0, True), done
+    replayed = shell.run("replay", "last", PGPASSWORD=PASSWORD)
+    assert replayed.code == 0, replayed
+    refused = shell.run("replay", "last")
+    assert "set PGPASSWORD if it needs a password" in refused.err
+
+
 def test_addresses_are_shown_without_password():
     url = "postgresql://ann:p@ss:w/ord@db.example/shop?sslmode=require&password=zzz"
-    assert without_password(url) == "postgresql://ann@db.example/shop"
+    assert without_password(url) == "postgresql://ann@db.example/shop?sslmode=require"
+    assert without_password("mysql://a:b@h/s?SSL_CA=/a%20b.pem&x=y") == (
+        "mysql://a@h/s?SSL_CA=/a+b.pem"
+    )
     assert parse_address("mysql://ann@db/shop").port == 3306
     with pytest.raises(SourceError, match="names no database"):
         parse_address("mysql://ann:secret-word@db")
