@@ -30,7 +30,12 @@ from ramify.engine.resources import LoopResources, RlmSetup, RunModels
 from ramify.engine.rlm_call import RlmCall
 from ramify.errors import ConfigError, HostCallError, RamifyError, raised_at
 from ramify.sandbox.base import SharedContext
-from ramify.types.picture import MAX_PICTURES, MAX_REQUEST_BYTES, pictures_in
+from ramify.types.picture import (
+    MAX_PICTURES,
+    MAX_REQUEST_BYTES,
+    has_pictures,
+    pictures_in,
+)
 from ramify.types.trajectory import Fork, Stop
 
 WayToAnswer = Literal["plain call", "session", "conversations"]
@@ -72,7 +77,13 @@ def way_to_answer(
 
 
 def check_pictures(question: Question, models: RunModels) -> None:
-    """Raise ConfigError if the context has pictures, and no model of the run reads them."""
+    """Raise ConfigError if the context has pictures, and their bytes were not given, or no model of
+    the run reads them."""
+    if not question.pictures and has_pictures(question.context):
+        raise ConfigError(
+            "the context has pictures without their bytes: give the object that ramify.load "
+            "returns, and not its context"
+        )
     if question.pictures and all(models.sees(client) is False for client in models.all):
         raise ConfigError(f"the context has pictures, and {models.blind(models.rlm(0))}")
 

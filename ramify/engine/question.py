@@ -357,8 +357,8 @@ def _refuse_pictures(context: Any) -> None:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind in _PICTURES:
                 raise ConfigError(
-                    f"the context has a part of type '{kind}': only text is read, so give the text "
-                    "of the picture or recording"
+                    f"the context has a part of type '{kind}', and of messages only text is "
+                    "read: give the picture's file with ramify.load(path), or its text"
                 )
 
 

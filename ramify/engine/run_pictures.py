@@ -75,8 +75,8 @@ class RunPictures:
         if digest is None and not isinstance(value, bytes):
             raise HostCallError(
                 "TypeError",
-                f"{at} is a {type(value).__name__}: give a picture of the context, which is a "
-                "dict with the key 'picture', or the bytes of a PNG, JPEG or WebP file",
+                f"{at} is a {type(value).__name__}: give a picture of the context as it is "
+                "there, with all its keys, or the bytes of a PNG, JPEG or WebP file",
             )
         try:
             if digest is None:

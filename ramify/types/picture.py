@@ -12,6 +12,7 @@ tokens they are (see ``clients/vision.py``).
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -28,6 +29,9 @@ MAX_PICTURES = 20
 ones."""
 MAX_REQUEST_BYTES = 20_000_000
 """Maximum size of all pictures of a request. Anthropic's API accepts 32 MB with base64."""
+_KEYS = {"picture", "name", "kind", "width", "height", "bytes"}
+"""Keys of a picture's value."""
+_NUM_CHECKED = 1000
 _MAX_DEPTH = 8
 """Pictures that are nested deeper in a context are not found."""
 _FRAMES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
@@ -179,8 +183,20 @@ def _webp(data: bytes) -> PictureSize:
 def digest_in(value: Any) -> str | None:
     """Digest of a picture's value, or None for another value. The value may come from a
     session."""
-    digest = value.get("picture") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or value.keys() != _KEYS:
+        return None
+    digest = value["picture"]
     return digest if isinstance(digest, str) and len(digest) == 64 else None
+
+
+def has_pictures(context: Any) -> bool:
+    """True if a context is a picture or has some among its first items."""
+    if digest_in(context) is not None:
+        return True
+    if not isinstance(context, dict | list | tuple):
+        return False
+    items = context.values() if isinstance(context, dict) else context
+    return any(digest_in(item) is not None for item in itertools.islice(items, _NUM_CHECKED))
 
 
 def pictures_in(value: Any) -> list[dict[str, Any]]:

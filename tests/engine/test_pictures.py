@@ -95,9 +95,13 @@ def test_a_session_shows_pictures_of_the_context_and_its_own_bytes(tmp_path):
 @pytest.mark.parametrize(
     ("images", "error"),
     [
-        ("[{'picture': '0' * 64}]", "ValueError: images[0][0] is not a picture of this run"),
+        (
+            "[{**context, 'picture': '0' * 64}]",
+            "ValueError: images[0][0] is not a picture of this run",
+        ),
         ("[b'GIF89a']", "ValueError: images[0][0] is not a PNG, JPEG or WebP picture"),
         ("[3]", "TypeError: images[0][0] is a int: give a picture of the context"),
+        ("[{'picture': context['picture']}]", "is a dict: give a picture of the context as it is"),
         ("7", "TypeError"),
         ("[context] * 21", "ValueError: images[0]: 21 pictures, and one request takes at most 20"),
     ],
@@ -131,6 +135,32 @@ def test_a_model_without_vision_refuses_before_anything_is_sent(tmp_path):
     ):
         rlm.completion(load([saved(tmp_path)]), CHART)
     assert not client.requests
+
+
+def test_the_context_of_a_load_without_its_pictures_is_refused(tmp_path):
+    client = ScriptedClient(["no"])
+    with ramify.RLM(client) as rlm, pytest.raises(ConfigError, match="pictures without their byt"):
+        rlm.completion(load([saved(tmp_path)]).context, CHART)
+    assert not client.requests
+
+
+def test_a_row_with_a_field_picture_is_no_picture():
+    rows = [{"picture": "0" * 64, "name": "a row of a table"}]
+    client = ScriptedClient(["a row"])
+    with ramify.RLM(client) as rlm:
+        assert rlm.completion(rows, "What is it?").answer == "a row"
+    assert "a row of a table" in client.requests[0].messages[-1].content
+
+
+def test_a_picture_beside_a_text_that_stays_in_its_file(tmp_path):
+    (tmp_path / "big.log").write_text("error\n" * 50_000)
+    cell = in_cell(
+        "FINAL([len(context['big.log']), llm_query('?', images=[context['chart.png']])])"
+    )
+    client = ScriptedClient([cell, "a chart"])
+    loaded = load([tmp_path / "big.log", saved(tmp_path)], mapped_bytes=100_000)
+    with ramify.RLM(client) as rlm:
+        assert rlm.completion(loaded, "?").answer == [300_000, "a chart"]
 
 
 def test_a_client_that_cannot_send_pictures_gets_none(tmp_path):

@@ -27,7 +27,10 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
 )
 def test_parts_that_are_not_text_are_refused(context: Any) -> None:
     model = client(["a cat"])
-    with rlm(model) as r, pytest.raises(ConfigError, match="only text is read") as error:
+    with (
+        rlm(model) as r,
+        pytest.raises(ConfigError, match="of messages only text is read") as error,
+    ):
         r.completion(context, "What is it?")
     assert model.requests == []
     assert "\n" not in str(error.value)
