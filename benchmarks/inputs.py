@@ -26,6 +26,7 @@ PARTS = (
     "search",
     "tables",
 )
+PARTS = ("tables", "values")
 
 
 def main() -> int:

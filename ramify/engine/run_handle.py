@@ -323,6 +323,8 @@ class RunHandle:
                 context = context if maps_files else context.unmapped()
             except SandboxError as error:  # about the caller's value
                 raise ConfigError(f"the context cannot be given to a session: {error}") from None
+            if large:
+                _ = context.digest  # takes a second per gigabyte, which would block the loop
             if blobs is not None:
                 blobs.put(context.buffer(), context.digest)
             return context

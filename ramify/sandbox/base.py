@@ -40,7 +40,8 @@ from ramify.sandbox.guest.mapped_text import MappedText as MappedText
 from ramify.sandbox.guest.tables import Column as Column
 from ramify.sandbox.guest.tables import NumberArray as NumberArray
 from ramify.sandbox.guest.tables import Table as Table
-from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueDecoder, ValueEncoder
+from ramify.sandbox.guest.values import CodecError, ValueDecoder, ValueEncoder
+from ramify.sandbox.guest.values import ProtocolError as ProtocolError
 from ramify.types.trajectory import Cell, FileReference
 
 _serials = itertools.count()

@@ -34,7 +34,6 @@ import msgspec
 
 from ramify.actors.answering_process import answer_requests
 from ramify.actors.run_messages import decode
-from ramify.sandbox.base import arrow_table, unpack_value
 from ramify.sources.query_process import QUERY_S, BoundedRows, QueryProcesses, answered, plain
 from ramify.sources.table_types import TableInfo, TableSource
 
@@ -237,6 +236,9 @@ class _Tables:
     def _open_value(self, each: TableSource) -> None:
         import pyarrow
 
+        # Here, as its import takes as long as that of DuckDB, and files do not need it.
+        from ramify.sandbox.base import ProtocolError, arrow_table, unpack_value
+
         try:
             if each.path not in self._contexts:
                 with open(each.path, "rb") as file:
@@ -245,7 +247,7 @@ class _Tables:
             value = self._contexts[each.path]
             table = arrow_table(value[each.member] if isinstance(value, dict) else value)
             table.validate()
-        except (pyarrow.ArrowException, OSError, LookupError, ValueError) as error:
+        except (pyarrow.ArrowException, ProtocolError, OSError, LookupError, ValueError) as error:
             raise ValueError(
                 f"the table {each.name} cannot be read here: {_one_line(error)}"
             ) from None

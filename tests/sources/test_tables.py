@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sqlite3
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,9 @@ import pyarrow.parquet
 import pytest
 
 from ramify.errors import SourceError
+from ramify.sources.duckdb_process import query_tables
 from ramify.sources.load_sources import LoadedContext, load
+from ramify.sources.table_types import TableSource
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +147,48 @@ def test_results_are_bounded(sql: Callable[..., Any]):
         sql("SELECT repeat('x', 100000) FROM range(1000)")
     with pytest.raises(ValueError, match=r"memory|ended the process"):
         sql("SELECT range(1000000000)")
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "SELECT sum(a.range * b.range % 7) FROM range(10000000) a, range(10000000) b",
+        "SELECT a.range FROM range(100000) a, range(100000) b ORDER BY hash(a.range, b.range)",
+        "SELECT a.range FROM range(100000) a, range(100000) b",
+        "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT max(n) FROM t",
+        "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT n FROM t",
+        "WITH RECURSIVE t(s) AS (SELECT 'x' UNION ALL SELECT s || s FROM t) SELECT s FROM t",
+        "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT t.n FROM t, range(9)) SELECT count(*) FROM t",
+    ],
+)
+def test_joins_and_recursion_without_end_are_stopped(query: str, tmp_path: Path):
+    (tmp_path / "sales.csv").write_text("id,n\n1,2\n")
+    tables = [TableSource("sales", str(tmp_path / "sales.csv"), "csv")]
+    with pytest.raises((TimeoutError, ValueError), match=r"^sql: .*(stopped|more than|ended)"):
+        query_tables(tables, query, limit_s=0.5)
+    assert query_tables(tables, "SELECT n FROM sales") == [(2,)]
+
+
+def test_file_that_changes_while_it_is_read_is_refused(folder: Path, tmp_path: Path):
+    path = tmp_path / "people.parquet"
+    shutil.copy(folder / "people.parquet", path)
+    is_over = threading.Event()
+
+    def replace_again_and_again() -> None:
+        while not is_over.is_set():
+            shutil.copy(folder / "people.parquet", tmp_path / "next")
+            os.replace(tmp_path / "next", path)
+
+    writer = threading.Thread(target=replace_again_and_again)
+    writer.start()
+    try:
+        with pytest.raises(
+            SourceError, match=r"people\.parquet changed while it was read: load it"
+        ):
+            load([path])
+    finally:
+        is_over.set()
+        writer.join()
 
 
 def test_file_that_changes_between_queries_is_noticed(tmp_path: Path):
