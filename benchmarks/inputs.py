@@ -25,8 +25,8 @@ PARTS = (
     "pictures",
     "search",
     "tables",
+    "values",
 )
-PARTS = ("tables", "values")
 
 
 def main() -> int:

@@ -5,7 +5,7 @@
 The frame has four columns of numbers and one of Arrow strings. The session imports pandas before
 the timed part. Memory is what all processes have beside the frame of the caller, in private pages
 and in the memory file of the context, which counts in full. It is compared with that of a session
-over a small frame of the same columns, because each session has a few megabytes of its own.
+over a small frame of the same columns, because each session needs a few megabytes anyway.
 """
 
 from __future__ import annotations
