@@ -220,7 +220,14 @@ class CellHost:
 
     def _question_and_context(self, prompt: str, value: Any) -> tuple[str, SharedContext | None]:
         if value is not None:
-            return prompt, SharedContext(value)
+            own = self._call.context
+            try:
+                has_files = own is not None and own.files
+                return prompt, SharedContext(own.with_texts(value) if own and has_files else value)
+            except (LookupError, SandboxError):  # a text that this session does not have
+                raise HostCallError(
+                    "ValueError", "contexts: a text in a file that is not in `context`"
+                ) from None
         if len(prompt) > MAX_QUESTION_CHARS:
             return (
                 f"{prompt[:500]} […] (this task is long: all of it is in `context`)",

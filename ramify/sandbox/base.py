@@ -40,7 +40,7 @@ from ramify.sandbox.guest.mapped_text import MappedText as MappedText
 from ramify.sandbox.guest.tables import Column as Column
 from ramify.sandbox.guest.tables import NumberArray as NumberArray
 from ramify.sandbox.guest.tables import Table as Table
-from ramify.sandbox.guest.values import CodecError, ValueDecoder, ValueEncoder
+from ramify.sandbox.guest.values import CodecError, FileDigest, ValueDecoder, ValueEncoder
 from ramify.sandbox.guest.values import ProtocolError as ProtocolError
 from ramify.types.trajectory import Cell, FileReference
 
@@ -145,6 +145,17 @@ class SharedContext:
         context._hold(value, [data], chars, files)
         return context
 
+    def with_texts(self, value: Any) -> Any:
+        """Return ``value``, which a session over this context has given, with the texts in files to
+        which it refers. Raises LookupError for one that is not in this context."""
+        if isinstance(value, FileDigest):
+            return _mapped_texts(self.value)[value.digest]
+        if isinstance(value, list | tuple):
+            return type(value)(map(self.with_texts, value))
+        if isinstance(value, dict):
+            return {key: self.with_texts(item) for key, item in value.items()}
+        return value
+
     def unmapped(self) -> SharedContext:
         """Return this context with the texts of its files in it, for a sandbox that cannot map
         files. Raises SandboxError if they are too large for that."""
@@ -194,6 +205,14 @@ def stays_in_files(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(isinstance(item, MappedText) for item in value.values())
     return isinstance(value, MappedText)
+
+
+def _mapped_texts(value: Any) -> dict[str, MappedText]:
+    """Return the texts of a context that stay in their files, by the digests of these."""
+    if isinstance(value, MappedText):
+        return {value.file.digest: value}
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return {digest: text for item in items for digest, text in _mapped_texts(item).items()}
 
 
 def _unmapped(value: Any) -> Any:

@@ -18,7 +18,6 @@ import os
 import stat
 from array import array
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -68,6 +67,10 @@ class ReferencedFile:
         finally:
             os.close(fd)
 
+    def check(self) -> None:
+        """Raise SourceError as ``open`` does."""
+        os.close(self.open())
+
     def open(self) -> int:
         """Return a descriptor for reading. Raises SourceError if the file is gone or has changed
         since it was read."""
@@ -103,6 +106,8 @@ def count_text(
 ) -> tuple[FileReference, TextCounts]:
     """Read the file behind ``fd`` once: its hash, and the characters and line ends in each block.
     ``on_bytes`` is called with the number of bytes read so far."""
+    from concurrent.futures import ThreadPoolExecutor
+
     before = os.fstat(fd)
     size = before.st_size
     start = len(codecs.BOM_UTF8) if os.pread(fd, 3, 0) == codecs.BOM_UTF8 else 0
@@ -120,9 +125,10 @@ def count_text(
             hashed.result()
             hashed = hashing.submit(digest.update, piece)
             at += len(piece)
-            if is_ascii and not piece.isascii():
-                is_ascii = False
-            if is_utf8 and not is_ascii:
+            is_plain = piece.isascii()
+            is_ascii = is_ascii and is_plain
+            # A plain piece is valid, unless the last one ended in the middle of a character.
+            if is_utf8 and (not is_plain or decoder.getstate()[0]):
                 try:
                     decoder.decode(piece, at >= size)
                 except UnicodeDecodeError:
@@ -131,7 +137,7 @@ def count_text(
                 block = piece[begin : begin + block_bytes]
                 lines_at.append(lines_at[-1] + block.count(b"\n"))
                 if is_utf8:
-                    leads = block if is_ascii else block.translate(None, _CONTINUATIONS)
+                    leads = block if is_plain else block.translate(None, _CONTINUATIONS)
                     chars_at.append(chars_at[-1] + len(leads))
             on_bytes(at)
         hashed.result()

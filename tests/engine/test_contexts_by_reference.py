@@ -9,6 +9,7 @@ import pytest
 from ramify import RLM, Limits, Scaffold, Store, load
 from ramify.cli.main import run
 from ramify.errors import SourceError
+from ramify.types.message import Message
 from tests.engine.helpers import SCAFFOLD, client, code, rlm
 
 LINES = "".join(f"line {number} größe\n" for number in range(20_000))
@@ -87,6 +88,22 @@ def test_log_that_grows_while_it_is_asked_is_read_as_it_was(tmp_path: Path, log:
         assert asked.completion(loaded, "?").answer == [len(LINES), False]
 
 
+def test_file_that_is_truncated_while_it_is_asked_ends_the_run_by_its_name(log: Path) -> None:
+    def script(messages: tuple[Message, ...]) -> str:
+        if len(messages) == 4:
+            log.write_text("")
+        return code("context[len(context) // 2]")
+
+    loaded = load(log, mapped_bytes=1000)
+    with (
+        rlm(client(script), limits={"max_turns": 4}) as asked,
+        pytest.raises(
+            SourceError, match=r"big\.log has changed since it was read \(it has 0 bytes"
+        ),
+    ):
+        asked.completion(loaded, "?")
+
+
 def test_child_at_the_depth_limit_is_refused_without_reading_the_file(log: Path) -> None:
     script = [
         code("try:\n    rlm_query('?')\nexcept SubcallError as error:\n    print(error)"),
@@ -96,6 +113,52 @@ def test_child_at_the_depth_limit_is_refused_without_reading_the_file(log: Path)
     with rlm(model, limits={"max_depth": 0}, scaffold=SCAFFOLD) as asked:
         asked.completion(load(log, mapped_bytes=1000), "?")
     assert f"{len(LINES):,} characters do not fit it" in model.requests[-1].messages[-1].content
+
+
+def test_text_in_its_file_is_the_context_of_a_child(tmp_path: Path, log: Path) -> None:
+    (tmp_path / "other.log").write_text("other\n" * 1000)
+    root = [
+        code(
+            "answers = rlm_query_batched(['a', 'b'], [context['big.log'], [context['other.log']]])"
+        ),
+        code("FINAL(answers)"),
+    ]
+    lines = iter(root)
+
+    def script(messages: tuple[Message, ...]) -> str:
+        question = messages[1].content
+        if "Which" in question:
+            return next(lines)
+        return code("FINAL(len(context) if type(context) is not list else len(context[0]))")
+
+    store = Store(tmp_path / "store")
+    with rlm(client(script), store=store) as asked:
+        loaded = load([log, tmp_path / "other.log"], mapped_bytes=1000)
+        result = asked.completion(loaded, "Which?")
+    assert result.answer == [len(LINES), 6000]
+    children = [call.context for call in result.trajectory.calls[1:]]
+    assert [[Path(file.path).name for file in each.files] for each in children if each] == [
+        ["big.log"],
+        ["other.log"],
+    ]
+
+
+def test_session_cannot_name_a_file_that_it_was_not_given(log: Path) -> None:
+    script = [
+        code(
+            "other = object.__new__(type(context)); file = object.__new__(type(context.file))\n"
+            "for name in ('data', 'num_bytes', 'encoding', '_chars_at', '_lines_at'):\n"
+            "    setattr(file, name, getattr(context.file, name))\n"
+            "file.digest = '0' * 64\n"
+            "other.file = file\n"
+            "try:\n    rlm_query('?', other)\nexcept ValueError as error:\n    print(error)",
+        ),
+        code("FINAL(1)"),
+    ]
+    model = client(script)
+    with rlm(model) as asked:
+        asked.completion(load(log, mapped_bytes=1000), "?")
+    assert "a text in a file that is not in `context`" in model.requests[-1].messages[-1].content
 
 
 def test_citations_of_a_text_in_its_file_are_verified(log: Path) -> None:

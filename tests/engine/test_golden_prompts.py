@@ -140,7 +140,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
             code("print(context)"),
             code("context.upper()"),
             code("context.splitlines()[:2]", "context.search('line 7.*')"),
-            code("rlm_query('child', [context])"),
+            code("llm_query(context)"),
             code("FINAL(context.count('line'))"),
         ],
         "context": lambda: in_files("a.log"),

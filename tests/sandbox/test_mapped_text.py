@@ -141,8 +141,10 @@ def test_sessions_map_the_file(tmp_path: Path, provider: str) -> None:
     files = {
         f"{number}": in_file(tmp_path / f"{number}", f"{number}" + text) for number in range(3)
     }
+    for number in range(3, 250):  # more than one message can carry
+        files[f"{number}"] = in_file(tmp_path / f"{number}", f"{number}")
     context = SharedContext({**files, "small": "text"})
-    assert context.nbytes < 10_000
+    assert context.nbytes < 100_000
 
     async def life() -> None:
         sandbox = open_sandbox(SandboxSpec(provider=provider, allow_weaker=True))
@@ -158,7 +160,7 @@ def test_sessions_map_the_file(tmp_path: Path, provider: str) -> None:
                     "import re\nlen(re.findall('⚡'.encode(), context['0'].buffer))",
                     text.count("⚡"),
                 ),
-                ("context['small']", "text"),
+                ("context['small'], context['249'][:]", ("text", "249")),
             ):
                 cell = (await session.run(code, answer=nothing)).cell
                 assert (cell.value, cell.error) == (repr(expected), None)

@@ -18,7 +18,7 @@ from .frames import done_json, portable_to_host, unpack_value
 from .interpreter import InterpreterState, MemoryLimit, complete_builtins
 from .notebook import GuestNotebook, cut, show_error, text_of
 from .output import CellOutput, FileOutputSpool, MemoryOutputSpool
-from .values import CodecError, LimitError, ProtocolError, ValueEncoder
+from .values import REFERRING_CALL, CodecError, LimitError, ProtocolError, ValueEncoder
 
 
 class HostError(Exception):
@@ -84,7 +84,8 @@ class HostCalls:
 
     def _post(self, name: str, arguments: Any, ticket: FrameTicket) -> None:
         channel = self._channel
-        encoder = ValueEncoder(defers=channel.shared_buffers is not None, bounded=True)
+        files: dict[str, Any] | None = {} if name == REFERRING_CALL else None
+        encoder = ValueEncoder(defers=channel.shared_buffers is not None, bounded=True, files=files)
         value = encoder.encode(arguments)
         with channel.sending:
             if not channel.is_open:

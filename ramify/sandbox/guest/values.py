@@ -17,12 +17,14 @@ import datetime
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .dataframes import array_of, frame_of
 from .mapped_text import IndexedText, MappedText, counts_of
 from .tables import Column, NumberArray, Table
 
+REFERRING_CALL = "rlm_query_batched"
+"""The call to the host that may give back texts in files, as contexts of children: by reference."""
 MAX_INT_DIGITS = 4000
 """Maximum number of decimal digits of an integer. Python itself writes 4,300, and JSON readers
 count the sign too."""
@@ -332,6 +334,8 @@ class ValueEncoder:
     def _mapped(self, file: IndexedText) -> Any:
         assert self._files is not None
         self._files[file.digest] = file.data
+        if self._keys is not None:
+            return self._tag("mapped", file.digest)
         self.chars += file.num_chars
         counts = [self._blob(counts) for counts in file.counts()]
         return self._tag("mapped", [file.digest, file.encoding, *counts])
@@ -355,11 +359,17 @@ def _show_key(key: Any) -> str:
     )
 
 
+class FileDigest(NamedTuple):
+    """Stands for a text in a file that a session has given back."""
+
+    digest: str
+
+
 class ValueDecoder:
     """Decodes JSON data with tags into values. Every blob may be used only once, so that a small
     header cannot produce a huge value."""
 
-    __slots__ = ("_files", "_keys", "_packages", "blobs")
+    __slots__ = ("_files", "_keys", "_packages", "_refers", "blobs")
 
     def __init__(
         self,
@@ -368,11 +378,14 @@ class ValueDecoder:
         bounded: bool = False,
         files: Mapping[str, Any] | None = None,
         packages: Sequence[str] = (),
+        refers: bool = False,
     ) -> None:
         """``bounded``: the value comes from a session; raise ProtocolError if it is over a
         limit. ``files``: the bytes of the texts that refer to files, by their digests.
-        ``packages``: those that the session may import, which decide what a table becomes."""
+        ``packages``: those that the session may import, which decide what a table becomes.
+        ``refers``: decode a text in a file that a session gives back as a ``FileDigest``."""
         self._files = files or {}
+        self._refers = refers
         self.blobs: list[Buffer | None] = list(blobs)
         self._keys = KeyCheck() if bounded else None
         self._packages = packages
@@ -444,6 +457,8 @@ class ValueDecoder:
         if tag == "timedelta":
             days, seconds, microseconds = data
             return datetime.timedelta(days, seconds, microseconds)
+        if tag == "mapped" and self._refers and type(data) is str:
+            return FileDigest(data)
         if tag == "mapped" and self._files:
             digest, encoding, chars_at, lines_at = data
             counts = counts_of(self._take(chars_at)), counts_of(self._take(lines_at))

@@ -33,6 +33,7 @@ from ramify.sandbox.guest.frames import (
     split_blobs,
 )
 from ramify.sandbox.guest.values import (
+    REFERRING_CALL,
     VALUE_CHARS,
     LimitError,
     ProtocolError,
@@ -205,7 +206,10 @@ def value_of(
         value = _decoded(data, time.thread_time() + _DECODE_S)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:
         raise ProtocolError(f"a value that is none: {str(error)[:200]}") from None
-    return ValueDecoder(blobs, bounded=True).decode(value) if message.tags else value
+    if not message.tags:
+        return value
+    refers = type(message) is HostCallFrame and message.name == REFERRING_CALL
+    return ValueDecoder(blobs, bounded=True, refers=refers).decode(value)
 
 
 def _decoded(data: msgspec.Raw, deadline: float) -> Any:

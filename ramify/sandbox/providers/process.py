@@ -178,7 +178,11 @@ class ProcessSandbox:
                 _watched(self._start_template(base, context)),
             )
         try:
-            return await asyncio.shield(self._templates[key][1])
+            template = await asyncio.shield(self._templates[key][1])
+            # A session would be killed if it read behind the end of a file that became shorter.
+            for file in context.files:
+                file.check()
+            return template
         except (SandboxError, SourceError):
             self._templates.pop(key, None)
             raise
