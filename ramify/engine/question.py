@@ -249,7 +249,9 @@ class Question(msgspec.Struct, frozen=True):
 def source_or_value(prompt: Any) -> Any:
     """Return a prompt as what ``load`` returns, or as a value that a session can hold. A path or an
     open file is read now."""
-    if isinstance(prompt, str | SourceContext):
+    # The columns of a DataFrame are attributes, and could be called like those of a source.
+    is_frame = hasattr(type(prompt), "__arrow_c_stream__")
+    if isinstance(prompt, str) or (isinstance(prompt, SourceContext) and not is_frame):
         return prompt
     try:
         return as_context(prompt)

@@ -207,6 +207,11 @@ def _of_pandas(value: Any, pandas: Any) -> Any:
 
 
 def _pandas_column(series: Any, name: str) -> Column:
+    pandas = sys.modules["pandas"]
+    if isinstance(series.dtype, pandas.SparseDtype):
+        series = series.sparse.to_dense()
+    if isinstance(series.dtype, pandas.PeriodDtype | pandas.IntervalDtype):
+        series = series.astype("str")  # Arrow would store a month as its number
     if isinstance(series.dtype, sys.modules["numpy"].dtype) and series.dtype.kind in "iuf":
         return _number_column(series.to_numpy(copy=False))
     try:
@@ -214,7 +219,7 @@ def _pandas_column(series: Any, name: str) -> Column:
     except (ValueError, TypeError, NotImplementedError, OverflowError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"the context: column {name!r} is not of one type ({reason}): convert it first, as in "
+            f"the context: column {name!r} has no single Arrow type ({reason}): convert it, as in "
             f"df[{name!r}].astype(str)"
         ) from None
     return column_of(array, name)

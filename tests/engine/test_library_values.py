@@ -195,6 +195,10 @@ def test_index_and_names_become_columns() -> None:
     rows, columns = answers(frame, "list(context.rows())", "context.columns")
     assert columns == ["who", "level_1", "x.low", "x.high"]
     assert rows == [("a", 1, 1, 2), ("b", 2, 3, 4)]
+    periods = pd.DataFrame({"p": pd.period_range("2024", periods=1, freq="M"), "context": 1})
+    periods = periods.assign(tools=pd.arrays.SparseArray([0]), manifest=3)
+    row = {"p": "2024-01", "context": 1, "tools": 0, "manifest": 3}
+    assert answers(periods, "context[0]") == [row]
     twice = pd.DataFrame([[1, 2]], columns=["x", "x"])
     assert answers(twice, "context[0]") == [{"x": 1, "x (2)": 2}]
     assert answers(pd.Series([1, 2], name="n"), "list(context['n'])") == [[1, 2]]
@@ -313,7 +317,7 @@ def test_item_of_a_task_has_a_table() -> None:
 @pytest.mark.parametrize(
     ("context", "message"),
     [
-        (pd.DataFrame({"x": [1, "a"]}), r"column 'x' is not of one type .*astype\(str\)"),
+        (pd.DataFrame({"x": [1, "a"]}), r"column 'x' has no single Arrow type .*astype\(str\)"),
         (pl.DataFrame({"x": [1]}).lazy(), r"give frame.collect\(\)"),
         (pd.DataFrame(), "the context is empty"),
         (object(), "cannot be given to a session: a value of type object"),
