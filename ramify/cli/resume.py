@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.cli.settings import named_models
+from ramify.cli.settings import named_models, open_store
 from ramify.clients.base import Price, Request, Sampling
 from ramify.clients.model import Model
 from ramify.clients.providers import PriceTable
@@ -23,7 +23,6 @@ from ramify.errors import ConfigError, ReplayDiverged, SourceError
 from ramify.sandbox.base import provider_spec
 from ramify.store.base import RunStore
 from ramify.store.recorded_replies import RecordedReplies
-from ramify.store.stores import open_store
 from ramify.types.event import RunStarted
 from ramify.types.message import Reply
 

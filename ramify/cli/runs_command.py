@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError, parse_age, parse_size
+from ramify.cli.settings import folder_store, open_store
 from ramify.cli.terminal_text import (
     cleaned,
     console,
@@ -27,7 +28,6 @@ from ramify.cli.terminal_text import (
 from ramify.store.journal import NOTHING_KEPT
 from ramify.store.repair import JournalCheck
 from ramify.store.reviews import RunReview
-from ramify.store.stores import folder_store, open_store
 from ramify.store.summary import RunSummary
 
 _SHORT = len("20260301-142501-5gk0x7m")

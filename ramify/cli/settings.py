@@ -26,6 +26,8 @@ from ramify.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from ramify.clients.model import Model
+    from ramify.store.base import RunStore
+    from ramify.store.store import Store
 
 TABLES = {
     "prices": {"path": "RAMIFY_PRICES"},
@@ -97,6 +99,29 @@ def fill(
         {name: value for name, value in given.items() if value is not None and value != []}
     )
     return settings
+
+
+def open_store() -> RunStore:
+    """The store of the configuration file, for a command without other settings."""
+    _apply_tables()
+    from ramify.store.stores import open_store
+
+    return open_store()
+
+
+def folder_store(command: str) -> Store:
+    """The same store, for a ``command`` that needs its files. Raises ConfigError."""
+    _apply_tables()
+    from ramify.store.stores import folder_store
+
+    return folder_store(command)
+
+
+def _apply_tables() -> None:
+    path = config_path()
+    for key, value in _content(path).items():
+        if key in TABLES:
+            _apply_table(path, key, value, os.environ)
 
 
 def named_models(environ: Mapping[str, str] = os.environ) -> dict[str, Model]:

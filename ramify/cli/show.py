@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
+from ramify.cli.settings import open_store
 from ramify.cli.terminal_text import (
     Line,
     StderrNotes,
@@ -43,7 +44,6 @@ from ramify.cli.terminal_text import (
 )
 from ramify.errors import ConfigError, nearest
 from ramify.printable import clean
-from ramify.store.stores import open_store
 from ramify.types.call_tree import ending
 from ramify.types.trajectory import Call, Cell, Stop, Trajectory, Turn, as_text
 

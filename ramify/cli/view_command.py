@@ -37,7 +37,7 @@ def view(
 ) -> int:
     address = listen_address(listening, "view", PORT)
     token = chosen_key(listening, _TOKEN, "token")
-    from ramify.store.stores import open_store
+    from ramify.cli.settings import open_store
     from ramify.viewer.run_library import RunLibrary
 
     names = [word for word in words if not Path(word).expanduser().exists()]

@@ -55,6 +55,16 @@ def test_runs_lists_the_newest_first(stored: Shell) -> None:
     )
 
 
+def test_configuration_file_says_where_all_commands_find_runs(shell: Shell) -> None:
+    shell.write("config/ramify/config.toml", f'[runs]\npath = "{shell.folder}/elsewhere"\n')
+    del shell.env["RAMIFY_HOME"]
+    assert shell.ask(["31"], "How many days has May?").code == 0
+    assert (shell.folder / "elsewhere" / "runs").is_dir()
+    assert "How many days has May?" in shell.run("runs").out
+    assert "How many days has May?" in shell.run("show", "last").out
+    assert shell.run("runs", "check", "--all").out == "1 run checked, 0 damaged\n"
+
+
 def test_show_prints_call_tree_and_transcript(stored: Shell) -> None:
     run = json.loads(stored.run("runs", "--json").out.splitlines()[1])["run"]
     shown = stored.run("show", run).out.splitlines()
