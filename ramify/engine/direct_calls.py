@@ -33,6 +33,7 @@ from ramify.engine.reply_lengths import ReplyLengths
 from ramify.engine.resources import RlmSetup, RunModels
 from ramify.errors import LimitReached, ReplyCut
 from ramify.types.message import Message, Reply, Usage
+from ramify.types.picture import has_pictures
 from ramify.types.trajectory import Stop
 
 
@@ -96,7 +97,9 @@ class DirectCalls:
         self._sampling = msgspec.structs.replace(sampling, max_tokens=self._max_tokens)
 
     def can_answer(self, question: Question) -> bool:
-        """True if one plain call is enough for ``question``."""
+        """True if one plain call is enough for ``question``, and it shows no pictures."""
+        if question.pictures or has_pictures(question.context):
+            return False
         return way_to_answer(self.setup, question, self._models, None) == "plain call"
 
     @property

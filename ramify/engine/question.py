@@ -229,12 +229,15 @@ class Question(msgspec.Struct, frozen=True):
     """About the sources: files that are not in the context."""
     pictures: Mapping[str, PictureSource] = {}
     """Pictures of the context: digest -> bytes, or their place."""
+    needs_session: bool = False
+    """True if a part of the context is only there through a tool, such as the pages of a scan."""
 
     def is_direct(self, scaffold: Scaffold, window: int, has_tools: bool) -> bool:
         """True if the context is small enough for one direct call and nothing requires a
         session."""
         if (
             not self.direct
+            or self.needs_session
             or has_tools
             or self.tools.keys() - {PAGE_PICTURE}
             or self.on_session is not None
@@ -270,6 +273,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     about, tools, on_session, warnings, conduct = "", dict[str, Any](), None, (), None
     instructions, examples = "", tuple[PromptExample, ...]()
     before = tuple[Message, ...]()
+    needs_session = False
     pictures: Mapping[str, PictureSource] = {}
     prompt = source_or_value(prompt)
     # Most prompts are texts, and the check of a protocol looks at each of its attributes.
@@ -280,6 +284,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         on_session = getattr(prompt, "on_session", None)  # the setup of a task
         conduct = getattr(prompt, "conduct", None)
         pictures = getattr(prompt, "pictures", {})
+        needs_session = getattr(prompt, "needs_session", False)
         warnings = tuple(getattr(prompt, "warnings", tuple)())
         about, tools, prompt = prompt.manifest(), dict(prompt.tools), prompt.context
         inner = source_or_value(prompt)
@@ -287,6 +292,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
             about, tools = f"{about}\n{inner.manifest()}".strip(), {**inner.tools, **tools}
             warnings = (*warnings, *getattr(inner, "warnings", tuple)())
             pictures = {**pictures, **getattr(inner, "pictures", {})}
+            needs_session = needs_session or getattr(inner, "needs_session", False)
             inner = inner.context
         prompt = inner
     tables = None
@@ -347,6 +353,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         before=before,
         warnings=warnings,
         pictures=pictures,
+        needs_session=needs_session,
     )
 
 

@@ -340,6 +340,7 @@ class RunHandle:
     def _started(self, context: SharedContext | None, way: WayToAnswer) -> None:
         schema = self._question.kind.schema if self._question.kind else None
         before, pictures = self._question.before, self._question.pictures
+        is_special = bool(pictures) or self._question.needs_session
         config = {
             **self._setup.config,
             **({"conversation": True} if self._conversation is not None else {}),
@@ -348,8 +349,8 @@ class RunHandle:
             "cite": self._question.cite,
             "about": self._question.about,
             **({"before": msgspec.to_builtins(before)} if before else {}),
-            # The vision of the models decided this, and a repeated run may not have the models.
-            **({"direct": False} if pictures and way == "session" else {}),
+            # The models' vision or the sources decided this, which a repeated run may not have.
+            **({"direct": False} if is_special and way == "session" else {}),
         }
         self.recorder.emit(
             RunStarted(

@@ -97,6 +97,8 @@ class LoadedContext(msgspec.Struct, frozen=True):
     """Dialect of ``sql`` without ``db``: ``SQLite`` for a single database of that kind."""
     pictures: Mapping[str, bytes | Path] = {}
     """Digest of a picture in the context -> its bytes, or its file."""
+    needs_session: bool = False
+    """True if a part of the context is only there through a tool: the pages of a long scan."""
 
     def manifest(self) -> str:
         """Describe the context for a model's prompt in a few lines, in addition to its type, size
@@ -207,6 +209,8 @@ class SourceLoader:
         """SQLite files by name."""
         self.servers: dict[str, Callable[..., list[tuple[Any, ...]]]] = {}
         """Name of a database on a server -> the function that queries it."""
+        self.needs_session = False
+        """True if a part of the context is only there through a tool."""
         self.pdfs: dict[str, Any] = {}
         """Name of a PDF -> what renders its pages; see ``pdf_pages.PdfSource``."""
         self.tables: list[TableEntry] = []

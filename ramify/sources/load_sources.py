@@ -286,6 +286,7 @@ def _finish(loading: SourceLoader, names: list[str], single: bool) -> LoadedCont
         {**_tools(loading), **search_tools(context)},
         dialect,
         loading.pictures,
+        loading.needs_session,
     )
 
 

@@ -107,6 +107,7 @@ def read_scan(file: SourceFile, num_pages: int, loading: SourceLoader) -> None:
     detail = f"PDF: {num_pages:,} page{'s' * (num_pages != 1)} without text, perhaps a scan"
     if num_pages > MAX_PICTURES or not file.is_named:
         keep(file, loading)
+        loading.needs_session = True
         text = f"{file.name!r} has {num_pages:,} pages and no text: it may be a scan. "
         text += f"page_picture(number, {file.name!r}) returns the picture of a page."
         loading.add(file.name, text, "pdf", len(file.data), detail)

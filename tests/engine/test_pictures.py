@@ -1,5 +1,6 @@
 """Pictures in a run: direct calls, llm_query(images=…), budgets, the record, resume and reuse."""
 
+import asyncio
 import io
 import struct
 import zlib
@@ -10,6 +11,7 @@ from PIL import Image
 import ramify
 from ramify.clients.base import Price
 from ramify.clients.vision import picture_tokens
+from ramify.engine.question import question
 from ramify.errors import ConfigError
 from ramify.sources.load_sources import load
 from ramify.store.store import Store
@@ -161,6 +163,17 @@ def test_a_picture_beside_a_text_that_stays_in_its_file(tmp_path):
     loaded = load([tmp_path / "big.log", saved(tmp_path)], mapped_bytes=100_000)
     with ramify.RLM(client) as rlm:
         assert rlm.completion(loaded, "?").answer == [300_000, "a chart"]
+
+
+def test_a_plain_call_outside_of_a_run_does_not_drop_a_picture(tmp_path):
+    async def can_answer(context):
+        async with ramify.RLM(ScriptedClient([])).direct_calls(ramify.Limits()) as calls:
+            return calls.can_answer(question(context, "?", None, False))
+
+    loaded = load([saved(tmp_path)])
+    assert not asyncio.run(can_answer(loaded))
+    assert not asyncio.run(can_answer(loaded.context))
+    assert asyncio.run(can_answer("a text"))
 
 
 def test_a_client_that_cannot_send_pictures_gets_none(tmp_path):

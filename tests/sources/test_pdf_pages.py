@@ -88,6 +88,14 @@ def test_a_long_scan_and_one_in_a_folder_say_how_to_look_at_them(tmp_path):
     long = load([scan(tmp_path, num=21)])
     assert long.context.startswith("'scan.pdf' has 21 pages and no text")
     assert size_of(long.tools["page_picture"](21, width=100).data).width == 100
+    # Its text is short, and says nothing: only a session can look at the pages.
+    client = ScriptedClient([in_cell("FINAL(page_picture(21)['name'])")])
+    with ramify.RLM(client, store=Store(tmp_path / "store")) as rlm:
+        result = rlm.completion(long, "?")
+        assert result.answer == "scan.pdf, page 21"
+    with ramify.RLM(client, store=Store(tmp_path / "store"), tools=long.tools) as rlm:
+        assert rlm.replay(result.run_id).answer == "scan.pdf, page 21"
+    (tmp_path / "store").rename(tmp_path.parent / "store")
     (tmp_path / "a.txt").write_text("text")
     loaded = load([tmp_path])
     assert "page_picture(number, 'scan.pdf')" in loaded.context["scan.pdf"]
