@@ -114,7 +114,8 @@ def _answer(asked: TableQuestion, kept: dict[str, _Tables]) -> Any:
             each.close()
         kept.clear()
         tables = _Tables(asked.tables)
-        if asked.query:
+        # A context that stays mapped would keep its memory after its run.
+        if asked.query and all(each.kind != "context" for each in asked.tables):
             kept[key] = tables
     else:
         tables = kept[key]
@@ -124,7 +125,7 @@ def _answer(asked: TableQuestion, kept: dict[str, _Tables]) -> Any:
                 return tables.rows(asked.query, asked.params)
             return msgspec.to_builtins(tables.describe(asked.max_text_bytes))
     finally:
-        if not asked.query:
+        if key not in kept:
             tables.close()
 
 
@@ -158,6 +159,8 @@ class _Tables:
 
     def close(self) -> None:
         self._database.close()
+        self._values.clear()
+        self._contexts.clear()
 
     def _open(self) -> None:
         run = self._database.execute
