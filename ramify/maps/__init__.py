@@ -11,6 +11,7 @@
 | `means.py` | by which means a row is answered: the smallest that fits |
 | `map_journal.py` | what is recorded of a row, and in which bytes |
 | `recorded_map.py` | what a journal says: which rows are answered, and what was spent |
+| `map_table.py` | a stored map as a table, and a direct row of it as the events of a run |
 | `map_output.py` | the columns and the file of the answers |
 | `map_run.py` | the order of the work, one budget for all rows, and when it stops |
 | `api.py` | `ramify.map` and `ramify.amap` |

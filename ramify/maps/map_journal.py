@@ -376,6 +376,13 @@ def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, MapLine]]:
         offset += len(line) + 1
 
 
+def read_line(path: Path, offset: int) -> MapLine:
+    """Read the line that begins at ``offset``."""
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return _decode(file.readline())
+
+
 def new_map_id(key: str) -> str:
     """``20261126-211500-map-1a2b3c4d5e``"""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-map-{key[:10]}"

@@ -28,6 +28,7 @@ import msgspec
 
 from ramify.engine.direct_calls import DirectCalls
 from ramify.engine.limits import Limits
+from ramify.engine.observe import plain_prompt
 from ramify.engine.question import Question
 from ramify.engine.recorded_values import jsonable
 from ramify.engine.rlm import RLM
@@ -215,7 +216,8 @@ class MapRun:
         if not request.question.strip():
             raise ConfigError("the question is empty: say what you want to know of each row")
         self.asking = RowQuestion(request.question, self.source.columns, chosen, base, of_rows)
-        messages = calls.messages(base)
+        sample = base if self.asking.fields else msgspec.structs.replace(base, context="row")
+        messages = calls.messages(sample)
         self._header = MapHeader(
             new_map_id(self._key),
             self._key,
@@ -227,7 +229,7 @@ class MapRun:
             schema,
             config,
             tuple(message.content for message in messages[:-1]),
-            messages[-1].content.removeprefix(request.question),
+            messages[-1].content.removeprefix(plain_prompt(sample.text, sample.context)),
         )
 
     def _open_journal(self, calls: DirectCalls) -> tuple[MapJournal, RecordedMap]:

@@ -10,13 +10,16 @@ and the pages (see watched_run.py and training.py).
 from __future__ import annotations
 
 import stat
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from ramify.errors import StoreError
 from ramify.evaluate.run import read_evaluation
+from ramify.maps.map_table import figures_of
 from ramify.store.base import RunStore
 from ramify.store.journal import JournalFile, writer
 from ramify.store.private_files import EVALUATIONS as EVALUATIONS
@@ -196,6 +199,8 @@ def row_of_evaluation(path: Path, key: str) -> EvaluationRow:
     )
 
 
+MAX_MAP_ROWS = 100_000
+"""Maximum number of questions of a map in its table."""
 MAX_FILES = 20_000
 """Maximum number of files listed from one place; the list says if there are more."""
 _Stamp = tuple[int, int]
@@ -213,6 +218,7 @@ class RunLibrary:
         self._places = RunLocations(places)
         self._rows: dict[Path, tuple[_Stamp, _Rows]] = {}
         self._problems: list[UnreadableRow] = []
+        self._reading_maps = threading.Lock()
 
     @property
     def places(self) -> list[str]:
@@ -307,6 +313,31 @@ class RunLibrary:
                     row.take_review(reviews[row.id] if reviews is not None else RunReview())
                 row.alive = row.stop == "" and not row.problem and writer(path) is not None
         return rows
+
+    def maps(self) -> list[dict[str, Any]]:
+        """Figures of all maps, newest first, each with the address of its page."""
+        with self._reading_maps:
+            rows = [
+                {"key": place.key_of_run(table.id), **msgspec.structs.asdict(figures_of(table))}
+                for place, table in self._places.maps()
+            ]
+        return sorted(rows, key=lambda row: -row["started_at"])
+
+    def map(self, key: str) -> dict[str, Any]:
+        """Figures and rows of the map with address ``key``, each row with the address of its run.
+        Raises StoreError if it does not exist."""
+        with self._reading_maps:
+            place, table = self._places.map_of(key)
+            rows = [
+                {
+                    **msgspec.structs.asdict(row),
+                    "state": row.state,
+                    "key": place.key_of_run(row.run or f"{table.id}:{row.number}"),
+                }
+                for row in table.rows[:MAX_MAP_ROWS]
+            ]
+            figures = msgspec.structs.asdict(figures_of(table))
+        return {"key": key, **figures, "shown": rows}
 
     # --- single entries
 

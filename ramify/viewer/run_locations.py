@@ -3,6 +3,7 @@
     20260301-142501-5gk0x7m-which-host      a run of the first place, a store of any kind
     p2:20260301-…                           a run of place 2, a store
     p3/rollouts/step-000010.jsonl:7         line 7 of a file of trajectories in place 3
+    20261126-211500-map-1a2b3c4d5e:7        question 7 of a map of the first place
 
 A store without files, such as a ``MemoryStore``, is a place, too. No address can reach a file
 outside of the places. The first line of a file decides its kind: a
@@ -12,6 +13,7 @@ rollouts), or the record of an evaluation (a plan, then one outcome per line).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,6 +21,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from ramify.errors import ConfigError, StoreError
+from ramify.maps.map_journal import MapStore
+from ramify.maps.map_table import MapRowRun, MapTable, MapTables
 from ramify.store.base import RunStore
 from ramify.store.journal import JournalFile
 from ramify.store.store import Store
@@ -113,6 +117,7 @@ class RunLocations:
         """Raises ConfigError for a path that does not exist."""
         places = places or [open_store()]
         self._all = [_place(number, place) for number, place in enumerate(places)]
+        self._maps = MapTables()
 
     def __iter__(self) -> Iterator[RunLocation]:
         return iter(self._all)
@@ -125,11 +130,37 @@ class RunLocations:
         if not is_file:
             if place.store is None:
                 raise StoreError(f"{place} has no run {key!r}")
+            map_id, colon, number = name.rpartition(":")
+            if colon and number.isdecimal():
+                return LocatedRun(key, MapRowRun(self.map(place, map_id), int(number)))
             return LocatedRun(key, place.store.stored(name), store=place.store)
         file_name, colon, number = name.rpartition(":")
         is_line = bool(colon) and number.isdigit()
         path = _below(place, file_name if is_line else name)
         return LocatedRun(key, JournalFile(path), int(number) if is_line else None)
+
+    def maps(self) -> Iterator[tuple[RunLocation, MapTable]]:
+        """Yield the maps of all stores, each up to date. Those that cannot be read are left out."""
+        for place in self._all:
+            if isinstance(place.store, Store):
+                for path in MapStore(place.store.root).paths():
+                    with contextlib.suppress(StoreError, OSError):
+                        yield place, self._maps.of(path)
+
+    def map_of(self, key: str) -> tuple[RunLocation, MapTable]:
+        """Return the map with address ``key``. Raises StoreError if it does not exist."""
+        place, name, is_file = self._split(key)
+        if place is None or is_file:
+            raise StoreError(f"unknown map {key!r}: choose one from the list")
+        return place, self.map(place, name)
+
+    def map(self, place: RunLocation, id: str) -> MapTable:
+        """Return map ``id`` of the store of ``place``. Raises StoreError if it does not exist."""
+        store = place.store
+        path = MapStore(store.root).path(id) if isinstance(store, Store) else None
+        if path is None:
+            raise StoreError(f"{place} has no map {id!r}")
+        return self._maps.of(path)
 
     def path(self, key: str) -> Path | None:
         """Return the file or folder with address ``key``; None if it is not such an address.

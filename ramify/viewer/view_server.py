@@ -16,6 +16,7 @@
     GET /api/training?key=       training curves; /api/training/events sends their changes
     GET /api/samples?key=        saved rollouts of a step
     GET /api/evaluation?key=     scores, attempts, and the difference from another (&other=)
+    GET /api/maps                all maps; /api/map?key= has the rows of one
     GET /api/alive               a sign of life
     GET /api/again?key=          what of a turn (&id=&turn=) can be edited, and what that may cost
     POST /api/again/cost         the cost of an edit, or why it is refused
@@ -137,6 +138,8 @@ class ViewServer:
             "/api/training/events": self._training_events,
             "/api/samples": self._samples,
             "/api/evaluation": self._evaluation,
+            "/api/maps": self._maps,
+            "/api/map": self._map,
             "/api/alive": self._alive,
             "/api/again": self._again_place,
         }.items():
@@ -285,6 +288,12 @@ class ViewServer:
     async def _evaluation(self, request: web.Request) -> web.Response:
         key, other = _word(request, "key"), request.query.get("other", "")
         return data(await asyncio.to_thread(self._evaluations.shown, key, other))
+
+    async def _maps(self, _: web.Request) -> web.Response:
+        return data({"maps": await asyncio.to_thread(self._library.maps)})
+
+    async def _map(self, request: web.Request) -> web.Response:
+        return data(await asyncio.to_thread(self._library.map, _word(request, "key")))
 
     # --- running again
 

@@ -4,6 +4,7 @@
 //   #/training[/KEY[/OTHER]]  training      #/compare[/KEY[/OTHER…]][/call/ID]      two or more runs
 //   #/run/KEY/report                          one run to read or print
 //   #/evaluation[/KEY[/OTHER]]              evaluations, and one of them
+//   #/map[/KEY[/FILTER]]                    maps, and the rows of one
 
 import { load, offline, showState, watchServer } from "./api.js";
 import { fill, h } from "./dom.js";
@@ -20,6 +21,7 @@ const PAGES = [
   ["#/", "Runs"],
   ["#/training", "Training"],
   ["#/evaluation", "Evaluations"],
+  ["#/map", "Maps"],
   ["#/compare", "Compare"],
 ];
 
@@ -97,6 +99,7 @@ async function open(route, page) {
     return (await import("./training.js")).trainingPage(page, route.keys);
   if (route.name === "evaluation")
     return (await import("./evaluation.js")).evaluationPage(page, route.keys);
+  if (route.name === "map") return (await import("./map.js")).mapPage(page, route.keys);
   if (route.name === "compare")
     return (await import("./compare.js")).comparePage(page, route.keys, route);
   if (route.name === "runs") return (await import("./runs.js")).runsPage(page, route.keys);
@@ -110,6 +113,7 @@ function drawBar(route) {
     run: offline ? "Run" : "",
     training: "Training",
     evaluation: "Evaluations",
+    map: "Maps",
     compare: "Compare",
   }[route.name];
   fill(
@@ -184,6 +188,7 @@ function pageKeys() {
           "g r": ["runs", () => (location.hash = "#/")],
           "g t": ["training", () => (location.hash = "#/training")],
           "g e": ["evaluations", () => (location.hash = "#/evaluation")],
+          "g m": ["maps", () => (location.hash = "#/map")],
           "g c": ["compare", () => (location.hash = "#/compare")],
         }),
     ...(view?.keys ? view.keys() : {}),

@@ -1,0 +1,386 @@
+"""A stored map as a table, and each of its direct rows as a run: for pages and for the shell.
+
+    MapTable(path).refresh()     reads what the journal has gained
+    table.rows                   one for each question: text, answer, error, cost, run
+    MapRowRun(table, 5)          question 5 as the events of a run: RunStarted … RunEnded
+
+The events of a direct row are not stored: they follow from the map's header and the lines of the
+row. A row with a session is an ordinary run. Not here: what is drawn (``ramify/viewer``).
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.engine.observe import plain_prompt, rendered
+from ramify.errors import StoreError
+from ramify.maps.map_journal import (
+    FirstRequest,
+    MapContinued,
+    MapHeader,
+    MapLine,
+    read_line,
+    read_lines,
+    usage_of,
+)
+from ramify.maps.recorded_map import recorded_reply
+from ramify.store.journal import writer
+from ramify.store.reviews import RunReview
+from ramify.types.event import (
+    AnyEvent,
+    AttemptFailed,
+    CallEnded,
+    CallStarted,
+    ReplyReceived,
+    RequestStarted,
+    RunEnded,
+    RunStarted,
+)
+from ramify.types.message import Message, Usage
+from ramify.types.trajectory import Stop, as_text, cut
+
+MAX_CHARS = 120
+"""Characters of a text, an answer or an error in the table."""
+
+
+class MapTableRow(msgspec.Struct, omit_defaults=True):
+    """One question of a map."""
+
+    number: int
+    row: int
+    """The first row that asks it, from 0."""
+    text: str = ""
+    """Beginning of the question and of what the model reads."""
+    answer: str | None = None
+    """Beginning of the answer; None if there is none (yet)."""
+    error: str = ""
+    cost: float | None = None
+    """Dollars; None if the model has no price."""
+    seconds: float = 0.0
+    calls: int = 0
+    """Requests that were billed, or may have been."""
+    equal: int = 0
+    """Further rows that ask the same."""
+    run: str = ""
+    """Id of the run that answered it; empty for a direct call."""
+
+    @property
+    def state(self) -> str:
+        """``answered``, ``failed``, or ``open``: in progress, or cut off."""
+        if self.error:
+            return "failed"
+        return "open" if self.answer is None else "answered"
+
+
+class MapTable:
+    """One stored map."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.id = path.stem
+        self.header: MapHeader | None = None
+        self.last_start: MapContinued | None = None
+        self.rows: list[MapTableRow] = []
+        self._offset = 0
+        self._lines: list[array[int]] = []
+        """Number of a question -> offsets of its lines in the last attempt."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a process is writing the map now."""
+        return writer(self.path) is not None
+
+    def refresh(self) -> MapTable:
+        """Read what the journal has gained. Raises StoreError."""
+        if self.path.stat().st_size < self._offset:
+            raise StoreError(f"{self.path} was replaced: open the map again")
+        last = -1
+        for offset, line in read_lines(self.path, self._offset):
+            self._add(offset, line)
+            last = offset
+        if last >= 0:
+            self._offset = _after(self.path, last)
+        return self
+
+    def question(self, number: int) -> MapTableRow:
+        """Return question ``number``. Raises StoreError."""
+        if not 0 <= number < len(self.rows):
+            raise StoreError(f"map {self.id} has no question {number}")
+        return self.rows[number]
+
+    def lines_of(self, number: int) -> list[MapLine]:
+        """Return the lines of a question's last attempt, in order."""
+        self.question(number)
+        return [read_line(self.path, offset) for offset in self._lines[number]]
+
+    def _add(self, offset: int, line: MapLine) -> None:
+        if line.q is not None:
+            row = self._begin(offset, line.q.number, line.q.row)
+            parts = [line.q.question or "", rendered(line.q.context) if line.q.context else ""]
+            row.text = cut(" ".join(" ".join(filter(None, parts)).split()), MAX_CHARS)
+        elif line.s is not None:
+            self._begin(offset, line.s.number, line.s.row).run = line.s.run
+        elif line.r is not None:
+            row = self._next(offset, line.r.number)
+            row.answer = cut(line.r.text, MAX_CHARS)
+            row.seconds += line.r.seconds
+            self._spend(row, 1, line.r.cost)
+        elif line.t is not None:
+            self._next(offset, line.t.number).answer = None
+        elif line.x is not None:
+            row = self._next(offset, line.x.number)
+            self._spend(row, 1 if line.x.counts else 0, line.x.cost)
+        elif line.e is not None:
+            row, end = self._next(offset, line.e.number), line.e
+            row.answer = None if end.answer is None else cut(as_text(end.answer), MAX_CHARS)
+            row.error = cut(end.error or "", 2 * MAX_CHARS)
+            if row.run:
+                row.seconds = end.seconds
+                self._spend(row, end.calls, end.cost)
+        elif line.d is not None:
+            self.rows[line.d.number].equal += 1
+        elif line.map is not None:
+            self.header = line.map
+        elif line.c is not None:
+            self.last_start = line.c
+
+    def _begin(self, offset: int, number: int, place: int) -> MapTableRow:
+        if number == len(self.rows):
+            self.rows.append(MapTableRow(number, place))
+            self._lines.append(array("q"))
+        row = self.rows[number]
+        row.answer, row.error, row.run = None, "", ""
+        self._lines[number] = array("q", [offset])
+        return row
+
+    def _next(self, offset: int, number: int) -> MapTableRow:
+        self._lines[number].append(offset)
+        return self.rows[number]
+
+    @staticmethod
+    def _spend(row: MapTableRow, calls: int, cost: float | None) -> None:
+        row.calls += calls
+        if cost is not None:
+            row.cost = (row.cost or 0.0) + cost
+
+
+def _after(path: Path, offset: int) -> int:
+    """Return the offset after the line that begins at ``offset``."""
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return offset + len(file.readline())
+
+
+class MapRowRun:
+    """A direct row of a map as a ``StoredRun``."""
+
+    path = None
+
+    def __init__(self, table: MapTable, number: int) -> None:
+        """Raises StoreError if the map has no such question."""
+        table.refresh().question(number)
+        self.id = f"{table.id}:{number}"
+        self._table = table
+        self._number = number
+        self._read: tuple[int, list[bytes]] = (-1, [])
+        """(size of the journal, lines) when they were read."""
+
+    def __str__(self) -> str:
+        return f"row {self._table.rows[self._number].row} of map {self._table.id}"
+
+    def state(self) -> tuple[int, int]:
+        return self._table.path.stat().st_ino, sum(len(line) + 1 for line in self._events())
+
+    def is_written(self) -> bool:
+        is_open = self._table.rows[self._number].state == "open"
+        return is_open and self._table.is_alive
+
+    def lines(self, offset: int = 0) -> Iterator[bytes]:
+        at = 0
+        for line in self._events():
+            if at >= offset:
+                yield line
+            at += len(line) + 1
+
+    def blocks(self, offset: int = 0) -> Iterator[bytes]:
+        for line in self.lines(offset):
+            yield line + b"\n"
+
+    def lines_at(self, offsets: Iterable[int]) -> Iterator[bytes]:
+        for offset in offsets:
+            yield next(self.lines(offset))
+
+    def blob(self, digest: str) -> bytes:
+        raise StoreError(f"{self} has no stored context: its prompt has all of it")
+
+    def has_neighbor(self, id: str) -> bool:
+        return False
+
+    def reviews(self) -> Mapping[str, RunReview]:
+        return {}
+
+    def write_review(self, id: str, review: RunReview) -> RunReview:
+        raise StoreError(
+            "the rows of a map have no reviews: write them into a column of its output"
+        )
+
+    def remedy(self, number: int) -> str:
+        return "the file of the map is damaged"
+
+    def _events(self) -> list[bytes]:
+        size = self._table.path.stat().st_size
+        if size != self._read[0]:
+            self._table.refresh()
+            events = row_events(self._table, self._number)
+            self._read = size, [msgspec.json.encode(event) for event in events]
+        return self._read[1]
+
+
+def row_events(table: MapTable, number: int) -> list[AnyEvent]:
+    """Return the events that a run would have recorded for a direct row."""
+    header, row = table.header, table.question(number)
+    if header is None:
+        raise StoreError(f"map {table.id} has no header")
+    lines = table.lines_of(number)
+    first = next((line.q for line in lines if line.q is not None), None)
+    question = (first.question if first else None) or header.question
+    began = first.at_s if first else 0.0
+    started_at = header.started_at + began
+    config = {**header.config, "answer_schema": header.answer_schema, "map": header.id}
+    id = f"{table.id}:{number}"
+    events: list[AnyEvent] = [
+        RunStarted(
+            at_s=0.0, id=id, question=question, started_at=started_at, task="", context=None,
+            config=config,
+        ),
+        CallStarted(
+            at_s=0.0, id="0", kind="lm", model=header.model, depth=0, question=question,
+            parent=None, fork=None, context=None,
+        ),
+    ]  # fmt: skip
+    now, prompt, usage = 0.0, tuple[Message, ...](), Usage()
+    has_kind = header.answer_schema is not None
+    num_messages = 0
+    for line in lines:
+        if line.q is not None:
+            prompt = _first_prompt(header, line.q, question)
+            events.append(_request(now, 0, 0, prompt))
+        elif line.t is not None:
+            if line.t.text is not None and has_kind:
+                prompt = (Message("user", line.t.text),)
+            reused = num_messages if line.t.turn and has_kind else 0
+            events.append(_request(now, line.t.turn, reused, prompt))
+        elif line.r is not None:
+            reply = recorded_reply(line)
+            now, usage = round(now + reply.seconds, 6), usage + reply.usage
+            events.append(ReplyReceived(at_s=now, call="0", turn=line.r.turn, reply=reply))
+            num_messages = (num_messages if has_kind else 0) + len(prompt) + 1
+        elif line.x is not None:
+            spent = usage_of(line.x.counts)
+            usage += spent
+            failed = AttemptFailed(
+                at_s=now, call="0", turn=line.x.turn, error=line.x.error, usage=spent,
+                cost=line.x.cost,
+            )  # fmt: skip
+            events.append(failed)
+    if row.state != "open":
+        end = next((line.e for line in reversed(lines) if line.e is not None), None)
+        reply_text = next((line.r.text for line in reversed(lines) if line.r is not None), "")
+        answer: Any = reply_text if end is None else end.answer
+        stop = Stop.FINAL if end is None else Stop(end.stop)
+        error = None if end is None else end.error
+        reason = "" if end is None else end.error or ""
+        events.append(
+            CallEnded(at_s=now, id="0", stop=stop, answer=answer, error=error, reason=reason)
+        )
+        events.append(
+            RunEnded(
+                at_s=now,
+                stop=stop,
+                answer=answer,
+                error=error,
+                usage=usage,
+                cost=row.cost,
+                reason=reason,
+            )
+        )
+    return events
+
+
+def _first_prompt(header: MapHeader, first: FirstRequest, question: str) -> tuple[Message, ...]:
+    before = tuple(Message("system", text) for text in header.before)
+    text = plain_prompt(question, first.context) + header.asked
+    return (*before, Message("user", text))
+
+
+def _request(at_s: float, turn: int, reused: int, prompt: tuple[Message, ...]) -> RequestStarted:
+    return RequestStarted(
+        at_s=at_s, call="0", turn=turn, reused=reused, prompt=prompt, prompt_hash=""
+    )
+
+
+class MapFigures(msgspec.Struct, frozen=True):
+    """What a listing shows of one map."""
+
+    id: str
+    question: str
+    model: str
+    started_at: float
+    """Unix time."""
+    out: str
+    total: int | None
+    """Rows of the table; None if it is not known."""
+    rows: int
+    """Rows with an answer or an error."""
+    failed: int
+    """Rows with an error."""
+    questions: int
+    calls: int
+    cost: float | None
+    """Dollars; None if the model has no price."""
+    alive: bool
+    """Whether a process is writing it now."""
+
+
+def figures_of(table: MapTable) -> MapFigures:
+    """Return the figures of a map that was read."""
+    header, rows = table.header, table.rows
+    costs = [row.cost for row in rows if row.cost is not None]
+    num = {state: sum(1 + r.equal for r in rows if r.state == state) for state in _STATES}
+    return MapFigures(
+        table.id,
+        header.question if header else "",
+        header.model if header else "",
+        header.started_at if header else 0.0,
+        header.out if header else "",
+        table.last_start.total if table.last_start else None,
+        num["answered"] + num["failed"],
+        num["failed"],
+        len(rows),
+        sum(row.calls for row in rows),
+        math.fsum(costs) if costs else None,
+        table.is_alive,
+    )
+
+
+_STATES = ("answered", "failed", "open")
+
+
+class MapTables:
+    """The maps of stores, each read once and then only where it has grown."""
+
+    def __init__(self) -> None:
+        self._tables: dict[Path, MapTable] = {}
+
+    def of(self, path: Path) -> MapTable:
+        """Return the map whose journal is at ``path``, up to date. Raises StoreError."""
+        table = self._tables.get(path)
+        if table is None:
+            table = self._tables[path] = MapTable(path)
+        return table.refresh()
