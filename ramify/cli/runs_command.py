@@ -13,6 +13,7 @@ import msgspec
 
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError, parse_age, parse_size
 from ramify.cli.settings import folder_store, open_store
+from ramify.cli.stored_maps import find_map, is_map, print_maps, remove_map
 from ramify.cli.terminal_text import (
     cleaned,
     console,
@@ -40,7 +41,10 @@ _BY_REFERENCE = "by reference"
 """Column with the number of files that a run's context refers to instead of containing them."""
 
 
-def runs(words: list[str], limit: int | None, json: bool | None) -> int:
+def runs(words: list[str], limit: int | None, json: bool | None, maps: bool | None = None) -> int:
+    if maps:
+        print_maps(open_store(), as_json=bool(json))
+        return ExitCode.ANSWERED
     limit = 20 if limit is None else limit
     if limit < 0:
         raise UsageError(f"--limit {limit}: give 0 (for all) or more")
@@ -147,7 +151,11 @@ def repair(words: list[str]) -> int:
 
 def rm(words: list[str]) -> int:
     store = open_store()
-    ids = [store.find(name) for name in words]  # look up every run before deleting any
+    maps = [find_map(store, name).id for name in words if is_map(name)]
+    # Look up every run before deleting any.
+    ids = [store.find(name) for name in words if not is_map(name)]
+    for id in dict.fromkeys(maps):
+        print(f"deleted {id} ({size(remove_map(store, id))})")
     for id in dict.fromkeys(ids):
         print(f"deleted {id} ({size(store.remove(id))})")
     return ExitCode.ANSWERED
@@ -254,6 +262,7 @@ COMMANDS = (
         options=(
             OptionSpec("limit", int, "number of runs to list; 0 lists all (default: 20)"),
             OptionSpec("json", bool, "print one JSON object per line", has_no=False),
+            OptionSpec("maps", bool, "list stored maps instead", has_no=False),
         ),
     ),
     CommandSpec(
@@ -297,7 +306,7 @@ replies will be asked again. The damaged file is kept.""",
     ),
     CommandSpec(
         "runs rm",
-        "Delete runs, and stored data that no other run uses.",
+        "Delete runs, and stored data that no other run uses. The id of a map deletes the map.",
         rm,
         "RUN…",
         1,

@@ -29,6 +29,7 @@ import msgspec
 
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.settings import open_store
+from ramify.cli.stored_maps import events_of, find_map, folded, is_map, map_lines
 from ramify.cli.terminal_text import (
     Line,
     StderrNotes,
@@ -66,15 +67,24 @@ def show(
     store = open_store()
     if turn is not None and (tree or json or events or turn < 1):
         raise UsageError(f"--turn {turn}: give a turn from 1, without --tree, --json or --events")
+    of_map = events_of(store, run) if is_map(run) else None
+    if is_map(run) and of_map is None:
+        table = find_map(store, run)
+        if json:
+            for row in table.rows:
+                print(json_line(row))
+        else:
+            write_lines(map_lines(table, bool(full)), use_pager=pager is not False)
+        return ExitCode.ANSWERED
     if events:
-        for event in store.events(run):
+        for event in store.events(run) if of_map is None else of_map:
             print(json_line(event))
         return ExitCode.ANSWERED
-    trajectory = store.load(run)
+    trajectory = store.load(run) if of_map is None else folded(of_map)
     if json:
         print(json_line(_call_of(trajectory, call) if call else trajectory))
         return ExitCode.ANSWERED
-    is_alive = store.stored(run).is_written()
+    is_alive = of_map is None and store.stored(run).is_written()
     lines: Iterator[Line]
     if turn is not None:
         lines = _turn_lines(trajectory, _call_of(trajectory, call or "0"), turn)
@@ -249,7 +259,8 @@ def _call_of(trajectory: Trajectory, id: str) -> Call:
 SHOW = CommandSpec(
     "show",
     "Show what happened in a run: its turns, code, output, sub-calls and answer.\n\n"
-    "RUN is a run's id, the start of an id, the path of a journal, or last.",
+    "RUN is a run's id, the start of an id, the path of a journal, or last. The id of a map\n"
+    "prints its rows, and MAP:7 shows question 7 of it.",
     show,
     "RUN",
     1,

@@ -373,7 +373,7 @@ _STATES = ("answered", "failed", "open")
 
 
 class MapTables:
-    """The maps of stores, each read once and then only where it has grown."""
+    """The maps of stores, each read once, and again only what was added."""
 
     def __init__(self) -> None:
         self._tables: dict[Path, MapTable] = {}

@@ -1,0 +1,167 @@
+"""Stored maps in ``ramify runs``, ``ramify show`` and ``ramify runs rm``.
+
+    ramify runs --maps           one line for each map
+    ramify show MAP              the figures of a map, and its rows
+    ramify show MAP:7            question 7 of a map, as a run
+
+Not here: the page of a map (``ramify view``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ramify.cli.parser import UsageError
+from ramify.cli.terminal_text import (
+    Line,
+    count,
+    dollars,
+    error_line,
+    json_line,
+    many,
+    moment,
+    one_line,
+    paint,
+    seconds,
+)
+from ramify.errors import RunInUse, StoreError
+from ramify.store.store import Store
+
+if TYPE_CHECKING:
+    from ramify.maps.map_table import MapFigures, MapTable
+    from ramify.store.base import RunStore
+    from ramify.types.event import AnyEvent
+    from ramify.types.trajectory import Trajectory
+
+_MARK = "-map-"
+"""Part of the id of every map, and of no run."""
+_COLUMNS = ("map", "when", "question", "model", "rows", "failed", "calls", "cost", "output")
+_SHOWN_ROWS = 20
+"""Rows that ``show`` prints without ``--full``; those with an error come first."""
+
+
+def is_map(name: str) -> bool:
+    """Whether ``name`` is the id of a map, or of a question of one."""
+    return _MARK in name
+
+
+def find_map(store: RunStore, name: str) -> MapTable:
+    """Return the map with this id. Raises StoreError."""
+    from ramify.maps.map_journal import MapStore
+    from ramify.maps.map_table import MapTable
+
+    path = MapStore(store.root).path(name) if isinstance(store, Store) else None
+    if path is None:
+        raise StoreError(f"there is no map {name}: ramify runs --maps lists them")
+    return MapTable(path).refresh()
+
+
+def events_of(store: RunStore, name: str) -> list[AnyEvent] | None:
+    """Return the events of a question, ``MAP:7``; None if ``name`` is a map. Those of a row with a
+    session are in the journal of its run."""
+    from ramify.maps.map_table import row_events
+
+    id, colon, number = name.partition(":")
+    if not colon:
+        return None
+    if not number.isdecimal():
+        raise UsageError(f"{name}: give the number of a question, as in {id}:7")
+    table = find_map(store, id)
+    row = table.question(int(number))
+    return list(store.events(row.run)) if row.run else row_events(table, row.number)
+
+
+def folded(events: Iterable[AnyEvent]) -> Trajectory:
+    """Return the trajectory of ``events``."""
+    from ramify.types.event import TrajectoryFold
+
+    fold = TrajectoryFold()
+    for event in events:
+        fold.apply(event)
+    return fold.trajectory
+
+
+def print_maps(store: RunStore, *, as_json: bool) -> None:
+    """Print a line for each map, newest first."""
+    from ramify.maps.map_journal import MapStore
+    from ramify.maps.map_table import MapTable, figures_of
+
+    if not isinstance(store, Store):
+        raise UsageError("--maps: this store has no folder, so it has no maps")
+    if not as_json:
+        print("\t".join(_COLUMNS))
+    for path in MapStore(store.root).paths():
+        try:
+            figures = figures_of(MapTable(path).refresh())
+        except (StoreError, OSError) as error:
+            error_line(str(error))
+            continue
+        if as_json:
+            print(json_line(msgspec.structs.asdict(figures)))
+        else:
+            print("\t".join(_cells(figures)))
+
+
+def remove_map(store: RunStore, name: str) -> int:
+    """Delete a map and return its bytes. The runs of its rows stay."""
+    table = find_map(store, name)
+    if table.is_alive:
+        raise RunInUse(f"map {table.id} is being written: stop that process first")
+    num_bytes = table.path.stat().st_size
+    table.path.unlink()
+    return num_bytes
+
+
+def map_lines(table: MapTable, full: bool) -> Iterator[Line]:
+    """Yield what ``show`` prints of a map."""
+    from ramify.maps.map_table import figures_of
+
+    figures = figures_of(table)
+    yield f"map {figures.id}  {moment(figures.started_at)}"
+    yield " · ".join(
+        [
+            _rows(figures),
+            f"{figures.failed:,} failed",
+            many(figures.calls, "call"),
+            dollars(figures.cost),
+            "in progress" if figures.alive else "",
+        ]
+    ).removesuffix(" · ")
+    yield f"question: {one_line(figures.question, 200)}"
+    if figures.out:
+        yield f"output: {figures.out}"
+    yield ""
+    rows = sorted(table.rows, key=lambda row: (not row.error, row.row))
+    rows = rows if full else rows[:_SHOWN_ROWS]
+    for row in rows:
+        took = f"  {dollars(row.cost)}  {seconds(row.seconds)}"
+        equal = f"  ×{1 + row.equal}" if row.equal else ""
+        head = f"{row.number} row {row.row}: {one_line(row.text, 60)} → "
+        if row.error:
+            yield paint("bad", f"{head}{one_line(row.error, 200)}")
+        else:
+            yield f"{head}{one_line(row.answer or '(open)', 60)}{took}{equal}"
+    if len(rows) < len(table.rows):
+        yield f"… {len(table.rows) - len(rows):,} more: --full, or ramify view"
+
+
+def _rows(figures: MapFigures) -> str:
+    of = "" if figures.total in (None, figures.rows) else f" of {figures.total:,}"
+    return f"{figures.rows:,}{of} rows"
+
+
+def _cells(figures: MapFigures) -> list[str]:
+    return [
+        figures.id,
+        moment(figures.started_at),
+        one_line(figures.question, 100),
+        figures.model,
+        _rows(figures).removesuffix(" rows"),
+        str(figures.failed),
+        count(figures.calls),
+        dollars(figures.cost),
+        one_line(figures.out, 200),
+    ]

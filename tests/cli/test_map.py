@@ -1,0 +1,53 @@
+"""``ramify map`` and what other commands know of maps."""
+
+from __future__ import annotations
+
+import json
+
+from tests.cli.helpers import Shell
+
+ROWS = '{"id": 1, "text": "fire"}\n{"id": 2, "text": "refuse"}\n{"id": 3, "text": "fire"}\n'
+SCRIPT = [
+    {"match": "refuse", "reply": {"fail": "refused", "text": "too hot"}},
+    {"match": ".", "reply": '{"urgent": true}'},
+]
+SCHEMA = '{"type": "object", "properties": {"urgent": {"type": "boolean"}}}'
+
+
+def mapped(shell: Shell, *more: str, out: str = "out.jsonl") -> object:
+    shell.write("rows.jsonl", ROWS)
+    model = shell.model(SCRIPT)
+    options = ["--model", model, "--out", out, "--column", "text", *more]
+    return shell.run("map", "Is it urgent?", "rows.jsonl", *options)
+
+
+def test_a_map_is_written_listed_shown_and_deleted(shell: Shell) -> None:
+    done = mapped(shell, "--answer-schema", SCHEMA)
+    assert (done.code, done.out.strip()) == (4, "out.jsonl")
+    assert "3 rows · 2 answered, 1 failed" in done.err
+    assert "1 row of 3 failed" in done.err
+    rows = [json.loads(line) for line in (shell.folder / "out.jsonl").read_text().splitlines()]
+    assert [row["urgent"] for row in rows] == [True, None, True]
+    head, line = [line.split("\t") for line in shell.run("runs", "--maps").out.splitlines()]
+    found = dict(zip(head, line, strict=True))
+    assert (found["question"], found["rows"], found["failed"]) == ("Is it urgent?", "3", "1")
+    shown = shell.run("show", found["map"]).out
+    assert "3 rows · 1 failed" in shown
+    assert 'row 0: fire → {"urgent": true}' in shown
+    assert "×2" in shown
+    number = next(line.split()[0] for line in shown.splitlines() if "row 0:" in line)
+    row = shell.run("show", f"{found['map']}:{number}").out
+    assert 'answer: {"urgent": true}' in row
+    assert shell.run("show", f"{found['map']}:99").code != 0
+    assert shell.run("runs", "rm", found["map"]).code == 0
+    assert shell.run("runs", "--maps").out.count("\n") == 1
+
+
+def test_wrong_words_are_one_line(shell: Shell) -> None:
+    assert mapped(shell, out="out.txt").code == 2
+    shell.write("rows.jsonl", ROWS)
+    missing = shell.run("map", "Is it?", "none.jsonl", "--model", "scripted:x", "--out", "a.csv")
+    assert (missing.code, missing.err.count("\n")) == (2, 1)
+    assert "none.jsonl does not exist" in missing.err
+    no_out = shell.run("map", "Is it?", "rows.jsonl", "--model", "scripted:x")
+    assert "give --out FILE" in no_out.err
