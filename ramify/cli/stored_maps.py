@@ -55,7 +55,7 @@ def find_map(store: RunStore, name: str) -> MapTable:
 
     path = MapStore(store.root).path(name) if isinstance(store, Store) else None
     if path is None:
-        raise StoreError(f"there is no map {name}: ramify runs --maps lists them")
+        raise StoreError(f"no map has the id {name}: ramify runs --maps lists them")
     return MapTable(path).refresh()
 
 
