@@ -42,7 +42,7 @@ def view(
 
     names = [word for word in words if not Path(word).expanduser().exists()]
     paths = [word for word in words if word not in names]
-    library = RunLibrary(paths if not names else [open_store(), *paths])
+    library = RunLibrary([open_store(), *paths] if names or not paths else paths)
     keys = [
         *(_key_of_name(library, name) for name in names),
         *(_key_of_file(library, path) for path in paths),

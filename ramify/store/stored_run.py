@@ -3,8 +3,8 @@
     StoredRun ─┬─ JournalFile   the file of a run         (journal.py)
                └─ StoredLines   through a store's lines   (base.py)
 
-The page, listings, searches and replays read runs through it. A run without a file has no text that
-is still arriving, and no offline copy of its training folder; the rest is the same.
+The page, listings, searches and replays read runs through it. A page that follows a run without a
+file shows a reply only once it is complete; the rest is the same. Not here: writing (see base.py).
 """
 
 from __future__ import annotations
