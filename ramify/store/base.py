@@ -18,7 +18,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
@@ -177,25 +177,26 @@ class RunStore(Protocol):
             self.remove(journal.id)
 
 
-class StoredLines:
+class StoredLines(NamedTuple):
     """A run of a store that has no files, read through the store's lines. Implements
     ``StoredRun``."""
 
-    path = None
+    store: RunStore
+    id: str
 
-    def __init__(self, store: RunStore, id: str) -> None:
-        self.id = id
-        self._store = store
+    @property
+    def path(self) -> None:
+        return None
 
     def __str__(self) -> str:
-        return f"run {self.id} in {self._store}"
+        return f"run {self.id} in {self.store}"
 
     def state(self) -> tuple[int, int]:
-        return 0, self._store.size(self.id)
+        return 0, self.store.size(self.id)
 
     def is_written(self) -> bool:
         try:
-            self._store.check_free(self.id)
+            self.store.check_free(self.id)
         except RunInUse:
             return True
         except UnknownRun:
@@ -203,26 +204,26 @@ class StoredLines:
         return False
 
     def lines(self, offset: int = 0) -> Iterator[bytes]:
-        return (line[:-1] for line in self._store.lines(self.id, offset))
+        return (line[:-1] for line in self.store.lines(self.id, offset))
 
     def blocks(self, offset: int = 0) -> Iterator[bytes]:
-        return iter(self._store.lines(self.id, offset))
+        return iter(self.store.lines(self.id, offset))
 
     def lines_at(self, offsets: Iterable[int]) -> Iterator[bytes]:
         return (next(self.lines(offset), b"") for offset in offsets)
 
     def blob(self, digest: str) -> bytes:
-        return self._store.blobs.get(digest)
+        return self.store.blobs.get(digest)
 
     def has_neighbor(self, id: str) -> bool:
-        return id in self._store.ids()
+        return id in self.store.ids()
 
     def reviews(self) -> Mapping[str, RunReview]:
-        review = self._store.review(self.id)
+        review = self.store.review(self.id)
         return {} if review.is_empty() else {self.id: review}
 
     def write_review(self, id: str, review: RunReview) -> RunReview:
-        return self._store.write_review(id, review)
+        return self.store.write_review(id, review)
 
     def remedy(self, number: int) -> str:
         return "the events before it can be read" if number > 1 else NOTHING_KEPT

@@ -191,6 +191,28 @@ def test_summaries_are_read_again_only_when_a_run_has_grown() -> None:
     assert read[2:].count(last) == 1
 
 
+def test_page_keeps_what_it_has_read_of_a_run() -> None:
+    starts: list[int] = []
+
+    class Noting(MemoryStore):
+        """Notes the offsets that are read."""
+
+        def lines(self, id: str, offset: int = 0) -> Any:
+            starts.append(offset)
+            return super().lines(id, offset)
+
+    store = Noting()
+    (run,) = asked(store, "Add the sheets")
+
+    async def ask(get: Any, server: ViewServer) -> None:
+        starts.clear()
+        for _ in range(3):
+            assert (await get("/api/run", key=run))["head"]["stop"] == "final"
+
+    with_server([store], ask)  # type: ignore[list-item]
+    assert starts.count(0) == 1
+
+
 KEPT = """
 from ramify import MemoryStore
 from tests.store.helpers import short_run
