@@ -24,6 +24,7 @@ from engine import Figure, show
 PARTS = (
     "large",
     "pictures",
+    "places",
     "search",
     "tables",
     "values",

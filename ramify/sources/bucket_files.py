@@ -239,7 +239,7 @@ _SIGNS = {
     ),
     r"NO_SUCH_BUCKET|No such file|ContainerNotFound|RepositoryNotFound|Not ?Found|\b404\b": (
         "does not exist",
-        "check its name",
+        "",
     ),
     r"NETWORK_CONNECTION|resolve host|Could not connect|ConnectError|ConnectionError"
     r"|ConnectTimeout|TIMEOUT|UNAVAILABLE|Max retries": (
@@ -251,6 +251,12 @@ _SIGNS = {
 """Regular expression over a client's error -> (reason, remedy)."""
 
 
+def _name_check(url: str) -> str:
+    """The remedy for what does not exist. The hub says so of what may not be read, too."""
+    is_hub = url.lower().startswith("hf:")
+    return "check its name, and HF_TOKEN if it is private" if is_hub else "check its name"
+
+
 @contextlib.contextmanager
 def _sentences(url: str) -> Iterator[None]:
     """Turn the errors of the clients into sentences without secrets."""
@@ -259,13 +265,13 @@ def _sentences(url: str) -> Iterator[None]:
     except UnreadableSource:
         raise
     except FileNotFoundError:
-        raise UnreadableSource("does not exist", "check its name") from None
+        raise UnreadableSource("does not exist", _name_check(url)) from None
     except ModuleNotFoundError:
         raise UnreadableSource("is in a bucket", REMEDY) from None
     except Exception as error:  # noqa: BLE001 -- each client has its own errors
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         for signs, (reason, remedy) in _SIGNS.items():
             if re.search(signs, text):
-                raise UnreadableSource(reason, remedy) from None
+                raise UnreadableSource(reason, remedy or _name_check(url)) from None
         text = without_secrets(text)[:200]
         raise UnreadableSource(f"cannot be fetched ({text})", f"check {shown_url(url)}") from None

@@ -282,3 +282,40 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     assert "names no account: set AZURE_STORAGE_ACCOUNT_NAME" in refused("az://box/a.txt")
     assert "has a pattern as its bucket" in refused("s3://b*/a.txt")
+
+
+def test_the_hugging_face_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its own client, from a small server that speaks the hub's protocol."""
+    pytest.importorskip("huggingface_hub")
+    kind, commit, file = {"Content-Type": "application/json"}, "a" * 40, "b" * 40
+    about = {"id": "ann/box", "sha": commit, "siblings": [], "private": False, "tags": []}
+    tree = [
+        {"type": "file", "oid": file, "size": 5, "path": "a.txt"},
+        {"type": "directory", "oid": "c" * 40, "size": 0, "path": "sub"},
+        {"type": "file", "oid": "d" * 40, "size": 6, "path": "sub/b.txt"},
+    ]
+    headers = {"X-Repo-Commit": commit, "ETag": f'"{file}"'}
+    api, files = "/api/datasets/ann/box", "/datasets/ann/box/resolve/main"
+    hub = SiteServer()
+    hub.pages = {
+        api: (200, kind, json.dumps(about).encode()),
+        f"{api}/tree/main": (200, kind, json.dumps(tree).encode()),
+        f"{files}/a.txt": (200, headers, b"first"),
+        f"{files}/sub/b.txt": (200, headers, b"second"),
+        "/api/datasets/ann/locked": (403, {"X-Error-Code": "GatedRepo"}, b"{}"),
+    }
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setenv("RAMIFY_HOME", str(tmp_path / "home"))
+    try:
+        assert texts(load("hf://datasets/ann/box")) == {"a.txt": "first", "sub/b.txt": "second"}
+        hub.asked.clear()
+        assert load("hf://datasets/ann/box/a.txt").context == "first"
+        assert not [path for path in hub.paths() if path.startswith(files)]  # it is unchanged
+        for name in ("box/none.txt", "none", "locked"):
+            message = refused(f"hf://datasets/ann/{name}")
+            assert message.endswith(
+                f"{name} does not exist: check its name, and HF_TOKEN if it is private"
+            )
+    finally:
+        hub.close()

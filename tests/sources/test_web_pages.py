@@ -19,6 +19,7 @@ from ramify.sources.http_download import PrivateAddress, is_public, public_addre
 from ramify.sources.load_sources import LoadedContext, load
 from ramify.sources.media_types import file_name
 from ramify.sources.remote_urls import RemoteHead, recorded_url, shown_url
+from tests.cli.helpers import Done, Shell, code, kill_at_second_request
 from tests.clients.helpers import self_signed, server_tls
 from tests.sources.site_server import SiteServer
 
@@ -63,6 +64,22 @@ def test_a_text_is_named_by_its_path_and_read_as_a_local_file_is(site: SiteServe
     assert loaded.context == "größer\n"
     assert [(item.name, item.kind) for item in loaded.items] == [("app.log", "text")]
     assert site.paths() == ["/logs/app.log?x=1"]
+
+
+def test_a_page_is_read_as_markdown(site: SiteServer):
+    pytest.importorskip("markitdown")
+    page = "<!doctype html><title>T</title><h1>Größe</h1><p>one <b>two</b></p><script>x()</script>"
+    site.pages["/report"] = (
+        200,
+        {"Content-Type": "text/html; charset=latin-1"},
+        page.encode("latin-1"),
+    )
+    loaded = fetched(f"{site.url}/report")
+    assert loaded.items[0].name == "report.html"
+    assert isinstance(loaded.context, str)
+    assert "# Größe" in loaded.context
+    assert "one **two**" in loaded.context
+    assert "x()" not in loaded.context
 
 
 def test_several_addresses_are_named_by_host_and_path(site: SiteServer, tmp_path: Path):
@@ -424,6 +441,41 @@ def test_secrets_of_a_url_are_in_no_error_and_no_record(site: SiteServer, tmp_pa
         assert "pass-word" not in text
     assert key not in SecretRedactor().redact(f"a session printed {key}")
     assert "ask the question again" in refused(recorded)
+
+
+def test_a_run_over_a_url_leaves_no_secret_and_is_resumed_without_one(
+    site: SiteServer, tmp_path: Path
+):
+    pytest.importorskip("duckdb")
+    site.pages["/t.csv"] = 200, {"Content-Type": "text/csv"}, b"a,b\n1,2\n3,4\n"
+    shell, key = Shell(tmp_path), "1234567890abcdef"
+    login = site.url.replace("//", "//me:pass-word-123@")
+    query = code("x = sql('SELECT sum(a) FROM t')\nprint(x)")
+
+    def killed(url: str) -> Done:
+        first = shell.model([query, {"fail": "stalled"}])
+        options = ["ask", "-v", "--allow-private", "--no-direct", "-m", first]
+        kill_at_second_request(shell, shell.start(*options, "sum?", url))
+        shell.model([query, code("FINAL(x)")])
+        stored = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+        assert not [data for data in stored if key.encode() in data or b"pass-word" in data]
+        done = shell.run("ask", "--resume", "last", "-q")
+        assert key not in f"{done}{shell.run('show', 'last', '--json')}"
+        return done
+
+    refusal = killed(f"{login}/t.csv?sig={key}")
+    assert refusal.code == 2
+    assert "was fetched with a key that is not recorded: ask the question again" in refusal.err
+    shell.run("runs", "prune", "--keep", "0")
+    done = killed(f"{site.url}/t.csv?page=2")  # that it may be private is recorded
+    assert (done.code, "4" in done.out) == (0, True), done
+
+
+def test_an_address_in_place_of_the_question_is_refused(tmp_path: Path):
+    done = Shell(tmp_path).run("ask", "https://me:secret-word@example.org/a?sig=1234567890abcdef")
+    assert done.code == 2
+    assert "https://example.org/a is an address, and the question comes first" in done.err
+    assert "secret-word" not in done.err
 
 
 def test_shown_and_recorded_urls():
