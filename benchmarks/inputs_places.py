@@ -2,7 +2,7 @@
 
     python benchmarks/inputs.py --part places
 
-The server is a process of its own on loopback. CPU time of this process and of the one that fetches
+The server is a separate process on loopback. CPU time of this process and of the one that fetches
 counts, because the time on a busy machine says nothing.
 """
 
