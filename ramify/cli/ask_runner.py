@@ -31,6 +31,7 @@ from ramify.engine.question import RunOptions
 from ramify.engine.recorded_values import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle, why_unanswered
+from ramify.engine.tool_set import optional_tools
 from ramify.errors import ModelError, ReplyCut, ReplyFiltered
 from ramify.types.call_tree import ending
 from ramify.types.event import (
@@ -143,6 +144,7 @@ def source_record(
         return {}
     from ramify.sources.load_sources import recorded_name
 
+    optional = optional_tools(loaded.tools)  # these are recorded with the context
     return {
         "sources": {
             "paths": [
@@ -150,7 +152,7 @@ def source_record(
                 for p in paths
             ],
             **({"allow_private": True} if allow_private else {}),
-            "tools": [*loaded.tools],
+            "tools": [name for name in loaded.tools if name not in optional],
         }
     }
 

@@ -1,8 +1,8 @@
 """Rebuilds the ``RLM`` of a stored run from its journal, to resume or replay the run.
 
 Models, limits, prompts, sandbox and sampling are those recorded in the journal. Tools over files
-(``sql``) are loaded again from the recorded paths, ``search`` gets the recorded context, and MCP
-servers are started again. A replay calls no model, so it uses placeholder clients that need no key.
+(``sql``) are loaded again from the recorded paths, and MCP servers are started again. A replay
+calls no model, so it uses placeholder clients that need no key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from ramify.clients.base import Price, Request, Sampling
 from ramify.clients.model import Model
 from ramify.clients.providers import PriceTable
 from ramify.engine.limits import Limits
-from ramify.engine.rerun import recorded_context
 from ramify.engine.rlm import RLM
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError, ReplayDiverged, SourceError
@@ -73,7 +72,7 @@ def rebuild(
                 sandbox, allow_weaker=sandbox.allow_weaker or allow_weaker
             ),
             sampling=msgspec.convert(config.get("sampling", {}), Sampling),
-            tools=(_tools(started, store) if with_tools else None) or None,
+            tools=(_tools(started) if with_tools else None) or None,
             store=store,
         )
     except msgspec.ValidationError as error:
@@ -83,33 +82,25 @@ def rebuild(
         ) from None
 
 
-def _tools(started: RunStarted, store: RunStore) -> dict[str, Any]:
+def _tools(started: RunStarted) -> dict[str, Any]:
     sources, servers = started.config.get("sources") or {}, started.config.get("mcp") or ()
     tools: dict[str, Any] = {}
     if servers:
         from ramify.engine.mcp_tools import McpTools
 
         tools |= McpTools(*servers)  # stays connected until the process ends
-    names = sources.get("tools") or ()
-    if "search" in names or "chunks" in names:
-        from ramify.sources.text_search import TextChunks, TextSearch
-
-        tools["chunks"] = TextChunks()
-        if "search" in names:
-            tools["search"] = TextSearch(recorded_context(store, started))
-    of_files = [name for name in names if name not in ("search", "chunks")]
-    if not of_files:
+    if not sources.get("tools"):
         return tools
     from ramify.sources.load_sources import load
 
     if "-" in sources["paths"]:
         raise SourceError(
-            f"run {started.id} used {', '.join(of_files)} over standard input, which is "
+            f"run {started.id} used {', '.join(sources['tools'])} over standard input, which is "
             "gone: ask the question again"
         )
     allow_private = bool(sources.get("allow_private"))
     loaded = load(sources["paths"], allow_private=allow_private).tools
-    return {**tools, **{name: loaded[name] for name in of_files if name in loaded}}
+    return {**tools, **{name: tool for name, tool in loaded.items() if name in sources["tools"]}}
 
 
 class PlaceholderClient:

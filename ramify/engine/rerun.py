@@ -188,6 +188,10 @@ def question_of(
     )
     resolved = resolved or question(started.question, None, kind, cite)
     direct = config.get("direct") is not False
+    if names := config.get("context_tools"):
+        from ramify.sources.text_search import tools_named
+
+        resolved = msgspec.structs.replace(resolved, tools=tools_named(names, value))
     if prompt is not None:
         given = question(prompt, started.question, None, False)
         resolved = msgspec.structs.replace(

@@ -35,6 +35,7 @@ from ramify.engine.question import Question
 from ramify.engine.recorded_values import jsonable, typed_record
 from ramify.engine.resources import LoopResources, RlmSetup, SharedResources
 from ramify.engine.threads import LoopWatch
+from ramify.engine.tool_set import optional_tools
 from ramify.engine.typed import Citation, CitedAnswer
 from ramify.errors import (
     ConfigError,
@@ -341,6 +342,7 @@ class RunHandle:
         schema = self._question.kind.schema if self._question.kind else None
         before, pictures = self._question.before, self._question.pictures
         is_special = bool(pictures) or self._question.needs_session
+        optional = optional_tools(self._question.tools)
         config = {
             **self._setup.config,
             **({"conversation": True} if self._conversation is not None else {}),
@@ -349,6 +351,7 @@ class RunHandle:
             "cite": self._question.cite,
             "about": self._question.about,
             **({"before": msgspec.to_builtins(before)} if before else {}),
+            **({"context_tools": optional} if optional else {}),
             # The models' vision or the sources decided this, which a repeated run may not have.
             **({"direct": False} if is_special and way == "session" else {}),
         }

@@ -9,7 +9,7 @@ the session's codec.
 Tools that come with a context may have further attributes (``sources/text_search.py``):
 
     prepare()        is called when a session is opened
-    is_optional      only scaffolds that list the tools have it
+    is_optional      only scaffolds that list the tools have it, and a repeated run makes it again
     is_replaceable   a cell may bind its name to another value
     session_source   source of a module that defines it in the session; the host is not called
 """
@@ -46,6 +46,12 @@ RESERVED = frozenset(
         "rlm_query_batched",
     }
 )
+
+
+def optional_tools(tools: Mapping[str, Any]) -> list[str]:
+    """Names of the tools that come with a context and need nothing else."""
+    return [name for name, tool in tools.items() if getattr(tool, "is_optional", False)]
+
 
 _CALL = """\
 import builtins
@@ -134,7 +140,7 @@ class ToolSet:
     def without_optional(self) -> ToolSet:
         """The tools that every scaffold has."""
         every = self._given()
-        optional = {n for n, f in self.functions.items() if getattr(f, "is_optional", False)}
+        optional = optional_tools(self.functions)
         return ToolSet({n: t for n, t in every.items() if n not in optional}) if optional else self
 
     def prepare(self) -> None:

@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from importlib import resources
 from typing import Any, TypeVar
@@ -84,6 +84,13 @@ def search_tools(context: Any) -> dict[str, Any]:
     if has_tantivy() and chars <= MAX_CHARS:
         tools = {"search": TextSearch(context), **tools}
     return tools
+
+
+def tools_named(names: Collection[str], context: Any) -> dict[str, Any]:
+    """Return those of ``search_tools`` that a recorded run had. If they need a library that is
+    missing, only a call that was not recorded says so."""
+    every: dict[str, Any] = {"search": TextSearch(context), "chunks": TextChunks()}
+    return {name: tool for name, tool in every.items() if name in names}
 
 
 def has_tantivy() -> bool:

@@ -85,5 +85,5 @@ def test_a_run_that_is_repeated_gets_its_recorded_hits(loaded: LoadedContext):
     async def again(asked: RLM) -> Any:
         return await asked.aresume(first.run_id)
 
-    with rlm(ScriptedClient([]), store=store, tools=loaded.tools) as asked:
+    with rlm(ScriptedClient([]), store=store) as asked:
         assert asyncio.run(again(asked)).answer == "host-x ERROR disk failure"
