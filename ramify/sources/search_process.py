@@ -1,5 +1,6 @@
 """The search index of one context, in a separate process: BM25 over its units, by ``tantivy``.
 
+    IndexRequest("open")             ──> the process knows its folder
     IndexRequest("add", text=block)  ──> the units of the block are indexed    (host ──> process)
     IndexRequest("commit")           ──> the index can be asked
     IndexRequest("ask", text=query)  ──> [(score, position), …]                best first
@@ -52,7 +53,7 @@ class IndexRequest(msgspec.Struct, frozen=True):
     """One request to the process."""
 
     kind: str
-    """``add``, ``commit`` or ``ask``."""
+    """``open``, ``add``, ``commit`` or ``ask``."""
     text: str = ""
     """A block of a text, or a query."""
     at: int = 0
@@ -121,6 +122,8 @@ class _Index:
         self._num_blocks = self._num_units = 0
 
     def answer(self, asked: IndexRequest) -> Any:
+        if asked.kind == "open":
+            return None
         if asked.kind == "add":
             return self._add(asked)
         if asked.kind == "commit":

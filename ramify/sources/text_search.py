@@ -235,6 +235,8 @@ class SearchIndex:
         self._lock = threading.Lock()
         self._close = weakref.finalize(self, _remove, self._process, folder)
         self._place = {"folder": folder, "max_bytes": min(most, free - _SPARE_BYTES // 2)}
+        # Small enough for the pipe: the process knows its folder even if this one is killed now.
+        self._answer(IndexRequest("open"), BLOCK_S)
         for request in requests():
             self._answer(request, BLOCK_S)
         self._answer(IndexRequest("commit"), BLOCK_S * 5)
