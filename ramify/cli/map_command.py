@@ -56,6 +56,13 @@ OPTIONS = (
     ),
     OptionSpec("table", str, "table of a SQLite file", "NAME"),
     OptionSpec("prefix", str, "text before the names of the new columns", "TEXT"),
+    OptionSpec("try", int, "ask only N rows, print them, and estimate the whole map"),
+    OptionSpec(
+        "estimate",
+        bool,
+        "estimate dollars, hours and workers from --try N rows (default: 100)",
+        has_no=False,
+    ),
     OptionSpec("retry_failed", bool, "ask the rows again that have an error", has_no=False),
     OptionSpec("strict", bool, "stop at the first row with an error", has_no=False),
     OptionSpec(
@@ -86,9 +93,13 @@ def run(
     prefix: str | None = None,
     retry_failed: bool | None = None,
     strict: bool | None = None,
+    estimate: bool | None = None,
     **given: Any,
 ) -> int:
     """``ramify map``."""
+    sample = given.pop("try", None)
+    prints_rows = sample is not None
+    sample = 100 if estimate and sample is None else sample
     of_row = {name: given.pop(f"row_{name}") for name in _OF_ROWS}
     settings = fill(given, KINDS)
     notes = StderrNotes(bool(settings.get("quiet")), bool(settings.get("verbose")))
@@ -99,7 +110,7 @@ def run(
     form = form_of(settings.get("progress"), notes)
     if len(words) < 2:
         raise UsageError("no rows: ramify map QUESTION ROWS… --out FILE")
-    if out is None:
+    if out is None and sample is None:
         raise UsageError("no output: give --out FILE, with the ending .jsonl, .csv or .parquet")
     if not settings.get("model"):
         write(NO_MODEL.replace("ramify ask", "ramify map"))
@@ -110,10 +121,11 @@ def run(
         answer_type=read_schema(answer_schema),
         columns=tuple(column or ()),
         prefix=prefix or "",
-        out=Path(out).expanduser(),
+        out=None if out is None else Path(out).expanduser(),
         budget=budget_of(*(settings.get(name) for name in ("max_calls", "max_tokens", "max_cost"))),
         retry_failed=bool(retry_failed),
         strict=bool(strict),
+        sample=sample,
     )
     source = open_paths(paths, table)
     row_settings = {**settings, **of_row, "branches": 1}
@@ -132,7 +144,10 @@ def run(
             notes.say("ramify: stopped; the same command continues the map")
             return interrupts.code
         screen.clear()
-    return _report(result, notes, as_json=bool(settings.get("json")), stopped_by=interrupts.code)
+    as_json = bool(settings.get("json"))
+    if sample is not None and not as_json:
+        _print_sample(result, prints_rows=prints_rows)
+    return _report(result, notes, as_json=as_json, stopped_by=interrupts.code)
 
 
 class _MapInterrupts:
@@ -174,11 +189,39 @@ class _MapInterrupts:
         self._run.stop("it was stopped by SIGTERM")
 
 
+def _print_sample(result: MapResult, *, prints_rows: bool) -> None:
+    """Print the rows of a sample as JSON lines, and the estimate of the whole."""
+    for row in result.table or () if prints_rows else ():
+        print(terminal_text.json_line(row))
+    whole = result.estimate
+    if whole is None:
+        return
+    hours, cost = whole.hours, whole.cost
+    parts = [
+        f"{whole.num_rows:,} rows, {many(whole.num_questions, 'question')}",
+        "cost unknown"
+        if cost is None
+        else f"{_dollars(cost.value)} ({_dollars(cost.low)} to {_dollars(cost.high)})",
+        f"{_time(hours.value)} ({_time(hours.low)} to {_time(hours.high)}) with one worker",
+        f"{many(whole.workers_for_an_hour, 'worker')} for an hour",
+    ]
+    print(f"all: {' · '.join(parts)}; from {many(whole.num_sampled, 'question')}, 95 %")
+
+
+def _dollars(amount: float) -> str:
+    return f"${amount:,.0f}" if amount >= 100 else f"${amount:.3g}"
+
+
+def _time(hours: float) -> str:
+    return f"{hours:.1f} h" if hours >= 1 else terminal_text.seconds(3600 * hours)
+
+
 def _report(
     result: MapResult, notes: StderrNotes, *, as_json: bool, stopped_by: ExitCode
 ) -> ExitCode:
     if as_json:
         fields = {**msgspec.structs.asdict(result), "usage": msgspec.to_builtins(result.usage)}
+        fields["estimate"] = msgspec.to_builtins(result.estimate)
         fields["map"] = fields.pop("id")
         del fields["table"]
         print(terminal_text.json_line(fields))

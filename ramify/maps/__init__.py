@@ -14,6 +14,7 @@
 | `map_table.py` | a stored map as a table, and a direct row of it as the events of a run |
 | `map_output.py` | the columns and the file of the answers |
 | `map_run.py` | the order of the work, one budget for all rows, and when it stops |
+| `estimate.py` | what a whole map will cost and take, from a sample of its rows |
 | `api.py` | `ramify.map` and `ramify.amap` |
 
 A row that needs a session is an ordinary run, which the map's journal names. Not here: how one

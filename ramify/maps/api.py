@@ -54,6 +54,7 @@ async def amap(
     max_cost: float | None = None,
     retry_failed: bool = False,
     strict: bool = False,
+    sample: int | None = None,
     store: RunStore | None = None,
     **options: Any,
 ) -> MapResult:
@@ -73,6 +74,7 @@ async def amap(
                   limits of all rows together; 5 dollars unless ``max_cost`` is given
     retry_failed  ask the rows again that have an error
     strict        stop at the first row with an error
+    sample        ask only so many rows, drawn at random; ``MapResult.estimate`` extrapolates
     store         where the map is kept, so that the same call continues it; nowhere by default
     options       those of ``RLM``, if ``model`` is none: ``sub_model``, ``limits`` of each row, …
 
@@ -103,6 +105,7 @@ async def amap(
         budget=budget_of(max_calls, max_tokens, max_cost),
         retry_failed=retry_failed,
         strict=strict,
+        sample=sample,
     )
     is_paths = isinstance(rows, list) and rows and all(isinstance(each, Path) for each in rows)
     source = open_paths(rows, table) if is_paths else open_rows(rows, table)

@@ -83,6 +83,8 @@ class MapContinued(msgspec.Struct, frozen=True, array_like=True):
     max_tokens: int
     max_cost: float | None
     """Dollars; None if no model has a price."""
+    is_sample: bool = False
+    """Whether only a sample of the rows is asked."""
 
 
 class FirstRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import random
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -28,12 +29,13 @@ import msgspec
 
 from ramify.engine.direct_calls import DirectCalls
 from ramify.engine.limits import Limits
-from ramify.engine.observe import plain_prompt
+from ramify.engine.observe import chars_of, plain_prompt
 from ramify.engine.question import Question
 from ramify.engine.recorded_values import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
 from ramify.errors import ConfigError, LimitReached, StoreError, UnknownRun, can_be_fixed
+from ramify.maps.estimate import MapEstimate, MeasuredRow, estimate
 from ramify.maps.map_journal import (
     EqualRow,
     MapContinued,
@@ -83,6 +85,9 @@ class MapRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Ask the rows again that have an error."""
     strict: bool = False
     """Stop at the first row with an error."""
+    sample: int | None = None
+    """Ask only so many rows, drawn at random, and estimate the whole; the output is a table in
+    memory. None: all."""
 
 
 class MapResult(msgspec.Struct, frozen=True):
@@ -118,6 +123,8 @@ class MapResult(msgspec.Struct, frozen=True):
     table: Any = None
     """The rows with their answers, as a table of the kind that was given; None if there is a
     file."""
+    estimate: MapEstimate | None = None
+    """What the whole map will cost and take, if only a sample was asked."""
 
 
 class _Pending:
@@ -127,6 +134,7 @@ class _Pending:
         self.asked = asked
         self.outcome = outcome
         self.is_taken = outcome is not None
+        self.is_new = asked is not None
         self.has_row = False
         """Whether a row with its answer was written."""
 
@@ -152,6 +160,11 @@ class MapRun:
         self._slots: deque[tuple[Row, _Pending]] = deque()
         self._pending: dict[int, _Pending] = {}
         self._room = asyncio.Event()
+        self._sample = None if request.sample is None else _Sample(source, request.sample)
+        self._measured: list[MeasuredRow] = []
+        """The questions of the sample, in the order in which they ended."""
+        self._estimate: MapEstimate | None = None
+        self._began = 0.0
         self._counts = {"rows": 0, "answered": 0, "failed": 0, "missing": 0, "asked": 0, "known": 0}
         self._has_answer = False
         self._errors: list[str] = []
@@ -175,7 +188,8 @@ class MapRun:
             try:
                 self._continue(calls)
                 self._means = means_of(self.rlm, calls, journal, self.id, request.question)
-                output = open_output(request.out, self.source, self.added)
+                out = request.out if request.sample is None else None
+                output = open_output(out, self.source, self.added)
                 try:
                     await self._work(output, calls)
                 finally:
@@ -197,8 +211,9 @@ class MapRun:
                 ledger.usage,
                 ledger.cost,
                 time.perf_counter() - began,
-                str(request.out) if request.out is not None and has_file else "",
+                str(request.out) if out is not None and has_file else "",
                 output.table,
+                self._estimate,
             )
 
     # --- before the first row ---------------------------------------------------------------------
@@ -298,6 +313,7 @@ class MapRun:
                     limit.calls,
                     limit.tokens,
                     limit.cost if has_price else None,
+                    self.request.sample is not None,
                 )
             )
         )
@@ -306,7 +322,11 @@ class MapRun:
 
     async def _work(self, output: MapOutput, calls: DirectCalls) -> None:
         self._output, self._calls = output, calls
-        rows = self._rows = self.source.read()
+        sample = self._sample
+        rows = self.source.read() if sample is None else sample.draw(self.asking, calls)
+        self._rows = rows
+        self._began = time.perf_counter()
+        cpu_s = time.process_time()
         num_workers = self.rlm.limits.max_concurrency
         with report_progress("map", total=self.source.total, unit="rows") as self._progress:
             workers = [asyncio.create_task(self._worker()) for _ in range(num_workers)]
@@ -316,6 +336,10 @@ class MapRun:
                 for worker in workers:
                     worker.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
+            if self._sample is not None and self._measured:
+                self._estimate = self._sample.estimate(
+                    self._measured, num_workers, time.process_time() - cpu_s, calls
+                )
             if self._stop in ("done", "limit"):
                 await self._finish(rows)
                 output.finish()
@@ -342,8 +366,15 @@ class MapRun:
         del self._pending[digest]
         self._counts["asked"] += 1
         pending.asked = None
+        if self._sample is not None:
+            ended_s = time.perf_counter() - self._began
+            self._measure(asked.question, outcome, ended_s)
         self._judge(outcome, asked.row)
         self._flush()
+
+    def _measure(self, question: Question, outcome: RowOutcome, ended_s: float) -> None:
+        chars = len(question.text) + chars_of(question.context)
+        self._measured.append(MeasuredRow(chars, outcome.cost, outcome.seconds, ended_s))
 
     def _interrupted(self, outcome: RowOutcome) -> None:
         """Stop the map for what kept a row from being answered."""
@@ -410,6 +441,8 @@ class MapRun:
         offset = recorded.answered.get(number)
         if offset is not None:
             outcome = self._recorded_outcome(offset, asked)
+            if outcome is not None and self._sample is not None and asks:
+                self._measure(question, outcome, -1.0)
             if outcome is not None:
                 return _Pending(None, outcome)
         offset = recorded.failed.get(number)
@@ -440,16 +473,18 @@ class MapRun:
         line = self._journal.line_at(offset)
         if line.e is not None:
             end = line.e
-            return RowOutcome(end.answer, end.error, offset, number=end.number)
+            cost = end.cost or 0.0
+            return RowOutcome(end.answer, end.error, offset, None, cost, end.seconds, end.number)
         reply = recorded_reply(line)
         assert line.r is not None
-        text, number = reply.message.content, line.r.number
+        text, number, cost = reply.message.content, line.r.number, reply.cost or 0.0
         if text.strip() and reply.finish not in ("length", "content_filter", "tool_calls"):
             if self.kind is None:
-                return RowOutcome(text, None, offset, number=number)
+                return RowOutcome(text, None, offset, None, cost, reply.seconds, number)
             try:
                 value = self.kind.read(text)
-                return RowOutcome(jsonable(value), None, offset, number=number)
+                answer = jsonable(value)
+                return RowOutcome(answer, None, offset, None, cost, reply.seconds, number)
             except TypeMismatch:
                 pass
         asked.number, asked.replies = number, [reply]
@@ -474,10 +509,10 @@ class MapRun:
         values = output_row(row, self.source, self.added, outcome.answer, outcome.error)
         self._output.write(values)
         counts["failed" if outcome.error else "answered"] += 1
-        is_answered_now = not pending.has_row and outcome.seconds > 0.0
+        is_answered_now = not pending.has_row and pending.is_new
         pending.has_row = True
         if not is_answered_now and outcome.number >= 0:
-            if row.number > self._recorded.last_row:
+            if row.number > self._recorded.last_row and self.request.sample is None:
                 self._journal.append(MapLine(d=EqualRow(outcome.number, row.number)))
             counts["known"] += 1
         done = counts["answered"] + counts["failed"]
@@ -510,3 +545,49 @@ class MapRun:
             return
         self._counts["missing"] += 1
         self._output.write(output_row(row, self.source, self.added, None, why))
+
+
+class _Sample:
+    """Rows drawn at random from a table, and the size of the whole."""
+
+    def __init__(self, source: RowTable, num: int) -> None:
+        if num < 1:
+            raise ConfigError(f"a sample of {num} rows says nothing: give 1 or more")
+        self._source = source
+        self._num = num
+        self.num_rows = 0
+        self._num_chars = 0
+        """Characters of all distinct questions."""
+        self._digests: set[int] = set()
+
+    def draw(self, asking: RowQuestion, calls: DirectCalls) -> Iterator[Row]:
+        """Read the whole table once, and return the sample in the order of the rows. The same table
+        gives the same sample."""
+        rng, drawn, max_chars = random.Random(0), list[Row](), calls.max_chars
+        for row in self._source.read():
+            self.num_rows += 1
+            if len(drawn) < self._num:
+                drawn.append(row)
+            elif (place := rng.randrange(self.num_rows)) < self._num:
+                drawn[place] = row
+            with contextlib.suppress(RowProblem):
+                question, digest = asking.of(row.values, max_chars)
+                number = int.from_bytes(digest, "big")
+                if not row.error and number not in self._digests:
+                    self._digests.add(number)
+                    self._num_chars += len(question.text) + chars_of(question.context)
+        return iter(sorted(drawn, key=lambda row: row.number))
+
+    def estimate(
+        self, rows: list[MeasuredRow], concurrency: int, cpu_s: float, calls: DirectCalls
+    ) -> MapEstimate:
+        """Return the estimate of the whole table from the measured questions."""
+        return estimate(
+            rows,
+            self.num_rows,
+            len(self._digests),
+            self._num_chars,
+            concurrency,
+            cpu_s,
+            is_priced=calls.client.price is not None,
+        )

@@ -52,7 +52,7 @@ class RecordedMap:
         self.digests: list[int] = []
         """Number of a question -> its digest."""
         self.last_row = -1
-        """The last row that has a line."""
+        """The last row that has a line; rows of samples do not count."""
         self.usage = Usage()
         self.cost = 0.0
         """Dollars."""
@@ -91,7 +91,7 @@ class RecordedMap:
             self._in_flight.pop(line.x.number, None)
             self._spend(usage_of(line.x.counts), line.x.cost)
         elif line.d is not None:
-            self.last_row = max(self.last_row, line.d.row)
+            self._saw(line.d.row)
         elif line.s is not None:
             self._begin(line.s.number, line.s.row, line.s.digest).run = line.s.run
         elif line.e is not None:
@@ -112,9 +112,14 @@ class RecordedMap:
         self._charge_in_flight(number)
         self.failed.pop(digest, None)
         self.answered.pop(digest, None)
-        self.last_row = max(self.last_row, row)
+        self._saw(row)
         question = self.open[digest] = OpenQuestion(number)
         return question
+
+    def _saw(self, row: int) -> None:
+        """Note that all rows up to ``row`` were read, unless they were in a sample."""
+        if self.last_start is None or not self.last_start.is_sample:
+            self.last_row = max(self.last_row, row)
 
     def _opened(self, number: int) -> OpenQuestion:
         """Return the question as an open one: its reply so far was not its answer."""

@@ -1,0 +1,156 @@
+"""What a whole map will cost and take, from a sample of its rows.
+
+    sample of n rows ──> cost, seconds and characters of each ──> line through them
+    characters of all questions ──> dollars = the line, summed over all, with its interval
+
+Equal rows are asked once, so the sum is over the distinct questions. The time has two bounds: the
+replies' time at the map's concurrency, and this process's CPU time. If the sample is several times
+as large as the concurrency, the rate of its later part is measured instead. Not here: which rows
+are in the sample (``map_run.py``).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+
+_Z = statistics.NormalDist().inv_cdf(0.975)
+_MIN_FOR_LINE = 8
+"""A smaller sample has only a mean."""
+_MIN_ROUNDS = 4
+"""Sample over concurrency from which the rate is measured directly."""
+_NUM_BLOCKS = 8
+
+
+class EstimatedAmount(msgspec.Struct, frozen=True):
+    """An amount with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class MeasuredRow(msgspec.Struct, frozen=True):
+    """One question of the sample, in the order in which they ended."""
+
+    chars: int
+    """Characters of the question and of what the model reads of the row."""
+    cost: float
+    """Dollars."""
+    seconds: float
+    ended_s: float
+    """Time at which it ended, in seconds from the start of the sample; negative if its answer was
+    known."""
+
+
+class MapEstimate(msgspec.Struct, frozen=True):
+    """The whole of a map, extrapolated from a sample."""
+
+    num_rows: int
+    """Rows of the table."""
+    num_questions: int
+    """Distinct questions among them, each of which is asked once."""
+    num_sampled: int
+    """Questions that were measured."""
+    cost: EstimatedAmount | None
+    """Dollars; None if no model has a price."""
+    hours: EstimatedAmount
+    """Hours with one worker: this machine and this concurrency."""
+    workers_for_an_hour: int
+    """Workers like this one that end within an hour, if the provider lets them all through."""
+
+
+def estimate(
+    rows: Sequence[MeasuredRow],
+    num_rows: int,
+    num_questions: int,
+    num_chars: int,
+    concurrency: int,
+    cpu_s: float,
+    *,
+    is_priced: bool,
+) -> MapEstimate:
+    """Return the estimate. ``num_chars`` is the sum over all questions, and ``cpu_s`` the CPU time
+    of the sample in this process."""
+    chars = [row.chars for row in rows]
+    cost = total([row.cost for row in rows], chars, num_questions, num_chars)
+    seconds = _seconds(rows, chars, num_questions, num_chars, concurrency, cpu_s)
+    hours = EstimatedAmount(seconds.value / 3600, seconds.low / 3600, seconds.high / 3600)
+    return MapEstimate(
+        num_rows,
+        num_questions,
+        len(rows),
+        cost if is_priced else None,
+        hours,
+        max(1, math.ceil(hours.value)),
+    )
+
+
+def total(
+    values: Sequence[float], sizes: Sequence[int], num_all: int, size_of_all: float
+) -> EstimatedAmount:
+    """Return the sum over ``num_all`` questions of a value that is known for a sample, given the
+    sizes of the sample and their sum over all: by a line through the sample."""
+    num = len(values)
+    mean, mean_size = statistics.fmean(values), statistics.fmean(sizes)
+    spread = math.fsum((size - mean_size) ** 2 for size in sizes)
+    slope, degrees = 0.0, max(1, num - 1)
+    if num >= _MIN_FOR_LINE and spread:
+        products = ((size - mean_size) * value for size, value in zip(sizes, values, strict=True))
+        slope, degrees = math.fsum(products) / spread, num - 2
+    away = size_of_all / num_all - mean_size
+    value = num_all * (mean + slope * away)
+    rest = math.fsum(
+        (value - mean - slope * (size - mean_size)) ** 2
+        for size, value in zip(sizes, values, strict=True)
+    )
+    unseen = max(0.0, 1 - num / num_all)
+    variance = rest / degrees * (unseen / num + (away**2 / spread if slope else 0.0))
+    error = num_all * math.sqrt(variance) * _quantile(degrees)
+    return EstimatedAmount(value, max(0.0, value - error), value + error)
+
+
+def _seconds(
+    rows: Sequence[MeasuredRow],
+    chars: Sequence[int],
+    num_questions: int,
+    num_chars: int,
+    concurrency: int,
+    cpu_s: float,
+) -> EstimatedAmount:
+    new = [row for row in rows if row.ended_s >= 0]
+    if len(new) >= _MIN_ROUNDS * concurrency and len(new) >= 2 * _NUM_BLOCKS:
+        return _by_rate(new[min(concurrency, len(new) // 4) :], num_questions)
+    waited = total([row.seconds for row in rows], chars, num_questions, num_chars)
+    busy = cpu_s / max(1, len(new)) * num_questions
+    parts = (waited.value, waited.low, waited.high)
+    value, low, high = (max(part / concurrency, busy) for part in parts)
+    return EstimatedAmount(value, low, high)
+
+
+def _by_rate(rows: Sequence[MeasuredRow], num_questions: int) -> EstimatedAmount:
+    """Return the time of all questions at the rate at which ``rows`` ended, which were answered at
+    full concurrency."""
+    size = len(rows) // _NUM_BLOCKS
+    marks = [rows[index * size].ended_s for index in range(_NUM_BLOCKS)] + [rows[-1].ended_s]
+    last = len(rows) - 1 - (_NUM_BLOCKS - 1) * size
+    sizes = [size] * (_NUM_BLOCKS - 1) + [max(1, last)]
+    each = [
+        (after - before) / num for before, after, num in zip(marks, marks[1:], sizes, strict=False)
+    ]
+    mean = (marks[-1] - marks[0]) / max(1, len(rows) - 1)
+    error = statistics.stdev(each) / math.sqrt(_NUM_BLOCKS) * _quantile(_NUM_BLOCKS - 1)
+    value = num_questions * mean
+    return EstimatedAmount(
+        value, max(0.0, value - num_questions * error), value + num_questions * error
+    )
+
+
+def _quantile(degrees: int) -> float:
+    """The 97.5 % quantile of Student's t, by its expansion around the normal one."""
+    z, n = _Z, max(1, degrees)
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+    return z + (z**3 + z) / (4 * n) + second
