@@ -523,7 +523,9 @@ def load_sources(
         strict=bool(settings.get("strict")),
         allow_private=bool(settings.get("allow_private")),
     )
-    for line in loaded.describe():
+    from ramify.cli.source_table import source_table
+
+    for line in source_table(loaded):
         notes.say(line)
     return loaded
 

@@ -301,6 +301,7 @@ def _print_answer(result: Result, notes: StderrNotes, has_schema: bool) -> None:
     print(result.response)
     lines = [
         f"[{number}] {citation.source}:{citation.first_line}-{citation.last_line} "
+        f"{f'({one_line(citation.place, 80)}) ' if citation.place else ''}"
         f"{terminal_text.one_line(citation.quote, 160)!r}"
         for number, citation in enumerate(result.citations, 1)
     ]

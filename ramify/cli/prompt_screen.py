@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.cli.parser import ExitCode
+from ramify.cli.source_table import source_table
 from ramify.engine.limits import DEFAULT_MAX_COST
 from ramify.engine.prompt_preview import PromptPreview
 from ramify.errors import ConfigError
@@ -69,7 +70,7 @@ def show(
 def _show_costs(
     rlm: RLM, preview: PromptPreview, num_tokens: int, loaded: LoadedContext | None
 ) -> None:
-    for line in loaded.describe() if loaded is not None else ["no context"]:
+    for line in source_table(loaded) if loaded is not None else ["no context"]:
         print(f"would load: {line}")
     how = "one plain call" if preview.is_direct else "a session"
     print(f"would be answered by {how}; nothing was sent")

@@ -29,6 +29,7 @@ from ramify.engine.scaffold import Scaffold
 from ramify.engine.typed import CITE_INSTRUCTION, AnswerType, answer_type, cited_type
 from ramify.errors import ConfigError, NamedFields, nearest
 from ramify.sandbox.base import Session, SharedContext, Table
+from ramify.sources.base import SourcePlace
 from ramify.sources.library_values import as_context, is_opened
 from ramify.types.event import Listener
 from ramify.types.message import Message, encodable
@@ -231,6 +232,8 @@ class Question(msgspec.Struct, frozen=True):
     """Pictures of the context: digest -> bytes, or their place."""
     needs_session: bool = False
     """True if a part of the context is only there through a tool, such as the pages of a scan."""
+    read: Mapping[str, Any] = {}
+    """Record of the sources: ``sources.base.RecordedSources`` as plain values."""
 
     def is_direct(self, scaffold: Scaffold, window: int, has_tools: bool) -> bool:
         """True if the context is small enough for one direct call and nothing requires a
@@ -274,6 +277,8 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     instructions, examples = "", tuple[PromptExample, ...]()
     before = tuple[Message, ...]()
     needs_session = False
+    places: Mapping[str, Sequence[SourcePlace]] = {}
+    read: dict[str, Any] = {}
     pictures: Mapping[str, PictureSource] = {}
     prompt = source_or_value(prompt)
     # Most prompts are texts, and the check of a protocol looks at each of its attributes.
@@ -286,6 +291,8 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         pictures = getattr(prompt, "pictures", {})
         needs_session = getattr(prompt, "needs_session", False)
         warnings = tuple(getattr(prompt, "warnings", tuple)())
+        places = getattr(prompt, "places", {})
+        read = getattr(prompt, "record", dict)()
         about, tools, prompt = prompt.manifest(), dict(prompt.tools), prompt.context
         inner = source_or_value(prompt)
         if inner is not prompt and isinstance(inner, SourceContext):  # a task's path
@@ -293,6 +300,8 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
             warnings = (*warnings, *getattr(inner, "warnings", tuple)())
             pictures = {**pictures, **getattr(inner, "pictures", {})}
             needs_session = needs_session or getattr(inner, "needs_session", False)
+            places = {**places, **getattr(inner, "places", {})}
+            read = {**read, **getattr(inner, "record", dict)()}
             inner = inner.context
         prompt = inner
     tables = None
@@ -333,7 +342,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
             "context"
         )
     if cite:
-        kind = cited_type(kind, context)
+        kind = cited_type(kind, context, places)
     elif kind is not None:
         kind = answer_type(kind)
     if cite and context is None:
@@ -354,6 +363,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         warnings=warnings,
         pictures=pictures,
         needs_session=needs_session,
+        read=read,
     )
 
 

@@ -16,11 +16,12 @@ quote occurs in them. White space may differ between quote and text, but nothing
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -29,6 +30,8 @@ from ramify.engine import observe
 from ramify.engine.action import FinalAnswer
 from ramify.errors import ConfigError
 from ramify.sandbox.guest.mapped_text import MappedText
+from ramify.sources.base import SourcePlace
+from ramify.sources.places import place_at
 
 T = TypeVar("T")
 
@@ -245,7 +248,7 @@ def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
     return {**top, "$defs": definitions} if definitions else dict(top)
 
 
-class Citation(msgspec.Struct, frozen=True):
+class Citation(msgspec.Struct, frozen=True, omit_defaults=True):
     """One place in the context that supports the answer.
 
     Example:
@@ -259,6 +262,8 @@ class Citation(msgspec.Struct, frozen=True):
     last_line: int
     """Inclusive."""
     quote: str
+    place: str = ""
+    """Place of the first line in a document: ``page 3``, ``slide 2, Risks``. Not from the model."""
 
 
 class CitedAnswer(msgspec.Struct, Generic[T], frozen=True):
@@ -268,11 +273,15 @@ class CitedAnswer(msgspec.Struct, Generic[T], frozen=True):
     citations: tuple[Citation, ...]
 
 
-def cited_type(kind: Any, context: Any) -> AnswerType:
-    """Return the check for ``kind`` with citations into ``context``."""
+def cited_type(
+    kind: Any, context: Any, places: Mapping[str, Sequence[SourcePlace]] = {}
+) -> AnswerType:
+    """Return the check for ``kind`` with citations into ``context``. ``places`` are those of the
+    documents in it, by key."""
     inner = None if kind is None else answer_type(kind)
     outer = answer_type(CitedAnswer[Any])
-    schema = dict(outer.schema)
+    schema = copy.deepcopy(outer.schema)
+    del schema["$defs"]["Citation"]["properties"]["place"]
     if inner is not None:
         schema["properties"] = {**schema["properties"], "answer": inner.schema}
 
@@ -284,8 +293,14 @@ def cited_type(kind: Any, context: Any) -> AnswerType:
             problem = unsupported(citation, context)
             if problem:
                 raise TypeMismatch(f"citation {index}: {problem}")
-        return (
-            msgspec.structs.replace(cited, answer=inner.convert(cited.answer)) if inner else cited
+        return CitedAnswer(
+            inner.convert(cited.answer) if inner else cited.answer,
+            tuple(
+                msgspec.structs.replace(
+                    each, place=place_at(places.get(each.source, ()), each.first_line)
+                )
+                for each in cited.citations
+            ),
         )
 
     return AnswerType(schema, convert)

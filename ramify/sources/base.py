@@ -27,6 +27,8 @@ MAX_FILE_S = 60.0
 """Time limit for parsing one file of a kind that can take arbitrarily long."""
 NOT_UTF8 = "not UTF-8, read as Windows-1252"
 """Detail of a text that may have been decoded wrongly."""
+MAX_RECORDED = 500
+"""Sources that the record of a run names."""
 _SHOWN = 6
 """Maximum number of names in a list before "and 12 more"."""
 
@@ -80,6 +82,21 @@ class SourceProblem(msgspec.Struct, frozen=True):
         return f"{self.name} {self.reason}"
 
 
+class RecordedSources(msgspec.Struct, frozen=True):
+    """What a load read and what it left out, as the record of a run holds it."""
+
+    items: list[SourceItem] = []
+    """The first ``MAX_RECORDED``, without their places."""
+    num_items: int = 0
+    problems: list[SourceProblem] = []
+    """The first ``MAX_RECORDED``."""
+    num_problems: int = 0
+    left_out: dict[str, list[str]] = {}
+    """Reason -> the first names."""
+    num_left_out: dict[str, int] = {}
+    """Reason -> number of names."""
+
+
 class LoadedContext(msgspec.Struct, frozen=True):
     """A context with its items, the files that could not be read, and those that were skipped."""
 
@@ -124,6 +141,27 @@ class LoadedContext(msgspec.Struct, frozen=True):
         if self.problems:
             lines.append(f"Not loaded: {len(self.problems):,} files ({_by_suffix(self.problems)})")
         return "\n".join(lines)
+
+    @property
+    def places(self) -> dict[str, tuple[SourcePlace, ...]]:
+        """Key of a document, as citations name it -> its places."""
+        if isinstance(self.context, str):
+            return {"context": self.items[0].places}
+        return {item.name: item.places for item in self.items if item.places}
+
+    def record(self) -> dict[str, Any]:
+        """Return ``RecordedSources`` as plain values."""
+        plain: dict[str, Any] = msgspec.to_builtins(
+            RecordedSources(
+                [msgspec.structs.replace(each, places=()) for each in self.items[:MAX_RECORDED]],
+                len(self.items),
+                self.problems[:MAX_RECORDED],
+                len(self.problems),
+                {reason: names[:_SHOWN] for reason, names in self.left_out.items()},
+                {reason: len(names) for reason, names in self.left_out.items()},
+            )
+        )
+        return plain
 
     def describe(self) -> list[str]:
         """Describe loaded, unreadable and skipped files for the user, one per line."""

@@ -22,7 +22,8 @@ from ramify.errors import StoreError
 from ramify.store.reviews import RunReview
 from ramify.types.call_node import CallNode
 from ramify.types.call_tree import ending
-from ramify.types.trajectory import ContextRef, as_text, cut
+from ramify.types.trajectory import ContextRef, cut
+from ramify.viewer.shown_sources import answer_and_citations
 from ramify.viewer.watched_run import WatchedRun
 
 COLUMNS: dict[str, Callable[[CallNode], Any]] = {
@@ -60,6 +61,8 @@ exists only for calls with a session. ``tools`` has [time, whether it failed] fo
 TEXTS = ("question", "answer")
 """Columns that make up most of a picture's bytes but are visible only in a few rows."""
 _MAX_ERRORS = 200
+MAX_CITATIONS = 100
+"""Citations that the head of a run's page shows."""
 
 
 def picture(run: WatchedRun, num_texts: int | None = None) -> dict[str, Any]:
@@ -127,6 +130,7 @@ def head(run: WatchedRun) -> dict[str, Any]:
     trajectory, at_s = run.tree.run, run.tree.calls.at_s
     problems = [text for text in (run.problem, run.damage, run.torn) if text]
     config, review = trajectory.metadata, _review(run, problems)
+    answer, citations = answer_and_citations(trajectory)
     return {
         "key": run.key,
         "id": trajectory.id,
@@ -138,7 +142,8 @@ def head(run: WatchedRun) -> dict[str, Any]:
         "at_s": at_s,
         "alive": run.is_alive,
         "stop": trajectory.stop,
-        "answer": cut(as_text(trajectory.answer), 4_000),
+        "answer": cut(answer, 4_000),
+        "citations": citations[:MAX_CITATIONS],
         "has_answer": trajectory.answer is not None,
         "ending": _ending(run),
         "gold": str(config.get("gold") or ""),
@@ -151,6 +156,8 @@ def head(run: WatchedRun) -> dict[str, Any]:
         "sandbox": (config.get("sandbox") or {}).get("provider", ""),
         "scaffold": (config.get("scaffold") or {}).get("name", ""),
         "sources": (config.get("sources") or {}).get("paths", []),
+        "num_sources": (config.get("read") or {}).get("num_items", 0),
+        "num_unread": (config.get("read") or {}).get("num_problems", 0),
         "rewards": trajectory.rewards,
         "metrics": trajectory.metrics,
         "forked": _forked(run),

@@ -10,6 +10,8 @@
     GET /api/request?key=        the exact request of one turn (&id=&turn=)
     GET /api/tokens?key=         tokens of one turn
     GET /api/picture?key=        a picture (&digest=) that a call (&id=) has shown to a model
+    GET /api/sources?key=        what was read as the context, and what was left out and why
+    GET /api/source?key=         lines of one text of the context (&name=) around &line=
     GET /api/search?key=         full-text search in a run
     GET /api/events?key=         changes of a run since the page's version, and arriving replies
     GET /api/journal?key=        download of the file of a run or an evaluation
@@ -64,6 +66,7 @@ from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.run_locations import Kind, LocatedRun, kind_of
 from ramify.viewer.search import search
 from ramify.viewer.shown_pictures import picture_bytes
+from ramify.viewer.shown_sources import source_text, sources
 from ramify.viewer.training import EvaluationLibrary, kept, samples
 from ramify.viewer.transcript import MAX_TEXT, exact_request, tokenizer_of, tokens, transcript
 from ramify.viewer.watched_run import WatchedRun, nth_line
@@ -131,6 +134,8 @@ class ViewServer:
             "/api/request": self._request,
             "/api/tokens": self._tokens,
             "/api/picture": self._picture,
+            "/api/sources": self._sources,
+            "/api/source": self._source,
             "/api/search": self._search,
             "/api/events": self._events,
             "/api/journal": self._journal,
@@ -243,6 +248,13 @@ class ViewServer:
         body, kind = await feed.inspect(lambda run: picture_bytes(run, id, digest))
         headers = {"Content-Type": kind, "Cache-Control": "private, max-age=31536000, immutable"}
         return web.Response(body=body, headers=headers)
+
+    async def _sources(self, request: web.Request) -> web.Response:
+        return await self._inspected(request, sources)
+
+    async def _source(self, request: web.Request) -> web.Response:
+        name, line = _word(request, "name"), _number(request, "line")
+        return await self._inspected(request, lambda run: source_text(run, name, line))
 
     async def _search(self, request: web.Request) -> web.Response:
         query = request.query.get("q", "")

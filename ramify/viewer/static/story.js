@@ -16,6 +16,7 @@ import {
   stopWords,
   ticking,
 } from "./format.js";
+import { Sources } from "./sources.js";
 
 const MAX_NAMED = 3; // calls that differ and are named
 
@@ -41,12 +42,31 @@ export class Story {
     this.meta = h("p.meta");
     this.forked = h("p.forked", { hidden: true });
     this.tools = h("div.run-tools");
+    this.sources = new Sources(run);
     this.element = h(
       "section.story",
       { "aria-label": "what happened" },
       h("div.story-top", null, this.status, this.worth, this.clock, h("span.spread"), this.tools),
-      h("div.story-main", null, this.question, this.answer, this.note, this.differing),
-      h("div.story-side", null, this.ending, this.budget, this.depths, this.forked, this.meta),
+      h(
+        "div.story-main",
+        null,
+        this.question,
+        this.answer,
+        this.sources.citations,
+        this.note,
+        this.differing,
+      ),
+      h(
+        "div.story-side",
+        null,
+        this.ending,
+        this.budget,
+        this.depths,
+        this.forked,
+        this.meta,
+        this.sources.read,
+      ),
+      this.sources.text,
     );
   }
 
@@ -90,6 +110,7 @@ export class Story {
         .join(" · "),
     );
     this.drawForked(head.forked);
+    this.sources.draw();
     this.tick();
   }
 

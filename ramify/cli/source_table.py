@@ -1,0 +1,71 @@
+"""The table of what was read: each source with its kind, size and contents, then what was left out
+and why.
+
+    source      kind  size    contents
+    orders.csv  csv   1.2 MB  CSV: 3 columns a, b, c; 1,200 rows
+    report.pdf  pdf   80 kB   PDF: 12 pages
+    not loaded (1), is binary: x.bin
+
+Many sources are summed up by suffix. Not here: the sentences about sources that were not read (see
+``LoadedContext.warnings``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ramify.cli.terminal_text import size
+from ramify.printable import clean
+from ramify.sources.base import LoadedContext, SourceItem
+
+MAX_ROWS = 12
+"""More sources than these are summed up by suffix."""
+_MAX_NAME_CHARS = 48
+_HEAD = ("source", "kind", "size", "contents")
+
+
+def source_table(loaded: LoadedContext) -> list[str]:
+    """Return the lines of the table. A single source is one line."""
+    items = loaded.items
+    if len(items) == 1:
+        return loaded.describe()
+    if len(items) <= MAX_ROWS:
+        rows = [_row(item) for item in items]
+    else:
+        groups: dict[tuple[str, str], list[SourceItem]] = {}
+        for item in items:
+            stem, _, suffix = item.name.rpartition("/")[2].rpartition(".")
+            groups.setdefault((f".{suffix}" if stem else "other", item.kind), []).append(item)
+        by_size = sorted(groups.items(), key=lambda each: -sum(i.num_bytes for i in each[1]))
+        rows = [
+            _row(of[0]) if len(of) == 1 else _sum(f"{len(of):,} {suffix}", kind, of)
+            for (suffix, kind), of in by_size[:MAX_ROWS]
+        ]
+        others = [item for _, of in by_size[MAX_ROWS:] for item in of]
+        if others:
+            rows.append(_sum(f"{len(others):,} others", "", others))
+        rows.append(_sum(f"{len(items):,} sources", "", items))
+    return [*_aligned([_HEAD, *rows]), *loaded.warnings()]
+
+
+def _row(item: SourceItem) -> tuple[str, ...]:
+    name = (
+        item.name if len(item.name) <= _MAX_NAME_CHARS else f"…{item.name[1 - _MAX_NAME_CHARS :]}"
+    )
+    contents = item.detail or f"{item.chars:,} characters"
+    return name, item.kind, size(item.num_bytes), contents
+
+
+def _sum(name: str, kind: str, items: Sequence[SourceItem]) -> tuple[str, ...]:
+    chars = f"{sum(item.chars for item in items):,} characters"
+    return name, kind, size(sum(item.num_bytes for item in items)), chars
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Pad all columns but the last."""
+    plain = [[clean(cell).replace("\n", " ") for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*plain, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in plain
+    ]

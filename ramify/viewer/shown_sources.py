@@ -1,0 +1,124 @@
+"""Sources of a run on its page: the table of what was read, a part of one text, and the citations
+of the answer.
+
+The record of the run (``sources.base.RecordedSources``) has the table. The texts are read from the
+context that the store keeps, if it is small enough to be decoded for a page.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.engine.typed import CitedAnswer
+from ramify.errors import SandboxError, SourceError, StoreError
+from ramify.sandbox.base import SharedContext
+from ramify.sandbox.guest.mapped_text import MappedText
+from ramify.sources.base import RecordedSources
+from ramify.types.trajectory import FileReference, Trajectory, as_text
+from ramify.viewer.watched_run import WatchedRun
+
+MAX_DECODED_BYTES = 256 << 20
+"""Largest stored context of which a page shows texts."""
+NUM_LINES = 200
+"""Lines of a text that are sent at once."""
+MAX_LINE_CHARS = 2_000
+_BEFORE = 8
+"""Lines that are shown before the one that was asked for."""
+
+
+def answer_and_citations(trajectory: Trajectory) -> tuple[str, list[dict[str, Any]]]:
+    """Text of the answer, and its citations if the run was asked for them."""
+    if trajectory.metadata.get("cite") and trajectory.answer is not None:
+        try:
+            cited = msgspec.convert(trajectory.answer, CitedAnswer[Any])
+        except msgspec.ValidationError:
+            return as_text(trajectory.answer), []
+        names = cited.citations[0].__struct_fields__ if cited.citations else ()
+        return as_text(cited.answer), [
+            {name: getattr(each, name) for name in names} for each in cited.citations
+        ]
+    return as_text(trajectory.answer), []
+
+
+def sources(run: WatchedRun) -> dict[str, Any]:
+    """Table of the sources. ``key`` is the name of a text in the context."""
+    try:
+        read = msgspec.convert(run.tree.run.metadata.get("read") or {}, RecordedSources)
+    except msgspec.ValidationError as error:
+        raise StoreError(f"the record of the sources cannot be read: {error}") from None
+    context = run.tree.run.context
+    is_single = context is not None and context.kind == "str"
+    return {
+        "items": [
+            {
+                "key": "context" if is_single else item.name,
+                "name": item.name,
+                "kind": item.kind,
+                "bytes": item.num_bytes,
+                "chars": item.chars,
+                "detail": item.detail,
+            }
+            for item in read.items
+        ],
+        "num_items": read.num_items,
+        "problems": [{"name": each.name, "reason": each.reason} for each in read.problems],
+        "num_problems": read.num_problems,
+        "left_out": [
+            {"reason": reason, "names": names, "num": read.num_left_out.get(reason, len(names))}
+            for reason, names in read.left_out.items()
+        ],
+    }
+
+
+def source_text(run: WatchedRun, key: str, line: int) -> dict[str, Any]:
+    """``NUM_LINES`` lines of the text ``key`` of the context, from shortly before ``line``."""
+    context = run.tree.run.context
+    if context is None:
+        raise StoreError("the run has no context")
+    if run.line is not None:
+        raise StoreError("a file of trajectories does not hold the contexts of its runs")
+    blobs = run.path.parent.parent / "blobs"
+    value = _context(blobs / context.digest[:2] / context.digest, context.files)
+    text = value.get(key) if isinstance(value, dict) else value if key == "context" else None
+    if isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+        text = value[int(key)]
+    if isinstance(text, MappedText):
+        lines = text.splitlines()
+    elif isinstance(text, str):
+        lines = text.removesuffix("\n").split("\n")
+    else:
+        raise StoreError(f"the context has no text {key!r}")
+    first = max(1, min(line - _BEFORE, len(lines) - NUM_LINES + 1)) if line > 1 else 1
+    shown = lines[first - 1 : first - 1 + NUM_LINES]
+    return {
+        "key": key,
+        "first": first,
+        "num_lines": len(lines),
+        "lines": [
+            each if len(each) <= MAX_LINE_CHARS else f"{each[:MAX_LINE_CHARS]} …" for each in shown
+        ],
+    }
+
+
+@functools.lru_cache(maxsize=1)
+def _context(blob: Path, files: tuple[FileReference, ...]) -> Any:
+    """Value of a stored context. The last one is kept, because pages ask for several of its
+    texts."""
+    try:
+        size = blob.stat().st_size
+        if size > MAX_DECODED_BYTES:
+            raise StoreError(
+                f"the context has {size / 1e6:,.0f} MB; a page shows texts of contexts up to "
+                f"{MAX_DECODED_BYTES >> 20} MB"
+            )
+        return SharedContext.decode(blob.read_bytes(), files).value
+    except FileNotFoundError:
+        raise StoreError("the context of this run is not in its store: it was deleted") from None
+    except OSError as error:
+        raise StoreError(f"the context of this run cannot be read: {error.strerror}") from None
+    except (SandboxError, SourceError) as error:
+        raise StoreError(str(error)) from None
