@@ -22,6 +22,7 @@ import sys
 from engine import Figure, show
 
 PARTS = (
+    "documents",
     "large",
     "pictures",
     "places",

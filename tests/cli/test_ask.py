@@ -124,6 +124,36 @@ def test_context_is_read_from_standard_input(shell: Shell, paths: list[str]) -> 
     )
 
 
+def test_several_sources_are_a_table_with_what_was_left_out(shell: Shell) -> None:
+    shell.write("in/a.csv", "x,y\n1,2\n")
+    shell.write("in/notes.txt", "12345")
+    shell.write("in/bad.bin", "\0")
+    shell.write("in/.env", "KEY=1")
+    done = shell.ask(SESSION_SCRIPT, "--no-direct", "how long?", "in")
+    assert done.err.splitlines()[:5] == [
+        "source     kind  size  contents",
+        "a.csv      csv   8 B   CSV: 2 columns x, y; 1 rows",
+        "notes.txt  text  5 B   5 characters",
+        "not loaded (1), is binary: bad.bin",
+        "left out (1), hidden: .env",
+    ]
+    for number in range(20):
+        shell.write(f"in/{number}.md", "z" * 100)
+    done = shell.ask(SESSION_SCRIPT, "--no-direct", "how long?", "in")
+    assert done.err.splitlines()[:5] == [
+        "source      kind  size     contents",
+        "20 .md      text  2 kB     2,000 characters",
+        "a.csv       csv   8 B      CSV: 2 columns x, y; 1 rows",
+        "notes.txt   text  5 B      5 characters",
+        "22 sources        2.01 kB  2,013 characters",
+    ]
+    refused = shell.ask(SESSION_SCRIPT, "--no-direct", "how long?", "in", "--strict")
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.err.splitlines()[-1] == (
+        "ramify: bad.bin is binary; to load the other files, remove --strict"
+    )
+
+
 @pytest.mark.parametrize("stdin", [None, ""])
 def test_question_without_context_is_answered(shell: Shell, stdin: str | None) -> None:
     done = shell.ask(["31"], "How many days has May?", stdin=stdin)
