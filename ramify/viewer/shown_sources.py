@@ -8,7 +8,6 @@ context that the store keeps, if it is small enough to be decoded for a page.
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,11 +17,12 @@ from ramify.errors import SandboxError, SourceError, StoreError
 from ramify.sandbox.base import SharedContext
 from ramify.sandbox.guest.mapped_text import MappedText
 from ramify.sources.base import RecordedSources
-from ramify.types.trajectory import FileReference, Trajectory, as_text
+from ramify.store.stored_run import StoredRun
+from ramify.types.trajectory import ContextRef, Trajectory, as_text
 from ramify.viewer.watched_run import WatchedRun
 
-MAX_DECODED_BYTES = 256 << 20
-"""Largest stored context of which a page shows texts."""
+MAX_CHARS = 250_000_000
+"""Largest stored context of which a page shows texts. Texts that stay in files do not count."""
 NUM_LINES = 200
 """Lines of a text that are sent at once."""
 MAX_LINE_CHARS = 2_000
@@ -79,10 +79,12 @@ def source_text(run: WatchedRun, key: str, line: int) -> dict[str, Any]:
     context = run.tree.run.context
     if context is None:
         raise StoreError("the run has no context")
-    if run.line is not None:
-        raise StoreError("a file of trajectories does not hold the contexts of its runs")
-    blobs = run.path.parent.parent / "blobs"
-    value = _context(blobs / context.digest[:2] / context.digest, context.files)
+    if context.chars > MAX_CHARS and not context.files:
+        raise StoreError(
+            f"the context has {context.chars:,} characters; a page shows texts of contexts up to "
+            f"{MAX_CHARS:,}"
+        )
+    value = _context(run.source, context)
     text = value.get(key) if isinstance(value, dict) else value if key == "context" else None
     if isinstance(value, list) and key.isdecimal() and int(key) < len(value):
         text = value[int(key)]
@@ -105,20 +107,10 @@ def source_text(run: WatchedRun, key: str, line: int) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=1)
-def _context(blob: Path, files: tuple[FileReference, ...]) -> Any:
-    """Value of a stored context. The last one is kept, because pages ask for several of its
+def _context(run: StoredRun, context: ContextRef) -> Any:
+    """Value of a stored context. The last one is kept, because a page asks for several of its
     texts."""
     try:
-        size = blob.stat().st_size
-        if size > MAX_DECODED_BYTES:
-            raise StoreError(
-                f"the context has {size / 1e6:,.0f} MB; a page shows texts of contexts up to "
-                f"{MAX_DECODED_BYTES >> 20} MB"
-            )
-        return SharedContext.decode(blob.read_bytes(), files).value
-    except FileNotFoundError:
-        raise StoreError("the context of this run is not in its store: it was deleted") from None
-    except OSError as error:
-        raise StoreError(f"the context of this run cannot be read: {error.strerror}") from None
+        return SharedContext.decode(run.blob(context.digest), context.files).value
     except (SandboxError, SourceError) as error:
         raise StoreError(str(error)) from None
