@@ -3,8 +3,8 @@ runs in the process of ``document_process.py``. Not here: its pages as pictures,
 have no text (see ``pdf_pages.py``).
 
 Plain extraction gives the cells of many tables one per line, and the rows are lost. The layout mode
-keeps them, with spaces between the cells. It drops text for a few fonts, so it is used only if it
-has as many characters as plain extraction.
+keeps them, with spaces between the cells. It leaves out what a page draws by reference (form
+XObjects), so such a page is extracted plainly if that gives more characters.
 """
 
 from __future__ import annotations
@@ -33,15 +33,22 @@ def convert(data: bytes) -> ConvertedDocument:
 
 
 def _text(page: Any) -> str:
-    plain = str(page.extract_text())
     try:
         layout = str(page.extract_text(extraction_mode="layout", layout_mode_strip_rotated=False))
     except Exception:  # noqa: BLE001 -- the layout mode raises anything for unusual fonts
-        return plain
-    if _num_visible(layout) < _num_visible(plain):
-        return plain
+        return str(page.extract_text())
+    if not layout.strip() or _has_forms(page):
+        plain = str(page.extract_text())
+        if _num_visible(layout) < _num_visible(plain):
+            return plain
     lines = [line.rstrip() for line in layout.split("\n")]
     return textwrap.dedent("\n".join(lines)).strip("\n")
+
+
+def _has_forms(page: Any) -> bool:
+    resources = page["/Resources"] if "/Resources" in page else {}
+    drawn = resources["/XObject"] if "/XObject" in resources else {}
+    return any(drawn[name].get("/Subtype") == "/Form" for name in drawn)
 
 
 def _num_visible(text: str) -> int:

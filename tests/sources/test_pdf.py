@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -98,3 +99,27 @@ def test_missing_pypdf_names_the_extra(tmp_path: Path, monkeypatch: pytest.Monke
         SourceError, match=r"r\.pdf is a PDF: reading it needs pip install 'ramify\[inputs\]'"
     ):
         load([tmp_path / "r.pdf"])
+
+
+def test_rows_of_a_table_stay_together_and_forms_and_rotated_text_are_read(tmp_path: Path):
+    canvas = pytest.importorskip("reportlab.pdfgen.canvas").Canvas(str(tmp_path / "r.pdf"))
+    for row, cells in enumerate((("Region", "Q1"), ("East region", "12"))):
+        for column, cell in enumerate(cells):  # each cell is drawn by itself
+            canvas.drawString(72 + 200 * column, 700 - 20 * row, cell)
+    canvas.showPage()
+    canvas.beginForm("form")
+    canvas.drawString(72, 600, "inside a form")
+    canvas.endForm()
+    canvas.doForm("form")
+    canvas.drawString(72, 700, "outside")
+    canvas.showPage()
+    canvas.rotate(90)
+    canvas.drawString(100, -300, "rotated")
+    canvas.save()
+    loaded = load([tmp_path / "r.pdf"])
+    table, form, rotated = str(loaded.context).split("\n--- page ")
+    assert re.search(r"^Region {2,}Q1\nEast region {2,}12$", table, re.MULTILINE)
+    assert "inside a form" in form
+    assert "outside" in form
+    assert "rotated" in rotated
+    assert [place.name for place in loaded.items[0].places] == ["page 1", "page 2", "page 3"]

@@ -56,16 +56,8 @@ export class Story {
         this.note,
         this.differing,
       ),
-      h(
-        "div.story-side",
-        null,
-        this.ending,
-        this.budget,
-        this.depths,
-        this.forked,
-        this.meta,
-        this.sources.read,
-      ),
+      h("div.story-side", null, this.ending, this.budget, this.depths, this.forked, this.meta),
+      this.sources.read,
       this.sources.text,
     );
   }
