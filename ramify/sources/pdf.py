@@ -46,8 +46,9 @@ def _text(page: Any) -> str:
 
 
 def _has_forms(page: Any) -> bool:
-    resources = page["/Resources"] if "/Resources" in page else {}
-    drawn = resources["/XObject"] if "/XObject" in resources else {}
+    # Unlike [], get() does not follow references.
+    resources = page["/Resources"] if "/Resources" in page else {}  # noqa: SIM401
+    drawn = resources["/XObject"] if "/XObject" in resources else {}  # noqa: SIM401
     return any(drawn[name].get("/Subtype") == "/Form" for name in drawn)
 
 
