@@ -3,7 +3,7 @@ runs in the process of ``document_process.py``. Not here: its pages as pictures,
 have no text (see ``pdf_pages.py``).
 
 Plain extraction gives the cells of many tables one per line, and the rows are lost. The layout mode
-keeps them, with spaces between the cells. It leaves out what a page draws by reference (form
+keeps them, with spaces between the cells. It drops what a page draws by reference (form
 XObjects), so such a page is extracted plainly if that gives more characters.
 """
 
