@@ -7,7 +7,6 @@ context that the store keeps, if it is small enough to be decoded for a page.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import msgspec
@@ -88,6 +87,7 @@ def source_text(run: WatchedRun, key: str, line: int) -> dict[str, Any]:
     text = value.get(key) if isinstance(value, dict) else value if key == "context" else None
     if isinstance(value, list) and key.isdecimal() and int(key) < len(value):
         text = value[int(key)]
+    lines: Any
     if isinstance(text, MappedText):
         lines = text.splitlines()
     elif isinstance(text, str):
@@ -106,10 +106,8 @@ def source_text(run: WatchedRun, key: str, line: int) -> dict[str, Any]:
     }
 
 
-@functools.lru_cache(maxsize=1)
 def _context(run: StoredRun, context: ContextRef) -> Any:
-    """Value of a stored context. The last one is kept, because a page asks for several of its
-    texts."""
+    """Value of a stored context."""
     try:
         return SharedContext.decode(run.blob(context.digest), context.files).value
     except (SandboxError, SourceError) as error:
