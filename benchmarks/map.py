@@ -1,0 +1,333 @@
+"""Benchmarks of maps: one question over many rows against a scripted HTTP server on loopback.
+
+    python benchmarks/map.py                100,000 rows, ten kills
+    python benchmarks/map.py --quick        10,000 rows, two kills: within five minutes on two cores
+    python benchmarks/map.py --rows 20000 --kills 3
+    python benchmarks/map.py --json         also print, as the last line, {"figures": [{"name",
+                                            "value", "unit", "against", "floor", "least", "holds"}, …]}
+
+A map and a bare loop of ``aiohttp`` that reads, asks and writes the same rows run one after the
+other, each in its own process, against a server in a third; compared are the CPU times of the two
+clients, without their imports. Rows per second depend on the machine and on what else runs on it.
+Memory is that of the process: its largest size after a tenth of the rows, less its size there. The
+estimate is made from a sample in a store of its own. The exit code is 1 if a figure misses its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from engine import Figure, show
+
+QUESTION = "Is this a complaint?"
+CONCURRENCY = 64
+PRICE = "$1 in, $2 out per million tokens"
+MB = 1 << 20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Figures of maps.")
+    parser.add_argument("--quick", action="store_true", help="10,000 rows and two kills")
+    parser.add_argument("--rows", type=int, help="number of rows")
+    parser.add_argument("--kills", type=int, help="number of kills")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--side", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side:
+        side, url, folder = options.side
+        print(json.dumps(SIDES[side](url, Path(folder))))
+        return 0
+    num_rows = options.rows or (10_000 if options.quick else 100_000)
+    num_kills = (2 if options.quick else 10) if options.kills is None else options.kills
+    with tempfile.TemporaryDirectory() as folder:
+        found = [*speed(Path(folder), num_rows), *kills(Path(folder), num_rows, num_kills)]
+    show(found)
+    if options.json:
+        print(json.dumps({"figures": [figure.as_json() for figure in found]}))
+    return 1 if any(figure.holds is False for figure in found) else 0
+
+
+# --- figures
+
+
+def speed(folder: Path, num_rows: int) -> Iterator[Figure]:
+    write_rows(folder / "rows.jsonl", num_rows)
+    with served(folder) as url:
+        bare, ours, sample = (run_side(side, url, folder) for side in ("bare", "map", "sample"))
+    assert (ours["answered"], ours["stop"]) == (num_rows, "done"), ours
+    bare_us, ours_us = (1e6 * side["cpu_s"] / num_rows for side in (bare, ours))
+    yield Figure(
+        f"rows per second, {num_rows:,} rows",
+        round(num_rows / ours["wall_s"]),
+        "rows/s",
+        {"aiohttp alone": round(num_rows / bare["wall_s"])},
+        least=2000,
+    )
+    yield Figure(
+        "CPU time of a map",
+        round(ours_us / bare_us, 3),
+        "× aiohttp alone",
+        {"µs per row, map": round(ours_us), "µs per row, aiohttp": round(bare_us)},
+        floor=1.3,
+    )
+    yield Figure(
+        "memory after the first tenth", round(ours["grown_bytes"] / MB, 1), "MB", {}, floor=50
+    )
+    yield Figure(
+        "journal beside the texts",
+        round(ours["journal_bytes"] / num_rows, 1),
+        "bytes per row",
+        {},
+        floor=200,
+    )
+    for name, found in (("dollars", sample["cost"]), ("time", sample["seconds"])):
+        actual = ours["cost"] if name == "dollars" else ours["wall_s"]
+        yield Figure(
+            f"estimate of the {name}, from {sample['num']:,} rows",
+            round(abs(found["value"] / actual - 1), 3),
+            "of the whole map's, as error",
+            {"estimated": found["value"], "low": found["low"], "high": found["high"]},
+            floor=0.2,
+        )
+
+
+def kills(folder: Path, num_rows: int, num_kills: int) -> Iterator[Figure]:
+    rows, out, home = folder / "rows.jsonl", folder / "killed.jsonl", folder / "killed"
+    seed = random.Random(0)
+    marks = sorted(seed.randrange(1, num_rows) for _ in range(num_kills))
+    command = [sys.executable, "-m", "ramify", "map", QUESTION, str(rows), "--out", str(out)]
+    command += ["--column", "text", "--quiet", "--max-concurrency", str(CONCURRENCY)]
+    with served(folder) as url:
+        environ = {
+            **os.environ,
+            "RAMIFY_HOME": str(home),
+            "OPENAI_API_KEY": "sk-0123456789",
+            "OPENAI_BASE_URL": url,
+            "RAMIFY_MODEL": "openai:m",
+        }
+        num_killed = 0
+        for mark in [*marks, None]:
+            process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL)
+            while mark is not None and process.poll() is None and num_served(url) < mark:
+                time.sleep(0.02)
+            if mark is not None and process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                num_killed += 1
+            process.wait()
+        sent = num_served(url)
+    answers = [json.loads(line)["id"] for line in out.read_text().splitlines()]
+    paid, usage = paid_replies(home)
+    yield Figure(
+        f"rows that are missing, twice or out of order, {num_killed} kills",
+        sum(a != b for a, b in zip(answers, range(num_rows), strict=False))
+        + abs(len(answers) - num_rows),
+        "rows",
+        {"rows": len(answers)},
+        floor=0,
+    )
+    yield Figure(
+        "recorded replies that were paid twice",
+        sum(count - 1 for count in paid.values()),
+        "replies",
+        {},
+        floor=0,
+    )
+    yield Figure(
+        "requests that were in flight at a kill and sent again",
+        sent - num_rows,
+        "requests",
+        {"at most, by concurrency": num_killed * CONCURRENCY},
+        floor=num_killed * CONCURRENCY,
+    )
+    yield Figure(
+        "requests that the map counts, less those that the server answered",
+        usage - sent,
+        "requests",
+        {},
+        least=0,
+    )
+
+
+def paid_replies(home: Path) -> tuple[Counter[tuple[int, int]], int]:
+    """Return (question, turn) -> its replies, and the requests that the map counts as paid."""
+    from ramify.maps.map_journal import MapStore, read_lines
+    from ramify.maps.recorded_map import RecordedMap
+
+    ((path, _),) = MapStore(home).headers()
+    replies = ((line.r.number, line.r.turn) for _, line in read_lines(path) if line.r is not None)
+    return Counter(replies), RecordedMap.read(path).usage.calls
+
+
+# --- sides, each in its own process
+
+
+def bare(url: str, folder: Path) -> dict[str, Any]:
+    """The same rows by a loop of aiohttp."""
+    import aiohttp
+
+    async def loop(rows: Iterator[str], out: TextIO) -> None:
+        connector = aiohttp.TCPConnector(limit=CONCURRENCY)
+        async with aiohttp.ClientSession(connector=connector) as session:
+
+            async def worker() -> None:
+                for line in rows:
+                    row = json.loads(line)
+                    prompt = f"{row['text']}\n\nQuestion: {QUESTION}"
+                    body = {
+                        "model": "m",
+                        "messages": [{"role": "user", "content": prompt}],
+                        "max_tokens": 8192,
+                    }
+                    async with session.post(f"{url}/chat/completions", json=body) as reply:
+                        answer = await reply.json()
+                    row["answer"] = answer["choices"][0]["message"]["content"]
+                    out.write(json.dumps(row) + "\n")
+
+            await asyncio.gather(*(worker() for _ in range(CONCURRENCY)))
+
+    began, cpu_s = time.perf_counter(), time.process_time()
+    with open(folder / "rows.jsonl") as rows, open(folder / "bare.jsonl", "w") as out:
+        asyncio.run(loop(rows, out))
+    return {"wall_s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu_s}
+
+
+def mapped(url: str, folder: Path) -> dict[str, Any]:
+    """A whole map, with its store and its output."""
+    import ramify
+
+    num_rows = sum(1 for _ in open(folder / "rows.jsonl"))  # noqa: SIM115
+    memory: list[int] = []
+    asked(url, folder, folder / "warm", sample=1)  # imports what a map needs
+
+    def listen(state: ramify.ProgressState) -> None:
+        if state.what == "map" and state.done % 100 == 0 and state.done >= num_rows / 10:
+            memory.append(resident_bytes())
+
+    began, cpu_s = time.perf_counter(), time.process_time()
+    with ramify.subscribe(listen):
+        result = asked(url, folder, folder / "home", out=folder / "out.jsonl")
+    wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_s
+    (path,) = (folder / "home" / "maps").glob("*.jsonl")
+    texts = header = 0
+    with open(path, "rb") as journal:
+        header = len(journal.readline())
+    with open(folder / "out.jsonl") as rows:
+        for line in rows:
+            row = json.loads(line)
+            texts += len(row["text"]) + len(row["answer"])
+    return {
+        "wall_s": wall_s,
+        "cpu_s": cpu_s,
+        "answered": result.num_answered,
+        "stop": result.stop,
+        "cost": result.cost,
+        "grown_bytes": max(memory) - memory[0],
+        "journal_bytes": path.stat().st_size - texts - header,
+    }
+
+
+def sampled(url: str, folder: Path) -> dict[str, Any]:
+    """The estimate from a sample."""
+    num_rows = sum(1 for _ in open(folder / "rows.jsonl"))  # noqa: SIM115
+    num = max(1000, num_rows // 50)
+    result = asked(url, folder, folder / "sample", sample=num)
+    whole = result.estimate
+    seconds = {name: 3600 * getattr(whole.hours, name) for name in ("value", "low", "high")}
+    cost = {name: getattr(whole.cost, name) for name in ("value", "low", "high")}
+    return {"num": whole.num_sampled, "seconds": seconds, "cost": cost}
+
+
+SIDES = {"bare": bare, "map": mapped, "sample": sampled}
+
+
+def asked(url: str, folder: Path, home: Path, **options: Any) -> Any:
+    import ramify
+
+    model = ramify.Model("openai:m", base_url=url, api_key="sk-0123456789", price=PRICE)
+    limits = ramify.Limits(max_concurrency=CONCURRENCY)
+    store = ramify.Store(home)
+    rows = folder / "rows.jsonl"
+    return ramify.map(
+        QUESTION, rows, model, columns=["text"], max_cost=1e6, limits=limits, store=store, **options
+    )
+
+
+def run_side(side: str, url: str, folder: Path) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--side", side, url, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# --- inputs
+
+
+def write_rows(path: Path, num: int) -> None:
+    """Write tickets of 60 to 300 characters."""
+    seed = random.Random(1)
+    words = [
+        "the",
+        "printer",
+        "on",
+        "floor",
+        "two",
+        "does",
+        "not",
+        "work",
+        "since",
+        "Monday",
+        "and",
+        "nobody",
+        "answers",
+    ]
+    with open(path, "w") as file:
+        for number in range(num):
+            text = f"Ticket {number}: {' '.join(seed.choices(words, k=seed.randrange(10, 50)))}"
+            file.write(json.dumps({"id": number, "text": text}) + "\n")
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Serve instant replies in another process; gives the base URL."""
+    script = folder / "script.json"
+    script.write_text('[{"match": ".", "reply": "yes"}]')
+    command = [sys.executable, "-m", "ramify.testing", "serve", str(script)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.terminate()
+        process.wait()
+        process.stdout.close()
+
+
+def num_served(url: str) -> int:
+    """Requests that the server has answered."""
+    with urllib.request.urlopen(f"{url.removesuffix('/v1')}/served") as reply:
+        return int(json.load(reply)["answered"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
