@@ -345,11 +345,14 @@ class MapRun:
                 output.finish()
 
     async def _worker(self) -> None:
-        while (pending := await self._next()) is not None:
-            asked = pending.asked
-            assert asked is not None
-            means = next(each for each in self._means if each.can_answer(asked.question))
-            await self._answer(means, pending, asked)
+        try:
+            while (pending := await self._next()) is not None:
+                asked = pending.asked
+                assert asked is not None
+                means = next(each for each in self._means if each.can_answer(asked.question))
+                await self._answer(means, pending, asked)
+        except StoreError as error:  # the output or the journal cannot be written
+            self.stop(str(error), "suspended")
 
     async def _answer(self, means: RowMeans, pending: _Pending, asked: AskedRow) -> None:
         try:
