@@ -10,7 +10,7 @@ A map and a bare loop of ``aiohttp`` that reads, asks and writes the same rows r
 other, each in its own process, against a server in a third; compared are the CPU times of the two
 clients, without their imports. Rows per second depend on the machine and on what else runs on it.
 Memory is that of the process: its largest size after a tenth of the rows, less its size there. The
-estimate is made from a sample in a store of its own. The exit code is 1 if a figure misses its limit.
+estimate is made from a sample in another store. The exit code is 1 if a figure misses its limit.
 """
 
 from __future__ import annotations
