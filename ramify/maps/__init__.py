@@ -17,6 +17,7 @@
 | `estimate.py` | what a whole map will cost and take, from a sample of its rows |
 | `api.py` | `ramify.map` and `ramify.amap` |
 
-A row that needs a session is an ordinary run, which the map's journal names. Not here: how one
-question is answered (`ramify/engine`).
+A row that needs a session is an ordinary run, which the map's journal names. Two seams are left for
+what a map may get: a further means is a `RowMeans` in `means_of`, and a budget that many processes
+share is the `shared` ledger of theirs. Not here: how one question is answered (`ramify/engine`).
 """

@@ -37,7 +37,6 @@ from ramify.store.journal import (
     encode_line,
     lines,
     open_locked,
-    writer,
     writer_file,
 )
 from ramify.store.line_checksums import ChecksumChain
@@ -252,10 +251,6 @@ class MapJournal:
         """Why the space that was kept free is in use: the map should stop."""
         return self._file.trouble
 
-    @property
-    def num_bytes(self) -> int:
-        return self._file.size
-
     def append(self, line: MapLine) -> int:
         """Write ``line`` and return its offset. Raises StoreError."""
         is_paid = line.r is not None or line.e is not None
@@ -332,10 +327,6 @@ class MapStore:
             raise UnknownRun(f"'{name}' begins the ids of {len(found)} maps: give more of it")
         chosen = exact or found
         return chosen[0] if chosen else None
-
-    def is_alive(self, path: Path) -> bool:
-        """Whether a process is writing the map now."""
-        return writer(path) is not None
 
 
 def temporary_journal(header: MapHeader) -> MapJournal:

@@ -231,6 +231,11 @@ class MapRun:
         if not request.question.strip():
             raise ConfigError("the question is empty: say what you want to know of each row")
         self.asking = RowQuestion(request.question, self.source.columns, chosen, base, of_rows)
+        if self.asking.fields and request.columns:
+            raise ConfigError(
+                "the question is a template, which shows the model the columns that it names: omit "
+                "columns (--column)"
+            )
         sample = base if self.asking.fields else msgspec.structs.replace(base, context="row")
         messages = calls.messages(sample)
         self._header = MapHeader(

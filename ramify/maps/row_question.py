@@ -11,6 +11,7 @@ Rows that are asked the same get the same digest. Not here: by which means a row
 from __future__ import annotations
 
 import datetime
+import math
 import re
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
@@ -86,13 +87,11 @@ class RowQuestion:
         return encodable(_fill(self.text, names)), texts
 
     def _context(self, values: Mapping[str, Any]) -> Any:
-        given = {
-            name: value for name in self._shown if (value := values.get(name)) not in (None, "")
-        }
-        texts = {name: _text(value) for name, value in given.items()}
+        given = {name: _text(values.get(name)) for name in self._shown}
+        texts = {name: text for name, text in given.items() if text}
         if not any(text.strip() for text in texts.values()):
             raise RowProblem(f"the row has nothing in {', '.join(self._shown[:5])}")
-        return next(iter(texts.values())) if len(self._shown) == 1 else texts
+        return texts[self._shown[0]] if len(self._shown) == 1 else texts
 
 
 def _fill(template: str, texts: Mapping[str, str]) -> str:
@@ -103,8 +102,9 @@ def _fill(template: str, texts: Mapping[str, str]) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a cell as a model reads it: text unchanged, everything else as JSON."""
-    if value is None:
+    """Return a cell as a model reads it: text unchanged, a missing value as no text, everything
+    else as JSON."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, str):
         return encodable(value)

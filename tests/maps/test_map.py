@@ -183,6 +183,19 @@ def test_a_large_row_is_answered_by_a_run_of_its_own(tmp_path: Path) -> None:
     assert result.usage.calls == 2
 
 
+def test_cells_of_all_kinds_are_text_for_the_model() -> None:
+    asked: list[str] = []
+
+    def reply(messages: Any) -> str:
+        asked.append(messages[-1].content)
+        return "yes"
+
+    row = {"a": 1.5, "b": None, "c": float("nan"), "d": [1, {"e": "é"}], "f": True}
+    ramify.map("Well?", [row], model(reply))
+    (text,) = asked
+    assert text.startswith('=== a ===\n1.5\n\n=== d ===\n[1,{"e":"é"}]\n\n=== f ===\nTrue')
+
+
 # --- bad input
 
 
@@ -195,6 +208,8 @@ def test_a_large_row_is_answered_by_a_run_of_its_own(tmp_path: Path) -> None:
         ("Is it so?", {"out": "a.txt"}, "give .jsonl"),
         ("Is it so?", {"out": "none/a.csv"}, "the folder none of the output does not exist"),
         ("Is it so?", {"colums": ["id"]}, "did you mean"),
+        ("Is {text} so?", {"columns": ["id"]}, "omit columns"),
+        ("Is it so?", {"sample": 0}, "give 1 or more"),
     ],
 )
 def test_wrong_options_are_one_sentence(question: str, options: dict[str, Any], words: str) -> None:
