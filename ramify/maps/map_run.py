@@ -166,6 +166,8 @@ class MapRun:
         self._estimate: MapEstimate | None = None
         self._began = 0.0
         self._counts = {"rows": 0, "answered": 0, "failed": 0, "missing": 0, "asked": 0, "known": 0}
+        self._failed_now: dict[int, int] = {}
+        """Digest -> offset of the error of a question that failed in this start."""
         self._has_answer = False
         self._errors: list[str] = []
         """The first errors, while no row is answered."""
@@ -185,6 +187,7 @@ class MapRun:
             self._prepare(calls)
             journal, recorded = self._open_journal(calls)
             self._journal, self._recorded = journal, recorded
+            self._has_answer = bool(recorded.answered)
             try:
                 self._continue(calls)
                 self._means = means_of(self.rlm, calls, journal, self.id, request.question)
@@ -369,7 +372,7 @@ class MapRun:
             self._interrupted(outcome)
             return
         digest = int.from_bytes(asked.digest, "big")
-        known = self._recorded.failed if outcome.error else self._recorded.answered
+        known = self._failed_now if outcome.error else self._recorded.answered
         known[digest] = outcome.offset
         del self._pending[digest]
         self._counts["asked"] += 1
@@ -453,11 +456,12 @@ class MapRun:
                 self._measure(question, outcome, -1.0)
             if outcome is not None:
                 return _Pending(None, outcome)
-        offset = recorded.failed.get(number)
+        failed_now = self._failed_now.get(number)
+        offset = recorded.failed.get(number) if failed_now is None else failed_now
         if offset is not None:
             outcome = self._recorded_outcome(offset, asked)
             assert outcome is not None
-            if not self.request.retry_failed:
+            if failed_now is not None or not self.request.retry_failed:
                 return _Pending(None, outcome)
             asked.number = outcome.number
         found = recorded.open.get(number)

@@ -345,7 +345,17 @@ def test_failed_rows_are_asked_again_only_on_request(tmp_path: Path) -> None:
     assert rows_of(out)[3]["answer"] == "w3"
 
 
-def test_a_key_that_is_refused_suspends_the_map(tmp_path: Path) -> None:
+def test_equal_rows_that_fail_are_asked_once_also_if_they_are_asked_again(tmp_path: Path) -> None:
+    store, out = ramify.Store(tmp_path / "store"), tmp_path / "a.jsonl"
+    client = model(lambda messages: testing.refused("no"))
+    rows, limits = [{"text": "same"}] * 5, one_at_once()
+    assert ask(rows, client, store=store, out=out, limits=limits).num_failed == 5
+    assert len(client.requests) == 1
+    again = ask(rows, client, store=store, out=out, limits=limits, retry_failed=True)
+    assert (again.num_failed, len(client.requests)) == (5, 2)
+
+
+def test_a_model_that_cannot_be_reached_suspends_the_map(tmp_path: Path) -> None:
     store, out = ramify.Store(tmp_path / "store"), tmp_path / "a.jsonl"
     is_down = True
 
