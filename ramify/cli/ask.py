@@ -115,9 +115,7 @@ SETTINGS = (
         bool,
         "let web addresses lead to private ones, such as those of this machine",
     ),
-    OptionSpec(
-        "strict", bool, "stop if a file in a folder or an archive cannot be read, not only note it"
-    ),
+    OptionSpec("strict", bool, "stop if one of several files cannot be read, not only note it"),
     OptionSpec("temperature", float, "sampling temperature (default: the provider's)"),
     OptionSpec(
         "direct", bool, "answer with one plain call if the input is small enough (default: yes)"

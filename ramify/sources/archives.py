@@ -21,8 +21,7 @@ import zipfile
 import zlib
 from typing import Any, BinaryIO, cast
 
-from ramify.errors import SourceError
-from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.base import OversizedSource, SourceLoader, UnreadableSource
 from ramify.sources.file_kinds import SourceFile, read_file
 
 MAX_MEMBERS = 100_000
@@ -51,15 +50,17 @@ def read_member(name: str, data: bytes, loading: SourceLoader, depth: int = 0) -
     """Read one unpacked member, whose bytes have already been counted."""
     try:
         read_file(SourceFile(name, data, inside=True, depth=depth), loading)
+    except OversizedSource:
+        raise  # the whole archive is
     except UnreadableSource as error:
         loading.problem(name, str(error))
 
 
-def check_ratio(num_bytes: int, packed_bytes: int, name: str) -> None:
+def check_ratio(num_bytes: int, packed_bytes: int) -> None:
     if num_bytes > RATIO_FROM_BYTES and num_bytes > MAX_RATIO * max(packed_bytes, 1):
-        raise SourceError(
-            f"{name} unpacks to over {MAX_RATIO} times its size, as a bomb would: unpack it "
-            "yourself if you trust it"
+        raise OversizedSource(
+            f"unpacks to over {MAX_RATIO} times its size, as a bomb would",
+            "unpack it yourself if you trust it",
         )
 
 
@@ -72,9 +73,9 @@ def check_parts(file: SourceFile, what: str, loading: SourceLoader) -> list[str]
             parts = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
         raise UnreadableSource(f"is a damaged {what}", str(error)) from None
-    check_count(len(parts), file.name)
+    check_count(len(parts))
     for part in parts:
-        check_ratio(part.file_size, part.compress_size, file.name)
+        check_ratio(part.file_size, part.compress_size)
         if part.filename.endswith(_MARKUP):
             loading.spend(part.file_size, file.name)
     return [part.filename for part in parts]
@@ -84,10 +85,10 @@ def has_macros(parts: list[str]) -> bool:
     return any(part.endswith("vbaProject.bin") for part in parts)
 
 
-def check_count(num_members: int, archive: str) -> None:
+def check_count(num_members: int) -> None:
     if num_members > MAX_MEMBERS:
-        raise SourceError(
-            f"{archive} has over {MAX_MEMBERS:,} members: unpack it and name the ones that matter"
+        raise OversizedSource(
+            f"has over {MAX_MEMBERS:,} members", "unpack it and name the ones that matter"
         )
 
 
@@ -98,7 +99,7 @@ def read_zip(file: SourceFile, loading: SourceLoader) -> None:
         raise UnreadableSource("is a damaged zip archive", str(error)) from None
     with archive:
         members = [info for info in archive.infolist() if not info.is_dir()]
-        check_count(len(members), file.name)
+        check_count(len(members))
         for info in members:
             name = member_name(file.name, info.filename)
             if is_hidden(info.filename):
@@ -131,7 +132,7 @@ def _unpack(
         while block := member.read(_BLOCK_BYTES):
             data += block
             loading.spend(len(block), name)
-            check_ratio(len(data), info.compress_size, name)
+            check_ratio(len(data), info.compress_size)
     return bytes(data)
 
 
@@ -205,7 +206,7 @@ def _read_members(stream: _BoundedStream, file: SourceFile, loading: SourceLoade
     with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
         for info in archive:
             num_members += 1
-            check_count(num_members, file.name)
+            check_count(num_members)
             name = member_name(file.name, info.name)
             if info.isdir():
                 continue
@@ -246,7 +247,7 @@ class _BoundedStream:
         data = self._stream.read(min(size - len(back), self._loading.room + 1))
         self._num_bytes += len(data)
         self._loading.spend(len(data), self._file.name)
-        check_ratio(self._num_bytes, len(self._file.data), self._file.name)
+        check_ratio(self._num_bytes, len(self._file.data))
         return back + data
 
     def give_back(self, data: bytes) -> None:

@@ -3,15 +3,15 @@
     paths ──load_sources.py──> reader of each kind ──> SourceLoader ──> LoadedContext
                                (file_kinds.py)                          texts, items, problems
 
-A reader raises ``UnreadableSource`` for a file that it cannot read. If the user named the path,
-this becomes an error. For a file in a folder or an archive it becomes a ``SourceProblem``, so that
-no file is skipped silently.
+A reader raises ``UnreadableSource`` for a file that it cannot read. Beside other files this becomes
+a ``SourceProblem``, so that no file is skipped silently. For the only source it becomes an error.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ NOT_UTF8 = "not UTF-8, read as Windows-1252"
 """Detail of a text that may have been decoded wrongly."""
 MAX_RECORDED = 500
 """Sources that the record of a run names."""
+MORE = "allow more with --max-bytes, or in Python with ramify.load(…, max_bytes=…)"
+"""Remedy for sources above the limit."""
 _SHOWN = 6
 """Maximum number of names in a list before "and 12 more"."""
 
@@ -41,6 +43,10 @@ class UnreadableSource(Exception):
         super().__init__(f"{reason}: {remedy}" if remedy else reason)
         self.reason = reason
         self.remedy = remedy
+
+
+class OversizedSource(UnreadableSource):
+    """A source is larger than a limit, or unpacks as a bomb would. None of it is loaded."""
 
 
 class SourcePlace(msgspec.Struct, frozen=True):
@@ -259,6 +265,22 @@ class SourceLoader:
         self.seen: set[str] = set()
         """Real paths read so far. A file that is named twice is loaded once."""
         self._spent = 0
+        self._began = 0
+        """Bytes that were read before the current file."""
+
+    @contextlib.contextmanager
+    def one_file(self) -> Iterator[None]:
+        """Read one file. If it turns out to be too large, what was added of it is removed."""
+        self._began = self._spent
+        num_items, num_tables = len(self.items), len(self.tables)
+        try:
+            yield
+        except OversizedSource:
+            self._spent = self._began
+            for item in self.items[num_items:]:
+                self.texts.pop(item.name, None)
+            del self.items[num_items:], self.tables[num_tables:]
+            raise
 
     @property
     def room(self) -> int:
@@ -271,11 +293,14 @@ class SourceLoader:
         return self._spent
 
     def map(self, num_bytes: int, name: str) -> None:
-        """Count a text that stays in its file. Raises SourceError above a limit that was set."""
+        """Count a text that stays in its file. Above a limit that was set, raises OversizedSource,
+        or SourceError for the sum of all files."""
+        if self._counts_mapped and num_bytes > self.max_bytes:
+            raise self._oversized(num_bytes)
         self.num_mapped += 1
         self._mapped += num_bytes
         if self._counts_mapped and self._spent + self._mapped > self.max_bytes:
-            raise self._too_large(num_bytes, name)
+            raise self._too_many(name)
 
     def show(self, num_bytes: int, name: str) -> None:
         """Show how much of the last text in a file was read."""
@@ -283,20 +308,29 @@ class SourceLoader:
             self._work.at(self._spent + num_bytes, name)
 
     def spend(self, num_bytes: int, name: str, *, is_part: bool = False) -> None:
-        """Count bytes that were read, all of ``name`` or a part. Raises SourceError above the
-        limit."""
+        """Count bytes of the current file: first its size, then what it unpacks to, in parts. Above
+        the limit, raises OversizedSource, or SourceError if the sizes of all files are."""
+        is_size = self._spent == self._began and not is_part
         self._spent += num_bytes
         if self._work is not None:
             self._work.at(self._spent, name)
+        if self._spent - self._began > self.max_bytes:
+            raise self._oversized(0 if is_part else num_bytes)
         if self._spent + self._mapped * self._counts_mapped > self.max_bytes:
-            raise self._too_large(0 if is_part else num_bytes, name)
+            if not is_size:
+                raise OversizedSource(self._sum_over, MORE)
+            raise self._too_many(name)
 
-    def _too_large(self, num_bytes: int, name: str) -> SourceError:
-        size = f" has {num_bytes:,} bytes, which" if num_bytes > self.max_bytes else ""
-        return SourceError(
-            f"{name}{size} brings the sources to over {self.max_bytes / 1e6:,.0f} MB: name fewer "
-            "files, or allow more with --max-bytes (in Python: ramify.load(…, max_bytes=…))"
-        )
+    def _oversized(self, num_bytes: int) -> OversizedSource:
+        has = f"has {size_text(num_bytes)}," if num_bytes > self.max_bytes else "is"
+        return OversizedSource(f"{has} over the limit of {size_text(self.max_bytes)}", MORE)
+
+    def _too_many(self, name: str) -> SourceError:
+        return SourceError(f"{name} {self._sum_over}: name fewer files, or {MORE}")
+
+    @property
+    def _sum_over(self) -> str:
+        return f"brings the sources to over {size_text(self.max_bytes)}"
 
     def add(
         self,
@@ -341,6 +375,10 @@ class SourceLoader:
 
     def leave_out(self, name: str, reason: str) -> None:
         self.left_out.setdefault(reason, []).append(name)
+
+
+def size_text(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.0f} MB" if num_bytes >= 10_000_000 else f"{num_bytes:,} bytes"
 
 
 def listing(names: list[str]) -> str:

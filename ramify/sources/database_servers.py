@@ -28,7 +28,7 @@ from ramify.actors.answering_process import answer_requests
 from ramify.actors.run_messages import decode
 from ramify.errors import SourceError
 from ramify.secrets import remember
-from ramify.sources.base import SourceLoader
+from ramify.sources.base import SourceLoader, UnreadableSource
 from ramify.sources.query_process import QUERY_S, BoundedRows, QueryProcesses, answered, plain
 
 SCHEMES = ("postgresql://", "postgres://", "mysql://", "mariadb://")
@@ -86,7 +86,8 @@ def without_password(name: str) -> str:
 
 
 def read_server(url: str, loading: SourceLoader) -> None:
-    """Describe the database at ``url`` and add its ``sql``. Raises SourceError."""
+    """Describe the database at ``url`` and add its ``sql``. Raises UnreadableSource, and
+    SourceError for a wrong URL."""
     address = parse_address(url)
     try:
         text, num_tables = _described(address)
@@ -94,9 +95,8 @@ def read_server(url: str, loading: SourceLoader) -> None:
         reason = str(error).removeprefix("sql: ")
         variable = _PASSWORD_VARIABLES[address.kind]
         remedy = f"; set {variable} if it needs a password" if not address.password else ""
-        raise SourceError(
-            f"{address.shown} cannot be read: {reason}; check address and user"
-            f"{remedy or ' and password'}"
+        raise UnreadableSource(
+            "cannot be read", f"{reason}; check address and user{remedy or ' and password'}"
         ) from None
     name, number = address.database, 2
     while name in loading.servers or name in loading.databases:

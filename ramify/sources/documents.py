@@ -23,7 +23,7 @@ from ramify.sources.archives import (
     member_name,
     read_member,
 )
-from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.base import OversizedSource, SourceLoader, UnreadableSource
 from ramify.sources.document_process import ConvertedDocument, convert_document
 from ramify.sources.file_kinds import SourceFile, decode
 from ramify.sources.pdf_pages import keep, read_scan
@@ -63,7 +63,7 @@ def _add(kind: str, file: SourceFile, found: ConvertedDocument, loading: SourceL
     text = found.text.encode("utf-8", "replace").decode()
     loading.spend(len(text), file.name)
     loading.add(file.name, text, kind, len(file.data), found.detail, found.places)
-    check_count(len(found.members), file.name)
+    check_count(len(found.members))
     for member, data in found.members:
         name = member_name(file.name, member)
         loading.spend(len(data), name)
@@ -94,6 +94,8 @@ def read_html(file: SourceFile, loading: SourceLoader) -> None:
     text, _ = decode(file.data)
     try:
         _read("html", file, loading)
+    except OversizedSource:
+        raise
     except UnreadableSource as error:
         why = error.remedy if error.remedy == REMEDY else error.reason
         loading.add(file.name, text, "html", len(file.data), f"markup of a page, because it {why}")

@@ -131,18 +131,22 @@ class _Walk:
         try:
             if suffix in BINARY_SUFFIXES and not is_picture:
                 raise UnreadableSource("is binary")
-            if read_mapped(path, self._prefix + name, self._loading):
-                return
-            data = read_regular(path, self._prefix + name, self._loading)
-            if not is_picture and kind_of(name, data[:HEAD_BYTES]) == "picture":
-                self._pictures.append(name)
-                self._loading.seen.discard(path)
-                return
-            read_file(SourceFile(self._prefix + name, data, Path(path)), self._loading)
+            with self._loading.one_file():
+                self._read_file(path, name, is_picture)
         except UnreadableSource as error:
             self._loading.problem(self._prefix + name, str(error))
         except OSError as error:
             self._loading.problem(self._prefix + name, f"cannot be read: {error.strerror}")
+
+    def _read_file(self, path: str, name: str, is_picture: bool) -> None:
+        if read_mapped(path, self._prefix + name, self._loading):
+            return
+        data = read_regular(path, self._prefix + name, self._loading)
+        if not is_picture and kind_of(name, data[:HEAD_BYTES]) == "picture":
+            self._pictures.append(name)
+            self._loading.seen.discard(path)
+            return
+        read_file(SourceFile(self._prefix + name, data, Path(path)), self._loading)
 
 
 class IgnoreFile(msgspec.Struct, frozen=True):

@@ -4,9 +4,9 @@ PDFs, and URLs.
     one file or standard input   the text itself
     several, a folder, a zip …   a dict from name to text, sorted by name
 
-An unreadable path that the user named is a SourceError with a remedy. An unreadable file in a
-folder, a glob or an archive is a ``SourceProblem``. Not here: the kinds of files and their readers
-(see ``file_kinds.py``).
+A path that does not exist is a SourceError with a remedy, before anything is read. A source that
+cannot be read is a ``SourceProblem`` beside others, and a SourceError if it is the only one. Not
+here: the kinds of files and their readers (see ``file_kinds.py``).
 """
 
 from __future__ import annotations
@@ -63,21 +63,22 @@ def load(
 ) -> LoadedContext:
     """Read everything that ``paths`` name, at most ``max_bytes`` (default: 1 GiB in memory, and any
     number in texts that stay in their files). Above ``mapped_bytes`` in all, texts stay in their
-    files: they are ``MappedText``. ``max_file_s`` is the time limit
-    for parsing one document, in seconds. If ``strict``, a file in a folder or an archive that
-    cannot be read is an error, too. ``allow_private`` lets web addresses lead to private ones,
-    such as those of this machine. Raises SourceError with a remedy."""
+    files: they are ``MappedText``. ``max_file_s`` is the time limit for parsing one document, in
+    seconds. If ``strict``, one of several files that cannot be read is an error, too.
+    ``allow_private`` lets web addresses lead to private ones, such as those of this machine.
+    Raises SourceError with a remedy."""
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     if not names:
         raise SourceError("nothing to read: name a file, a folder, or '-' for standard input")
     expanded = [match for name in names for match in _expand(name)]
     # Files are recognized when they are read; standard input can be read only once.
-    after = expanded.index((_STDIN, True)) + 1 if (_STDIN, True) in expanded else 0
-    expanded = expanded[:after] + [each for each in expanded[after:] if each[0] != _STDIN]
-    servers = [path for path, _ in expanded if is_server(path)]
-    remote = [path for path, _ in expanded if is_remote(path)]
-    expanded = [each for each in expanded if not (is_server(each[0]) or is_remote(each[0]))]
-    labels = _labels([path for path, _ in expanded]) if expanded else []
+    after = expanded.index(_STDIN) + 1 if _STDIN in expanded else 0
+    expanded = expanded[:after] + [path for path in expanded[after:] if path != _STDIN]
+    is_alone = len(expanded) == 1
+    servers = [path for path in expanded if is_server(path)]
+    remote = [path for path in expanded if is_remote(path)]
+    expanded = [path for path in expanded if not (is_server(path) or is_remote(path))]
+    labels = _labels(expanded) if expanded else []
     with report_progress("reading", unit="bytes") as work:
         loading = SourceLoader(
             MAX_BYTES if max_bytes is None else max_bytes,
@@ -87,13 +88,18 @@ def load(
             mapped_bytes=mapped_bytes,
             counts_mapped=max_bytes is not None,
         )
-        for (path, named), label in zip(expanded, labels, strict=True):
-            _read_path(path, label, named, stdin, loading)
-        single = len(expanded) == 1 and not servers and not os.path.isdir(expanded[0][0])
+        for path, label in zip(expanded, labels, strict=True):
+            _read_path(path, label, is_alone, stdin, loading)
+        single = len(expanded) == 1 and not servers and not os.path.isdir(expanded[0])
         if remote:
             single = _read_remote(remote, not (expanded or servers), allow_private, loading)
         for url in servers:
-            read_server(url, loading)
+            try:
+                read_server(url, loading)
+            except UnreadableSource as error:
+                if is_alone:
+                    raise SourceError(f"{without_password(url)} {error}") from None
+                loading.problem(without_password(url), str(error))
     if not (expanded or remote):
         single = len(servers) == 1
     return _finish(loading, list(map(recorded_name, names)), single)
@@ -117,15 +123,15 @@ def _read_remote(
     return single
 
 
-def _expand(name: str) -> list[tuple[str, bool]]:
-    """Return (path, whether the user named it). A glob that the shell did not expand gives
-    several."""
+def _expand(name: str) -> list[str]:
+    """Return the paths that ``name`` stands for: several, if it is a glob that the shell did not
+    expand. Raises SourceError if there is none."""
     if name == _STDIN:
-        return [(name, True)]
+        return [name]
     if not name.strip():
         raise SourceError("a path is empty: name a file, a folder, or '-' for standard input")
     if is_server(name) or is_remote(name):
-        return [(name, True)]
+        return [name]
     if "://" in name:
         schemes = ", ".join(f"{each}://" for each in ("https", "s3", "gs", "az", "hf"))
         raise SourceError(
@@ -133,8 +139,15 @@ def _expand(name: str) -> list[tuple[str, bool]]:
             "fetch it first and pipe it: … | ramify ask … -"
         )
     name = os.path.expanduser(name)
-    if os.path.lexists(name) or not any(char in name for char in "*?["):
-        return [(name, True)]
+    if os.path.exists(name):
+        return [name]
+    if os.path.islink(name):
+        raise SourceError(
+            f"{name} is a broken link to {os.readlink(name)}: name a file that exists"
+        )
+    if not any(char in name for char in "*?["):
+        _check_exists(name)
+        return [name]
     import glob
 
     matches = sorted(glob.glob(name, recursive=True))
@@ -142,7 +155,20 @@ def _expand(name: str) -> list[tuple[str, bool]]:
         matches = [path for path in matches if not os.path.isdir(path)]
     if not matches:
         raise SourceError(f"{name} matches nothing: check the pattern, or name the folder itself")
-    return [(path, len(matches) == 1) for path in matches]
+    return matches
+
+
+def _check_exists(path: str) -> None:
+    """Raise SourceError if ``path`` does not exist, or is not a path at all."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise SourceError(f"{path} does not exist: {_nearest(path)}") from None
+    except PermissionError:
+        pass  # It may exist, and is a problem when it is read.
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SourceError(f"{path[:200]!r} is not a path: {reason}") from None
 
 
 def _labels(paths: list[str]) -> list[str]:
@@ -168,7 +194,7 @@ def _labels(paths: list[str]) -> list[str]:
 def _read_path(
     path: str,
     label: str,
-    named: bool,
+    is_alone: bool,
     stdin: BinaryIO | None,
     loading: SourceLoader,
     shown: str = "",
@@ -178,31 +204,31 @@ def _read_path(
     try:
         if path == _STDIN:
             stream = stdin if stdin is not None else sys.stdin.buffer
-            read_file(SourceFile(label, _drain(stream, shown, loading), is_named=True), loading)
+            with loading.one_file():
+                read_file(SourceFile(label, _drain(stream, shown, loading), is_named=True), loading)
         elif os.path.isdir(path):
             from ramify.sources.folder import read_folder
 
             read_folder(Path(path), f"{label}/" if label not in ("", ".") else "", loading)
         else:
-            _read_one(path, label, loading)
+            with loading.one_file():
+                _read_one(path, label, loading)
     except UnreadableSource as error:
-        if named:
+        if is_alone:
             raise SourceError(
                 f"{shown} {error.reason}: {error.remedy or 'convert it to text first'}"
             ) from None
-        loading.problem(label, str(error))
+        loading.problem(label or shown, str(error))
     except FileNotFoundError:
-        if os.path.islink(path):
-            raise SourceError(
-                f"{path} is a broken link to {os.readlink(path)}: name a file that exists"
-            ) from None
-        raise SourceError(f"{path} does not exist: {_nearest(path)}") from None
+        if is_alone:
+            raise SourceError(f"{shown} disappeared before it was read: ask again") from None
+        loading.problem(label or shown, "disappeared before it was read")
     except OSError as error:
-        if named:
+        if is_alone:
             raise SourceError(
                 f"{shown} cannot be read: {error.strerror}; check its permissions"
             ) from None
-        loading.problem(label, f"cannot be read: {error.strerror}")
+        loading.problem(label or shown, f"cannot be read: {error.strerror}")
 
 
 def _read_one(path: str, label: str, loading: SourceLoader) -> None:

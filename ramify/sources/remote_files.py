@@ -23,7 +23,7 @@ import msgspec
 from ramify.errors import SourceError
 from ramify.progress import ProgressTask, report_progress
 from ramify.sources.archives import is_hidden
-from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.base import MORE, SourceLoader, UnreadableSource, size_text
 from ramify.sources.download_cache import CachedCopy, DownloadCache
 from ramify.sources.fetch_process import FetchProcess
 from ramify.sources.file_kinds import BINARY_SUFFIXES
@@ -194,13 +194,16 @@ class _Fetching:
         self._left -= num_bytes
         if self._left < 0:
             raise UnreadableSource(
-                f"brings the downloads to over {_size(self._loading.max_bytes)}, the limit", _MORE
+                f"brings the downloads to over {size_text(self._loading.max_bytes)}, the limit",
+                MORE,
             )
 
     def _check_size(self, num_bytes: int) -> None:
         if num_bytes > self._loading.max_bytes:
             raise UnreadableSource(
-                f"has {_size(num_bytes)}, over the limit of {_size(self._loading.max_bytes)}", _MORE
+                f"has {size_text(num_bytes)}, over the limit of "
+                f"{size_text(self._loading.max_bytes)}",
+                MORE,
             )
 
     def _failed(self, url: str, error: UnreadableSource, *, is_named: bool = True) -> None:
@@ -211,9 +214,6 @@ class _Fetching:
         self._loading.problem(shown, str(error))
 
 
-_MORE = "allow more with --max-bytes, or in Python with ramify.load(…, max_bytes=…)"
-
-
 def _check_total(wanted: Sequence[_Wanted], loading: SourceLoader) -> int:
     """Return the number of bytes that are known to be fetched. Raises SourceError if it is above
     the limit: nothing was fetched so far."""
@@ -221,14 +221,10 @@ def _check_total(wanted: Sequence[_Wanted], loading: SourceLoader) -> int:
     if total > loading.room:
         raise SourceError(
             f"the {len(wanted):,} files at {shown_url(wanted[0].file.url)}"
-            f"{' and elsewhere' if len(wanted) > 1 else ''} have {_size(total)}, over the limit of "
-            f"{_size(loading.room)}; nothing was fetched: name fewer, or {_MORE}"
+            f"{' and elsewhere' if len(wanted) > 1 else ''} have {size_text(total)}, over the "
+            f"limit of {size_text(loading.room)}; nothing was fetched: name fewer, or {MORE}"
         )
     return total
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.0f} MB" if num_bytes >= 10_000_000 else f"{num_bytes:,} bytes"
 
 
 def _web_label(url: str, name: str) -> str:

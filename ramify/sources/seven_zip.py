@@ -23,11 +23,11 @@ def read(file: SourceFile, loading: SourceLoader) -> None:
             "is a 7-Zip archive", "reading it needs pip install 'ramify[inputs]'"
         )
     found = convert_document("7z", "a 7-Zip archive", file, loading)
-    check_count(len(found.members), file.name)
+    check_count(len(found.members))
     total = 0
     for member, data in found.members:
         total += len(data)
-        check_ratio(total, len(file.data), file.name)
+        check_ratio(total, len(file.data))
         loading.spend(len(data), file.name)
         name = member_name(file.name, member)
         if is_hidden(member):

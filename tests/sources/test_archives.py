@@ -204,12 +204,26 @@ def test_decompression_bombs_are_refused(tmp_path: Path, make: Callable[[], byte
             SourceError, match=r"unpacks to over 250 times its size, as a bomb would"
         ):
             load([path])
-        with pytest.raises(SourceError, match=r"brings the sources to over 20 MB"):
+        with pytest.raises(
+            SourceError, match=r"is over the limit of 20 MB: allow more with --max-"
+        ):
             load([path], max_bytes=20_000_000)
         assert tracemalloc.get_traced_memory()[1] < BOMB_BYTES
     finally:
         tracemalloc.stop()
     assert time.perf_counter() - began < 60
+
+
+def test_bomb_is_noted_beside_others_and_nothing_of_it_is_loaded(tmp_path: Path):
+    (tmp_path / "bomb.zip").write_bytes(bomb_zip())
+    with zipfile.ZipFile(tmp_path / "bomb.zip", "a") as archive:
+        archive.writestr("later.txt", "later")
+    (tmp_path / "a.txt").write_text("a")
+    for paths in ([tmp_path], [tmp_path / "a.txt", tmp_path / "bomb.zip"]):
+        loaded = load(paths)
+        assert loaded.context == {"a.txt": "a"}
+        assert [problem.name for problem in loaded.problems] == ["bomb.zip"]
+        assert "as a bomb would: unpack it yourself" in loaded.problems[0].reason
 
 
 def test_archive_with_too_many_members_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import gzip
 import io
 import os
 import socket
@@ -377,12 +378,12 @@ def test_sources_over_max_bytes_are_refused_before_reading(tmp_path: Path):
     assert len(load([tmp_path / "a.txt"], max_bytes=1000).context) == 600
     with pytest.raises(
         SourceError,
-        match=r"b\.txt brings the sources to over 0 MB: name fewer files, or allow more with --max-",
+        match=r"b\.txt brings the sources to over 1,000 bytes: name fewer files, or allow more with --max-",
     ):
         load([tmp_path], max_bytes=1000)
-    with pytest.raises(SourceError, match="standard input brings the sources to over 0 MB"):
+    with pytest.raises(SourceError, match="standard input is over the limit of 1,000 bytes"):
         load(["-"], stdin=io.BytesIO(b"x" * 2000), max_bytes=1000)
-    with pytest.raises(SourceError, match="/dev/zero brings the sources to over 1 MB"):
+    with pytest.raises(SourceError, match="/dev/zero is over the limit of 1,000,000 bytes"):
         load(["/dev/zero"], max_bytes=1_000_000)
 
 
@@ -431,3 +432,53 @@ def test_strict_load_stops_at_first_file_that_cannot_be_read(tmp_path: Path):
     (tmp_path / "b.bin").unlink()
     loaded = load([tmp_path], strict=True)
     assert (loaded.context, loaded.left_out) == ({"a.txt": "a"}, {"hidden": [".hidden"]})
+
+
+# --- one of several sources cannot be read
+# -----------------------------------------------------------------------------------
+
+
+def test_named_file_that_cannot_be_read_is_noted_beside_others(tmp_path: Path):
+    write_tree(tmp_path, {"a.txt": "a", "b.docx": b"PK\3\4damaged", "c.csv": "x,y\n1,2\n"})
+    named = [tmp_path / name for name in ("a.txt", "b.docx", "c.csv")]
+    loaded = load(named)
+    assert list(loaded.context) == ["a.txt", "c.csv"]
+    (problem,) = loaded.problems
+    assert problem.name == "b.docx"
+    assert problem.reason.startswith("is a damaged Word document")
+    assert any(line.startswith("not loaded (1), is a damaged") for line in loaded.describe())
+    with pytest.raises(SourceError, match=r"^b\.docx is a damaged .* remove --strict$"):
+        load(named, strict=True)
+    with pytest.raises(SourceError, match=r"b\.docx is a damaged Word document: "):
+        load(named[1])
+    write_tree(tmp_path, {"d.bin": b"\0"})
+    with pytest.raises(SourceError, match=r"has no text to read \(b\.docx is a .*; d\.bin is bin"):
+        load([named[1], tmp_path / "d.bin"])
+
+
+def test_path_that_does_not_exist_is_an_error_before_anything_is_read(tmp_path: Path):
+    write_tree(tmp_path, {"a.txt": "a"})
+    for path, message in {
+        tmp_path / "b.txt": r"b\.txt does not exist: ",
+        tmp_path / "a.txt" / "c": r"a\.txt/c does not exist: ",
+        "a\0b": r"'a\\x00b' is not a path: embedded null byte",
+        "x" * 5000: r"'x{200}' is not a path: File name too long",
+    }.items():
+        with pytest.raises(SourceError, match=message):
+            load([Path("/dev/zero"), path])
+
+
+def test_file_over_the_limit_is_noted_and_others_are_loaded(tmp_path: Path):
+    write_tree(
+        tmp_path, {"a.txt": "x" * 3000, "b.txt": "b", "c.csv.gz": gzip.compress(b"1,2\n" * 800)}
+    )
+    limit = "over the limit of 2,000 bytes: allow more with --max-bytes"
+    for paths in ([tmp_path], [tmp_path / name for name in ("b.txt", "a.txt", "c.csv.gz")]):
+        loaded = load(paths, max_bytes=2000)
+        assert loaded.context == {"b.txt": "b"}
+        reasons = {problem.name: problem.reason for problem in loaded.problems}
+        assert reasons["a.txt"].startswith(f"has 3,000 bytes, {limit}")
+        assert reasons["c.csv.gz"].startswith("brings the sources to over 2,000 bytes: allow")
+        assert "tables" not in loaded.tools
+    with pytest.raises(SourceError, match=r"^a\.txt has 3,000 bytes, over the limit .*--strict$"):
+        load([tmp_path], max_bytes=2000, strict=True)
