@@ -1,12 +1,12 @@
-"""Which models read pictures, and the most tokens that a picture can be for a model.
+"""Which models read pictures, and how many tokens a picture costs at most.
 
     picture_tokens("openai:gpt-4o", 1024 × 1024)           ->  85 + 4 × 170 = 765
     picture_tokens("anthropic:claude-sonnet-4-5", …)       ->  1,399
 
 A request reserves these tokens before it is sent, and the usage that the server reports settles
 them. The rules are those that the providers publish (2026-11). A name that none of them covers gets
-a bound that all known open models keep: a token for each 28 × 28 pixels, and at least 6,500, which
-four tiles of a Llama and thirteen of an InternVL do not exceed.
+a bound that holds for all known open models: one token for each 28 × 28 pixels, and at least 6,500.
+Four tiles of Llama and thirteen tiles of InternVL cost less than that.
 
 Not here: the bytes of pictures, and the formats in which they are sent (the clients).
 """
@@ -40,7 +40,8 @@ _TILES = (
     (r"gpt-5(?!\.|-mini|-nano)", 70, 140),
     (r"gpt-4o|gpt-4\.1(?!-mini|-nano)|gpt-4\.5|gpt-4-turbo|chatgpt-4o", 85, 170),
 )
-"""OpenAI models that count tiles of 512 × 512 pixels: name, tokens, tokens of a tile."""
+"""OpenAI models that count tiles of 512 × 512 pixels: pattern of the name, base tokens, tokens per
+tile."""
 _PATCHES = (
     (r"gpt-4\.1-mini|gpt-5-mini", 1.62, 1536),
     (r"gpt-4\.1-nano|gpt-5-nano", 2.46, 1536),
@@ -49,11 +50,13 @@ _PATCHES = (
     (r"gpt-5\.\d+-mini", 1.62, 10_000),
     (r"gpt-5\.\d+", 1.2, 10_000),
 )
-"""OpenAI models that count patches of 32 × 32 pixels: name, tokens of a patch, most patches."""
+"""OpenAI models that count patches of 32 × 32 pixels: pattern of the name, tokens per patch,
+maximum number of patches."""
 
 
 def known_vision(model: str) -> bool | None:
-    """Whether the model ``provider:model`` reads pictures; None if its name does not say so."""
+    """Return whether the model ``provider:model`` reads pictures, or None if its name does not
+    tell."""
     name = _bare(model)
     if _SEEING.search(name):
         return True
@@ -61,7 +64,8 @@ def known_vision(model: str) -> bool | None:
 
 
 def picture_tokens(model: str, picture: Picture) -> int:
-    """Upper bound on the tokens of ``picture`` for the model ``provider:model``."""
+    """Return an upper bound on the tokens that ``picture`` costs with the model
+    ``provider:model``."""
     name, width, height = _bare(model), picture.width, picture.height
     for pattern, base, tile in _TILES:
         if _is_named(pattern, name):
@@ -90,14 +94,15 @@ def _cells(width: int, height: int, side: int) -> int:
 
 
 def _num_tiles(width: int, height: int) -> int:
-    """Tiles of OpenAI's rule: the picture is scaled to fit 2048 × 2048, and then down to a shorter
-    side of 768."""
+    """Number of tiles by OpenAI's rule: the picture is scaled to fit 2048 × 2048, and then until
+    its shorter side is at most 768."""
     scale = min(1.0, 2048 / max(width, height))
     scale *= min(1.0, 768 / (scale * min(width, height)))
     return _cells(round(width * scale), round(height * scale), 512)
 
 
 def _gemini(width: int, height: int) -> int:
-    """Gemini 2 counts 258 for each tile; Gemini 3 at most 2,240 in its highest resolution."""
+    """Upper bound for Gemini: Gemini 2 counts 258 for each tile, Gemini 3 at most 2,240 in its
+    highest resolution."""
     tile = max(256, min(768, int(min(width, height) / 1.5)))
     return max(2240, 258 * _cells(width, height, tile))

@@ -1,12 +1,11 @@
-"""The pictures of a run: those of its context, those that its sessions and tools make, and their
-bytes.
+"""The pictures of a run: which there are, and where their bytes are.
 
-    context, bytes of a session, a tool's PictureBytes ──> Picture, in a message and the journal
-    its digest ──> a file that was loaded, or the blob of the store ──> bytes, when it is sent
+    picture of the context, bytes from a session or a tool ──> Picture, in a message and the journal
+    Picture.digest ──> the file, or a blob of the store ──> bytes, when a request is sent
 
 A picture is stored as a blob before an event refers to it, so that a resumed run still has it.
-Bytes are read only when a request is sent: a repeated run reads none. A session names a picture by
-its digest, which it cannot guess, so it reaches no picture that it was not given.
+Bytes are read only when a request is sent, so a replay reads none. A session names a picture by its
+digest. It cannot guess a digest, so it cannot use a picture that it was not given.
 
 Not here: which bytes are a picture (see ``types/picture.py``), and what a request may cost.
 """
@@ -34,22 +33,22 @@ if TYPE_CHECKING:
     from ramify.store.base import RunBlobs
 
 PictureSource = bytes | Path | None
-"""Bytes of a picture, its file, or None if the store has it."""
+"""The bytes of a picture, the file that has them, or None if the store has them."""
 
 
 class RunPictures:
-    """The pictures of one run."""
+    """The pictures of one run, and where their bytes are."""
 
     def __init__(self, blobs: RunBlobs | None, given: Mapping[str, PictureSource]) -> None:
-        """``given``: digest -> bytes of a picture of the context, or their place."""
+        """``given`` has the pictures of the context: their digests, and where their bytes are."""
         self._blobs = blobs
         self._sources: dict[str, PictureSource] = dict(given)
         self._known: dict[str, Picture] = {}
         self.has_any = bool(given)
-        """True if the run has pictures so far."""
+        """True if the run has a picture so far."""
 
     def read(self, digest: str) -> bytes:
-        """Return the bytes of a picture. Raises Refused if they are gone or have changed."""
+        """Return the bytes of a picture. Raises Refused if they are missing or have changed."""
         try:
             return self._read(digest)
         except (OSError, StoreError, LookupError) as error:
@@ -59,7 +58,7 @@ class RunPictures:
             ) from None
 
     def add(self, data: bytes, name: str = "") -> Picture:
-        """Take a picture from a session or a tool. Raises NotAPicture."""
+        """Add a picture that a session or a tool made. Raises NotAPicture."""
         picture = picture_of(data, name)
         self.has_any = True
         if self._blobs is None:
@@ -69,8 +68,8 @@ class RunPictures:
         return self._known.setdefault(picture.digest, picture)
 
     def find(self, value: Any, at: str) -> Picture:
-        """Return the picture that a session means by ``value``: the value of a picture, or bytes.
-        ``at`` names its place in errors. Raises HostCallError."""
+        """Return the picture for ``value``, which a session sent: a picture's dict, or bytes.
+        ``at`` names the argument in errors. Raises HostCallError."""
         digest = digest_in(value)
         if digest is None and not isinstance(value, bytes):
             raise HostCallError(
@@ -96,7 +95,7 @@ class RunPictures:
             ) from None
 
     def of_request(self, values: Any, at: str) -> tuple[Picture, ...]:
-        """Return the pictures of one request. Raises HostCallError."""
+        """Return the pictures for the argument ``images`` of one request. Raises HostCallError."""
         if isinstance(values, bytes) or digest_in(values) is not None:
             values = [values]
         if not isinstance(values, list | tuple):
@@ -115,13 +114,13 @@ class RunPictures:
         return pictures
 
     def in_context(self, value: Any) -> tuple[Picture, ...]:
-        """Return the pictures of a context that a plain call gets. Raises HostCallError if they do
-        not fit one request."""
+        """Return the pictures of a context, to be shown by a plain call. Raises HostCallError if
+        one request cannot hold them."""
         return self.of_request(pictures_in(value), "the pictures of the context")
 
     def returned(self, result: Any) -> Any:
-        """Return the result of a tool with the value of a picture in place of its bytes. Raises
-        NotAPicture."""
+        """Return the result of a tool, with each ``PictureBytes`` replaced by the dict that stands
+        for it. Raises NotAPicture."""
         if isinstance(result, PictureBytes):
             return self.add(result.data, result.name).value()
         if isinstance(result, list | tuple) and any(isinstance(i, PictureBytes) for i in result):
@@ -129,8 +128,8 @@ class RunPictures:
         return result
 
     def store(self) -> None:
-        """Store the pictures of the context. Raises ConfigError if one has changed since it was
-        read."""
+        """Store the pictures of the context. Raises ConfigError if a picture has changed since it
+        was read."""
         if self._blobs is None:
             return
         for digest, source in self._sources.items():
@@ -158,7 +157,7 @@ class RunPictures:
 
 
 def too_many_bytes(pictures: Sequence[Picture]) -> str:
-    """Return why the pictures do not fit one request; empty if they do."""
+    """Return why the pictures exceed the size of one request, or an empty text if they do not."""
     num_bytes = sum(picture.num_bytes for picture in pictures)
     if num_bytes <= MAX_REQUEST_BYTES:
         return ""

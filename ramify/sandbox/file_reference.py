@@ -4,9 +4,9 @@
                               │
                               └─> ReferencedFile[a:b]   bytes, unless the file has changed
 
-A file may grow while it is used, as a log does: the part that was read counts. A file that became
-shorter, or that was written to without growing, has changed, and is never read as if it were the
-same. Not here: what such a text can do (see ``guest/mapped_text.py``), and who maps the file
+A file may grow while it is used, as a log does. Then only the part that was read before is used. A
+file that became shorter, or that was written to without growing, has changed, and reading it is an
+error. Not here: what such a text can do (see ``guest/mapped_text.py``), and who maps the file
 (see ``providers/process.py``).
 """
 
@@ -26,29 +26,31 @@ from ramify.types.trajectory import FileReference
 
 _PIECE_BYTES = 1 << 22
 _CONTINUATIONS = bytes(range(0x80, 0xC0))
-"""Bytes of UTF-8 that do not begin a character."""
+"""The bytes of UTF-8 that continue a character."""
 
 
 class TextCounts(msgspec.Struct, frozen=True):
-    """What one pass over a text counts."""
+    """What one pass over the bytes of a text has counted."""
 
     encoding: str
-    """``utf-8``, or ``cp1252`` for bytes that are not."""
+    """``utf-8``, or ``cp1252`` if the bytes are not valid UTF-8."""
     start: int
-    """Bytes of a mark before the text."""
+    """Length of the byte order mark, in bytes."""
     chars_at: array[int]
-    """Characters that begin before each block, and those of all; empty if each byte is one."""
+    """Number of characters that begin before each block, and at the end the number of all. Empty if
+    each byte is one character."""
     lines_at: array[int]
-    """Line ends before each block, and those of all."""
+    """Number of line ends before each block, and at the end the number of all."""
 
 
 class ReferencedFile:
-    """Reads a referenced file. It holds no descriptor, so there may be any number of them."""
+    """Reads a file that a context refers to. It opens the file for each read, so that a context may
+    refer to more files than a process can open."""
 
     __slots__ = ("reference", "start")
 
     def __init__(self, reference: FileReference, start: int = 0) -> None:
-        """``start``: number of first bytes that do not belong to the text."""
+        """``start`` is the offset at which the text begins, after a byte order mark."""
         self.reference = reference
         self.start = start
 
@@ -68,11 +70,11 @@ class ReferencedFile:
             os.close(fd)
 
     def check(self) -> None:
-        """Raise SourceError as ``open`` does."""
+        """Raise SourceError if the file is missing or has changed since it was read."""
         os.close(self.open())
 
     def open(self) -> int:
-        """Return a descriptor for reading. Raises SourceError if the file is gone or has changed
+        """Return a descriptor for reading. Raises SourceError if the file is missing or has changed
         since it was read."""
         fd = _open(self.reference)
         now = os.fstat(fd)
@@ -83,9 +85,9 @@ class ReferencedFile:
 
 
 def check_unchanged(reference: FileReference) -> FileReference:
-    """Return ``reference`` with the time of the file as it is now. Raises SourceError, which names
-    the file, if it is gone or if its content has changed. Reads it again only if its size or time
-    differ."""
+    """Check that the file still has the content that was read, and return ``reference`` with its
+    present time. The content is read again only if size or time differ. Raises SourceError, which
+    names the file, if it is missing or has changed."""
     fd = _open(reference)
     try:
         now = os.fstat(fd)
@@ -104,8 +106,8 @@ def count_text(
     block_bytes: int,
     on_bytes: Callable[[int], object] = lambda num_bytes: None,
 ) -> tuple[FileReference, TextCounts]:
-    """Read the file behind ``fd`` once: its hash, and the characters and line ends in each block.
-    ``on_bytes`` is called with the number of bytes read so far."""
+    """Read the file behind ``fd`` once, to hash it and to count characters and line ends before
+    each block. ``on_bytes`` is called with the number of bytes read so far."""
     from concurrent.futures import ThreadPoolExecutor
 
     before = os.fstat(fd)
@@ -127,7 +129,7 @@ def count_text(
             at += len(piece)
             is_plain = piece.isascii()
             is_ascii = is_ascii and is_plain
-            # A plain piece is valid, unless the last one ended in the middle of a character.
+            # A piece of ASCII is valid, unless the previous one ended in the middle of a character.
             if is_utf8 and (not is_plain or decoder.getstate()[0]):
                 try:
                     decoder.decode(piece, at >= size)
@@ -141,7 +143,7 @@ def count_text(
                     chars_at.append(chars_at[-1] + len(leads))
             on_bytes(at)
         hashed.result()
-    # The time from before the pass: what is written meanwhile shows as a change.
+    # Use the time from before the pass, so that a write during the pass counts as a change.
     reference = FileReference(os.path.abspath(path), size, before.st_mtime_ns, digest.hexdigest())
     counts = TextCounts(
         "utf-8" if is_utf8 else "cp1252",
@@ -170,7 +172,8 @@ def _open(reference: FileReference) -> int:
 
 
 def _read(fd: int, at: int, num_bytes: int) -> bytes:
-    """Read ``num_bytes``, or less at the end of the file. A block must not be cut in two."""
+    """Read ``num_bytes``, or fewer at the end of the file. A single ``pread`` may return fewer in
+    the middle of a file, and would shift the blocks."""
     parts: list[bytes] = []
     while num_bytes > 0 and (part := os.pread(fd, num_bytes, at)):
         parts.append(part)
@@ -179,7 +182,8 @@ def _read(fd: int, at: int, num_bytes: int) -> bytes:
 
 
 def _may_be_same(reference: FileReference, now: os.stat_result) -> bool:
-    """Return False if the file has certainly changed. One that has grown may have only grown."""
+    """Return False if the file has certainly changed. A file that is now longer may only have
+    grown."""
     if now.st_size == reference.num_bytes:
         return now.st_mtime_ns == reference.mtime_ns
     return now.st_size > reference.num_bytes

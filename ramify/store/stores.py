@@ -1,7 +1,7 @@
-"""Which store commands use: the folder of ``Store``, or another ``RunStore`` by name.
+"""Decides which store a command uses: the folder of ``Store``, or another ``RunStore`` by name.
 
-    RAMIFY_RUN_STORE="my_store.py:SqliteStore=/data/runs.db"     calls it with the place after "="
-    RAMIFY_RUN_STORE="sqlite=/data/runs.db"                      of a package, by its entry point
+    RAMIFY_RUN_STORE="my_store.py:SqliteStore=/data/runs.db"     calls it with the text after "="
+    RAMIFY_RUN_STORE="sqlite=/data/runs.db"                      the entry point of a package
 
 Not here: what a store has to do (see base.py). A program gives its store to ``RLM``.
 """
@@ -16,13 +16,14 @@ from ramify.store.base import RunStore
 from ramify.store.store import Store
 
 STORES = Registry("store", "ramify.stores", {"files": "ramify.store.store:Store"})
-"""Name -> a class or function that returns a ``RunStore``, with at most one argument: its place."""
+"""Name -> a class or function that returns a ``RunStore``. It takes at most one argument, the
+location."""
 VARIABLE = "RAMIFY_RUN_STORE"
 
 
 def open_store() -> RunStore:
-    """The store that ``RAMIFY_RUN_STORE`` names, by default the one in ``RAMIFY_HOME``. Raises
-    ConfigError."""
+    """Open the store that ``RAMIFY_RUN_STORE`` names, by default the folder in ``RAMIFY_HOME``.
+    Raises ConfigError."""
     given = os.environ.get(VARIABLE, "")
     if not given:
         return Store()
@@ -45,7 +46,8 @@ def open_store() -> RunStore:
 
 
 def folder_store(what: str) -> Store:
-    """The store, for ``what`` needs its files. Raises ConfigError if it has none."""
+    """Open the store for a command that needs its files. ``what`` names the command. Raises
+    ConfigError if the store has no files."""
     store = open_store()
     if not isinstance(store, Store):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a listing shows of one run: read from its events, and the same for every store."""
+"""What a listing shows of one run. It is read from the events, the same way for every store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ramify.types.trajectory import Stop, as_text, cut
 
 
 class RunSummary(msgspec.Struct, omit_defaults=True):
-    """What a listing shows of one run."""
+    """What a listing of runs shows of one run."""
 
     id: str
     question: str = ""
@@ -49,35 +49,36 @@ class RunSummary(msgspec.Struct, omit_defaults=True):
     cost: float | None = None
     """Dollars; None if no model had a price."""
     stop: Stop | None = None
-    """None while the run is being written, and if it was killed."""
+    """Why the run ended. None while it is being written, and if it was killed."""
     num_bytes: int = 0
     """Size of the journal, without blobs."""
     alive: bool = False
-    """Whether a process is writing it now."""
+    """True if a process is writing the run now."""
     problem: str | None = None
-    """Why the journal could not be read."""
+    """Why the journal could not be read, or None."""
     rewards: dict[str, float] = {}
     """Rewards of the whole run, if it was scored."""
     answer: str | None = None
-    """Beginning of the answer; None if there is none."""
+    """The first ``MAX_ANSWER`` characters of the answer; None if there is none."""
     reason: str = ""
-    """One sentence on why the run ended; empty for a final answer."""
+    """One sentence that says why the run ended; empty if it ended with a final answer."""
     root_turns: int = 0
     """Turns of the root call of the last question."""
     task: str = ""
     num_files: int = 0
-    """Files that the context of the first question refers to instead of containing them."""
+    """Number of files that the context of the first question refers to instead of containing
+    them."""
     review: RunReview | None = None
     """Labels, note and corrected scores; None if the run has none."""
 
 
 MAX_ANSWER = 200
-"""Characters of an answer in a listing."""
+"""Maximum number of characters of an answer in a listing."""
 
 
 def summarise(run: StoredRun) -> RunSummary:
-    """Read ``run`` for its summary: the same numbers as ``TrajectoryFold``, several
-    times faster."""
+    """Return the summary of ``run``. The numbers are those of ``TrajectoryFold``, several times
+    faster."""
     summary, number, chain = RunSummary(run.id), 0, ChecksumChain()
     try:
         for line in run.lines():

@@ -4,9 +4,9 @@
     Picture.value()    ──> {"picture": digest, "name": …, "kind": …}    in a context and a session
 
 Decides which bytes are a picture that may be sent: PNG, JPEG or WebP, and at most as large as the
-strictest API accepts. Only the header is read, so a picture of a few bytes that states billions of
-pixels costs nothing. Not here: where the bytes are (see ``engine/run_pictures.py``), and how many
-tokens they are (see ``clients/vision.py``).
+strictest API accepts. Only the header is read, so a small file that claims to have billions of
+pixels costs nothing. Not here: where the bytes are kept (see ``engine/run_pictures.py``), and how
+many tokens a picture costs (see ``clients/vision.py``).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import msgspec
 PictureKind = Literal["png", "jpeg", "webp"]
 
 MAX_PICTURE_BYTES = 3_932_160
-"""Largest picture that is sent: Anthropic's API accepts 5 MiB of base64."""
+"""Maximum size of one picture. Anthropic's API accepts 5 MiB of base64."""
 MAX_SIDE = 8000
 """Maximum width and height in pixels, as Anthropic's API states it."""
 MAX_PICTURES = 20
-"""Maximum number of pictures in one request. With more, Anthropic's API accepts only smaller
-ones."""
+"""Maximum number of pictures in one request. Above this, Anthropic's API accepts only smaller
+pictures."""
 MAX_REQUEST_BYTES = 20_000_000
-"""Maximum size of all pictures of a request. Anthropic's API accepts 32 MB with base64."""
+"""Maximum size of all pictures of a request together. Anthropic's API accepts 32 MB with base64."""
 _KEYS = {"picture", "name", "kind", "width", "height", "bytes"}
-"""Keys of a picture's value."""
+"""Keys of the dict that stands for a picture."""
 _NUM_CHECKED = 1000
 _MAX_DEPTH = 8
 """Pictures that are nested deeper in a context are not found."""
@@ -41,16 +41,17 @@ _MAX_SEGMENTS = 10_000
 
 
 class NotAPicture(ValueError):
-    """Bytes that are not a picture, or a damaged one. The text completes a sentence that begins
-    with the picture's name."""
+    """The bytes are not a picture, or the picture is damaged. The text of the error completes a
+    sentence that begins with the name of the picture."""
 
 
 class PictureTooLarge(NotAPicture):
-    """A picture beyond ``MAX_SIDE`` or ``MAX_PICTURE_BYTES``, which could be scaled down."""
+    """The picture exceeds ``MAX_SIDE`` or ``MAX_PICTURE_BYTES``. It could be scaled down."""
 
 
 class PictureBytes(msgspec.Struct, frozen=True):
-    """A picture as a tool returns it. The session gets its value, and models see the picture.
+    """A picture that a tool returns. The session gets a dict that stands for it, and can show the
+    picture to models.
 
     Example:
         return ramify.PictureBytes(open("camera.jpg", "rb").read(), "camera.jpg")
@@ -63,7 +64,7 @@ class PictureBytes(msgspec.Struct, frozen=True):
 
 
 class PictureSize(msgspec.Struct, frozen=True):
-    """Format and size of a picture, as its header states them."""
+    """Format, width and height of a picture, as its header states them."""
 
     kind: PictureKind
     width: int
@@ -88,14 +89,14 @@ class Picture(msgspec.Struct, frozen=True, omit_defaults=True):
     """Pixels."""
     num_bytes: int
     name: str = ""
-    """Name of its file, or of its page; empty for one that a session made."""
+    """Name of its file or page; empty for a picture that a session made."""
 
     @property
     def media_type(self) -> str:
         return f"image/{self.kind}"
 
     def value(self) -> dict[str, Any]:
-        """Return the picture as a session has it: a plain value without its bytes."""
+        """Return the dict that stands for the picture in a session. It does not have the bytes."""
         return {
             "picture": self.digest,
             "name": self.name,
@@ -110,7 +111,7 @@ class Picture(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def picture_of(data: bytes, name: str = "") -> Picture:
-    """Return the reference to a picture. Raises NotAPicture."""
+    """Return the reference to the picture in ``data``. Raises NotAPicture."""
     size = size_of(data)
     if size.width > MAX_SIDE or size.height > MAX_SIDE:
         raise PictureTooLarge(
@@ -126,7 +127,8 @@ def picture_of(data: bytes, name: str = "") -> Picture:
 
 
 def size_of(data: bytes) -> PictureSize:
-    """Read a picture's header, and check that its end is there. Raises NotAPicture."""
+    """Return the size from a picture's header, and check that the end of the picture is there.
+    Raises NotAPicture."""
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         size = _png(data)
     elif data.startswith(b"\xff\xd8\xff"):
@@ -181,8 +183,8 @@ def _webp(data: bytes) -> PictureSize:
 
 
 def digest_in(value: Any) -> str | None:
-    """Digest of a picture's value, or None for another value. The value may come from a
-    session."""
+    """Return the digest in a dict that stands for a picture, or None for any other value. The value
+    may come from a hostile session."""
     if not isinstance(value, dict) or value.keys() != _KEYS:
         return None
     digest = value["picture"]
@@ -190,7 +192,7 @@ def digest_in(value: Any) -> str | None:
 
 
 def has_pictures(context: Any) -> bool:
-    """True if a context is a picture or has some among its first items."""
+    """Return True if a context is a picture, or if one of its first items is."""
     if digest_in(context) is not None:
         return True
     if not isinstance(context, dict | list | tuple):
@@ -200,7 +202,7 @@ def has_pictures(context: Any) -> bool:
 
 
 def pictures_in(value: Any) -> list[dict[str, Any]]:
-    """Return the values of the pictures in a context, each once, in their order."""
+    """Return the dicts that stand for pictures in a context, each picture once, in order."""
     return list({value["picture"]: value for value in _values_in(value, 0)}.values())
 
 
@@ -214,6 +216,7 @@ def _values_in(value: Any, depth: int) -> Iterator[dict[str, Any]]:
 
 
 def shown(value: Any) -> str:
-    """Line that stands for a picture's value in a prompt to which the picture is attached."""
+    """Return the line that replaces a picture's dict in the text of a prompt to which the picture
+    itself is attached."""
     size = f"{value.get('width')} × {value.get('height')} pixels"
     return f"[the picture {value.get('name')!s:.200}, {value.get('kind')!s:.10}, {size}]"

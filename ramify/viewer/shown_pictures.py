@@ -1,7 +1,7 @@
-"""Pictures of a run's prompts, for its page: their references, and the bytes of one.
+"""The pictures in the prompts of a run, for its page: a list of them, and the bytes of one.
 
-The bytes are a blob of the store that the run is in. Only a picture that the named call has shown
-to a model is sent, and only if its bytes are a picture: no other blob can be read here.
+The bytes are a blob of the store that has the run. The page gets only pictures that the named call
+has shown to a model, and only blobs that are pictures, so it cannot read any other blob.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ramify.viewer.watched_run import WatchedRun
 
 
 def pictures_of(message: Message) -> list[dict[str, Any]]:
-    """Return the references of a message's pictures, as the page reads them."""
+    """Return the pictures of a message in the form that the page reads, without their bytes."""
     return [
         {
             "digest": picture.digest,

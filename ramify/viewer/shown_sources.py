@@ -1,5 +1,5 @@
-"""Sources of a run on its page: the table of what was read, a part of one text, and the citations
-of the answer.
+"""The sources of a run on its page: the table of the sources, some lines of a text, and the
+citations of the answer.
 
 The record of the run (``sources.base.RecordedSources``) has the table. The texts are read from the
 context that the store keeps, if it is small enough to be decoded for a page.
@@ -21,16 +21,17 @@ from ramify.types.trajectory import ContextRef, Trajectory, as_text
 from ramify.viewer.watched_run import WatchedRun
 
 MAX_CHARS = 250_000_000
-"""Largest stored context of which a page shows texts. Texts that stay in files do not count."""
+"""Largest stored context, in characters, whose texts the page shows. Texts that stay in their files
+do not count."""
 NUM_LINES = 200
-"""Lines of a text that are sent at once."""
+"""Number of lines of a text that are sent at once."""
 MAX_LINE_CHARS = 2_000
 _BEFORE = 8
-"""Lines that are shown before the one that was asked for."""
+"""Number of lines that are shown before the requested line."""
 
 
 def answer_and_citations(trajectory: Trajectory) -> tuple[str, list[dict[str, Any]]]:
-    """Text of the answer, and its citations if the run was asked for them."""
+    """Return the text of the answer, and its citations if the run was asked for citations."""
     if trajectory.metadata.get("cite") and trajectory.answer is not None:
         try:
             cited = msgspec.convert(trajectory.answer, CitedAnswer[Any])
@@ -44,7 +45,7 @@ def answer_and_citations(trajectory: Trajectory) -> tuple[str, list[dict[str, An
 
 
 def sources(run: WatchedRun) -> dict[str, Any]:
-    """Table of the sources. ``key`` is the name of a text in the context."""
+    """Return the table of the sources. ``key`` is the name of a text in the context."""
     try:
         read = msgspec.convert(run.tree.run.metadata.get("read") or {}, RecordedSources)
     except msgspec.ValidationError as error:
@@ -74,7 +75,8 @@ def sources(run: WatchedRun) -> dict[str, Any]:
 
 
 def source_text(run: WatchedRun, key: str, line: int) -> dict[str, Any]:
-    """``NUM_LINES`` lines of the text ``key`` of the context, from shortly before ``line``."""
+    """Return ``NUM_LINES`` lines of the text named ``key`` in the context, from shortly before
+    ``line``."""
     context = run.tree.run.context
     if context is None:
         raise StoreError("the run has no context")
@@ -107,7 +109,7 @@ def source_text(run: WatchedRun, key: str, line: int) -> dict[str, Any]:
 
 
 def _context(run: StoredRun, context: ContextRef) -> Any:
-    """Value of a stored context."""
+    """Return the value of a stored context. Raises StoreError."""
     try:
         return SharedContext.decode(run.blob(context.digest), context.files).value
     except (SandboxError, SourceError) as error:

@@ -18,8 +18,8 @@ from ramify.viewer.view_server import ViewServer
 def view(*places: str | Path | RunStore, port: int = 0) -> OpenPage:
     """Serve the page on this machine, in a thread, until it is closed or the process ends.
 
-    ``places`` are stores, and paths as ``ramify view`` takes them; by default the store of
-    ``ramify runs``. ``port`` 0 picks a free one. Raises ConfigError for a path that does not exist.
+    ``places`` are stores, and paths as in ``ramify view``; the default is the store of
+    ``ramify runs``. Port 0 picks a free port. Raises ConfigError for a path that does not exist.
 
     >>> store = ramify.MemoryStore()
     >>> rlm = ramify.RLM("openai:gpt-5-mini", store=store)
@@ -34,7 +34,7 @@ def view(*places: str | Path | RunStore, port: int = 0) -> OpenPage:
 
 
 class OpenPage:
-    """A page that is being served. ``with`` closes it.
+    """A page that is being served. A ``with`` block closes it at its end.
 
     >>> with ramify.view(ramify.MemoryStore()) as page:
     ...     address = page.url
@@ -46,7 +46,7 @@ class OpenPage:
 
     @property
     def url(self) -> str:
-        """Its address, with the token that it needs."""
+        """Address of the page, with its token."""
         return self._server.url
 
     def close(self) -> None:

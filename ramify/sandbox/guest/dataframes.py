@@ -1,10 +1,11 @@
-"""Tables and arrays as values of the libraries that a session may import: pandas and numpy.
+"""Conversion of tables and arrays to pandas and numpy, if the session may import them.
 
     packages=("pandas",)   Table ──> pandas.DataFrame, NumberArray ──> numpy.ndarray
     packages=("numpy",)    NumberArray ──> numpy.ndarray
 
-Numbers and, if pyarrow is installed, texts stay in the buffers of the table; other columns are
-copied. The libraries, which are packages of the user, are imported by name when a table is decoded.
+Columns of numbers stay in the buffers of the table. So do columns of text if pyarrow is installed.
+Other columns are copied. The libraries are packages of the user; they are imported by name when a
+table is decoded.
 Not here: the table itself (see ``tables.py``).
 """
 
@@ -20,7 +21,7 @@ _WIDTHS = {4: "decimal32", 8: "decimal64", 16: "decimal128", 32: "decimal256"}
 
 
 def frame_of(table: Table, packages: Sequence[str]) -> Any:
-    """Return ``table`` as a DataFrame if pandas is among ``packages``, otherwise as it is."""
+    """Return ``table`` as a DataFrame if pandas is one of ``packages``, otherwise unchanged."""
     if "pandas" not in packages:
         return table
     pandas = import_module("pandas")
@@ -30,8 +31,8 @@ def frame_of(table: Table, packages: Sequence[str]) -> Any:
 
 
 def array_of(array: NumberArray, packages: Sequence[str]) -> Any:
-    """Return ``array`` as a numpy array if numpy or pandas is among ``packages``, otherwise as it
-    is."""
+    """Return ``array`` as a numpy array if numpy or pandas is one of ``packages``, otherwise
+    unchanged."""
     if not {"numpy", "pandas"}.intersection(packages):
         return array
     numpy = import_module("numpy")
@@ -79,8 +80,8 @@ def _pandas_values(column: Column) -> Any:
 
 
 def arrow_array(column: Column) -> Any:
-    """Return a column that starts at the beginning of its buffers as an array of pyarrow, over the
-    same buffers."""
+    """Return a column as a pyarrow array over the same buffers. The column has to start at the
+    beginning of its buffers."""
     pyarrow = import_module("pyarrow")
 
     kind = column.kind
@@ -136,7 +137,7 @@ def _arrow_type(column: Column, children: list[Any]) -> Any:
 
 
 def arrow_table(table: Table) -> Any:
-    """Return a decoded table as one of pyarrow, over the same buffers."""
+    """Return a decoded table as a pyarrow table over the same buffers."""
     pyarrow = import_module("pyarrow")
 
     arrays = [arrow_array(table[name]) for name in table.columns]

@@ -1,16 +1,16 @@
-"""A text that stays in its file: what ``context`` is above a stated size.
+"""A text that stays in its file. The variable ``context`` is one if the text exceeds a stated size.
 
     context[a:b]   characters ──> bytes: the count of characters before each block, and one block
     find, count    bytes of the file, in pieces ──> characters
     finditer       windows of decoded text, which overlap
     lines          the count of line ends before each block, and one block
 
-Decides which methods of ``str`` such a text has, what its lines are, and what it says about the
-rest. Positions are characters, as in a ``str``. A position costs the decoding of one block, and a
-search costs one pass over the bytes; neither keeps what it has read. Not here: how the file is
-mapped (see ``server/process_setup.py``), how its characters are counted, and whether it has changed
-(see ``sandbox/file_reference.py``). Standard library only; the host reads its files with the same
-class.
+Decides which methods of ``str`` such a text has, what its lines are, and which error the other
+methods raise. Positions count characters, as in a ``str``. To find a position, one block is
+decoded; a search is one pass over the bytes. Neither keeps the bytes that it has read. Not here:
+how the file is mapped (see ``server/process_setup.py``), how its characters are counted, and
+whether it has changed (see ``sandbox/file_reference.py``). Standard library only; the host reads
+its files with the same class.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
 BLOCK_BYTES = 1 << 16
-"""The index counts characters and line ends before each block of this size."""
+"""Size of the blocks before each of which the characters and line ends are counted."""
 MAX_SLICE_CHARS = 100_000_000
-"""Longest slice, line or match in characters: it becomes a ``str`` in memory."""
+"""Maximum length of a slice, line or match in characters, since it becomes a ``str`` in memory."""
 _PIECE_BYTES = 1 << 22
 _WINDOW_CHARS = 1 << 21
 _AHEAD_CHARS = 1 << 18
-"""Characters of a window beyond the part in which matches may begin."""
+"""Number of characters that a window has after the part in which matches may begin, so that a match
+may end there."""
 _BEHIND_CHARS = 1 << 10
 _SHOWN = 60
 _METHODS = "slices, find, rfind, index, count, in, startswith, endswith, splitlines, split"
 
 
 class IndexedText:
-    """The bytes of a text, and how many characters and line ends are before each block of them."""
+    """The bytes of a text, with the number of characters and line ends before each block of them.
+    An offset counts bytes; a position counts characters."""
 
     __slots__ = ("_chars_at", "_lines_at", "data", "digest", "encoding", "num_bytes")
 
@@ -47,10 +49,9 @@ class IndexedText:
         encoding: str = "utf-8",
         digest: str = "",
     ) -> None:
-        """``data[a:b]`` gives bytes of the text. ``chars_at`` has the number of characters that
-        begin before each block, and at the end that of all; it is empty if each byte is one
-        character. ``lines_at`` has the same for line ends. ``digest`` is the SHA-256 of the
-        file."""
+        """``data[a:b]`` gives bytes of the text. ``chars_at`` is the number of characters that
+        begin before each block, and at the end the number of all; it is empty if each byte is one
+        character. ``lines_at`` is the same for line ends. ``digest`` is the SHA-256 of the file."""
         self.data = data
         self._chars_at = chars_at
         self._lines_at = lines_at
@@ -67,7 +68,7 @@ class IndexedText:
         return self._lines_at[-1]
 
     def counts(self) -> tuple[bytes, bytes]:
-        """Return ``chars_at`` and ``lines_at`` as bytes, for ``counts_of``."""
+        """Return ``chars_at`` and ``lines_at`` as bytes. ``counts_of`` reads them again."""
         return array("Q", self._chars_at).tobytes(), array("Q", self._lines_at).tobytes()
 
     def read(self, low: int, high: int) -> bytes:
@@ -77,7 +78,7 @@ class IndexedText:
         return data.decode(self.encoding, "replace")
 
     def text(self, start: int, stop: int) -> str:
-        """Return the characters from ``start`` to ``stop``."""
+        """Return the characters between two positions."""
         stop = min(stop, self.num_chars)
         if stop <= start:
             return ""
@@ -89,8 +90,8 @@ class IndexedText:
         return self.decode(self.read(self.byte_at(start), self.byte_at(stop)))
 
     def part(self, low: int, high: int, what: str) -> bytes:
-        """Return the bytes of a part that becomes a str or a list. ``what`` describes it in the
-        error for one that is too long."""
+        """Return the bytes between two offsets, which are to become a str or a list. ``what`` names
+        the part in the error for one that is too long."""
         if high - low > 4 * MAX_SLICE_CHARS:
             raise ValueError(
                 f"{what} of {high - low:,} bytes: too much for memory; take smaller parts, or go "
@@ -99,7 +100,7 @@ class IndexedText:
         return self.read(low, high)
 
     def byte_at(self, char: int) -> int:
-        """Return the place in bytes of the character at position ``char``."""
+        """Return the offset of the character at position ``char``."""
         counts = self._chars_at
         if not counts:
             return char
@@ -112,24 +113,24 @@ class IndexedText:
         text = block[begin:].decode("utf-8", "ignore")
         return number * BLOCK_BYTES + begin + len(text[:left].encode())
 
-    def char_at(self, place: int) -> int:
-        """Return the position of the character that begins at byte ``place``."""
+    def char_at(self, offset: int) -> int:
+        """Return the position of the character that begins at ``offset``."""
         if not self._chars_at:
-            return place
-        number = place // BLOCK_BYTES
-        block = self.read(number * BLOCK_BYTES, place)
+            return offset
+        number = offset // BLOCK_BYTES
+        block = self.read(number * BLOCK_BYTES, offset)
         return self._chars_at[number] + len(block[_first_lead(block) :].decode("utf-8", "ignore"))
 
     def line_at(self, line: int) -> int:
-        """Return the place in bytes after the first ``line`` line ends."""
+        """Return the offset at which line number ``line`` begins; the first line is 0."""
         if line <= 0:
             return 0
         number = bisect_left(self._lines_at, line) - 1
         block, left = self._block(number), line - self._lines_at[number]
         return number * BLOCK_BYTES + len(b"\n".join(block.split(b"\n", left)[:left])) + 1
 
-    def places(self, needle: bytes, low: int, high: int) -> Iterator[int]:
-        """Yield the places of ``needle`` in the bytes from ``low`` to ``high``, without
+    def offsets_of(self, needle: bytes, low: int, high: int) -> Iterator[int]:
+        """Yield the offsets from ``low`` to ``high`` at which ``needle`` occurs, without
         overlaps."""
         at = low
         while at < high:
@@ -140,8 +141,8 @@ class IndexedText:
                 begin = found + len(needle)
             at += max(_PIECE_BYTES, begin)
 
-    def last_place(self, needle: bytes, low: int, high: int) -> int:
-        """Return the last place of ``needle`` in the bytes from ``low`` to ``high``, or -1."""
+    def last_offset_of(self, needle: bytes, low: int, high: int) -> int:
+        """Return the last offset from ``low`` to ``high`` at which ``needle`` occurs, or -1."""
         at = high
         while at > low:
             begin = max(low, at - _PIECE_BYTES)
@@ -152,9 +153,9 @@ class IndexedText:
         return -1
 
     def count(self, needle: bytes, low: int, high: int) -> int:
-        """Count ``needle`` in the bytes from ``low`` to ``high``, without overlaps."""
+        """Count the occurrences of ``needle`` between the offsets, without overlaps."""
         if _overlaps_itself(needle):
-            return sum(1 for _ in self.places(needle, low, high))
+            return sum(1 for _ in self.offsets_of(needle, low, high))
         more = _PIECE_BYTES + len(needle) - 1
         return sum(
             self.read(at, min(high, at + more)).count(needle)
@@ -166,7 +167,7 @@ class IndexedText:
 
 
 def counts_of(data: Any) -> Sequence[int]:
-    """Return the numbers of which ``IndexedText.counts`` gave the bytes."""
+    """Return the counts that ``IndexedText.counts`` has written as bytes."""
     return array("Q", bytes(data))
 
 
@@ -199,15 +200,15 @@ class MappedText:
             text = self.file.text(ends[0], ends[1] + 1)
             return text[::step] if step > 0 else text[::-1][::-step]
         try:
-            place = index.__index__()
+            position = index.__index__()
         except AttributeError:
             raise TypeError(
                 f"indices must be integers or slices, not {type(index).__name__}"
             ) from None
-        place += len(self) if place < 0 else 0
-        if not 0 <= place < len(self):
+        position += len(self) if position < 0 else 0
+        if not 0 <= position < len(self):
             raise IndexError("string index out of range")
-        return self.file.text(place, place + 1)
+        return self.file.text(position, position + 1)
 
     def __contains__(self, text: object) -> bool:
         if not isinstance(text, str):
@@ -252,7 +253,9 @@ class MappedText:
             return -1
         if not needle:
             return start
-        found = next(self.file.places(needle, self.file.byte_at(start), self.file.byte_at(end)), -1)
+        found = next(
+            self.file.offsets_of(needle, self.file.byte_at(start), self.file.byte_at(end)), -1
+        )
         return -1 if found < 0 else self.file.char_at(found)
 
     def rfind(self, sub: str, start: int | None = None, end: int | None = None) -> int:
@@ -262,7 +265,7 @@ class MappedText:
             return -1
         if not needle:
             return end
-        found = self.file.last_place(needle, self.file.byte_at(start), self.file.byte_at(end))
+        found = self.file.last_offset_of(needle, self.file.byte_at(start), self.file.byte_at(end))
         return -1 if found < 0 else self.file.char_at(found)
 
     def index(self, sub: str, start: int | None = None, end: int | None = None) -> int:
@@ -358,7 +361,7 @@ class MappedText:
                 if not is_last and low + match.start() >= after:
                     break
                 if not is_last and match.end() > reach:
-                    # It might be longer: try again with a window that begins at it.
+                    # The match might be longer. Try again with a window that begins at the match.
                     after = low + match.start()
                     core = max(core, 2 * (match.end() - match.start()))
                     break
@@ -368,13 +371,15 @@ class MappedText:
             at = after
 
     def _range(self, start: int | None, end: int | None) -> tuple[int, int]:
-        """Return the positions that ``find(sub, start, end)`` means. As in a str, a start behind
-        the end of the text stays there, so that not even an empty text is found."""
+        """Return the positions for the arguments ``start`` and ``end`` of ``find``. As in a
+        ``str``, a start beyond the end of the text is kept, so that not even an empty text is found
+        there."""
         low, high, _ = slice(start, end).indices(len(self))
         return (low if start is None else max(low, start)), high
 
     def _needle(self, sub: object) -> bytes | None:
-        """Return ``sub`` in the encoding of the file; None if the file cannot contain it."""
+        """Return ``sub`` in the encoding of the file, or None if that encoding cannot express
+        it."""
         if not isinstance(sub, str):
             raise TypeError(f"must be str, not {type(sub).__name__}")
         try:
@@ -384,13 +389,13 @@ class MappedText:
 
     def _parts(self, sep: str) -> Iterator[str]:
         file, start, needle = self.file, 0, self._needle(sep)
-        for found in file.places(needle, 0, file.num_bytes) if needle else ():
+        for found in file.offsets_of(needle, 0, file.num_bytes) if needle else ():
             yield file.decode(file.part(start, found, "a part"))
             start = found + len(needle or b"")
         yield file.decode(file.part(start, file.num_bytes, "a part"))
 
 
-MappedText.__module__ = "builtins"  # so that an error shows the name without a module
+MappedText.__module__ = "builtins"  # an error then shows the name without a module
 
 
 class MappedMatch:
@@ -400,7 +405,7 @@ class MappedMatch:
     __slots__ = ("_at", "_match")
 
     def __init__(self, match: re.Match[str], at: int) -> None:
-        """``at``: position of the window in which ``match`` was found."""
+        """``at`` is the position in the text of the window in which ``match`` was found."""
         self._match = match
         self._at = at
 
@@ -447,8 +452,8 @@ class MappedLines(Sequence[str]):
     def __init__(
         self, file: IndexedText, *, keepends: bool = False, is_split: bool = False
     ) -> None:
-        """``is_split``: the parts of ``split("\\n")``. The last one may be empty, and they keep
-        ``\\r``."""
+        """``is_split`` is True for the parts of ``split("\\n")``. They keep ``\\r``, and the last
+        one may be empty."""
         self._file = file
         self._keepends = keepends
         self._is_split = is_split
@@ -502,7 +507,7 @@ class MappedLines(Sequence[str]):
         return [*map(self._line, ended), self._line(last)]
 
     def _is_closed(self) -> bool:
-        """Return True if the last line has an end, or if the text is empty."""
+        """Return True if the last line has a line end, or if the text is empty."""
         size = self._file.num_bytes
         return size == 0 or self._file.read(size - 1, size) == b"\n"
 
@@ -519,7 +524,8 @@ class MappedLines(Sequence[str]):
 
 
 def _first_lead(block: bytes) -> int:
-    """Return the number of bytes at the start of ``block`` that belong to the character before."""
+    """Return the number of bytes at the start of ``block`` that continue a character of the
+    previous block."""
     begin = 0
     while begin < len(block) and block[begin] & 0xC0 == 0x80:
         begin += 1
@@ -527,7 +533,7 @@ def _first_lead(block: bytes) -> int:
 
 
 def _overlaps_itself(needle: bytes) -> bool:
-    """Return True if ``needle`` begins with what it ends with, as "abab" does."""
+    """Return True if two occurrences of ``needle`` can overlap, as those of "aba" can."""
     if len(needle) > 1000:
-        return True  # counting its places one by one costs little
+        return True  # counting its occurrences one by one costs little
     return any(needle[:size] == needle[-size:] for size in range(1, len(needle)))

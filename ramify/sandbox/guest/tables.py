@@ -1,12 +1,12 @@
-"""Tables and arrays of a context, whose values stay in the buffers that they came in.
+"""Tables and arrays of a context. Their values stay in the buffers in which they arrive.
 
     host: a DataFrame ──sources/library_values.py──> Table ──values.py──> buffers in a memory file
     session: the mapped file ──values.py──> Table, or with pandas a DataFrame (see dataframes.py)
 
-A column has Arrow's memory layout, so that its buffers can be used by pandas, pyarrow and DuckDB as
-they are. Here a value is decoded each time it is read. Decides what a session without pandas can do
-with a table. Standard library only. Buffers may come from a hostile session: reading outside of
-them raises an exception. Not here: how a library's value becomes a table.
+A column has Arrow's memory layout, so that pandas, pyarrow and DuckDB can use its buffers
+directly. The classes here decode a value each time it is read. They decide what a session without
+pandas can do with a table. Standard library only. Buffers may come from a hostile session, so
+reading outside of a buffer raises an exception. Not here: how a DataFrame becomes a table.
 
     kind        buffers (after the validity bits)       info
     number      values                                  format character of ``struct``
@@ -36,18 +36,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 _PIECE = 4096
-"""Rows that are decoded at once when a column is iterated over."""
+"""Number of rows that are decoded at once when a column is iterated over."""
 _SHOWN_ROWS = 5
 _SHOWN_CHARS = 60
 _VALUE_CHARS = 12
-"""Typical characters of a value that is not text."""
+"""Assumed number of characters of a value that is not text."""
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _SIZES = {char: struct.calcsize(f"<{char}") for char in "bBhHiIqQefd"}
 _EPOCH = datetime.datetime(1970, 1, 1)
 _DAY_ZERO = _EPOCH.toordinal()
 _DATA = {"number": 1, "bool": 1, "text": 2, "bytes": 2, "date": 1, "timestamp": 1}
 _DATA |= {"time": 1, "duration": 1, "decimal": 1, "list": 1, "map": 1}
-"""Kind -> buffers after the validity bits; none for other kinds."""
+"""Kind -> number of buffers after the validity bits. Kinds that are not listed have none."""
 _CHILDREN = {"list": 1, "map": 1, "fixed": 1, "coded": 2}
 
 
@@ -66,8 +66,8 @@ class Column(Sequence[Any]):
         children: Sequence[Column] = (),
         start: int = 0,
     ) -> None:
-        """``type``: its name in Arrow, such as ``int64``. ``start``: index of the first value in
-        the buffers."""
+        """``type`` is the name of the type in Arrow, such as ``int64``. ``start`` is the index of
+        the first value in the buffers."""
         self.kind = kind
         self.type = type
         self.info = info
@@ -113,7 +113,7 @@ class Column(Sequence[Any]):
         return self.values(0, self._length)
 
     def values(self, start: int, stop: int) -> list[Any]:
-        """Decode the values of these rows."""
+        """Return the decoded values of a range of rows."""
         if start == stop:
             return []
         start, stop = start + self._start, stop + self._start
@@ -202,7 +202,7 @@ class Column(Sequence[Any]):
     # --- sending
 
     def sliced(self, start: int, stop: int) -> Column:
-        """These rows as a column over the same buffers."""
+        """Return a range of rows as a column over the same buffers."""
         return Column(
             self.kind,
             self.type,
@@ -214,8 +214,7 @@ class Column(Sequence[Any]):
         )
 
     def compact(self) -> Column:
-        """Return a column that starts at the beginning of its buffers, which have no more than its
-        values."""
+        """Return an equal column whose buffers begin with its first value and end with its last."""
         start, stop, kind, info = self._start, self._start + self._length, self.kind, self.info
         bits = self.buffers[0] if self.buffers else None
         buffers: list[memoryview | None] = [_cut_bits(bits, start, stop)]
@@ -257,7 +256,7 @@ class Column(Sequence[Any]):
 
     @property
     def num_chars(self) -> int:
-        """About the number of characters of its values as text."""
+        """Approximate number of characters of all values as text."""
         if self.kind == "text" and self._length and self.buffers[1] is not None:
             size = _SIZES[self.info]
             ends = [
@@ -286,12 +285,12 @@ class Table:
 
     @property
     def types(self) -> dict[str, str]:
-        """Name of each column -> its type."""
+        """Name of each column, and its type."""
         return {name: column.type for name, column in self._columns.items()}
 
     @property
     def num_chars(self) -> int:
-        """About the number of characters of all values as text."""
+        """Approximate number of characters of all values as text."""
         return sum(column.num_chars for column in self._columns.values())
 
     def __len__(self) -> int:
@@ -348,7 +347,8 @@ class NumberArray(Sequence[Any]):
     __slots__ = ("_char", "buffer", "dtype", "shape")
 
     def __init__(self, dtype: str, char: str, shape: Sequence[int], buffer: memoryview) -> None:
-        """``char``: format character of ``struct``. The last index of ``buffer`` varies fastest."""
+        """``char`` is a format character of ``struct``. The numbers in ``buffer`` are in row-major
+        (C) order."""
         self.dtype = dtype
         self._char = char
         self.shape = tuple(shape)
@@ -390,7 +390,7 @@ class NumberArray(Sequence[Any]):
         return NumberArray(self.dtype, self._char, shape, self.buffer[start:stop])
 
     def tolist(self) -> Any:
-        """The numbers in nested lists; for a single one, itself."""
+        """Return the numbers as nested lists, or a single number if the array has no dimensions."""
         if not self.shape:
             return struct.unpack(f"<{self._char}", self.buffer)[0]
         if len(self.shape) == 1:
@@ -441,7 +441,8 @@ def _date(days: int) -> datetime.date | str:
 
 
 def _moment(count: int, unit: str, has_zone: bool) -> datetime.datetime | str:
-    """A point in time, to the microsecond; in UTC if its column has a time zone."""
+    """Return a point in time, truncated to microseconds. It is in UTC if the column has a time
+    zone."""
     try:
         found = _EPOCH + datetime.timedelta(microseconds=count * 10**6 // _PER_SECOND[unit])
     except OverflowError:
