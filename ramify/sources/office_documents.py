@@ -14,8 +14,12 @@ pictures are left out, except for their descriptions.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 import io
 import posixpath
+import sys
 import zipfile
 from typing import Any
 from urllib.parse import unquote
@@ -26,10 +30,33 @@ from ramify.sources.places import DocumentPart, assemble
 
 _STYLES = "p[style-name='Title'] => h1:fresh\np[style-name='Subtitle'] => h2:fresh"
 """Word's styles that mammoth has no element for."""
+_OF_OTHER_FORMATS = ("azure", "pandas", "pdfminer", "pydub", "speech_recognition")
+"""Optional libraries of markitdown for formats that it does not convert here."""
+
+
+@functools.cache
+def _markitdown() -> Any:
+    """Return ``markitdown.converters``.
+
+    markitdown imports the libraries of all its formats, which takes a second of a processor in
+    each process. Its package is therefore entered without its own imports (onnxruntime), and those
+    optional libraries are reported to it as not installed."""
+    spec = importlib.util.find_spec("markitdown")
+    assert spec is not None
+    sys.modules.setdefault("markitdown", importlib.util.module_from_spec(spec))
+    hidden: dict[str, Any] = {n: None for n in _OF_OTHER_FORMATS if n not in sys.modules}
+    sys.modules.update(hidden)
+    try:
+        return importlib.import_module("markitdown.converters")
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
 
 def convert_docx(data: bytes) -> ConvertedDocument:
     import mammoth
+
+    _markitdown()
     from markitdown.converter_utils.docx.pre_process import pre_process_docx
 
     # Equations become LaTeX before mammoth, which has no element for them.
@@ -38,11 +65,8 @@ def convert_docx(data: bytes) -> ConvertedDocument:
 
 
 def convert_pptx(data: bytes) -> ConvertedDocument:
-    from markitdown import StreamInfo
-    from markitdown.converters import PptxConverter
-
-    converter: Any = PptxConverter
-    found = converter().convert(io.BytesIO(data), StreamInfo(extension=".pptx")).markdown
+    converter = _markitdown().PptxConverter()
+    found = converter.convert(io.BytesIO(data), None).markdown
     slides: list[list[str]] = []
     for line in found.split("\n"):
         # A slide may show such a comment itself, but hardly the next number.
@@ -118,7 +142,6 @@ def html_to_markdown(html: str) -> str:
 def _markdown(data: bytes, encoding: str | None = None) -> tuple[str, str]:
     """Return text and title of a page. Its encoding is the stated one, or UTF-8 if it is valid."""
     from bs4 import BeautifulSoup
-    from markitdown.converters import HtmlConverter
 
     if encoding is None:
         try:
@@ -132,7 +155,7 @@ def _markdown(data: bytes, encoding: str | None = None) -> tuple[str, str]:
             if "|" in text and cell in (text.find_parent(["td", "th"]),):
                 text.replace_with(text.replace("|", r"\|"))
     title = soup.title.get_text() if soup.title else ""
-    found = HtmlConverter().convert_string(str(soup)).markdown
+    found = _markitdown().HtmlConverter().convert_string(str(soup)).markdown
     return found.strip(), " ".join(title.split())[:200]
 
 

@@ -581,3 +581,14 @@ def test_no_library_is_imported_before_a_document_is_read(tmp_path: Path):
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_pages_are_converted_without_the_libraries_of_other_formats():
+    """They would add a second of a processor to each process that converts documents."""
+    code = (
+        "import sys; from ramify.sources.office_documents import convert_html\n"
+        "print(convert_html(b'<h1>Tide</h1><p>rises').text.split())\n"
+        "print([n for n in ('onnxruntime', 'pandas') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["['#', 'Tide', 'rises']", "[]"]
