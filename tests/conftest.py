@@ -4,6 +4,7 @@ machines without one. Also the records of our loggers, as a fixture."""
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import logging
 import os
@@ -42,6 +43,16 @@ def why_not() -> str:
 def room(path: Path) -> str:
     """``tests/cli/test_ask.py`` -> ``cli``"""
     return path.relative_to(_HERE).parts[0] if path.is_relative_to(_HERE) else ""
+
+
+def pytest_collection() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Keep all that was imported and collected, a million objects, out of garbage collections."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

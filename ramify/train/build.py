@@ -136,11 +136,13 @@ def _interpreter_for_training() -> Iterator[None]:
     gc.collect()
     # Demonstrations and their rows stay in memory: scanning them in every garbage collection
     # would cost a tenth of a step.
+    was_frozen = gc.get_freeze_count() > 0  # by the application, which knows what lives on
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
         sys.setswitchinterval(interval)
 
 

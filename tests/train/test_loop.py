@@ -5,6 +5,7 @@ sessions, and the trainer.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -480,3 +481,11 @@ def test_step_data_is_requested_after_the_previous_step_is_done(tmp_path: Path) 
         asyncio.run(loop.run())
     steps = [[f"work {step}", f"step {step + 1}", f"newer {step + 1}"] for step in range(3)]
     assert stage.notes == [*(note for step in steps for note in step), "work 3"]
+
+
+def test_objects_that_the_application_froze_stay_frozen(tmp_path: Path) -> None:
+    """Otherwise each later garbage collection of the application scans them again."""
+    gc.freeze()
+    rl = msgspec.structs.replace(small().rl, steps=1)
+    train(small(warmup=None, rl=rl), tmp_path)
+    assert gc.get_freeze_count() > 0
