@@ -223,7 +223,7 @@ class _DirectAccount:
             if used > most * (1 + 1e-9):
                 raise LimitReached(
                     f"it may take {unit.format(used)}, and its limit is {unit.format(most)}: raise "
-                    f"{stop}, or lower max_reply_tokens",
+                    f"its {stop}, or lower max_reply_tokens",
                     stop,
                 )
 
