@@ -100,6 +100,7 @@ def read_zip(file: SourceFile, loading: SourceLoader) -> None:
     with archive:
         members = [info for info in archive.infolist() if not info.is_dir()]
         check_count(len(members))
+        num_bytes = 0
         for info in members:
             name = member_name(file.name, info.filename)
             if is_hidden(info.filename):
@@ -120,6 +121,8 @@ def read_zip(file: SourceFile, loading: SourceLoader) -> None:
                     name, "is encrypted" if encrypted else f"cannot be unpacked: {error}"
                 )
                 continue
+            num_bytes += len(data)
+            check_ratio(num_bytes, len(file.data))  # many members of a common part are a bomb, too
             read_member(name, data, loading)
 
 

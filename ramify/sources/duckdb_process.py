@@ -26,7 +26,7 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +102,21 @@ def serve() -> None:
 
     def answer(request: list[bytes]) -> list[bytes]:
         asked: TableQuestion = decode(request[0], TableQuestion)
-        return answered(lambda: _answer(asked, kept))
+        return answered(lambda: _answer_by_name(asked, kept))
 
     answer_requests(answer)
+
+
+def _answer_by_name(asked: TableQuestion, kept: dict[str, _Tables]) -> Any:
+    """Answer, with the names of files instead of the host's paths in errors: models read these."""
+    try:
+        return _answer(asked, kept)
+    except (ValueError, PermissionError, TimeoutError) as error:
+        said = str(error)
+        for each in asked.tables:
+            said = said.replace(each.path, os.path.basename(each.path))
+        kinds = (PermissionError, TimeoutError, ValueError)
+        raise next(kind for kind in kinds if isinstance(error, kind))(said) from None
 
 
 def _answer(asked: TableQuestion, kept: dict[str, _Tables]) -> Any:
@@ -127,6 +139,18 @@ def _answer(asked: TableQuestion, kept: dict[str, _Tables]) -> Any:
     finally:
         if key not in kept:
             tables.close()
+
+
+_SNIFFED = {
+    "delim": "Delimiter",
+    "quote": "Quote",
+    "escape": "Escape",
+    "new_line": "NewLineDelimiter",
+    "comment": "Comment",
+    "dateformat": "DateFormat",
+    "timestampformat": "TimestampFormat",
+}
+"""Option of ``read_csv`` -> column of ``sniff_csv``."""
 
 
 class _Tables:
@@ -227,14 +251,28 @@ class _Tables:
         """What reads a CSV or JSONL file, with the types of its columns."""
         whole = ", sample_size = -1" if os.path.getsize(each.path) <= _WHOLE_BYTES else ""
         if each.kind == "csv":
-            (prompt,) = self._database.execute(
-                f"SELECT Prompt FROM sniff_csv({_text(each.path)}{whole})"
-            ).fetchone() or ("",)
-            return str(prompt).rstrip().rstrip(";")
+            return self._scan_csv(each.path, whole)
         read = f"FROM read_json({_text(each.path)}, format = 'newline_delimited'"
         found = self._database.execute(f"DESCRIBE {read}{whole})").fetchall()
-        columns = ", ".join(f"{_text(name)}: {_text(kind)}" for name, kind, *_ in found)
-        return f"{read}, columns = {{{columns}}})"
+        return f"{read}, columns = {_columns((name, kind) for name, kind, *_ in found)})"
+
+    def _scan_csv(self, path: str, whole: str) -> str:
+        # Its column "Prompt" is such a query, too, but does not quote the names of columns.
+        result = self._database.execute(f"SELECT * FROM sniff_csv({_text(path)}{whole})")
+        names = [column[0] for column in result.description]
+        found = dict(zip(names, result.fetchone() or (), strict=True))
+        options = {
+            option: "" if found[name] == "(empty)" else found[name]
+            for option, name in _SNIFFED.items()
+            if found[name]
+        }
+        said = ", ".join(f"{option} = {_text(value)}" for option, value in options.items())
+        columns = _columns((each["name"], each["type"]) for each in found["Columns"])
+        return (
+            f"FROM read_csv({_text(path)}, auto_detect = false, {said}, "
+            f"skip = {int(found['SkipRows'])}, header = {bool(found['HasHeader'])}, "
+            f"columns = {columns})"
+        )
 
     def _open_value(self, each: TableSource) -> None:
         import pyarrow
@@ -640,6 +678,11 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 def _text(value: str | Path) -> str:
     return "'" + str(value).replace("'", "''") + "'"
+
+
+def _columns(columns: Iterable[tuple[str, str]]) -> str:
+    """A list of columns, as the readers of DuckDB take it."""
+    return "{" + ", ".join(f"{_text(name)}: {_text(kind)}" for name, kind in columns) + "}"
 
 
 def _quoted(name: str) -> str:

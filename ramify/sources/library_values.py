@@ -50,7 +50,13 @@ def as_context(value: Any) -> Any:
         from ramify.sources.load_sources import load
 
         return load(value)
-    converted = _plain(value)
+    try:
+        converted = _plain(value)
+    except MemoryError as error:  # a broadcast array is larger than its memory
+        kind = type(value).__name__
+        raise ConfigError(
+            f"the context, a {kind}, does not fit into memory: give a part ({error})"
+        ) from None
     return _read(value) if converted is value and _is_file(value) else converted
 
 
@@ -84,7 +90,11 @@ def _read(file: Any) -> Any:
             name = getattr(file, "name", None)
             if at_start and isinstance(name, str) and os.path.isfile(name):
                 return load([name])  # its name tells its kind
-            return load(["-"], stdin=file)
+            try:
+                return load(["-"], stdin=file)
+            except SourceError as error:
+                name = f"the file {shown}"
+                raise SourceError(str(error).replace("standard input", name, 1)) from None
         text = file.read(MAX_BYTES + 1)
     except SourceError:
         raise
@@ -137,7 +147,8 @@ def _of_fields(value: Any) -> Any:
         fields = {name: getattr(value, name) for name in value.__struct_fields__}
     elif hasattr(type(value), "model_fields") and hasattr(value, "model_dump"):
         extra = getattr(value, "model_extra", None) or {}
-        fields = {name: getattr(value, name) for name in type(value).model_fields} | extra
+        shown = [name for name, field in type(value).model_fields.items() if not field.exclude]
+        fields = {name: getattr(value, name) for name in shown} | extra
     elif hasattr(type(value), "__attrs_attrs__"):
         names = [each.name for each in type(value).__attrs_attrs__]
         fields = {name: getattr(value, name) for name in names}
@@ -249,6 +260,12 @@ def _of_polars(value: Any, polars: Any) -> Any:
     if not isinstance(value, polars.DataFrame):
         return value
     _pyarrow(value)
+    for name, kind in value.schema.items():
+        if kind == polars.Object:  # Arrow would get the addresses of the objects
+            raise ConfigError(
+                f"the context: column {name!r} has Python objects: convert it, as in "
+                f"[str(item) for item in df[{name!r}]]"
+            )
     return table_of(value.to_arrow())
 
 

@@ -64,7 +64,11 @@ def describe_file(
         found = describe_tables(
             [TableSource("table_0", str(place), kind)], DESCRIBE_S, max(0, loading.room)
         )
-    except (ValueError, PermissionError, TimeoutError) as error:
+    except TimeoutError:
+        raise UnreadableSource(
+            f"is a {kind} file that takes more than {DESCRIBE_S:g} s to read", "give a part of it"
+        ) from None
+    except (ValueError, PermissionError) as error:
         raise UnreadableSource(
             f"is a damaged {kind} file, or is not one", str(error).removeprefix("sql: ")
         ) from None

@@ -319,6 +319,12 @@ def test_item_of_a_task_has_a_table() -> None:
     [
         (pd.DataFrame({"x": [1, "a"]}), r"column 'x' has no single Arrow type .*astype\(str\)"),
         (pl.DataFrame({"x": [1]}).lazy(), r"give frame.collect\(\)"),
+        (
+            pl.DataFrame({"o": pl.Series([object()], dtype=pl.Object)}),
+            "'o' has Python objects: conv",
+        ),
+        (np.broadcast_to(1.0, (10**6, 10**6)), r"ndarray, does not fit into memory: give a part"),
+        ({"key": pydantic.SecretStr("hush")}, r"SecretStr at value\['key'\] cannot be carried"),
         (pd.DataFrame(), "the context is empty"),
         (object(), "cannot be given to a session: a value of type object"),
     ],
@@ -326,6 +332,22 @@ def test_item_of_a_task_has_a_table() -> None:
 def test_values_without_a_form_are_refused(context: Any, message: str) -> None:
     with rlm([code("FINAL(1)")]) as r, pytest.raises(ConfigError, match=message):
         r.completion(context, "?")
+
+
+def test_field_that_a_model_excludes_is_not_given() -> None:
+    class Login(pydantic.BaseModel):
+        user: str
+        password: str = pydantic.Field(exclude=True)
+
+    assert answers(Login(user="ann", password="hush"), "context") == [{"user": "ann"}]
+
+
+def test_error_names_the_file_that_was_opened(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"ab\0\1")
+    with (tmp_path / "a.bin").open("rb") as file, rlm([code("FINAL(1)")]) as r:
+        file.read(1)
+        with pytest.raises(SourceError, match=r"^the file .*a\.bin is binary: convert it to text"):
+            r.completion(file, "?")
 
 
 def test_closed_file_is_refused(tmp_path: Path) -> None:

@@ -186,6 +186,15 @@ def bomb_pax() -> bytes:
     return bomb_gz(info.tobuf(tarfile.USTAR_FORMAT))
 
 
+def bomb_members() -> bytes:
+    """A zip of many members, none of which is suspicious by itself."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for number in range(80):
+            archive.writestr(f"{number}.txt", b"a" * 1_000_000)
+    return packed.getvalue()
+
+
 def bomb_skipped() -> bytes:
     """A tar with a hidden, so skipped, member as long as the bomb."""
     info = tarfile.TarInfo(".hidden")
@@ -193,7 +202,7 @@ def bomb_skipped() -> bytes:
     return bomb_gz(info.tobuf(tarfile.USTAR_FORMAT))
 
 
-@pytest.mark.parametrize("make", [bomb_zip, bomb_gz, bomb_pax, bomb_skipped])
+@pytest.mark.parametrize("make", [bomb_zip, bomb_gz, bomb_pax, bomb_skipped, bomb_members])
 def test_decompression_bombs_are_refused(tmp_path: Path, make: Callable[[], bytes]):
     path = tmp_path / "bomb"
     path.write_bytes(make())

@@ -106,6 +106,32 @@ def test_damaged_files_and_missing_values_are_reported(loaded: LoadedContext, fo
         load([folder / "bad.parquet"])
 
 
+def test_names_in_a_file_are_data_and_no_sql(tmp_path: Path):
+    """Names of files and columns with quotes, as an attacker may write them."""
+    (tmp_path / "sales.csv").write_text("amount\n5\n")
+    attack = "x'}); CREATE OR REPLACE VIEW sales AS SELECT 666 AS amount; --"
+    (tmp_path / "z1.csv").write_text(f'"{attack}","say ""hi""",day\n1,2,13.02.2026\n')
+    (tmp_path / "z2'\"; --.csv").write_text("a\tb\n'1'\t'2'\n")
+    loaded = load([tmp_path])
+    sql = loaded.tools["sql"]
+    assert sql("SELECT * FROM sales") == [(5,)]
+    assert list(loaded.tools["tables"][1]["columns"]) == [attack, 'say "hi"', "day"]
+    assert sql("SELECT * FROM z1") == [(1, 2, "2026-02-13")]
+    assert [len(table["columns"]) for table in loaded.tools["tables"]] == [1, 3, 2]
+    assert not any("not a table" in item.detail for item in loaded.items)
+
+
+def test_errors_name_no_path_of_the_host(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n{"a":\n')
+    (tmp_path / "b.parquet").write_bytes(b"PAR1" + b"x" * 100)
+    (tmp_path / "c.csv").write_text("a,b\n1,2\n")
+    loaded = load([tmp_path])
+    said = loaded.manifest() + "\n".join(loaded.describe())
+    assert "Malformed JSON" in said
+    assert "No magic bytes found at end of file 'b.parquet'" in said
+    assert str(tmp_path) not in said
+
+
 @pytest.mark.parametrize(
     "query",
     [
