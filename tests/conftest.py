@@ -19,9 +19,25 @@ from ramify.sandbox.base import SandboxSpec, open_sandbox
 
 IN_THE_DEFAULT = ("engine", "cli", "docs", "real")
 """Test folders whose runs use the default sandbox."""
+LONGEST = (
+    "sandbox/attacks/test_attacks.py",
+    "test_gpu_kit.py",
+    "docs/test_notebooks.py",
+    "train/backends/test_ranks.py",
+    "extras/cluster/test_launch.py",
+    "train/test_gpu_recipes.py",
+    "train/placement/test_nodes.py",
+    "train/placement/test_on_ray.py",
+    "docs/test_pages.py",
+    "train/backends/test_fsdp.py",
+    "train/backends/test_meshes.py",
+    "docs/test_demo.py",
+    "extras/cluster/test_ray_jobs.py",
+)
+"""Files that take minutes, the longest first. They run before all others, so that no worker process
+is left alone with one at the end."""
 FIRST = ("sandbox", "viewer", "docs", "train", "cli", "inference", "serve")
-"""Test folders with the slowest files. They run first, so that no worker process is left alone with
-one at the end."""
+"""Test folders with the slowest of the other files. They run next."""
 _HERE = Path(__file__).parent
 for _name in [name for name in os.environ if name.startswith("RAMIFY_")]:
     del os.environ[_name]  # a developer's settings must not affect tests
@@ -45,6 +61,16 @@ def room(path: Path) -> str:
     return path.relative_to(_HERE).parts[0] if path.is_relative_to(_HERE) else ""
 
 
+def place_in_order(path: Path) -> tuple[int, int]:
+    """Position of a file among the longest, then that of its folder."""
+    name = path.relative_to(_HERE).as_posix() if path.is_relative_to(_HERE) else ""
+    return _index(name, LONGEST), _index(room(path), FIRST)
+
+
+def _index(name: str, names: tuple[str, ...]) -> int:
+    return names.index(name) if name in names else len(names)
+
+
 def pytest_collection() -> None:
     gc.disable()
 
@@ -56,9 +82,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(
-        key=lambda item: FIRST.index(room(item.path)) if room(item.path) in FIRST else len(FIRST)
-    )
+    items.sort(key=lambda item: place_in_order(item.path))
     affected = [item for item in items if room(item.path) in IN_THE_DEFAULT]
     if affected and why_not():
         for item in affected:

@@ -73,6 +73,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     code = run(arguments)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to interrupt
+    gc.freeze()  # the interpreter would scan everything twice at its end: a second after PyTorch
     sys.exit(code)
 
 

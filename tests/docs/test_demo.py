@@ -135,7 +135,7 @@ def test_demo_evaluates_and_asks_the_trained_policy(tmp_path):
         for stage, share in (("first", 0.04), ("last", 0.91))
     ]
     (run / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-    said = run_example(tmp_path, str(DEMO), "--train", "--out", "run", "--questions", "64")
+    said = run_example(tmp_path, str(DEMO), "--train", "--out", "run", "--questions", "24")
     lines = [" ".join(line.split()) for line in said.splitlines()]
     assert lines[0] == f"{run}/policy was trained before; remove {run} to train again"
     assert "before reinforcement learning, sampled at temperature 1 4.0%" in lines

@@ -58,6 +58,7 @@ def test_every_block_is_run_or_states_a_reason():
         "conversations.md",
         "evaluate.md",
         "library.md",
+        "map.md",
         "models.md",
         "objectives.md",
         "own-algorithm.md",
