@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.printable import clean
+from ramify.printable import clean, one_line
 
 
 class RamifyError(Exception):
@@ -102,7 +102,7 @@ class ConfigError(RamifyError):
 
 
 class SourceError(RamifyError):
-    """An input cannot be read. The message names it.
+    """An input cannot be read. The message is one printable line that names it.
 
     >>> try:
     ...     ramify.load("no-such-folder/")
@@ -110,6 +110,9 @@ class SourceError(RamifyError):
     ...     print(str(error).partition(":")[0])
     no-such-folder/ does not exist
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class ModelError(RamifyError):

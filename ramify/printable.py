@@ -6,6 +6,7 @@ window title, write to the clipboard or fake a prompt. ``clean`` removes them, i
     >>> clean("a\x1b[31mb\x07\r\n\tc")
     'ab\n\tc'
 
+``one_line`` shows each character that cannot be printed, line ends too, as a replacement character.
 ``escaped`` keeps encoded JSON valid and unchanged in value: it writes such characters as escapes.
 ``TerminalStream`` wraps a terminal's stream and cleans everything that is printed, also by
 libraries. Only lines that ``write_colored`` receives keep their colors.
@@ -38,6 +39,13 @@ _ENCODED_CONTROLS = re.compile(
 )
 """The same in UTF-8, except those that JSON never holds unescaped."""
 _RETURN = re.compile(r"\r\n?")
+
+
+def one_line(text: str) -> str:
+    """Return ``text`` as one line: ``"a\\nb"`` -> ``"a\ufffdb"``. Names of files are untrusted."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def clean(text: str) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import SourceError
+from ramify.printable import one_line
 from ramify.progress import ProgressTask
 from ramify.sandbox.base import MappedText
 from ramify.sources.table_types import TableEntry
@@ -188,7 +189,7 @@ class LoadedContext(msgspec.Struct, frozen=True):
                 for item in self.items
                 if item.kind not in ("text", "csv", "jsonl", "json")
             ][:_SHOWN]
-        return [*map(_printable, lines), *self.warnings()]
+        return [*map(one_line, lines), *self.warnings()]
 
     def warnings(self) -> list[str]:
         """Say which files are not in the context, or not as they are on disk, one line for each
@@ -207,7 +208,7 @@ class LoadedContext(msgspec.Struct, frozen=True):
             f"left out ({len(names):,}), {reason}: {listing(names)}"
             for reason, names in self.left_out.items()
         ]
-        return [_printable(line) for line in lines]
+        return [one_line(line) for line in lines]
 
 
 class SourceLoader:
@@ -369,7 +370,7 @@ class SourceLoader:
         """Report a file that cannot be read. The others are read, unless the load is strict."""
         if self.strict:
             raise SourceError(
-                _printable(f"{name} {reason}; to load the other files, remove --strict")
+                one_line(f"{name} {reason}; to load the other files, remove --strict")
             )
         self.problems.append(SourceProblem(name, reason))
 
@@ -385,16 +386,6 @@ def listing(names: list[str]) -> str:
     """Join names, at most ``_SHOWN`` of them: ``a, b, c and 12 more``."""
     shown = ", ".join(names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN:,} more"
-
-
-def _printable(line: str) -> str:
-    """Replace unprintable characters. File names are untrusted and must not control the
-    terminal."""
-    return (
-        line
-        if line.isprintable()
-        else "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line)
-    )
 
 
 def _by_suffix(items: Sequence[SourceItem | SourceProblem]) -> str:

@@ -66,7 +66,7 @@ def describe_file(
         )
     except TimeoutError:
         raise UnreadableSource(
-            f"is a {kind} file that takes more than {DESCRIBE_S:g} s to read", "give a part of it"
+            f"is a {kind} file that takes more than {DESCRIBE_S:g} s to read as a table"
         ) from None
     except (ValueError, PermissionError) as error:
         raise UnreadableSource(

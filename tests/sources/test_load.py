@@ -414,6 +414,13 @@ def test_control_characters_in_names_are_replaced(tmp_path: Path):
     assert len(loaded.manifest().splitlines()) == 4  # with the tables for sql
 
 
+@pytest.mark.parametrize("name", ["a\n\x1b[31mb", "http://x\r\nHost: y/", "a\udcff\u202eb"])
+def test_errors_are_one_printable_line(name: str):
+    with pytest.raises(SourceError) as caught:
+        load([name])
+    assert str(caught.value).isprintable()
+
+
 def test_whole_asyncio_package_is_loaded():
     loaded = load([Path(os.__file__).parent / "asyncio"])
     assert "def create_task" in loaded.context["tasks.py"]
