@@ -323,8 +323,7 @@ def _ask(
         loaded = load_sources(paths, screen.notes, settings)
         cite, cache = bool(settings.get("cite")), bool(settings.get("cache"))
         options = RunOptions(answer_type=schema, cite=cite, cache=cache)
-        allow_private = bool(settings.get("allow_private"))
-        asked = ask_runner.AskRequest(question, loaded, paths, options, allow_private)
+        asked = ask_runner.AskRequest(question, loaded, options)
         return ask_runner.run(rlm, asked, screen, as_json=bool(settings.get("json")))
 
 

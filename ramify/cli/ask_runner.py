@@ -16,7 +16,6 @@ import gc
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -31,7 +30,6 @@ from ramify.engine.question import RunOptions
 from ramify.engine.recorded_values import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle, why_unanswered
-from ramify.engine.tool_set import optional_tools
 from ramify.errors import ModelError, ReplyCut, ReplyFiltered
 from ramify.types.call_tree import ending
 from ramify.types.event import (
@@ -42,7 +40,6 @@ from ramify.types.trajectory import Stop, Trajectory
 
 if TYPE_CHECKING:
     from ramify.cli.live import LiveView
-    from ramify.sources.base import LoadedContext
 
 
 Start = Callable[[Callable[[AnyEvent], None]], RunHandle]
@@ -55,16 +52,12 @@ class AskRequest(msgspec.Struct, frozen=True):
     question: str
     loaded: Any
     """The ``LoadedContext`` from ``load``, or None."""
-    paths: list[str]
     options: RunOptions
-    allow_private: bool = False
-    """Whether the sources' web addresses may lead to private ones."""
 
     def start(self, rlm: RLM, on_event: Callable[[AnyEvent], None]) -> RunHandle:
         prompt = self.question if self.loaded is None else self.loaded
         query = None if self.loaded is None else self.question
-        metadata = source_record(self.loaded, self.paths, self.allow_private)
-        return rlm.start(prompt, query, self.options, on_event=on_event, metadata=metadata)
+        return rlm.start(prompt, query, self.options, on_event=on_event)
 
 
 def run(rlm: RLM, asked: AskRequest, screen: ProgressScreen, *, as_json: bool) -> ExitCode:
@@ -133,28 +126,6 @@ def run_again(
         as_json,
         has_schema,
     )
-
-
-def source_record(
-    loaded: LoadedContext | None, paths: list[str], allow_private: bool = False
-) -> dict[str, Any]:
-    """Record of the paths and file tools of a run, so that a resume can load the tools again. URLs
-    are without passwords and keys."""
-    if loaded is None:
-        return {}
-    from ramify.sources.load_sources import recorded_name
-
-    optional = optional_tools(loaded.tools)  # these are recorded with the context
-    return {
-        "sources": {
-            "paths": [
-                recorded_name(p) if p == "-" or "://" in p else str(Path(p).absolute())
-                for p in paths
-            ],
-            **({"allow_private": True} if allow_private else {}),
-            "tools": [name for name in loaded.tools if name not in optional],
-        }
-    }
 
 
 # --- running

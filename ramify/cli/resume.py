@@ -1,8 +1,8 @@
 """Rebuilds the ``RLM`` of a stored run from its journal, to resume or replay the run.
 
-Models, limits, prompts, sandbox and sampling are those recorded in the journal. Tools over files
-(``sql``) are loaded again from the recorded paths, and MCP servers are started again. A replay
-calls no model, so it uses placeholder clients that need no key.
+Models, limits, prompts, sandbox and sampling are those recorded in the journal. MCP servers are
+started again. A replay calls no model, so it uses placeholder clients that need no key. Not here:
+tools over files, such as ``sql`` (``engine/rerun.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ramify.clients.providers import PriceTable
 from ramify.engine.limits import Limits
 from ramify.engine.rlm import RLM
 from ramify.engine.scaffold import Scaffold
-from ramify.errors import ConfigError, ReplayDiverged, SourceError
+from ramify.errors import ConfigError, ReplayDiverged
 from ramify.sandbox.base import provider_spec
 from ramify.store.base import RunStore
 from ramify.store.recorded_replies import RecordedReplies
@@ -45,8 +45,7 @@ def rebuild(
 
     ``stand_ins`` replaces the models with placeholders. ``allow_weaker`` accepts a sandbox that is
     weaker than the recorded one. ``limits`` replace the recorded ones. Raises ConfigError if this
-    version cannot read the recorded settings, and SourceError if the input of the run's file tools
-    is gone.
+    version cannot read the recorded settings.
     """
     config = started.config
     models = [*config.get("model", [])]
@@ -83,24 +82,12 @@ def rebuild(
 
 
 def _tools(started: RunStarted) -> dict[str, Any]:
-    sources, servers = started.config.get("sources") or {}, started.config.get("mcp") or ()
-    tools: dict[str, Any] = {}
-    if servers:
-        from ramify.engine.mcp_tools import McpTools
+    servers = started.config.get("mcp") or ()
+    if not servers:
+        return {}
+    from ramify.engine.mcp_tools import McpTools
 
-        tools |= McpTools(*servers)  # stays connected until the process ends
-    if not sources.get("tools"):
-        return tools
-    from ramify.sources.load_sources import load
-
-    if "-" in sources["paths"]:
-        raise SourceError(
-            f"run {started.id} used {', '.join(sources['tools'])} over standard input, which is "
-            "gone: ask the question again"
-        )
-    allow_private = bool(sources.get("allow_private"))
-    loaded = load(sources["paths"], allow_private=allow_private).tools
-    return {**tools, **{name: tool for name, tool in loaded.items() if name in sources["tools"]}}
+    return dict(McpTools(*servers))  # stays connected until the process ends
 
 
 class PlaceholderClient:

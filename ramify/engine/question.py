@@ -26,10 +26,11 @@ from ramify.engine.limits import Ledger, Limits
 from ramify.engine.prompt_text import PromptExample, examples_of
 from ramify.engine.run_pictures import PictureSource
 from ramify.engine.scaffold import Scaffold
+from ramify.engine.tool_set import optional_tools
 from ramify.engine.typed import CITE_INSTRUCTION, AnswerType, answer_type, cited_type
 from ramify.errors import ConfigError, NamedFields, nearest
 from ramify.sandbox.base import Session, SharedContext, Table
-from ramify.sources.base import SourcePlace
+from ramify.sources.base import MIN_SEARCHED_CHARS, SourcePlace
 from ramify.sources.library_values import as_context, is_opened
 from ramify.types.event import Listener
 from ramify.types.message import Message, encodable
@@ -234,6 +235,9 @@ class Question(msgspec.Struct, frozen=True):
     """True if a part of the context is only there through a tool, such as the pages of a scan."""
     read: Mapping[str, Any] = {}
     """Record of the sources: ``sources.base.RecordedSources`` as plain values."""
+    sources: Mapping[str, Any] = {}
+    """What a repeated run needs to load the tools of the sources again:
+    ``LoadedContext.recorded_sources``."""
 
     def is_direct(self, scaffold: Scaffold, window: int, has_tools: bool) -> bool:
         """True if the context is small enough for one direct call and nothing requires a
@@ -242,7 +246,7 @@ class Question(msgspec.Struct, frozen=True):
             not self.direct
             or self.needs_session
             or has_tools
-            or self.tools.keys() - {PAGE_PICTURE}
+            or self.tools.keys() - {PAGE_PICTURE, *optional_tools(self.tools)}
             or self.on_session is not None
             or scaffold.protocol != "notebook"
         ):
@@ -279,10 +283,12 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     needs_session = False
     places: Mapping[str, Sequence[SourcePlace]] = {}
     read: dict[str, Any] = {}
+    sources: dict[str, Any] = {}
     pictures: Mapping[str, PictureSource] = {}
     prompt = source_or_value(prompt)
     # Most prompts are texts, and the check of a protocol looks at each of its attributes.
-    if not isinstance(prompt, str) and isinstance(prompt, SourceContext):
+    is_source = not isinstance(prompt, str) and isinstance(prompt, SourceContext)
+    if is_source:
         instructions = getattr(prompt, "instructions", "")
         examples = examples_of(getattr(prompt, "examples", ()))
         before = tuple(getattr(prompt, "messages", ()))
@@ -293,6 +299,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         warnings = tuple(getattr(prompt, "warnings", tuple)())
         places = getattr(prompt, "places", {})
         read = getattr(prompt, "record", dict)()
+        sources = getattr(prompt, "recorded_sources", dict)()
         about, tools, prompt = prompt.manifest(), dict(prompt.tools), prompt.context
         inner = source_or_value(prompt)
         if inner is not prompt and isinstance(inner, SourceContext):  # a task's path
@@ -302,6 +309,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
             needs_session = needs_session or getattr(inner, "needs_session", False)
             places = {**places, **getattr(inner, "places", {})}
             read = {**read, **getattr(inner, "record", dict)()}
+            sources = {**sources, **getattr(inner, "recorded_sources", dict)()}
             inner = inner.context
         prompt = inner
     tables = None
@@ -336,11 +344,16 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         )
     if not text.strip():
         raise ConfigError("the question is empty: say what you want to know")
-    if context is not None and _num_chars(context) == 0 and (tables is not None or not tools):
+    num_chars = 0 if context is None else _num_chars(context)
+    if context is not None and num_chars == 0 and (tables is not None or not tools):
         raise ConfigError(
             "the context is empty, so there is nothing to answer from; omit it to ask without a "
             "context"
         )
+    if num_chars >= MIN_SEARCHED_CHARS and not is_source:  # sources bring these tools
+        from ramify.sources.text_search import search_tools  # few contexts are so long
+
+        tools = {**tools, **search_tools(context)}
     if cite:
         kind = cited_type(kind, context, places)
     elif kind is not None:
@@ -364,6 +377,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         pictures=pictures,
         needs_session=needs_session,
         read=read,
+        sources=sources,
     )
 
 

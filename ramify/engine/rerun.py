@@ -20,6 +20,7 @@ from ramify.engine.limits import Limits
 from ramify.engine.question import Question, RunOptions, question
 from ramify.engine.resources import INSTRUCTIONS, RlmSetup, stored_in
 from ramify.engine.run_handle import Result, as_text
+from ramify.engine.tool_set import optional_tools
 from ramify.engine.typed import Citation, CitedAnswer, TypeMismatch, answer_type
 from ramify.errors import ConfigError, ReplayDiverged
 from ramify.sandbox.base import SharedContext
@@ -92,8 +93,6 @@ def check_settings(started: RunStarted, setup: RlmSetup, options: RunOptions) ->
 def _differences(
     recorded: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]
 ) -> Iterator[str]:
-    # Tools of the sources are recorded with the sources, and given again as tools.
-    of_sources = (recorded.get("sources") or {}).get("tools", ())
     for name in names:
         # A run without tools records none.
         absent: dict[str, Any] | None = {} if name == "tools" else None
@@ -101,8 +100,8 @@ def _differences(
         if before is None or before == after:
             continue
         if isinstance(before, dict) and isinstance(after, dict):
-            added = after.keys() - (of_sources if name == "tools" else ())
-            for field in sorted(before.keys() | (added if name != "scaffold" else set())):
+            added = after.keys() if name != "scaffold" else set()
+            for field in sorted(before.keys() | added):
                 if before.get(field) != after.get(field):
                     yield _difference(f"{name}.{field}", before.get(field), after.get(field))
         else:
@@ -173,11 +172,26 @@ def recorded_context(store: RunStore | None, started: RunStarted) -> Any:
     return SharedContext.decode(blob, started.context.files).value
 
 
+def tools_of_sources(started: RunStarted) -> dict[str, Any]:
+    """Load the tools that a recorded run had from its sources again: ``sql``, ``tables``. Raises
+    SourceError if a source is gone."""
+    sources = started.config.get("sources")
+    if not isinstance(sources, Mapping) or not sources.get("tools"):
+        return {}
+    from ramify.sources.load_sources import load_tools  # it imports the readers of all files
+
+    return load_tools(started.id, sources)
+
+
 def question_of(
-    store: RunStore | None, started: RunStarted, kind: Any, prompt: Any = None
+    store: RunStore | None,
+    started: RunStarted,
+    kind: Any,
+    prompt: Any = None,
+    of_sources: Mapping[str, Any] | None = None,
 ) -> Question:
-    """The recorded question, with ``kind`` as the type of its answer if that is given, and with the
-    tools and the sessions of ``prompt``."""
+    """The recorded question, with ``kind`` as the type of its answer if that is given, with the
+    tools of its sources, and with the tools and the sessions of ``prompt``."""
     config, value = started.config, recorded_context(store, started)
     cite = bool(config.get("cite"))
     kind = kind if kind is not None else None if cite else config.get("answer_schema")
@@ -188,10 +202,8 @@ def question_of(
     )
     resolved = resolved or question(started.question, None, kind, cite)
     direct = config.get("direct") is not False
-    if names := config.get("context_tools"):
-        from ramify.sources.text_search import tools_named
-
-        resolved = msgspec.structs.replace(resolved, tools=tools_named(names, value))
+    tools = _recorded_tools(resolved, config, of_sources or {})
+    resolved = msgspec.structs.replace(resolved, tools=tools)
     if prompt is not None:
         given = question(prompt, started.question, None, False)
         resolved = msgspec.structs.replace(
@@ -215,6 +227,21 @@ def question_of(
         before=before,
         pictures=dict.fromkeys(pictures),
     )
+
+
+def _recorded_tools(
+    resolved: Question, config: Mapping[str, Any], of_sources: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The tools of the context and of the sources that the recorded run had, in their order."""
+    # Whether a context is searched may depend on what is installed here.
+    optional = optional_tools(resolved.tools)
+    tools = {name: tool for name, tool in resolved.tools.items() if name not in optional}
+    tools |= of_sources
+    if names := config.get("context_tools"):
+        from ramify.sources.text_search import tools_named
+
+        tools |= tools_named(names, resolved.context)
+    return tools
 
 
 def from_record(store: RunStore, run: str, ended: RunEnded, kind: Any = None) -> Result:

@@ -493,7 +493,8 @@ class RLM:
     ) -> RunHandle:
         """Repeat the recorded questions; the handle is that of the last one."""
         *before, started = recording.questions
-        last = rerun.question_of(self.store, started, options.answer_type, prompt)
+        tools = rerun.tools_of_sources(started) if prompt is None else {}
+        last = rerun.question_of(self.store, started, options.answer_type, prompt, tools)
         state = ConversationState(recorder) if rerun.is_conversation(recording) else None
         return RunHandle(
             setup,
@@ -502,7 +503,9 @@ class RLM:
             recorder,
             conversation=state,
             recording=recording,
-            earlier=[rerun.question_of(self.store, each, None) for each in before],
+            earlier=[
+                rerun.question_of(self.store, each, None, of_sources=tools) for each in before
+            ],
         )
 
     # --- resources --------------------------------------------------------------------------------

@@ -351,6 +351,7 @@ class RunHandle:
             "cite": self._question.cite,
             "about": self._question.about,
             **({"read": dict(self._question.read)} if self._question.read else {}),
+            **({"sources": dict(self._question.sources)} if self._question.sources else {}),
             **({"before": msgspec.to_builtins(before)} if before else {}),
             **({"context_tools": optional} if optional else {}),
             # The models' vision or the sources decided this, which a repeated run may not have.

@@ -26,6 +26,7 @@ from ramify.http_server.rejections import RequestRejected
 from ramify.serve.answer_request import AttachedFile, ChatMessage
 from ramify.sources.base import LoadedContext, SourceLoader, UnreadableSource
 from ramify.sources.file_kinds import HEAD_BYTES, SourceFile, kind_of, read_file
+from ramify.sources.text_search import search_tools
 
 LONG_CHARS = MAX_BARE_PROMPT_CHARS
 """Maximum characters of a text that stays in the question; a longer one moves to the context. For a
@@ -194,6 +195,5 @@ def _loaded(loading: SourceLoader) -> LoadedContext | None:
         return None
     items = sorted(loading.items, key=lambda item: item.name)
     texts = {item.name: loading.texts[item.name] for item in items}
-    return LoadedContext(
-        texts[items[0].name] if len(items) == 1 else texts, items, loading.problems, {}, {}
-    )
+    context = texts[items[0].name] if len(items) == 1 else texts
+    return LoadedContext(context, items, loading.problems, {}, search_tools(context))

@@ -26,6 +26,8 @@ from ramify.types.picture import Picture, digest_in
 
 MAX_FILE_S = 60.0
 """Time limit for parsing one file of a kind that can take arbitrarily long."""
+MIN_SEARCHED_CHARS = 100_000
+"""A context with fewer characters of text has no ``search`` and no ``chunks``."""
 NOT_UTF8 = "not UTF-8, read as Windows-1252"
 """Detail of a text that may have been decoded wrongly."""
 MAX_RECORDED = 500
@@ -123,6 +125,18 @@ class LoadedContext(msgspec.Struct, frozen=True):
     """Digest of a picture in the context -> its bytes, or its file."""
     needs_session: bool = False
     """True if a part of the context is only there through a tool: the pages of a long scan."""
+
+    origin: Mapping[str, Any] = {}
+    """What ``load`` needs to load the tools again: ``paths``, and options that are not defaults.
+    URLs are without passwords and keys. Empty if ``load`` did not read the sources."""
+
+    def recorded_sources(self) -> dict[str, Any]:
+        """Return ``origin`` with the names of the tools that a repeated run loads again."""
+        if not self.origin:
+            return {}
+        # Optional tools are recorded with the context.
+        names = [n for n, each in self.tools.items() if not getattr(each, "is_optional", False)]
+        return {**self.origin, "tools": names}
 
     def manifest(self) -> str:
         """Describe the context for a model's prompt in a few lines, in addition to its type, size

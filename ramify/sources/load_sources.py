@@ -17,10 +17,12 @@ import select
 import stat
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import msgspec
 
 from ramify.errors import SourceError
 from ramify.progress import report_progress
@@ -102,12 +104,39 @@ def load(
                 loading.problem(without_password(url), str(error))
     if not (expanded or remote):
         single = len(servers) == 1
-    return _finish(loading, list(map(recorded_name, names)), single)
+    names = list(map(recorded_name, names))
+    loaded = _finish(loading, names, single)
+    paths = [
+        name if name == _STDIN or "://" in name else str(Path(name).expanduser().absolute())
+        for name in names
+    ]
+    options = {"allow_private": allow_private or None, "max_bytes": max_bytes}
+    origin = {"paths": paths} | {name: v for name, v in options.items() if v is not None}
+    return msgspec.structs.replace(loaded, origin=origin)
 
 
 def recorded_name(name: str) -> str:
     """A source as a run may record it: a URL without its password, login or keys."""
     return recorded_url(name) if is_remote(name) else without_password(name)
+
+
+def load_tools(run: str, sources: Mapping[str, Any]) -> dict[str, Any]:
+    """Load the tools of ``sources`` again, which ``LoadedContext.recorded_sources`` described for
+    the run with this id. Raises SourceError if a source is gone."""
+    names, paths = sources.get("tools"), sources.get("paths", [])
+    if not names:
+        return {}
+    used = f"run {run} used {', '.join(names)} over"
+    if _STDIN in paths:
+        raise SourceError(
+            f"{used} standard input or an open file, which is gone: ask the question again"
+        )
+    options = {name: sources[name] for name in ("allow_private", "max_bytes") if name in sources}
+    try:
+        loaded = load(paths, **options).tools
+    except SourceError as error:
+        raise SourceError(f"{used} {listing(paths)}: {error}") from None
+    return {name: loaded[name] for name in names if name in loaded}
 
 
 def _read_remote(

@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from importlib import resources
 from typing import Any, TypeVar
@@ -36,13 +36,12 @@ from ramify.actors.answering_process import ask, start
 from ramify.actors.child_process import kill
 from ramify.actors.run_messages import decode, encode
 from ramify.sandbox.base import MappedText
+from ramify.sources.base import MIN_SEARCHED_CHARS
 from ramify.sources.query_process import QueryAnswer
 from ramify.sources.search_process import MAX_HITS, IndexRequest
 from ramify.sources.search_units import Text, TextLayout, layout_of, place_of, unit_at
 from ramify.sources.text_chunks import chunks
 
-MIN_CHARS = 100_000
-"""A smaller context has no ``search`` and no ``chunks``."""
 MAX_CHARS = 8_000_000_000
 """A larger context has no ``search``: building its index would take half an hour."""
 WAIT_S = 60.0
@@ -66,8 +65,8 @@ _KEPT = 2
 SEARCH = (
     "Find the k lines or passages of the run's data that match the words of `query` best (BM25: "
     "rare words count most; whole words in any case, no operators), best first: dicts with "
-    "'place', 'text', 'score', 'name' (of the text, if there are several), 'start' and 'end' "
-    "(characters of that text)."
+    "'place', 'text', 'score', 'name' (key or index of the text, if there are several), 'start' "
+    "and 'end' (characters of that text)."
 )
 """Description of ``search`` for a model."""
 
@@ -75,10 +74,10 @@ T = TypeVar("T")
 
 
 def search_tools(context: Any) -> dict[str, Any]:
-    """Return the tools for searching ``context``, a text or a dict with texts; empty if it is too
-    small or of another type."""
+    """Return the tools for searching ``context``, a text or a dict or list with texts; empty if it
+    is too small or of another type."""
     chars = sum(map(len, _texts(context).values()))
-    if chars < MIN_CHARS:
+    if chars < MIN_SEARCHED_CHARS:
         return {}
     tools: dict[str, Any] = {"chunks": TextChunks()}
     if has_tantivy() and chars <= MAX_CHARS:
@@ -97,13 +96,16 @@ def has_tantivy() -> bool:
     return importlib.util.find_spec("tantivy") is not None
 
 
-def _texts(context: Any) -> dict[str, Text]:
-    """Return the texts of ``context`` by name; a single one has an empty name."""
+def _texts(context: Any) -> dict[Any, Text]:
+    """Return the texts of ``context`` by key or index; a single one has an empty name."""
     if isinstance(context, str | MappedText):
         return {"": context}
-    if not isinstance(context, Mapping):
-        return {}
-    return {str(name): t for name, t in context.items() if isinstance(t, str | MappedText)}
+    named: Iterable[tuple[Any, Any]] = ()
+    if isinstance(context, Mapping):
+        named = context.items()
+    elif isinstance(context, list | tuple):
+        named = enumerate(context)
+    return {name: text for name, text in named if isinstance(text, str | MappedText)}
 
 
 class TextSearch:
@@ -117,14 +119,14 @@ class TextSearch:
 
     def __init__(self, context: Any) -> None:
         self.__doc__ = SEARCH
-        self._is_single = not isinstance(context, Mapping)
+        self._is_single = isinstance(context, str | MappedText)
         self._texts = _texts(context)
         self._names = list(self._texts)
         self._starts = [0]
         for text in self._texts.values():
             self._starts.append(self._starts[-1] + len(text))
-        self._layouts: dict[str, TextLayout] = {}
-        self._lines: dict[str, list[int]] = {}
+        self._layouts: dict[Any, TextLayout] = {}
+        self._lines: dict[Any, list[int]] = {}
         """Name of a text -> number of lines before each ``_COUNTED_CHARS``, as far as counted."""
         self._lock = threading.Lock()
         self._built: Future[SearchIndex] | None = None
@@ -166,17 +168,18 @@ class TextSearch:
         text = self._texts[name]
         layout = self._layout(name)
         start, end = unit_at(text, at - self._starts[number], layout.shape)
-        place = place_of(name, text, start, self._line(name, start), layout)
+        shown = name if isinstance(name, str) else f"[{name!r}]"
+        place = place_of(shown, text, start, self._line(name, start), layout)
         hit = {"place": place, "text": text[start:end].strip("\r\n"), "score": score}
         return {**hit, "start": start, "end": end, **({} if self._is_single else {"name": name})}
 
-    def _layout(self, name: str) -> TextLayout:
+    def _layout(self, name: Any) -> TextLayout:
         layout = self._layouts.get(name)
         if layout is None:
             layout = self._layouts[name] = layout_of(self._texts[name])
         return layout
 
-    def _line(self, name: str, start: int) -> int:
+    def _line(self, name: Any, start: int) -> int:
         """Number of the line at ``start``, from 1."""
         text, step = self._texts[name], _COUNTED_CHARS
         with self._lock:
@@ -199,7 +202,7 @@ class TextSearch:
     def _index(self) -> SearchIndex:
         digest = hashlib.sha256()
         for name, text in self._texts.items():
-            digest.update(f"{len(name)},{len(text)},{self._layout(name).shape};".encode())
+            digest.update(f"{len(text)},{self._layout(name).shape};".encode())
             if isinstance(text, MappedText) and text.file.digest:
                 digest.update(text.file.digest.encode())
                 continue

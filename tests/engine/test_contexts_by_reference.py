@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from ramify import RLM, Limits, Scaffold, Store, load
@@ -25,9 +24,7 @@ def log(tmp_path: Path) -> Path:
 
 def ask(store: Store, log: Path, script: list[str], **options: object) -> tuple[RLM, object]:
     asked = rlm(client(script), store=store, **options)
-    # A replay in Python gets the tools of the sources, such as ``search``, only from its caller.
-    loaded = msgspec.structs.replace(load(log, mapped_bytes=1000), tools={})
-    return asked, asked.completion(loaded, "Which line is it?").answer
+    return asked, asked.completion(load(log, mapped_bytes=1000), "Which line is it?").answer
 
 
 def test_store_does_not_grow_by_the_size_of_the_log(tmp_path: Path, log: Path) -> None:

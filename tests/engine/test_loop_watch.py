@@ -125,7 +125,7 @@ def test_blocked_command_exits_with_one_line_and_resume_hint(tmp_path: Path) -> 
             scaffold=Scaffold(name={SCAFFOLD.name!r}, system={SCAFFOLD.system!r}),
             limits=Limits(max_seconds=2, stall_s=0.2), sandbox=SandboxSpec('inprocess', allow_weaker=True),
         )
-        asked = AskRequest("?", None, [], RunOptions(direct=False))
+        asked = AskRequest("?", None, RunOptions(direct=False))
         with ProgressScreen(StderrNotes(), "lines") as screen:
             sys.exit(run(rlm, asked, screen, as_json=False))
     """)

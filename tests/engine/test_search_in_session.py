@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ramify import RLM, MemoryStore, ScriptedClient
-from ramify.sources.load_sources import LoadedContext, load
-from tests.engine.helpers import code, rlm
+from ramify.sandbox.base import MappedText
+from ramify.sources.load_sources import LoadedContext, SourceItem, load
+from tests.engine.helpers import SCAFFOLD, code, rlm
 
 LOG = "".join(f"2026-01-01 host-{number:05d} INFO request served\n" for number in range(4_000))
 
@@ -87,3 +91,67 @@ def test_a_run_that_is_repeated_gets_its_recorded_hits(loaded: LoadedContext):
 
     with rlm(ScriptedClient([]), store=store) as asked:
         assert asyncio.run(again(asked)).answer == "host-x ERROR disk failure"
+
+
+LAST = LOG + "host-x ERROR disk failure\n"
+
+
+def mapped(folder: Path) -> MappedText:
+    (folder / "a.log").write_text(LAST)
+    context = load([folder / "a.log"], mapped_bytes=1000).context
+    assert isinstance(context, MappedText)
+    return context
+
+
+@pytest.mark.parametrize(
+    ("make", "place", "name"),
+    [
+        (lambda _: LAST, "line 4001", None),
+        (lambda _: {"a": "short", 7: LAST}, "[7]:4001", 7),
+        (lambda _: ["short", LAST], "[1]:4001", 1),
+        (mapped, "line 4001", None),
+        (lambda folder: {"a.log": mapped(folder), "n": 5}, "a.log:4001", "a.log"),
+    ],
+    ids=["text", "dict", "list", "text in its file", "dict of a text in its file"],
+)
+def test_values_of_the_library_have_both(
+    tmp_path: Path, make: Callable[[Path], Any], place: str, name: Any
+):
+    """A hit is a part of the context, and the parts together are the text. A replay gives the
+    same, with no tools from its caller."""
+    store, context = MemoryStore(), make(tmp_path)
+    answer = (
+        "hit = search('failure')[0]",
+        "text = context if 'name' not in hit else context[hit['name']]",
+        "parts = [part['text'] for part in chunks(tokens=1000, text=text)]",
+        "FINAL([hit['place'], hit.get('name'), text[hit['start']:hit['end']], "
+        "''.join(parts) == text[:]])",
+    )
+    model = ScriptedClient([code(*answer)])
+    with rlm(model, store=store) as asked:
+        result = asked.completion(context, "What failed?")
+        again = asked.replay(result.run_id)
+    assert result.answer == [place, name, "host-x ERROR disk failure\n", True]
+    assert again.answer == result.answer
+    assert "- `search(query: str, k: int = 10)" in model.requests[0].messages[0].content
+
+
+def test_short_values_and_direct_calls_have_neither():
+    model = ScriptedClient([code("FINAL('search' in globals() or 'chunks' in globals())")])
+    with rlm(model) as asked:
+        assert asked.completion("short " * 10_000, "q").answer is False
+        reading = msgspec.structs.replace(SCAFFOLD, direct_chars=1_000_000)
+    with rlm(ScriptedClient(["4000"], window=1_000_000), scaffold=reading) as asked:
+        result = asked.completion(LOG, "How many?")
+    assert result.answer == "4000"
+    assert not result.trajectory.root.turns[0].cells
+
+
+def test_a_run_is_repeated_with_the_functions_that_it_had():
+    """As if it had been recorded where tantivy was missing."""
+    store = MemoryStore()
+    with rlm(ScriptedClient([code("FINAL(len(context))")]), store=store) as asked:
+        result = asked.completion(
+            LoadedContext(LOG, [SourceItem("a", "text", len(LOG), len(LOG))], [], {}, {}), "q"
+        )
+        assert asked.replay(result.run_id).answer == len(LOG)

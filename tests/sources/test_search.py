@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from ramify.sources.base import MIN_SEARCHED_CHARS
 from ramify.sources.load_sources import LoadedContext, load
 from ramify.sources.search_units import layout_of, units
-from ramify.sources.text_search import MIN_CHARS, TextSearch, search_tools
+from ramify.sources.text_search import TextSearch, search_tools
 
 LOG = "".join(
     f"2026-01-01 host-{number:05d} INFO request served in {number % 50} ms\n"
@@ -137,7 +138,7 @@ def test_an_index_is_private_and_deleted_with_its_process():
 
 
 def test_small_contexts_and_values_have_no_search(tmp_path: Path):
-    assert search_tools("x\n" * (MIN_CHARS // 2 - 1)) == {}
+    assert search_tools("x\n" * (MIN_SEARCHED_CHARS // 2 - 1)) == {}
     assert search_tools({"a": 1}) == {}
     assert search_tools([LOG]) == {}
     (tmp_path / "a.txt").write_text("short")
