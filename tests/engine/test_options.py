@@ -9,7 +9,7 @@ import pytest
 
 from ramify import Limits, RunOptions, Sampling, ScriptedClient, Stop, Store
 from ramify.engine.question import RunKeywords
-from ramify.errors import ConfigError, ReplayDiverged
+from ramify.errors import ConfigError, ReplayDiverged, SourceError
 from tests.engine.helpers import client, rlm
 
 
@@ -88,8 +88,8 @@ def test_async_listener_in_a_lambda_is_dropped_at_first_event() -> None:
         assert asking.completion("Who?", on_event=lambda event: listen(event)).response == "one"
 
 
-def test_path_as_context_is_refused_with_remedy() -> None:
-    with rlm([]) as asking, pytest.raises(ConfigError, match=r"give ramify\.load\(path\)"):
+def test_path_of_a_context_that_does_not_exist_is_refused_with_remedy() -> None:
+    with rlm([]) as asking, pytest.raises(SourceError, match=r"^log.txt does not exist: check its"):
         asking.completion(Path("log.txt"), "Who?")
 
 

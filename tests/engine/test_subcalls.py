@@ -124,7 +124,7 @@ def test_child_too_large_for_a_plain_call_at_the_depth_limit_is_an_error() -> No
     with rlm(by_role([code(cell)]), limits={"max_depth": 0}) as r:
         text = r.completion("text", "?").answer
     assert text.startswith(
-        "the depth limit of 0 is reached, so this rlm_query is one plain call, and 900,017 "
+        "the depth limit of 0 is reached, so this rlm_query is one plain call, and 900,000 "
         "characters"
     )
 
