@@ -22,7 +22,7 @@ import zlib
 from typing import Any, BinaryIO, cast
 
 from ramify.sources.base import OversizedSource, SourceLoader, UnreadableSource
-from ramify.sources.file_kinds import SourceFile, read_file
+from ramify.sources.file_kinds import SourceFile, read_as, read_file
 
 MAX_MEMBERS = 100_000
 MAX_RATIO = 250
@@ -32,6 +32,12 @@ _BLOCK_BYTES = 1 << 20
 _ZSTD_WINDOW_LOG = 27
 """Largest window that a zstd file may ask for: 128 MB of memory."""
 MACROS = "its macros were not run"
+_DOCUMENTS = {
+    "word/document.xml": "docx",
+    "ppt/presentation.xml": "pptx",
+    "xl/workbook.xml": "xlsx",
+}
+"""Member -> kind of a document that has lost its suffix."""
 _MARKUP = (".xml", ".xhtml", ".html", ".htm", ".rels", ".vml")
 
 
@@ -100,6 +106,9 @@ def read_zip(file: SourceFile, loading: SourceLoader) -> None:
     with archive:
         members = [info for info in archive.infolist() if not info.is_dir()]
         check_count(len(members))
+        kinds = [_DOCUMENTS[each.filename] for each in members if each.filename in _DOCUMENTS]
+        if kinds:
+            return read_as(kinds[0], file, loading)
         num_bytes = 0
         for info in members:
             name = member_name(file.name, info.filename)

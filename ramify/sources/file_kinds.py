@@ -136,6 +136,10 @@ def read_file(file: SourceFile, loading: SourceLoader) -> None:
         raise UnreadableSource("is an archive within an archive", "unpack the outer one first")
     if file.inside and kind == "picture":
         raise UnreadableSource("is a picture in an archive", "unpack it, and name the picture")
+    read_as(kind, file, loading)
+
+
+def read_as(kind: str, file: SourceFile, loading: SourceLoader) -> None:
     reader: Reader = pkgutil.resolve_name(READERS[kind])
     reader(file, loading)
 

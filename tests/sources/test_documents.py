@@ -490,6 +490,14 @@ def test_encrypted_7z_is_one_sentence(tmp_path: Path):
         load([tmp_path / "s.7z"])
 
 
+@pytest.mark.parametrize("name", ["report", "report.zip", "report.pdf"])
+def test_document_with_a_wrong_suffix_is_read_by_its_content(tmp_path: Path, name: str):
+    make_docx(tmp_path / "a.docx").rename(tmp_path / name)
+    loaded = load([tmp_path / name])
+    assert isinstance(loaded.context, str)
+    assert [item.kind for item in loaded.items] == ["docx"]
+
+
 def test_macros_are_not_run(tmp_path: Path):
     make_docx(tmp_path / "a.docm")
     with zipfile.ZipFile(tmp_path / "a.docm", "a") as archive:
